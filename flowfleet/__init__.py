@@ -1,0 +1,1 @@
+"""What every Flowfleet service shares. Importing this package must not import torch."""
