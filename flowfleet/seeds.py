@@ -1,0 +1,24 @@
+"""All randomness of a job, derived from its one seed. Pure: the same arguments give the same number everywhere."""
+
+from __future__ import annotations
+
+import hashlib
+
+
+def derive_seed(seed: int, *path: int | str) -> int:
+    """A 63-bit seed for one purpose, e.g. `derive_seed(job.seed, "sample", step, group, index)`.
+
+    SHA-256 over the path, so that neighbours are independent and no purpose can collide with another.
+    """
+    text = "/".join([str(seed), *map(str, path)])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def sample_seed(seed: int, step: int, group: int, index: int) -> int:
+    """Seed of one training sample."""
+    return derive_seed(seed, "sample", step, group, index)
+
+
+def validation_seed(seed: int, prompt: int) -> int:
+    """Seed of one held-out prompt: the same at every validation, so that curves compare."""
+    return derive_seed(seed, "validation", prompt)

@@ -1,0 +1,1 @@
+"""The services of the fleet. Each imports `flowfleet`, never another service."""
