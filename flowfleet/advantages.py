@@ -1,0 +1,114 @@
+"""From rewards to advantages: how much better a sample is than its group. NumPy only: the controller has no torch."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+AdvantageStd = Literal["global", "group", "none"]
+"""What the centred rewards are divided by: the std of the batch, that of the group, or nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageStats:
+    """What a step's rewards looked like; the names are those of `critic/rewards/*` and `critic/advantages/*`."""
+
+    reward_mean: float
+    reward_max: float
+    reward_min: float
+    std_mean: float
+    """Mean over the groups of the std of a group's rewards."""
+    zero_std_ratio: float
+    """Share of the groups whose rewards are all equal, singletons included: they teach nothing."""
+    group_size: float
+    """Mean number of samples in a group."""
+    num_groups: int
+    advantage_mean: float
+    advantage_max: float
+    advantage_min: float
+
+
+def group_advantages(
+    rewards: ArrayLike,
+    group_ids: Sequence[Hashable],
+    *,
+    std: AdvantageStd = "global",
+    eps: float = 1e-4,
+    clamp: float | None = 5.0,
+    ddof: int = 0,
+) -> tuple[NDArray[np.float64], AdvantageStats]:
+    """Group-relative advantages, A = (r - mean of the group) / (std + eps), as in Flow-GRPO.
+
+    Args:
+        rewards: (N,) finite numbers.
+        group_ids: N ids; samples of equal id form a group, in any order.
+        std: `global` divides by the std of all N rewards, `group` by that of the sample's group, `none` does not.
+        eps: added to the std; not used by `none`.
+        clamp: advantages are cut to [-clamp, clamp]; None leaves them.
+        ddof: delta degrees of freedom of every std here, 0 as in flow_grpo: the population std.
+
+    Returns:
+        Advantages (N,) float64 in the order of `rewards`, and the step's statistics. A sample whose group is a
+        singleton, or has equal rewards throughout, gets exactly 0.
+
+    Raises:
+        ValueError: no rewards, lengths that differ, or a reward that is not finite (its index is named).
+    """
+    values = _checked(rewards, group_ids)
+    groups = _group_indices(group_ids)
+    batch_scale = _std(values, ddof) + eps
+    advantages = np.zeros_like(values)
+    for indices in groups:
+        group = values[indices]
+        if np.ptp(group) > 0:
+            scale = {"global": batch_scale, "group": _std(group, ddof) + eps, "none": 1.0}[std]
+            advantages[indices] = (group - group.mean()) / scale
+    if clamp is not None:
+        advantages = np.clip(advantages, -clamp, clamp)
+    return advantages, _stats(values, advantages, groups, ddof)
+
+
+def _checked(rewards: ArrayLike, group_ids: Sequence[Hashable]) -> NDArray[np.float64]:
+    values = np.asarray(rewards, dtype=np.float64)
+    if values.ndim != 1 or values.size == 0 or len(values) != len(group_ids):
+        raise ValueError(
+            f"need one reward and one group id a sample, but got rewards {values.shape} and {len(group_ids)} ids"
+        )
+    if not np.isfinite(values).all():
+        index = int(np.flatnonzero(~np.isfinite(values))[0])
+        raise ValueError(
+            f"reward {index} (group {group_ids[index]!r}) is {values[index]}: drop the sample before this point"
+        )
+    return values
+
+
+def _group_indices(group_ids: Sequence[Hashable]) -> list[NDArray[np.intp]]:
+    members: dict[Hashable, list[int]] = {}
+    for index, group_id in enumerate(group_ids):
+        members.setdefault(group_id, []).append(index)
+    return [np.array(indices, dtype=np.intp) for indices in members.values()]
+
+
+def _std(values: NDArray[np.float64], ddof: int) -> float:
+    """0 where it is not defined (`ddof` values or fewer) and where all values are equal, which rounding would blur."""
+    return float(values.std(ddof=ddof)) if len(values) > ddof and np.ptp(values) > 0 else 0.0
+
+
+def _stats(
+    rewards: NDArray[np.float64], advantages: NDArray[np.float64], groups: list[NDArray[np.intp]], ddof: int
+) -> AdvantageStats:
+    stds = np.array([_std(rewards[indices], ddof) for indices in groups])
+    return AdvantageStats(
+        reward_mean=float(rewards.mean()),
+        reward_max=float(rewards.max()),
+        reward_min=float(rewards.min()),
+        std_mean=float(stds.mean()),
+        zero_std_ratio=float((stds == 0).mean()),
+        group_size=len(rewards) / len(groups),
+        num_groups=len(groups),
+        advantage_mean=float(advantages.mean()),
+        advantage_max=float(advantages.max()),
+        advantage_min=float(advantages.min()),
+    )
