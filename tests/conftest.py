@@ -1,5 +1,6 @@
 """Fixtures shared by all tests. Heavy imports stay inside the fixtures, so that torch-free tests start fast."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,3 +12,22 @@ def tiny_qwen_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.tiny_models import make_tiny_qwen_image
 
     return make_tiny_qwen_image(tmp_path_factory.mktemp("models") / "tiny-qwen-image")
+
+
+@pytest.fixture(scope="session")
+def _redis_of_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    from flowfleet.redis_server import RedisServer
+
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server.start()
+    server.stop()
+
+
+@pytest.fixture
+def redis_url(_redis_of_session: str) -> str:
+    """A real, empty Redis with a password, as `flowfleet up` starts it; one server a test session."""
+    from flowfleet.redis_client import connect_sync
+
+    with connect_sync(_redis_of_session) as client:
+        client.flushall()
+    return _redis_of_session

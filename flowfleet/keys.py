@@ -1,0 +1,113 @@
+"""Every Redis key of the project is named here. `ff:<job>:…` belongs to one job, `ff-fleet:…` to the whole fleet.
+
+The two prefixes differ, so that no job id can collide with a key of the fleet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+_PART = re.compile(r"[A-Za-z0-9._-]+")
+
+
+def job_key(job_id: str, *parts: str | int) -> str:
+    """`ff:<job>:<part>:…`. ValueError when the job id or a part has other characters than letters, digits and `._-`."""
+    return ":".join(["ff", *(_checked(part) for part in (job_id, *parts))])
+
+
+def job_prefix(job_id: str) -> str:
+    """What every key of the job starts with."""
+    return job_key(job_id) + ":"
+
+
+def trajectories(job_id: str) -> str:
+    """Stream of finished samples (protobuf, references only)."""
+    return job_key(job_id, "trajectories")
+
+
+def dead_trajectories(job_id: str) -> str:
+    """Stream of entries that nobody could handle, each with its reason."""
+    return job_key(job_id, "trajectories", "dead")
+
+
+def blob(job_id: str, *parts: str | int) -> str:
+    """Key of a blob, e.g. `blob(job, "trajectory", step, group, index)`."""
+    return job_key(job_id, "blob", *parts)
+
+
+def fleet_key(*parts: str | int) -> str:
+    """`ff-fleet:<part>:…`: what belongs to no job."""
+    return ":".join(["ff-fleet", *(_checked(part) for part in parts)])
+
+
+def replica(replica_id: str) -> str:
+    """Registration of a rollout replica: JSON that expires unless renewed."""
+    return fleet_key("replica", replica_id)
+
+
+def replica_pattern() -> str:
+    """SCAN pattern of all registrations."""
+    return fleet_key("replica") + ":*"
+
+
+def jobs() -> str:
+    """Index of all jobs."""
+    return fleet_key("jobs")
+
+
+def jobs_with_status(status: str) -> str:
+    """Index of the jobs of one status."""
+    return fleet_key("jobs", status)
+
+
+def control() -> str:
+    """Stream of what users asked of jobs: pause, resume, cancel."""
+    return fleet_key("control")
+
+
+def job(job_id: str) -> str:
+    """Hash: spec, status, progress, results."""
+    return job_key(job_id, "record")
+
+
+def events(job_id: str) -> str:
+    """Stream of what happened, as users see it."""
+    return job_key(job_id, "events")
+
+
+def events_once(job_id: str) -> str:
+    """Names of the events that may happen only once and did."""
+    return job_key(job_id, "events", "once")
+
+
+def metrics(job_id: str, step: int) -> str:
+    """Hash: metric name → value, of one step."""
+    return job_key(job_id, "metrics", step)
+
+
+def metrics_steps(job_id: str) -> str:
+    """Index of the steps that have metrics."""
+    return job_key(job_id, "metrics", "steps")
+
+
+def checkpoints(job_id: str) -> str:
+    """Hash: step → checkpoint."""
+    return job_key(job_id, "checkpoints")
+
+
+def samples(job_id: str, purpose: str, part: str) -> str:
+    """What people look at of one purpose's samples; `part` is "records", "order" (by step) or "rewards"."""
+    return job_key(job_id, "samples", purpose, part)
+
+
+def idempotency(key: str) -> str:
+    """Record of one `Idempotency-Key`; hashed, since clients may send any characters."""
+    return fleet_key("idempotency", hashlib.sha256(key.encode()).hexdigest())
+
+
+def _checked(part: str | int) -> str:
+    text = str(part)
+    if not _PART.fullmatch(text):
+        raise ValueError(f"{text!r} cannot be part of a Redis key: use letters, digits, '.', '_' and '-' only")
+    return text

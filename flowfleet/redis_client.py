@@ -1,0 +1,96 @@
+"""Redis clients that outlive their server: killed and restarted within half a minute, it is only a pause.
+
+A command is repeated while the server cannot be reached or still loads its data, so it may run twice: the reply to the
+first may have been lost. Callers must not mind; duplicates of a sample are recognised by its identity.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, Final
+
+import redis
+import redis.asyncio
+import redis.asyncio.retry
+import redis.retry
+from redis.backoff import EqualJitterBackoff
+
+SOCKET_TIMEOUT_S: Final = 30.0
+"""Longest silence of the server; a blocking read must block for less."""
+CONNECT_TIMEOUT_S: Final = 5.0
+_RETRIES: Final = 45  # 4 short pauses, then 0.5 to 1 s each: 22 s at least, 32 s on average
+_BACKOFF_BASE_S: Final = 0.05
+_BACKOFF_CAP_S: Final = 1.0
+_FATAL: Final = (redis.AuthenticationError, redis.exceptions.AuthorizationError)
+
+
+def redis_url() -> str:
+    """`FLOWFLEET_REDIS_URL`. ValueError when it is unset: a URL has a password and never goes into argv."""
+    url = os.environ.get("FLOWFLEET_REDIS_URL")
+    if not url:
+        raise ValueError("set FLOWFLEET_REDIS_URL, e.g. redis://:password@127.0.0.1:6379/0")
+    return url
+
+
+def connect(url: str) -> redis.asyncio.Redis:
+    """Client for asyncio; replies are bytes. Nothing is sent yet. ValueError on a malformed URL."""
+    return redis.asyncio.from_url(url, retry=_AsyncRetry(*_policy()), **_settings())
+
+
+def connect_sync(url: str) -> redis.Redis:
+    """Client for threads; replies are bytes. Nothing is sent yet. ValueError on a malformed URL."""
+    return redis.from_url(url, retry=_SyncRetry(*_policy()), **_settings())
+
+
+def _policy() -> tuple[EqualJitterBackoff, int]:
+    return EqualJitterBackoff(cap=_BACKOFF_CAP_S, base=_BACKOFF_BASE_S), _RETRIES
+
+
+def _settings() -> dict[str, Any]:
+    return {
+        "protocol": 2,
+        "decode_responses": False,
+        "socket_timeout": SOCKET_TIMEOUT_S,
+        "socket_connect_timeout": CONNECT_TIMEOUT_S,
+        "socket_keepalive": True,
+        "retry_on_error": [redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError],
+    }
+
+
+def _is_transient(error: Exception) -> bool:
+    return not isinstance(error, _FATAL)
+
+
+class _AsyncRetry(redis.asyncio.retry.Retry):
+    """Retries in the outermost call only.
+
+    A command retries, and inside it so does each reconnect; multiplied, a dead server would hold its callers for a
+    quarter of an hour. Each connection has its own copy, used by one caller at a time.
+    """
+
+    _running = False
+
+    async def call_with_retry(self, do: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        if self._running:
+            return await do()
+        self._running = True
+        try:
+            return await super().call_with_retry(do, *args, **{"is_retryable": _is_transient, **kwargs})
+        finally:
+            self._running = False
+
+
+class _SyncRetry(redis.retry.Retry):
+    """As `_AsyncRetry`."""
+
+    _running = False
+
+    def call_with_retry(self, do: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        if self._running:
+            return do()
+        self._running = True
+        try:
+            return super().call_with_retry(do, *args, **{"is_retryable": _is_transient, **kwargs})
+        finally:
+            self._running = False
