@@ -1,0 +1,116 @@
+"""Logs as JSON lines, metrics for Prometheus, and timings of phases. Free of torch.
+
+Metric names are the field's own (`actor/ppo_kl`), turned into Prometheus style (`flowfleet_actor_ppo_kl`), with the job
+as a label. Each service that has a registry makes one `JobMetrics` and hands it around: there is no global of ours.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, Final
+
+from prometheus_client import REGISTRY, CollectorRegistry, Gauge, start_http_server
+
+_CONTEXT: Final = ("job", "step", "sample")
+_INVALID: Final = re.compile(r"[^a-zA-Z0-9_]+")
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: ts, level, service, logger, msg, and job, step, sample, error where given."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        line: dict[str, Any] = {
+            "ts": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "service": self._service,
+            "logger": record.name,
+            "msg": record.getMessage(),
+        }
+        line |= {name: record.__dict__[name] for name in _CONTEXT if record.__dict__.get(name) is not None}
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def configure_logging(service: str, level: str = "info") -> None:
+    """Sends all logs of the process to stderr as JSON lines, e.g. `log.info("…", extra={"job": job_id, "step": 3})`."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter(service))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+
+
+def start_metrics_server(host: str, port: int, registry: CollectorRegistry = REGISTRY) -> int:
+    """Serves `/metrics` from a thread; port 0 takes a free one. Returns the port."""
+    server, _ = start_http_server(port, addr=host, registry=registry)
+    return int(server.server_port)
+
+
+def metric_name(name: str) -> str:
+    """ "actor/ppo_kl" → "flowfleet_actor_ppo_kl"; every run of other characters becomes one underscore."""
+    return "flowfleet_" + _INVALID.sub("_", name).strip("_")
+
+
+class JobMetrics:
+    """Gauges labelled by job, created when a name is first observed."""
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        self._registry = registry
+        self._gauges: dict[str, Gauge] = {}
+        self._lock = threading.Lock()
+
+    def observe(self, job_id: str, metrics: Mapping[str, float]) -> None:
+        """Sets the job's latest value of each metric, e.g. `{"actor/loss": 0.1, "timing_s/gen": 2.5}`."""
+        for name, value in metrics.items():
+            self._gauge(name).labels(job=job_id).set(value)
+
+    def forget(self, job_id: str) -> None:
+        """Removes the job's series, when it has ended."""
+        with self._lock:
+            for gauge in self._gauges.values():
+                with suppress(KeyError):
+                    gauge.remove(job_id)
+
+    def _gauge(self, name: str) -> Gauge:
+        with self._lock:
+            key = metric_name(name)
+            if key not in self._gauges:
+                self._gauges[key] = Gauge(key, name, ["job"], registry=self._registry)
+            return self._gauges[key]
+
+
+class Timings:
+    """Seconds spent by name, summed: `with timings("gen"): …`, then `timings.metrics()`."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, time.perf_counter() - start)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Adds what was measured elsewhere."""
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    def metrics(self) -> dict[str, float]:
+        """`{"timing_s/gen": 2.5, …}`."""
+        return {f"timing_s/{name}": seconds for name, seconds in self.seconds.items()}

@@ -1,0 +1,149 @@
+"""What a trainer needs of a sampled trajectory, as safetensors bytes.
+
+A blob's metadata names its format, so that one kind is never taken for another. Whatever does not fit is DataLoss.
+Where the noisy steps follow each other, each step's result is the next step's input and is stored once.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from flowfleet.errors import DataLoss
+
+_TRAJECTORY: Final = "flowfleet.trajectory.v1"
+_EMBEDS: Final = "flowfleet.embeds.v1"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """The W steps of one sample at which noise entered, fp32 but for the indices. ValueError when it does not fit."""
+
+    latents: Tensor
+    """(W, *latent): x before each step."""
+    next_latents: Tensor
+    """(W, *latent): x after each step."""
+    log_probs: Tensor
+    """(W,): the rollout's own, mean or sum as `algorithms.sde` states."""
+    sigmas: Tensor
+    """(W,)"""
+    sigmas_next: Tensor
+    """(W,)"""
+    timesteps: Tensor
+    """(W,)"""
+    step_indices: Tensor
+    """(W,) int64, ascending."""
+
+    def __post_init__(self) -> None:
+        steps = self.num_steps
+        _check("step_indices", self.step_indices, (steps,), torch.int64)
+        _check("latents", self.latents, (steps, *self.latents.shape[1:]), torch.float32)
+        _check("next_latents", self.next_latents, tuple(self.latents.shape), torch.float32)
+        for name in ("log_probs", "sigmas", "sigmas_next", "timesteps"):
+            _check(name, getattr(self, name), (steps,), torch.float32)
+        if steps == 0 or self.latents.dim() < 2:
+            raise ValueError("a trajectory needs at least one step with a latent of at least one dimension")
+        if self.step_indices[0] < 0 or not bool((self.step_indices.diff() > 0).all()):
+            raise ValueError(f"step_indices must ascend from 0 or more: {self.step_indices.tolist()}")
+
+    @property
+    def num_steps(self) -> int:
+        """W."""
+        return len(self.step_indices)
+
+    def pair(self, k: int) -> tuple[Tensor, Tensor]:
+        """x before and after the k-th noisy step (not the schedule's index), each (*latent)."""
+        return self.latents[k], self.next_latents[k]
+
+    def to_bytes(self) -> bytes:
+        """safetensors; W + 1 latents when the steps form a chain, else W and W."""
+        tensors = {
+            name: getattr(self, name) for name in ("log_probs", "sigmas", "sigmas_next", "timesteps", "step_indices")
+        }
+        if _same_bits(self.next_latents[:-1], self.latents[1:]):
+            tensors["chain"] = torch.cat([self.latents, self.next_latents[-1:]])
+        else:
+            tensors |= {"latents": self.latents, "next_latents": self.next_latents}
+        return _save(tensors, _TRAJECTORY)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Trajectory:
+        """On the CPU. DataLoss when it is not a trajectory."""
+        tensors = _load(data, _TRAJECTORY)
+        chain = tensors.pop("chain", None)
+        if chain is not None:
+            tensors |= {"latents": chain[:-1], "next_latents": chain[1:]}
+        return _build(cls, tensors)
+
+
+@dataclass(frozen=True)
+class EmbedsBlob:
+    """One prompt's embeddings, padded as the rollout's batch used them, so that the forward repeats exactly."""
+
+    embeds: Tensor
+    """(L, D), any floating dtype, kept."""
+    mask: Tensor
+    """(L,) bool: True where the prompt has a token."""
+
+    def __post_init__(self) -> None:
+        if self.embeds.dim() != 2 or not self.embeds.is_floating_point():
+            raise ValueError(f"embeds must be floating (L, D), not {self.embeds.dtype} {tuple(self.embeds.shape)}")
+        _check("mask", self.mask, (len(self.embeds),), torch.bool)
+
+    def to_bytes(self) -> bytes:
+        """safetensors."""
+        return _save({"embeds": self.embeds, "mask": self.mask}, _EMBEDS)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> EmbedsBlob:
+        """On the CPU. DataLoss when it is not an embeds blob."""
+        return _build(cls, _load(data, _EMBEDS))
+
+
+def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+        raise ValueError(f"{name} must be {dtype} {shape}, not {tensor.dtype} {tuple(tensor.shape)}")
+
+
+def _same_bits(first: Tensor, second: Tensor) -> bool:
+    """Unlike `==`, tells 0.0 from -0.0 and finds a NaN equal to itself."""
+    return torch.equal(first.contiguous().view(torch.int32), second.contiguous().view(torch.int32))
+
+
+def _save(tensors: dict[str, Tensor], kind: str) -> bytes:
+    ready = {name: tensor.detach().to("cpu", copy=False).contiguous() for name, tensor in tensors.items()}
+    return bytes(safetensors.torch.save(ready, metadata={"format": kind}))
+
+
+def _load(data: bytes, kind: str) -> dict[str, Tensor]:
+    found = _kind(data)
+    if found != kind:
+        raise DataLoss(f"expected a blob of format {kind}, found {found}")
+    try:
+        return dict(safetensors.torch.load(data))
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise DataLoss(f"not valid safetensors: {error}") from None
+
+
+def _kind(data: bytes) -> str:
+    """The `format` in the metadata: eight bytes of length (little-endian), then a JSON header."""
+    try:
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        return str(header["__metadata__"]["format"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataLoss(f"not a safetensors blob with a format in its metadata: {type(error).__name__}") from None
+
+
+def _build(cls: type[T], tensors: dict[str, Tensor]) -> T:
+    try:
+        return cls(**tensors)
+    except (ValueError, TypeError, IndexError) as error:
+        raise DataLoss(f"malformed {cls.__name__}: {error}") from None
