@@ -1,0 +1,69 @@
+"""One process of the stack: start it, see it die, start it again when its delay is over."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import time
+
+from flowfleet.local.plan import ProcessPlan
+from flowfleet.local.processes import write_record
+from flowfleet.local.restarts import Backoff
+from flowfleet.local.stack import RunningProcess, StateDir
+
+logger = logging.getLogger(__name__)
+
+
+class Child:
+    """Owned by the supervisor's one thread; `poll` never blocks."""
+
+    def __init__(self, plan: ProcessPlan, state: StateDir) -> None:
+        self.plan = plan
+        self.healthy = False
+        self._state = state
+        self._backoff = Backoff()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started = 0.0
+        self._restart_at: float | None = None
+
+    def start(self) -> None:
+        """Starts the process in a session of its own, output appended to its log."""
+        self.healthy, self._restart_at = False, None
+        self._started = time.monotonic()
+        with self._state.log(self.plan.name).open("ab") as log:
+            self._process = subprocess.Popen(
+                self.plan.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self.plan.env},
+                start_new_session=True,
+            )
+        write_record(self._state.records / f"{self.plan.name}.json", self._process.pid)
+
+    def exit_code(self) -> int | None:
+        """How the process ended; None while it runs."""
+        return None if self._process is None else self._process.poll()
+
+    def poll(self) -> bool:
+        """Restarts the process if it died and its delay is over. Returns whether it was restarted now."""
+        code = self.exit_code()
+        if code is None:
+            return False
+        now = time.monotonic()
+        if self._restart_at is None:
+            delay_s = self._backoff.after(now - self._started)
+            self._restart_at = now + delay_s
+            self.healthy = False
+            logger.warning("%s ended with code %d; starting it again in %.1f s", self.plan.name, code, delay_s)
+        if now < self._restart_at:
+            return False
+        self.start()
+        return True
+
+    def describe(self) -> RunningProcess:
+        """What stack.json says about it."""
+        pid = self._process.pid if self._process else 0
+        log = str(self._state.log(self.plan.name))
+        return RunningProcess(pid=pid, address=self.plan.address, metrics=self.plan.metrics, log=log)

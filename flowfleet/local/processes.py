@@ -1,0 +1,131 @@
+"""Finding and ending the processes of a stack.
+
+A process of a stack is known in three ways, because each alone misses some: its record (a JSON file with its pid,
+written by whoever started it), its being a descendant of a recorded one, and the mark that every process of the stack
+inherits in its environment. So a trainer's ranks are found even when the launcher above them was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from flowfleet.local.files import write_atomically
+
+MARK = "FLOWFLEET_STACK"
+"""Environment variable holding the absolute state directory of the stack that a process belongs to."""
+
+CLOCK_SLACK_S = 2.0
+"""Start times read in different processes may differ a little."""
+
+KILL_GRACE_S = 5.0
+POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Record:
+    """A started process. `started` (seconds since the epoch) tells it from a later one with the same pid; a record
+    that knows no such time counts only while the process bears the stack's mark."""
+
+    name: str
+    pid: int
+    started: float | None = None
+
+
+def write_record(path: Path, pid: int) -> None:
+    """Notes a process that was just started. One that has ended already gets no record."""
+    try:
+        started = psutil.Process(pid).create_time()
+    except psutil.NoSuchProcess:
+        return
+    write_atomically(path, json.dumps({"pid": pid, "started": started}))
+
+
+def read_records(directory: Path) -> Iterator[Record]:
+    """The records in a directory; files that are no record (half written, someone else's) are passed over."""
+    for path in sorted(directory.glob("*.json")):
+        try:
+            data = json.loads(path.read_text())
+            started = data.get("started")
+            yield Record(path.stem, int(data["pid"]), started if isinstance(started, float) else None)
+        except (OSError, ValueError, TypeError, KeyError):
+            continue
+
+
+def find_processes(records: Iterable[Record], state_dir: Path) -> list[psutil.Process]:
+    """Every live process of the stack, this one excluded."""
+    found: dict[int, psutil.Process] = {}
+    for process in [*_recorded(records, state_dir), *_marked(state_dir)]:
+        found[process.pid] = process
+        try:
+            found.update((child.pid, child) for child in process.children(recursive=True))
+        except psutil.Error:
+            continue  # it ended meanwhile; its children carry the mark
+    found.pop(os.getpid(), None)
+    return [process for process in found.values() if _runs(process)]
+
+
+def end_processes(processes: Iterable[psutil.Process], grace_s: float) -> list[psutil.Process]:
+    """SIGTERM, then SIGKILL for what is still there after `grace_s` seconds. Returns those that had to be killed."""
+    waiting = list(processes)
+    _signal(waiting, "terminate")
+    stubborn = _wait(waiting, grace_s)
+    _signal(stubborn, "kill")
+    _wait(stubborn, KILL_GRACE_S)
+    return stubborn
+
+
+def _wait(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Waits for the ends of processes and returns those still running. A zombie has ended: its parent may be slow."""
+    deadline = time.monotonic() + timeout_s
+    while (running := [process for process in processes if _runs(process)]) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return running
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _signal(processes: Iterable[psutil.Process], action: str) -> None:
+    for process in processes:
+        try:
+            getattr(process, action)()
+        except psutil.NoSuchProcess:
+            continue
+
+
+def _recorded(records: Iterable[Record], state_dir: Path) -> Iterator[psutil.Process]:
+    for record in records:
+        try:
+            process = psutil.Process(record.pid)
+            if _is_same(process, record, state_dir):
+                yield process
+        except psutil.Error:
+            continue
+
+
+def _is_same(process: psutil.Process, record: Record, state_dir: Path) -> bool:
+    if record.started is None:
+        return _has_mark(process, state_dir)
+    return bool(abs(process.create_time() - record.started) <= CLOCK_SLACK_S)
+
+
+def _marked(state_dir: Path) -> Iterator[psutil.Process]:
+    return (process for process in psutil.process_iter() if _has_mark(process, state_dir))
+
+
+def _has_mark(process: psutil.Process, state_dir: Path) -> bool:
+    try:
+        return bool(process.environ().get(MARK) == str(state_dir))
+    except (psutil.Error, OSError):
+        return False

@@ -1,0 +1,113 @@
+"""A stack from start to stop: in the foreground, detached, or for the length of a `with` block."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from flowfleet.local.cleanup import end_stack
+from flowfleet.local.plan import Plan, StackOptions, make_plan, ports_needed
+from flowfleet.local.ports import free_ports, is_free
+from flowfleet.local.stack import Stack, StackError, StateDir
+from flowfleet.local.supervisor import Supervisor
+from flowfleet.redis_server import command, new_password, server_url
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 60.0
+POLL_S = 0.05
+
+
+def run_stack(options: StackOptions, stop: threading.Event, on_ready: Callable[[Stack], None]) -> None:
+    """Supervises a stack in this process until `stop` is set. Ends first what an earlier crash left behind.
+
+    Raises StackError where a stack runs in that state directory already, a port is taken, or a process does not start.
+    """
+    state = StateDir(options.state_dir)
+    with state.lock():
+        ended = end_stack(state)
+        if ended:
+            logger.warning("ended %d processes that an earlier stack left in %s", ended, state.path)
+        Supervisor(plan_stack(options), state).run(stop, on_ready)
+
+
+def plan_stack(options: StackOptions) -> Plan:
+    """The plan with free ports and a fresh Redis password."""
+    if options.port and not is_free(options.port):
+        raise StackError(f"port {options.port} is taken; give another --port (0 takes a free one)")
+    ports = free_ports(ports_needed(options))
+    password = new_password()
+    redis_argv = command(StateDir(options.state_dir).redis, ports[0], password)
+    return make_plan(options, ports, redis_argv, server_url(ports[0], password))
+
+
+def stop_on_signals(stop: threading.Event) -> None:
+    """SIGINT and SIGTERM set `stop`. Main thread only."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+
+
+def start_detached(options: StackOptions) -> Stack:
+    """Starts a supervisor in the background and returns once every process serves. Raises StackError."""
+    supervisor = _spawn(options, subprocess.DEVNULL)
+    try:
+        return _await_ready(supervisor, options)
+    except KeyboardInterrupt:
+        supervisor.terminate()
+        raise
+
+
+@contextlib.contextmanager
+def local_stack(options: StackOptions) -> Iterator[Stack]:
+    """A stack for the length of the block; it ends as well when this process does, however that happens."""
+    supervisor = _spawn(options, subprocess.PIPE, "--exit-with-stdin")
+    try:
+        yield _await_ready(supervisor, options)
+    finally:
+        if supervisor.stdin is not None:
+            supervisor.stdin.close()
+        supervisor.wait(STOP_TIMEOUT_S)
+
+
+def stop_stack(state: StateDir) -> bool:
+    """Ends the stack of a state directory, live or left behind. False where there was nothing to end."""
+    supervisor = state.supervisor_pid()
+    if supervisor is None:
+        with state.lock():
+            return end_stack(state) > 0
+    os.kill(supervisor, signal.SIGTERM)
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while state.supervisor_pid() == supervisor:
+        if time.monotonic() > deadline:
+            raise StackError(f"the supervisor (pid {supervisor}) does not stop; its log is {state.log('supervisor')}")
+        time.sleep(POLL_S)
+    return True
+
+
+def _spawn(options: StackOptions, stdin: int, *flags: str) -> subprocess.Popen[str]:
+    """A supervisor in a session of its own. It closes its stderr when ready, and says there why if it cannot be."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "flowfleet.local", options.model_dump_json(), *flags],
+        stdin=stdin,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    )
+
+
+def _await_ready(supervisor: subprocess.Popen[str], options: StackOptions) -> Stack:
+    assert supervisor.stderr is not None
+    with supervisor.stderr as errors:
+        message = errors.read().strip()
+    stack = StateDir(options.state_dir).read()
+    if stack is None or stack.supervisor != supervisor.pid:
+        raise StackError(message or f"the supervisor ended with code {supervisor.wait()}")
+    return stack

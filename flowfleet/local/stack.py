@@ -1,0 +1,172 @@
+"""The state directory of a stack on one machine.
+
+stack.json      addresses, pids, Redis URL; there while every process serves (0600: it holds the Redis password)
+supervisor.pid  held locked by the live supervisor, so that a stale directory is told from a live one for certain
+processes/      a record of each process of the supervisor
+trainers/       a record of each trainer, written by the controller that launched it
+logs/           one file a process
+redis/          data of the Redis server
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from flowfleet.local.files import write_atomically
+
+DEFAULT_STATE_DIR = Path("runs/local")
+NOBODY = 0
+"""Stands in the lock file for a watchdog that cleans up, and while an owner has not yet written its pid."""
+LOCK_POLL_S = 0.05
+LOCK_PATIENCE_S = 0.5
+"""Others look at the lock for a moment."""
+CLEANUP_PATIENCE_S = 30.0
+
+
+class StackError(Exception):
+    """The stack cannot be started or found; the message says why and what to do."""
+
+
+class RunningProcess(BaseModel):
+    """A process as stack.json shows it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    pid: int
+    address: str
+    """host:port it serves on."""
+    metrics: str | None = None
+    """host:port of its Prometheus endpoint."""
+    log: str
+
+
+class Stack(BaseModel):
+    """A running stack: the content of stack.json."""
+
+    model_config = ConfigDict(frozen=True)
+
+    url: str
+    """Of the REST API."""
+    redis_url: str
+    state_dir: str
+    supervisor: int
+    """Its pid."""
+    processes: dict[str, RunningProcess]
+
+
+class StateDir:
+    """Paths and files of one stack. The path is made absolute at once: processes are marked with it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.expanduser().resolve()
+        self.stack_file = self.path / "stack.json"
+        self.lock_file = self.path / "supervisor.pid"
+        self.logs = self.path / "logs"
+        self.redis = self.path / "redis"
+        self.records = self.path / "processes"
+        self.trainers = self.path / "trainers"
+
+    def log(self, name: str) -> Path:
+        return self.logs / f"{name}.log"
+
+    def write(self, stack: Stack) -> None:
+        write_atomically(self.stack_file, stack.model_dump_json(indent=2) + "\n")
+
+    def read(self) -> Stack | None:
+        """The stack that runs here, None where none does (a stale stack.json counts as none)."""
+        if self.supervisor_pid() is None:
+            return None
+        try:
+            return Stack.model_validate_json(self.stack_file.read_bytes())
+        except (FileNotFoundError, ValidationError):
+            return None
+
+    def supervisor_pid(self) -> int | None:
+        """Pid of the live supervisor, None without one."""
+        try:
+            with self.lock_file.open("r+") as file:
+                if _try_lock(file.fileno()):
+                    return None
+                return int(file.read() or 0) or None
+        except FileNotFoundError:
+            return None
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Makes this process the stack's one supervisor. Raises StackError where another lives.
+
+        A watchdog that is just ending a dead supervisor's stack is waited for.
+        """
+        with self._locked_file(os.getpid()):
+            yield
+
+    @contextlib.contextmanager
+    def lock_for_cleanup(self) -> Iterator[bool]:
+        """The lock for a watchdog; gives False where a new supervisor was faster, which cleans up by itself."""
+        try:
+            with self._locked_file(NOBODY):
+                yield True
+        except StackError:
+            yield False
+
+    @contextlib.contextmanager
+    def _locked_file(self, owner: int) -> Iterator[None]:
+        self.path.mkdir(parents=True, exist_ok=True)
+        with self.lock_file.open("a+") as file:
+            _wait_for_lock(file, self.path)
+            file.truncate(0)
+            file.write(str(owner))
+            file.flush()
+            yield
+
+    def forget(self) -> None:
+        """Removes what says that a stack runs here. Logs and data stay."""
+        self.stack_file.unlink(missing_ok=True)
+        for record in [*self.records.glob("*.json"), *self.trainers.glob("*.json")]:
+            record.unlink(missing_ok=True)
+
+    def log_tail(self, name: str, num_lines: int = 8) -> str:
+        """The end of a process's log, messages taken out of their JSON."""
+        try:
+            lines = self.log(name).read_text(errors="replace").splitlines()
+        except FileNotFoundError:
+            return "(no log)"
+        return "\n".join(f"  {_message(line)}" for line in lines[-num_lines:])
+
+
+def _wait_for_lock(file: TextIO, path: Path) -> None:
+    tries = 0
+    while not _try_lock(file.fileno()):
+        file.seek(0)
+        owner = int(file.read() or NOBODY)
+        tries += 1
+        if tries * LOCK_POLL_S > (CLEANUP_PATIENCE_S if owner == NOBODY else LOCK_PATIENCE_S):
+            raise StackError(
+                f"a stack is already running in {path} (pid {owner}); stop it with `flowfleet down`, or give another "
+                "--state-dir and --port"
+            )
+        time.sleep(LOCK_POLL_S)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _message(line: str) -> str:
+    try:
+        return str(json.loads(line)["msg"])
+    except (ValueError, KeyError, TypeError):
+        return line

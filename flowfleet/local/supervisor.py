@@ -1,0 +1,94 @@
+"""Starts the processes of a stack, keeps them alive and ends them.
+
+One thread and no tasks: a loop looks at every process a few times a second. While the stack starts, a process that
+ends is an error, told with the end of its log; afterwards it is started again, on the same port, with growing delays.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from flowfleet.local.child import Child
+from flowfleet.local.cleanup import end_stack
+from flowfleet.local.health import serves
+from flowfleet.local.plan import Plan, ProcessPlan
+from flowfleet.local.stack import Stack, StackError, StateDir
+from flowfleet.local.watchdog import dismiss, start_watchdog
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.05
+START_TIMEOUT_S = 180.0
+
+Probe = Callable[[ProcessPlan, Plan], bool]
+
+
+class Supervisor:
+    """Runs one stack in one state directory, whose lock the caller holds."""
+
+    def __init__(self, plan: Plan, state: StateDir, probe: Probe = serves) -> None:
+        self._plan = plan
+        self._state = state
+        self._probe = probe
+        self._children = [Child(process, state) for process in plan.processes]
+
+    def run(self, stop: threading.Event, on_ready: Callable[[Stack], None]) -> None:
+        """Blocks until `stop` is set, then ends everything. Calls `on_ready` once when every process serves.
+
+        Raises StackError when a process ends or is not healthy within `START_TIMEOUT_S` of the start.
+        """
+        self._state.logs.mkdir(parents=True, exist_ok=True)
+        watchdog = start_watchdog(self._state)
+        try:
+            self._start(stop)
+            if not stop.is_set():
+                on_ready(self._publish())
+            self._keep(stop)
+        finally:
+            ended = end_stack(self._state)
+            dismiss(watchdog)
+            logger.info("stack stopped, %d processes ended", ended)
+
+    def _start(self, stop: threading.Event) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        for child in self._children:
+            child.start()
+        while waiting := [child for child in self._children if not child.healthy]:
+            for child in waiting:
+                self._check_start(child)
+            if time.monotonic() > deadline:
+                raise StackError(self._complaint(waiting[0], f"does not serve after {START_TIMEOUT_S:.0f} s"))
+            if stop.wait(POLL_S):
+                return
+
+    def _check_start(self, child: Child) -> None:
+        code = child.exit_code()
+        if code is not None:
+            raise StackError(self._complaint(child, f"ended with code {code} while the stack started"))
+        child.healthy = self._probe(child.plan, self._plan)
+
+    def _keep(self, stop: threading.Event) -> None:
+        while not stop.wait(POLL_S):
+            restarted = [child.plan.name for child in self._children if child.poll()]
+            if restarted:
+                self._publish()
+
+    def _publish(self) -> Stack:
+        """Writes stack.json as things are now."""
+        stack = Stack(
+            url=self._plan.url,
+            redis_url=self._plan.redis_url,
+            state_dir=str(self._state.path),
+            supervisor=os.getpid(),
+            processes={child.plan.name: child.describe() for child in self._children},
+        )
+        self._state.write(stack)
+        return stack
+
+    def _complaint(self, child: Child, what: str) -> str:
+        name = child.plan.name
+        return f"{name} {what}; the end of {self._state.log(name)}:\n{self._state.log_tail(name)}"

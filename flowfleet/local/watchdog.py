@@ -1,0 +1,47 @@
+"""Ends a stack whose supervisor died without a chance to do so (kill -9, out of memory).
+
+The supervisor holds the other end of this process's standard input. A clean stop writes `FAREWELL` there; a death
+closes it without a word, on every operating system and for every cause. It runs in a session of its own, so that
+nothing sent to the supervisor's process group reaches it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from flowfleet.local.cleanup import end_stack
+from flowfleet.local.stack import StateDir
+
+FAREWELL = b"stopped"
+
+
+def start_watchdog(state: StateDir) -> subprocess.Popen[bytes]:
+    """Starts one for the calling process."""
+    with state.log("watchdog").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "flowfleet.local.watchdog", str(state.path)],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def dismiss(watchdog: subprocess.Popen[bytes]) -> None:
+    """Ends a watchdog after a clean stop."""
+    watchdog.communicate(FAREWELL)
+
+
+def watch(state: StateDir) -> None:
+    """Returns when the supervisor is gone and, had it not said farewell, its stack with it."""
+    if sys.stdin.buffer.read() == FAREWELL:
+        return
+    with state.lock_for_cleanup() as locked:
+        if locked:
+            end_stack(state)
+
+
+if __name__ == "__main__":
+    watch(StateDir(Path(sys.argv[1])))

@@ -1,0 +1,55 @@
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from flowfleet.local.plan import StackOptions, make_plan, ports_needed
+from flowfleet.local.processes import MARK
+
+URL = "redis://:secret@127.0.0.1:20000/0"
+
+
+def test_every_process_gets_its_own_port_and_the_controller_knows_the_rewards(tmp_path: Path) -> None:
+    options = StackOptions(
+        state_dir=tmp_path, replicas=2, rewards=("ocr", "mine=10.0.0.7:9000"), model="some/model", port=8470
+    )
+    plan = make_plan(options, range(20_000, 20_000 + ports_needed(options)), ["redis-server", "x.conf"], URL)
+
+    by_name = {process.name: process for process in plan.processes}
+    assert list(by_name) == ["redis", "rollout-0", "rollout-1", "reward-ocr", "controller"]
+    listening = [process.address for process in plan.processes]
+    listening += [process.metrics for process in plan.processes if process.metrics not in (None, process.address)]
+    assert len(set(listening)) == len(listening)
+    controller = by_name["controller"].argv
+    assert controller[:3] == (sys.executable, "-m", "services.controller")
+    assert f"ocr={by_name['reward-ocr'].address}" in controller
+    assert "mine=10.0.0.7:9000" in controller
+    assert by_name["rollout-1"].argv[-4:-2] == ("--model", "some/model")
+    assert plan.url == "http://127.0.0.1:8470"
+
+
+def test_the_redis_password_stands_in_no_command_line(tmp_path: Path) -> None:
+    options = StackOptions(state_dir=tmp_path)
+    plan = make_plan(options, range(20_000, 20_000 + ports_needed(options)), ["redis-server", "x.conf"], URL)
+
+    assert not any("secret" in word for process in plan.processes for word in process.argv)
+    with_redis = {p.name for p in plan.processes if "FLOWFLEET_REDIS_URL" in p.env}
+    assert with_redis == {"controller", "rollout-0"}
+    assert all(process.env[MARK] == str(tmp_path) for process in plan.processes)
+
+
+def test_port_zero_lets_the_controller_take_a_free_one(tmp_path: Path) -> None:
+    options = StackOptions(state_dir=tmp_path, port=0)
+    plan = make_plan(options, range(20_000, 20_000 + ports_needed(options)), ["redis-server"], URL)
+
+    assert plan.url == "http://127.0.0.1:20001"
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [(("beauty",), "unknown reward 'beauty'"), (("ocr", "ocr=host:1"), "'ocr' is given twice")],
+)
+def test_wrong_rewards_are_refused(rewards: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        StackOptions(rewards=rewards)

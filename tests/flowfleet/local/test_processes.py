@@ -1,0 +1,111 @@
+"""Real processes: found by record, by descent and by their mark, and ended in any state."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flowfleet.local.cleanup import end_stack
+from flowfleet.local.processes import MARK, Record, end_processes, find_processes, read_records, write_record
+from flowfleet.local.stack import StateDir
+
+SLEEP = "import time; time.sleep(60)"
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+PARENT = (
+    "import subprocess, sys, time;"
+    f"child = subprocess.Popen([sys.executable, '-c', {SLEEP!r}], start_new_session=True);"
+    "print(child.pid, flush=True); time.sleep(60)"
+)
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[str]]]:
+    processes: list[subprocess.Popen[str]] = []
+    yield processes
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def start(started: list[subprocess.Popen[str]], code: str, state: Path | None = None) -> subprocess.Popen[str]:
+    env = {**os.environ, MARK: str(state)} if state else dict(os.environ)
+    process = subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
+    started.append(process)
+    return process
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_a_record_finds_its_process_and_not_a_later_one_with_the_same_pid(
+    tmp_path: Path, started: list[subprocess.Popen[str]]
+) -> None:
+    process = start(started, SLEEP)
+    write_record(tmp_path / "a.json", process.pid)
+    (tmp_path / "broken.json").write_text("{")
+    (record,) = read_records(tmp_path)
+
+    assert [p.pid for p in find_processes([record], tmp_path)] == [process.pid]
+    assert record.started is not None
+    earlier = Record("a", process.pid, record.started - 100.0)
+    assert find_processes([earlier], tmp_path) == []
+
+
+def test_a_record_without_a_start_time_needs_the_mark(tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
+    stranger, ours = start(started, PARENT), start(started, PARENT, tmp_path)
+    line(stranger)
+    line(ours)  # both run, so both have their environment
+
+    found = find_processes([Record("x", stranger.pid), Record("y", ours.pid)], tmp_path)
+
+    assert ours.pid in [p.pid for p in found]
+    assert stranger.pid not in [p.pid for p in found]
+
+
+def test_an_orphan_in_its_own_session_is_found_by_its_mark(
+    tmp_path: Path, started: list[subprocess.Popen[str]]
+) -> None:
+    parent = start(started, PARENT, tmp_path)
+    orphan = int(line(parent))
+    parent.kill()
+    parent.wait()
+
+    assert [p.pid for p in find_processes([], tmp_path)] == [orphan]
+    end_stack(StateDir(tmp_path))
+    assert not psutil.pid_exists(orphan) or psutil.Process(orphan).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_process_deaf_to_sigterm_is_killed(tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
+    process = start(started, DEAF)
+    assert line(process) == "deaf"
+
+    begun = time.monotonic()
+    stubborn = end_processes([psutil.Process(process.pid)], grace_s=0.3)
+
+    assert [p.pid for p in stubborn] == [process.pid]
+    assert process.wait(5) == -9
+    assert time.monotonic() - begun < 5
+
+
+def test_ending_a_stack_ends_trainers_and_forgets_all(tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
+    state = StateDir(tmp_path)
+    service, trainer = start(started, SLEEP), start(started, PARENT, tmp_path)
+    rank = int(line(trainer))
+    write_record(state.records / "rollout-0.json", service.pid)
+    state.trainers.mkdir()
+    (state.trainers / "job.json").write_text(json.dumps({"pid": trainer.pid, "started": "123", "port_file": "x"}))
+    state.stack_file.write_text("{}")
+
+    assert end_stack(state, grace_s=2.0) == 3
+
+    assert service.wait(5) == trainer.wait(5) == -15
+    assert not psutil.pid_exists(rank) or psutil.Process(rank).status() == psutil.STATUS_ZOMBIE
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == []

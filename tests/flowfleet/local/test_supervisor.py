@@ -1,0 +1,176 @@
+"""The supervisor over real processes: a Redis server and a process with the standard gRPC health service."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import redis
+
+from flowfleet.local.plan import HOST, Kind, Plan, ProcessPlan
+from flowfleet.local.ports import free_ports
+from flowfleet.local.processes import MARK
+from flowfleet.local.stack import Stack, StackError, StateDir
+from flowfleet.local.supervisor import Supervisor
+from flowfleet.redis_server import command, new_password, server_url
+
+HEALTHY = """
+import sys, time
+from concurrent import futures
+import grpc
+from grpc_health.v1 import health, health_pb2_grpc
+server = grpc.server(futures.ThreadPoolExecutor(1))
+health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
+server.add_insecure_port(sys.argv[1])
+server.start()
+time.sleep(120)
+"""
+SUPERVISE = """
+import sys, threading
+from pathlib import Path
+from flowfleet.local.stack import StateDir
+from flowfleet.local.supervisor import Supervisor
+from tests.flowfleet.local.test_supervisor import make
+state = StateDir(Path(sys.argv[1]))
+with state.lock():
+    Supervisor(make(state), state).run(threading.Event(), lambda stack: print("ready", flush=True))
+"""
+
+
+def make(state: StateDir, reward: str = HEALTHY) -> Plan:
+    redis_port, reward_port = free_ports(2)
+    password = new_password()
+    env = {MARK: str(state.path)}
+    address = f"{HOST}:{reward_port}"
+    return Plan(
+        (
+            ProcessPlan("redis", Kind.REDIS, tuple(command(state.redis, redis_port, password)), f"{HOST}:{redis_port}"),
+            ProcessPlan("reward-x", Kind.REWARD, (sys.executable, "-c", reward, address), address, env=env),
+        ),
+        url="http://unused",
+        redis_url=server_url(redis_port, password),
+    )
+
+
+@contextmanager
+def running(state: StateDir, plan: Plan) -> Iterator[Stack]:
+    """A supervisor in a thread, from ready to stopped."""
+    stop, ready = threading.Event(), threading.Event()
+    stacks: list[Stack] = []
+    errors: list[StackError] = []
+
+    def announce(stack: Stack) -> None:
+        stacks.append(stack)
+        ready.set()
+
+    def run() -> None:
+        try:
+            with state.lock():
+                Supervisor(plan, state).run(stop, announce)
+        except StackError as error:
+            errors.append(error)
+            ready.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        assert ready.wait(60)
+        if errors:
+            raise errors[0]
+        yield stacks[0]
+    finally:
+        stop.set()
+        thread.join(60)
+
+
+def eventually(true: Callable[[], object], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_killed_process_comes_back_on_its_port_and_stop_ends_all(tmp_path: Path) -> None:
+    state = StateDir(tmp_path)
+    with running(state, make(state)) as stack:
+        assert oct(state.stack_file.stat().st_mode)[-3:] == "600"
+        with redis.Redis.from_url(stack.redis_url) as client:
+            client.set("kept", "yes")
+        os.kill(stack.processes["redis"].pid, signal.SIGKILL)
+
+        eventually(lambda: _process(state, "redis") not in (0, stack.processes["redis"].pid))
+        eventually(lambda: _answers(stack.redis_url))
+        with redis.Redis.from_url(stack.redis_url) as client:
+            assert client.get("kept") == b"yes"
+        pids = [process.pid for process in (state.read() or stack).processes.values()]
+
+    assert all(gone(pid) for pid in pids)
+    assert state.read() is None
+    assert not state.stack_file.exists()
+
+
+def test_a_process_that_cannot_start_is_told_with_its_log(tmp_path: Path) -> None:
+    state = StateDir(tmp_path)
+    broken = "import sys; print('no such scorer'); sys.exit(3)"
+
+    with (
+        pytest.raises(StackError, match=r"(?s)reward-x ended with code 3.*no such scorer"),
+        running(state, make(state, broken)),
+    ):
+        pass
+
+    assert state.read() is None
+
+
+def test_a_second_supervisor_is_refused(tmp_path: Path) -> None:
+    state = StateDir(tmp_path)
+    with running(state, make(state)), pytest.raises(StackError, match="already running"), state.lock():
+        pass
+
+
+def test_a_killed_supervisor_leaves_nothing_behind(tmp_path: Path) -> None:
+    state = StateDir(tmp_path)
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISE, str(tmp_path)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert supervisor.stdout is not None
+    assert supervisor.stdout.readline() == "ready\n"
+    stack = state.read()
+    assert stack is not None
+    assert stack.supervisor == supervisor.pid
+
+    supervisor.kill()
+    supervisor.wait()
+
+    eventually(lambda: all(gone(process.pid) for process in stack.processes.values()))
+    eventually(lambda: not state.stack_file.exists())
+    assert state.read() is None
+    with state.lock():
+        pass  # a new one may start
+
+
+def _process(state: StateDir, name: str) -> int:
+    try:
+        return int(json.loads(state.stack_file.read_text())["processes"][name]["pid"])
+    except FileNotFoundError:
+        return 0
+
+
+def _answers(url: str) -> bool:
+    try:
+        with redis.Redis.from_url(url, retry=None) as client:
+            return bool(client.ping())
+    except redis.RedisError:
+        return False
