@@ -1,0 +1,100 @@
+"""The one place that names an accelerator. Everything else asks here and gets "cpu", "cuda" or "npu" by value.
+
+`FLOWFLEET_DEVICE` forces a kind; otherwise the first accelerator that torch can use is taken, else the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+
+
+def pick_device(local_rank: int = 0) -> torch.device:
+    """The device of this rank on its host. Raises ValueError when `FLOWFLEET_DEVICE` names one that is not there."""
+    wanted = os.environ.get("FLOWFLEET_DEVICE", "auto")
+    if wanted not in ("auto", *_BACKENDS):
+        raise ValueError(f"FLOWFLEET_DEVICE={wanted!r}: use auto, {', '.join(_BACKENDS)}")
+    for kind in ("cuda", "npu"):
+        module = _module(kind)
+        if wanted in ("auto", kind) and module is not None and module.is_available():
+            device = torch.device(kind, local_rank)
+            module.set_device(device)
+            return device
+    if wanted not in ("auto", "cpu"):
+        raise ValueError(f"FLOWFLEET_DEVICE={wanted}: torch {torch.__version__} finds no such device here")
+    return torch.device("cpu")
+
+
+def backend(device: torch.device) -> str:
+    """The torch.distributed backend of a device: "gloo", "nccl" or "hccl"."""
+    return _BACKENDS[device.type]
+
+
+def is_accelerator(device: torch.device) -> bool:
+    return device.type != "cpu"
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for everything queued on the device, so that wall-clock times mean what they say."""
+    if is_accelerator(device):
+        _of(device).synchronize(device)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory held by tensors on an accelerator since start; 0 on the CPU, where torch does not count."""
+    return int(_of(device).max_memory_allocated(device)) if is_accelerator(device) else 0
+
+
+def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
+    """Generator states of this rank: uint8 tensors on the CPU, by name."""
+    states = {"cpu": torch.get_rng_state()}
+    if is_accelerator(device):
+        states["device"] = _of(device).get_rng_state(device)
+    return states
+
+
+def set_rng_state(device: torch.device, states: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if is_accelerator(device) and "device" in states:
+        _of(device).set_rng_state(states["device"], device)
+
+
+def new_process_group(name: str, store: Any, rank: int, size: int, timeout: Any, *, loopback: bool) -> Any:
+    """A ProcessGroup object of its own, outside torch's registry of groups, so that it can come and go at run time.
+
+    `loopback` keeps Gloo's sockets on 127.0.0.1. Raises RuntimeError when a member does not come within `timeout`.
+    """
+    from torch._C import _distributed_c10d as c10d
+
+    if name == "gloo":
+        options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timeout
+        device = {"hostname": "127.0.0.1"} if loopback else {}
+        options._devices = [c10d.ProcessGroupGloo.create_device(**device)]
+        return c10d.ProcessGroupGloo(store, rank, size, options)
+    if name == "nccl":
+        options = c10d.ProcessGroupNCCL.Options()
+        options._timeout = 2 * timeout  # NCCL's watchdog ends the process, so the caller's own deadline comes first.
+        return c10d.ProcessGroupNCCL(store, rank, size, options)
+    if name == "hccl":
+        import torch_npu  # type: ignore[import-not-found]
+
+        options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
+        options._timeout = 2 * timeout
+        return torch_npu._C._distributed_c10d.ProcessGroupHCCL(store, rank, size, options)
+    raise ValueError(f"backend {name!r}: use gloo, nccl or hccl")
+
+
+def _of(device: torch.device) -> Any:
+    module = _module(device.type)
+    assert module is not None, f"{device} was chosen without its torch module"
+    return module
+
+
+def _module(kind: str) -> ModuleType | None:
+    return getattr(torch, kind, None)
