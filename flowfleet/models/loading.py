@@ -1,0 +1,58 @@
+"""Loads parts of a diffusers checkpoint folder, never from the network, with errors that name the folder."""
+
+import inspect
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from packaging.version import Version
+from safetensors import SafetensorError
+
+from flowfleet.models.base import ALL_COMPONENTS, Component
+
+_DTYPE_KEYWORD = "dtype" if Version(diffusers.__version__) >= Version("0.42") else "torch_dtype"
+
+
+def load_pipeline(
+    pipeline_class: Any,
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    components: Collection[Component],
+) -> Any:
+    """A `pipeline_class` whose named components are loaded, frozen and in evaluation mode, and whose others are None.
+
+    Raises:
+        ValueError: an unknown component, or a folder that lacks a component or holds one that cannot be read.
+    """
+    if unknown := set(components) - set(ALL_COMPONENTS):
+        raise ValueError(f"unknown components {sorted(unknown)}: choose from {', '.join(ALL_COMPONENTS)}")
+    absent: dict[str, None] = dict.fromkeys(set(ALL_COMPONENTS) - set(components))
+    if "text_encoder" in absent:
+        absent["tokenizer"] = None
+    options = {_DTYPE_KEYWORD: dtype, "local_files_only": True, **absent}
+    try:
+        pipeline = pipeline_class.from_pretrained(str(path), **options)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise ValueError(f"model {path} cannot be loaded as a {pipeline_class.__name__}: {error}") from error
+    for name in components:
+        getattr(pipeline, name).to(device).eval().requires_grad_(False)
+    return pipeline
+
+
+def component_config(component_class: Any, path: str | Path, folder: str) -> dict[str, Any]:
+    """A component's settings without its weights; what its configuration file leaves out is at the class's default.
+
+    Raises:
+        ValueError: the checkpoint has no such component.
+    """
+    parameters = inspect.signature(component_class.__init__).parameters
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+    try:
+        config: dict[str, Any] = component_class.load_config(str(path), subfolder=folder, local_files_only=True)
+    except OSError as error:
+        raise ValueError(f"model {path} has no configuration of its {folder}: {error}") from error
+    return defaults | config
