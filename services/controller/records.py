@@ -1,0 +1,166 @@
+"""What the controller remembers of a job: the shapes that the store keeps and the REST API shows.
+
+`status` is what is, `desired` is what the user asked for last; the runner moves the first towards the second.
+"""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from flowfleet.errors import Conflict
+from flowfleet.jobs import JobSpec
+
+Action = Literal["pause", "resume", "cancel"]
+Purpose = Literal["train", "validate"]
+Order = Literal["newest", "oldest", "best", "worst"]
+
+
+class JobStatus(StrEnum):
+    QUEUED = "queued"  # accepted, nothing started
+    STARTING = "starting"  # trainer and replicas are being made ready, first time or after a fault
+    RUNNING = "running"  # steps advance
+    PAUSED = "paused"  # no new step starts until resume
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def terminal(self) -> bool:
+        return self in (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED)
+
+
+class Desired(StrEnum):
+    RUNNING = "running"
+    PAUSED = "paused"
+    CANCELLED = "cancelled"
+
+
+TARGETS: dict[Action, Desired] = {
+    "pause": Desired.PAUSED,
+    "resume": Desired.RUNNING,
+    "cancel": Desired.CANCELLED,
+}
+
+
+def next_desired(status: JobStatus, desired: Desired, action: Action) -> Desired:
+    """What a job shall be after an action; the same as `desired` when it is asked for already.
+
+    Raises Conflict when the job has ended otherwise, or is being cancelled and asked to go on.
+    """
+    target = TARGETS[action]
+    if status == JobStatus.CANCELLED and target == Desired.CANCELLED:
+        return desired
+    if status.terminal:
+        raise Conflict(f"the job has ended as {status}: it cannot {action}; submit it again for a new run")
+    if desired == Desired.CANCELLED and target != Desired.CANCELLED:
+        raise Conflict(f"the job is being cancelled: it cannot {action}")
+    return target
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+FiniteOrNone = Annotated[float | None, BeforeValidator(_finite)]
+"""JSON has no NaN and no infinity: they are shown as null."""
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Progress(Record):
+    step: int = 0
+    """Training steps finished."""
+    steps: int = 0
+    """Training steps of the whole job."""
+    phase: str = ""
+    """rollout, score, advantage, train, publish, checkpoint, validate; empty before the first."""
+    reward: FiniteOrNone = None
+    """Mean training reward of the last step."""
+    held_out_reward: FiniteOrNone = None
+    """Mean reward of the last validation."""
+    images_per_second: FiniteOrNone = None
+    eta_s: FiniteOrNone = None
+    """Seconds left, estimated."""
+    policy_version: int = 0
+    samples_trained: int = 0
+    samples_dropped: dict[str, int] = {}
+    """Reason → number."""
+
+
+class JobRecord(Record):
+    id: str
+    name: str
+    status: JobStatus
+    desired: Desired
+    """What was asked for last. The runner brings the job there."""
+    reason: str = ""
+    """Why the status is what it is, where that needs saying."""
+    created_at: datetime
+    started_at: datetime | None = None
+    """First time that the job ran."""
+    ended_at: datetime | None = None
+    spec: dict[str, Any]
+    """The job as submitted, defaults filled in."""
+    progress: Progress = Progress()
+    results: dict[str, Any] = {}
+    """Name → path or figure, written when the job ends."""
+
+    def job_spec(self) -> JobSpec:
+        return JobSpec.model_validate(self.spec)
+
+
+class JobEvent(Record):
+    id: str
+    """Of the event stream, ascending; send it as Last-Event-ID to go on after it."""
+    type: str
+    time: datetime
+    data: dict[str, Any]
+
+    @property
+    def final(self) -> bool:
+        """Nothing follows: the job has ended."""
+        return self.type == "status" and JobStatus(self.data["status"]).terminal
+
+
+class MetricsRow(Record):
+    step: int
+    values: dict[str, FiniteOrNone]
+
+
+class Checkpoint(Record):
+    step: int
+    """Training steps that it covers."""
+    path: str
+    created_at: datetime
+    size_bytes: int | None = None
+
+
+class SampleRecord(Record):
+    step: int = Field(ge=0)
+    group: int = Field(ge=0)
+    index: int = Field(ge=0)
+    purpose: Purpose = "train"
+    prompt: str
+    reward: FiniteOrNone = None
+    """Weighted sum of the scores; null when the sample was dropped."""
+    scores: dict[str, FiniteOrNone] = {}
+    """Reward service → score."""
+    policy_version: int = 0
+    seed: int = 0
+    drop_reason: str = ""
+    """Why the sample was not trained on; empty when it was."""
+    media_uri: str = ""
+    media_size_bytes: int = 0
+    media_sha256: str = ""
+    media_type: str = "image/png"
+
+
+def from_epoch(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)
