@@ -1,0 +1,118 @@
+"""The life of a service process: flags that all services share, secrets beyond loopback, port file, signals.
+
+    def main() -> int:
+        parser = service_parser("Scores images.")
+        parser.add_argument("--scorer", required=True)
+        return run_service("reward", serve_reward, parser)   # async def serve_reward(options: argparse.Namespace)
+
+Exit codes: 0 after a drain, 1 on a failure, 2 when the user must change something (said on stderr).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ipaddress
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from flowfleet import telemetry
+
+RPC_TOKEN: Final = "FLOWFLEET_RPC_TOKEN"
+API_KEY: Final = "FLOWFLEET_API_KEY"
+LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+
+log = logging.getLogger(__name__)
+
+
+def service_parser(description: str) -> argparse.ArgumentParser:
+    """A parser with the shared flags."""
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    service_arguments(parser)
+    return parser
+
+
+def service_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that every service has."""
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind; beyond loopback a secret is required")
+    parser.add_argument("--port", type=_port, default=0, help="0 takes a free one; see --port-file")
+    parser.add_argument("--port-file", type=Path, help="gets host:port once the service answers")
+    parser.add_argument("--metrics-port", type=_port, help="serve Prometheus metrics there; 0 takes a free one")
+    parser.add_argument("--log-level", choices=LOG_LEVELS, default="info")
+
+
+def run_service(
+    name: str,
+    main: Callable[[argparse.Namespace], Coroutine[Any, Any, None]],
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None = None,
+    *,
+    secret: str = RPC_TOKEN,
+) -> int:
+    """Parses flags, sets up logs and metrics, runs `main` to its end and returns the exit code."""
+    options = parser.parse_args(argv)
+    telemetry.configure_logging(name, options.log_level)
+    try:
+        require_secret(options.host, secret)
+        if options.metrics_port is not None:
+            port = telemetry.start_metrics_server(options.host, options.metrics_port)
+            log.info("metrics on http://%s/metrics", format_address(options.host, port))
+        asyncio.run(main(options))
+    except ValueError as error:
+        log.debug("refused", exc_info=True)
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+    except Exception:
+        log.exception("the service failed")
+        return 1
+    return 0
+
+
+def require_secret(host: str, variable: str) -> None:
+    """ValueError when `host` is beyond loopback and the environment variable with the secret is not set."""
+    if not is_loopback(host) and not os.environ.get(variable):
+        raise ValueError(
+            f"--host {host} can be reached from other machines: set {variable} to a secret that clients must send, "
+            "or bind --host 127.0.0.1"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """True for what only this machine can reach. Names other than localhost count as beyond."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def format_address(host: str, port: int) -> str:
+    """host:port, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def write_port_file(path: Path | None, address: str) -> None:
+    """Atomic: a reader finds no file or all of it."""
+    if path is None:
+        return
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(address, encoding="utf-8")
+    os.replace(aside, path)
+
+
+def stop_on_signals(stop: asyncio.Event) -> None:
+    """SIGTERM and SIGINT set the event; from the running loop only."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 <= port <= 65_535:
+        raise argparse.ArgumentTypeError(f"{port} is not a port (0 to 65535)")
+    return port
