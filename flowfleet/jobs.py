@@ -190,7 +190,7 @@ class JobSpec(Part):
     @model_validator(mode="after")
     def _combinations(self) -> JobSpec:
         rollout, window = self.rollout, self.rollout.window
-        high = rollout.num_inference_steps if window.high is None else window.high
+        high = max(1, rollout.num_inference_steps - 1) if window.high is None else window.high
         if high > rollout.num_inference_steps:
             raise ValueError(
                 f"rollout.window.high = {high} lies beyond rollout.num_inference_steps = {rollout.num_inference_steps}"

@@ -1,0 +1,152 @@
+"""What the commands of one job work with: its spec and machine, its Redis keys, and its ways to the other services."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+from redis.asyncio import Redis
+
+from flowfleet import keys
+from flowfleet.blobs import BlobStore
+from flowfleet.jobs import JobSpec
+from flowfleet.proto import common_pb2, reward_pb2, trainer_pb2, trainer_pb2_grpc
+from flowfleet.rpc import open_channel
+from services.controller.data import Prompt, prompts_of_step
+from services.controller.fleet import FleetWatch
+from services.controller.launcher import Launcher
+from services.controller.machine import Machine
+from services.controller.rewards import RewardPlane, Verdict
+from services.controller.store import JobStore
+
+Emit = Callable[..., Awaitable[None]]
+
+
+class NotYet(Exception):
+    """A command cannot be done now and will be asked for again."""
+
+
+@dataclass
+class JobContext:
+    """One running job. `emit` makes events durable and folds them; `changed` is notified after each."""
+
+    job_id: str
+    spec: JobSpec
+    machine: Machine
+    emit: Emit
+    changed: asyncio.Condition
+    redis: Redis
+    blobs: BlobStore
+    store: JobStore
+    fleet: FleetWatch
+    rewards: RewardPlane
+    launcher: Launcher
+    directory: Path
+    training_prompts: list[Prompt]
+    held_out: list[Prompt]
+    trainer_address: str = ""
+    results: dict[str, Any] = field(default_factory=dict)
+    reports: Any = None  # services.controller.reports.Reports, set by its maker
+    _channels: dict[str, grpc.aio.Channel] = field(default_factory=dict)
+
+    def trainer(self) -> trainer_pb2_grpc.TrainerServiceAsyncStub:
+        """The stub of the trainer that `ensure_trainer` found."""
+        address = self.trainer_address
+        if not address:
+            raise NotYet("no trainer yet")
+        if address not in self._channels:
+            self._channels[address] = open_channel(address)
+        return cast(
+            trainer_pb2_grpc.TrainerServiceAsyncStub, trainer_pb2_grpc.TrainerServiceStub(self._channels[address])
+        )
+
+    async def close(self) -> None:
+        await asyncio.gather(self.rewards.close(), *(channel.close() for channel in self._channels.values()))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Waits for the machine's state to fulfil a condition."""
+        async with self.changed:
+            await self.changed.wait_for(condition)
+
+    def prompts(self, step: int) -> list[Prompt]:
+        """One a group."""
+        return prompts_of_step(self.training_prompts, self.spec.seed, step, self.spec.rollout.prompts_per_step)
+
+    # -- references of samples -----------------------------------------------------------------------------------
+
+    def samples_key(self, step: int) -> str:
+        return keys.job_key(self.job_id, "refs", step)
+
+    async def samples(self, step: int, group: int, status: str) -> list[common_pb2.Sample]:
+        """References of the group's samples of a status, ascending by index."""
+        batch = self.machine.state.batches[step].groups[group]
+        names = [sample_field(group, index) for index, sample in sorted(batch.items()) if sample.status == status]
+        values = await cast(Awaitable[list[bytes]], self.redis.hmget(self.samples_key(step), names)) if names else []
+        return [common_pb2.Sample.FromString(value) for value in values]
+
+    async def score(self, samples: Sequence[common_pb2.Sample], prompts: Sequence[Prompt]) -> list[Verdict]:
+        """Fetches the pictures and asks every reward. One verdict a sample, in order."""
+        media = await asyncio.gather(*(self.blobs.get(sample.media) for sample in samples))
+        asked = [
+            reward_pb2.RewardSample(
+                sample_id=sample_name(sample.id),
+                media=data,
+                media_type=sample.media_type,
+                prompt=prompt.text,
+                metadata=prompt.metadata,
+                group_id=f"{sample.id.step}/{sample.id.group}",
+            )
+            for sample, data, prompt in zip(samples, media, prompts, strict=True)
+        ]
+        verdicts = await self.rewards.score(asked)
+        return [verdicts[item.sample_id] for item in asked]
+
+    # -- requests of training steps, kept until a checkpoint covers them -----------------------------------------
+
+    def train_key(self, step: int) -> str:
+        return keys.job_key(self.job_id, "train", step)
+
+    async def store_train_request(self, request: trainer_pb2.TrainStepRequest) -> None:
+        await self.redis.set(self.train_key(request.step), request.SerializeToString())
+
+    async def load_train_request(self, step: int) -> trainer_pb2.TrainStepRequest:
+        stored = await self.redis.get(self.train_key(step))
+        assert stored is not None, f"the request of step {step} is kept until a checkpoint covers it"
+        return trainer_pb2.TrainStepRequest.FromString(stored)
+
+    async def release_before(self, version: int) -> None:
+        """Frees what only the steps below a checkpointed version needed; pictures stay for their TTL."""
+        async for step in self._held_steps():
+            if step < version:
+                refs = await self._trajectory_refs(step)
+                await self.blobs.delete(refs)
+                await self.redis.delete(self.samples_key(step), self.train_key(step))
+
+    async def renew(self, ttl_s: int) -> None:
+        """Prolongs the blobs that may still be trained on."""
+        async for step in self._held_steps():
+            await self.blobs.renew(await self._trajectory_refs(step), ttl_s)
+
+    async def _held_steps(self) -> Any:
+        async for key in self.redis.scan_iter(match=self.samples_key(0)[:-1] + "*", count=1000):
+            yield int(key.decode().rpartition(":")[2])
+
+    async def _trajectory_refs(self, step: int) -> list[common_pb2.BlobRef]:
+        values = await cast(Awaitable[list[bytes]], self.redis.hvals(self.samples_key(step)))
+        samples = [common_pb2.Sample.FromString(value) for value in values]
+        refs = {ref.uri: ref for sample in samples for ref in (sample.trajectory, sample.prompt_embeds) if ref.uri}
+        return list(refs.values())
+
+
+def sample_field(group: int, index: int) -> str:
+    """Field of a sample in its step's hash of references."""
+    return f"{group}/{index}"
+
+
+def sample_name(sample: common_pb2.SampleId) -> str:
+    """job/step/group/index, as logs and reward services see it."""
+    return f"{sample.job_id}/{sample.step}/{sample.group}/{sample.index}"

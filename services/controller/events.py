@@ -1,0 +1,142 @@
+"""What can happen to a job. Events are facts: recorded first (ledger.py), then folded into the state by
+`machine.Machine`.
+
+`at` is the controller's clock in Unix seconds, stamped by the driver, so that folding a ledger again gives the same
+state.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+
+class _Event(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+    at: float = 0.0
+
+
+class TrainerReady(_Event):
+    """A trainer is configured and holds the weights after `applied` steps."""
+
+    kind: Literal["trainer_ready"] = "trainer_ready"
+    applied: int
+
+
+class TrainerLost(_Event):
+    """The trainer died or cannot be reached."""
+
+    kind: Literal["trainer_lost"] = "trainer_lost"
+
+
+class ReplicaBehind(_Event):
+    """A live replica does not serve the published version: it is new, or it restarted."""
+
+    kind: Literal["replica_behind"] = "replica_behind"
+
+
+class Sampled(_Event):
+    """A trajectory arrived."""
+
+    kind: Literal["sampled"] = "sampled"
+    step: int
+    group: int
+    index: int
+    version: int
+
+
+class Scored(_Event):
+    """A sample has its reward, a finite weighted sum."""
+
+    kind: Literal["scored"] = "scored"
+    step: int
+    group: int
+    index: int
+    score: float
+
+
+class Dropped(_Event):
+    """A sample will not be trained on, and why."""
+
+    kind: Literal["dropped"] = "dropped"
+    step: int
+    group: int
+    index: int
+    reason: str
+
+
+class AdvantagesReady(_Event):
+    """The TrainStep request of a step is stored."""
+
+    kind: Literal["advantages_ready"] = "advantages_ready"
+    step: int
+
+
+class Trained(_Event):
+    """The trainer applied a step, or gave its record of it."""
+
+    kind: Literal["trained"] = "trained"
+    step: int
+
+
+class Published(_Event):
+    """Every live replica verified a version."""
+
+    kind: Literal["published"] = "published"
+    version: int
+
+
+class Checkpointed(_Event):
+    kind: Literal["checkpointed"] = "checkpointed"
+    version: int
+
+
+class Validated(_Event):
+    kind: Literal["validated"] = "validated"
+    version: int
+    reward: float | None
+    """Mean over the held-out prompts; none where no prompt could be scored."""
+
+
+class Exported(_Event):
+    kind: Literal["exported"] = "exported"
+
+
+class PauseRequested(_Event):
+    kind: Literal["pause_requested"] = "pause_requested"
+
+
+class ResumeRequested(_Event):
+    kind: Literal["resume_requested"] = "resume_requested"
+
+
+class CancelRequested(_Event):
+    kind: Literal["cancel_requested"] = "cancel_requested"
+
+
+class Failed(_Event):
+    """The job cannot go on, and why."""
+
+    kind: Literal["failed"] = "failed"
+    reason: str
+
+
+Event = (
+    TrainerReady | TrainerLost | ReplicaBehind | Sampled | Scored | Dropped | AdvantagesReady | Trained | Published
+    | Checkpointed | Validated | Exported | PauseRequested | ResumeRequested | CancelRequested | Failed
+)  # fmt: skip
+
+VOLATILE = (TrainerReady, TrainerLost, ReplicaBehind)
+"""Facts about processes, found out anew by a restarted controller: never recorded."""
+
+_adapter: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="kind")])
+
+
+def event_to_json(event: Event) -> bytes:
+    return event.model_dump_json().encode()
+
+
+def event_from_json(data: bytes) -> Event:
+    return _adapter.validate_json(data)

@@ -1,0 +1,154 @@
+"""One training step of Flow-GRPO and its family, as the controller drives it.
+
+    generate ─► score ─► advantages ─► train ─► publish ─► (checkpoint, validate) ─► next step
+
+Each method below does one command of the state machine (machine.py) and ends by telling what happened (events.py). When
+a command runs, and in which order, is the machine's business; retries and restarts are the runner's (job_runner.py).
+Every method may run again after a crash: it does no harm and gives the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from flowfleet.advantages import group_advantages
+from flowfleet.proto import trainer_pb2
+from services.controller import events as ev
+from services.controller import machine as do
+from services.controller import reports, requests
+from services.controller.context import JobContext, NotYet
+from services.controller.validation import validate_chunk
+
+INTAKE_DEADLINE_S = 30.0
+
+
+class FlowGRPO:
+    def __init__(self, job: JobContext) -> None:
+        self.job = job
+
+    async def run(self, command: do.Command) -> None:
+        """Runs one command to its event. Remote errors pass through."""
+        match command:
+            case do.EnsureTrainer():
+                await self.ensure_trainer()
+            case do.Generate(step, groups):
+                await self.generate(step, groups)
+            case do.Score(step, group):
+                await self.score(step, group)
+            case do.ComputeAdvantages(step):
+                await self.advantages(step)
+            case do.TrainStep(step):
+                await self.train(step)
+            case do.Publish(version):
+                await self.publish(version)
+            case do.Checkpoint(version):
+                await self.checkpoint(version)
+            case do.Validate(version):
+                await self.validate(version)
+            case do.Export():
+                await self.export()
+
+    async def ensure_trainer(self) -> None:
+        """Find or start the trainer; it resumes from its newest checkpoint."""
+        job = self.job
+        address = await job.launcher.ensure(job.job_id, job.spec)
+        request = trainer_pb2.ConfigureRequest(
+            job_id=job.job_id, spec_json=job.spec.model_dump_json(), directory=str(job.directory / "checkpoints")
+        )
+        job.trainer_address = address
+        configured = await job.trainer().Configure(request, timeout=job.spec.timeouts.checkpoint_s)
+        await job.emit(ev.TrainerReady(applied=configured.applied_steps))
+
+    async def generate(self, step: int, groups: Sequence[int]) -> None:
+        """Sample what some groups still want on one replica that serves an admissible version."""
+        job, spec = self.job, self.job.spec
+        wanted = {group: job.machine.wanted(step, group) for group in groups}
+        request = requests.generate(job, step, wanted)
+        rows, limit = sum(map(len, wanted.values())), 2 * spec.rollout.batch_size
+        async with job.fleet.lease(
+            job.job_id, max(0, step - spec.schedule.max_staleness), step, rows, limit
+        ) as replica:
+            request.policy_version = replica.version or 0
+            call = job.fleet.stub(replica.address).Generate(request, timeout=spec.timeouts.generate_s)
+            async for _ in call:
+                pass  # each sample is in the stream by now, and comes in by there: see JobRunner
+        arrived = job.until(lambda: not any(job.machine.wanted(step, group) for group in groups))
+        await asyncio.wait_for(arrived, INTAKE_DEADLINE_S)
+
+    async def score(self, step: int, group: int) -> None:
+        """Send a complete group's pictures to every reward of the job."""
+        samples = await self.job.samples(step, group, "sampled")
+        prompt = self.job.prompts(step)[group]
+        verdicts = await self.job.score(samples, [prompt] * len(samples))
+        await reports.put_samples(self.job, samples, [prompt] * len(samples), verdicts)
+        await self.job.emit(*(requests.scored_or_dropped(*pair) for pair in zip(samples, verdicts, strict=True)))
+
+    async def advantages(self, step: int) -> None:
+        """How much better each sample is than its group, stored as the request that the trainer will get."""
+        job, part = self.job, self.job.spec.algorithm
+        scored = job.machine.state.batches[step].scored()
+        if not scored:
+            await job.emit(ev.Failed(reason=f"step {step}: no sample has a score; see samples_dropped for the reasons"))
+            return
+        values, _ = group_advantages(
+            [score for *_, score in scored],
+            [group for group, *_ in scored],
+            std=part.advantage_std,
+            clamp=part.advantage_clamp,
+        )
+        request = await requests.train_step(job, step, scored, values)
+        await job.store_train_request(request)
+        await job.emit(ev.AdvantagesReady(step=step))
+
+    async def train(self, step: int) -> None:
+        """One update; the trainer keeps a record, so a repeated request changes nothing."""
+        job = self.job
+        request = await job.load_train_request(step)
+        result = await job.trainer().TrainStep(request, timeout=job.spec.timeouts.train_step_s)
+        if step == job.machine.state.version:
+            await job.reports.trained(step, dict(result.metrics))
+        await job.emit(ev.Trained(step=step))
+
+    async def publish(self, version: int) -> None:
+        """Give every live replica the new weights; each verifies them before it serves them."""
+        job = self.job
+        live = job.fleet.fleet.live()
+        if not live:
+            raise NotYet("no live rollout replica to publish to")
+        started = time.monotonic()
+        request = trainer_pb2.PublishWeightsRequest(job_id=job.job_id, version=version)
+        request.replicas.extend(trainer_pb2.Replica(replica_id=r.replica_id, address=r.address) for r in live)
+        response = await job.trainer().PublishWeights(request, timeout=job.spec.timeouts.publish_s)
+        await job.fleet.refresh()
+        job.reports.published(response, time.monotonic() - started)
+        if not any(result.ok for result in response.results):
+            raise NotYet(f"no replica took version {version}: {response.results[0].error}")
+        await job.emit(ev.Published(version=version))
+
+    async def checkpoint(self, version: int) -> None:
+        """Save the trainer; blobs of the steps that this covers may go."""
+        job = self.job
+        request = trainer_pb2.SaveCheckpointRequest(job_id=job.job_id)
+        saved = await job.trainer().SaveCheckpoint(request, timeout=job.spec.timeouts.checkpoint_s)
+        await job.reports.checkpointed(saved.applied_steps, saved.path)
+        await job.emit(ev.Checkpointed(version=saved.applied_steps))
+        await job.release_before(saved.applied_steps)
+
+    async def validate(self, version: int) -> None:
+        """Sample the held-out prompts without noise, from the same seeds each time, and score them."""
+        job = self.job
+        size = job.spec.rollout.batch_size
+        starts = range(0, len(job.held_out), size)
+        parts = await asyncio.gather(*(validate_chunk(job, version, start, size) for start in starts))
+        reward = await job.reports.validated(version, parts)
+        await job.emit(ev.Validated(version=version, reward=reward))
+
+    async def export(self) -> None:
+        """Write the trained model where people's pipelines load it from."""
+        job = self.job
+        request = trainer_pb2.ExportModelRequest(job_id=job.job_id, directory=str(job.directory / "model"))
+        exported = await job.trainer().ExportModel(request, timeout=job.spec.timeouts.checkpoint_s)
+        job.results["model"] = exported.path
+        await job.emit(ev.Exported())

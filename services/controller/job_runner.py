@@ -1,0 +1,246 @@
+"""Drives one job: starts what its state machine wants, makes what happened durable, folds it, and so on to the end.
+
+    loop:   for command in machine.commands() − running: start it
+            wait for a change
+    emit:   stamp → ledger (durable) → machine.apply → notify
+
+Nothing is remembered here that the ledger does not know, so a killed controller is continued by a new JobRunner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+import grpc
+
+from flowfleet.errors import FlowfleetError, grpc_code
+from flowfleet.rpc import rpc_error_message
+from flowfleet.streams import Delivery, TrajectoryConsumer
+from services.controller import events as ev
+from services.controller.context import JobContext, NotYet, sample_field
+from services.controller.flow_grpo import FlowGRPO
+from services.controller.ledger import Also, Ledger
+from services.controller.machine import Command, Generate, Machine, Score, Status, TrainStep, Validate
+from services.controller.records import Desired, JobStatus
+from services.controller.retries import MAX_FAILURES, Decision, Verdict, decide
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.5
+NOT_YET_S = 0.5
+RENEW_EVERY_S = 3600.0
+BLOB_TTL_S = 24 * 3600
+INTAKE_COUNT = 256
+INTAKE_BLOCK_MS = 2000
+
+MakeContext = Callable[[Machine, Callable[..., Awaitable[None]], asyncio.Condition], JobContext]
+
+
+class JobRunner:
+    """One running job. `clock` gives Unix seconds and stamps the events."""
+
+    def __init__(
+        self, ledger: Ledger, machine: Machine, make: MakeContext, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._ledger = ledger
+        self._clock = clock
+        self._lock = asyncio.Lock()
+        self._changed = asyncio.Condition()
+        self._running: dict[Command, asyncio.Task[None]] = {}
+        self._failures: Counter[Command] = Counter()
+        self._renewed = time.monotonic()
+        self._phase = ""
+        self.machine = machine
+        self.job = make(machine, self.emit, self._changed)
+        self._loop = FlowGRPO(self.job)
+        self._consumer = TrajectoryConsumer(self.job.redis, self.job.job_id, consumer="controller")
+
+    async def run(self) -> Status:
+        """Runs the job to its end and returns how it ended. Cancelled, it stops and leaves the job to be continued."""
+        background = [asyncio.create_task(part(), name=part.__name__) for part in (self._intake, self._tick)]
+        try:
+            while not self.machine.finished:
+                self._start_wanted()
+                await self._report_status()
+                await self._next_change(background)
+        finally:
+            await self._cancel([*background, *self._running.values()])
+        await self._report_end()
+        return self.machine.state.status
+
+    async def emit(self, *events: ev.Event, also: Also | None = None) -> None:
+        """Makes events durable, together with what `also` adds to the transaction, then folds them."""
+        async with self._lock:
+            stamped = [event.model_copy(update={"at": self._clock()}) for event in events]
+            await self._ledger.append(stamped, also)
+            for event in stamped:
+                self.machine.apply(event)
+            if any(isinstance(event, ev.Trained) for event in stamped):
+                await self._ledger.snapshot(self.machine.state)
+        async with self._changed:
+            self._changed.notify_all()
+
+    # -- commands ----------------------------------------------------------------------------------------------
+
+    def _start_wanted(self) -> None:
+        self._running = {command: task for command, task in self._running.items() if not task.done()}
+        for command in sorted(self.machine.commands() - self._running.keys(), key=str):
+            self._running[command] = asyncio.create_task(self._attempt(command), name=str(command))
+
+    async def _attempt(self, command: Command) -> None:
+        """One try of a command. After a failure it stays `running` for the delay, so that it is not started at once."""
+        try:
+            await self._loop.run(command)
+            self._failures.pop(command, None)
+        except NotYet as waiting:
+            log.info("%s: %s", command, waiting, extra={"job": self.job.job_id})
+            await asyncio.sleep(NOT_YET_S)
+        except grpc.aio.AioRpcError as error:
+            await self._failed(command, error.code(), rpc_error_message(error))
+        except (FlowfleetError, ValueError, TimeoutError, RuntimeError) as error:
+            await self._failed(command, grpc_code(error), str(error) or type(error).__name__)
+
+    async def _failed(self, command: Command, code: grpc.StatusCode, message: str) -> None:
+        self._failures[command] += 1
+        decision = decide(command, code, self._failures[command])
+        log.warning(
+            "%s failed (%d): %s: %s → %s", command, self._failures[command], code.name, message, decision.verdict,
+            extra={"job": self.job.job_id},
+        )  # fmt: skip
+        await self._act(command, decision, f"{type(command).__name__}: {message}")
+
+    async def _act(self, command: Command, decision: Decision, reason: str) -> None:
+        match decision.verdict:
+            case Verdict.FAIL_JOB:
+                await self.emit(ev.Failed(reason=reason))
+            case Verdict.GIVE_UP:
+                await self._give_up(command, reason)
+            case Verdict.RESYNC:
+                await asyncio.sleep(decision.delay_s)
+                if self._failures[command] >= MAX_FAILURES and isinstance(command, TrainStep):
+                    await self.job.launcher.stop(self.job.job_id)  # it answers, but cannot do this: start afresh
+                await self.emit(ev.TrainerLost())
+            case Verdict.RETRY:
+                await asyncio.sleep(decision.delay_s)
+
+    async def _give_up(self, command: Command, reason: str) -> None:
+        """Drops what the command was for; the reason is in the log and in the job's events."""
+        await self.job.store.append_event(self.job.job_id, "gave_up", {"command": str(command), "reason": reason})
+        self._failures.pop(command, None)
+        match command:
+            case Generate(step, groups):
+                lost = [(group, index) for group in groups for index in self.machine.wanted(step, group)]
+                await self.emit(*(ev.Dropped(step=step, group=g, index=i, reason="rollout_failed") for g, i in lost))
+            case Score(step, group):
+                samples = self.machine.state.batches[step].groups[group].items()
+                lost_indices = [index for index, sample in samples if sample.status == "sampled"]
+                await self.emit(
+                    *(ev.Dropped(step=step, group=group, index=i, reason="reward_failed") for i in lost_indices)
+                )
+            case Validate(version):
+                await self.emit(ev.Validated(version=version, reward=None))
+            case _:
+                await self.emit(ev.Failed(reason=reason))
+
+    # -- what comes in -----------------------------------------------------------------------------------------
+
+    async def _intake(self) -> None:
+        """Trajectories from the stream: reference, event and acknowledgement are one transaction."""
+        pending = await self._consumer.reclaim(INTAKE_COUNT, min_idle_ms=0)  # what a killed controller held
+        while True:
+            while pending:
+                await self._take(pending)
+                pending = await self._consumer.reclaim(INTAKE_COUNT)
+            pending = await self._consumer.read(INTAKE_COUNT, INTAKE_BLOCK_MS)
+
+    async def _take(self, deliveries: list[Delivery]) -> None:
+        samples = [delivery.sample for delivery in deliveries]
+        wanted = [s for s in samples if s.id.index in self.machine.wanted(s.id.step, s.id.group)]
+
+        async def also(pipe: object) -> None:
+            for sample in wanted:
+                field = sample_field(sample.id.group, sample.id.index)
+                pipe.hsetnx(self.job.samples_key(sample.id.step), field, sample.SerializeToString())  # type: ignore[attr-defined]
+            await self._consumer.ack([delivery.entry_id for delivery in deliveries], pipe)  # type: ignore[arg-type]
+
+        facts = [
+            ev.Sampled(step=s.id.step, group=s.id.group, index=s.id.index, version=s.policy_version) for s in samples
+        ]
+        await self.emit(*facts, also=also)
+
+    async def _tick(self) -> None:
+        """What nobody tells us: the trainer's death, replicas that are behind, the user's wishes, blobs that age."""
+        while True:
+            await self._look_at_wishes()
+            state = self.machine.state
+            if state.trainer_applied is not None and not await self.job.launcher.alive(self.job.job_id):
+                log.warning("the trainer is gone", extra={"job": self.job.job_id})
+                await self.emit(ev.TrainerLost())
+            if state.published >= 0 and self.job.fleet.fleet.behind(self.job.job_id, state.published):
+                await self.emit(ev.ReplicaBehind())
+            if time.monotonic() - self._renewed > RENEW_EVERY_S:
+                await self.job.renew(BLOB_TTL_S)
+                await self._consumer.trim()
+                self._renewed = time.monotonic()
+            await asyncio.sleep(TICK_S)
+
+    async def _look_at_wishes(self) -> None:
+        desired = (await self.job.store.get(self.job.job_id)).desired
+        paused = self.machine.state.status is Status.PAUSED
+        if desired is Desired.CANCELLED:
+            await self.emit(ev.CancelRequested())
+        elif desired is Desired.PAUSED and not paused:
+            await self.emit(ev.PauseRequested())
+        elif desired is Desired.RUNNING and paused:
+            await self.emit(ev.ResumeRequested())
+
+    # -- the loop's own ----------------------------------------------------------------------------------------
+
+    async def _next_change(self, background: list[asyncio.Task[None]]) -> None:
+        """Until an event was folded, a command ended, or a while passed. A background task's error ends the run."""
+        change = asyncio.create_task(self._wait_changed())
+        tasks = {change, *background, *self._running.values()}
+        done, _ = await asyncio.wait(tasks, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
+        change.cancel()
+        for task in done - {change}:
+            task.result()
+
+    async def _wait_changed(self) -> None:
+        async with self._changed:
+            await self._changed.wait()
+
+    async def _report_status(self) -> None:
+        state = self.machine.state
+        if not self.machine.finished:
+            await self.job.store.set_status(self.job.job_id, JobStatus(state.status), state.reason)
+            await self._report_phase()
+
+    async def _report_phase(self) -> None:
+        phase = str(self.machine.phase)
+        if phase != self._phase:
+            self._phase = phase
+            await self.job.store.update_progress(self.job.job_id, phase=phase)
+
+    async def _report_end(self) -> None:
+        """Results first, status last: the job's events end with it."""
+        state, job = self.machine.state, self.job
+        await job.launcher.stop(job.job_id)
+        results = {
+            **job.results,
+            "held_out_reward": state.held_out_reward,
+            "samples_trained": state.samples_trained,
+            "samples_dropped": state.samples_dropped,
+            "duplicates": state.duplicates,
+        }
+        await job.store.update_progress(job.job_id, phase=str(self.machine.phase), eta_s=0.0)
+        await job.store.set_results(job.job_id, results)
+        await job.store.set_status(job.job_id, JobStatus(state.status), state.reason)
+
+    async def _cancel(self, tasks: list[asyncio.Task[None]]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

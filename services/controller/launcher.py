@@ -1,0 +1,160 @@
+"""Starts, finds again and stops the trainers of jobs as local process groups of torchrun.
+
+The launcher is level-triggered as the state machine is: `ensure` gives the address of a live trainer, adopting the
+one that an earlier controller started. What it knows is in `<state_dir>/trainers/<job>.json`, so that `flowfleet
+down` can end what is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+from flowfleet.jobs import JobSpec
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.1
+START_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 15.0
+
+
+class Launcher(Protocol):
+    """Where trainers run: processes here, Jobs on Kubernetes."""
+
+    async def ensure(self, job_id: str, spec: JobSpec) -> str:
+        """The address (host:port) of the job's live trainer, started if there is none."""
+
+    async def alive(self, job_id: str) -> bool:
+        """Whether the trainer that `ensure` gave is still there. Cheap: asked every second."""
+
+    async def stop(self, job_id: str) -> None:
+        """Ends the trainer, if there is one."""
+
+
+@dataclass(frozen=True)
+class TrainerProcess:
+    """What is written down of a started trainer. `started` (kernel ticks since boot) tells a reused pid from ours."""
+
+    pid: int
+    started: str
+    port_file: str
+
+
+def trainer_command(spec: JobSpec, *, python: str, port_file: Path, host: str = "127.0.0.1") -> list[str]:
+    """The command line of a job's trainer: torchrun on this machine, one rank an accelerator."""
+    torchrun = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec.trainer.world_size}"]
+    return [*torchrun, "--max-restarts=0", "-m", "services.trainer", "--host", host, "--port-file", str(port_file)]
+
+
+class LocalLauncher:
+    """Trainers as process groups of this machine."""
+
+    def __init__(self, state_dir: Path, python: str = sys.executable) -> None:
+        self._directory = state_dir / "trainers"
+        self._logs = state_dir / "logs"
+        self._python = python
+
+    async def ensure(self, job_id: str, spec: JobSpec) -> str:
+        process = self._read(job_id)
+        if process is None or not _is_running(process):
+            await self.stop(job_id)
+            process = self._start(job_id, spec)
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while _is_running(process):
+                if (address := _read_if_there(process.port_file)) is not None:
+                    return address
+                await asyncio.sleep(POLL_S)
+        raise RuntimeError(f"the trainer ended while starting; its log is {self._log(job_id)}")
+
+    async def alive(self, job_id: str) -> bool:
+        process = self._read(job_id)
+        return process is not None and _is_running(process)
+
+    async def stop(self, job_id: str) -> None:
+        process = self._read(job_id)
+        if process is not None:
+            await _end_group(process)
+            self._file(job_id).unlink(missing_ok=True)
+
+    def _start(self, job_id: str, spec: JobSpec) -> TrainerProcess:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._logs.mkdir(parents=True, exist_ok=True)
+        port_file = self._directory / f"{job_id}.port"
+        port_file.unlink(missing_ok=True)
+        command = trainer_command(spec, python=self._python, port_file=port_file)
+        threads = spec.trainer.threads or max(1, (os.cpu_count() or 1) // spec.trainer.world_size)
+        with self._log(job_id).open("ab") as output:
+            pid = os.posix_spawnp(
+                command[0],
+                command,
+                {**os.environ, "OMP_NUM_THREADS": str(threads)},
+                file_actions=[(os.POSIX_SPAWN_DUP2, output.fileno(), 1), (os.POSIX_SPAWN_DUP2, output.fileno(), 2)],
+                setsid=True,  # it outlives a killed controller, which finds it again
+            )
+        process = TrainerProcess(pid, _start_ticks(pid), str(port_file))
+        temporary = self._file(job_id).with_suffix(".tmp")
+        temporary.write_text(json.dumps(asdict(process)))
+        temporary.replace(self._file(job_id))
+        log.info("started trainer", extra={"job": job_id, "pid": pid})
+        return process
+
+    def _read(self, job_id: str) -> TrainerProcess | None:
+        try:
+            return TrainerProcess(**json.loads(self._file(job_id).read_text()))
+        except FileNotFoundError:
+            return None
+
+    def _file(self, job_id: str) -> Path:
+        return self._directory / f"{job_id}.json"
+
+    def _log(self, job_id: str) -> Path:
+        return self._logs / f"trainer-{job_id}.log"
+
+
+def _read_if_there(path: str) -> str | None:
+    try:
+        return Path(path).read_text().strip()
+    except FileNotFoundError:
+        return None
+
+
+def _start_ticks(pid: int) -> str:
+    """Field 22 of /proc/<pid>/stat; empty once it is gone or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return "" if fields[0] == "Z" else fields[19]
+
+
+def _is_running(process: TrainerProcess) -> bool:
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(process.pid, os.WNOHANG)  # reaps it if it was our child
+    return process.started != "" and _start_ticks(process.pid) == process.started
+
+
+async def _end_group(process: TrainerProcess) -> None:
+    """SIGTERM to the whole group, SIGKILL to what is left of it after a while."""
+    if not _is_running(process):
+        _signal_group(process.pid, signal.SIGKILL)  # ranks that outlived their torchrun
+        return
+    _signal_group(process.pid, signal.SIGTERM)
+    for _ in range(int(STOP_TIMEOUT_S / POLL_S)):
+        if not _is_running(process):
+            break
+        await asyncio.sleep(POLL_S)
+    _signal_group(process.pid, signal.SIGKILL)
+
+
+def _signal_group(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)

@@ -1,0 +1,58 @@
+"""The state of a running job in Redis: a snapshot, and the events since. Folding both gives the state of the killed
+controller.
+
+An event is recorded before it takes effect, in one transaction with what belongs to it (references of samples, the
+acknowledgement of stream entries), so nothing is acknowledged and lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from redis.asyncio import Redis
+from redis.asyncio.client import Pipeline
+
+from flowfleet import keys
+from flowfleet.jobs import JobSpec
+from services.controller.events import VOLATILE, Event, event_from_json, event_to_json
+from services.controller.machine import Machine, State
+
+Also = Callable[[Pipeline], Awaitable[None]]
+"""Adds commands to the transaction of an append."""
+
+
+class Ledger:
+    def __init__(self, redis: Redis, job_id: str) -> None:
+        self._redis = redis
+        self._snapshot_key = keys.job_key(job_id, "state")
+        self._events_key = keys.job_key(job_id, "ledger")
+
+    async def restore(self, spec: JobSpec) -> Machine:
+        """The machine as the last controller left it; a new one for a new job."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            snapshot, entries = await pipe.get(self._snapshot_key).lrange(self._events_key, 0, -1).execute()
+        machine = Machine(spec, State.model_validate_json(snapshot) if snapshot else None)
+        for entry in entries:
+            machine.apply(event_from_json(entry))
+        return machine
+
+    async def append(self, events: Sequence[Event], also: Also | None = None) -> None:
+        """Makes events durable, together with what `also` adds."""
+        durable = [event_to_json(event) for event in events if not isinstance(event, VOLATILE)]
+        if not durable and also is None:
+            return
+        async with self._redis.pipeline(transaction=True) as pipe:
+            if durable:
+                pipe.rpush(self._events_key, *durable)
+            if also is not None:
+                await also(pipe)
+            await pipe.execute()
+
+    async def snapshot(self, state: State) -> None:
+        """Replaces snapshot and journal by the state."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            await (
+                pipe.set(self._snapshot_key, state.without_volatile().model_dump_json())
+                .delete(self._events_key)
+                .execute()
+            )

@@ -1,0 +1,419 @@
+"""The state machine of a job, pure: events in, commands out, no I/O, no clock of its own.
+
+    state  = machine.apply(event)      facts, folded one by one (events.py)
+    wanted = machine.commands()        everything that should be running now, derived from the state alone
+
+Commands are level-triggered: the driver (runner.py) starts what is wanted and not yet running, so a controller
+that was killed only folds its ledger and goes on; there is no second recovery path. That works because every command is
+idempotent: a sample has an identity, TrainStep is keyed by step, a replica that holds a version skips its publishing.
+
+Versions and steps: version v is the policy after v applied steps. Step s trains on samples of versions s −
+max_staleness … s and makes version s + 1. One step goes through the phases below; with max_staleness > 0 the next
+steps' samples are made meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import BaseModel
+
+from flowfleet.jobs import JobSpec
+from services.controller import events as ev
+
+
+class Phase(StrEnum):
+    """Where the step stands that is next to train."""
+
+    STARTING = "starting"  # no trainer yet, or no replica has the first weights
+    ROLLOUT = "rollout"  # samples are being made; finished groups are scored meanwhile
+    SCORE = "score"  # every sample is in, scores are missing
+    ADVANTAGE = "advantage"  # every score is in
+    TRAIN = "train"  # the trainer updates, or replays steps after a restart
+    PUBLISH = "publish"  # replicas take the new version
+    CHECKPOINT = "checkpoint"  # the trainer saves
+    VALIDATE = "validate"  # held-out prompts are sampled and scored
+    EXPORT = "export"  # the trained model is written
+    DONE = "done"
+
+
+class Status(StrEnum):
+    """Of a job that runs; the store adds `queued`."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    PAUSED = "paused"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+TERMINAL = (Status.SUCCEEDED, Status.FAILED, Status.CANCELLED)
+
+
+@dataclass(frozen=True)
+class EnsureTrainer:
+    """Find or start the job's trainer and configure it."""
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Sample what these groups still want, as one request to one replica."""
+
+    step: int
+    groups: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Score:
+    """Score the samples of a complete group that have no score."""
+
+    step: int
+    group: int
+
+
+@dataclass(frozen=True)
+class ComputeAdvantages:
+    step: int
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    step: int
+
+
+@dataclass(frozen=True)
+class Publish:
+    version: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    version: int
+
+
+@dataclass(frozen=True)
+class Validate:
+    version: int
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write the trained model."""
+
+
+Command = EnsureTrainer | Generate | Score | ComputeAdvantages | TrainStep | Publish | Checkpoint | Validate | Export
+
+
+class SampleState(BaseModel):
+    """One sample: wanted → sampled → scored, or dropped."""
+
+    status: Literal["wanted", "sampled", "scored", "dropped"] = "wanted"
+    version: int | None = None
+    score: float | None = None
+
+
+class Batch(BaseModel):
+    """The samples of one step: group → index → sample."""
+
+    step: int
+    groups: dict[int, dict[int, SampleState]]
+    refills: dict[int, int] = {}
+    ready: bool = False
+    """Its TrainStep request is stored."""
+    opened_at: float
+    sampled_at: float | None = None
+    scored_at: float | None = None
+    ready_at: float | None = None
+
+    def has(self, status: str) -> bool:
+        return any(sample.status == status for samples in self.groups.values() for sample in samples.values())
+
+    def count(self, status: str) -> int:
+        return sum(sample.status == status for samples in self.groups.values() for sample in samples.values())
+
+    def scored(self) -> list[tuple[int, int, float]]:
+        """(group, index, score) of every scored sample, ascending."""
+        return [
+            (group, index, sample.score)
+            for group, samples in sorted(self.groups.items())
+            for index, sample in sorted(samples.items())
+            if sample.status == "scored" and sample.score is not None
+        ]
+
+    @property
+    def phase(self) -> Phase:
+        if self.ready:
+            return Phase.TRAIN
+        if self.has("wanted"):
+            return Phase.ROLLOUT
+        return Phase.SCORE if self.has("sampled") else Phase.ADVANTAGE
+
+
+class State(BaseModel):
+    """All that is known of a running job. The volatile part is found out anew after a restart."""
+
+    status: Status = Status.STARTING
+    reason: str = ""
+    version: int = 0
+    published: int = -1
+    checkpointed: int = 0
+    validated: int = -1
+    exported: bool = False
+    held_out_reward: float | None = None
+    batches: dict[int, Batch] = {}
+    samples_trained: int = 0
+    samples_dropped: dict[str, int] = {}
+    duplicates: int = 0
+    trained_at: float | None = None
+
+    trainer_applied: int | None = None  # volatile: steps in the live trainer's weights; none without a trainer
+    behind: bool = False  # volatile: a live replica misses the published version
+
+    def without_volatile(self) -> State:
+        return self.model_copy(update={"trainer_applied": None, "behind": False})
+
+
+class Machine:
+    """Folds events into the state of one job and says what should run."""
+
+    def __init__(self, spec: JobSpec, state: State | None = None) -> None:
+        self.spec = spec
+        self.state = state or State()
+
+    # -- events ------------------------------------------------------------------------------------------------
+
+    def apply(self, event: ev.Event) -> None:
+        """Folds one event. Facts that came too late, or twice, change nothing but their counters."""
+        if self.finished:
+            return
+        handler = getattr(self, f"_on_{event.kind}")
+        handler(event)
+        if self.state.status is Status.STARTING and self.state.published >= 0:
+            self.state.status = Status.RUNNING
+        self._open_batches(event.at)
+        if self._complete:
+            self.state.status = Status.SUCCEEDED
+
+    def _on_trainer_ready(self, event: ev.TrainerReady) -> None:
+        self.state.trainer_applied = event.applied
+        if event.applied < self.state.version:
+            self.state.published = -1  # its replay may differ in rounding: replicas compare digests again
+
+    def _on_trainer_lost(self, event: ev.TrainerLost) -> None:
+        self.state.trainer_applied = None
+
+    def _on_replica_behind(self, event: ev.ReplicaBehind) -> None:
+        self.state.behind = True
+
+    def _on_sampled(self, event: ev.Sampled) -> None:
+        sample = self._sample(event.step, event.group, event.index)
+        if sample is None or sample.status != "wanted":
+            self.state.duplicates += 1
+        elif not self.admissible(event.step, event.version):
+            self._count_drop("stale")
+        else:
+            sample.status, sample.version = "sampled", event.version
+            batch = self.state.batches[event.step]
+            if not batch.has("wanted"):
+                batch.sampled_at = event.at
+
+    def _on_scored(self, event: ev.Scored) -> None:
+        sample = self._sample(event.step, event.group, event.index)
+        if sample is not None and sample.status == "sampled":
+            sample.status, sample.score = "scored", event.score
+            self._note_scored(event.step, event.at)
+
+    def _on_dropped(self, event: ev.Dropped) -> None:
+        sample = self._sample(event.step, event.group, event.index)
+        if sample is None or sample.status not in ("wanted", "sampled"):
+            return
+        sample.status = "dropped"
+        self._count_drop(event.reason)
+        self._refill(self.state.batches[event.step], event.group)
+        self._note_scored(event.step, event.at)
+
+    def _on_advantages_ready(self, event: ev.AdvantagesReady) -> None:
+        batch = self.state.batches.get(event.step)
+        if batch is not None:
+            batch.ready, batch.ready_at = True, event.at
+
+    def _on_trained(self, event: ev.Trained) -> None:
+        if self.state.trainer_applied is not None:
+            self.state.trainer_applied = max(self.state.trainer_applied, event.step + 1)
+        if event.step == self.state.version:
+            batch = self.state.batches.pop(event.step)
+            self.state.samples_trained += batch.count("scored")
+            self.state.version += 1
+            self.state.trained_at = event.at
+
+    def _on_published(self, event: ev.Published) -> None:
+        if event.version == self.state.version:
+            self.state.published, self.state.behind = event.version, False
+
+    def _on_checkpointed(self, event: ev.Checkpointed) -> None:
+        self.state.checkpointed = max(self.state.checkpointed, event.version)
+
+    def _on_validated(self, event: ev.Validated) -> None:
+        self.state.validated = max(self.state.validated, event.version)
+        self.state.held_out_reward = event.reward
+
+    def _on_exported(self, event: ev.Exported) -> None:
+        self.state.exported = True
+
+    def _on_pause_requested(self, event: ev.PauseRequested) -> None:
+        self.state.status = Status.PAUSED
+
+    def _on_resume_requested(self, event: ev.ResumeRequested) -> None:
+        self.state.status = Status.RUNNING if self.state.published >= 0 else Status.STARTING
+
+    def _on_cancel_requested(self, event: ev.CancelRequested) -> None:
+        self.state.status = Status.CANCELLED
+
+    def _on_failed(self, event: ev.Failed) -> None:
+        self.state.status, self.state.reason = Status.FAILED, event.reason
+
+    # -- commands ----------------------------------------------------------------------------------------------
+
+    def commands(self) -> set[Command]:
+        """Everything that should be running now. Empty while paused and at the end."""
+        if self.finished or self.state.status is Status.PAUSED:
+            return set()
+        wanted: set[Command] = set()
+        if self.state.trainer_applied is None:
+            wanted.add(EnsureTrainer())
+        else:
+            wanted.update(self._trainer_commands(self.state.trainer_applied))
+        for batch in self.state.batches.values():
+            wanted.update(self._batch_commands(batch))
+        if self._validation_due:
+            wanted.add(Validate(self.state.published))
+        return wanted
+
+    def _trainer_commands(self, applied: int) -> Iterator[Command]:
+        """At most one command that changes weights: replay, publish, checkpoint, train, in this order."""
+        state = self.state
+        if applied < state.version:
+            yield TrainStep(applied)
+            return
+        if applied == state.version:
+            if state.behind or (state.published != state.version and not self._validation_due):
+                yield Publish(state.version)
+            if state.published != state.version:
+                return
+            if self._checkpoint_due:
+                yield Checkpoint(state.version)
+                return
+            if state.version == self.spec.schedule.steps and not state.exported:
+                yield Export()
+        front = state.batches.get(state.version)
+        if front is not None and front.ready:
+            yield TrainStep(front.step)
+
+    def _batch_commands(self, batch: Batch) -> Iterator[Command]:
+        if self.state.published >= batch.step - self.spec.schedule.max_staleness:
+            for groups in self._bundles(batch):
+                if any(sample.status == "wanted" for group in groups for sample in batch.groups[group].values()):
+                    yield Generate(batch.step, groups)
+        for group, samples in batch.groups.items():
+            statuses = {sample.status for sample in samples.values()}
+            if "sampled" in statuses and "wanted" not in statuses:
+                yield Score(batch.step, group)
+        if batch.phase is Phase.ADVANTAGE:
+            yield ComputeAdvantages(batch.step)
+
+    def _bundles(self, batch: Batch) -> Iterator[tuple[int, ...]]:
+        """Groups that go to a replica as one request: whole groups up to `rollout.batch_size` rows."""
+        size = max(1, self.spec.rollout.batch_size // self.spec.rollout.group_size)
+        groups = sorted(batch.groups)
+        for start in range(0, len(groups), size):
+            yield tuple(groups[start : start + size])
+
+    # -- questions ---------------------------------------------------------------------------------------------
+
+    @property
+    def finished(self) -> bool:
+        return self.state.status in TERMINAL
+
+    @property
+    def phase(self) -> Phase:
+        """For people: what the job waits for."""
+        state = self.state
+        if self.finished:
+            return Phase.DONE
+        if state.version == 0 and state.published < 0:
+            return Phase.STARTING
+        if state.trainer_applied is not None and state.trainer_applied < state.version:
+            return Phase.TRAIN
+        if state.published != state.version:
+            return Phase.VALIDATE if self._validation_due else Phase.PUBLISH
+        if state.version == self.spec.schedule.steps:
+            return (
+                Phase.CHECKPOINT if self._checkpoint_due else Phase.VALIDATE if self._validation_due else Phase.EXPORT
+            )
+        return state.batches[state.version].phase
+
+    def admissible(self, step: int, version: int) -> bool:
+        """Whether a sample of `version` may be trained on by `step` (invariant 3)."""
+        return step - self.spec.schedule.max_staleness <= version <= step
+
+    def wanted(self, step: int, group: int) -> list[int]:
+        """Indices of a group that are still to be sampled, ascending."""
+        samples = self.state.batches[step].groups[group] if step in self.state.batches else {}
+        return sorted(index for index, sample in samples.items() if sample.status == "wanted")
+
+    @property
+    def _validation_due(self) -> bool:
+        state = self.state
+        every, last = self.spec.schedule.validate_every, self.spec.schedule.steps
+        due = state.published >= 0 and (state.published % every == 0 or state.published == last)
+        return due and self.spec.data.validation is not None and state.validated < state.published
+
+    @property
+    def _checkpoint_due(self) -> bool:
+        state = self.state
+        due = state.version % self.spec.schedule.save_every == 0 or state.version == self.spec.schedule.steps
+        return due and state.checkpointed < state.version
+
+    @property
+    def _complete(self) -> bool:
+        state, steps = self.state, self.spec.schedule.steps
+        done = state.version == state.published == state.checkpointed == steps and state.exported
+        return done and not self._validation_due
+
+    # -- parts of the fold -------------------------------------------------------------------------------------
+
+    def _open_batches(self, at: float) -> None:
+        """Steps that may be sampled under the published version get their batch."""
+        if self.state.published < 0 or self.finished:
+            return
+        end = min(self.state.version + self.spec.schedule.max_staleness + 1, self.spec.schedule.steps)
+        for step in range(self.state.version, end):
+            if step not in self.state.batches and self.state.published >= step - self.spec.schedule.max_staleness:
+                groups = range(self.spec.rollout.prompts_per_step)
+                indices = range(self.spec.rollout.group_size)
+                self.state.batches[step] = Batch(
+                    step=step, opened_at=at, groups={group: {i: SampleState() for i in indices} for group in groups}
+                )
+
+    def _refill(self, batch: Batch, group: int) -> None:
+        """Another sample of the group in place of a dropped one, while the setting and its limit allow."""
+        used = batch.refills.get(group, 0)
+        if self.spec.rollout.on_drop == "refill" and used < self.spec.rollout.max_refills:
+            batch.refills[group] = used + 1
+            batch.groups[group][max(batch.groups[group]) + 1] = SampleState()
+
+    def _note_scored(self, step: int, at: float) -> None:
+        batch = self.state.batches[step]
+        if batch.phase is Phase.ADVANTAGE:
+            batch.scored_at = at
+
+    def _count_drop(self, reason: str) -> None:
+        self.state.samples_dropped[reason] = self.state.samples_dropped.get(reason, 0) + 1
+
+    def _sample(self, step: int, group: int, index: int) -> SampleState | None:
+        batch = self.state.batches.get(step)
+        return None if batch is None else batch.groups.get(group, {}).get(index)

@@ -1,0 +1,181 @@
+"""What people see of a job as it runs: one row of metrics a step, progress, samples with their scores, validations.
+
+Names are those that the field charts already (docs/metrics.md). Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from flowfleet.advantages import AdvantageStats, group_advantages
+from flowfleet.image_stats import image_stats
+from flowfleet.proto import common_pb2, trainer_pb2
+from flowfleet.telemetry import JobMetrics
+from services.controller.data import Prompt
+from services.controller.machine import Batch
+from services.controller.records import Checkpoint, SampleRecord
+
+if TYPE_CHECKING:
+    from services.controller.context import JobContext
+    from services.controller.rewards import Verdict
+    from services.controller.validation import ValidationPart
+
+RECENT_STEPS = 20
+
+
+async def put_samples(
+    job: JobContext, samples: Sequence[common_pb2.Sample], prompts: Sequence[Prompt], verdicts: Sequence[Verdict]
+) -> None:
+    """Records samples, scored or dropped, for people to look at."""
+    rows = zip(samples, prompts, verdicts, strict=True)
+    await asyncio.gather(*(job.store.put_sample(job.job_id, _sample_record(*row)) for row in rows))
+
+
+class Reports:
+    """Of one job. The durations of recent steps are its only memory."""
+
+    def __init__(self, job: JobContext, metrics: JobMetrics) -> None:
+        self._job = job
+        self._metrics = metrics
+        self._durations: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._publish: dict[str, float] = {}
+
+    def published(self, response: trainer_pb2.PublishWeightsResponse, seconds: float) -> None:
+        self._publish = {"timing_s/update_weights": seconds, "perf/published_bytes": float(response.bytes)}
+
+    async def checkpointed(self, version: int, path: str) -> None:
+        record = Checkpoint(step=version, path=path, created_at=datetime.now(UTC))
+        await self._job.store.add_checkpoint(self._job.job_id, record)
+
+    async def trained(self, step: int, trainer: Mapping[str, float]) -> None:
+        """The row of a step, after its update and before the version counts up."""
+        job, state = self._job, self._job.machine.state
+        batch, now = state.batches[step], time.time()
+        duration = now - (state.trained_at or batch.opened_at)
+        self._durations.append(duration)
+        num_scored = batch.count("scored")
+        row = {
+            **trainer,
+            **_reward_metrics(self._stats(batch)),
+            **_timings(batch, now, duration),
+            **self._publish,
+            "perf/throughput": num_scored / duration / job.spec.trainer.world_size,
+            "training/samples": float(state.samples_trained + num_scored),
+            "training/samples_dropped": float(sum(state.samples_dropped.values())),
+            "training/off_policy/trajectory_staleness/mean": _staleness(batch),
+        }
+        await job.store.metrics_put(job.job_id, step, row)
+        self._metrics.observe(job.job_id, row)
+        await self._progress(step + 1, num_scored, row["critic/rewards/mean"])
+
+    async def validated(self, version: int, parts: Sequence[ValidationPart]) -> float | None:
+        """The row of a validation: mean reward, and image statistics as a guard against reward hacking."""
+        job = self._job
+        scores = [verdict.score for part in parts for verdict in part.verdicts if verdict.score is not None]
+        media = [data for part in parts for data in part.media]
+        stats = await asyncio.to_thread(lambda: [image_stats(data) for data in media])
+        reward = statistics.fmean(scores) if scores else None
+        row = {
+            "val/reward": float("nan") if reward is None else reward,
+            "val/num_scored": float(len(scores)),
+            "val/num_prompts": float(len(media)),
+            "val/edge_density": statistics.fmean(item.edge_density for item in stats),
+            "val/colour_entropy": statistics.fmean(item.colour_entropy for item in stats),
+        }
+        await job.store.append_event(
+            job.job_id, "validation", {"version": version, **_finite(row)}, once=f"val-{version}"
+        )
+        await job.store.update_progress(job.job_id, held_out_reward=reward)
+        await job.store.metrics_put(job.job_id, version, row)
+        self._metrics.observe(job.job_id, row)
+        return reward
+
+    async def _progress(self, done: int, num_scored: int, reward: float) -> None:
+        job, recent = self._job, statistics.median(self._durations)
+        await job.store.update_progress(
+            job.job_id,
+            step=done,
+            reward=reward,
+            policy_version=done,
+            images_per_second=num_scored / recent,
+            eta_s=recent * (job.spec.schedule.steps - done),
+            samples_trained=job.machine.state.samples_trained + num_scored,
+            samples_dropped=job.machine.state.samples_dropped,
+        )
+
+    def _stats(self, batch: Batch) -> AdvantageStats:
+        part = self._job.spec.algorithm
+        scored = batch.scored()
+        _, stats = group_advantages(
+            [score for *_, score in scored],
+            [group for group, *_ in scored],
+            std=part.advantage_std,
+            clamp=part.advantage_clamp,
+        )
+        return stats
+
+
+def _reward_metrics(stats: AdvantageStats) -> dict[str, float]:
+    names = {
+        "reward_mean": "critic/rewards/mean",
+        "reward_max": "critic/rewards/max",
+        "reward_min": "critic/rewards/min",
+        "std_mean": "critic/rewards/std_mean",
+        "zero_std_ratio": "critic/rewards/zero_std_ratio",
+        "group_size": "critic/rewards/group_size",
+        "advantage_mean": "critic/advantages/mean",
+        "advantage_max": "critic/advantages/max",
+        "advantage_min": "critic/advantages/min",
+    }
+    values = asdict(stats)
+    return {name: float(values[key]) for key, name in names.items()}
+
+
+def _timings(batch: Batch, now: float, duration: float) -> dict[str, float]:
+    """Seconds of a step by phase; `reward` is what scoring adds after the last sample is in."""
+    sampled = batch.sampled_at or batch.opened_at
+    scored = batch.scored_at or sampled
+    ready = batch.ready_at or scored
+    return {
+        "timing_s/gen": sampled - batch.opened_at,
+        "timing_s/reward": max(0.0, scored - sampled),
+        "timing_s/adv": max(0.0, ready - scored),
+        "timing_s/train": now - ready,
+        "timing_s/step": duration,
+        "timing_per_image_ms/step": 1000 * duration / max(1, batch.count("scored")),
+    }
+
+
+def _staleness(batch: Batch) -> float:
+    versions = [s.version for group in batch.groups.values() for s in group.values() if s.status == "scored"]
+    return statistics.fmean(batch.step - version for version in versions if version is not None)
+
+
+def _finite(row: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: value if value == value else None for name, value in row.items()}
+
+
+def _sample_record(sample: common_pb2.Sample, prompt: Prompt, verdict: Verdict) -> SampleRecord:
+    return SampleRecord(
+        step=sample.id.step,
+        group=sample.id.group,
+        index=sample.id.index,
+        purpose="validate" if sample.purpose == common_pb2.PURPOSE_VALIDATE else "train",
+        prompt=prompt.text,
+        reward=verdict.score,
+        scores=verdict.scores,
+        policy_version=sample.policy_version,
+        seed=sample.seed,
+        drop_reason=verdict.reason,
+        media_uri=sample.media.uri,
+        media_size_bytes=sample.media.size_bytes,
+        media_sha256=sample.media.sha256,
+        media_type=sample.media_type,
+    )

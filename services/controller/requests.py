@@ -1,0 +1,112 @@
+"""Requests to rollouts and trainer, made from the job's spec. Pure but for reading the references of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from numpy.typing import NDArray
+
+from flowfleet.algorithms.windows import window
+from flowfleet.jobs import JobSpec
+from flowfleet.proto import common_pb2, rollout_pb2, trainer_pb2
+from flowfleet.seeds import sample_seed, validation_seed
+from services.controller import events as ev
+from services.controller.context import JobContext, sample_field
+from services.controller.data import Prompt
+from services.controller.rewards import Verdict
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+def generate(job: JobContext, step: int, wanted: Mapping[int, Sequence[int]]) -> rollout_pb2.GenerateRequest:
+    """The training samples of some groups: group → indices. The policy version is the chosen replica's, set later."""
+    prompts = job.prompts(step)
+    return rollout_pb2.GenerateRequest(
+        job_id=job.job_id,
+        step=step,
+        purpose=common_pb2.PURPOSE_TRAIN,
+        sampling=_sampling(job.spec, job.spec.rollout.num_inference_steps),
+        noise=rollout_pb2.Noise(
+            step_type=job.spec.rollout.noise.type,
+            eta=job.spec.rollout.noise.eta,
+            sde_steps=sde_steps(job.spec, step),
+            share_initial_noise=job.spec.rollout.noise.share_initial_noise,
+        ),
+        groups=[
+            rollout_pb2.PromptGroup(
+                group=group,
+                prompt=prompts[group].text,
+                indices=indices,
+                seeds=[sample_seed(job.spec.seed, step, group, index) for index in indices],
+            )
+            for group, indices in wanted.items()
+            if indices
+        ],
+    )
+
+
+def validate(job: JobContext, version: int, start: int, prompts: Sequence[Prompt]) -> rollout_pb2.GenerateRequest:
+    """Held-out prompts from number `start` on, one sample each, without noise."""
+    steps = job.spec.schedule.validation_steps or job.spec.rollout.num_inference_steps
+    return rollout_pb2.GenerateRequest(
+        job_id=job.job_id,
+        step=version,
+        purpose=common_pb2.PURPOSE_VALIDATE,
+        policy_version=version,
+        sampling=_sampling(job.spec, steps),
+        noise=rollout_pb2.Noise(step_type=job.spec.rollout.noise.type, eta=0.0),
+        groups=[
+            rollout_pb2.PromptGroup(
+                group=number, prompt=prompt.text, indices=[0], seeds=[validation_seed(job.spec.seed, number)]
+            )
+            for number, prompt in enumerate(prompts, start)
+        ],
+    )
+
+
+def sde_steps(spec: JobSpec, step: int) -> tuple[int, ...]:
+    """The denoising steps that carry noise in a training step: one window for all its groups."""
+    part = spec.rollout.window
+    return window(
+        part.strategy,
+        num_steps=spec.rollout.num_inference_steps,
+        size=part.size,
+        low=part.low,
+        high=part.high,
+        seed=spec.seed,
+        step=step,
+    )
+
+
+async def train_step(
+    job: JobContext, step: int, scored: Sequence[tuple[int, int, float]], advantages: NDArray[np.float64]
+) -> trainer_pb2.TrainStepRequest:
+    """References, rewards and advantages of a step's samples, ascending by (group, index)."""
+    names = [sample_field(group, index) for group, index, _ in scored]
+    references = await job.redis.hmget(job.samples_key(step), names)  # type: ignore[misc]
+    samples = [
+        trainer_pb2.TrainSample(
+            sample=common_pb2.Sample.FromString(reference), advantage=float(advantage), reward=score
+        )
+        for reference, advantage, (_, _, score) in zip(references, advantages, scored, strict=True)
+    ]
+    return trainer_pb2.TrainStepRequest(job_id=job.job_id, step=step, samples=samples)
+
+
+def scored_or_dropped(sample: common_pb2.Sample, verdict: Verdict) -> ev.Event:
+    place = {"step": sample.id.step, "group": sample.id.group, "index": sample.id.index}
+    if verdict.score is None:
+        return ev.Dropped(**place, reason=verdict.reason)
+    return ev.Scored(**place, score=verdict.score)
+
+
+def _sampling(spec: JobSpec, num_inference_steps: int) -> rollout_pb2.Sampling:
+    return rollout_pb2.Sampling(
+        height=spec.rollout.height,
+        width=spec.rollout.width,
+        num_inference_steps=num_inference_steps,
+        guidance_scale=spec.rollout.guidance_scale,
+        negative_prompt=spec.rollout.negative_prompt,
+    )

@@ -1,0 +1,104 @@
+"""Asks the reward services of a job and joins their answers: one finite weighted sum a sample, or the reason why
+there is none."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+
+from flowfleet.jobs import RewardPart
+from flowfleet.proto import reward_pb2, reward_pb2_grpc
+from flowfleet.rpc import open_channel
+
+log = logging.getLogger(__name__)
+
+DESCRIBE_DEADLINE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the rewards said of one sample. `reason` is set where `score` is not."""
+
+    score: float | None
+    reason: str = ""
+    scores: dict[str, float] = field(default_factory=dict)
+    """Reward → score, and reward.component → value."""
+
+
+@dataclass
+class _Service:
+    name: str
+    part: RewardPart
+    channel: grpc.aio.Channel
+    max_batch: int | None = None
+
+    @property
+    def stub(self) -> reward_pb2_grpc.RewardServiceAsyncStub:
+        return reward_pb2_grpc.RewardServiceStub(self.channel)  # type: ignore[return-value]
+
+
+class RewardPlane:
+    """The rewards of one job. Raises ValueError for a reward without an address."""
+
+    def __init__(self, parts: Mapping[str, RewardPart], addresses: Mapping[str, str], deadline_s: float) -> None:
+        missing = sorted(set(parts) - set(addresses))
+        if missing:
+            known = ", ".join(sorted(addresses)) or "none"
+            raise ValueError(f"rewards.{missing[0]}: no such reward service; the controller knows: {known}")
+        self._deadline_s = deadline_s
+        self._services = [_Service(name, part, open_channel(addresses[name])) for name, part in sorted(parts.items())]
+
+    async def close(self) -> None:
+        await asyncio.gather(*(service.channel.close() for service in self._services))
+
+    async def score(self, samples: Sequence[reward_pb2.RewardSample]) -> dict[str, Verdict]:
+        """Verdicts by sample id, one for each sample. Raises grpc.aio.AioRpcError when a service fails as a whole."""
+        answers = await asyncio.gather(*(self._ask(service, samples) for service in self._services))
+        return {sample.sample_id: self._join(sample.sample_id, answers) for sample in samples}
+
+    async def _ask(
+        self, service: _Service, samples: Sequence[reward_pb2.RewardSample]
+    ) -> dict[str, reward_pb2.RewardScore]:
+        if service.max_batch is None:
+            described = await service.stub.Describe(reward_pb2.DescribeRequest(), timeout=DESCRIBE_DEADLINE_S)
+            service.max_batch = described.max_batch_size or len(samples)
+        requests = [
+            reward_pb2.ScoreRequest(samples=part, params=service.part.params)
+            for part in _chunks(samples, service.max_batch)
+        ]
+        calls = (service.stub.Score(request, timeout=self._deadline_s) for request in requests)
+        return {score.sample_id: score for response in await asyncio.gather(*calls) for score in response.scores}
+
+    def _join(self, sample_id: str, answers: Sequence[Mapping[str, reward_pb2.RewardScore]]) -> Verdict:
+        total, scores = 0.0, {}
+        for service, by_id in zip(self._services, answers, strict=True):
+            problem, answer = _problem(by_id.get(sample_id))
+            if answer is None:
+                log.warning("%s gave no score: %s", service.name, problem, extra={"sample": sample_id})
+                return Verdict(None, f"no_score_{service.name}", scores)
+            total += service.part.weight * answer.score
+            scores[service.name] = answer.score
+            scores.update({f"{service.name}.{name}": value for name, value in answer.components.items()})
+        if not math.isfinite(total):
+            return Verdict(None, "non_finite_sum", scores)
+        return Verdict(total, "", scores)
+
+
+def _problem(answer: reward_pb2.RewardScore | None) -> tuple[str, reward_pb2.RewardScore | None]:
+    if answer is None:
+        return "it is missing in the response", None
+    if answer.WhichOneof("outcome") != "score":
+        return answer.error or "neither score nor error", None
+    if not math.isfinite(answer.score):
+        return f"the score is {answer.score}", None
+    return "", answer
+
+
+def _chunks(samples: Sequence[reward_pb2.RewardSample], size: int) -> Iterator[Sequence[reward_pb2.RewardSample]]:
+    for start in range(0, len(samples), size):
+        yield samples[start : start + size]

@@ -1,0 +1,151 @@
+"""Takes up queued jobs one after the other and keeps the running one going, across faults and restarts of the
+controller."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from redis.asyncio import Redis
+
+from flowfleet.blobs import open_blobs
+from flowfleet.telemetry import JobMetrics
+from services.controller.context import JobContext
+from services.controller.data import load_prompts
+from services.controller.fleet import FleetWatch, Replica
+from services.controller.job_runner import JobRunner
+from services.controller.launcher import Launcher, LocalLauncher
+from services.controller.ledger import Ledger
+from services.controller.machine import Machine
+from services.controller.records import Desired, JobRecord, JobStatus
+from services.controller.reports import Reports
+from services.controller.rewards import RewardPlane
+from services.controller.settings import ControllerSettings
+from services.controller.store import JobStore
+
+log = logging.getLogger(__name__)
+
+IDLE_POLL_S = 1.0
+RESTART_DELAY_S = 1.0
+MAX_CRASHES = 20
+
+
+class Runner:
+    """The jobs of this controller: one runs, the others queue."""
+
+    def __init__(
+        self,
+        settings: ControllerSettings,
+        redis: Redis,
+        store: JobStore,
+        registry: CollectorRegistry,
+        launcher: Launcher | None = None,
+    ) -> None:
+        self._settings = settings
+        self._redis = redis
+        self._store = store
+        self._launcher = launcher or LocalLauncher(settings.state_dir, settings.trainer_python)
+        self._fleet = FleetWatch(redis)
+        self._metrics = JobMetrics(registry)
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await self._fleet.start()
+        self._task = asyncio.create_task(self._run(), name="runner")
+
+    async def stop(self) -> None:
+        """Leaves a running job to the next controller; its trainer lives on."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._fleet.stop()
+
+    async def notify(self) -> None:
+        """Something was submitted or asked for."""
+        self._wake.set()
+
+    @property
+    def alive(self) -> bool:
+        return self._task is not None and not self._task.done()
+
+    def fleet_view(self) -> Sequence[Replica]:
+        """The replicas as the controller knows them."""
+        return self._fleet.fleet.all()
+
+    async def _run(self) -> None:
+        while True:
+            active = await self._store.active()
+            if not active:
+                self._wake.clear()
+                await _wait(self._wake, IDLE_POLL_S)
+                continue
+            await self._run_job(active[0])
+
+    async def _run_job(self, job_id: str) -> None:
+        """One job to its end. An error of ours is logged and the job continued from its ledger, a limited number of
+        times."""
+        for crash in range(1, MAX_CRASHES + 1):
+            record = await self._store.get(job_id)
+            if record.status is JobStatus.QUEUED and record.desired is Desired.CANCELLED:
+                await self._store.set_status(job_id, JobStatus.CANCELLED, "cancelled before it started")
+                return
+            try:
+                await self._drive(record)
+                return
+            except ValueError as error:
+                await self._fail(job_id, str(error))
+                return
+            except Exception as error:
+                log.exception("the job's driver crashed (%d)", crash, extra={"job": job_id})
+                reason = f"controller error: {type(error).__name__}: {error}"
+            await asyncio.sleep(RESTART_DELAY_S)
+        await self._fail(job_id, reason)
+
+    async def _drive(self, record: JobRecord) -> None:
+        spec = record.job_spec()
+        ledger = Ledger(self._redis, record.id)
+        machine = await ledger.restore(spec)
+        runner = JobRunner(ledger, machine, lambda *parts: self._context(record, *parts))
+        runner.job.reports = Reports(runner.job, self._metrics)
+        try:
+            status = await runner.run()
+            log.info("job ended as %s", status, extra={"job": record.id})
+        finally:
+            await runner.job.close()
+
+    def _context(self, record: JobRecord, machine: Machine, emit: Any, changed: asyncio.Condition) -> JobContext:
+        spec = machine.spec
+        directory = self._settings.state_dir.resolve() / "jobs" / record.id
+        directory.mkdir(parents=True, exist_ok=True)
+        return JobContext(
+            job_id=record.id,
+            spec=spec,
+            machine=machine,
+            emit=emit,
+            changed=changed,
+            redis=self._redis,
+            blobs=open_blobs(self._redis, self._settings.blobs),
+            store=self._store,
+            fleet=self._fleet,
+            rewards=RewardPlane(spec.rewards, self._settings.rewards, spec.timeouts.score_s),
+            launcher=self._launcher,
+            directory=directory,
+            training_prompts=load_prompts(spec.data.train),
+            held_out=load_prompts(spec.data.validation) if spec.data.validation else [],
+        )
+
+    async def _fail(self, job_id: str, reason: str) -> None:
+        await self._launcher.stop(job_id)
+        await self._store.set_status(job_id, JobStatus.FAILED, reason)
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return

@@ -1,0 +1,34 @@
+"""Held-out prompts: sampled without noise from seeds that never change, scored as training samples are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flowfleet.proto import common_pb2
+from services.controller import reports, requests
+from services.controller.context import JobContext, NotYet
+from services.controller.rewards import Verdict
+
+
+@dataclass(frozen=True)
+class ValidationPart:
+    """Some held-out prompts at one version, in prompt order."""
+
+    samples: list[common_pb2.Sample]
+    verdicts: list[Verdict]
+    media: list[bytes]
+
+
+async def validate_chunk(job: JobContext, version: int, start: int, size: int) -> ValidationPart:
+    """Samples and scores the held-out prompts start … start + size − 1 on one replica that serves the version."""
+    prompts = job.held_out[start : start + size]
+    request = requests.validate(job, version, start, prompts)
+    limit = 2 * job.spec.rollout.batch_size
+    async with job.fleet.lease(job.job_id, version, version, len(prompts), limit) as replica:
+        call = job.fleet.stub(replica.address).Generate(request, timeout=job.spec.timeouts.generate_s)
+        samples = sorted([event.sample async for event in call], key=lambda sample: sample.id.group)
+    if len(samples) != len(prompts):
+        raise NotYet(f"validation got {len(samples)} of {len(prompts)} samples")
+    verdicts = await job.score(samples, prompts)
+    await reports.put_samples(job, samples, prompts, verdicts)
+    return ValidationPart(samples, verdicts, [await job.blobs.get(sample.media) for sample in samples])

@@ -1,0 +1,323 @@
+"""The state machine against a simulated world: whatever the order of events, crashes included, the invariants hold."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowfleet.jobs import JobSpec, parse_job
+from services.controller import events as ev
+from services.controller.events import VOLATILE, event_from_json, event_to_json
+from services.controller.machine import (
+    Checkpoint,
+    Command,
+    ComputeAdvantages,
+    EnsureTrainer,
+    Export,
+    Generate,
+    Machine,
+    Phase,
+    Publish,
+    Score,
+    Status,
+    TrainStep,
+    Validate,
+)
+
+
+def make_spec(**changes: object) -> JobSpec:
+    schedule = {"steps": 3, "save_every": 2, "validate_every": 2, "max_staleness": 0} | dict(
+        changes.pop("schedule", {})
+    )  # type: ignore[arg-type, call-overload]
+    rollout = {"prompts_per_step": 4, "group_size": 3, "batch_size": 6} | dict(changes.pop("rollout", {}))  # type: ignore[arg-type, call-overload]
+    job = {
+        "model": {"path": "model"},
+        "rewards": {"ocr": {}},
+        "data": {"train": "t.txt", "validation": "v.txt"},
+        "schedule": schedule,
+        "rollout": rollout,
+    }
+    return parse_job(job | changes)
+
+
+class World:
+    """Trainer, replicas and rewards as the machine sees them, with seeded mishaps; keeps what an auditor would."""
+
+    def __init__(self, spec: JobSpec, rng: random.Random, mishaps: float) -> None:
+        self.spec, self.rng, self.mishaps = spec, rng, mishaps
+        self.machine = Machine(spec)
+        self.ledger: list[bytes] = []
+        self.applied = 0  # in the trainer's weights
+        self.saved = 0  # in its newest checkpoint
+        self.first_applied: list[int] = []
+        self.served = -1
+        self.trained_on: dict[int, list[int]] = {}
+        self.clock = 0.0
+
+    def emit(self, event: ev.Event) -> None:
+        self.clock += 1.0
+        event = event.model_copy(update={"at": self.clock})
+        if not isinstance(event, VOLATILE):
+            self.ledger.append(event_to_json(event))
+        self.machine.apply(event)
+
+    def run(self, limit: int = 20_000) -> None:
+        for _ in range(limit):
+            if self.machine.finished:
+                return
+            wanted = sorted(self.machine.commands(), key=str)
+            assert wanted, f"nothing to do in {self.machine.state}"
+            if self.rng.random() < self.mishaps:
+                self.mishap()
+            else:
+                self.execute(self.rng.choice(wanted))
+        raise AssertionError(f"no end in sight: {self.machine.state}")
+
+    def mishap(self) -> None:
+        kind = self.rng.choice(["controller", "trainer", "replica", "pause"])
+        if kind == "controller":
+            self.machine = Machine(self.spec)
+            for entry in self.ledger:
+                self.machine.apply(event_from_json(entry))
+        elif kind == "trainer":
+            self.applied = self.saved
+            self.emit(ev.TrainerLost())
+        elif kind == "replica":
+            self.emit(ev.ReplicaBehind())
+        else:
+            self.emit(ev.PauseRequested())
+            assert self.machine.commands() == set()
+            self.emit(ev.ResumeRequested())
+
+    def execute(self, command: Command) -> None:
+        state = self.machine.state
+        match command:
+            case EnsureTrainer():
+                self.emit(ev.TrainerReady(applied=self.applied))
+            case Publish(version):
+                if self.applied == version:
+                    self.served = version
+                    self.emit(ev.Published(version=version))
+                else:
+                    self.emit(ev.TrainerLost())
+            case Generate(step, groups):
+                assert self.machine.admissible(step, max(self.served, 0)), (step, self.served)
+                for group in groups:
+                    for index in self.machine.wanted(step, group):
+                        if self.rng.random() < 0.8:
+                            self.emit(ev.Sampled(step=step, group=group, index=index, version=self.served))
+                        if self.rng.random() < self.mishaps:  # delivered twice
+                            self.emit(ev.Sampled(step=step, group=group, index=index, version=self.served))
+            case Score(step, group):
+                for index, sample in list(state.batches[step].groups[group].items()):
+                    if sample.status == "sampled" and self.rng.random() < 0.9:
+                        self.emit(ev.Scored(step=step, group=group, index=index, score=self.rng.random()))
+                    elif sample.status == "sampled":
+                        self.emit(ev.Dropped(step=step, group=group, index=index, reason="no_score_ocr"))
+            case ComputeAdvantages(step):
+                self.trained_on[step] = [
+                    sample.version
+                    for group in state.batches[step].groups.values()
+                    for sample in group.values()
+                    if sample.status == "scored" and sample.version is not None
+                ]
+                self.emit(ev.AdvantagesReady(step=step))
+            case TrainStep(step):
+                if step > self.applied:
+                    self.emit(ev.TrainerLost())  # FAILED_PRECONDITION: it was restarted, unnoticed so far
+                    return
+                if step == self.applied:
+                    self.applied += 1
+                    if step not in self.first_applied:
+                        self.first_applied.append(step)
+                if self.rng.random() < self.mishaps:
+                    return  # the controller died before it heard
+                self.emit(ev.Trained(step=step))
+            case Checkpoint(version):
+                self.saved = max(self.saved, self.applied)
+                self.emit(ev.Checkpointed(version=version))
+            case Validate(version):
+                self.emit(ev.Validated(version=version, reward=0.5))
+            case Export():
+                self.emit(ev.Exported())
+
+
+def test_one_step_in_order() -> None:
+    """The textbook case: which command follows which event."""
+    machine = Machine(make_spec(schedule={"steps": 1, "validate_every": 1}))
+    assert machine.commands() == {EnsureTrainer()}
+    machine.apply(ev.TrainerReady(applied=0))
+    assert machine.commands() == {Publish(0)}
+    machine.apply(ev.Published(version=0))
+    assert machine.state.status is Status.RUNNING
+    assert machine.commands() == {Validate(0), Generate(0, (0, 1)), Generate(0, (2, 3))}
+    machine.apply(ev.Validated(version=0, reward=0.5))
+    for group in range(4):
+        for index in range(3):
+            machine.apply(ev.Sampled(step=0, group=group, index=index, version=0))
+    assert machine.phase is Phase.SCORE
+    assert machine.commands() == {Score(0, group) for group in range(4)}
+    for group in range(4):
+        for index in range(3):
+            machine.apply(ev.Scored(step=0, group=group, index=index, score=1.0))
+    assert machine.commands() == {ComputeAdvantages(0)}
+    machine.apply(ev.AdvantagesReady(step=0))
+    assert machine.commands() == {TrainStep(0)}
+    machine.apply(ev.Trained(step=0))
+    assert machine.state.samples_trained == 12
+    assert machine.commands() == {Publish(1)}
+    machine.apply(ev.Published(version=1))
+    assert machine.commands() == {Checkpoint(1), Validate(1)}
+    machine.apply(ev.Checkpointed(version=1))
+    machine.apply(ev.Validated(version=1, reward=0.9))
+    assert machine.commands() == {Export()}
+    machine.apply(ev.Exported())
+    assert machine.state.status is Status.SUCCEEDED
+    assert machine.commands() == set()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32), st.integers(0, 3), st.sampled_from([0.0, 0.02, 0.15]))
+def test_every_job_ends_well_and_keeps_the_invariants(seed: int, staleness: int, mishaps: float) -> None:
+    spec = make_spec(schedule={"steps": 5, "max_staleness": staleness})
+    world = World(spec, random.Random(seed), mishaps)
+    world.run()
+    state = world.machine.state
+    assert state.status is Status.SUCCEEDED
+    assert world.first_applied == list(range(5))  # every step once, in order
+    assert world.applied == state.version == state.published == state.checkpointed == 5
+    for step, versions in world.trained_on.items():
+        assert versions
+        assert all(step - staleness <= version <= step for version in versions)  # invariant 3
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32))
+def test_folding_the_ledger_gives_the_same_state(seed: int) -> None:
+    world = World(make_spec(schedule={"max_staleness": 1}), random.Random(seed), 0.0)
+    world.run()
+    again = Machine(world.spec)
+    for entry in world.ledger:
+        again.apply(event_from_json(entry))
+    assert again.state.without_volatile() == world.machine.state.without_volatile()
+
+
+def test_every_sample_is_accounted_for() -> None:
+    """Asked = trained + dropped, with refills counted as asked."""
+    world = World(make_spec(rollout={"on_drop": "refill", "max_refills": 2}), random.Random(3), 0.05)
+    world.run()
+    state = world.machine.state
+    refilled = state.samples_trained + sum(state.samples_dropped.values()) - 3 * 12
+    assert sum(state.samples_dropped.values()) > 0
+    assert 0 <= refilled <= 3 * 4 * 2
+
+
+def test_counting_instead_of_refilling() -> None:
+    machine = ready(make_spec(rollout={"on_drop": "count"}))
+    machine.apply(ev.Sampled(step=0, group=0, index=0, version=0))
+    machine.apply(ev.Dropped(step=0, group=0, index=0, reason="no_score_ocr"))
+    assert machine.wanted(0, 0) == [1, 2]
+    assert machine.state.samples_dropped == {"no_score_ocr": 1}
+
+
+def test_refilling_asks_for_a_new_sample_and_stops_at_the_limit() -> None:
+    machine = ready(make_spec(rollout={"on_drop": "refill", "max_refills": 1}))
+    machine.apply(ev.Dropped(step=0, group=0, index=0, reason="rollout_failed"))
+    assert machine.wanted(0, 0) == [1, 2, 3]
+    machine.apply(ev.Dropped(step=0, group=0, index=3, reason="rollout_failed"))
+    assert machine.wanted(0, 0) == [1, 2]
+
+
+def test_a_stale_sample_is_refused_and_counted() -> None:
+    machine = ready(make_spec(schedule={"steps": 3}))
+    finish_step(machine, 0)
+    machine.apply(ev.Published(version=1))
+    machine.apply(ev.Sampled(step=1, group=0, index=0, version=0))
+    assert machine.wanted(1, 0) == [0, 1, 2]
+    assert machine.state.samples_dropped == {"stale": 1}
+
+
+def test_duplicates_change_nothing_but_their_counter() -> None:
+    machine = ready(make_spec())
+    machine.apply(ev.Sampled(step=0, group=0, index=0, version=0))
+    before = machine.state.model_copy(deep=True)
+    machine.apply(ev.Sampled(step=0, group=0, index=0, version=0))
+    machine.apply(ev.Sampled(step=7, group=0, index=0, version=0))
+    assert machine.state.duplicates == 2
+    machine.state.duplicates = 0
+    assert machine.state == before
+
+
+def test_a_restarted_trainer_replays_then_publishes_again() -> None:
+    machine = ready(make_spec(schedule={"save_every": 10}))
+    finish_step(machine, 0)
+    machine.apply(ev.Published(version=1))
+    machine.apply(ev.TrainerLost())
+    assert EnsureTrainer() in machine.commands()
+    machine.apply(ev.TrainerReady(applied=0))
+    assert TrainStep(0) in machine.commands()
+    assert not any(isinstance(command, Publish) for command in machine.commands())
+    machine.apply(ev.Trained(step=0))
+    assert machine.state.version == 1
+    assert Publish(1) in machine.commands()
+
+
+def test_a_trainer_ahead_of_the_controller_is_asked_for_its_record() -> None:
+    """The controller died between the update and its record."""
+    machine = ready(make_spec())
+    score_step(machine, 0)
+    machine.apply(ev.AdvantagesReady(step=0))
+    machine.apply(ev.TrainerReady(applied=1))
+    assert TrainStep(0) in machine.commands()
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_sampling_runs_ahead_by_max_staleness(staleness: int) -> None:
+    machine = ready(make_spec(schedule={"steps": 9, "max_staleness": staleness}))
+    steps = {command.step for command in machine.commands() if isinstance(command, Generate)}
+    assert steps == set(range(staleness + 1))
+
+
+def test_next_version_waits_for_the_validation_of_the_last() -> None:
+    machine = ready(make_spec(schedule={"steps": 4, "validate_every": 1}), validate=False)
+    finish_step(machine, 0)
+    assert machine.phase is Phase.VALIDATE
+    assert not any(isinstance(command, Publish) for command in machine.commands())
+    machine.apply(ev.Validated(version=0, reward=None))
+    assert Publish(1) in machine.commands()
+
+
+def test_cancel_and_failure_end_everything() -> None:
+    for event, status in ((ev.CancelRequested(), Status.CANCELLED), (ev.Failed(reason="why"), Status.FAILED)):
+        machine = ready(make_spec())
+        machine.apply(event)
+        assert machine.state.status is status
+        assert machine.commands() == set()
+        machine.apply(ev.Sampled(step=0, group=0, index=0, version=0))
+        assert machine.state.batches[0].count("sampled") == 0
+
+
+def ready(spec: JobSpec, *, validate: bool = True) -> Machine:
+    """A machine whose step 0 may be sampled."""
+    machine = Machine(spec)
+    machine.apply(ev.TrainerReady(applied=0))
+    machine.apply(ev.Published(version=0))
+    if validate:
+        machine.apply(ev.Validated(version=0, reward=0.5))
+    return machine
+
+
+def score_step(machine: Machine, step: int) -> None:
+    for group, samples in machine.state.batches[step].groups.items():
+        for index in samples:
+            machine.apply(ev.Sampled(step=step, group=group, index=index, version=step))
+            machine.apply(ev.Scored(step=step, group=group, index=index, score=0.5))
+
+
+def finish_step(machine: Machine, step: int) -> None:
+    score_step(machine, step)
+    machine.apply(ev.AdvantagesReady(step=step))
+    machine.apply(ev.Trained(step=step))
