@@ -1,0 +1,115 @@
+"""The local launcher with real processes: adopt, notice death, end the whole group."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flowfleet.jobs import JobSpec, parse_job
+from services.controller import launcher as module
+from services.controller.launcher import LocalLauncher
+
+TRAINER = """
+import pathlib, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+pathlib.Path(sys.argv[1] + ".child").write_text(str(child.pid))
+pathlib.Path(sys.argv[1]).write_text("127.0.0.1:4711")
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def spec() -> JobSpec:
+    return parse_job({"model": {"path": "m"}, "rewards": {"ocr": {}}, "data": {"train": "t.txt"}})
+
+
+@pytest.fixture
+def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalLauncher:
+    def command(spec: JobSpec, *, python: str, port_file: Path) -> list[str]:
+        return [sys.executable, "-c", TRAINER, str(port_file)]
+
+    monkeypatch.setattr(module, "trainer_command", command)
+    return LocalLauncher(tmp_path)
+
+
+def test_a_trainer_is_adopted_by_the_next_controller(launcher: LocalLauncher, spec: JobSpec, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        assert not await launcher.alive("job")
+        assert await launcher.ensure("job", spec) == "127.0.0.1:4711"
+        record = (tmp_path / "trainers" / "job.json").read_text()
+        second = LocalLauncher(tmp_path)
+        assert await second.ensure("job", spec) == "127.0.0.1:4711"
+        assert (tmp_path / "trainers" / "job.json").read_text() == record
+        await second.stop("job")
+        assert not await launcher.alive("job")
+
+    asyncio.run(scenario())
+
+
+def test_a_killed_trainer_is_noticed_and_started_again(launcher: LocalLauncher, spec: JobSpec, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        await launcher.ensure("job", spec)
+        pid, child = _pid(tmp_path), int((tmp_path / "trainers" / "job.port.child").read_text())
+        os.kill(pid, signal.SIGKILL)
+        while await launcher.alive("job"):
+            await asyncio.sleep(0.01)
+        await launcher.ensure("job", spec)
+        assert _pid(tmp_path) != pid
+        assert _gone(child)
+        await launcher.stop("job")
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_stopping_ends_the_whole_group(launcher: LocalLauncher, spec: JobSpec, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        await launcher.ensure("job", spec)
+        child = int((tmp_path / "trainers" / "job.port.child").read_text())
+        await launcher.stop("job")
+        assert _gone(child)
+        assert not (tmp_path / "trainers" / "job.json").exists()
+
+    asyncio.run(scenario())
+
+
+def test_a_trainer_that_ends_while_starting_names_its_log(
+    launcher: LocalLauncher, spec: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        module, "trainer_command", lambda *_, **__: [sys.executable, "-c", "raise SystemExit('no GPU')"]
+    )
+    with pytest.raises(RuntimeError, match=r"its log is .*trainer-job\.log"):
+        asyncio.run(launcher.ensure("job", spec))
+    assert "no GPU" in (tmp_path / "logs" / "trainer-job.log").read_text()
+
+
+def test_a_reused_pid_is_not_taken_for_the_trainer(tmp_path: Path) -> None:
+    directory = tmp_path / "trainers"
+    directory.mkdir()
+    (directory / "job.json").write_text(f'{{"pid": {os.getpid()}, "started": "1", "port_file": "x"}}')
+    assert not asyncio.run(LocalLauncher(tmp_path).alive("job"))
+
+
+def _pid(directory: Path) -> int:
+    import json
+
+    return int(json.loads((directory / "trainers" / "job.json").read_text())["pid"])
+
+
+def _gone(pid: int) -> bool:
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except FileNotFoundError:
+            return True
+        if stat.rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.02)
+    return False

@@ -1,0 +1,38 @@
+"""The table of what follows from a failed call."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from services.controller.machine import EnsureTrainer, Generate, Publish, Score, TrainStep, Validate
+from services.controller.retries import MAX_FAILURES, Verdict, decide
+
+Code = grpc.StatusCode
+TRAINER = [EnsureTrainer(), TrainStep(0), Publish(0)]
+OTHERS = [Generate(0, (0,)), Score(0, 0), Validate(0)]
+
+
+@pytest.mark.parametrize("command", TRAINER + OTHERS)
+def test_a_wrong_request_fails_the_job_at_once(command: TrainStep) -> None:
+    assert decide(command, Code.INVALID_ARGUMENT, 1).verdict is Verdict.FAIL_JOB
+
+
+@pytest.mark.parametrize("code", [Code.UNAVAILABLE, Code.FAILED_PRECONDITION, Code.RESOURCE_EXHAUSTED])
+def test_who_is_away_is_waited_for(code: grpc.StatusCode) -> None:
+    for failures in (1, MAX_FAILURES, 1000):
+        assert {decide(command, code, failures).verdict for command in TRAINER} == {Verdict.RESYNC}
+        assert {decide(command, code, failures).verdict for command in OTHERS} == {Verdict.RETRY}
+
+
+@pytest.mark.parametrize("code", [Code.INTERNAL, Code.DATA_LOSS, Code.DEADLINE_EXCEEDED, Code.NOT_FOUND])
+def test_what_fails_again_and_again_is_given_up(code: grpc.StatusCode) -> None:
+    assert decide(Score(0, 0), code, MAX_FAILURES - 1).verdict is Verdict.RETRY
+    assert decide(Score(0, 0), code, MAX_FAILURES).verdict is Verdict.GIVE_UP
+    assert decide(TrainStep(0), code, MAX_FAILURES - 1).verdict is Verdict.RESYNC
+    assert decide(TrainStep(0), code, MAX_FAILURES).verdict is Verdict.FAIL_JOB
+
+
+def test_delays_double_up_to_ten_seconds() -> None:
+    delays = [decide(Score(0, 0), Code.UNAVAILABLE, failures).delay_s for failures in range(1, 10)]
+    assert delays == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0, 10.0]
