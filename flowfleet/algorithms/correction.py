@@ -1,9 +1,9 @@
 """Rollout correction: what to do about samples drawn by another policy, or another engine, than the trainer's.
 
-Engines differ by about 3e-5 in mean log-probability, more than the usual clip range, so by default the trainer recomputes
-the old log-probabilities itself and the ratio of the loss starts at exactly 1 (`none`: no weight). `truncated` importance
-sampling (Ionides 2008, doi:10.1198/106186008X320456) weighs a row by how much likelier the old policy finds the sample
-than the rollout did, at most `threshold`.
+Engines differ by about 3e-5 in mean log-probability, more than the usual clip range, so by default the trainer
+recomputes the old log-probabilities itself and the ratio of the loss starts at exactly 1 (`none`: no weight).
+`truncated` importance sampling (Ionides 2008, doi:10.1198/106186008X320456) weighs a row by how much likelier the old
+policy finds the sample than the rollout did, at most `threshold`.
 """
 
 from dataclasses import dataclass

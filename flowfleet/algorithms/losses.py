@@ -134,9 +134,7 @@ def clip_range_from_nats(nats: float, num_elements: int) -> float:
         raise ValueError(f"the clip range needs nats and elements above 0, but got {nats} nats and {num_elements}")
     clip_range = math.expm1(nats / num_elements)
     if clip_range >= 1:
-        raise ValueError(
-            f"{nats} nats over {num_elements} elements clip nothing: lower clip_nats"
-        )
+        raise ValueError(f"{nats} nats over {num_elements} elements clip nothing: lower clip_nats")
     return clip_range
 
 

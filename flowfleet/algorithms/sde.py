@@ -181,7 +181,8 @@ def _euler_maruyama(sigma: Tensor, sigma_next: Tensor, variance: Tensor) -> Step
 
 
 def _float64(value: Sigma) -> Tensor:
-    return torch.as_tensor(value).detach().to("cpu", torch.float64).reshape(-1)
+    tensor = value.detach().cpu() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+    return tensor.double().reshape(-1)
 
 
 def _rows(scale: Tensor, latents: Tensor) -> Tensor:
