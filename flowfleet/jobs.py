@@ -10,6 +10,7 @@ import difflib
 import json
 import math
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -239,7 +240,12 @@ def read_job_file(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
-    readers = {".toml": tomllib.loads, ".json": json.loads, ".yaml": yaml.safe_load, ".yml": yaml.safe_load}
+    readers: dict[str, Callable[[str], Any]] = {
+        ".toml": tomllib.loads,
+        ".json": json.loads,
+        ".yaml": yaml.safe_load,
+        ".yml": yaml.safe_load,
+    }
     if path.suffix not in readers:
         raise ValueError(f"{path}: a job file ends in {', '.join(readers)}")
     try:

@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import grpc
-from redis.asyncio import Redis
 
 from flowfleet import keys
 from flowfleet.blobs import BlobStore
@@ -39,7 +38,7 @@ class JobContext:
     machine: Machine
     emit: Emit
     changed: asyncio.Condition
-    redis: Redis
+    redis: Any  # redis.asyncio.Redis, whose hints do not know that replies are bytes here
     blobs: BlobStore
     store: JobStore
     fleet: FleetWatch
@@ -60,12 +59,10 @@ class JobContext:
             raise NotYet("no trainer yet")
         if address not in self._channels:
             self._channels[address] = open_channel(address)
-        return cast(
-            trainer_pb2_grpc.TrainerServiceAsyncStub, trainer_pb2_grpc.TrainerServiceStub(self._channels[address])
-        )
+        return trainer_pb2_grpc.TrainerServiceStub(self._channels[address])
 
     async def close(self) -> None:
-        await asyncio.gather(self.rewards.close(), *(channel.close() for channel in self._channels.values()))
+        await asyncio.gather(self.rewards.close(), *(channel.close(None) for channel in self._channels.values()))
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Waits for the machine's state to fulfil a condition."""
@@ -85,7 +82,7 @@ class JobContext:
         """References of the group's samples of a status, ascending by index."""
         batch = self.machine.state.batches[step].groups[group]
         names = [sample_field(group, index) for index, sample in sorted(batch.items()) if sample.status == status]
-        values = await cast(Awaitable[list[bytes]], self.redis.hmget(self.samples_key(step), names)) if names else []
+        values = await self.redis.hmget(self.samples_key(step), names) if names else []
         return [common_pb2.Sample.FromString(value) for value in values]
 
     async def score(self, samples: Sequence[common_pb2.Sample], prompts: Sequence[Prompt]) -> list[Verdict]:
@@ -136,7 +133,7 @@ class JobContext:
             yield int(key.decode().rpartition(":")[2])
 
     async def _trajectory_refs(self, step: int) -> list[common_pb2.BlobRef]:
-        values = await cast(Awaitable[list[bytes]], self.redis.hvals(self.samples_key(step)))
+        values = await self.redis.hvals(self.samples_key(step))
         samples = [common_pb2.Sample.FromString(value) for value in values]
         refs = {ref.uri: ref for sample in samples for ref in (sample.trajectory, sample.prompt_embeds) if ref.uri}
         return list(refs.values())

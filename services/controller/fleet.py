@@ -11,10 +11,11 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 import grpc
 from redis.asyncio import Redis
@@ -157,7 +158,7 @@ class FleetWatch:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await asyncio.gather(*(channel.close() for channel in self._channels.values()))
+        await asyncio.gather(*(channel.close(None) for channel in self._channels.values()))
 
     async def refresh(self) -> None:
         """One look at announcements and statuses."""
@@ -170,7 +171,7 @@ class FleetWatch:
     def stub(self, address: str) -> rollout_pb2_grpc.RolloutServiceAsyncStub:
         if address not in self._channels:
             self._channels[address] = open_channel(address)
-        return rollout_pb2_grpc.RolloutServiceStub(self._channels[address])  # type: ignore[return-value]
+        return rollout_pb2_grpc.RolloutServiceStub(self._channels[address])
 
     @asynccontextmanager
     async def lease(self, job_id: str, low: int, high: int, samples: int, limit: int) -> AsyncIterator[Replica]:
@@ -197,7 +198,7 @@ class FleetWatch:
 
     async def _announced(self) -> dict[str, str]:
         names = [key async for key in self._redis.scan_iter(match=keys.replica_pattern(), count=1000)]
-        values: Iterable[bytes | None] = await self._redis.mget(names) if names else []
+        values: Any = await self._redis.mget(names) if names else []
         records = [json.loads(value) for value in values if value]
         return {record["replica_id"]: record["address"] for record in records}
 
@@ -214,4 +215,4 @@ class FleetWatch:
     async def _close_unused(self) -> None:
         used = {replica.address for replica in self.fleet.all()}
         for address in [known for known in self._channels if known not in used]:
-            await self._channels.pop(address).close()
+            await self._channels.pop(address).close(None)

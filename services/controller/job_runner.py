@@ -14,11 +14,11 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import grpc
 
 from flowfleet.errors import FlowfleetError, grpc_code
-from flowfleet.rpc import rpc_error_message
 from flowfleet.streams import Delivery, TrajectoryConsumer
 from services.controller import events as ev
 from services.controller.context import JobContext, NotYet, sample_field
@@ -100,7 +100,7 @@ class JobRunner:
             log.info("%s: %s", command, waiting, extra={"job": self.job.job_id})
             await asyncio.sleep(NOT_YET_S)
         except grpc.aio.AioRpcError as error:
-            await self._failed(command, error.code(), rpc_error_message(error))
+            await self._failed(command, error.code(), error.details() or "")
         except (FlowfleetError, ValueError, TimeoutError, RuntimeError) as error:
             await self._failed(command, grpc_code(error), str(error) or type(error).__name__)
 
@@ -161,11 +161,11 @@ class JobRunner:
         samples = [delivery.sample for delivery in deliveries]
         wanted = [s for s in samples if s.id.index in self.machine.wanted(s.id.step, s.id.group)]
 
-        async def also(pipe: object) -> None:
+        async def also(pipe: Any) -> None:
             for sample in wanted:
                 field = sample_field(sample.id.group, sample.id.index)
-                pipe.hsetnx(self.job.samples_key(sample.id.step), field, sample.SerializeToString())  # type: ignore[attr-defined]
-            await self._consumer.ack([delivery.entry_id for delivery in deliveries], pipe)  # type: ignore[arg-type]
+                pipe.hsetnx(self.job.samples_key(sample.id.step), field, sample.SerializeToString())
+            await self._consumer.ack([delivery.entry_id for delivery in deliveries], pipe)
 
         facts = [
             ev.Sampled(step=s.id.step, group=s.id.group, index=s.id.index, version=s.policy_version) for s in samples

@@ -8,21 +8,19 @@ acknowledgement of stream entries), so nothing is acknowledged and lost.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-
-from redis.asyncio import Redis
-from redis.asyncio.client import Pipeline
+from typing import Any
 
 from flowfleet import keys
 from flowfleet.jobs import JobSpec
 from services.controller.events import VOLATILE, Event, event_from_json, event_to_json
 from services.controller.machine import Machine, State
 
-Also = Callable[[Pipeline], Awaitable[None]]
-"""Adds commands to the transaction of an append."""
+Also = Callable[[Any], Awaitable[None]]
+"""Adds commands to the transaction (a redis.asyncio pipeline) of an append."""
 
 
 class Ledger:
-    def __init__(self, redis: Redis, job_id: str) -> None:
+    def __init__(self, redis: Any, job_id: str) -> None:
         self._redis = redis
         self._snapshot_key = keys.job_key(job_id, "state")
         self._events_key = keys.job_key(job_id, "ledger")

@@ -170,7 +170,7 @@ def _sample_record(sample: common_pb2.Sample, prompt: Prompt, verdict: Verdict) 
         purpose="validate" if sample.purpose == common_pb2.PURPOSE_VALIDATE else "train",
         prompt=prompt.text,
         reward=verdict.score,
-        scores=verdict.scores,
+        scores=dict(verdict.scores),
         policy_version=sample.policy_version,
         seed=sample.seed,
         drop_reason=verdict.reason,

@@ -85,7 +85,7 @@ async def train_step(
 ) -> trainer_pb2.TrainStepRequest:
     """References, rewards and advantages of a step's samples, ascending by (group, index)."""
     names = [sample_field(group, index) for group, index, _ in scored]
-    references = await job.redis.hmget(job.samples_key(step), names)  # type: ignore[misc]
+    references = await job.redis.hmget(job.samples_key(step), names)
     samples = [
         trainer_pb2.TrainSample(
             sample=common_pb2.Sample.FromString(reference), advantage=float(advantage), reward=score
@@ -96,10 +96,10 @@ async def train_step(
 
 
 def scored_or_dropped(sample: common_pb2.Sample, verdict: Verdict) -> ev.Event:
-    place = {"step": sample.id.step, "group": sample.id.group, "index": sample.id.index}
+    step, group, index = sample.id.step, sample.id.group, sample.id.index
     if verdict.score is None:
-        return ev.Dropped(**place, reason=verdict.reason)
-    return ev.Scored(**place, score=verdict.score)
+        return ev.Dropped(step=step, group=group, index=index, reason=verdict.reason)
+    return ev.Scored(step=step, group=group, index=index, score=verdict.score)
 
 
 def _sampling(spec: JobSpec, num_inference_steps: int) -> rollout_pb2.Sampling:

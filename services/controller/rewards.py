@@ -39,7 +39,7 @@ class _Service:
 
     @property
     def stub(self) -> reward_pb2_grpc.RewardServiceAsyncStub:
-        return reward_pb2_grpc.RewardServiceStub(self.channel)  # type: ignore[return-value]
+        return reward_pb2_grpc.RewardServiceStub(self.channel)
 
 
 class RewardPlane:
@@ -54,7 +54,7 @@ class RewardPlane:
         self._services = [_Service(name, part, open_channel(addresses[name])) for name, part in sorted(parts.items())]
 
     async def close(self) -> None:
-        await asyncio.gather(*(service.channel.close() for service in self._services))
+        await asyncio.gather(*(service.channel.close(None) for service in self._services))
 
     async def score(self, samples: Sequence[reward_pb2.RewardSample]) -> dict[str, Verdict]:
         """Verdicts by sample id, one for each sample. Raises grpc.aio.AioRpcError when a service fails as a whole."""
@@ -75,7 +75,8 @@ class RewardPlane:
         return {score.sample_id: score for response in await asyncio.gather(*calls) for score in response.scores}
 
     def _join(self, sample_id: str, answers: Sequence[Mapping[str, reward_pb2.RewardScore]]) -> Verdict:
-        total, scores = 0.0, {}
+        total = 0.0
+        scores: dict[str, float] = {}
         for service, by_id in zip(self._services, answers, strict=True):
             problem, answer = _problem(by_id.get(sample_id))
             if answer is None:

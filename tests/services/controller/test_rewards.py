@@ -1,0 +1,123 @@
+"""How the answers of several rewards become one score, against real gRPC servers that answer well and badly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from flowfleet.jobs import RewardPart
+from flowfleet.proto import reward_pb2, reward_pb2_grpc
+from services.controller.rewards import RewardPlane
+
+Answer = Callable[[reward_pb2.RewardSample], reward_pb2.RewardScore | None]
+
+
+class Scripted(reward_pb2_grpc.RewardServiceServicer):
+    """Answers each sample by a function; keeps the sizes of the calls."""
+
+    def __init__(self, answer: Answer, max_batch: int = 100) -> None:
+        self.answer, self.max_batch, self.sizes = answer, max_batch, list[int]()
+
+    async def Describe(self, request: Any, context: Any) -> reward_pb2.DescribeResponse:
+        return reward_pb2.DescribeResponse(name="scripted", max_batch_size=self.max_batch)
+
+    async def Score(self, request: Any, context: Any) -> reward_pb2.ScoreResponse:
+        self.sizes.append(len(request.samples))
+        answers = [self.answer(sample) for sample in reversed(request.samples)]
+        return reward_pb2.ScoreResponse(scores=[answer for answer in answers if answer is not None])
+
+
+def scored(value: float) -> Answer:
+    return lambda sample: reward_pb2.RewardScore(
+        sample_id=sample.sample_id, score=value, components={"half": value / 2}
+    )
+
+
+def with_plane(
+    services: dict[str, Scripted], parts: dict[str, RewardPart], use: Callable[[RewardPlane], Awaitable[None]]
+) -> None:
+    async def scenario() -> None:
+        servers, addresses = [], {}
+        for name, service in services.items():
+            server = grpc.aio.server()
+            reward_pb2_grpc.add_RewardServiceServicer_to_server(service, server)
+            addresses[name] = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+            await server.start()
+            servers.append(server)
+        plane = RewardPlane(parts, addresses, deadline_s=5.0)
+        try:
+            await use(plane)
+        finally:
+            await plane.close()
+            await asyncio.gather(*(server.stop(None) for server in servers))
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def samples(count: int) -> list[reward_pb2.RewardSample]:
+    return [reward_pb2.RewardSample(sample_id=str(k), prompt="p", media=b"x") for k in range(count)]
+
+
+def test_scores_are_summed_by_weight_and_components_kept() -> None:
+    services = {"a": Scripted(scored(0.5)), "b": Scripted(scored(2.0)), "unused": Scripted(scored(9.0))}
+    parts = {"a": RewardPart(weight=1.0), "b": RewardPart(weight=-0.25)}
+
+    async def use(plane: RewardPlane) -> None:
+        verdicts = await plane.score(samples(3))
+        assert {verdict.score for verdict in verdicts.values()} == {0.5 - 0.25 * 2.0}
+        assert verdicts["1"].scores == {"a": 0.5, "a.half": 0.25, "b": 2.0, "b.half": 1.0}
+
+    with_plane(services, parts, use)
+    assert services["unused"].sizes == []
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda sample: None,
+        lambda sample: reward_pb2.RewardScore(sample_id=sample.sample_id, error="no text"),
+        lambda sample: reward_pb2.RewardScore(sample_id=sample.sample_id),
+        lambda sample: reward_pb2.RewardScore(sample_id=sample.sample_id, score=float("nan")),
+        lambda sample: reward_pb2.RewardScore(sample_id=sample.sample_id, score=float("inf")),
+        lambda sample: reward_pb2.RewardScore(sample_id="another", score=1.0),
+    ],
+)
+def test_a_sample_without_a_finite_score_gets_a_reason_never_a_zero(bad: Answer) -> None:
+    def answer(sample: reward_pb2.RewardSample) -> reward_pb2.RewardScore | None:
+        return bad(sample) if sample.sample_id == "1" else scored(1.0)(sample)
+
+    async def use(plane: RewardPlane) -> None:
+        verdicts = await plane.score(samples(3))
+        assert verdicts["1"].score is None
+        assert verdicts["1"].reason == "no_score_ocr"
+        assert [verdicts[name].score for name in "02"] == [1.0, 1.0]
+
+    with_plane({"ocr": Scripted(answer)}, {"ocr": RewardPart()}, use)
+
+
+def test_calls_respect_the_batch_limit_of_the_service() -> None:
+    service = Scripted(scored(1.0), max_batch=4)
+
+    async def use(plane: RewardPlane) -> None:
+        assert len(await plane.score(samples(10))) == 10
+
+    with_plane({"ocr": service}, {"ocr": RewardPart()}, use)
+    assert sorted(service.sizes) == [2, 4, 4]
+
+
+def test_an_overflowing_sum_is_no_score() -> None:
+    async def use(plane: RewardPlane) -> None:
+        verdicts = await plane.score(samples(1))
+        assert verdicts["0"].score is None
+        assert verdicts["0"].reason == "non_finite_sum"
+
+    with_plane({"ocr": Scripted(scored(1e308))}, {"ocr": RewardPart(weight=1e10)}, use)
+
+
+def test_an_unknown_reward_is_refused_and_the_known_are_named() -> None:
+    with pytest.raises(ValueError, match=r"rewards\.orc: no such reward service; the controller knows: jpeg, ocr"):
+        RewardPlane({"orc": RewardPart()}, {"ocr": "a:1", "jpeg": "b:1"}, deadline_s=1.0)
