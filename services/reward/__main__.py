@@ -1,0 +1,70 @@
+"""`python -m services.reward --scorer ocr`: one scorer as a gRPC service."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+
+from flowfleet import rpc
+from flowfleet.proto.reward_pb2_grpc import add_RewardServiceServicer_to_server
+from flowfleet.service import run_service, service_parser
+from services.reward import scorers
+from services.reward.batcher import Limits
+from services.reward.metrics import RewardMetrics
+from services.reward.server import SERVICE_NAME, RewardServicer
+
+log = logging.getLogger(__name__)
+
+
+def main() -> int:
+    logging.captureWarnings(True)
+    return run_service("reward", _serve, _parser())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = service_parser("Scores pictures for reinforcement learning.")
+    parser.prog = "python -m services.reward"
+    parser.add_argument("--scorer", required=True, metavar="NAME", help=f"one of {', '.join(scorers.SCORERS)}")
+    parser.add_argument("--max-batch", type=int, default=Limits.max_batch, help="samples in one call and one batch")
+    parser.add_argument(
+        "--max-wait-ms",
+        type=float,
+        default=1000 * Limits.max_wait_s,
+        help="how long a request waits for others to share its batch",
+    )
+    parser.add_argument("--threads", type=int, default=_usable_cpus(), help="CPU threads for decoding and scoring")
+    return parser
+
+
+async def _serve(options: argparse.Namespace) -> None:
+    for flag in ("max_batch", "threads"):
+        if getattr(options, flag) < 1:
+            raise ValueError(f"--{flag.replace('_', '-')} {getattr(options, flag)}: must be at least 1")
+    if not 0.0 <= options.max_wait_ms <= 60_000.0:
+        raise ValueError(f"--max-wait-ms {options.max_wait_ms}: must be 0 to 60000")
+    scorer = scorers.create(options.scorer, options.threads)
+    log.info("scorer %s %s, %d threads", scorer.name, scorer.version, options.threads)
+    limits = Limits(max_batch=options.max_batch, max_wait_s=options.max_wait_ms / 1000)
+    servicer = RewardServicer(scorer, limits, options.threads, RewardMetrics(scorer.name, scorer.score_range))
+    servicer.start()
+    server = rpc.make_server()
+    add_RewardServiceServicer_to_server(servicer, server)
+    await rpc.serve(
+        server,
+        host=options.host,
+        port=options.port,
+        port_file=options.port_file,
+        health=rpc.HealthState(SERVICE_NAME),
+        on_drain=servicer.drain,
+    )
+
+
+def _usable_cpus() -> int:
+    """CPUs that this process may run on, which in a container are fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""One batch from encoded samples to outcomes: decode, score, check. Runs in the batcher's worker thread.
+
+A picture that cannot be decoded, a score that is not finite and a sample on which the scorer raises become that
+sample's `Problem`; the rest of the batch is scored. Decoding at most `MAX_DECODED_PIXELS` at a time bounds memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Generic
+
+from flowfleet.errors import Unavailable
+from flowfleet.proto.reward_pb2 import RewardSample
+from services.reward.decoding import MAX_PIXELS, Opened, decode, open_picture
+from services.reward.scorers.base import Outcome, Params, Problem, Sample, Scorer
+
+MAX_DECODED_PIXELS = 4 * MAX_PIXELS
+"""192 MiB as RGB."""
+
+log = logging.getLogger(__name__)
+
+
+class Evaluator(Generic[Params]):
+    """Scores batches with one scorer; `observe(outcomes, seconds)` is told of each batch."""
+
+    def __init__(
+        self, scorer: Scorer[Params], num_threads: int, observe: Callable[[Sequence[Outcome], float], None]
+    ) -> None:
+        self._scorer = scorer
+        self._decoders = ThreadPoolExecutor(num_threads, thread_name_prefix="decode")
+        self._observe = observe
+
+    def __call__(self, samples: Sequence[RewardSample], params: Params) -> list[Outcome]:
+        """One outcome a sample, in order. Unavailable when the scorer raised on every one of several samples."""
+        start = time.perf_counter()
+        opened = [open_picture(sample) for sample in samples]
+        outcomes = [outcome for part in _parts(opened) for outcome in self._score_part(part, params)]
+        self._observe(outcomes, time.perf_counter() - start)
+        return outcomes
+
+    def close(self) -> None:
+        self._decoders.shutdown()
+
+    def _score_part(self, part: Sequence[Opened | Problem], params: Params) -> list[Outcome]:
+        decoded = list(self._decoders.map(lambda item: decode(item) if isinstance(item, Opened) else item, part))
+        outcomes = iter(self._score([item for item in decoded if isinstance(item, Sample)], params))
+        return [next(outcomes) if isinstance(item, Sample) else item for item in decoded]
+
+    def _score(self, samples: Sequence[Sample], params: Params) -> list[Outcome]:
+        if not samples:
+            return []
+        try:
+            return self._checked(samples, params)
+        except Exception:
+            log.exception("scorer %s failed on %d samples; scoring one by one", self._scorer.name, len(samples))
+        outcomes = [self._score_alone(sample, params) for sample in samples]
+        if len(samples) > 1 and all(isinstance(outcome, Problem) for outcome in outcomes):
+            raise Unavailable(
+                f"scorer {self._scorer.name} failed on all {len(samples)} samples; its log has the reason"
+            )
+        return outcomes
+
+    def _score_alone(self, sample: Sample, params: Params) -> Outcome:
+        try:
+            return self._checked([sample], params)[0]
+        except Exception as error:
+            return Problem("scorer_failed", f"scorer {self._scorer.name} failed on this sample: {type(error).__name__}")
+
+    def _checked(self, samples: Sequence[Sample], params: Params) -> list[Outcome]:
+        outcomes = self._scorer.score(samples, params)
+        if len(outcomes) != len(samples):
+            raise RuntimeError(f"{len(outcomes)} outcomes for {len(samples)} samples")
+        return [finite(outcome) for outcome in outcomes]
+
+
+def finite(outcome: Outcome) -> Outcome:
+    """The outcome itself, or a Problem in place of a score or component that is NaN or infinite."""
+    if isinstance(outcome, Problem):
+        return outcome
+    named = {"the score": outcome.value, **{f"component {name}": value for name, value in outcome.components.items()}}
+    broken = [f"{name} is {value}" for name, value in named.items() if not math.isfinite(value)]
+    return Problem("non_finite", "; ".join(broken)) if broken else outcome
+
+
+def _parts(opened: Sequence[Opened | Problem]) -> Iterator[list[Opened | Problem]]:
+    """Runs of at most MAX_DECODED_PIXELS together, in order."""
+    part: list[Opened | Problem] = []
+    budget = MAX_DECODED_PIXELS
+    for item in opened:
+        cost = item.num_pixels if isinstance(item, Opened) else 0
+        if cost > budget:
+            yield part
+            part, budget = [], MAX_DECODED_PIXELS
+        part.append(item)
+        budget -= cost
+    if part:
+        yield part
