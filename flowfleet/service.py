@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from flowfleet import telemetry
+from flowfleet.errors import FlowfleetError
 
 RPC_TOKEN: Final = "FLOWFLEET_RPC_TOKEN"
 API_KEY: Final = "FLOWFLEET_API_KEY"
@@ -67,6 +68,9 @@ def run_service(
         log.debug("refused", exc_info=True)
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
+    except FlowfleetError as error:
+        log.error("%s", error)
+        return 1
     except Exception:
         log.exception("the service failed")
         return 1

@@ -19,6 +19,8 @@ from typing import Any, Final
 
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge, start_http_server
 
+from flowfleet.errors import Unavailable
+
 _CONTEXT: Final = ("job", "step", "sample")
 _INVALID: Final = re.compile(r"[^a-zA-Z0-9_]+")
 
@@ -55,8 +57,11 @@ def configure_logging(service: str, level: str = "info") -> None:
 
 
 def start_metrics_server(host: str, port: int, registry: CollectorRegistry = REGISTRY) -> int:
-    """Serves `/metrics` from a thread; port 0 takes a free one. Returns the port."""
-    server, _ = start_http_server(port, addr=host, registry=registry)
+    """Serves `/metrics` from a thread; port 0 takes a free one. Returns the port. Unavailable when it is taken."""
+    try:
+        server, _ = start_http_server(port, addr=host, registry=registry)
+    except OSError as error:
+        raise Unavailable(f"cannot serve metrics on {host}:{port}: choose another --metrics-port ({error})") from None
     return int(server.server_port)
 
 

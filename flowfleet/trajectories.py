@@ -57,7 +57,7 @@ class Trajectory:
     @property
     def num_steps(self) -> int:
         """W."""
-        return len(self.step_indices)
+        return self.step_indices.numel()
 
     def pair(self, k: int) -> tuple[Tensor, Tensor]:
         """x before and after the k-th noisy step (not the schedule's index), each (*latent)."""

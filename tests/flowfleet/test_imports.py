@@ -1,0 +1,21 @@
+"""Controller and rewards install without torch: what they import from `flowfleet` must not load it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+TORCH_FREE = [
+    "errors", "rpc", "service", "telemetry", "blobs", "keys", "redis_client", "redis_server", "streams", "jobs",
+    "seeds",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("heavy", ["torch", "safetensors", "transformers"])
+def test_these_modules_load_without(heavy: str) -> None:
+    """Blocking the import proves more than looking for it afterwards: a guarded import would pass unseen."""
+    modules = ", ".join(f"flowfleet.{name}" for name in TORCH_FREE)
+    code = f"import sys; sys.modules[{heavy!r}] = None; import {modules}"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
