@@ -61,11 +61,6 @@ def jobs_with_status(status: str) -> str:
     return fleet_key("jobs", status)
 
 
-def control() -> str:
-    """Stream of what users asked of jobs: pause, resume, cancel."""
-    return fleet_key("control")
-
-
 def job(job_id: str) -> str:
     """Hash: spec, status, progress, results."""
     return job_key(job_id, "record")

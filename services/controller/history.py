@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from flowfleet import keys
@@ -18,7 +18,6 @@ MAX_EVENTS = 100_000
 
 class History:
     _redis: Any
-    _clock: Callable[[], float]
 
     async def append_event(
         self, job_id: str, type: str, data: Mapping[str, Any], *, once: str | None = None
@@ -69,16 +68,13 @@ class History:
             for step, row in zip(steps, rows, strict=True)
         ]
 
-    async def add_checkpoint(
-        self, job_id: str, step: int, path: str, *, size_bytes: int | None = None, keep_last: int | None = None
-    ) -> None:
-        """Records the checkpoint that covers `step` steps, again if need be; of the older ones `keep_last` − 1 stay."""
-        checkpoint = Checkpoint(step=step, path=path, created_at=from_epoch(self._clock()), size_bytes=size_bytes)
-        await self._redis.hset(keys.checkpoints(job_id), str(step), checkpoint.model_dump_json())
+    async def add_checkpoint(self, job_id: str, checkpoint: Checkpoint, *, keep_last: int | None = None) -> None:
+        """One a step: adding it again replaces it. Only the `keep_last` newest stay (None: all)."""
+        await self._redis.hset(keys.checkpoints(job_id), str(checkpoint.step), checkpoint.model_dump_json())
         steps = sorted(int(name) for name in await self._redis.hkeys(keys.checkpoints(job_id)))
         gone = steps[:-keep_last] if keep_last is not None else []
         if gone:
-            await self._redis.hdel(keys.checkpoints(job_id), *(str(old) for old in gone))
+            await self._redis.hdel(keys.checkpoints(job_id), *(str(step) for step in gone))
 
     async def checkpoints(self, job_id: str) -> list[Checkpoint]:
         """By step, ascending."""

@@ -23,7 +23,6 @@ from services.controller.records import Action, Desired, JobRecord, JobStatus, P
 from services.controller.samples import SampleShelf
 
 IDEMPOTENCY_TTL_S = 7 * 24 * 3600
-CONTROL_LENGTH = 10_000
 
 
 class JobStore(History, SampleShelf):
@@ -76,6 +75,17 @@ class JobStore(History, SampleShelf):
         records = [_record(job_id, row) for job_id, row in zip(found, rows, strict=False)]
         return records, found[limit - 1] if len(found) > limit else None
 
+    async def status(self, job_id: str) -> JobStatus:
+        """Raises NotFound."""
+        return JobStatus(_present(job_id, await self._redis.hget(keys.job(job_id), "status")))
+
+    async def counts(self) -> dict[JobStatus, int]:
+        """Jobs by status."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            for status in JobStatus:
+                pipe.zcard(keys.jobs_with_status(status))
+            return dict(zip(JobStatus, await pipe.execute(), strict=True))
+
     async def active(self) -> list[str]:
         """Ids of the jobs that have not ended, oldest first: what a controller takes up again when it starts."""
         async with self._redis.pipeline(transaction=True) as pipe:
@@ -105,7 +115,7 @@ class JobStore(History, SampleShelf):
         return bool(await self._transaction(attempt, keys.job(job_id)))
 
     async def request(self, job_id: str, action: Action) -> JobRecord:
-        """Records what the user wants and tells the runner. Asked again, it does nothing. Raises NotFound, Conflict."""
+        """Records what the user wants; the runner looks. Asked again, it does nothing. Raises NotFound, Conflict."""
 
         async def attempt(pipe: Pipe) -> None:
             status, desired = await pipe.hmget(keys.job(job_id), "status", "desired")
@@ -115,7 +125,6 @@ class JobStore(History, SampleShelf):
                 return
             pipe.multi()
             pipe.hset(keys.job(job_id), "desired", target)
-            pipe.xadd(keys.control(), {"job": job_id, "action": action}, maxlen=CONTROL_LENGTH)
             add_event(pipe, job_id, "request", {"action": action})
 
         await self._transaction(attempt, keys.job(job_id))

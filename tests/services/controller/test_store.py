@@ -11,7 +11,7 @@ from flowfleet.errors import Conflict, NotFound
 from flowfleet.jobs import JobSpec, parse_job
 from flowfleet.redis_client import connect
 from services.controller.ids import new_job_id
-from services.controller.records import Desired, JobStatus
+from services.controller.records import Action, Checkpoint, Desired, JobStatus, from_epoch
 from services.controller.store import JobStore
 
 pytestmark = pytest.mark.anyio
@@ -92,6 +92,10 @@ async def test_pages_are_newest_first_and_filtered_by_status(store: JobStore) ->
     assert [record.id for record in (await store.jobs(status=JobStatus.FAILED))[0]] == [ids[1]]
     assert [record.id for record in (await store.jobs(status=JobStatus.QUEUED))[0]] == [ids[4], ids[3], ids[2], ids[0]]
     assert await store.active() == [ids[0], *ids[2:]]
+    assert {status: n for status, n in (await store.counts()).items() if n} == {
+        JobStatus.QUEUED: 4,
+        JobStatus.FAILED: 1,
+    }
 
 
 async def test_status_keeps_times_and_tells_each_change_once(store: JobStore) -> None:
@@ -118,10 +122,13 @@ async def test_status_keeps_times_and_tells_each_change_once(store: JobStore) ->
 
 async def test_requests_set_what_is_desired_and_are_idempotent(store: JobStore) -> None:
     job = (await store.create(spec()))[0].id
-    for action, desired in [("pause", "paused"), ("pause", "paused"), ("resume", "running"), ("cancel", "cancelled")]:
+    wishes: list[tuple[Action, str]] = [("pause", "paused"), ("pause", "paused"), ("resume", "running")]
+    wishes.append(("cancel", "cancelled"))
+    for action, desired in wishes:
         assert (await store.request(job, action)).desired == desired
     assert [e.data["action"] for e in await store.events(job) if e.type == "request"] == ["pause", "resume", "cancel"]
-    for action in ("pause", "resume"):
+    refused: list[Action] = ["pause", "resume"]
+    for action in refused:
         with pytest.raises(Conflict, match="being cancelled"):
             await store.request(job, action)
     await store.set_status(job, JobStatus.CANCELLED)
@@ -166,7 +173,8 @@ async def test_metrics_are_idempotent_by_step(store: JobStore) -> None:
 async def test_checkpoints_and_results(store: JobStore) -> None:
     job = (await store.create(spec()))[0].id
     for step in (20, 10, 10, 30):
-        await store.add_checkpoint(job, step, f"checkpoints/{step}", keep_last=2)
+        record = Checkpoint(step=step, path=f"checkpoints/{step}", created_at=from_epoch(step))
+        await store.add_checkpoint(job, record, keep_last=2)
     assert [(c.step, c.path) for c in await store.checkpoints(job)] == [
         (20, "checkpoints/20"),
         (30, "checkpoints/30"),

@@ -1,0 +1,34 @@
+"""python -m services.controller: runs jobs and serves the REST API until SIGTERM.
+
+Exit codes: 0 after a drain, 1 on a failure, 2 when the user must change something (said on stderr).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from flowfleet.telemetry import configure_logging
+from services.controller.app import create_app
+from services.controller.runner import Runner
+from services.controller.server import Server
+from services.controller.settings import ControllerSettings
+
+
+def main(argv: Sequence[str]) -> int:
+    try:
+        settings = ControllerSettings.from_command_line(argv)
+    except ValueError as error:
+        print(f"services.controller: error: {error}", file=sys.stderr)
+        return 2
+    configure_logging("controller", settings.log_level)
+    server = Server(create_app(settings, Runner), settings)
+    try:
+        server.run()
+    except SystemExit:  # uvicorn's way to say that it could not start; it has logged why
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,72 @@
+"""REST: jobs, submitted, listed, shown, and asked to pause, resume or stop."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Query, Request, Response
+
+from services.controller import checks
+from services.controller.body import read_object
+from services.controller.records import Action, JobRecord, JobStatus
+from services.controller.services import JobId, Limit, Page, Use
+
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+IdempotencyKey = Annotated[
+    str | None,
+    Header(min_length=1, max_length=255, description="The same key with the same job gives the same job, for 7 days."),
+]
+
+
+@router.post("", status_code=202)
+async def submit(request: Request, response: Response, use: Use, idempotency_key: IdempotencyKey = None) -> JobRecord:
+    """Queues a job: the job file's settings as JSON."""
+    spec = checks.parse(await read_object(request))
+    record = await use.store.find_submitted(spec, idempotency_key) if idempotency_key else None
+    if record is None:
+        await checks.check(spec, use.settings.rewards)
+        record, _ = await use.store.create(spec, idempotency_key)
+    await use.runner.notify()
+    response.headers["Location"] = f"/v1/jobs/{record.id}"
+    return record
+
+
+@router.get("")
+async def list_jobs(
+    use: Use,
+    cursor: Annotated[str | None, Query(pattern=r"^[0-9a-f-]{36}$")] = None,
+    limit: Limit = 50,
+    status: JobStatus | None = None,
+) -> Page[JobRecord]:
+    """Newest first."""
+    items, following = await use.store.jobs(cursor, limit, status)
+    return Page(items=items, next_cursor=following)
+
+
+@router.get("/{job_id}")
+async def show_job(job_id: JobId, use: Use) -> JobRecord:
+    return await use.store.get(job_id)
+
+
+@router.post("/{job_id}/cancel", status_code=202)
+async def cancel(job_id: JobId, use: Use) -> JobRecord:
+    """Stops the job for good; what it has written stays."""
+    return await _request(job_id, use, "cancel")
+
+
+@router.post("/{job_id}/pause", status_code=202)
+async def pause(job_id: JobId, use: Use) -> JobRecord:
+    """The step at work ends, no other starts."""
+    return await _request(job_id, use, "pause")
+
+
+@router.post("/{job_id}/resume", status_code=202)
+async def resume(job_id: JobId, use: Use) -> JobRecord:
+    return await _request(job_id, use, "resume")
+
+
+async def _request(job_id: str, use: Use, action: Action) -> JobRecord:
+    record = await use.store.request(job_id, action)
+    await use.runner.notify()
+    return record

@@ -1,0 +1,89 @@
+"""REST: the fleet, health, version and metrics of the controller."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+
+from fastapi import APIRouter, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import ConfigDict
+from redis.exceptions import RedisError
+
+from flowfleet.errors import Unavailable
+from services.controller.fleet import Health
+from services.controller.records import Record
+from services.controller.services import Use
+
+router = APIRouter(tags=["system"])
+
+READY_TIMEOUT_S = 2.0
+
+
+class ReplicaView(Record):
+    """A rollout replica as the controller sees it."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    replica_id: str
+    address: str
+    incarnation: str
+    """New at every start of the process."""
+    health: Health
+    job_id: str
+    version: int | None
+    """Policy version whose weights it verified; null while it serves none."""
+    outstanding: int
+    """Samples asked for and not finished."""
+    samples_total: int
+    device: str
+
+
+class Fleet(Record):
+    replicas: list[ReplicaView]
+    rewards: dict[str, str]
+    """Name → address of the reward services."""
+
+
+class Condition(Record):
+    status: str
+
+
+class Version(Record):
+    version: str
+    api: str
+
+
+@router.get("/v1/fleet")
+async def fleet(use: Use) -> Fleet:
+    replicas = [ReplicaView.model_validate(replica) for replica in use.runner.fleet_view()]
+    return Fleet(replicas=replicas, rewards=use.settings.rewards)
+
+
+@router.get("/v1/version")
+async def version() -> Version:
+    return Version(version=importlib.metadata.version("flowfleet"), api="v1")
+
+
+@router.get("/healthz")
+async def healthz() -> Condition:
+    """The process answers."""
+    return Condition(status="ok")
+
+
+@router.get("/readyz")
+async def readyz(use: Use) -> Condition:
+    """Redis answers and the runner runs; 503 says which does not."""
+    if not use.runner.alive:
+        raise Unavailable("the runner has stopped; restart the controller")
+    try:
+        await asyncio.wait_for(use.redis.ping(), READY_TIMEOUT_S)
+    except (RedisError, TimeoutError):
+        raise Unavailable("Redis does not answer") from None
+    return Condition(status="ok")
+
+
+@router.get("/metrics", response_class=Response)
+async def metrics(use: Use) -> Response:
+    """For Prometheus."""
+    return Response(generate_latest(use.registry), media_type=CONTENT_TYPE_LATEST)

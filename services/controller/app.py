@@ -1,0 +1,70 @@
+"""The app factory: wires settings, Redis, job store, runner and routes. Nothing lives outside the app that it makes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import Any
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry, ProcessCollector
+
+from flowfleet.blobs import open_blobs
+from flowfleet.redis_client import connect
+from services.controller import api_history, api_jobs, api_system, openapi, problems
+from services.controller.auth import Guard
+from services.controller.gauges import count_jobs
+from services.controller.seam import RunnerFactory
+from services.controller.services import Services
+from services.controller.settings import ControllerSettings
+from services.controller.store import JobStore
+
+
+def create_app(settings: ControllerSettings, runner_factory: RunnerFactory) -> FastAPI:
+    """An app that runs jobs while its lifespan lasts."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            app.state.services = await _start(settings, runner_factory, stack)
+            yield
+
+    app = FastAPI(
+        title="Flowfleet controller",
+        description="Submits, watches and steers jobs.",
+        version="v1",
+        lifespan=lifespan,
+        docs_url=None,  # both load their scripts from other hosts
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    for router in (api_jobs.router, api_history.router, api_system.router):
+        app.include_router(router)
+    problems.install(app)
+    openapi.install(app)
+    key = settings.api_key.get_secret_value() if settings.api_key else None
+    app.add_middleware(Guard, api_key=key)
+    return app
+
+
+async def _start(settings: ControllerSettings, runner_factory: RunnerFactory, stack: AsyncExitStack) -> Services:
+    """What is pushed on the stack is undone in reverse."""
+    redis = connect(settings.redis_url.get_secret_value())
+    stack.push_async_callback(redis.aclose)
+    await redis.ping()
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    store = JobStore(redis)
+    counting = asyncio.create_task(count_jobs(store, registry), name="count jobs")
+    stack.push_async_callback(_cancel, counting)
+    runner = runner_factory(settings, redis, store, registry)
+    await runner.start()
+    stack.push_async_callback(runner.stop)
+    return Services(settings, redis, store, open_blobs(redis, settings.blobs), runner, registry)
+
+
+async def _cancel(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task

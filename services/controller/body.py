@@ -1,0 +1,94 @@
+"""Reads a JSON body from someone who may be careless or hostile: bounded in size, depth and number of values."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+from fastapi import Request
+from starlette.exceptions import HTTPException
+
+from flowfleet.errors import InvalidRequest, TooLarge
+
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 32
+MAX_VALUES = 5000
+"""A job has about a hundred."""
+
+
+async def read_object(request: Request) -> dict[str, Any]:
+    """The body as a JSON object.
+
+    Raises HTTPException 415 for another content type, TooLarge beyond the limit (also without Content-Length),
+    InvalidRequest for what is no JSON object.
+    """
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise HTTPException(415, "send the job as JSON with Content-Type: application/json")
+    value = _parse(await _read(request))
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"a job is a JSON object of settings, not {type(value).__name__}")
+    _check_shape(value)
+    _check_text(value)
+    return value
+
+
+async def _read(request: Request) -> bytes:
+    length = request.headers.get("content-length", "0")
+    body = bytearray()
+    if not length.isdecimal() or int(length[:20]) <= MAX_BYTES:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MAX_BYTES:
+                break
+        else:
+            return bytes(body)
+    raise TooLarge(f"a request body has at most {MAX_BYTES} bytes; prompts go into the file that data.train names")
+
+
+def _parse(body: bytes) -> Any:
+    try:
+        return json.loads(body.decode(), parse_constant=_refuse_constant, object_pairs_hook=_unique)
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply") from None
+    except ValueError as error:  # JSONDecodeError, UnicodeDecodeError, numbers of too many digits are ValueErrors
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name[:100]!r} is given twice")
+        found[name] = value
+    return found
+
+
+def _check_shape(root: Any) -> None:
+    """Breadth first, so that its own depth is bounded."""
+    level, count = [root], 0
+    for _ in range(MAX_DEPTH):
+        level = [child for value in level for child in _children(value)]
+        count += len(level)
+        if count > MAX_VALUES:
+            raise InvalidRequest(f"the body holds more than {MAX_VALUES} values; a job has about a hundred")
+        if not level:
+            return
+    raise InvalidRequest(f"the body is nested deeper than {MAX_DEPTH} levels")
+
+
+def _check_text(value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest("the body holds half of a surrogate pair, which is no character") from None
+
+
+def _children(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []

@@ -1,0 +1,27 @@
+"""The controller's own metrics; those of jobs come from the runner."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from prometheus_client import CollectorRegistry, Gauge
+from redis.exceptions import RedisError
+
+from services.controller.store import JobStore
+
+log = logging.getLogger(__name__)
+
+PERIOD_S = 5.0
+
+
+async def count_jobs(store: JobStore, registry: CollectorRegistry) -> None:
+    """Keeps `flowfleet_controller_jobs{status}` true, until cancelled."""
+    gauge = Gauge("flowfleet_controller_jobs", "Jobs by status", ["status"], registry=registry)
+    while True:
+        try:
+            for status, count in (await store.counts()).items():
+                gauge.labels(status=str(status)).set(count)
+        except RedisError as error:
+            log.warning("jobs cannot be counted: %s", error)
+        await asyncio.sleep(PERIOD_S)

@@ -1,0 +1,51 @@
+"""The OpenAPI page, made exact where FastAPI cannot know: the job's schema, and errors as problems."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+
+from flowfleet.jobs import JobSpec
+from services.controller.problems import MEDIA_TYPE, Problem
+
+_REF = "#/components/schemas/{model}"
+
+
+def install(app: FastAPI) -> None:
+    def build() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _exact(
+                get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+            )
+        return app.openapi_schema
+
+    app.openapi = build  # type: ignore[method-assign]
+
+
+def _exact(page: dict[str, Any]) -> dict[str, Any]:
+    schemas = page["components"]["schemas"]
+    _, ours = models_json_schema([(JobSpec, "validation"), (Problem, "serialization")], ref_template=_REF)
+    schemas.update(ours["$defs"])
+    for unused in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(unused, None)
+    schemas["JobRecord"]["properties"]["spec"] = {"$ref": _REF.format(model="JobSpec")}
+    submit = page["paths"]["/v1/jobs"]["post"]
+    submit["requestBody"] = {"required": True, "content": _content("application/json", "JobSpec")}
+    for path in page["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)
+            operation["responses"]["default"] = {"description": "Problem", "content": _content(MEDIA_TYPE, "Problem")}
+    page["components"]["schemas"] = dict(sorted(schemas.items()))
+    page["components"]["securitySchemes"] = {
+        "key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+        "bearer": {"type": "http", "scheme": "bearer"},
+    }
+    page["security"] = [{"key": []}, {"bearer": []}, {}]
+    return page
+
+
+def _content(media_type: str, model: str) -> dict[str, Any]:
+    return {media_type: {"schema": {"$ref": _REF.format(model=model)}}}

@@ -1,0 +1,35 @@
+"""What the REST surface needs of the part that runs jobs. The two meet here and in the JobStore, nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry
+from redis.asyncio import Redis
+
+from services.controller.fleet import Replica
+from services.controller.settings import ControllerSettings
+from services.controller.store import JobStore
+
+
+class Runner(Protocol):
+    async def start(self) -> None:
+        """Takes up every job of `store.active()`; returns once it watches, not once they ended."""
+
+    async def stop(self) -> None:
+        """Leaves the jobs as they are, for the next controller to take up."""
+
+    async def notify(self) -> None:
+        """A job was submitted, or a wish of its record changed. Returns at once. It polls too, so nothing is lost."""
+
+    @property
+    def alive(self) -> bool:
+        """Its tasks run."""
+
+    def fleet_view(self) -> Sequence[Replica]:
+        """The rollout replicas known now."""
+
+
+RunnerFactory = Callable[[ControllerSettings, Redis, JobStore, CollectorRegistry], Runner]
+"""The runner's own metrics go into the registry, which `/metrics` shows."""

@@ -1,0 +1,116 @@
+"""The controller's settings: flags for what is plain, the environment for what is secret."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
+
+from flowfleet.service import API_KEY, is_loopback, service_parser
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+_ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
+_REWARD_NAME = re.compile(r"[A-Za-z0-9._-]+")
+
+
+class ControllerSettings(BaseModel):
+    """Raises ValueError for a combination that cannot work, naming what to change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    redis_url: SecretStr
+    """FLOWFLEET_REDIS_URL: holds a password, so it never comes by flag."""
+    host: str = "127.0.0.1"
+    port: int = Field(default=8470, ge=0, le=65_535)
+    """0: a free one, written to `port_file`."""
+    port_file: Path | None = None
+    """Gets "host:port" once the controller serves."""
+    metrics_port: int | None = Field(default=None, ge=0, le=65_535)
+    """Serves /metrics there as well, without the API key. Unset: only beside the REST API."""
+    state_dir: Path = Path("state")
+    """Of jobs: logs, checkpoints, results."""
+    rewards: dict[str, str] = {}
+    """Name → host:port of each reward service."""
+    api_key: SecretStr | None = None
+    """FLOWFLEET_API_KEY: required of clients when set; must be set beyond loopback."""
+    blobs: str = "redis"
+    """FLOWFLEET_BLOBS: "redis", or the fsspec URL of the blob store."""
+    trainer_python: str = sys.executable
+    """Interpreter that starts trainers; it has torch, the controller's own need not."""
+    log_level: LogLevel = "info"
+
+    @field_validator("redis_url")
+    @classmethod
+    def _redis_is_named(cls, url: SecretStr) -> SecretStr:
+        if not url.get_secret_value().startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError("set FLOWFLEET_REDIS_URL, e.g. redis://:password@127.0.0.1:6379/0")
+        return url
+
+    @field_validator("api_key")
+    @classmethod
+    def _key_can_be_sent(cls, key: SecretStr | None) -> SecretStr | None:
+        text = key.get_secret_value() if key else "0" * 16
+        if len(text) < 16 or not text.isascii() or not text.isprintable() or " " in text:
+            raise ValueError("FLOWFLEET_API_KEY needs at least 16 printable ASCII characters and no space")
+        return key
+
+    @field_validator("rewards")
+    @classmethod
+    def _addresses(cls, rewards: dict[str, str]) -> dict[str, str]:
+        for name, address in rewards.items():
+            if not _REWARD_NAME.fullmatch(name) or not _ADDRESS.fullmatch(address):
+                raise ValueError(f"--reward {name}={address}: give NAME=HOST:PORT, as in ocr=127.0.0.1:7001")
+        return rewards
+
+    @model_validator(mode="after")
+    def _key_beyond_loopback(self) -> ControllerSettings:
+        if not self.local and self.api_key is None:
+            raise ValueError(
+                f"--host {self.host} can be reached from other machines: set {API_KEY} to a secret that clients must "
+                "send, or bind --host 127.0.0.1"
+            )
+        return self
+
+    @property
+    def local(self) -> bool:
+        """Bound to loopback only."""
+        return is_loopback(self.host)
+
+    @classmethod
+    def from_command_line(cls, argv: Sequence[str], env: Mapping[str, str] = os.environ) -> ControllerSettings:
+        """Raises ValueError, one line a problem. Exits as argparse does for an unknown flag."""
+        flags = vars(_parser().parse_args(argv))
+        rewards = [item.partition("=") for item in flags.pop("reward")]
+        names = [name for name, _, _ in rewards]
+        if len(set(names)) < len(names):
+            raise ValueError(f"--reward is given twice for {', '.join({n for n in names if names.count(n) > 1})}")
+        try:
+            return cls(
+                redis_url=SecretStr(env.get("FLOWFLEET_REDIS_URL", "")),
+                api_key=SecretStr(env[API_KEY]) if env.get(API_KEY) else None,
+                blobs=env.get("FLOWFLEET_BLOBS") or "redis",
+                rewards={name: address for name, _, address in rewards},
+                **{name: value for name, value in flags.items() if value is not None},
+            )
+        except ValidationError as error:
+            raise ValueError("\n".join(_explain(item["loc"], item["msg"]) for item in error.errors())) from None
+
+
+def _explain(location: Sequence[int | str], message: str) -> str:
+    own = message.removeprefix("Value error, ")
+    return own if own != message else f"--{str(location[0]).replace('_', '-')}: {message}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = service_parser("Runs jobs and serves the REST API.")
+    parser.set_defaults(port=8470)
+    parser.add_argument("--state-dir", type=Path, help="directory of jobs: logs, checkpoints, results (state)")
+    parser.add_argument("--reward", action="append", default=[], metavar="NAME=HOST:PORT", help="a reward service")
+    parser.add_argument("--trainer-python", help="interpreter that starts trainers (this one)")
+    return parser

@@ -1,0 +1,126 @@
+"""The REST surface against a real Redis: jobs, wishes, and what a job leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from flowfleet import keys
+from services.controller.ids import new_job_id
+from services.controller.records import Checkpoint, SampleRecord, from_epoch
+from services.controller.settings import ControllerSettings
+from tests.services.controller.conftest import Api, IdleRunner, serve
+
+pytestmark = pytest.mark.anyio
+Job = Callable[..., dict[str, Any]]
+
+
+async def test_a_submitted_job_is_shown_and_listed(api: Api, job: Job) -> None:
+    response = await api.client.post("/v1/jobs", json=job(name="signs"))
+    assert response.status_code == 202
+    record = response.json()
+    assert response.headers["location"] == f"/v1/jobs/{record['id']}"
+    assert (record["status"], record["name"], record["spec"]["rollout"]["group_size"]) == ("queued", "signs", 16)
+    assert (await api.client.get(response.headers["location"])).json() == record
+    assert (await api.client.get("/v1/jobs")).json() == {"items": [record], "next_cursor": None}
+    runner = api.services.runner
+    assert isinstance(runner, IdleRunner)
+    assert runner.notified == 1
+
+
+async def test_submit_is_idempotent_by_key(api: Api, job: Job) -> None:
+    first = await api.submit(job(), **{"Idempotency-Key": "k"})
+    assert await api.submit(job(seed=1), **{"Idempotency-Key": "k"}) == first  # 1 is the default: the same job
+    response = await api.client.post("/v1/jobs", json=job(seed=2), headers={"Idempotency-Key": "k"})
+    assert response.status_code == 409
+    assert first["id"] in response.json()["detail"]
+    other = await api.submit(job(), **{"Idempotency-Key": "l"})
+    assert [item["id"] for item in (await api.client.get("/v1/jobs")).json()["items"]] == [other["id"], first["id"]]
+
+
+async def test_pages_and_status_filter(api: Api, job: Job) -> None:
+    ids = [(await api.submit(job()))["id"] for _ in range(3)]
+    await api.store.set_status(ids[0], "failed", "why")
+    first = (await api.client.get("/v1/jobs", params={"limit": 2})).json()
+    rest = (await api.client.get("/v1/jobs", params={"limit": 2, "cursor": first["next_cursor"]})).json()
+    assert [item["id"] for item in first["items"] + rest["items"]] == ids[::-1]
+    assert rest["next_cursor"] is None
+    failed = (await api.client.get("/v1/jobs", params={"status": "failed"})).json()["items"]
+    assert [(item["id"], item["reason"]) for item in failed] == [(ids[0], "why")]
+
+
+async def test_wishes(api: Api, job: Job) -> None:
+    url = f"/v1/jobs/{(await api.submit(job()))['id']}"
+    wishes = ["pause", "pause", "resume", "resume", "cancel", "cancel"]
+    answers = [await api.client.post(f"{url}/{wish}") for wish in wishes]
+    assert [answer.status_code for answer in answers] == [202] * 6
+    desired = [answer.json()["desired"] for answer in answers]
+    assert desired == ["paused", "paused", "running", "running", "cancelled", "cancelled"]
+    assert (await api.client.post(f"{url}/resume")).status_code == 409
+    await api.store.set_status(url.rsplit("/", 1)[1], "cancelled")
+    assert [(await api.client.post(f"{url}/{wish}")).status_code for wish in ("cancel", "pause")] == [202, 409]
+
+
+async def test_metrics_and_checkpoints(api: Api, job: Job) -> None:
+    job_id = (await api.submit(job()))["id"]
+    for step in range(3):
+        await api.store.metrics_put(job_id, step, {"actor/loss": 0.5 * step})
+    await api.store.add_checkpoint(job_id, Checkpoint(step=10, path="c/10", created_at=from_epoch(0)))
+    url = f"/v1/jobs/{job_id}"
+    first = (await api.client.get(f"{url}/metrics", params={"limit": 2})).json()
+    rest = (await api.client.get(f"{url}/metrics", params={"limit": 2, "cursor": first["next_cursor"]})).json()
+    assert first["items"] + rest["items"] == [{"step": s, "values": {"actor/loss": 0.5 * s}} for s in range(3)]
+    checkpoints = (await api.client.get(f"{url}/checkpoints")).json()["items"]
+    assert [(item["step"], item["path"]) for item in checkpoints] == [(10, "c/10")]
+
+
+async def test_samples_link_to_their_pictures(api: Api, job: Job) -> None:
+    job_id = (await api.submit(job()))["id"]
+    ref = await api.services.blobs.put(keys.blob(job_id, "media", 1), b"\x89PNG picture", ttl_s=60)
+    sample = SampleRecord(step=1, group=0, index=2, prompt="a sign", reward=0.5, scores={"ocr": 0.5})
+    place = {"media_uri": ref.uri, "media_size_bytes": ref.size_bytes, "media_sha256": ref.sha256}
+    await api.store.put_sample(job_id, sample.model_copy(update=place))
+    [shown] = (await api.client.get(f"/v1/jobs/{job_id}/samples", params={"step": 1, "order": "best"})).json()["items"]
+    assert (shown["prompt"], shown["reward"], shown["scores"]) == ("a sign", 0.5, {"ocr": 0.5})
+    picture = await api.client.get(shown["media"])
+    assert (picture.content, picture.headers["content-type"]) == (b"\x89PNG picture", "image/png")
+    await api.services.blobs.delete([ref])
+    gone = await api.client.get(shown["media"])
+    assert (gone.status_code, gone.json()["detail"]) == (404, "the picture of sample 1/0/2 is no longer kept")
+
+
+async def test_system(api: Api, job: Job) -> None:
+    await api.submit(job())
+    assert (await api.client.get("/healthz")).json() == {"status": "ok"}
+    assert (await api.client.get("/readyz")).json() == {"status": "ok"}
+    assert (await api.client.get("/v1/version")).json()["api"] == "v1"
+    fleet = (await api.client.get("/v1/fleet")).json()
+    assert fleet["rewards"] == {"ocr": "127.0.0.1:7001", "jpeg": "127.0.0.1:7002"}
+    assert [(r["replica_id"], r["health"], r["version"]) for r in fleet["replicas"]] == [("rollout-0", "serving", 3)]
+    metrics = await api.client.get("/metrics")
+    assert metrics.headers["content-type"].startswith("text/plain")
+    assert 'flowfleet_controller_jobs{status="queued"}' in metrics.text
+
+
+async def test_not_ready_when_the_runner_died(api: Api) -> None:
+    await api.services.runner.stop()
+    response = await api.client.get("/readyz")
+    assert (response.status_code, response.json()["detail"][:10]) == (503, "the runner")
+    assert (await api.client.get("/healthz")).status_code == 200
+
+
+async def test_jobs_outlive_the_controller(settings: ControllerSettings, job: Job) -> None:
+    async with serve(settings) as first:
+        record = await first.submit(job())
+    async with serve(settings) as second:
+        assert (await second.client.get(f"/v1/jobs/{record['id']}")).json() == record
+        assert await second.store.active() == [record["id"]]
+
+
+@pytest.mark.parametrize("part", ["", "/events", "/metrics", "/checkpoints", "/samples", "/samples/0/0/0/media"])
+@pytest.mark.parametrize("job_id", [new_job_id(), "nonsense", "%2e%2e%2fx"])
+async def test_an_unknown_job_is_not_found(api: Api, part: str, job_id: str) -> None:
+    response = await api.client.get(f"/v1/jobs/{job_id}{part}")
+    assert (response.status_code, response.headers["content-type"]) == (404, "application/problem+json")
