@@ -10,8 +10,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from flowfleet.local.processes import MARK
-from flowfleet.local.stack import DEFAULT_STATE_DIR, StateDir
+from flowfleet.local.stack import DEFAULT_STATE_DIR, MARK, StateDir
 
 HOST = "127.0.0.1"
 DEFAULT_PORT = 8470

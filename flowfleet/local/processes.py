@@ -17,9 +17,7 @@ from pathlib import Path
 import psutil
 
 from flowfleet.local.files import write_atomically
-
-MARK = "FLOWFLEET_STACK"
-"""Environment variable holding the absolute state directory of the stack that a process belongs to."""
+from flowfleet.local.stack import MARK
 
 CLOCK_SLACK_S = 2.0
 """Start times read in different processes may differ a little."""

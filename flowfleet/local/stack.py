@@ -24,6 +24,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from flowfleet.local.files import write_atomically
 
 DEFAULT_STATE_DIR = Path("runs/local")
+MARK = "FLOWFLEET_STACK"
+"""Environment variable of every process of a stack, holding its absolute state directory."""
 NOBODY = 0
 """Stands in the lock file for a watchdog that cleans up, and while an owner has not yet written its pid."""
 LOCK_POLL_S = 0.05

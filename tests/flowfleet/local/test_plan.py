@@ -5,7 +5,7 @@ import pytest
 from pydantic import ValidationError
 
 from flowfleet.local.plan import StackOptions, make_plan, ports_needed
-from flowfleet.local.processes import MARK
+from flowfleet.local.stack import MARK
 
 URL = "redis://:secret@127.0.0.1:20000/0"
 

@@ -17,8 +17,7 @@ import redis
 
 from flowfleet.local.plan import HOST, Kind, Plan, ProcessPlan
 from flowfleet.local.ports import free_ports
-from flowfleet.local.processes import MARK
-from flowfleet.local.stack import Stack, StackError, StateDir
+from flowfleet.local.stack import MARK, Stack, StackError, StateDir
 from flowfleet.local.supervisor import Supervisor
 from flowfleet.redis_server import command, new_password, server_url
 
@@ -36,7 +35,7 @@ time.sleep(120)
 SUPERVISE = """
 import sys, threading
 from pathlib import Path
-from flowfleet.local.stack import StateDir
+from flowfleet.local.stack import MARK, StateDir
 from flowfleet.local.supervisor import Supervisor
 from tests.flowfleet.local.test_supervisor import make
 state = StateDir(Path(sys.argv[1]))

@@ -1,0 +1,63 @@
+# Every target does its own set-up. PYTHON names the interpreter that .venv is made with (3.11 or newer).
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+# Where to find another build of torch, e.g. one for CPUs alone: make demo TORCH_INDEX=<url of an index of wheels>
+TORCH_INDEX ?=
+
+VENV := .venv
+BIN  := $(VENV)/bin
+PIP  := $(BIN)/python -m pip --disable-pip-version-check --quiet
+CODE := flowfleet services recipes tests
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all lint protos bench clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
+
+setup: $(VENV)/.dev  ## make .venv with all that development needs
+
+demo: $(VENV)/.local  ## train the tiny model on this machine until it writes its signs right
+	$(BIN)/flowfleet demo $(DEMO_FLAGS)
+
+test: $(VENV)/.dev  ## run the tests, without the long ones
+	$(BIN)/python -m pytest -m "not long" $(PYTEST_FLAGS)
+
+test-all: $(VENV)/.dev  ## run all tests: kills, matrices and learning too
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+lint: $(VENV)/.dev  ## check style, types and who imports whom
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+protos: $(VENV)/.dev  ## generate flowfleet/proto from protos/
+	PATH="$(CURDIR)/$(BIN):$$PATH" protos/generate.sh $(CURDIR)/$(BIN)/python
+
+bench: $(VENV)/.dev  ## time a job as services against the same job in one process
+	$(BIN)/python -m recipes.bench $(BENCH_FLAGS)
+
+clean:  ## remove .venv, caches and runs/
+	rm -rf $(VENV) runs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find $(CODE) -name __pycache__ -prune -exec rm -rf {} +
+
+# Stamps: made again when pyproject.toml changes. torch goes first, so that nothing else picks another build of it.
+$(VENV)/.torch: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "$(PYTHON) is older than 3.11: name a newer one, e.g. make PYTHON=python3.12 $(MAKECMDGOALS)")'
+	@test -x $(BIN)/python || echo "Making $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) 2>/dev/null || $(PYTHON) -m venv --without-pip $(VENV)
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m pip --quiet --python $(BIN)/python install pip
+	@echo "Installing $(TORCH)"
+	@$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+	@touch $@
+
+$(VENV)/.local: $(VENV)/.torch
+	@echo "Installing flowfleet[local]"
+	@$(PIP) install -e '.[local]' '$(TORCH)'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.torch
+	@echo "Installing flowfleet[dev]"
+	@$(PIP) install -e '.[dev]' '$(TORCH)'
+	@touch $(VENV)/.local $@

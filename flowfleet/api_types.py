@@ -1,0 +1,131 @@
+"""What the REST API answers, as Python values. Fields of newer controllers that are not known here are passed over."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+TERMINAL = ("succeeded", "failed", "cancelled")
+
+
+class Answer(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
+
+
+class Progress(Answer):
+    step: int = 0
+    """Training steps finished."""
+    steps: int = 0
+    """Of the whole job."""
+    phase: str = ""
+    reward: float | None = None
+    """Mean training reward of the last step."""
+    held_out_reward: float | None = None
+    """Mean reward of the last validation."""
+    images_per_second: float | None = None
+    eta_s: float | None = None
+    """Seconds left, estimated."""
+    policy_version: int = 0
+    samples_trained: int = 0
+    samples_dropped: dict[str, int] = {}
+    """Reason → number."""
+
+
+class Job(Answer):
+    id: str
+    name: str
+    status: str
+    """queued, starting, running, paused, succeeded, failed or cancelled."""
+    desired: str = ""
+    reason: str = ""
+    """Why the status is what it is, where that needs saying."""
+    created_at: datetime
+    started_at: datetime | None = None
+    ended_at: datetime | None = None
+    spec: dict[str, Any] = {}
+    """The job as submitted, defaults filled in."""
+    progress: Progress = Progress()
+    results: dict[str, Any] = {}
+    """Name → path or figure, once the job has ended."""
+
+    @property
+    def ended(self) -> bool:
+        return self.status in TERMINAL
+
+
+class JobEvent(Answer):
+    id: str
+    type: str
+    """status, progress, validation, request, …"""
+    time: datetime
+    data: dict[str, Any]
+
+    @property
+    def final(self) -> bool:
+        """Nothing follows: the job has ended."""
+        return self.type == "status" and self.data.get("status") in TERMINAL
+
+
+class MetricsRow(Answer):
+    step: int
+    values: dict[str, float | None]
+
+
+class Checkpoint(Answer):
+    step: int
+    """Training steps that it covers."""
+    path: str
+    created_at: datetime
+    size_bytes: int | None = None
+
+
+class Sample(Answer):
+    step: int
+    group: int
+    index: int
+    purpose: str = "train"
+    """train or validate; of a held-out sample, `step` is the policy version and `group` the prompt."""
+    prompt: str
+    reward: float | None = None
+    scores: dict[str, float | None] = {}
+    policy_version: int = 0
+    seed: int = 0
+    drop_reason: str = ""
+    media_type: str = "image/png"
+
+
+class Replica(Answer):
+    """A rollout process."""
+
+    replica_id: str
+    address: str
+    health: str
+    job_id: str = ""
+    version: int | None = None
+    """Policy version whose weights it verified; none while it serves none."""
+    outstanding: int = 0
+    samples_total: int = 0
+    device: str = ""
+
+
+class Fleet(Answer):
+    replicas: list[Replica]
+    rewards: dict[str, str] = {}
+    """Name → address of the reward services."""
+
+
+class SettingProblem(Answer):
+    setting: str = ""
+    detail: str
+
+
+class ApiError(Exception):
+    """The API refused a request (application/problem+json), or could not be reached (`status` 0)."""
+
+    def __init__(self, status: int, detail: str, problems: tuple[SettingProblem, ...] = ()) -> None:
+        super().__init__("\n".join([detail, *(f"  {problem.detail}" for problem in problems)]))
+        self.status = status
+        self.detail = detail
+        self.problems = problems

@@ -1,0 +1,248 @@
+"""The `flowfleet` command, a thin face: jobs by `flowfleet.client`, the stack of this machine by `flowfleet.local`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import typer.core
+from pydantic import ValidationError
+from rich.console import Console
+from rich.markup import escape
+
+from flowfleet import cli_views as views
+from flowfleet.api_types import ApiError, Job, Sample
+from flowfleet.client import DEFAULT_URL, Client
+from flowfleet.job_files import prepare_job
+from flowfleet.local.plan import DEFAULT_PORT, StackOptions
+from flowfleet.local.stack import DEFAULT_STATE_DIR, StackError, StateDir
+from flowfleet.progress import follow
+
+out = Console(width=None if Console().is_terminal else 160)
+err = Console(stderr=True)
+
+
+class _Command(typer.core.TyperGroup):
+    """Turns what a user can do wrong into one readable message and exit code 1."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ValidationError as error:
+            message = "\n".join(item["msg"].removeprefix("Value error, ") for item in error.errors())
+        except (ApiError, StackError, ValueError, OSError) as error:
+            message = str(error)
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+        err.print(f"[red]error:[/red] {escape(message)}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1)
+
+
+app = typer.Typer(
+    cls=_Command,
+    help="Reinforcement learning for flow-matching image models, as a fleet of services.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+Url = Annotated[
+    str | None,
+    typer.Option(help=f"Of the REST API; else FLOWFLEET_URL, else the local stack's, else {DEFAULT_URL}."),
+]
+JobId = Annotated[str, typer.Argument(metavar="ID", help="A job's id, or the start of one.")]
+StackDir = Annotated[Path, typer.Option(help="Directory of the stack: addresses, logs, data.")]
+
+
+# -- the local stack -------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def up(
+    replicas: Annotated[int, typer.Option(help="Rollout processes.")] = 1,
+    reward: Annotated[
+        list[str] | None, typer.Option(help="Scorer to start, or NAME=HOST:PORT of one elsewhere; repeatable (ocr).")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Pipeline directory that the rollouts load at start.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of that model.")] = "float32",
+    port: Annotated[int, typer.Option(help="Of the REST API; 0 takes a free one.")] = DEFAULT_PORT,
+    state_dir: StackDir = DEFAULT_STATE_DIR,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return once it runs; stop it with `flowfleet down`.")
+    ] = False,
+) -> None:
+    """Start a stack on this machine: Redis, controller, rollouts, rewards."""
+    from flowfleet.local.session import run_stack, start_detached, stop_on_signals
+
+    options = StackOptions(
+        state_dir=state_dir, port=port, replicas=replicas, rewards=tuple(reward or ("ocr",)), model=model, dtype=dtype
+    )
+    if detach:
+        stack = start_detached(options)
+        out.print(views.stack_table(stack))
+        out.print(f"\nREST API: {stack.url}", highlight=False)
+        return
+    stop = threading.Event()
+    stop_on_signals(stop)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+
+    def ready(stack: Any) -> None:
+        out.print(views.stack_table(stack))
+        out.print(f"\nREST API: {stack.url}   Ctrl-C stops the stack.", highlight=False)
+
+    run_stack(options, stop, ready)
+
+
+@app.command()
+def down(state_dir: StackDir = DEFAULT_STATE_DIR) -> None:
+    """Stop the stack of this machine, trainers too."""
+    from flowfleet.local.session import stop_stack
+
+    state = StateDir(state_dir)
+    out.print("stopped" if stop_stack(state) else f"no stack runs in {state.path}", highlight=False)
+
+
+@app.command()
+def demo(
+    seed: Annotated[int | None, typer.Option(help="Of the job; else the recipe's.")] = None,
+    recipe: Annotated[Path, typer.Option(help="Job file.")] = Path("recipes/tiny_ocr.toml"),
+    state_dir: Annotated[Path, typer.Option(help="Replaced by the results and the stack's files.")] = Path("runs/demo"),
+) -> None:
+    """Train the tiny model from start to end, and leave figures, pictures and the model."""
+    from flowfleet.demo.run import run_demo
+
+    run_demo(recipe, state_dir, seed, out)
+
+
+# -- jobs ------------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def submit(
+    file: Annotated[Path, typer.Argument(help="Job file: TOML, YAML or JSON.")],
+    follow_: Annotated[bool, typer.Option("--follow", help="Watch the job until it ends.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved job and its processes only.")] = False,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="key=value, e.g. schedule.steps=20; repeatable.")
+    ] = None,
+    idempotency_key: Annotated[str | None, typer.Option(help="Submitting again with it gives the same job.")] = None,
+    url: Url = None,
+) -> None:
+    """Submit a job."""
+    with _client(url) as client:
+        spec = prepare_job(file, set_ or (), same_machine=client.on_this_machine)
+        if dry_run:
+            views.dry_run(spec, out)
+            return
+        job = client.submit(spec, idempotency_key)
+        out.print(job.id, highlight=False)
+        if follow_:
+            _watch(client, job)
+
+
+@app.command()
+def jobs(
+    status: Annotated[str | None, typer.Option(help="Only jobs of this status.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many, newest first.")] = 20,
+    url: Url = None,
+) -> None:
+    """List jobs."""
+    with _client(url) as client:
+        out.print(views.jobs_table(islice(client.jobs(status), limit)))
+
+
+@app.command()
+def show(job_id: JobId, url: Url = None) -> None:
+    """Show a job: status, progress, results, settings."""
+    with _client(url) as client:
+        views.show_job(client.find(job_id), out)
+
+
+@app.command()
+def watch(job_id: JobId, url: Url = None) -> None:
+    """Follow a job until it ends."""
+    with _client(url) as client:
+        _watch(client, client.find(job_id))
+
+
+@app.command()
+def samples(
+    job_id: JobId,
+    to: Annotated[Path | None, typer.Option("--out", help="Directory for the pictures (runs/samples/ID).")] = None,
+    purpose: Annotated[str, typer.Option(help="train or validate.")] = "train",
+    step: Annotated[int | None, typer.Option(help="Only of this step; of validation: of this policy version.")] = None,
+    order: Annotated[str, typer.Option(help="newest, oldest, best or worst.")] = "newest",
+    limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 16,
+    url: Url = None,
+) -> None:
+    """Download a job's pictures, and print their prompts and scores."""
+    with _client(url) as client:
+        job = client.find(job_id)
+        found = list(islice(client.samples(job.id, purpose=purpose, step=step, order=order), limit))
+        directory = to or Path("runs/samples") / job.id[: views.SHORT_ID]
+        files = [_save(client.media(job.id, sample), sample, directory) for sample in found]
+        out.print(views.samples_table(found, files))
+
+
+@app.command()
+def cancel(job_id: JobId, url: Url = None) -> None:
+    """Stop a job for good; what it has written stays."""
+    with _client(url) as client:
+        _say(client.cancel(client.find(job_id).id))
+
+
+@app.command()
+def pause(job_id: JobId, url: Url = None) -> None:
+    """Let a job end its step and start no other."""
+    with _client(url) as client:
+        _say(client.pause(client.find(job_id).id))
+
+
+@app.command()
+def resume(job_id: JobId, url: Url = None) -> None:
+    """Let a paused job go on."""
+    with _client(url) as client:
+        _say(client.resume(client.find(job_id).id))
+
+
+# -- parts -----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _client(url: str | None) -> Iterator[Client]:
+    local = None if url or os.environ.get("FLOWFLEET_URL") else StateDir(DEFAULT_STATE_DIR).read()
+    with Client(url or (local.url if local else None)) as client:
+        yield client
+
+
+def _watch(client: Client, job: Job) -> None:
+    follow(job, client.events(job.id), out)
+    ended = client.job(job.id)
+    if ended.status != "succeeded":
+        err.print(f"the job {ended.status}" + (f": {ended.reason}" if ended.reason else ""), highlight=False)
+        raise typer.Exit(1)
+
+
+def _say(job: Job) -> None:
+    out.print(
+        f"{job.id}  {job.status}" + (f", to be {job.desired}" if job.desired != job.status else ""), highlight=False
+    )
+
+
+def _save(picture: bytes, sample: Sample, directory: Path) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    suffix = sample.media_type.rpartition("/")[2].replace("jpeg", "jpg")
+    path = directory / f"{sample.purpose}-{sample.step:05d}-{sample.group:03d}-{sample.index:03d}.{suffix}"
+    path.write_bytes(picture)
+    return path
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,132 @@
+"""What the command line prints: tables of jobs, samples and processes, and the dry run."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from flowfleet.api_types import Job, Sample
+from flowfleet.commands import trainer_command
+from flowfleet.jobs import JobSpec
+from flowfleet.local.plan import SCORERS, Plan, StackOptions, make_plan, ports_needed
+from flowfleet.local.stack import Stack
+from flowfleet.progress import duration, number
+
+SHORT_ID = 13
+"""Characters of a job id that its milliseconds fill: enough to tell jobs apart."""
+
+COLOURS = {"running": "cyan", "succeeded": "green", "failed": "red", "cancelled": "yellow", "paused": "yellow"}
+
+
+def table(*columns: str) -> Table:
+    made = Table(box=None, padding=(0, 3, 0, 0), header_style="bright_black")
+    for column in columns:
+        made.add_column(column)
+    return made
+
+
+def jobs_table(jobs: Iterable[Job]) -> Table:
+    made = table("ID", "NAME", "STATUS", "STEP", "REWARD", "HELD OUT", "AGE")
+    for job in jobs:
+        progress, age = job.progress, datetime.now(UTC) - job.created_at
+        made.add_row(
+            job.id[:SHORT_ID],
+            job.name,
+            status_text(job.status),
+            f"{progress.step}/{progress.steps}",
+            number(progress.reward),
+            number(progress.held_out_reward),
+            duration(age.total_seconds()),
+        )
+    return made
+
+
+def status_text(status: str) -> Text:
+    return Text(status, style=COLOURS.get(status, ""))
+
+
+def show_job(job: Job, console: Console) -> None:
+    """All about one job."""
+    facts = Table.grid(padding=(0, 3))
+    progress = job.progress
+    dropped = ", ".join(f"{count} {reason}" for reason, count in progress.samples_dropped.items())
+    rows: list[tuple[str, str | Text]] = [
+        ("id", job.id),
+        ("name", job.name),
+        ("status", status_text(job.status)),
+        ("reason", job.reason),
+        ("created", job.created_at.isoformat(timespec="seconds")),
+        ("started", job.started_at.isoformat(timespec="seconds") if job.started_at else ""),
+        ("ended", job.ended_at.isoformat(timespec="seconds") if job.ended_at else ""),
+        ("step", f"{progress.step}/{progress.steps}  {progress.phase}"),
+        ("reward", number(progress.reward)),
+        ("held-out reward", number(progress.held_out_reward)),
+        ("samples", f"{progress.samples_trained} trained, {dropped or 'none'} dropped"),
+        *((name, _plain(value)) for name, value in job.results.items()),
+    ]
+    for name, value in rows:
+        if value:
+            facts.add_row(Text(name, style="bright_black"), value)
+    console.print(facts)
+    console.print("\n" + as_yaml(job.spec), highlight=False)
+
+
+def samples_table(samples: Sequence[Sample], files: Sequence[Path]) -> Table:
+    made = table("SAMPLE", "REWARD", "SCORES", "PROMPT", *(["FILE"] if files else []))
+    for index, sample in enumerate(samples):
+        scores = ", ".join(f"{name} {number(score)}" for name, score in sample.scores.items())
+        row = [f"{sample.step}/{sample.group}/{sample.index}", number(sample.reward), sample.drop_reason or scores]
+        made.add_row(*row, Text(sample.prompt), *([str(files[index])] if files else []))
+    return made
+
+
+def stack_table(stack: Stack) -> Table:
+    made = table("PROCESS", "PID", "ADDRESS", "LOG")
+    for name, process in stack.processes.items():
+        made.add_row(name, str(process.pid), process.address, process.log)
+    return made
+
+
+def as_yaml(value: object) -> str:
+    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110).rstrip()
+
+
+def dry_run(spec: JobSpec, console: Console) -> None:
+    """The resolved job, and each process that a local stack would start for it."""
+    _print(console, "# The job, defaults filled in\n" + as_yaml(spec.model_dump(mode="json")))
+    _print(console, "\n# Its processes on a local stack; port 0: a free one, chosen at start")
+    rewards = tuple(name if name in SCORERS else f"{name}=HOST:PORT" for name in spec.rewards)
+    options = StackOptions(port=0, rewards=rewards, model=spec.model.path, dtype=spec.model.dtype)
+    for process in _plan(options).processes:
+        _show_process(process.name, process.argv, process.env, console)
+    port_file = Path("runs/local/trainers/<job>.port")
+    trainer = trainer_command(spec, python=sys.executable, port_file=port_file)
+    _show_process("trainer (started by the controller for the job)", trainer, ("OMP_NUM_THREADS",), console)
+
+
+def _plan(options: StackOptions) -> Plan:
+    return make_plan(options, [0] * ports_needed(options), ["redis-server", "<state-dir>/redis/redis.conf"], "")
+
+
+def _show_process(name: str, argv: Sequence[str], env: Iterable[str], console: Console) -> None:
+    _print(console, f"\n{name}:\n  {shlex.join(argv)}\n  environment: {', '.join(env) or 'inherited'}")
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _print(console: Console, text: str) -> None:
+    """As it is: command lines and settings are no markup, and are not to be wrapped."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)

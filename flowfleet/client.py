@@ -1,0 +1,244 @@
+"""The Python client of Flowfleet: all that the command line does, and nothing that it cannot.
+
+    with Client("http://127.0.0.1:8470") as client:
+        job = client.submit(Path("recipes/tiny_ocr.toml"))
+        for event in client.events(job.id):
+            print(event.type, event.data)
+        print(client.job(job.id).results)
+
+Every call raises `ApiError`, in the API's own words, when it is refused or nobody answers. A controller that was
+reached before and is away (it restarts) is asked again for a few seconds; every call may be repeated, submits too,
+since each carries an Idempotency-Key.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+from urllib.parse import urlsplit
+
+import httpx
+from pydantic import BaseModel
+
+from flowfleet.api_types import ApiError, Checkpoint, Fleet, Job, JobEvent, MetricsRow, Sample, SettingProblem
+from flowfleet.job_files import prepare_job
+from flowfleet.jobs import JobSpec
+from flowfleet.sse import parse_events
+
+DEFAULT_URL = "http://127.0.0.1:8470"
+TIMEOUT_S = 30.0
+STREAM_SILENCE_S = 60.0
+"""The controller sends a sign of life more often than this while nothing happens."""
+RETRY_DELAYS_S = (0.2, 0.5, 1.0, 2.0, 4.0)
+AWAY = (httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.GATEWAY_TIMEOUT)
+PAGE_SIZE = 100
+
+T = TypeVar("T", bound=BaseModel)
+Query = dict[str, str | int]
+
+
+class Client:
+    """Synchronous; one connection pool, closed at the end of a `with` block. `transport` is for tests."""
+
+    def __init__(
+        self,
+        url: str | None = None,
+        api_key: str | None = None,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        self.url = (url or os.environ.get("FLOWFLEET_URL") or DEFAULT_URL).rstrip("/")
+        key = api_key or os.environ.get("FLOWFLEET_API_KEY")
+        self._http = httpx.Client(
+            base_url=self.url,
+            headers={"authorization": f"Bearer {key}"} if key else {},
+            timeout=timeout_s,
+            transport=transport,
+        )
+        self._reached = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    @property
+    def on_this_machine(self) -> bool:
+        """Whether the controller is reached by loopback, so that it sees the same files."""
+        host = urlsplit(self.url).hostname or ""
+        return host in ("localhost", "::1") or host.startswith("127.")
+
+    # -- jobs ----------------------------------------------------------------------------------------------------
+
+    def submit(self, job: JobSpec | Mapping[str, Any] | Path | str, idempotency_key: str | None = None) -> Job:
+        """Queues a job: a spec, a mapping, or a job file. The same key with the same job gives the first one."""
+        if isinstance(job, Path | str):
+            job = prepare_job(Path(job), same_machine=self.on_this_machine)
+        body = job.model_dump(mode="json") if isinstance(job, JobSpec) else dict(job)
+        headers = {"idempotency-key": idempotency_key or str(uuid.uuid4())}
+        return Job.model_validate(self._call("POST", "/v1/jobs", json=body, headers=headers).json())
+
+    def jobs(self, status: str | None = None) -> Iterator[Job]:
+        """All jobs, or those of one status, newest first."""
+        return self._pages("/v1/jobs", Job, {"status": status} if status else {})
+
+    def job(self, job_id: str) -> Job:
+        return Job.model_validate(self._get(f"/v1/jobs/{job_id}").json())
+
+    def find(self, prefix: str) -> Job:
+        """The one job whose id starts with `prefix`. ApiError (404, 409) where there is none or more than one."""
+        if len(prefix) == len(str(uuid.UUID(int=0))):
+            return self.job(prefix)
+        found = [job for job in self.jobs() if job.id.startswith(prefix)]
+        if not found:
+            raise ApiError(404, f"no job starts with {prefix!r}; `flowfleet jobs` lists them")
+        if len(found) > 1:
+            raise ApiError(409, f"{len(found)} jobs start with {prefix!r}: {', '.join(job.id for job in found[:5])}")
+        return found[0]
+
+    def cancel(self, job_id: str) -> Job:
+        return self._act(job_id, "cancel")
+
+    def pause(self, job_id: str) -> Job:
+        return self._act(job_id, "pause")
+
+    def resume(self, job_id: str) -> Job:
+        return self._act(job_id, "resume")
+
+    def wait(self, job_id: str, timeout_s: float | None = None) -> Job:
+        """Returns when the job has ended. TimeoutError after `timeout_s`."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not (job := self.job(job_id)).ended:
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"job {job_id} is still {job.status} after {timeout_s} s")
+            time.sleep(0.5)
+        return job
+
+    # -- what a job leaves ---------------------------------------------------------------------------------------
+
+    def events(self, job_id: str, after: str | None = None) -> Iterator[JobEvent]:
+        """Events as they happen, from the first or the next after an id, until the job has ended.
+
+        Goes on where it was when the connection breaks; ApiError once the controller stays away.
+        """
+        failures = 0
+        while True:
+            try:
+                for event in self._stream(job_id, after):
+                    after, failures = event.id, 0
+                    yield event
+                    if event.final:
+                        return
+                if self.job(job_id).ended:
+                    return  # its last event was seen before, or is no longer kept
+            except httpx.TransportError as error:
+                if failures == len(RETRY_DELAYS_S) or not self._reached:
+                    raise self._away(error) from None
+            except ApiError as error:
+                if error.status not in AWAY or failures == len(RETRY_DELAYS_S):
+                    raise
+            time.sleep(RETRY_DELAYS_S[min(failures, len(RETRY_DELAYS_S) - 1)])
+            failures += 1
+
+    def metrics(self, job_id: str) -> Iterator[MetricsRow]:
+        """One row a step, ascending."""
+        return self._pages(f"/v1/jobs/{job_id}/metrics", MetricsRow, {})
+
+    def checkpoints(self, job_id: str) -> Iterator[Checkpoint]:
+        return self._pages(f"/v1/jobs/{job_id}/checkpoints", Checkpoint, {})
+
+    def samples(
+        self, job_id: str, *, purpose: str = "train", step: int | None = None, order: str = "newest"
+    ) -> Iterator[Sample]:
+        """Samples with prompts and scores; `order`: newest, oldest, best, worst."""
+        query: Query = {"purpose": purpose, "order": order}
+        if step is not None:
+            query["step"] = step
+        return self._pages(f"/v1/jobs/{job_id}/samples", Sample, query)
+
+    def media(self, job_id: str, sample: Sample) -> bytes:
+        """The encoded picture of a sample."""
+        place = f"{sample.step}/{sample.group}/{sample.index}"
+        return self._get(f"/v1/jobs/{job_id}/samples/{place}/media", {"purpose": sample.purpose}).content
+
+    # -- the fleet -----------------------------------------------------------------------------------------------
+
+    def fleet(self) -> Fleet:
+        return Fleet.model_validate(self._get("/v1/fleet").json())
+
+    def version(self) -> dict[str, Any]:
+        return dict(self._get("/v1/version").json())
+
+    # -- transport -----------------------------------------------------------------------------------------------
+
+    def _act(self, job_id: str, action: str) -> Job:
+        return Job.model_validate(self._call("POST", f"/v1/jobs/{job_id}/{action}").json())
+
+    def _get(self, path: str, query: Query | None = None) -> httpx.Response:
+        return self._call("GET", path, params=query or {})
+
+    def _pages(self, path: str, kind: type[T], query: Query) -> Iterator[T]:
+        query = {**query, "limit": PAGE_SIZE}
+        while True:
+            page = self._get(path, query).json()
+            yield from (kind.model_validate(item) for item in page["items"])
+            if not page.get("next_cursor"):
+                return
+            query["cursor"] = page["next_cursor"]
+
+    def _call(self, method: str, path: str, **parts: Any) -> httpx.Response:
+        """One request, tried again while a controller that was there before is away."""
+        for delay_s in (*RETRY_DELAYS_S, None):
+            try:
+                response = self._http.request(method, path, **parts)
+            except httpx.TransportError as error:
+                if delay_s is None or not self._reached:
+                    raise self._away(error) from None
+            else:
+                self._reached = True
+                if response.status_code not in AWAY or delay_s is None:
+                    return _checked(response)
+            assert delay_s is not None
+            time.sleep(delay_s)
+        raise AssertionError("the last try returns or raises")
+
+    def _stream(self, job_id: str, after: str | None) -> Iterator[JobEvent]:
+        headers = {"accept": "text/event-stream", **({"last-event-id": after} if after else {})}
+        timeout = httpx.Timeout(self._http.timeout, read=STREAM_SILENCE_S)
+        with self._http.stream("GET", f"/v1/jobs/{job_id}/events", headers=headers, timeout=timeout) as response:
+            self._reached = True
+            if response.is_error:
+                response.read()
+            _checked(response)
+            for event in parse_events(response.iter_lines()):
+                yield JobEvent.model_validate_json(event.data)
+
+    def _away(self, error: httpx.TransportError) -> ApiError:
+        return ApiError(
+            0, f"no controller answers at {self.url} ({error or type(error).__name__}); start one with `flowfleet up`"
+        )
+
+
+def _checked(response: httpx.Response) -> httpx.Response:
+    """The response itself, or the ApiError that it tells."""
+    if response.is_success:
+        return response
+    try:
+        problem = response.json()
+        detail = str(problem.get("detail") or problem.get("title"))
+        problems = tuple(SettingProblem.model_validate(item) for item in problem.get("errors") or ())
+    except (ValueError, AttributeError):
+        detail, problems = f"{response.status_code} {response.reason_phrase}", ()
+    raise ApiError(response.status_code, detail, problems)

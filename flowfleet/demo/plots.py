@@ -1,0 +1,144 @@
+"""The two pictures that the demo leaves. One restrained look: little ink, two colours, labels at the lines."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from numpy.typing import NDArray
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+
+INK, QUIET, FAINT = "#1f2933", "#7b8794", "#e4e7eb"
+FIRST, SECOND = "#b1b8c0", "#0b7285"
+DPI = 144
+HEAD, MAX_INDENT = 1.0, 0.3
+"""Inches: from the top of a figure to its axes, and where its title may start."""
+STYLE: Any = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9.5,
+    "text.color": INK,
+    "axes.edgecolor": QUIET,
+    "axes.labelcolor": QUIET,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.8,
+    "xtick.color": QUIET,
+    "ytick.color": QUIET,
+    "ytick.left": False,
+}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points of a line: how many samples were trained on, and the mean reward then."""
+
+    samples: Sequence[int]
+    rewards: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same prompt and noise before and after training. Pictures are (H, W, 3) uint8."""
+
+    prompt: str
+    before: NDArray[np.uint8]
+    after: NDArray[np.uint8]
+    score_before: float | None
+    score_after: float | None
+
+
+def reward_curve(path: Path, training: Curve, held_out: Curve, title: str, subtitle: str) -> None:
+    """Training reward a step and held-out reward, over the samples trained on, as a PNG."""
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(7.2, 4.2), dpi=DPI)
+        axes.plot(
+            *_points(training), color=FIRST, linewidth=2.0, marker="o", markersize=3.5, label="training, with noise"
+        )
+        axes.plot(*_points(held_out), color=SECOND, linewidth=2.2, marker="o", markersize=7, label="held-out prompts")
+        axes.legend(loc="lower right", frameon=False, labelcolor=QUIET, reverse=True)
+        for count, reward in zip(held_out.samples, held_out.rewards, strict=True):
+            axes.annotate(
+                f"{reward:.2f}", (count, reward), (0, 9), textcoords="offset points", ha="center", color=SECOND
+            )
+        axes.set_ylim(min(0.0, *training.rewards, *held_out.rewards), max(1.0, *training.rewards, *held_out.rewards))
+        last = max([*training.samples, *held_out.samples], default=1)
+        axes.set_xlim(-0.03 * last, 1.03 * last)
+        axes.set_xticks(_ticks(last))
+        axes.set_xlabel("samples trained on")
+        axes.set_ylabel("mean reward")
+        _head(figure, title, subtitle, margin=0.66, foot=0.58)
+        _save(figure, path)
+
+
+def before_after(path: Path, pairs: Sequence[Pair], title: str, subtitle: str, num_columns: int = 6) -> None:
+    """A grid of picture pairs with the words asked for and the scores, as a PNG."""
+    num_rows = -(-len(pairs) // num_columns)
+    with plt.rc_context(STYLE):
+        figure = plt.figure(figsize=(1.95 * num_columns, 1.42 * num_rows + HEAD), dpi=DPI)
+        grid = figure.add_gridspec(num_rows, num_columns, wspace=0.14, hspace=0.5)
+        for index, pair in enumerate(pairs):
+            _draw_pair(figure, grid[index // num_columns, index % num_columns], pair)
+        _head(figure, title, subtitle, margin=0.28, foot=0.42)
+        _save(figure, path)
+
+
+def _draw_pair(figure: Any, cell: Any, pair: Pair) -> None:
+    halves = cell.subgridspec(1, 2, wspace=0.05)
+    shown = ((pair.before, pair.score_before, QUIET), (pair.after, pair.score_after, SECOND))
+    for column, (picture, score, colour) in enumerate(shown):
+        axes = figure.add_subplot(halves[column])
+        axes.imshow(picture, interpolation="nearest")
+        axes.set(xticks=[], yticks=[])
+        axes.grid(False)
+        for spine in axes.spines.values():
+            spine.set(visible=True, color=FAINT)
+        label = "no score" if score is None else f"{score:.2f}"
+        axes.set_xlabel(label, color=colour, fontsize=8.5, labelpad=3)
+        if column == 0:
+            axes.set_title(words_of(pair.prompt), loc="left", fontsize=8.5, pad=4, family="DejaVu Sans Mono")
+
+
+def words_of(prompt: str) -> str:
+    """What a prompt asks to be written, else the start of the prompt."""
+    parts = prompt.split('"')
+    return parts[1] if len(parts) > 2 else textwrap.shorten(prompt, 24, placeholder="…")
+
+
+def _points(curve: Curve) -> tuple[Sequence[int], Sequence[float]]:
+    return curve.samples, curve.rewards
+
+
+def _ticks(last: int) -> list[int]:
+    """Round numbers from 0 to `last`, four to eight of them."""
+    raw = max(last, 1) / 6
+    size = 10 ** int(np.floor(np.log10(raw)))
+    step = max(1, int(next(size * factor for factor in (1, 2, 5, 10) if size * factor >= raw)))
+    return list(range(0, last + 1, step))
+
+
+def _head(figure: Any, title: str, subtitle: str, margin: float, foot: float) -> None:
+    """Title and subtitle over the axes; `margin` (left and right) and `foot` (bottom) in inches."""
+    width, height = figure.get_size_inches()
+    figure.subplots_adjust(left=margin / width, right=1 - 0.28 / width, top=1 - HEAD / height, bottom=foot / height)
+    left = min(margin, MAX_INDENT) / width
+    figure.text(left, 1 - 0.2 / height, title, fontsize=13, fontweight="bold", va="top")
+    figure.text(left, 1 - 0.47 / height, subtitle, fontsize=9.5, color=QUIET, va="top")
+
+
+def _save(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, facecolor="white")
+    plt.close(figure)

@@ -1,0 +1,142 @@
+"""What is fetched from a finished job by REST, and the summary made of it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from flowfleet.api_types import Job, JobEvent, MetricsRow, Sample
+from flowfleet.client import Client
+from flowfleet.demo.plots import Curve, Pair
+from flowfleet.demo.statistics import paired_bootstrap
+
+NUM_PAIRS = 24
+"""Held-out prompts in the picture grid."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished job, its events and rows, and its held-out samples before and after training, prompt by prompt."""
+
+    job: Job
+    events: Sequence[JobEvent]
+    rows: Sequence[MetricsRow]
+    before: Sequence[Sample]
+    after: Sequence[Sample]
+
+    @property
+    def validations(self) -> list[dict[str, Any]]:
+        """Data of the validation events, by version."""
+        found = {event.data["version"]: event.data for event in self.events if event.type == "validation"}
+        return [found[version] for version in sorted(found)]
+
+    @property
+    def pairs(self) -> list[tuple[Sample, Sample]]:
+        """The same prompt and seed before and after, both scored."""
+        after = {sample.group: sample for sample in self.after if sample.reward is not None}
+        scored = [sample for sample in self.before if sample.reward is not None]
+        return [(sample, after[sample.group]) for sample in scored if sample.group in after]
+
+
+def fetch(client: Client, job_id: str, events: Sequence[JobEvent]) -> Outcome:
+    """Raises ValueError for a job without a validation before and one after training."""
+    job = client.job(job_id)
+    versions = sorted({event.data["version"] for event in events if event.type == "validation"})
+    if len(versions) < 2:
+        raise ValueError("the job validated less than twice: give the recipe data.validation")
+    before, after = (_held_out(client, job_id, version) for version in (versions[0], versions[-1]))
+    return Outcome(job, events, list(client.metrics(job_id)), before, after)
+
+
+def _held_out(client: Client, job_id: str, version: int) -> list[Sample]:
+    return list(client.samples(job_id, purpose="validate", step=version, order="oldest"))
+
+
+def fetch_pairs(client: Client, outcome: Outcome) -> Iterator[Pair]:
+    """The first `NUM_PAIRS` held-out prompts with their pictures: not picked, as they come."""
+    for before, after in outcome.pairs[:NUM_PAIRS]:
+        first, last = (_pixels(client.media(outcome.job.id, sample)) for sample in (before, after))
+        yield Pair(before.prompt, first, last, before.reward, after.reward)
+
+
+def _pixels(media: bytes) -> NDArray[np.uint8]:
+    with Image.open(io.BytesIO(media)) as image:
+        return np.asarray(image.convert("RGB"), dtype=np.uint8)
+
+
+def training_curve(rows: Iterable[MetricsRow]) -> Curve:
+    """Mean reward of each step's samples, over the samples trained on before them."""
+    trained, samples, rewards = 0, list[int](), list[float]()
+    for row in rows:
+        reward, total = row.values.get("critic/rewards/mean"), row.values.get("training/samples")
+        if reward is not None and total is not None:
+            samples.append(trained)
+            rewards.append(reward)
+            trained = int(total)
+    return Curve(samples, rewards)
+
+
+def held_out_curve(outcome: Outcome) -> Curve:
+    """Mean held-out reward of each validated version, over the samples that it was trained on."""
+    trained = {row.step + 1: int(row.values["training/samples"] or 0) for row in outcome.rows if _trained(row)}
+    points = [(trained.get(item["version"], 0), item["val/reward"]) for item in outcome.validations]
+    known = [(samples, reward) for samples, reward in points if reward is not None]
+    return Curve([samples for samples, _ in known], [reward for _, reward in known])
+
+
+def _trained(row: MetricsRow) -> bool:
+    return row.values.get("training/samples") is not None
+
+
+def summarise(outcome: Outcome, started: datetime, ended: datetime) -> dict[str, Any]:
+    """The content of summary.json. `started` and `ended` are those of the whole demo."""
+    job, first, last = outcome.job, outcome.validations[0], outcome.validations[-1]
+    before, after = ([sample.reward or 0.0 for sample in side] for side in zip(*outcome.pairs, strict=True))
+    first_step, last_step = _training_span(outcome)
+    seed = int(job.spec["seed"])
+    return {
+        "job_id": job.id,
+        "seed": seed,
+        "held_out_prompts": len(before),
+        "held_out_reward_before": first["val/reward"],
+        "held_out_reward_after": last["val/reward"],
+        "improvement": last["val/reward"] - first["val/reward"],
+        "bootstrap_ci95": list(paired_bootstrap(before, after, seed)),
+        "edge_density_before": first["val/edge_density"],
+        "edge_density_after": last["val/edge_density"],
+        "colour_entropy_before": first["val/colour_entropy"],
+        "colour_entropy_after": last["val/colour_entropy"],
+        "steps": job.progress.step,
+        "samples_trained": job.progress.samples_trained,
+        "samples_dropped": sum(job.progress.samples_dropped.values()),
+        "seconds_to_first_step": (first_step - started).total_seconds(),
+        "training_seconds": (last_step - first_step).total_seconds(),
+        "total_seconds": (ended - started).total_seconds(),
+        "seconds_by_phase": _seconds_by_phase(outcome.rows),
+    }
+
+
+def _training_span(outcome: Outcome) -> tuple[datetime, datetime]:
+    """From the start of the first training step's sampling to the end of the last step's update."""
+    progress = [event for event in outcome.events if event.type == "progress"]
+    first = next(event.time for event in progress if event.data.get("phase") == "rollout")
+    last = next(event.time for event in progress if event.data.get("step") == outcome.job.progress.steps)
+    return first, last
+
+
+def _seconds_by_phase(rows: Iterable[MetricsRow]) -> dict[str, float]:
+    """Sums of the rows' `timing_s/…`."""
+    totals: dict[str, float] = {}
+    for row in rows:
+        for name, value in row.values.items():
+            if name.startswith("timing_s/") and value is not None:
+                phase = name.removeprefix("timing_s/")
+                totals[phase] = round(totals.get(phase, 0.0) + value, 3)
+    return totals

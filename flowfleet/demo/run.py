@@ -1,0 +1,128 @@
+"""The demo from start to end: a fresh stack, one job by REST, its results on disk, the stack gone again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+
+from flowfleet.api_types import Job, JobEvent
+from flowfleet.client import Client
+from flowfleet.demo import plots
+from flowfleet.demo.results import Outcome, fetch, fetch_pairs, held_out_curve, summarise, training_curve
+from flowfleet.job_files import prepare_job
+from flowfleet.jobs import JobSpec
+from flowfleet.local.plan import StackOptions
+from flowfleet.local.session import local_stack, stop_stack
+from flowfleet.local.stack import StackError, StateDir
+from flowfleet.progress import duration, follow
+
+MARKER = "job.json"
+"""The job as submitted. Says that a directory was made by the demo, and may be replaced by the next one."""
+
+
+def run_demo(recipe: Path, directory: Path, seed: int | None, console: Console) -> dict[str, Any]:
+    """Leaves everything in `directory` and returns the summary. Raises ValueError, StackError or ApiError."""
+    started = datetime.fromtimestamp(psutil.Process().create_time(), UTC)
+    spec = prepare_job(recipe, [] if seed is None else [f"seed={seed}"], same_machine=True)
+    _make_fresh(directory, spec)
+    with local_stack(_stack_options(spec, directory)) as stack, Client(stack.url) as client:
+        _say(console, f"The stack runs ({', '.join(stack.processes)}); its REST API is {stack.url}.")
+        job = client.submit(spec)
+        _say(console, f"Job {job.id} is submitted; logs are in {stack.state_dir}/logs.\n")
+        outcome = _train(client, job, StateDir(Path(stack.state_dir)), console)
+        pairs = list(fetch_pairs(client, outcome))
+        shutil.copytree(outcome.job.results["model"], directory / "model")
+    _draw(outcome, pairs, directory)
+    summary = summarise(outcome, started, datetime.now(UTC))
+    (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    _tell(summary, directory, console)
+    return summary
+
+
+def _make_fresh(directory: Path, spec: JobSpec) -> None:
+    """Empties a directory of an earlier demo, whose stack is ended first should it still live."""
+    if directory.exists() and any(directory.iterdir()):
+        if not (directory / MARKER).exists():
+            raise ValueError(f"{directory} holds something else than a demo: give another --state-dir, or remove it")
+        stop_stack(StateDir(directory / "stack"))
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / MARKER).write_text(spec.model_dump_json(indent=2) + "\n")
+
+
+def _stack_options(spec: JobSpec, directory: Path) -> StackOptions:
+    return StackOptions(
+        state_dir=directory / "stack",
+        port=0,
+        rewards=tuple(spec.rewards),
+        model=spec.model.path,
+        dtype=spec.model.dtype,
+    )
+
+
+def _train(client: Client, job: Job, state: StateDir, console: Console) -> Outcome:
+    events: list[JobEvent] = []
+    follow(job, _recorded(client.events(job.id), events), console)
+    ended = client.job(job.id)
+    if ended.status != "succeeded":
+        tail = state.log_tail("controller")
+        raise StackError(f"the job {ended.status}: {ended.reason or 'no reason given'}; the controller's log:\n{tail}")
+    return fetch(client, job.id, events)
+
+
+def _recorded(events: Iterable[JobEvent], record: list[JobEvent]) -> Iterator[JobEvent]:
+    for event in events:
+        record.append(event)
+        yield event
+
+
+def _draw(outcome: Outcome, pairs: list[plots.Pair], directory: Path) -> None:
+    rewards = ", ".join(outcome.job.spec["rewards"])
+    held_out = held_out_curve(outcome)
+    gain = f"{held_out.rewards[0]:.2f} → {held_out.rewards[-1]:.2f} on {len(outcome.pairs)} held-out prompts"
+    about = f"reward {rewards} · {gain} · {held_out.samples[-1]:,} samples · seed {outcome.job.spec['seed']}"
+    title = f"{outcome.job.name}: reward over training"
+    plots.reward_curve(directory / "reward_curve.png", training_curve(outcome.rows), held_out, title, about)
+    title = "The same prompts and noise, before and after training"
+    about = (
+        f"The first {len(pairs)} of {len(outcome.pairs)} held-out prompts; the score ({rewards}) is below each picture"
+    )
+    plots.before_after(directory / "before_after.png", pairs, title, about)
+    with (directory / "metrics.jsonl").open("w") as file:
+        for row in outcome.rows:
+            file.write(json.dumps({"step": row.step, **row.values}) + "\n")
+
+
+def _tell(summary: dict[str, Any], directory: Path, console: Console) -> None:
+    low, high = summary["bootstrap_ci95"]
+    before, after = summary["held_out_reward_before"], summary["held_out_reward_after"]
+    training, first, total = (
+        duration(summary[name]) for name in ("training_seconds", "seconds_to_first_step", "total_seconds")
+    )
+    gain = f"+{after - before:.3f}" if after >= before else f"{after - before:.3f}"
+    lines = [
+        f"\nHeld-out reward {before:.3f} → {after:.3f}: {gain} (95 % {low:+.3f} … {high:+.3f})",
+        f"{summary['samples_trained']} samples trained on, {summary['samples_dropped']} dropped",
+        f"{training} of training, {first} to its first step, {total} in all\n",
+    ]
+    made = {
+        "summary.json": "all figures",
+        "reward_curve.png": "training and held-out reward",
+        "before_after.png": "pictures before and after",
+        "metrics.jsonl": "one row a step",
+        "model": "the trained model",
+        "stack/logs": "logs of every process",
+    }
+    for line in [*lines, *(f"  {directory / name!s:<32} {what}" for name, what in made.items())]:
+        _say(console, line)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)

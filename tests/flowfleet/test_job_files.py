@@ -1,0 +1,88 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from flowfleet.commands import trainer_command
+from flowfleet.job_files import prepare_job
+
+JOB = """
+[model]
+path = "models/tiny"
+[data]
+train = "prompts.txt"
+[rewards.ocr]
+"""
+
+
+@pytest.fixture
+def job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A job file in project/jobs, the model in project, prompts in the current directory (elsewhere)."""
+    for folder in ("project/jobs", "project/models/tiny", "elsewhere"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "elsewhere/prompts.txt").touch()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    path = tmp_path / "project/jobs/job.toml"
+    path.write_text(JOB)
+    return path
+
+
+def test_paths_are_found_here_then_beside_and_above_the_job_file(job_file: Path, tmp_path: Path) -> None:
+    spec = prepare_job(job_file, same_machine=True)
+
+    assert spec.data.train == str(tmp_path / "elsewhere/prompts.txt")
+    assert spec.model.path == str(tmp_path / "project/models/tiny")
+
+
+def test_paths_of_another_machine_stay_as_written(job_file: Path) -> None:
+    assert prepare_job(job_file, same_machine=False).model.path == "models/tiny"
+
+
+def test_a_path_found_nowhere_stays_as_written(job_file: Path) -> None:
+    spec = prepare_job(job_file, ["model.path=no/such", "data.validation=https://host/x"], same_machine=True)
+
+    assert spec.model.path == "no/such"
+    assert spec.data.validation == "https://host/x"
+
+
+def test_changes_are_read_as_toml_values_or_text(job_file: Path) -> None:
+    changes = ["seed=7", "trainer.mode=full", "trainer.optimizer.betas=[0.8, 0.9]", 'name="x"', "data.train=a=b.txt"]
+    spec = prepare_job(job_file, changes, same_machine=False)
+
+    assert (spec.seed, spec.trainer.mode, spec.trainer.optimizer.betas) == (7, "full", (0.8, 0.9))
+    assert (spec.name, spec.data.train) == ("x", "a=b.txt")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("seed", "write it as key=value"),
+        ("=3", "write it as key=value"),
+        ("model.path.deep=1", "path is a value"),
+        ("sede=3", "did you mean seed"),
+        ("schedule.steps=none", r"schedule\.steps"),
+    ],
+)
+def test_wrong_changes_say_what_to_write(job_file: Path, change: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepare_job(job_file, [change], same_machine=True)
+
+
+def test_the_shipped_recipes_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parents[2]
+    recipes = sorted((root / "recipes").glob("*.toml"))
+
+    assert [path.stem for path in recipes][:2] == ["tiny_ocr", "tiny_ocr_full"]
+    for path in recipes:
+        assert prepare_job(path, same_machine=True).data.train
+
+
+def test_dry_run_shows_the_trainer_command_that_the_controller_uses(job_file: Path) -> None:
+    from services.controller import launcher
+
+    spec = prepare_job(job_file, ["trainer.world_size=3"], same_machine=False)
+    port_file = Path(os.devnull)
+
+    assert trainer_command(spec, python="py", port_file=port_file) == launcher.trainer_command(
+        spec, python="py", port_file=port_file
+    )
