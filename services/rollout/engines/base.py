@@ -1,0 +1,143 @@
+"""What a rollout engine is, and the plain values that go in and out. Nothing here knows of calls, streams or blobs.
+
+An engine holds one base model and at most one adapter, and does one thing at a time on its own thread or process; its
+methods are coroutines, so that a server can take requests meanwhile. It knows no jobs and no versions: the server calls
+the methods that change weights only while nothing samples.
+
+Randomness comes from the seeds of a request alone, so a repeated request makes the same samples bit for bit.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowfleet.models import PromptEmbeds
+from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
+from flowfleet.trajectories import Trajectory
+from flowfleet.weights import Member
+
+
+class Cancelled(Exception):
+    """Nobody wants the work any more; raised between two denoising steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    height: int
+    """Pixels."""
+    width: int
+    """Pixels."""
+    num_steps: int
+    guidance_scale: float = 1.0
+    """True classifier-free guidance; 1 is off."""
+    negative_prompt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """Where noise enters, and how. No steps: the ODE."""
+
+    step_type: str = ""
+    eta: float = 0.0
+    steps: tuple[int, ...] = ()
+    share_initial: bool = False
+    """One initial latent for a whole group, that of the first seed asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptGroup:
+    """Samples of one prompt; `seeds` has one for each of `indices`, which rise."""
+
+    group: int
+    prompt: str
+    indices: tuple[int, ...]
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    groups: tuple[PromptGroup, ...]
+    """In rising order."""
+    sampling: Sampling
+    noise: Noise
+    keep_trajectory: bool
+
+    @property
+    def num_samples(self) -> int:
+        return sum(len(group.indices) for group in self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedSample:
+    group: int
+    index: int
+    seed: int
+    image: np.ndarray
+    """(H, W, 3) uint8."""
+    trajectory: Trajectory | None
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedBatch:
+    """Samples of one forward. Embeds are on the CPU and padded to the width that the forward saw."""
+
+    samples: tuple[GeneratedSample, ...]
+    embeds: Mapping[int, PromptEmbeds]
+    """Group to its prompt, one row."""
+    negative: PromptEmbeds | None
+    """One row; None without guidance."""
+    seconds: Mapping[str, float]
+    """Engine time by part: "encode", "denoise", "decode"."""
+
+
+class RolloutEngine(ABC):
+    """See the module. Every method may raise ValueError for what the caller can change."""
+
+    name: ClassVar[str]
+    device: torch.device
+    """Where the weights are; a transfer group is joined on it."""
+
+    @abstractmethod
+    async def prepare(self, model: ModelSpec, lora: LoraSpec | None) -> None:
+        """Makes the base model live, with an adapter of that shape or none. Loads and installs only what differs; base
+        weights that were overwritten since are loaded anew."""
+
+    @abstractmethod
+    def generate(
+        self, request: GenerationRequest, cancelled: Callable[[], bool]
+    ) -> AsyncGenerator[GeneratedBatch, None]:
+        """Samples a request in batches, in (group, index) order, the next one already running while a batch is handled.
+
+        `cancelled` is asked from the engine's thread before every denoising step; then Cancelled is raised.
+        """
+
+    @abstractmethod
+    async def load_adapter(self, state: Mapping[str, Tensor]) -> None:
+        """Puts a whole adapter into the live model. Raises ValueError unless names, shapes and dtypes are all its."""
+
+    @abstractmethod
+    async def receive(self, member: Member, buckets: Sequence[Bucket]) -> None:
+        """Receives every bucket into the live weights: the adapter's if there is one, else all of the transformer's.
+
+        Raises ValueError unless the buckets hold exactly those weights, before any is received.
+        """
+
+    @abstractmethod
+    async def verify(self, hashes: Mapping[str, int]) -> str:
+        """Compares the live weights that an update brings (as in `receive`), all of them, with the trainer's hashes and
+        returns their digest (`flowfleet.weights.digest`). Raises DataLoss where they differ."""
+
+    @abstractmethod
+    def stalled_s(self) -> float:
+        """Seconds since the running work last made progress; 0 when nothing runs."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Ends the engine's thread once its running work is done."""

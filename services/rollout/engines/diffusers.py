@@ -1,0 +1,180 @@
+"""The diffusers engine: a model adapter on one device, driven by one thread.
+
+Everything that touches the model runs on that thread in the order asked for, so batches of several requests take turns
+and a weight change never meets a forward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from flowfleet import lora as adapters
+from flowfleet import weights
+from flowfleet.models import ModelAdapter, adapter_for
+from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
+from services.rollout.engines.base import Cancelled, GeneratedBatch, GenerationRequest, RolloutEngine
+from services.rollout.engines.sampler import Encoded, Row, Sampler, batches
+
+log = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class DiffusersEngine(RolloutEngine):
+    """`max_batch` is the most rows of one forward; `threads` the CPU threads of torch, None for its default."""
+
+    name = "diffusers"
+
+    def __init__(self, device: torch.device, *, max_batch: int, threads: int | None = None) -> None:
+        self.device = device
+        self._max_batch = max_batch
+        self._threads = threads
+        self._thread = ThreadPoolExecutor(1, "engine", initializer=self._set_up_thread)
+        self._progress: float | None = None
+        self._model: ModelSpec | None = None
+        self._lora: LoraSpec | None = None
+        self._adapter: ModelAdapter | None = None
+        self._sampler: Sampler | None = None
+
+    async def prepare(self, model: ModelSpec, lora: LoraSpec | None) -> None:
+        await self._run(self._prepare, model, lora)
+
+    async def generate(
+        self, request: GenerationRequest, cancelled: Callable[[], bool]
+    ) -> AsyncGenerator[GeneratedBatch, None]:
+        def checkpoint() -> None:
+            self._beat()
+            if cancelled():
+                raise Cancelled
+
+        encoded = await self._run(self._encode, request)
+        waiting = batches(request, self._max_batch)
+        running: asyncio.Future[GeneratedBatch] | None = None
+        try:
+            while waiting or running:
+                finished = await running if running else None
+                running = self._run(self._sample, request, encoded, waiting.pop(0), checkpoint) if waiting else None
+                if finished is not None:
+                    yield finished
+        finally:
+            if running is not None:
+                running.cancel()
+
+    async def load_adapter(self, state: Mapping[str, Tensor]) -> None:
+        await self._run(self._load_adapter, state)
+
+    async def receive(self, member: weights.Member, buckets: Sequence[Bucket]) -> None:
+        await self._run(self._receive, member, buckets)
+
+    async def verify(self, hashes: Mapping[str, int]) -> str:
+        return await self._run(lambda: weights.verify(self._live_weights(), hashes))
+
+    def stalled_s(self) -> float:
+        progress = self._progress
+        return 0.0 if progress is None else time.monotonic() - progress
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
+
+    # On the engine's thread -------------------------------------------------------------------------------------------
+
+    def _set_up_thread(self) -> None:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+
+    def _prepare(self, model: ModelSpec, lora: LoraSpec | None) -> None:
+        if self._adapter is None or self._model != model:
+            self._load(model)
+        if self._lora != lora:
+            self._install(lora)
+
+    def _load(self, model: ModelSpec) -> None:
+        self._model = self._lora = self._adapter = self._sampler = None
+        log.info("loads %s in %s on %s", model.path, model.dtype, self.device)
+        adapter = adapter_for(model.path).load(model.path, dtype=weights.dtype_of(model.dtype), device=self.device)
+        self._model, self._adapter, self._sampler = _copy(model), adapter, Sampler(adapter)
+
+    def _install(self, lora: LoraSpec | None) -> None:
+        transformer = self._loaded().transformer
+        if self._lora is not None:
+            transformer.unload_lora()
+            self._lora = None
+        if lora is not None:
+            try:
+                adapters.install_lora(transformer, lora)
+            except BaseException:
+                self._model = None  # Half an adapter may be in it.
+                raise
+            self._lora = _copy(lora)
+
+    def _encode(self, request: GenerationRequest) -> Encoded:
+        assert self._sampler is not None, "prepare comes first"
+        return self._sampler.encode(request)
+
+    def _sample(
+        self, request: GenerationRequest, encoded: Encoded, rows: Sequence[Row], checkpoint: Callable[[], None]
+    ) -> GeneratedBatch:
+        assert self._sampler is not None
+        return self._sampler.sample(request, encoded, rows, checkpoint)
+
+    def _load_adapter(self, state: Mapping[str, Tensor]) -> None:
+        adapters.load_adapter(self._loaded().transformer, state)
+
+    def _receive(self, member: weights.Member, buckets: Sequence[Bucket]) -> None:
+        live = self._live_weights()
+        sent = [spec.name for bucket in buckets for spec in bucket.parameters]
+        if sorted(sent) != sorted(live):
+            missing, extra = sorted(live.keys() - set(sent)), sorted(set(sent) - live.keys())
+            raise ValueError(
+                f"the buckets do not hold every weight once: missing {missing[:3]}, unexpected {extra[:3]}; trainer "
+                "and replica must load the same model and adapter"
+            )
+        if self._lora is None:
+            self._model = None  # The base is no longer what is on disk: the next job loads it anew.
+        copy = weights.copy_into(live)
+
+        def into(name: str, value: Tensor) -> None:
+            self._beat()
+            copy(name, value)
+
+        weights.receive(member, buckets, into)
+
+    def _live_weights(self) -> Mapping[str, Tensor]:
+        """What an update brings, by the names that it travels under."""
+        transformer = self._loaded().transformer
+        if self._lora is not None:
+            return adapters.named_adapter_parameters(transformer)
+        return weights.full_parameters(transformer)
+
+    def _loaded(self) -> ModelAdapter:
+        assert self._adapter is not None, "prepare comes first"
+        return self._adapter
+
+    # The thread itself ------------------------------------------------------------------------------------------------
+
+    def _run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+        def work() -> T:
+            self._beat()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._progress = None
+
+        return asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _beat(self) -> None:
+        self._progress = time.monotonic()
+
+
+def _copy(message: T) -> T:
+    copied = type(message)()
+    copied.CopyFrom(message)  # type: ignore[attr-defined]
+    return copied

@@ -1,0 +1,117 @@
+"""From a generated batch to blobs, the job's stream and finished `Sample` messages.
+
+A blob's key carries the hash of its content, so a sample made twice never changes what an earlier reference points to.
+A training sample is appended to the job's trajectory stream once all its blobs are stored; validation samples have
+nothing to train on and go back to the caller alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import redis.asyncio
+from PIL import Image
+
+from flowfleet import keys
+from flowfleet.blobs import BlobStore
+from flowfleet.models import PromptEmbeds
+from flowfleet.proto.common_pb2 import PURPOSE_TRAIN, BlobRef, Sample, SampleId
+from flowfleet.proto.rollout_pb2 import GenerateRequest
+from flowfleet.streams import TrajectoryStream
+from flowfleet.trajectories import EmbedsBlob
+from services.rollout.engines.base import GeneratedBatch, GeneratedSample
+
+BLOB_TTL_S = 24 * 3600
+"""A guard against leaks; the controller renews what may still be trained on."""
+_PARALLEL_WRITES = 8
+_PNG_COMPRESSION = 1
+"""zlib's fastest level: five times quicker than the default, pictures a tenth larger."""
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """References that the samples of one batch have in common."""
+
+    embeds: dict[int, BlobRef]
+    negative: BlobRef | None
+
+
+class Publisher:
+    """Encodes in `pool`, off the event loop and off the engine's thread."""
+
+    def __init__(
+        self, client: redis.asyncio.Redis, blobs: BlobStore, replica_id: str, pool: ThreadPoolExecutor
+    ) -> None:
+        self._redis = client
+        self._blobs = blobs
+        self._replica_id = replica_id
+        self._pool = pool
+        self._writes = asyncio.Semaphore(_PARALLEL_WRITES)
+
+    async def publish(self, request: GenerateRequest, batch: GeneratedBatch) -> list[Sample]:
+        """Stores a batch and returns its samples in order. The request tells job, step, purpose and policy version."""
+        shared = _Shared(
+            {
+                group: await self._put_embeds(request, "embeds", (request.step, group), prompt)
+                for group, prompt in batch.embeds.items()
+            },
+            None if batch.negative is None else await self._put_embeds(request, "negative", (), batch.negative),
+        )
+        return await asyncio.gather(*(self._publish(request, sample, shared) for sample in batch.samples))
+
+    async def _publish(self, request: GenerateRequest, generated: GeneratedSample, shared: _Shared) -> Sample:
+        async with self._writes:
+            loop = asyncio.get_running_loop()
+            media, trajectory = await loop.run_in_executor(self._pool, _encode, generated)
+            place = (request.step, generated.group, generated.index)
+            sample = self._sample(request, generated, shared)
+            sample.media.CopyFrom(await self._put(request.job_id, "media", place, media))
+            if trajectory is not None:
+                sample.trajectory.CopyFrom(await self._put(request.job_id, "trajectory", place, trajectory))
+            if request.purpose == PURPOSE_TRAIN:
+                await TrajectoryStream(self._redis, request.job_id).publish(sample)
+            return sample
+
+    async def _put_embeds(
+        self, request: GenerateRequest, kind: str, place: Sequence[int], prompt: PromptEmbeds
+    ) -> BlobRef:
+        """One row. A group has a blob of its own, which may go with its step; the negative one is the whole job's."""
+        data = EmbedsBlob(prompt.embeds[0], prompt.mask[0]).to_bytes()
+        return await self._put(request.job_id, kind, place, data)
+
+    async def _put(self, job_id: str, kind: str, place: Sequence[int], data: bytes) -> BlobRef:
+        key = keys.blob(job_id, kind, *place, hashlib.sha256(data).hexdigest()[:16])
+        return await self._blobs.put(key, data, ttl_s=BLOB_TTL_S)
+
+    def _sample(self, request: GenerateRequest, generated: GeneratedSample, shared: _Shared) -> Sample:
+        return Sample(
+            id=SampleId(job_id=request.job_id, step=request.step, group=generated.group, index=generated.index),
+            purpose=request.purpose,
+            seed=generated.seed,
+            policy_version=request.policy_version,
+            prompt_embeds=shared.embeds[generated.group],
+            negative_embeds=shared.negative,
+            media_type="image/png",
+            sde_steps=request.noise.sde_steps if request.noise.eta > 0 else (),
+            height=request.sampling.height,
+            width=request.sampling.width,
+            replica_id=self._replica_id,
+        )
+
+
+def encode_png(image: np.ndarray) -> bytes:
+    """(H, W, 3) uint8 to a PNG file."""
+    out = io.BytesIO()
+    Image.fromarray(image).save(out, "PNG", compress_level=_PNG_COMPRESSION)
+    return out.getvalue()
+
+
+def _encode(sample: GeneratedSample) -> tuple[bytes, bytes | None]:
+    trajectory = None if sample.trajectory is None else sample.trajectory.to_bytes()
+    return encode_png(sample.image), trajectory

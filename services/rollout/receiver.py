@@ -1,0 +1,176 @@
+"""The replica's end of a weight update: Init, Start, Update, Finish, one at a time, around the pure `WeightState`.
+
+What has begun to change the model is never cut short by a caller who goes away: it runs to its end, bounded by the
+transfer group's timeout, and its outcome is recorded. Whatever fails leaves the replica without verified weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from flowfleet import weights
+from flowfleet.blobs import BlobStore
+from flowfleet.errors import Conflict, DataLoss, Unavailable
+from flowfleet.lora import adapter_from_bytes
+from flowfleet.proto import common_pb2, rollout_pb2
+from flowfleet.transfer import TransferMember
+from services.rollout.engines.base import RolloutEngine
+from services.rollout.requests import check_job_id
+from services.rollout.weights import Phase, WeightState
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What the engine was prepared for."""
+
+    job_id: str
+    model: rollout_pb2.ModelSpec
+    lora: rollout_pb2.LoraSpec | None
+
+
+class WeightReceiver:
+    """`settled()` waits until no sample is in flight; the state has stopped admission by then."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        state: WeightState,
+        blobs: BlobStore,
+        settled: Callable[[], Awaitable[object]],
+    ) -> None:
+        self._engine = engine
+        self._state = state
+        self._blobs = blobs
+        self._settled = settled
+        self._lock = asyncio.Lock()
+        self._binding: Binding | None = None
+        self._member: TransferMember | None = None
+
+    async def init(self, request: rollout_pb2.InitWeightTransferRequest) -> None:
+        """Binds to the job; a binding that is the same already stays, served version included."""
+        if self._state.draining:
+            raise Unavailable("this replica is draining: publish to another")
+        binding = _binding(request)
+        await self._lock.acquire()
+        await self._to_the_end(self._init(binding, request.group if request.HasField("group") else None))
+
+    async def start(self, request: rollout_pb2.StartWeightUpdateRequest) -> None:
+        """Stops admission, then waits for what runs."""
+        async with self._lock:
+            self._state.start(request.job_id, request.version)
+            await self._settled()
+
+    async def update(self, request: rollout_pb2.UpdateWeightsRequest) -> None:
+        await self._lock.acquire()
+        await self._to_the_end(self._update(request))
+
+    async def finish(self, request: rollout_pb2.FinishWeightUpdateRequest) -> None:
+        """Verifies and serves. Repeating it for the version served is fine."""
+        await self._lock.acquire()
+        await self._to_the_end(self._finish(request))
+
+    def close(self) -> None:
+        """Leaves the transfer group."""
+        if self._member is not None:
+            self._member.close()
+            self._member = None
+
+    async def _init(self, binding: Binding, group: rollout_pb2.TransferGroup | None) -> None:
+        if binding != self._binding:
+            self._binding = None
+            self._state.forget()
+            await self._settled()
+            self._state.touch()
+            await self._engine.prepare(binding.model, binding.lora)
+            self._state.bind(binding.job_id)
+            self._binding = binding
+            log.info("bound", extra={"job": binding.job_id})
+        if group is not None and (self._member is None or self._member.group_id != group.group_id):
+            self.close()
+            self._member = await self._join(group)
+
+    async def _join(self, group: rollout_pb2.TransferGroup) -> TransferMember:
+        try:
+            return await asyncio.to_thread(TransferMember.join, group, self._engine.device)
+        except RuntimeError as error:
+            raise Conflict(f"transfer group {group.group_id} did not form: {error}") from None
+
+    async def _update(self, request: rollout_pb2.UpdateWeightsRequest) -> None:
+        self._state.require_updating(request.job_id, request.version)
+        try:
+            match request.WhichOneof("source"):
+                case "adapter":
+                    await self._load_adapter(request.adapter)
+                case "broadcast":
+                    await self._receive(request.broadcast)
+                case _:
+                    raise ValueError("source: give an adapter blob or a broadcast")
+        except BaseException:
+            self._state.forget()
+            raise
+        self._state.loaded()
+
+    async def _load_adapter(self, ref: common_pb2.BlobRef) -> None:
+        assert self._binding is not None
+        if self._binding.lora is None:
+            raise ValueError("source: this job trains full weights, which come by broadcast, not as an adapter")
+        adapter = adapter_from_bytes(await self._blobs.get(ref))
+        self._state.touch()
+        await self._engine.load_adapter(adapter)
+
+    async def _receive(self, broadcast: rollout_pb2.Broadcast) -> None:
+        if self._member is None or self._member.group_id != broadcast.group_id:
+            raise Conflict(f"not in transfer group {broadcast.group_id}: call InitWeightTransfer with it first")
+        self._state.touch()
+        try:
+            await self._engine.receive(self._member, broadcast.buckets)
+        except RuntimeError as error:
+            self.close()
+            raise DataLoss(f"the broadcast broke off: {error}; form another group and send all weights again") from None
+        except BaseException:
+            self.close()
+            raise
+
+    async def _finish(self, request: rollout_pb2.FinishWeightUpdateRequest) -> None:
+        state = self._state
+        served = state.phase is Phase.SERVING and (request.job_id, request.version) == (state.job_id, state.version)
+        if served and state.digest == weights.digest(request.hashes):
+            return
+        state.require_loaded(request.job_id, request.version)
+        try:
+            digest = await self._engine.verify(request.hashes)
+        except BaseException:
+            state.forget()
+            raise
+        state.finish(digest)
+        log.info("serves version %d, digest %s", request.version, digest[:12], extra={"job": request.job_id})
+
+    async def _to_the_end(self, operation: Coroutine[Any, Any, None]) -> None:
+        """Runs an operation that a cancelled caller does not cancel. Takes over the lock and releases it."""
+        task = asyncio.create_task(operation)
+        task.add_done_callback(self._ended)
+        await asyncio.shield(task)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._lock.release()
+        if not task.cancelled() and task.exception() is not None:
+            log.warning("weights: %s", task.exception())
+
+
+def _binding(request: rollout_pb2.InitWeightTransferRequest) -> Binding:
+    """Checked, and copied out of the message. Raises ValueError."""
+    check_job_id(request.job_id)
+    if not request.model.path:
+        raise ValueError("model.path: give the directory of a diffusers pipeline")
+    weights.dtype_of(request.model.dtype)
+    if not request.HasField("lora"):
+        return Binding(request.job_id, request.model, None)
+    if request.lora.rank < 1 or not request.lora.alpha > 0 or not request.lora.target_modules:
+        raise ValueError("lora: give rank and alpha above 0, and target_modules")
+    return Binding(request.job_id, request.model, request.lora)

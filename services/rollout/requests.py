@@ -1,0 +1,88 @@
+"""From the wire's GenerateRequest to the engine's request. What a client can get wrong is said here, as ValueError."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+from flowfleet.algorithms.sde import STEPS
+from flowfleet.proto import common_pb2, rollout_pb2
+from services.rollout.engines.base import GenerationRequest, Noise, PromptGroup, Sampling
+
+MAX_SAMPLES = 65_536
+MAX_STEPS = 1000
+MAX_SIDE = 8192
+_JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def check_job_id(job_id: str) -> str:
+    """The id itself, fit for a Redis key. Raises ValueError if it is not."""
+    if not _JOB_ID.fullmatch(job_id):
+        raise ValueError(f"job_id {job_id!r}: give 1 to 128 letters, digits, dots, dashes or underscores")
+    return job_id
+
+
+def generation_request(request: rollout_pb2.GenerateRequest) -> GenerationRequest:
+    """The engine's view of a request, rows in (group, index) order. Raises ValueError with what to change."""
+    check_job_id(request.job_id)
+    groups = _groups(request.groups)
+    sampling = _sampling(request.sampling)
+    noise = _noise(request.noise, sampling.num_steps)
+    is_training = request.purpose == common_pb2.PURPOSE_TRAIN
+    if not is_training and request.purpose != common_pb2.PURPOSE_VALIDATE:
+        raise ValueError("purpose: give PURPOSE_TRAIN or PURPOSE_VALIDATE")
+    if is_training and not noise.steps:
+        raise ValueError("noise: PURPOSE_TRAIN needs sde_steps and eta > 0, for an ODE has no log-prob to train on")
+    return GenerationRequest(groups, sampling, noise, keep_trajectory=is_training)
+
+
+def _groups(messages: Sequence[rollout_pb2.PromptGroup]) -> tuple[PromptGroup, ...]:
+    groups = [_group(message) for message in messages]
+    numbers = [group.group for group in groups]
+    num_samples = sum(len(group.indices) for group in groups)
+    if not groups or len(set(numbers)) != len(numbers):
+        raise ValueError(f"groups: give at least one, each with its own number, not {numbers}")
+    if num_samples > MAX_SAMPLES:
+        raise ValueError(f"groups: {num_samples} samples are more than {MAX_SAMPLES} in one call: split it")
+    return tuple(sorted(groups, key=lambda group: group.group))
+
+
+def _group(message: rollout_pb2.PromptGroup) -> PromptGroup:
+    indices, seeds = list(message.indices), list(message.seeds)
+    if not indices or len(indices) != len(seeds):
+        raise ValueError(
+            f"group {message.group}: give one seed an index and at least one index, not {len(seeds)} and {len(indices)}"
+        )
+    if len(set(indices)) != len(indices):
+        raise ValueError(f"group {message.group}: indices repeat: {indices}")
+    pairs = sorted(zip(indices, seeds, strict=True))
+    return PromptGroup(
+        message.group, message.prompt, tuple(index for index, _ in pairs), tuple(seed for _, seed in pairs)
+    )
+
+
+def _sampling(message: rollout_pb2.Sampling) -> Sampling:
+    for name, side in (("height", message.height), ("width", message.width)):
+        if not 0 < side <= MAX_SIDE:
+            raise ValueError(f"sampling.{name} = {side}: give 1 to {MAX_SIDE} pixels")
+    if not 0 < message.num_inference_steps <= MAX_STEPS:
+        raise ValueError(f"sampling.num_inference_steps = {message.num_inference_steps}: give 1 to {MAX_STEPS}")
+    guidance = message.guidance_scale
+    if not (math.isfinite(guidance) and guidance >= 1):
+        raise ValueError(f"sampling.guidance_scale = {guidance}: give a number of at least 1; 1 is off")
+    negative = message.negative_prompt if guidance > 1 else ""
+    return Sampling(message.height, message.width, message.num_inference_steps, guidance, negative)
+
+
+def _noise(message: rollout_pb2.Noise, num_steps: int) -> Noise:
+    steps = tuple(message.sde_steps)
+    if not (math.isfinite(message.eta) and message.eta >= 0):
+        raise ValueError(f"noise.eta = {message.eta}: give a finite number of at least 0")
+    if not steps or message.eta == 0:
+        return Noise(share_initial=message.share_initial_noise)
+    if message.step_type not in STEPS:
+        raise ValueError(f"noise.step_type = {message.step_type!r}: give one of {', '.join(STEPS)}")
+    if list(steps) != sorted(set(steps)) or steps[-1] >= num_steps:
+        raise ValueError(f"noise.sde_steps = {list(steps)}: give ascending steps below {num_steps}, each once")
+    return Noise(message.step_type, message.eta, steps, message.share_initial_noise)

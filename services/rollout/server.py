@@ -1,0 +1,142 @@
+"""RolloutService: who may sample, what is streamed back, and what the replica says of itself.
+
+Admission is by version: a request names job and policy version, and is taken only while exactly these are served. Work
+goes through the engine in order; a weight update stops admission, waits for what was admitted and only then touches
+the model. GetStatus tells which version is live. The standard health service tells less: that this process lives and
+its engine makes progress, so that a replica waiting for its first weights is not restarted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, suppress
+from typing import Any
+
+from flowfleet.blobs import BlobStore
+from flowfleet.proto import rollout_pb2, rollout_pb2_grpc
+from services.rollout.engines.base import RolloutEngine
+from services.rollout.generation import Generation
+from services.rollout.metrics import RolloutMetrics
+from services.rollout.publisher import Publisher
+from services.rollout.receiver import WeightReceiver
+from services.rollout.requests import generation_request
+from services.rollout.weights import Phase, WeightState
+
+_STATES = {
+    Phase.IDLE: rollout_pb2.ROLLOUT_STATE_IDLE,
+    Phase.UPDATING: rollout_pb2.ROLLOUT_STATE_UPDATING,
+    Phase.SERVING: rollout_pb2.ROLLOUT_STATE_SERVING,
+}
+
+
+class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
+    """Wires engine, publisher and weight receiver to the calls of rollout.proto."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        publisher: Publisher,
+        blobs: BlobStore,
+        metrics: RolloutMetrics,
+        *,
+        replica_id: str,
+        incarnation: str,
+    ) -> None:
+        self._engine = engine
+        self._publisher = publisher
+        self._metrics = metrics
+        self._replica_id = replica_id
+        self._incarnation = incarnation
+        self._samples_total = 0
+        self._state = WeightState()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._receiver = WeightReceiver(engine, self._state, blobs, self._idle.wait)
+
+    async def Generate(
+        self, request: rollout_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[rollout_pb2.GenerateEvent]:
+        wanted = generation_request(request)
+        ticket = self._state.admit(request.job_id, request.policy_version, wanted.num_samples)
+        self._changed()
+        generation = Generation(
+            self._engine,
+            self._publisher,
+            self._metrics,
+            wire=request,
+            request=wanted,
+            check=lambda: self._state.check(ticket),
+            on_done=self._done,
+        )
+        async with aclosing(generation.samples()) as samples:
+            async for sample in samples:
+                yield rollout_pb2.GenerateEvent(sample=sample)
+
+    async def InitWeightTransfer(
+        self, request: rollout_pb2.InitWeightTransferRequest, context: Any
+    ) -> rollout_pb2.InitWeightTransferResponse:
+        await self._receiver.init(request)
+        return rollout_pb2.InitWeightTransferResponse()
+
+    async def StartWeightUpdate(
+        self, request: rollout_pb2.StartWeightUpdateRequest, context: Any
+    ) -> rollout_pb2.StartWeightUpdateResponse:
+        await self._receiver.start(request)
+        self._changed()
+        return rollout_pb2.StartWeightUpdateResponse()
+
+    async def UpdateWeights(
+        self, request: rollout_pb2.UpdateWeightsRequest, context: Any
+    ) -> rollout_pb2.UpdateWeightsResponse:
+        await self._receiver.update(request)
+        return rollout_pb2.UpdateWeightsResponse()
+
+    async def FinishWeightUpdate(
+        self, request: rollout_pb2.FinishWeightUpdateRequest, context: Any
+    ) -> rollout_pb2.FinishWeightUpdateResponse:
+        await self._receiver.finish(request)
+        self._changed()
+        return rollout_pb2.FinishWeightUpdateResponse()
+
+    async def GetStatus(self, request: rollout_pb2.GetRolloutStatusRequest, context: Any) -> rollout_pb2.RolloutStatus:
+        state = self._state
+        return rollout_pb2.RolloutStatus(
+            replica_id=self._replica_id,
+            incarnation=self._incarnation,
+            state=rollout_pb2.ROLLOUT_STATE_DRAINING if state.draining else _STATES[state.phase],
+            job_id=state.job_id,
+            policy_version=state.version,
+            weights_digest=state.digest,
+            in_flight=state.in_flight,
+            samples_total=self._samples_total,
+            engine=self._engine.name,
+            device=str(self._engine.device),
+        )
+
+    async def Drain(self, request: rollout_pb2.DrainRequest, context: Any) -> rollout_pb2.DrainResponse:
+        return rollout_pb2.DrainResponse(unfinished=await self.drain(request.timeout_s))
+
+    async def drain(self, timeout_s: float) -> int:
+        """Refuses new work and waits for what runs; returns the samples still running at the deadline."""
+        self._state.draining = True
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        return self._state.in_flight
+
+    def close(self) -> None:
+        self._receiver.close()
+
+    def _done(self, num_samples: int, published: bool) -> None:
+        self._state.release(num_samples)
+        self._samples_total += num_samples if published else 0
+        self._changed()
+
+    def _changed(self) -> None:
+        state = self._state
+        if state.in_flight:
+            self._idle.clear()
+        else:
+            self._idle.set()
+        self._metrics.in_flight(state.in_flight)
+        self._metrics.version(state.version if state.phase is Phase.SERVING else None)

@@ -1,0 +1,140 @@
+"""Which weights a replica holds and who may use them: the receiver's state machine. Pure: no tasks, clients or tensors.
+
+    IDLE ──start──► UPDATING ──finish──► SERVING ──start──► UPDATING …
+      ▲                 │                   │
+      └──── forget ─────┴──── rebind ───────┘
+
+Whatever goes wrong in an update leaves IDLE: the weights are then unknown, and only a whole update that verified leads
+back to SERVING. Draining lies across these states: it refuses work and lets what runs finish.
+
+A generation holds a `Ticket` from admission until its samples are published. Weights change only between `touch` and
+the next `finish`, never while samples are in flight; `epoch` rises at each `touch`, so a ticket can be checked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NoReturn
+
+from flowfleet.errors import Conflict, Unavailable
+
+
+class Phase(Enum):
+    IDLE = "idle"
+    """No verified weights of any job: takes no prompt."""
+    UPDATING = "updating"
+    """Weights in flight: takes no prompt."""
+    SERVING = "serving"
+    """Serves one version of one job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Leave to sample under one policy version."""
+
+    job_id: str
+    version: int
+    epoch: int
+
+
+class WeightState:
+    """Phase, binding and version of one replica. Its methods are the events; illegal ones raise Conflict."""
+
+    def __init__(self) -> None:
+        self.phase = Phase.IDLE
+        self.draining = False
+        self.job_id = ""
+        """The job bound by `bind`; empty before the first."""
+        self.version = 0
+        """Served while SERVING, on its way while UPDATING."""
+        self.digest = ""
+        """Of the verified hashes while SERVING, else empty."""
+        self.epoch = 0
+        self.in_flight = 0
+        """Samples admitted and not finished."""
+        self._loaded = False
+
+    def admit(self, job_id: str, version: int, num_samples: int) -> Ticket:
+        """Takes in samples for the version named. Raises Conflict if it is not served, Unavailable if draining."""
+        if self.draining:
+            raise Unavailable("this replica is draining: ask another")
+        if self.phase is Phase.UPDATING:
+            raise Conflict(
+                f"weights are being updated to version {self.version} of job {self.job_id}: ask again once GetStatus "
+                "says SERVING"
+            )
+        if self.phase is Phase.IDLE:
+            raise Conflict("this replica has no verified weights: publish to it first")
+        if (job_id, version) != (self.job_id, self.version):
+            raise Conflict(
+                f"this replica serves version {self.version} of job {self.job_id}, not version {version} of job "
+                f"{job_id}: publish that version to it, or ask for the one it serves"
+            )
+        self.in_flight += num_samples
+        return Ticket(job_id, version, self.epoch)
+
+    def release(self, num_samples: int) -> None:
+        """Admitted samples are finished or dropped."""
+        self.in_flight -= num_samples
+        assert self.in_flight >= 0
+
+    def check(self, ticket: Ticket) -> None:
+        """Raises Conflict if weights may have changed since the ticket was given: its samples carry no version."""
+        if ticket.epoch != self.epoch:
+            raise Conflict(f"weights changed while version {ticket.version} of job {ticket.job_id} was sampled")
+
+    def bind(self, job_id: str) -> None:
+        """The replica now belongs to a job: it has the base model, and no verified weights."""
+        self.forget()
+        self.job_id, self.version = job_id, 0
+
+    def forget(self) -> None:
+        """Stops admission; the live weights are unknown, or about to be."""
+        self.phase, self.digest, self._loaded = Phase.IDLE, "", False
+
+    def touch(self) -> None:
+        """Live weights change from now on. Raises Conflict while samples still run on them."""
+        if self.in_flight:
+            raise Conflict(f"{self.in_flight} samples still run: call StartWeightUpdate, which waits for them")
+        self.epoch += 1
+        self._loaded = False
+
+    def start(self, job_id: str, version: int) -> None:
+        """Stops admission for an update. Starting again, for whichever version, gives the earlier update up."""
+        if self.draining:
+            raise Unavailable("this replica is draining: publish to another")
+        if not self.job_id or job_id != self.job_id:
+            bound = f"job {self.job_id}" if self.job_id else "no job"
+            raise Conflict(f"this replica is bound to {bound}, not to job {job_id}: call InitWeightTransfer first")
+        self.forget()
+        self.phase, self.version = Phase.UPDATING, version
+
+    def require_updating(self, job_id: str, version: int) -> None:
+        """Raises Conflict unless this very update is under way."""
+        if self.phase is not Phase.UPDATING or (job_id, version) != (self.job_id, self.version):
+            self._not_updating(job_id, version)
+
+    def loaded(self) -> None:
+        """All weights of the update under way are in the live model, unverified."""
+        assert self.phase is Phase.UPDATING
+        self._loaded = True
+
+    def require_loaded(self, job_id: str, version: int) -> None:
+        """Raises Conflict unless this very update has loaded its weights."""
+        self.require_updating(job_id, version)
+        if not self._loaded:
+            raise Conflict(f"version {version} of job {job_id} has not been loaded: call UpdateWeights first")
+
+    def finish(self, digest: str) -> None:
+        """The loaded weights were verified: serves them."""
+        assert self.phase is Phase.UPDATING
+        assert self._loaded
+        self.phase, self.digest = Phase.SERVING, digest
+
+    def _not_updating(self, job_id: str, version: int) -> NoReturn:
+        now = f"{self.phase.value} version {self.version} of job {self.job_id}" if self.job_id else "bound to no job"
+        raise Conflict(
+            f"no update to version {version} of job {job_id} is under way, this replica is {now}: call "
+            "StartWeightUpdate first"
+        )

@@ -1,0 +1,59 @@
+"""Requests and engines that several test files share."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
+from services.rollout.engines.base import GenerationRequest, Noise, PromptGroup, Sampling
+from services.rollout.engines.diffusers import DiffusersEngine
+
+PROMPTS = ('A red sign that says "K7QX"', 'A blue sign that says "AB"')
+LORA = LoraSpec(rank=4, alpha=8.0, target_modules=["to_q", "to_v", "img_mlp.net.2"])
+
+
+@pytest.fixture(scope="session")
+def model(tiny_qwen_image: Path) -> ModelSpec:
+    return ModelSpec(path=str(tiny_qwen_image), dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[DiffusersEngine]:
+    engine = DiffusersEngine(torch.device("cpu"), max_batch=8, threads=1)
+    yield engine
+    engine._thread.shutdown()
+
+
+def make_request(
+    *,
+    num_groups: int = 2,
+    indices: tuple[int, ...] = (0, 1, 2),
+    sde_steps: tuple[int, ...] = (1, 2),
+    step_type: str = "sde",
+    eta: float = 0.7,
+    guidance_scale: float = 1.0,
+    share_initial: bool = False,
+    num_steps: int = 4,
+) -> GenerationRequest:
+    """Training samples of 32 × 48 pixels; sample i of group g has the seed 1000 g + i."""
+    groups = tuple(
+        PromptGroup(group, PROMPTS[group % 2], indices, tuple(1000 * group + index for index in indices))
+        for group in range(num_groups)
+    )
+    return GenerationRequest(
+        groups,
+        Sampling(32, 48, num_steps, guidance_scale, " " if guidance_scale > 1 else ""),
+        Noise(step_type, eta, sde_steps, share_initial) if sde_steps else Noise(share_initial=share_initial),
+        keep_trajectory=bool(sde_steps),
+    )
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As many threads here as in the engine: a CPU's kernels split their sums by threads, so bits depend on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

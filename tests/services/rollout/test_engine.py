@@ -1,0 +1,315 @@
+"""The diffusers engine in process, held to `QwenImagePipeline`, to the trainer's forward, and to its own promises."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import QwenImagePipeline
+
+from flowfleet import lora, weights
+from flowfleet.algorithms.sde import STEPS
+from flowfleet.errors import DataLoss
+from flowfleet.models import PromptEmbeds, adapter_for
+from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
+from services.rollout.engines.base import Cancelled, GeneratedBatch, GeneratedSample, GenerationRequest
+from services.rollout.engines.diffusers import DiffusersEngine
+from tests.services.rollout.conftest import LORA, PROMPTS, make_request
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(coroutine)
+
+
+async def collect(
+    engine: DiffusersEngine, request: GenerationRequest, cancelled: Callable[[], bool] = lambda: False
+) -> list[GeneratedBatch]:
+    return [batch async for batch in engine.generate(request, cancelled)]
+
+
+def samples_of(batches: list[GeneratedBatch]) -> list[GeneratedSample]:
+    return [sample for batch in batches for sample in batch.samples]
+
+
+def assert_same(one: GeneratedSample, other: GeneratedSample) -> None:
+    assert (one.group, one.index, one.seed) == (other.group, other.index, other.seed)
+    assert np.array_equal(one.image, other.image)
+    assert (one.trajectory is None) == (other.trajectory is None)
+    if one.trajectory is not None and other.trajectory is not None:
+        assert one.trajectory.to_bytes() == other.trajectory.to_bytes()
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
+def test_ode_draws_what_the_diffusers_pipeline_draws(
+    engine: DiffusersEngine, model: ModelSpec, guidance_scale: float
+) -> None:
+    run(engine.prepare(model, None))
+    request = make_request(indices=(0, 1), sde_steps=(), guidance_scale=guidance_scale)
+    ours = samples_of(run(collect(engine, request)))
+    assert all(sample.trajectory is None for sample in ours)
+
+    pipeline = QwenImagePipeline.from_pretrained(model.path)
+    pipeline.set_progress_bar_config(disable=True)
+    latents = adapter_for(model.path).load(model.path, dtype=torch.float32, components=())
+    expected = pipeline(
+        prompt=[PROMPTS[sample.group] for sample in ours],  # num_images_per_prompt would mix up the rows of the mask
+        negative_prompt=[" "] * 4 if guidance_scale > 1 else None,
+        true_cfg_scale=guidance_scale,
+        latents=latents.initial_latents([sample.seed for sample in ours], 32, 48),
+        height=32,
+        width=48,
+        num_inference_steps=4,
+        output_type="np",
+    ).images
+    for sample, image in zip(ours, expected, strict=True):
+        assert sample.image.shape == (32, 48, 3)
+        # A value may round to the neighbouring byte, as ours decodes by 2-D convolutions.
+        assert np.abs(sample.image.astype(float) - image * 255).max() <= 0.51
+
+
+def recomputed(engine: DiffusersEngine, request: GenerationRequest, batch: GeneratedBatch, step: int) -> torch.Tensor:
+    """(B,) log-probs of one stored step as a trainer computes them: with gradients, from what the blobs hold."""
+    adapter = engine._adapter
+    assert adapter is not None
+    trajectories = [sample.trajectory for sample in batch.samples]
+    pairs = [trajectory.pair(step) for trajectory in trajectories if trajectory is not None]
+    prompts = [batch.embeds[sample.group] for sample in batch.samples]
+    first = trajectories[0]
+    assert first is not None
+    latents = torch.stack([pair[0] for pair in pairs])
+    velocity = adapter.velocity(
+        adapter.transformer,
+        latents,
+        first.timesteps[step],
+        PromptEmbeds(torch.cat([prompt.embeds for prompt in prompts]), torch.cat([prompt.mask for prompt in prompts])),
+        height=request.sampling.height,
+        width=request.sampling.width,
+        negative=batch.negative,
+        guidance_scale=request.sampling.guidance_scale,
+    )
+    assert velocity.requires_grad
+    schedule = adapter.schedule(request.sampling.num_steps, request.sampling.height, request.sampling.width)
+    return STEPS[request.noise.step_type](
+        latents,
+        velocity,
+        first.sigmas[step],
+        first.sigmas_next[step],
+        eta=request.noise.eta,
+        sigma_max=schedule.sigma_max,
+        prev_sample=torch.stack([pair[1] for pair in pairs]),
+    ).log_prob
+
+
+@pytest.mark.parametrize("step_type", ["sde", "cps"])
+@pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
+@pytest.mark.parametrize("is_lora", [True, False])
+def test_log_probs_equal_the_trainers_bit_for_bit(
+    engine: DiffusersEngine, model: ModelSpec, step_type: str, guidance_scale: float, is_lora: bool
+) -> None:
+    run(engine.prepare(model, LORA if is_lora else None))
+    transformer = engine._adapter.transformer  # type: ignore[union-attr]
+    generator = torch.Generator().manual_seed(5)
+    trained = lora.named_adapter_parameters(transformer) if is_lora else weights.full_parameters(transformer)
+    if is_lora:
+        for parameter in trained.values():
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+    request = make_request(step_type=step_type, guidance_scale=guidance_scale, sde_steps=(0, 1, 2))
+    (batch,) = run(collect(engine, request))
+    for parameter in trained.values():
+        parameter.requires_grad_(True)
+    try:
+        for step in range(3):
+            stored = torch.stack([sample.trajectory.log_probs[step] for sample in batch.samples])  # type: ignore[union-attr]
+            assert torch.equal(recomputed(engine, request, batch, step), stored)
+    finally:
+        for parameter in trained.values():
+            parameter.requires_grad_(False)
+
+
+def test_repeated_requests_make_the_same_bits(engine: DiffusersEngine, model: ModelSpec) -> None:
+    run(engine.prepare(model, None))
+    first, second = (samples_of(run(collect(engine, make_request()))) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        assert_same(one, other)
+    assert not np.array_equal(first[0].image, first[1].image)
+
+
+def test_a_sample_depends_on_its_own_seed_only(engine: DiffusersEngine, model: ModelSpec) -> None:
+    """Up to rounding: a kernel may sum in another order when the batch has another size."""
+    run(engine.prepare(model, None))
+    together = samples_of(run(collect(engine, make_request(indices=(0, 1, 2)))))
+    alone = samples_of(run(collect(engine, make_request(indices=(2,)))))
+    for sample in alone:
+        (same,) = [s for s in together if (s.group, s.index) == (sample.group, sample.index)]
+        torch.testing.assert_close(
+            sample.trajectory.next_latents,  # type: ignore[union-attr]
+            same.trajectory.next_latents,  # type: ignore[union-attr]
+            atol=1e-4,
+            rtol=0,
+        )
+
+
+def test_batches_are_cut_in_order_and_share_one_text_width(model: ModelSpec) -> None:
+    engine = DiffusersEngine(torch.device("cpu"), max_batch=4, threads=1)
+    run(engine.prepare(model, None))
+    batches = run(collect(engine, make_request()))
+    run(engine.close())
+    assert [[(s.group, s.index) for s in batch.samples] for batch in batches] == [
+        [(0, 0), (0, 1), (0, 2), (1, 0)],
+        [(1, 1), (1, 2)],
+    ]
+    assert {tuple(e.embeds.shape) for batch in batches for e in batch.embeds.values()} == {
+        tuple(batches[0].embeds[0].embeds.shape)
+    }
+    assert batches[1].embeds.keys() == {1}
+    assert batches[1].embeds[1].has_padding  # its prompt is the shorter one
+
+
+def test_noise_enters_in_the_window_only(engine: DiffusersEngine, model: ModelSpec) -> None:
+    """Latents outside the window follow the ODE, so a trajectory is a pure function of its ends."""
+    run(engine.prepare(model, None))
+    (batch,) = run(collect(engine, make_request(sde_steps=(1, 3))))
+    adapter = engine._adapter
+    assert adapter is not None
+    schedule = adapter.schedule(4, 32, 48)
+    for sample in batch.samples:
+        trajectory = sample.trajectory
+        assert trajectory is not None
+        assert trajectory.step_indices.tolist() == [1, 3]
+        assert torch.equal(trajectory.sigmas, schedule.sigmas[[1, 3]])
+        assert torch.equal(trajectory.sigmas_next, schedule.sigmas[[2, 4]])
+        assert torch.equal(trajectory.timesteps, schedule.timesteps[[1, 3]])
+    latents = torch.stack([sample.trajectory.next_latents[0] for sample in batch.samples])  # type: ignore[union-attr]
+    prompts = batch.embeds[0].repeat(3), batch.embeds[1].repeat(3)
+    both = PromptEmbeds(*(torch.cat([getattr(p, name) for p in prompts]) for name in ("embeds", "mask")))
+    with torch.no_grad():
+        velocity = adapter.velocity(adapter.transformer, latents, schedule.timesteps[2], both, height=32, width=48)
+    expected = latents + (schedule.sigmas[3].double() - schedule.sigmas[2].double()).float() * velocity
+    found = torch.stack([sample.trajectory.latents[1] for sample in batch.samples])  # type: ignore[union-attr]
+    assert torch.equal(found, expected)
+
+
+def test_a_group_can_share_its_initial_noise(engine: DiffusersEngine, model: ModelSpec) -> None:
+    run(engine.prepare(model, None))
+    (batch,) = run(collect(engine, make_request(sde_steps=(0,), share_initial=True)))
+    starts = {g: [s.trajectory.latents[0] for s in batch.samples if s.group == g] for g in (0, 1)}  # type: ignore[union-attr]
+    for group in starts.values():
+        assert all(torch.equal(start, group[0]) for start in group)
+    assert not torch.equal(starts[0][0], starts[1][0])
+    ends = [s.trajectory.next_latents[0] for s in batch.samples if s.group == 0]  # type: ignore[union-attr]
+    assert not torch.equal(ends[0], ends[1])
+
+
+def test_cancelled_work_stops_at_the_next_step(engine: DiffusersEngine, model: ModelSpec) -> None:
+    run(engine.prepare(model, None))
+    asked = 0
+
+    def cancelled() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > 2
+
+    with pytest.raises(Cancelled):
+        run(collect(engine, make_request(), cancelled))
+    assert asked == 3
+    assert engine.stalled_s() == 0.0
+    assert len(samples_of(run(collect(engine, make_request())))) == 6
+
+
+def published(model: ModelSpec, spec: LoraSpec, seed: int) -> dict[str, torch.Tensor]:
+    """An adapter as a trainer would publish it after some updates."""
+    adapter = adapter_for(model.path).load(model.path, dtype=torch.float32, components=("transformer",))
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {name: parameter.shape for name, parameter in lora.install_lora(adapter.transformer, spec).items()}
+    return {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
+
+
+def test_an_adapter_replaces_another_and_leaves_without_trace(engine: DiffusersEngine, model: ModelSpec) -> None:
+    run(engine.prepare(model, None))
+    base = samples_of(run(collect(engine, make_request())))
+    other = LoraSpec(rank=2, alpha=2.0, target_modules=["to_k"])
+    for spec, seed in ((other, 1), (LORA, 2)):
+        state = published(model, spec, seed)
+        run(engine.prepare(model, spec))
+        run(engine.load_adapter(state))
+        assert run(engine.verify(weights.tensor_hashes(state.items()))) == weights.digest(
+            weights.tensor_hashes(state.items())
+        )
+        assert not np.array_equal(samples_of(run(collect(engine, make_request())))[0].image, base[0].image)
+    run(engine.prepare(model, None))
+    for one, two in zip(base, samples_of(run(collect(engine, make_request()))), strict=True):
+        assert_same(one, two)
+
+
+def test_verify_refuses_one_wrong_element_and_a_missing_name(engine: DiffusersEngine, model: ModelSpec) -> None:
+    run(engine.prepare(model, LORA))
+    state = published(model, LORA, 3)
+    hashes = weights.tensor_hashes(state.items())
+    name = next(iter(state))
+    run(engine.load_adapter({**state, name: state[name] + 1e-6}))
+    with pytest.raises(DataLoss, match=name):
+        run(engine.verify(hashes))
+    run(engine.load_adapter(state))
+    with pytest.raises(DataLoss):
+        run(engine.verify({key: value for key, value in hashes.items() if key != name}))
+    with pytest.raises(ValueError, match="does not fit"):
+        run(engine.load_adapter({key: value for key, value in state.items() if key != name}))
+
+
+class Sender:
+    """A transfer group's member that hands out what a trainer would send, bucket by bucket."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, flats: list[torch.Tensor]) -> None:
+        self._flats = iter(flats)
+
+    def broadcast(self, flat: torch.Tensor) -> "Sender":
+        flat.copy_(next(self._flats))
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
+class Recorder(Sender):
+    """The sending end: keeps the buckets' bytes."""
+
+    def __init__(self) -> None:
+        self.flats: list[torch.Tensor] = []
+
+    def broadcast(self, flat: torch.Tensor) -> "Recorder":
+        self.flats.append(flat.clone())
+        return self
+
+
+def test_full_weights_are_received_whole_and_the_next_job_gets_the_base_back(
+    engine: DiffusersEngine, model: ModelSpec
+) -> None:
+    run(engine.prepare(model, None))
+    base = samples_of(run(collect(engine, make_request())))
+    adapter = adapter_for(model.path).load(model.path, dtype=torch.float32, components=("transformer",))
+    trained = {name: value + 0.01 for name, value in weights.full_parameters(adapter.transformer).items()}
+    buckets = weights.make_buckets(weights.specs_of(trained), bucket_bytes=100_000)
+    assert len(buckets) > 3
+    recorder = Recorder()
+    weights.send(recorder, buckets, iter(trained.items()))
+    with pytest.raises(ValueError, match="every weight once"):
+        run(engine.receive(Sender(recorder.flats), buckets[:-1]))
+    run(engine.receive(Sender(recorder.flats), buckets))
+    run(engine.verify(weights.tensor_hashes(trained.items())))
+    assert not np.array_equal(samples_of(run(collect(engine, make_request())))[0].image, base[0].image)
+
+    run(engine.prepare(model, None))
+    for one, two in zip(base, samples_of(run(collect(engine, make_request()))), strict=True):
+        assert_same(one, two)
+
+
+def test_a_model_that_is_not_there_is_the_users_mistake(engine: DiffusersEngine, model: ModelSpec) -> None:
+    with pytest.raises(ValueError, match="nowhere"):
+        run(engine.prepare(ModelSpec(path="/nowhere", dtype="float32"), None))
+    with pytest.raises(ValueError, match="no_such_module"):
+        run(engine.prepare(model, LoraSpec(rank=1, alpha=1.0, target_modules=["no_such_module"])))
+    run(engine.prepare(model, None))
