@@ -23,7 +23,7 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]
+from grpc_health.v1.health import aio as health_aio
 
 from flowfleet import service
 from flowfleet.errors import Unavailable, grpc_code
@@ -114,12 +114,14 @@ async def serve(
     port: int = 0,
     port_file: Path | None = None,
     health: HealthState,
+    on_serving: Callable[[str], Awaitable[object]] | None = None,
     on_drain: Callable[[], Awaitable[object]] | None = None,
     stop: asyncio.Event | None = None,
     grace_s: float = 30.0,
 ) -> None:
     """Serves until SIGTERM, SIGINT or `stop`; then health says NOT_SERVING, `on_drain` runs, calls get `grace_s` more.
 
+    `on_serving` gets host:port once calls are answered, before the port file is written.
     ValueError beyond loopback without a token; Unavailable when the port is taken.
     """
     stop = stop or asyncio.Event()
@@ -128,6 +130,8 @@ async def serve(
     await server.start()
     service.stop_on_signals(stop)
     await health.set_serving(True)
+    if on_serving is not None:
+        await on_serving(address)
     service.write_port_file(port_file, address)
     log.info("serving on %s", address)
     await stop.wait()
@@ -173,17 +177,17 @@ class _Rules:
         )
 
 
-class _UnaryRules(_Rules, grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
+class _UnaryRules(_Rules, grpc.aio.UnaryUnaryClientInterceptor):
     async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
         return await continuation(self._apply(client_call_details), request)
 
 
-class _StreamRules(_Rules, grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
+class _StreamRules(_Rules, grpc.aio.UnaryStreamClientInterceptor):
     async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
         return await continuation(self._apply(client_call_details), request)
 
 
-class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+class _Guard(grpc.aio.ServerInterceptor):
     """Checks the token, and turns exceptions into canonical codes."""
 
     def __init__(self, token: str | None) -> None:
