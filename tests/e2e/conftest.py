@@ -1,0 +1,127 @@
+"""Whole stacks of real processes, and small jobs on the tiny model."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from flowfleet.api_types import Job, MetricsRow
+from flowfleet.client import Client
+from flowfleet.jobs import read_job_file
+from flowfleet.local.plan import StackOptions
+from flowfleet.local.session import local_stack
+from flowfleet.local.stack import Stack
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 240.0
+
+
+@dataclass
+class Fleet:
+    """A running stack and a client of it."""
+
+    stack: Stack
+    client: Client
+
+    def run(self, job: dict[str, Any], timeout_s: float = DEADLINE_S) -> Job:
+        return self.client.wait(self.client.submit(job).id, timeout_s)
+
+    def metrics(self, job: Job) -> list[MetricsRow]:
+        return [row for row in self.client.metrics(job.id) if "actor/loss" in row.values]
+
+    def pid(self, name: str) -> int:
+        """Of a process of the supervisor, as it is now."""
+        record = Path(self.stack.state_dir) / "processes" / f"{name}.json"
+        return int(json.loads(record.read_text())["pid"])
+
+    def trainer(self, job: Job) -> psutil.Process:
+        """The torchrun agent of the job."""
+        record = Path(self.stack.state_dir) / "trainers" / f"{job.id}.json"
+        return psutil.Process(int(json.loads(record.read_text())["pid"]))
+
+
+@pytest.fixture(scope="module")
+def make_fleet(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """A context manager that starts a stack: `with make_fleet(replicas=2) as fleet`."""
+
+    @contextmanager
+    def make(**options: Any) -> Iterator[Fleet]:
+        options = {"rewards": ("ocr",), "model": str(ROOT / "recipes/tiny/model"), "port": 0} | options
+        state = tmp_path_factory.mktemp("stack")
+        with local_stack(StackOptions(state_dir=state, **options)) as stack, Client(stack.url) as client:
+            yield Fleet(stack, client)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def fleet(make_fleet: Callable[..., Any]) -> Iterator[Fleet]:
+    """One stack with one replica for the tests of a module."""
+    with make_fleet() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few held-out prompts: enough to go through validation, few enough to be quick."""
+    lines = (ROOT / "recipes/tiny/prompts/validation.txt").read_text().splitlines()[:16]
+    path = tmp_path_factory.mktemp("prompts") / "validation.txt"
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.fixture
+def small_job(held_out: Path) -> Callable[..., dict[str, Any]]:
+    """The demo's job, smaller: 4 steps of 4 prompts × 6 pictures, a checkpoint every second step.
+
+    Settings are given by dotted names: `small_job(**{"trainer.mode": "full"})`.
+    """
+
+    def make(**changes: Any) -> dict[str, Any]:
+        job = read_job_file(ROOT / "recipes/tiny_ocr.toml")
+        small = {
+            "name": "small",
+            "model.path": str(ROOT / "recipes/tiny/model"),
+            "data.train": str(ROOT / "recipes/tiny/prompts/train.txt"),
+            "data.validation": str(held_out),
+            "rollout.prompts_per_step": 4,
+            "rollout.group_size": 6,
+            "rollout.batch_size": 24,
+            "trainer.micro_batch_size": 24,
+            "schedule.steps": 4,
+            "schedule.save_every": 2,
+            "schedule.validate_every": 2,
+        }
+        for name, value in (small | changes).items():
+            *path, key = name.split(".")
+            part = job
+            for step in path:
+                part = part.setdefault(step, {})
+            part[key] = value
+        return job
+
+    return make
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = DEADLINE_S, poll_s: float = 0.01) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the awaited did not happen"
+        time.sleep(poll_s)
+
+
+def assert_accounted(job: Job, num_samples: int) -> None:
+    """Every sample asked for was trained on, or dropped with a reason."""
+    assert job.status == "succeeded", job.reason
+    assert job.results["samples_trained"] + sum(job.results["samples_dropped"].values()) >= num_samples
+    assert all(job.results["samples_dropped"])
+    if not job.results["samples_dropped"]:
+        assert job.results["samples_trained"] == num_samples

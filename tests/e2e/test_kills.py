@@ -1,0 +1,111 @@
+"""kill -9 of each process in mid-step: the job ends well, with the curve of an undisturbed run, all accounted for.
+
+The curve is the proof that no step was applied twice or skipped: a step's rewards depend on every update before it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from flowfleet.api_types import Job
+from tests.e2e.conftest import Fleet, assert_accounted, wait_until
+
+MakeJob = Callable[..., dict[str, Any]]
+pytestmark = pytest.mark.long
+
+STEPS, SAMPLES = 5, 24
+NAMES = ("critic/rewards/mean", "actor/loss", "actor/grad_norm")
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, list[list[float]]]:
+    """Filled by the first test: job kind → curve."""
+    return {}
+
+
+def kill_controller(fleet: Fleet, job: Job) -> None:
+    os.kill(fleet.pid("controller"), signal.SIGKILL)
+
+
+def kill_rollout(fleet: Fleet, job: Job) -> None:
+    os.kill(fleet.pid("rollout-0"), signal.SIGKILL)
+
+
+def kill_reward(fleet: Fleet, job: Job) -> None:
+    os.kill(fleet.pid("reward-ocr"), signal.SIGKILL)
+
+
+def kill_redis(fleet: Fleet, job: Job) -> None:
+    os.kill(fleet.pid("redis"), signal.SIGKILL)
+
+
+def kill_trainer_rank(fleet: Fleet, job: Job) -> None:
+    ranks = [child for child in fleet.trainer(job).children() if "services.trainer" in " ".join(child.cmdline())]
+    ranks[0].kill()
+
+
+def kill_trainer_agent(fleet: Fleet, job: Job) -> None:
+    """torchrun itself: its ranks must not live on as orphans."""
+    agent = fleet.trainer(job)
+    ranks = agent.children(recursive=True)
+    agent.kill()
+    psutil.wait_procs(ranks, timeout=10)
+    assert not [rank for rank in ranks if rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize(
+    ("kill", "phase"),
+    [
+        (kill_controller, "rollout"),
+        (kill_controller, "train"),
+        (kill_rollout, "rollout"),
+        (kill_reward, "rollout"),
+        (kill_trainer_rank, "train"),
+        (kill_trainer_agent, "rollout"),
+        (kill_redis, "rollout"),
+        (kill_redis, "train"),
+    ],
+)
+def test_the_job_survives(
+    fleet: Fleet,
+    small_job: MakeJob,
+    undisturbed: dict[str, list[list[float]]],
+    kill: Callable[[Fleet, Job], None],
+    phase: str,
+) -> None:
+    spec = small_job(**{"schedule.steps": STEPS, "schedule.save_every": 4})
+    if "lora" not in undisturbed:
+        undisturbed["lora"] = curve(fleet, fleet.run(spec))
+    client = fleet.client
+    job = client.submit(spec)
+    wait_until(lambda: client.job(job.id).progress.step >= 2 and client.job(job.id).progress.phase == phase)
+    kill(fleet, job)
+    job = client.wait(job.id, 240)
+    assert_accounted(job, STEPS * SAMPLES)
+    assert job.results["samples_trained"] == STEPS * SAMPLES
+    for ours, theirs in zip(curve(fleet, job), undisturbed["lora"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-6)
+
+
+def test_a_replica_killed_during_full_publishing_is_left_out_and_catches_up(
+    make_fleet: Callable[..., Any], small_job: MakeJob
+) -> None:
+    with make_fleet(replicas=2) as fleet:
+        client = fleet.client
+        job = client.submit(small_job(**{"trainer.mode": "full", "trainer.optimizer.lr": 1e-4, "schedule.steps": 6}))
+        wait_until(lambda: client.job(job.id).progress.step >= 2 and client.job(job.id).progress.phase == "publish")
+        os.kill(fleet.pid("rollout-1"), signal.SIGKILL)
+        job = client.wait(job.id, 240)
+        assert_accounted(job, 6 * SAMPLES)
+
+
+def curve(fleet: Fleet, job: Job) -> list[list[float]]:
+    rows = fleet.metrics(job)
+    assert [row.step for row in rows] == list(range(STEPS))
+    return [[row.values[name] or 0.0 for name in NAMES] for row in rows]

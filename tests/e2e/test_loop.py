@@ -1,0 +1,97 @@
+"""The loop end to end: REST in, a better model out, every part a process of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from flowfleet.api_types import MetricsRow
+from tests.e2e.conftest import Fleet, assert_accounted, wait_until
+
+MakeJob = Callable[..., dict[str, Any]]
+CURVE = ("critic/rewards/mean", "actor/loss", "actor/grad_norm")
+
+
+def curve(rows: list[MetricsRow]) -> list[tuple[float | None, ...]]:
+    return [tuple(row.values[name] for name in CURVE) for row in rows]
+
+
+def test_a_job_runs_to_its_end_and_leaves_what_it_promised(fleet: Fleet, small_job: MakeJob) -> None:
+    job = fleet.run(small_job())
+    assert_accounted(job, 4 * 24)
+    rows = fleet.metrics(job)
+    assert [row.step for row in rows] == [0, 1, 2, 3]
+    assert all(row.values["critic/rewards/group_size"] == 6 for row in rows)
+    assert all(row.values["training/off_policy/trajectory_staleness/mean"] == 0 for row in rows)
+    validations = [event.data for event in fleet.client.events(job.id) if event.type == "validation"]
+    assert [data["version"] for data in validations] == [0, 2, 4]
+    assert all(0 <= data["val/reward"] <= 1 and data["val/num_scored"] == 16 for data in validations)
+    assert {point.step for point in fleet.client.checkpoints(job.id)} == {2, 4}
+    assert (Path(job.results["model"]) / "pytorch_lora_weights.safetensors").is_file()
+    samples = list(fleet.client.samples(job.id, step=3))
+    assert len(samples) == 24
+    assert fleet.client.media(job.id, samples[0]).startswith(b"\x89PNG")
+
+
+def test_the_same_seed_gives_the_same_curve_bit_for_bit(fleet: Fleet, small_job: MakeJob) -> None:
+    first, second = fleet.run(small_job()), fleet.run(small_job())
+    assert curve(fleet.metrics(first)) == curve(fleet.metrics(second))
+    name = "pytorch_lora_weights.safetensors"
+    one, two = (load_file(Path(job.results["model"]) / name) for job in (first, second))
+    assert one.keys() == two.keys()
+    assert all(bool((one[key] == two[key]).all()) for key in one)
+    other = fleet.run(small_job(seed=2))
+    assert curve(fleet.metrics(other)) != curve(fleet.metrics(first))
+
+
+def test_the_trainer_recomputes_the_rollouts_log_probs_exactly(fleet: Fleet, small_job: MakeJob) -> None:
+    """Invariant 7, in deterministic mode."""
+    for row in fleet.metrics(fleet.run(small_job())):
+        assert row.values["rollout_corr/ratio_min"] == 1.0
+        assert row.values["rollout_corr/ratio_max"] == 1.0
+
+
+@pytest.mark.parametrize("step_type", ["sde", "cps"])
+def test_full_fine_tuning_publishes_by_broadcast(fleet: Fleet, small_job: MakeJob, step_type: str) -> None:
+    job = fleet.run(
+        small_job(**{"trainer.mode": "full", "trainer.optimizer.lr": 1e-4, "rollout.noise.type": step_type})
+    )
+    assert_accounted(job, 4 * 24)
+    assert all(row.values["rollout_corr/ratio_max"] == 1.0 for row in fleet.metrics(job))
+    assert (Path(job.results["model"]) / "model_index.json").is_file()
+
+
+def test_a_lora_job_after_a_full_one_starts_from_the_base_again(fleet: Fleet, small_job: MakeJob) -> None:
+    before = fleet.run(small_job(**{"schedule.steps": 1}))
+    fleet.run(small_job(**{"trainer.mode": "full", "trainer.optimizer.lr": 1e-3, "schedule.steps": 1}))
+    after = fleet.run(small_job(**{"schedule.steps": 1}))
+    assert curve(fleet.metrics(before)) == curve(fleet.metrics(after))
+
+
+def test_pause_holds_and_resume_goes_on(fleet: Fleet, small_job: MakeJob) -> None:
+    client = fleet.client
+    job = client.submit(small_job())
+    wait_until(lambda: client.job(job.id).progress.step >= 1)
+    client.pause(job.id)
+    wait_until(lambda: client.job(job.id).status == "paused")
+    held = client.job(job.id).progress.step
+    time.sleep(3.0)  # a step takes less
+    assert client.job(job.id).progress.step <= held + 1  # what ran when it was paused may end
+    client.resume(job.id)
+    assert_accounted(client.wait(job.id, 240), 4 * 24)
+
+
+def test_cancel_ends_a_job_and_the_next_one_runs(fleet: Fleet, small_job: MakeJob) -> None:
+    client = fleet.client
+    job = client.submit(small_job(**{"schedule.steps": 1000}))
+    waiting = client.submit(small_job(**{"schedule.steps": 1}))
+    assert client.job(waiting.id).status == "queued"
+    wait_until(lambda: client.job(job.id).progress.step >= 1)
+    client.cancel(job.id)
+    assert client.wait(job.id, 60).status == "cancelled"
+    assert client.wait(waiting.id, 240).status == "succeeded"
