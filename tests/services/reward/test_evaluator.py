@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+from PIL import Image
+
+from flowfleet.errors import Unavailable
+from flowfleet.proto.reward_pb2 import RewardSample
+from services.reward import evaluator
+from services.reward.evaluator import Evaluator, finite
+from services.reward.scorers.base import Outcome, Problem, Sample, Score, Scorer
+from tests.services.reward.pictures import sample
+
+
+class Lookup(Scorer[None]):
+    """Scores a prompt by a function of the test and keeps the batches it saw."""
+
+    name, version, score_range, components = "lookup", "1", (0.0, 1.0), ("a",)
+
+    def __init__(self, of: Callable[[str], Outcome]) -> None:
+        self.of = of
+        self.batches: list[list[str]] = []
+
+    def parse(self, params: Mapping[str, str]) -> None:
+        return None
+
+    def score(self, samples: Sequence[Sample], params: None) -> list[Outcome]:
+        self.batches.append([sample.prompt for sample in samples])
+        return [self.of(sample.prompt) for sample in samples]
+
+
+def evaluate(scorer: Lookup, samples: Sequence[RewardSample]) -> list[Outcome]:
+    seen: list[Sequence[Outcome]] = []
+    run = Evaluator(scorer, 2, lambda outcomes, seconds: seen.append(outcomes))
+    outcomes = run(samples, None)
+    run.close()
+    assert seen == [outcomes]
+    return outcomes
+
+
+def samples(*prompts: str) -> list[RewardSample]:
+    return [sample(prompt, Image.new("RGB", (8, 8)), prompt) for prompt in prompts]
+
+
+def by_float(prompt: str) -> Outcome:
+    return Score(float(prompt))
+
+
+def test_outcomes_keep_the_order_around_bad_pictures() -> None:
+    batch = samples("0.1", "0.2", "0.3")
+    batch.insert(1, RewardSample(sample_id="x", media=b"junk", media_type="image/png", prompt="0.9"))
+    outcomes = evaluate(Lookup(by_float), batch)
+    assert [outcomes[index] for index in (0, 2, 3)] == [Score(0.1), Score(0.2), Score(0.3)]
+    assert isinstance(outcomes[1], Problem)
+
+
+def test_nothing_decodable_never_reaches_the_scorer() -> None:
+    scorer = Lookup(by_float)
+    outcomes = evaluate(scorer, [RewardSample(media=b"junk", media_type="image/png")])
+    assert scorer.batches == []
+    assert isinstance(outcomes[0], Problem)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_non_finite_scores_and_components_become_problems(value: float) -> None:
+    for outcome in (Score(value), Score(0.5, {"a": value})):
+        found = finite(outcome)
+        assert isinstance(found, Problem)
+        assert found.reason == "non_finite"
+        assert str(value) in found.message
+    outcomes = evaluate(Lookup(by_float), samples("0.5", str(value), "0.25"))
+    assert [isinstance(outcome, Problem) for outcome in outcomes] == [False, True, False]
+
+
+def test_a_sample_on_which_the_scorer_raises_is_alone_in_it() -> None:
+    outcomes = evaluate(Lookup(by_float), samples("0.5", "poison", "0.25"))
+    assert [outcomes[0], outcomes[2]] == [Score(0.5), Score(0.25)]
+    assert isinstance(outcomes[1], Problem)
+    assert outcomes[1].reason == "scorer_failed"
+
+
+def test_a_scorer_that_fails_on_everything_is_unavailable() -> None:
+    with pytest.raises(Unavailable, match="all 2 samples"):
+        evaluate(Lookup(by_float), samples("poison", "venom"))
+    (outcome,) = evaluate(Lookup(by_float), samples("poison"))
+    assert isinstance(outcome, Problem)
+
+
+def test_a_wrong_number_of_outcomes_is_a_failure() -> None:
+    class Forgetful(Lookup):
+        def score(self, samples: Sequence[Sample], params: None) -> list[Outcome]:
+            return super().score(samples, params)[: 1 if len(samples) > 1 else None]
+
+    assert evaluate(Forgetful(by_float), samples("0.5", "0.25")) == [Score(0.5), Score(0.25)]
+
+
+def test_few_pixels_are_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluator, "MAX_DECODED_PIXELS", 3 * 64)
+    scorer = Lookup(by_float)
+    prompts = [f"0.{digit}" for digit in range(1, 8)]
+    assert evaluate(scorer, samples(*prompts)) == [Score(float(prompt)) for prompt in prompts]
+    assert [len(batch) for batch in scorer.batches] == [3, 3, 1]
