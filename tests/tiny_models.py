@@ -1,7 +1,7 @@
 """Random tiny checkpoints, complete in every component, for tests that need a real pipeline but no skill.
 
-`make_tiny_qwen_image(path)` writes a `QwenImagePipeline` folder (transformer, VAE, text encoder, tokenizer, scheduler) of about
-0.8 M parameters in about a second and without the network. Latents are 16 channels at 1/8 size, as in the real model.
+`make_tiny_qwen_image(path)` writes a `QwenImagePipeline` folder: transformer, VAE, text encoder, tokenizer, scheduler;
+0.8 M parameters in about a second, without the network. Latents are 16 channels at 1/8 size, as in the real model.
 """
 
 import json
@@ -60,7 +60,7 @@ def make_qwen_scheduler() -> FlowMatchEulerDiscreteScheduler:
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
-    """A byte-level BPE with Qwen's splitting rule that, like Qwen's, cuts the template's head into exactly 34 tokens."""
+    """A byte-level BPE with Qwen's splitting rule that, like Qwen's, cuts the template's head into 34 tokens."""
     bpe = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(_PRE_TOKEN_PATTERN), "isolated")
     bpe.pre_tokenizer = pre_tokenizers.Sequence(

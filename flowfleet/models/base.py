@@ -6,7 +6,7 @@ everywhere outside the transformer. Random numbers depend on a sample's seed alo
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -115,7 +115,7 @@ class ModelAdapter(ABC):
         *,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        components: Collection[Component] = ALL_COMPONENTS,
+        components: tuple[Component, ...] = ALL_COMPONENTS,
     ) -> Self:
         """Loads the named components of a local checkpoint folder, frozen and in evaluation mode; never downloads.
 

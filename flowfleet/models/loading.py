@@ -1,7 +1,6 @@
 """Loads parts of a diffusers checkpoint folder, never from the network, with errors that name the folder."""
 
 import inspect
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ def load_pipeline(
     *,
     dtype: torch.dtype,
     device: torch.device | str,
-    components: Collection[Component],
+    components: tuple[Component, ...],
 ) -> Any:
     """A `pipeline_class` whose named components are loaded, frozen and in evaluation mode, and whose others are None.
 

@@ -3,7 +3,7 @@
 Latents travel packed, as the transformer takes them: (B, T, 4Z) with T = (H/16)(W/16) tokens of 2x2 latent pixels.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,8 +26,8 @@ from flowfleet.models.single_frame import SingleFrameDecoder
 
 PATCH = 2
 """Latent pixels that a token is wide and high."""
-DECODE_CHUNK_PIXELS = 512 * 512
-"""Pixels decoded at once: bounds the memory of activations, and keeps small images in a CPU's cache."""
+DECODE_CHUNK_PIXELS = 1024 * 1024
+"""Pixels decoded at once: bounds the memory of activations."""
 
 
 class QwenImageAdapter(ModelAdapter):
@@ -60,7 +60,7 @@ class QwenImageAdapter(ModelAdapter):
         *,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        components: Collection[Component] = ALL_COMPONENTS,
+        components: tuple[Component, ...] = ALL_COMPONENTS,
     ) -> Self:
         vae_config = component_config(AutoencoderKLQwenImage, path, "vae")
         pipeline = load_pipeline(QwenImagePipeline, path, dtype=dtype, device=device, components=components)
@@ -68,6 +68,8 @@ class QwenImageAdapter(ModelAdapter):
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], *, pad_to: int | None = None) -> PromptEmbeds:
+        if self.text_encoder is None:
+            raise ValueError("encode needs the text encoder: load the adapter with the component text_encoder")
         if not prompts:
             raise ValueError("encode needs at least one prompt")
         embeds, mask = self._pipeline.encode_prompt(list(prompts), device=self.device)

@@ -7,6 +7,7 @@ that slice, and the rest of the decoder works frame by frame as it is. It costs 
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -59,7 +60,8 @@ class _RMSNorm(nn.Module):
         self.gain = nn.Parameter((norm.gamma * norm.scale).reshape(1, -1, 1, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.normalize(x.float(), dim=1).to(x.dtype) * self.gain
+        precise = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        return functional.normalize(precise, dim=1).to(x.dtype) * self.gain
 
 
 class _ResidualBlock(nn.Module):

@@ -1,0 +1,47 @@
+"""Schedules: the published check values, and equality in bits with what diffusers' pipeline samples with."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowfleet.models.schedules import flow_match_schedule
+from tests.tiny_models import make_qwen_scheduler
+
+CONFIG = dict(make_qwen_scheduler().config)
+# REFERENCE, section 1: 512x512 (1024 tokens), 10 steps.
+CHECK_SIGMAS = [1, 0.92897, 0.85148, 0.76662, 0.67328, 0.57012, 0.45550, 0.32740, 0.18330, 0.02, 0]
+
+
+def test_check_values_of_qwen_image_at_512() -> None:
+    schedule = flow_match_schedule(CONFIG, 10, 1024)
+    assert schedule.sigmas.tolist() == pytest.approx(CHECK_SIGMAS, abs=5e-6)
+    assert schedule.sigma_max.item() == schedule.sigmas[1].item()
+    assert (schedule.num_steps, schedule.sigmas.dtype, schedule.timesteps.dtype) == (10, torch.float32, torch.float32)
+    torch.testing.assert_close(schedule.timesteps, schedule.sigmas[:-1] * 1000, rtol=0, atol=0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(num_steps=st.integers(2, 60), tokens=st.integers(1, 16_384))
+def test_schedules_match_the_formula_in_float64(num_steps: int, tokens: int) -> None:
+    mu = 0.5 + (tokens - 256) * (0.9 - 0.5) / (8192 - 256)
+    flat = np.linspace(1, 1 / num_steps, num_steps)
+    shifted = np.exp(mu) / (np.exp(mu) + (1 / flat - 1))
+    stretched = 1 - (1 - shifted) / ((1 - shifted[-1]) / (1 - 0.02))
+    schedule = flow_match_schedule(CONFIG, num_steps, tokens)
+    np.testing.assert_allclose(schedule.sigmas, np.append(stretched, 0.0), atol=5e-7)
+    again = flow_match_schedule(CONFIG, num_steps, tokens)
+    assert torch.equal(again.sigmas, schedule.sigmas)
+    assert torch.equal(again.timesteps, schedule.timesteps)
+
+
+@pytest.mark.parametrize(("num_steps", "message"), [(0, "at least 1"), (-3, "at least 1"), (1, "use more steps")])
+def test_step_numbers_without_a_schedule_are_refused(num_steps: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        flow_match_schedule(CONFIG, num_steps, 1024)
+
+
+def test_one_step_works_without_a_terminal_shift() -> None:
+    schedule = flow_match_schedule(CONFIG | {"shift_terminal": None}, 1, 1024)
+    assert schedule.sigmas.tolist() == [1.0, 0.0]
