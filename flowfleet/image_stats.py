@@ -1,0 +1,53 @@
+"""Two plain numbers of a picture that a hacked reward moves: how much edge it has, and how many colours. Free of torch.
+
+A policy that games its reward (text scribbled everywhere, flat boards that a recogniser misreads, noise that fools a
+classifier) shifts their means over the validation pictures long before anybody looks; honest learning hardly does.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+BITS_PER_CHANNEL = 3
+"""The colour histogram has 8 bins a channel, 512 in all: finer ones would measure noise."""
+
+
+@dataclass(frozen=True)
+class ImageStats:
+    """`edge_density` in grey levels, 0 … 510; `colour_entropy` in bits, 0 … 9."""
+
+    edge_density: float
+    colour_entropy: float
+
+
+def image_stats(media: bytes) -> ImageStats:
+    """Statistics of an encoded picture (PNG, JPEG, WebP), as RGB. ValueError when it cannot be decoded."""
+    try:
+        with Image.open(io.BytesIO(media), formats=["PNG", "JPEG", "WEBP"]) as image:
+            pixels = np.asarray(image.convert("RGB"))
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{len(media)} bytes are no PNG, JPEG or WebP picture: {error}") from error
+    return ImageStats(edge_density(pixels), colour_entropy(pixels))
+
+
+def edge_density(pixels: NDArray[np.uint8]) -> float:
+    """Mean |difference| of vertical neighbours plus that of horizontal ones, of the grey picture; 0 for a single row.
+
+    pixels: (H, W, 3) uint8. Grey is the plain mean of the three channels, in 0 … 255.
+    """
+    grey = pixels.astype(np.float64).mean(axis=2)
+    return sum(float(np.abs(np.diff(grey, axis=axis)).mean()) for axis in (0, 1) if grey.shape[axis] > 1)
+
+
+def colour_entropy(pixels: NDArray[np.uint8]) -> float:
+    """Shannon entropy in bits of the colour histogram with 8 bins a channel: −Σ p log2 p. pixels: (H, W, 3) uint8."""
+    bins = (pixels >> (8 - BITS_PER_CHANNEL)).reshape(-1, 3).astype(np.int64)
+    colours = (bins[:, 0] << 2 * BITS_PER_CHANNEL) + (bins[:, 1] << BITS_PER_CHANNEL) + bins[:, 2]
+    counts = np.bincount(colours)
+    shares = counts[counts > 0] / len(colours)
+    return max(0.0, -float((shares * np.log2(shares)).sum()))
