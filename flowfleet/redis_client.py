@@ -22,6 +22,7 @@ CONNECT_TIMEOUT_S: Final = 5.0
 _RETRIES: Final = 45  # 4 short pauses, then 0.5 to 1 s each: 22 s at least, 32 s on average
 _BACKOFF_BASE_S: Final = 0.05
 _BACKOFF_CAP_S: Final = 1.0
+_TRANSIENT: Final = (redis.ConnectionError, redis.TimeoutError, OSError)
 _FATAL: Final = (redis.AuthenticationError, redis.exceptions.AuthorizationError)
 
 
@@ -35,16 +36,18 @@ def redis_url() -> str:
 
 def connect(url: str) -> redis.asyncio.Redis:
     """Client for asyncio; replies are bytes. Nothing is sent yet. ValueError on a malformed URL."""
-    return redis.asyncio.from_url(url, retry=_AsyncRetry(*_policy()), **_settings())
+    return redis.asyncio.from_url(url, retry=_AsyncRetry(**_policy()), **_settings())
 
 
 def connect_sync(url: str) -> redis.Redis:
     """Client for threads; replies are bytes. Nothing is sent yet. ValueError on a malformed URL."""
-    return redis.from_url(url, retry=_SyncRetry(*_policy()), **_settings())
+    return redis.from_url(url, retry=_SyncRetry(**_policy()), **_settings())
 
 
-def _policy() -> tuple[EqualJitterBackoff, int]:
-    return EqualJitterBackoff(cap=_BACKOFF_CAP_S, base=_BACKOFF_BASE_S), _RETRIES
+def _policy() -> dict[str, Any]:
+    """Pauses, their number, and what is retried; a server that still loads its data is a ConnectionError as well."""
+    backoff = EqualJitterBackoff(cap=_BACKOFF_CAP_S, base=_BACKOFF_BASE_S)
+    return {"backoff": backoff, "retries": _RETRIES, "supported_errors": _TRANSIENT}
 
 
 def _settings() -> dict[str, Any]:
@@ -54,12 +57,15 @@ def _settings() -> dict[str, Any]:
         "socket_timeout": SOCKET_TIMEOUT_S,
         "socket_connect_timeout": CONNECT_TIMEOUT_S,
         "socket_keepalive": True,
-        "retry_on_error": [redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError],
     }
 
 
-def _is_transient(error: Exception) -> bool:
-    return not isinstance(error, _FATAL)
+class _Fatal(Exception):
+    """Carries an error that no repetition cures past the retry, which would take it for a lost connection."""
+
+    def __init__(self, error: redis.RedisError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class _AsyncRetry(redis.asyncio.retry.Retry):
@@ -74,9 +80,18 @@ class _AsyncRetry(redis.asyncio.retry.Retry):
     async def call_with_retry(self, do: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         if self._running:
             return await do()
+
+        async def attempt() -> Any:
+            try:
+                return await do()
+            except _FATAL as error:
+                raise _Fatal(error) from None
+
         self._running = True
         try:
-            return await super().call_with_retry(do, *args, **{"is_retryable": _is_transient, **kwargs})
+            return await super().call_with_retry(attempt, *args, **kwargs)
+        except _Fatal as fatal:
+            raise fatal.error from None
         finally:
             self._running = False
 
@@ -89,8 +104,17 @@ class _SyncRetry(redis.retry.Retry):
     def call_with_retry(self, do: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         if self._running:
             return do()
+
+        def attempt() -> Any:
+            try:
+                return do()
+            except _FATAL as error:
+                raise _Fatal(error) from None
+
         self._running = True
         try:
-            return super().call_with_retry(do, *args, **{"is_retryable": _is_transient, **kwargs})
+            return super().call_with_retry(attempt, *args, **kwargs)
+        except _Fatal as fatal:
+            raise fatal.error from None
         finally:
             self._running = False

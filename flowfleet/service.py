@@ -60,6 +60,8 @@ def run_service(
     telemetry.configure_logging(name, options.log_level)
     try:
         require_secret(options.host, secret)
+        if options.port_file is not None:
+            options.port_file.unlink(missing_ok=True)  # of a predecessor that was killed
         if options.metrics_port is not None:
             port = telemetry.start_metrics_server(options.host, options.metrics_port)
             log.info("metrics on http://%s/metrics", format_address(options.host, port))

@@ -15,6 +15,7 @@ from flowfleet import redis_client
 from flowfleet.redis_server import RedisServer, free_port, server_url
 
 DOWN_S = 1.5
+LONG_DOWN_S = 20.0
 
 
 @pytest.fixture
@@ -25,13 +26,13 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
     server.stop()
 
 
-def restart_later(server: RedisServer) -> threading.Thread:
-    """Kills the server after 0.3 s, starts it again `DOWN_S` later."""
+def restart_later(server: RedisServer, down_s: float = DOWN_S) -> threading.Thread:
+    """Kills the server after 0.3 s, starts it again `down_s` later."""
 
     def work() -> None:
         time.sleep(0.3)
         server.kill()
-        time.sleep(DOWN_S)
+        time.sleep(down_s)
         server.start()
 
     thread = threading.Thread(target=work)
@@ -39,8 +40,9 @@ def restart_later(server: RedisServer) -> threading.Thread:
     return thread
 
 
-def test_threads_survive_a_killed_server_and_lose_nothing(server: RedisServer) -> None:
-    restart = restart_later(server)
+@pytest.mark.parametrize("down_s", [DOWN_S, pytest.param(LONG_DOWN_S, marks=pytest.mark.long)])
+def test_threads_survive_a_killed_server_and_lose_nothing(server: RedisServer, down_s: float) -> None:
+    restart = restart_later(server, down_s)
     acknowledged, longest = 0, 0.0
     with redis_client.connect_sync(server.url) as client:
         while restart.is_alive() or acknowledged == 0:
@@ -49,7 +51,7 @@ def test_threads_survive_a_killed_server_and_lose_nothing(server: RedisServer) -
             assert client.get(f"k{acknowledged}") == str(acknowledged).encode()
             acknowledged += 1
             longest = max(longest, time.monotonic() - start)
-        assert longest >= DOWN_S * 0.9  # it was down while we worked
+        assert longest >= down_s * 0.9  # it was down while we worked
         found = client.mget([f"k{index}" for index in range(acknowledged)])
     assert found == [str(index).encode() for index in range(acknowledged)]
 

@@ -364,10 +364,12 @@ class Reward(reward_pb2_grpc.RewardServiceServicer):
 async def main(options):
     server = rpc.make_server()
     reward_pb2_grpc.add_RewardServiceServicer_to_server(Reward(), server)
+    async def serving(address):
+        print("serving", options.port_file.exists(), flush=True)
     async def drain():
         print("drained", flush=True)
     await rpc.serve(server, host=options.host, port=options.port, port_file=options.port_file,
-                    health=rpc.HealthState("flowfleet.v1.RewardService"), on_drain=drain)
+                    health=rpc.HealthState("flowfleet.v1.RewardService"), on_serving=serving, on_drain=drain)
 
 sys.exit(service.run_service("slow", main, service.service_parser("A slow service.")))
 """
@@ -405,7 +407,7 @@ def test_a_service_drains_on_sigterm(tmp_path: Path) -> None:
     status = health_pb2.HealthCheckResponse
     assert asyncio.run(call()) == (status.SERVING, "slow", status.NOT_SERVING)
     out, err = process.communicate(timeout=20)
-    assert (process.returncode, out) == (0, "drained\n")
+    assert (process.returncode, out) == (0, "serving False\ndrained\n")
     assert re.search(r"metrics on http://127\.0\.0\.1:\d+/metrics", err)
 
 

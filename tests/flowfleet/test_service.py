@@ -87,6 +87,16 @@ def test_a_reader_finds_no_port_file_or_all_of_it(tmp_path: Path) -> None:
     service.write_port_file(None, "127.0.0.1:1")
 
 
+def test_the_port_file_of_a_killed_predecessor_is_removed(tmp_path: Path) -> None:
+    stale = tmp_path / "port"
+    stale.write_text("127.0.0.1:1")
+
+    async def main(options: argparse.Namespace) -> None:
+        assert not options.port_file.exists()
+
+    assert service.run_service("x", main, service.service_parser("x"), ["--port-file", str(stale)]) == 0
+
+
 def test_ipv6_addresses_get_brackets() -> None:
     assert service.format_address("::1", 7) == "[::1]:7"
     assert service.format_address("127.0.0.1", 7) == "127.0.0.1:7"
