@@ -34,7 +34,7 @@ DEFAULT_URL = "http://127.0.0.1:8470"
 TIMEOUT_S = 30.0
 STREAM_SILENCE_S = 60.0
 """The controller sends a sign of life more often than this while nothing happens."""
-RETRY_DELAYS_S = (0.2, 0.5, 1.0, 2.0, 4.0)
+RETRY_DELAYS_S = (0.2, 0.5, 1.0, 2.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0)
 AWAY = (httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.GATEWAY_TIMEOUT)
 PAGE_SIZE = 100
 
@@ -216,7 +216,7 @@ class Client:
 
     def _stream(self, job_id: str, after: str | None) -> Iterator[JobEvent]:
         headers = {"accept": "text/event-stream", **({"last-event-id": after} if after else {})}
-        timeout = httpx.Timeout(self._http.timeout, read=STREAM_SILENCE_S)
+        timeout = httpx.Timeout(TIMEOUT_S, read=STREAM_SILENCE_S)
         with self._http.stream("GET", f"/v1/jobs/{job_id}/events", headers=headers, timeout=timeout) as response:
             self._reached = True
             if response.is_error:

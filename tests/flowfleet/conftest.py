@@ -1,0 +1,62 @@
+"""A controller that answers but runs nothing, as a real process, for tests of the client and the command line."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from flowfleet.local.ports import free_ports
+
+
+class IdleController:
+    """Start, kill and start again on the same port."""
+
+    def __init__(self, redis_url: str, directory: Path) -> None:
+        self.redis_url = redis_url
+        self.port = free_ports(1)[0]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._log = (directory / "controller.log").open("ab")
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.flowfleet.idle_controller", "--port", str(self.port), "--reward", "ocr=a:1"],
+            env={**os.environ, "FLOWFLEET_REDIS_URL": self.redis_url},
+            stdout=self._log,
+            stderr=self._log,
+        )
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            try:
+                httpx.get(f"{self.url}/readyz").raise_for_status()
+                return
+            except httpx.HTTPError:
+                time.sleep(0.05)
+        raise AssertionError("the controller does not start")
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+
+@pytest.fixture(scope="module")
+def idle_controller(_redis_of_session: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[IdleController]:
+    controller = IdleController(_redis_of_session, tmp_path_factory.mktemp("controller"))
+    controller.start()
+    controller.wait()
+    yield controller
+    controller.kill()
+
+
+@pytest.fixture
+def api_url(idle_controller: IdleController, redis_url: str) -> str:
+    """Of a controller without jobs."""
+    return idle_controller.url

@@ -1,0 +1,214 @@
+"""The command line against a real controller process, and the local stack's commands with real processes."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from typer.testing import CliRunner, Result
+
+from flowfleet import cli, keys
+from flowfleet.blobs import open_blobs
+from flowfleet.client import Client
+from flowfleet.local.stack import StateDir
+from services.controller.records import JobStatus, SampleRecord
+from services.controller.store import JobStore
+from tests.flowfleet.idle_controller import in_store, job_settings
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(api_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Runs the command in an empty directory, pointed at the controller."""
+    monkeypatch.setenv("FLOWFLEET_URL", api_url)
+    monkeypatch.chdir(tmp_path)
+    return lambda *words: CliRunner().invoke(cli.app, list(words))
+
+
+@pytest.fixture
+def client(api_url: str) -> Iterator[Client]:
+    with Client(api_url) as client:
+        yield client
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Path:
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps(job_settings(tmp_path, name="a-job")))
+    return path
+
+
+def test_submit_prints_the_id_of_the_new_job(run: Run, client: Client, job_file: Path) -> None:
+    result = run("submit", str(job_file), "--set", "seed=9", "--set", "schedule.steps=3")
+
+    assert result.exit_code == 0, result.output
+    job = client.job(result.stdout.strip())
+    assert (job.name, job.spec["seed"], job.progress.steps) == ("a-job", 9, 3)
+
+
+def test_dry_run_shows_the_whole_job_and_every_process_and_submits_nothing(
+    run: Run, client: Client, job_file: Path
+) -> None:
+    result = run("submit", str(job_file), "--dry-run", "--set", "trainer.world_size=2")
+
+    assert result.exit_code == 0, result.output
+    job, processes = result.stdout.split("# Its processes")
+    assert yaml.safe_load(job)["trainer"]["optimizer"]["eps"] == 1e-8
+    for words in ("services.controller", "services.rollout", "services.reward", "redis-server", "FLOWFLEET_REDIS_URL"):
+        assert words in processes
+    assert "--nproc-per-node=2 --max-restarts=0 -m services.trainer" in processes
+    assert list(client.jobs()) == []
+
+
+def test_jobs_and_show(run: Run, client: Client, job_file: Path) -> None:
+    job = client.submit(job_file)
+
+    listed = run("jobs")
+    assert job.id[:13] in listed.stdout
+    assert re.search(r"a-job +queued +0/100", listed.stdout)
+    shown = run("show", job.id[:13])
+    assert job.id in shown.stdout
+    assert "group_size: 16" in shown.stdout
+    assert run("jobs", "--status", "failed").stdout.count("\n") == 1
+
+
+def test_wishes(run: Run, client: Client, job_file: Path) -> None:
+    job = client.submit(job_file)
+
+    assert "to be paused" in run("pause", job.id).stdout
+    assert run("resume", job.id).exit_code == 0
+    assert "to be cancelled" in run("cancel", job.id).stdout
+    refused = run("resume", job.id)
+    assert refused.exit_code == 1
+    assert "error: the job is being cancelled" in refused.stderr
+
+
+@pytest.mark.parametrize(("status", "code"), [(JobStatus.SUCCEEDED, 0), (JobStatus.FAILED, 1)])
+def test_watch_ends_as_the_job_does(
+    run: Run, client: Client, job_file: Path, redis_url: str, status: JobStatus, code: int
+) -> None:
+    job = client.submit(job_file)
+
+    async def play(store: JobStore) -> None:
+        await store.update_progress(job.id, step=1, reward=0.5)
+        await store.set_status(job.id, status, "the reason")
+
+    in_store(redis_url, play)
+    result = run("watch", job.id[:-2])
+
+    assert result.exit_code == code
+    assert "reward 0.500" in result.stdout
+    assert ("the job failed: the reason" in result.stderr) == (code == 1)
+
+
+def test_samples_are_downloaded_and_printed(run: Run, client: Client, job_file: Path, redis_url: str) -> None:
+    job = client.submit(job_file)
+
+    async def fill(store: JobStore) -> None:
+        for index, score in enumerate((0.25, 0.75)):
+            ref = await open_blobs(store._redis).put(keys.blob(job.id, "media", index), b"picture", ttl_s=60)
+            media: dict[str, Any] = {
+                "media_uri": ref.uri,
+                "media_size_bytes": ref.size_bytes,
+                "media_sha256": ref.sha256,
+            }
+            sample = SampleRecord(
+                step=3, group=1, index=index, prompt="a [b] sign", reward=score, scores={"ocr": score}, **media
+            )
+            await store.put_sample(job.id, sample)
+
+    in_store(redis_url, fill)
+    result = run("samples", job.id, "--out", "pictures", "--order", "best")
+
+    assert result.exit_code == 0, result.output
+    assert [line.split()[:2] for line in result.stdout.splitlines()[1:]] == [["3/1/1", "0.750"], ["3/1/0", "0.250"]]
+    assert "a [b] sign" in result.stdout
+    assert sorted(path.name for path in Path("pictures").iterdir()) == [
+        "train-00003-001-000.png",
+        "train-00003-001-001.png",
+    ]
+    assert Path("pictures/train-00003-001-000.png").read_bytes() == b"picture"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["show", "ffff"], "no job starts with 'ffff'"),
+        (["submit", "absent.toml"], "absent.toml: cannot be read"),
+        (["submit", "job.json", "--set", "sede=1"], "did you mean seed?"),
+        (["submit", "job.json", "--set", "rewards.beauty={}"], "this controller has no such reward service"),
+        (["jobs", "--url", "http://127.0.0.1:9"], "no controller answers at http://127.0.0.1:9"),
+        (["jobs", "--status", "asleep"], "status"),
+        (["samples", "ffff", "--order", "odd"], "no job starts"),
+        (["up", "--reward", "beauty"], "unknown reward 'beauty'"),
+        (["demo", "--recipe", "absent.toml"], "absent.toml: cannot be read"),
+    ],
+)
+def test_mistakes_are_told_in_words(run: Run, job_file: Path, words: list[str], message: str) -> None:
+    result = run(*words)
+
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: ")
+    assert message in " ".join(result.stderr.split())
+    assert "Traceback" not in result.output
+
+
+def test_the_surface_is_what_users_know() -> None:
+    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    options = {
+        name: sorted(option for parameter in command.params for option in parameter.opts if option.startswith("--"))
+        for name, command in commands.items()
+    }
+
+    assert options == {
+        "up": ["--detach", "--dtype", "--model", "--port", "--replicas", "--reward", "--state-dir"],
+        "down": ["--state-dir"],
+        "demo": ["--recipe", "--seed", "--state-dir"],
+        "submit": ["--dry-run", "--follow", "--idempotency-key", "--set", "--url"],
+        "jobs": ["--limit", "--status", "--url"],
+        "show": ["--url"],
+        "watch": ["--url"],
+        "samples": ["--limit", "--order", "--out", "--purpose", "--step", "--url"],
+        "cancel": ["--url"],
+        "pause": ["--url"],
+        "resume": ["--url"],
+    }
+
+
+def test_listing_jobs_needs_neither_torch_nor_a_stack() -> None:
+    heavy = "{'torch', 'psutil', 'matplotlib', 'grpc', 'redis'}"
+    code = f"import sys, flowfleet.cli; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout == "[]\n"
+
+
+def test_up_detached_serves_and_down_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FLOWFLEET_URL", raising=False)
+
+    def flowfleet(*words: str) -> Any:
+        return subprocess.run([sys.executable, "-m", "flowfleet.cli", *words], capture_output=True, text=True)
+
+    started = flowfleet("up", "--detach", "--port", "0", "--replicas", "0", "--reward", "jpeg_compressibility")
+    try:
+        assert started.returncode == 0, started.stderr
+        stack = StateDir(Path("runs/local")).read()
+        assert stack is not None
+        assert set(stack.processes) == {"redis", "reward-jpeg_compressibility", "controller"}
+        with Client(stack.url) as client:
+            assert list(client.fleet().rewards) == ["jpeg_compressibility"]
+        assert flowfleet("jobs").returncode == 0  # finds the stack by its stack.json
+        again = flowfleet("up", "--detach", "--port", "0")
+        assert (again.returncode, "already running" in again.stderr) == (1, True)
+    finally:
+        stopped = flowfleet("down")
+    assert (stopped.returncode, stopped.stdout) == (0, "stopped\n")
+    assert "no stack runs" in flowfleet("down").stdout
