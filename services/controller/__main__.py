@@ -11,18 +11,19 @@ from collections.abc import Sequence
 from flowfleet.telemetry import configure_logging
 from services.controller.app import create_app
 from services.controller.runner import Runner
+from services.controller.seam import RunnerFactory
 from services.controller.server import Server
 from services.controller.settings import ControllerSettings
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], runner_factory: RunnerFactory = Runner) -> int:
     try:
         settings = ControllerSettings.from_command_line(argv)
     except ValueError as error:
         print(f"services.controller: error: {error}", file=sys.stderr)
         return 2
     configure_logging("controller", settings.log_level)
-    server = Server(create_app(settings, Runner), settings)
+    server = Server(create_app(settings, runner_factory), settings)
     try:
         server.run()
     except SystemExit:  # uvicorn's way to say that it could not start; it has logged why

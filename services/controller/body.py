@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any, NoReturn
 
 from fastapi import Request
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from flowfleet.errors import InvalidRequest, TooLarge
 
 MAX_BYTES = 1 << 20
+TIMEOUT_S = 30.0
 MAX_DEPTH = 32
 MAX_VALUES = 5000
 """A job has about a hundred."""
@@ -19,13 +22,20 @@ MAX_VALUES = 5000
 async def read_object(request: Request) -> dict[str, Any]:
     """The body as a JSON object.
 
-    Raises HTTPException 415 for another content type, TooLarge beyond the limit (also without Content-Length),
-    InvalidRequest for what is no JSON object.
+    Raises HTTPException 415 for another content type and 408 for a body that does not come, TooLarge beyond the limit
+    (also without Content-Length), InvalidRequest for what is no JSON object.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise HTTPException(415, "send the job as JSON with Content-Type: application/json")
-    value = _parse(await _read(request))
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            body = await _read(request)
+    except TimeoutError:
+        raise HTTPException(408, f"the body did not arrive within {TIMEOUT_S:g} s") from None
+    except ClientDisconnect:
+        raise InvalidRequest("the body ended early") from None
+    value = _parse(body)
     if not isinstance(value, dict):
         raise InvalidRequest(f"a job is a JSON object of settings, not {type(value).__name__}")
     _check_shape(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import AsyncIterator, Callable
@@ -139,6 +140,16 @@ async def test_an_oversize_body_in_chunks_is_cut_off(jobs: Api) -> None:
 
     response = await jobs.client.post("/v1/jobs", content=chunks(), headers={"Content-Type": "application/json"})
     check_problem(response, 413)
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(jobs: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.sleep(5)
+
+    monkeypatch.setattr("services.controller.body.TIMEOUT_S", 0.05)
+    response = await jobs.client.post("/v1/jobs", content=slow(), headers={"Content-Type": "application/json"})
+    check_problem(response, 408)
 
 
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "application/toml", ""])

@@ -1,0 +1,48 @@
+"""Whatever JSON comes as a job, it is a job or an InvalidJob whose every message names a setting."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowfleet.jobs import JobSpec
+from services.controller.checks import parse
+from services.controller.problems import InvalidJob
+
+DEFAULT: dict[str, Any] = JobSpec.model_validate(
+    {"model": {"path": "m"}, "rewards": {"ocr": {}}, "data": {"train": "t.txt"}}
+).model_dump(mode="json")
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=5)
+
+
+def places(value: Any, prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Every setting of a job, parts too."""
+    if not isinstance(value, dict):
+        return [prefix]
+    return [prefix, *(place for name, item in value.items() for place in places(item, (*prefix, name)))]
+
+
+def outcome(job: dict[str, Any]) -> tuple[JobSpec | None, list[str]]:
+    try:
+        return parse(job), []
+    except InvalidJob as error:
+        return None, list(error.problems)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(places(DEFAULT)[1:]), st.text(max_size=5), VALUES)
+def test_any_value_anywhere(place: tuple[str, ...], added: str, value: Any) -> None:
+    job = json.loads(json.dumps(DEFAULT))
+    part = job
+    for name in place[:-1]:
+        part = part[name]
+    part[place[-1] + added] = value
+    spec, problems = outcome(job)
+    assert (spec is None) == bool(problems)
+    assert all(problem.strip() for problem in problems)
+    if spec is not None:
+        assert parse(spec.model_dump(mode="json")) == spec

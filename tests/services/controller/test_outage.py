@@ -1,0 +1,55 @@
+"""Redis dies and comes back: requests wait for it, streams go on, nothing is done twice."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from flowfleet.redis_server import RedisServer
+from services.controller import sse
+from services.controller.settings import ControllerSettings
+from tests.services.controller.conftest import serve
+
+pytestmark = pytest.mark.anyio
+Job = Callable[..., dict[str, Any]]
+
+
+async def test_a_killed_redis_is_a_pause(tmp_path: Path, job: Job) -> None:
+    server = RedisServer(tmp_path / "redis")
+    settings = ControllerSettings(redis_url=SecretStr(server.start()), rewards={"ocr": "127.0.0.1:1"})
+    try:
+        async with serve(settings) as api:
+            first = await api.submit(job())
+            stream = sse.stream(api.store, first["id"], None, asyncio.Event())
+            assert [await anext(stream) for _ in range(2)]
+            waiting = asyncio.ensure_future(anext(stream))
+            server.kill()
+
+            began = time.monotonic()
+            answer = await api.client.get("/readyz")
+            assert (answer.status_code, answer.json()["detail"]) == (503, "Redis does not answer")
+            assert time.monotonic() - began < 4
+            submitting = asyncio.ensure_future(api.submit(job(name="second")))
+            asking = asyncio.ensure_future(api.client.post(f"/v1/jobs/{first['id']}/pause"))
+            await asyncio.sleep(0.5)
+            assert not submitting.done()
+
+            await asyncio.to_thread(server.start)
+            second = await submitting
+            assert (await asking).json()["desired"] == "paused"
+            assert '"action":"pause"' in await asyncio.wait_for(waiting, 10)
+            assert [item["id"] for item in (await api.client.get("/v1/jobs")).json()["items"]] == [
+                second["id"],
+                first["id"],
+            ]
+            kinds = [event.type for event in await api.store.events(first["id"])]
+            assert kinds == ["status", "request"]
+            assert (await api.client.get("/readyz")).status_code == 200
+    finally:
+        server.kill()

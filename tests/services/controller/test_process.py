@@ -1,0 +1,123 @@
+"""The controller as a process: port file, bad input over a real socket, SIGTERM, and start again."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from services.controller.server import GRACE_S
+
+Job = Callable[..., dict[str, Any]]
+IDLE = "tests.services.controller.serve_idle"
+
+
+def launch(module: str, *argv: str, **env: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", module, *argv]
+    return subprocess.Popen(command, env={**os.environ, **env}, stderr=subprocess.PIPE, text=True)
+
+
+@contextmanager
+def controller(module: str, redis_url: str, folder: Path, **env: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process that serves, and its address."""
+    port_file = folder / "port"
+    port_file.unlink(missing_ok=True)
+    argv = ["--port", "0", "--port-file", str(port_file), "--state-dir", str(folder), "--reward", "ocr=127.0.0.1:1"]
+    process = launch(module, *argv, FLOWFLEET_REDIS_URL=redis_url, **env)
+    try:
+        deadline = time.monotonic() + 60
+        while not port_file.exists():
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield process, port_file.read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def stop(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Exit code and log after SIGTERM."""
+    process.send_signal(signal.SIGTERM)
+    return ended(process)
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    _, log = process.communicate(timeout=15)
+    return process.returncode, log
+
+
+def test_an_open_stream_does_not_block_shutdown_and_jobs_stay(redis_url: str, tmp_path: Path, job: Job) -> None:
+    with controller(IDLE, redis_url, tmp_path) as (process, address):
+        with httpx.Client(base_url=f"http://{address}", timeout=20) as client:
+            assert client.get("/readyz").status_code == 200
+            record = client.post("/v1/jobs", json=job()).json()
+            url = f"/v1/jobs/{record['id']}/events"
+            with client.stream("GET", url, headers={"Accept": "text/event-stream"}) as stream:
+                lines = stream.iter_lines()
+                assert next(line for line in lines if line.startswith("data:"))
+                began = time.monotonic()
+                process.send_signal(signal.SIGTERM)
+                assert not any(line.startswith("data:") for line in lines)  # it ends, and whole
+        code, log = ended(process)
+        assert (code, "Traceback" in log) == (0, False), log
+        assert time.monotonic() - began < GRACE_S - 1
+    with controller(IDLE, redis_url, tmp_path) as (process, address):
+        assert httpx.get(f"http://{address}/v1/jobs/{record['id']}").json() == record
+        assert stop(process)[0] == 0
+
+
+def test_an_endless_body_is_answered_and_cut(redis_url: str, tmp_path: Path) -> None:
+    with controller(IDLE, redis_url, tmp_path) as (process, address):
+        host, port = address.split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            head = "POST /v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+            connection.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
+            sent = 0
+            while not select.select([connection], [], [], 0)[0]:
+                connection.sendall(b"10000\r\n" + b" " * 0x10000 + b"\r\n")
+                sent += 0x10000
+                assert sent < 64 << 20
+            answer = connection.recv(4096).decode()
+        assert answer.startswith("HTTP/1.1 413")
+        assert "application/problem+json" in answer
+        assert httpx.get(f"http://{address}/v1/jobs").json()["items"] == []
+        code, log = stop(process)
+        assert (code, "Traceback" in log) == (0, False), log
+
+
+def test_the_real_runner_starts_and_stops(redis_url: str, tmp_path: Path) -> None:
+    with controller("services.controller", redis_url, tmp_path, FLOWFLEET_API_KEY="k" * 16) as (process, address):
+        assert httpx.get(f"http://{address}/readyz").json() == {"status": "ok"}
+        assert httpx.get(f"http://{address}/v1/fleet").status_code == 401
+        fleet = httpx.get(f"http://{address}/v1/fleet", headers={"X-API-Key": "k" * 16}).json()
+        assert fleet == {"replicas": [], "rewards": {"ocr": "127.0.0.1:1"}}
+        code, log = stop(process)
+        assert code == 0, log
+        assert all(json.loads(line)["service"] == "controller" for line in log.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("argv", "env", "message"),
+    [
+        (["--host", "0.0.0.0"], {"FLOWFLEET_REDIS_URL": "redis://127.0.0.1:1/0"}, "set FLOWFLEET_API_KEY"),
+        ([], {"FLOWFLEET_REDIS_URL": ""}, "set FLOWFLEET_REDIS_URL"),
+        (["--port", "70000"], {}, "not a port"),
+    ],
+)
+def test_refuses_to_start(argv: list[str], env: dict[str, str], message: str) -> None:
+    process = launch("services.controller", *argv, **{"FLOWFLEET_API_KEY": "", **env})
+    _, log = process.communicate(timeout=60)
+    assert (process.returncode, message in log, "Traceback" in log) == (2, True, False), log
