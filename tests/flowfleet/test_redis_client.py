@@ -108,7 +108,7 @@ def test_a_wrong_password_fails_at_once(server: RedisServer) -> None:
 
     with pytest.raises(redis.AuthenticationError):
         asyncio.run(ping())
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 10
 
 
 @pytest.fixture
@@ -119,21 +119,21 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("quick_retries")
 def test_the_retries_of_command_and_connection_do_not_multiply(server: RedisServer) -> None:
-    """5 pauses of 0.05 to 0.2 s: 0.35 to 0.85 s in all; nested they would take several times that."""
+    """5 pauses of 0.05 to 0.2 s: 0.35 to 0.85 s in all; nested six times that, 2.1 s at least."""
     with redis_client.connect_sync(server.url) as client:
         client.ping()
         server.kill()
         start = time.monotonic()
         with pytest.raises(redis.ConnectionError):
             client.set("a", 1)
-        assert 0.3 < time.monotonic() - start < 1.5
+        assert 0.3 < time.monotonic() - start < 2.0
 
     async def work() -> None:
         async with redis_client.connect(server_url(free_port(), "x")) as client:
             start = time.monotonic()
             with pytest.raises(redis.ConnectionError):
                 await client.set("a", 1)
-            assert 0.3 < time.monotonic() - start < 1.5
+            assert 0.3 < time.monotonic() - start < 2.0
 
     asyncio.run(work())
 
