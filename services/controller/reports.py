@@ -35,7 +35,7 @@ async def put_samples(
 ) -> None:
     """Records samples, scored or dropped, for people to look at."""
     rows = zip(samples, prompts, verdicts, strict=True)
-    await asyncio.gather(*(job.store.put_sample(job.job_id, _sample_record(*row)) for row in rows))
+    await job.store.put_samples(job.job_id, [_sample_record(*row) for row in rows])
 
 
 class Reports:

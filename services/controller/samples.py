@@ -30,18 +30,18 @@ class SampleShelf:
     _redis: Any
 
     async def put_sample(self, job_id: str, sample: SampleRecord) -> None:
-        """Adds or replaces the record of (purpose, step, group, index)."""
-        reference = _reference(sample.step, sample.group, sample.index)
-        names = _Names(job_id, sample.purpose)
+        await self.put_samples(job_id, [sample])
+
+    async def put_samples(self, job_id: str, samples: Iterable[SampleRecord]) -> None:
+        """Adds or replaces records, one for each (purpose, step, group, index)."""
+        purposes: set[Purpose] = set()
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hset(names.records, reference, sample.model_dump_json())
-            pipe.zadd(names.order, {reference: 0})
-            if sample.reward is not None:
-                pipe.zadd(names.rewards, {reference: sample.reward})
-            pipe.zcard(names.order)
-            count = (await pipe.execute())[-1]
-        if count > MAX_SAMPLES:
-            await self._forget_oldest(job_id, sample.purpose, count - MAX_SAMPLES)
+            for sample in samples:
+                _put(pipe, _Names(job_id, sample.purpose), sample)
+                purposes.add(sample.purpose)
+            await pipe.execute()
+        for purpose in purposes:
+            await self._forget_oldest(job_id, purpose)
 
     async def get_sample(
         self, job_id: str, step: int, group: int, index: int, purpose: Purpose = "train"
@@ -103,14 +103,27 @@ class SampleShelf:
         rows = await self._redis.hmget(_Names(job_id, purpose).records, wanted) if wanted else []
         return [SampleRecord.model_validate_json(row) for row in rows if row is not None]
 
-    async def _forget_oldest(self, job_id: str, purpose: Purpose, count: int) -> None:
+    async def _forget_oldest(self, job_id: str, purpose: Purpose) -> None:
         names = _Names(job_id, purpose)
+        count = await self._redis.zcard(names.order) - MAX_SAMPLES
+        if count <= 0:
+            return
         oldest = await self._redis.zrange(names.order, 0, count - 1)
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hdel(names.records, *oldest)
             pipe.zrem(names.order, *oldest)
             pipe.zrem(names.rewards, *oldest)
             await pipe.execute()
+
+
+def _put(pipe: Any, names: _Names, sample: SampleRecord) -> None:
+    reference = _reference(sample.step, sample.group, sample.index)
+    pipe.hset(names.records, reference, sample.model_dump_json())
+    pipe.zadd(names.order, {reference: 0})
+    if sample.reward is None:
+        pipe.zrem(names.rewards, reference)
+    else:
+        pipe.zadd(names.rewards, {reference: sample.reward})
 
 
 def _reference(step: int, group: int, index: int) -> str:

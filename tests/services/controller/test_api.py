@@ -81,7 +81,7 @@ async def test_samples_link_to_their_pictures(api: Api, job: Job) -> None:
     ref = await api.services.blobs.put(keys.blob(job_id, "media", 1), b"\x89PNG picture", ttl_s=60)
     sample = SampleRecord(step=1, group=0, index=2, prompt="a sign", reward=0.5, scores={"ocr": 0.5})
     place = {"media_uri": ref.uri, "media_size_bytes": ref.size_bytes, "media_sha256": ref.sha256}
-    await api.store.put_sample(job_id, sample.model_copy(update=place))
+    await api.store.put_samples(job_id, [sample.model_copy(update=place)])
     [shown] = (await api.client.get(f"/v1/jobs/{job_id}/samples", params={"step": 1, "order": "best"})).json()["items"]
     assert (shown["prompt"], shown["reward"], shown["scores"]) == ("a sign", 0.5, {"ocr": 0.5})
     picture = await api.client.get(shown["media"])

@@ -26,8 +26,11 @@ async def store(redis_url: str) -> AsyncIterator[JobStore]:
 
 
 async def fill(store: JobStore) -> None:
-    for (step, index), reward in REWARDS.items():
-        await store.put_sample(JOB, SampleRecord(step=step, group=0, index=index, prompt=f"p{step}", reward=reward))
+    records = [
+        SampleRecord(step=step, group=0, index=index, prompt=f"p{step}", reward=reward)
+        for (step, index), reward in REWARDS.items()
+    ]
+    await store.put_samples(JOB, records)
 
 
 async def walk(store: JobStore, order: Order, step: int | None = None) -> list[tuple[int, int]]:
@@ -51,7 +54,7 @@ async def test_orders(store: JobStore) -> None:
 
 async def test_one_step(store: JobStore) -> None:
     await fill(store)
-    await store.put_sample(JOB, SampleRecord(step=10, group=0, index=0, prompt="p", reward=1.0))
+    await store.put_samples(JOB, [SampleRecord(step=10, group=0, index=0, prompt="p", reward=1.0)])
     assert await walk(store, "newest", step=1) == [(1, 1), (1, 0)]
     assert await walk(store, "best", step=0) == [(0, 0), (0, 1)]
     assert await walk(store, "worst", step=1) == [(1, 0)]
@@ -61,12 +64,13 @@ async def test_one_step(store: JobStore) -> None:
 async def test_purposes_do_not_mix_and_a_record_is_replaced(store: JobStore) -> None:
     one = SampleRecord(step=0, group=3, index=1, prompt="a", reward=0.25, scores={"ocr": float("nan")})
     held_out = one.model_copy(update={"purpose": "validate", "prompt": "b"})
-    for sample in (one, held_out, one.model_copy(update={"reward": 0.75})):
-        await store.put_sample(JOB, sample)
+    await store.put_samples(JOB, [one, held_out, one.model_copy(update={"reward": 0.75})])
     found = await store.get_sample(JOB, 0, 3, 1)
     assert (found.prompt, found.reward, found.scores) == ("a", 0.75, {"ocr": None})
     assert (await store.get_sample(JOB, 0, 3, 1, "validate")).prompt == "b"
     assert len((await store.samples(JOB, purpose="validate"))[0]) == 1
+    await store.put_samples(JOB, [one.model_copy(update={"reward": None, "drop_reason": "unscored"})])
+    assert await walk(store, "best") == []
     with pytest.raises(NotFound, match="0/3/2"):
         await store.get_sample(JOB, 0, 3, 2)
 
