@@ -49,7 +49,7 @@ class BlobRef(_message.Message):
     uri: _builtins.str
     size_bytes: _builtins.int
     sha256: _builtins.str
-    """lower-case hex over the whole blob"""
+    """lower-case hex over the whole blob; above 256 MiB over its chunks' hex digests (flowfleet/blobs.py)"""
     def __init__(
         self,
         *,

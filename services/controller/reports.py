@@ -6,6 +6,7 @@ Names are those that the field charts already (docs/metrics.md). Nothing here de
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import statistics
 import time
 from collections import deque
@@ -15,7 +16,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from flowfleet.advantages import AdvantageStats, group_advantages
-from flowfleet.image_stats import image_stats
+from flowfleet.image_stats import ImageStats, image_stats
 from flowfleet.proto import common_pb2, trainer_pb2
 from flowfleet.telemetry import JobMetrics
 from services.controller.data import Prompt
@@ -80,14 +81,14 @@ class Reports:
         job = self._job
         scores = [verdict.score for part in parts for verdict in part.verdicts if verdict.score is not None]
         media = [data for part in parts for data in part.media]
-        stats = await asyncio.to_thread(lambda: [image_stats(data) for data in media])
-        reward = statistics.fmean(scores) if scores else None
+        stats = await asyncio.to_thread(_image_stats, media)
+        reward = _mean(scores) if scores else None
         row = {
             "val/reward": float("nan") if reward is None else reward,
             "val/num_scored": float(len(scores)),
             "val/num_prompts": float(len(media)),
-            "val/edge_density": statistics.fmean(item.edge_density for item in stats),
-            "val/colour_entropy": statistics.fmean(item.colour_entropy for item in stats),
+            "val/edge_density": _mean([item.edge_density for item in stats]),
+            "val/colour_entropy": _mean([item.colour_entropy for item in stats]),
         }
         await job.store.append_event(
             job.job_id, "validation", {"version": version, **_finite(row)}, once=f"val-{version}"
@@ -156,6 +157,19 @@ def _timings(batch: Batch, now: float, duration: float) -> dict[str, float]:
 def _staleness(batch: Batch) -> float:
     versions = [s.version for group in batch.groups.values() for s in group.values() if s.status == "scored"]
     return statistics.fmean(batch.step - version for version in versions if version is not None)
+
+
+def _image_stats(media: Sequence[bytes]) -> list[ImageStats]:
+    """Of those pictures that can be decoded; a broken one has no score either, and is counted there."""
+    found = []
+    for data in media:
+        with contextlib.suppress(ValueError):
+            found.append(image_stats(data))
+    return found
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else float("nan")
 
 
 def _finite(row: Mapping[str, float]) -> dict[str, float | None]:

@@ -13,11 +13,13 @@ import grpc
 
 from flowfleet.jobs import RewardPart
 from flowfleet.proto import reward_pb2, reward_pb2_grpc
-from flowfleet.rpc import open_channel
+from flowfleet.rpc import MAX_MESSAGE_BYTES, open_channel
 
 log = logging.getLogger(__name__)
 
 DESCRIBE_DEADLINE_S = 10.0
+MAX_CALL_BYTES = MAX_MESSAGE_BYTES // 2
+"""Of the samples of one call: well below what a message may have."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class RewardPlane:
             service.max_batch = described.max_batch_size or len(samples)
         requests = [
             reward_pb2.ScoreRequest(samples=part, params=service.part.params)
-            for part in _chunks(samples, service.max_batch)
+            for part in chunks(samples, service.max_batch)
         ]
         calls = (service.stub.Score(request, timeout=self._deadline_s) for request in requests)
         return {score.sample_id: score for response in await asyncio.gather(*calls) for score in response.scores}
@@ -100,6 +102,17 @@ def _problem(answer: reward_pb2.RewardScore | None) -> tuple[str, reward_pb2.Rew
     return "", answer
 
 
-def _chunks(samples: Sequence[reward_pb2.RewardSample], size: int) -> Iterator[Sequence[reward_pb2.RewardSample]]:
-    for start in range(0, len(samples), size):
-        yield samples[start : start + size]
+def chunks(
+    samples: Sequence[reward_pb2.RewardSample], max_samples: int, max_bytes: int = MAX_CALL_BYTES
+) -> Iterator[list[reward_pb2.RewardSample]]:
+    """Cuts samples, in order, into calls within both limits; a sample over `max_bytes` gets a call of its own."""
+    call: list[reward_pb2.RewardSample] = []
+    size = 0
+    for sample in samples:
+        if call and (len(call) == max_samples or size + sample.ByteSize() > max_bytes):
+            yield call
+            call, size = [], 0
+        call.append(sample)
+        size += sample.ByteSize()
+    if call:
+        yield call

@@ -11,7 +11,7 @@ import pytest
 
 from flowfleet.jobs import RewardPart
 from flowfleet.proto import reward_pb2, reward_pb2_grpc
-from services.controller.rewards import RewardPlane
+from services.controller.rewards import RewardPlane, chunks
 
 Answer = Callable[[reward_pb2.RewardSample], reward_pb2.RewardScore | None]
 
@@ -107,6 +107,13 @@ def test_calls_respect_the_batch_limit_of_the_service() -> None:
 
     with_plane({"ocr": service}, {"ocr": RewardPart()}, use)
     assert sorted(service.sizes) == [2, 4, 4]
+
+
+def test_calls_stay_below_the_byte_limit_and_lose_nothing() -> None:
+    big = [reward_pb2.RewardSample(sample_id=str(k), media=bytes(1000 * k)) for k in range(6)]
+    calls = list(chunks(big, max_samples=3, max_bytes=4500))
+    assert [sample.sample_id for call in calls for sample in call] == list("012345")
+    assert [len(call) for call in calls] == [3, 1, 1, 1]
 
 
 def test_an_overflowing_sum_is_no_score() -> None:
