@@ -7,7 +7,7 @@ everywhere outside the transformer. Random numbers depend on a sample's seed alo
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -30,21 +30,23 @@ class PromptEmbeds:
     """(B, L, D) in the text encoder's dtype."""
     mask: Tensor
     """(B, L) bool, False where padded."""
-    has_padding: bool = field(init=False)
-    """Whether any token is padding; taken once here, for asking a device costs a synchronisation."""
+    has_padding: bool | None = None
+    """Whether any token is padding. Found out once here if not given, for asking a device costs a synchronisation."""
 
     def __post_init__(self) -> None:
         if self.embeds.ndim != 3 or self.embeds.shape[:2] != self.mask.shape or self.mask.dtype != torch.bool:
             shapes = f"{tuple(self.embeds.shape)} and {tuple(self.mask.shape)} {self.mask.dtype}"
             raise ValueError(f"need embeds (B, L, D) and a bool mask (B, L), but got {shapes}")
-        object.__setattr__(self, "has_padding", not bool(self.mask.all()))
+        if self.has_padding is None:
+            object.__setattr__(self, "has_padding", not bool(self.mask.all()))
 
     def __len__(self) -> int:
         return len(self.embeds)
 
     def repeat(self, count: int) -> "PromptEmbeds":
         """Every prompt `count` times in a row: (B * count, L, D), as a group of samples needs it."""
-        return PromptEmbeds(self.embeds.repeat_interleave(count, 0), self.mask.repeat_interleave(count, 0))
+        embeds, mask = self.embeds.repeat_interleave(count, 0), self.mask.repeat_interleave(count, 0)
+        return PromptEmbeds(embeds, mask, self.has_padding)
 
     def select(self, rows: Tensor | Sequence[int]) -> "PromptEmbeds":
         """The given rows, in that order; rows may repeat."""
@@ -53,7 +55,7 @@ class PromptEmbeds:
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "PromptEmbeds":
         """The same prompts on `device`, embeds in `dtype` if given."""
-        return PromptEmbeds(self.embeds.to(device, dtype), self.mask.to(device))
+        return PromptEmbeds(self.embeds.to(device, dtype), self.mask.to(device), self.has_padding)
 
 
 def concat_embeds(parts: Sequence[PromptEmbeds]) -> PromptEmbeds:

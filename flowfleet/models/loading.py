@@ -1,13 +1,17 @@
 """Loads parts of a diffusers checkpoint folder, never from the network, with errors that name the folder."""
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
+from diffusers.utils import logging as diffusers_logging
 from packaging.version import Version
 from safetensors import SafetensorError
+from transformers.utils import logging as transformers_logging
 
 from flowfleet.models.base import ALL_COMPONENTS, Component
 
@@ -34,7 +38,8 @@ def load_pipeline(
         absent["tokenizer"] = None
     options = {_DTYPE_KEYWORD: dtype, "local_files_only": True, **absent}
     try:
-        pipeline = pipeline_class.from_pretrained(str(path), **options)
+        with _no_progress_bars():
+            pipeline = pipeline_class.from_pretrained(str(path), **options)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(f"model {path} cannot be loaded as a {pipeline_class.__name__}: {error}") from error
     for name in components:
@@ -55,3 +60,17 @@ def component_config(component_class: Any, path: str | Path, folder: str) -> dic
     except OSError as error:
         raise ValueError(f"model {path} has no configuration of its {folder}: {error}") from error
     return defaults | config
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Keeps bars out of a service's log; puts back what the process had chosen."""
+    libraries: tuple[Any, Any] = diffusers_logging, transformers_logging
+    shown = [library for library in libraries if library.is_progress_bar_enabled()]
+    for library in shown:
+        library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for library in shown:
+            library.enable_progress_bar()

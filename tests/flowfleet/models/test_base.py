@@ -22,8 +22,9 @@ def prompts(*lengths: int) -> PromptEmbeds:
 def test_padding_is_noticed() -> None:
     assert prompts(2, 3).has_padding
     assert not prompts(3, 3).has_padding
-    assert prompts(3).repeat(4).embeds.shape == (4, 3, 3)
-    assert len(prompts(2, 3).repeat(2)) == 4
+    for both in (prompts(2, 3), prompts(3, 3)):
+        assert both.repeat(4).embeds.shape == (8, 3, 3)
+        assert both.repeat(4).has_padding == both.to("cpu", torch.float64).has_padding == both.has_padding
 
 
 def test_repeat_keeps_a_prompts_samples_together_and_select_takes_rows() -> None:

@@ -220,6 +220,11 @@ def test_sizes_that_do_not_fit_the_grid_are_refused(adapter: QwenImageAdapter, s
         adapter.initial_latents([1], *size)
 
 
+def test_loading_writes_nothing_to_the_terminal(tiny_qwen_image: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    QwenImageAdapter.load(tiny_qwen_image, dtype=torch.float32)
+    assert capfd.readouterr() == ("", "")
+
+
 def test_broken_checkpoints_are_refused(tiny_qwen_image: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown components"):
         QwenImageAdapter.load(tiny_qwen_image, dtype=torch.float32, components=("unet",))  # type: ignore[arg-type]
