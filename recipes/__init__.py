@@ -1,0 +1,1 @@
+"""Recipes: job files and the small models they run on."""

@@ -1,0 +1,158 @@
+"""The five parts of a Qwen-Image checkpoint, each of its real class, at a few millionths of the size.
+
+The scheduler's numbers are those of the real model. The tokenizer is trained so that every word of the pipeline's
+prompt template is one token, as in the real vocabulary: the pipeline drops the first 34 tokens. The text encoder keeps
+random weights: embeddings of distinct characters are distinct, which is all that the transformer needs to learn from.
+"""
+
+import json
+import math
+
+import torch
+from diffusers import (
+    AutoencoderKLQwenImage,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+)
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+
+EMBEDDING_WIDTH = 128
+LATENT_CHANNELS = 16
+
+SPECIAL_TOKENS = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+]
+
+TEMPLATE_WORDS = (
+    "system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships of "
+    "the objects and background:\nuser\nassistant\n"
+)
+SIGN_WORDS = 'A white yellow green blue red black sign that says "'
+
+
+def build_pipeline(transformer: QwenImageTransformer2DModel, vae: AutoencoderKLQwenImage) -> QwenImagePipeline:
+    """A pipeline of these two and of the parts that are not trained."""
+    tokenizer = build_tokenizer()
+    return QwenImagePipeline(
+        scheduler=build_scheduler(),
+        vae=vae,
+        text_encoder=build_text_encoder(tokenizer),
+        tokenizer=tokenizer,
+        transformer=transformer,
+    )
+
+
+def build_scheduler() -> FlowMatchEulerDiscreteScheduler:
+    """The scheduler of the real model: exponential dynamic shift that ends at 0.02."""
+    return FlowMatchEulerDiscreteScheduler(
+        base_image_seq_len=256,
+        base_shift=0.5,
+        max_image_seq_len=8192,
+        max_shift=0.9,
+        num_train_timesteps=1000,
+        shift=1.0,
+        shift_terminal=0.02,
+        time_shift_type="exponential",
+        use_dynamic_shifting=True,
+    )
+
+
+def build_tokenizer() -> Qwen2Tokenizer:
+    """A byte-level BPE with the real special tokens; template and sign words are one token each, all else is bytes."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=2000,
+        min_frequency=1,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator([TEMPLATE_WORDS, SIGN_WORDS], trainer)
+    model = json.loads(bpe.to_str())["model"]
+    return Qwen2Tokenizer(
+        vocab=model["vocab"],
+        merges=[tuple(merge) for merge in model["merges"]],
+        eos_token="<|im_end|>",
+        extra_special_tokens=SPECIAL_TOKENS[1:],
+        model_max_length=32768,
+    )
+
+
+def build_text_encoder(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
+    """A two-layer Qwen2.5-VL whose random weights keep the scale of activations, frozen and rounded to fp16."""
+    encoder = Qwen2_5_VLForConditionalGeneration(_text_encoder_config(tokenizer))
+    for name, weight in encoder.named_parameters():
+        if "embed_tokens" in name:
+            torch.nn.init.normal_(weight, std=1.0)
+        elif weight.ndim > 1:
+            torch.nn.init.normal_(weight, std=1.0 / math.sqrt(weight.shape[-1]))
+    round_to_half(encoder.eval().requires_grad_(False))
+    return encoder
+
+
+def _text_encoder_config(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLConfig:
+    token_ids = {
+        f"{kind}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>")
+        for kind, token in [
+            ("image", "image_pad"),
+            ("video", "video_pad"),
+            ("vision_start", "vision_start"),
+            ("vision_end", "vision_end"),
+        ]
+    }
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": EMBEDDING_WIDTH,
+        "intermediate_size": 2 * EMBEDDING_WIDTH,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0},
+        "bos_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": EMBEDDING_WIDTH,
+        "fullatt_block_indexes": [0],
+    }
+    return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **token_ids)
+
+
+def build_vae() -> AutoencoderKLQwenImage:
+    """An untrained autoencoder with the real one's factor of eight and 16 latent channels; one residual block a stage."""
+    return AutoencoderKLQwenImage(base_dim=16, z_dim=LATENT_CHANNELS, dim_mult=[1, 2, 4, 4], num_res_blocks=1)
+
+
+def build_transformer() -> QwenImageTransformer2DModel:
+    """An untrained transformer: six blocks, four heads of 32."""
+    return QwenImageTransformer2DModel(
+        patch_size=2,
+        in_channels=4 * LATENT_CHANNELS,
+        out_channels=LATENT_CHANNELS,
+        num_layers=6,
+        attention_head_dim=32,
+        num_attention_heads=4,
+        joint_attention_dim=EMBEDDING_WIDTH,
+        axes_dims_rope=(8, 12, 12),
+    )
+
+
+def round_to_half(model: torch.nn.Module) -> None:
+    """Round the weights to fp16 values but keep them as fp32, so that what is computed now is what the saved file gives."""
+    model.half().float()
