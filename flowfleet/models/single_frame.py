@@ -15,7 +15,7 @@ from torch.nn import functional
 class SingleFrameDecoder(nn.Module):
     """(B, Z, h, w) VAE latents to (B, 3, 8h, 8w) pixels in [-1, 1], as `AutoencoderKLQwenImage.decode` of one frame.
 
-    Built once from a loaded VAE, whose weights it copies.
+    Built once from a loaded VAE, with which it shares the weights that need no slicing; both are frozen.
     """
 
     def __init__(self, vae: Any) -> None:

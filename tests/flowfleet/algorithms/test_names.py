@@ -16,4 +16,4 @@ def test_every_step_type_and_loss_of_a_job_file_exists() -> None:
 
 def test_window_strategies_and_lora_targets_agree() -> None:
     assert get_args(jobs.WindowStrategy) == get_args(WindowStrategy)
-    assert jobs.QWEN_LORA_TARGETS == QwenImageAdapter.lora_targets
+    assert QwenImageAdapter.lora_targets == jobs.QWEN_LORA_TARGETS

@@ -57,7 +57,7 @@ def test_bfloat16_stays_bfloat16_and_near_float32() -> None:
     assert (half.float() - exact).abs().mean() < 0.02
 
 
-def test_it_is_a_frozen_copy_without_the_unused_time_slices() -> None:
+def test_it_is_frozen_and_without_the_unused_time_slices() -> None:
     vae = make_vae()
     decoder = SingleFrameDecoder(vae)
     assert not any(parameter.requires_grad for parameter in decoder.parameters())
