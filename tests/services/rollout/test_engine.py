@@ -12,8 +12,10 @@ from diffusers import QwenImagePipeline
 from flowfleet import lora, weights
 from flowfleet.algorithms.sde import STEPS
 from flowfleet.errors import DataLoss
-from flowfleet.models import PromptEmbeds, adapter_for
+from flowfleet.models import ModelAdapter, adapter_for
+from flowfleet.models.base import concat_embeds
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
+from flowfleet.trajectories import Trajectory
 from services.rollout.engines.base import Cancelled, GeneratedBatch, GeneratedSample, GenerationRequest
 from services.rollout.engines.diffusers import DiffusersEngine
 from tests.services.rollout.conftest import LORA, PROMPTS, make_request
@@ -33,12 +35,23 @@ def samples_of(batches: list[GeneratedBatch]) -> list[GeneratedSample]:
     return [sample for batch in batches for sample in batch.samples]
 
 
+def path_of(sample: GeneratedSample) -> Trajectory:
+    assert sample.trajectory is not None
+    return sample.trajectory
+
+
+def adapter_of(engine: DiffusersEngine) -> ModelAdapter:
+    """The engine's model, as the trainer would have one of its own."""
+    assert engine._adapter is not None
+    return engine._adapter
+
+
 def assert_same(one: GeneratedSample, other: GeneratedSample) -> None:
     assert (one.group, one.index, one.seed) == (other.group, other.index, other.seed)
     assert np.array_equal(one.image, other.image)
     assert (one.trajectory is None) == (other.trajectory is None)
-    if one.trajectory is not None and other.trajectory is not None:
-        assert one.trajectory.to_bytes() == other.trajectory.to_bytes()
+    if one.trajectory is not None:
+        assert path_of(one).to_bytes() == path_of(other).to_bytes()
 
 
 @pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
@@ -50,7 +63,7 @@ def test_ode_draws_what_the_diffusers_pipeline_draws(
     ours = samples_of(run(collect(engine, request)))
     assert all(sample.trajectory is None for sample in ours)
 
-    pipeline = QwenImagePipeline.from_pretrained(model.path)
+    pipeline: Any = QwenImagePipeline.from_pretrained(model.path)  # type: ignore[no-untyped-call]
     pipeline.set_progress_bar_config(disable=True)
     latents = adapter_for(model.path).load(model.path, dtype=torch.float32, components=())
     expected = pipeline(
@@ -71,19 +84,15 @@ def test_ode_draws_what_the_diffusers_pipeline_draws(
 
 def recomputed(engine: DiffusersEngine, request: GenerationRequest, batch: GeneratedBatch, step: int) -> torch.Tensor:
     """(B,) log-probs of one stored step as a trainer computes them: with gradients, from what the blobs hold."""
-    adapter = engine._adapter
-    assert adapter is not None
-    trajectories = [sample.trajectory for sample in batch.samples]
-    pairs = [trajectory.pair(step) for trajectory in trajectories if trajectory is not None]
-    prompts = [batch.embeds[sample.group] for sample in batch.samples]
-    first = trajectories[0]
-    assert first is not None
+    adapter = adapter_of(engine)
+    pairs = [path_of(sample).pair(step) for sample in batch.samples]
+    first = path_of(batch.samples[0])
     latents = torch.stack([pair[0] for pair in pairs])
     velocity = adapter.velocity(
         adapter.transformer,
         latents,
         first.timesteps[step],
-        PromptEmbeds(torch.cat([prompt.embeds for prompt in prompts]), torch.cat([prompt.mask for prompt in prompts])),
+        concat_embeds([batch.embeds[sample.group] for sample in batch.samples]),
         height=request.sampling.height,
         width=request.sampling.width,
         negative=batch.negative,
@@ -109,7 +118,7 @@ def test_log_probs_equal_the_trainers_bit_for_bit(
     engine: DiffusersEngine, model: ModelSpec, step_type: str, guidance_scale: float, is_lora: bool
 ) -> None:
     run(engine.prepare(model, LORA if is_lora else None))
-    transformer = engine._adapter.transformer  # type: ignore[union-attr]
+    transformer = adapter_of(engine).transformer
     generator = torch.Generator().manual_seed(5)
     trained = lora.named_adapter_parameters(transformer) if is_lora else weights.full_parameters(transformer)
     if is_lora:
@@ -121,7 +130,7 @@ def test_log_probs_equal_the_trainers_bit_for_bit(
         parameter.requires_grad_(True)
     try:
         for step in range(3):
-            stored = torch.stack([sample.trajectory.log_probs[step] for sample in batch.samples])  # type: ignore[union-attr]
+            stored = torch.stack([path_of(sample).log_probs[step] for sample in batch.samples])
             assert torch.equal(recomputed(engine, request, batch, step), stored)
     finally:
         for parameter in trained.values():
@@ -144,8 +153,8 @@ def test_a_sample_depends_on_its_own_seed_only(engine: DiffusersEngine, model: M
     for sample in alone:
         (same,) = [s for s in together if (s.group, s.index) == (sample.group, sample.index)]
         torch.testing.assert_close(
-            sample.trajectory.next_latents,  # type: ignore[union-attr]
-            same.trajectory.next_latents,  # type: ignore[union-attr]
+            path_of(sample).next_latents,
+            path_of(same).next_latents,
             atol=1e-4,
             rtol=0,
         )
@@ -171,34 +180,32 @@ def test_noise_enters_in_the_window_only(engine: DiffusersEngine, model: ModelSp
     """Latents outside the window follow the ODE, so a trajectory is a pure function of its ends."""
     run(engine.prepare(model, None))
     (batch,) = run(collect(engine, make_request(sde_steps=(1, 3))))
-    adapter = engine._adapter
-    assert adapter is not None
+    adapter = adapter_of(engine)
     schedule = adapter.schedule(4, 32, 48)
     for sample in batch.samples:
-        trajectory = sample.trajectory
-        assert trajectory is not None
+        trajectory = path_of(sample)
         assert trajectory.step_indices.tolist() == [1, 3]
         assert torch.equal(trajectory.sigmas, schedule.sigmas[[1, 3]])
         assert torch.equal(trajectory.sigmas_next, schedule.sigmas[[2, 4]])
         assert torch.equal(trajectory.timesteps, schedule.timesteps[[1, 3]])
-    latents = torch.stack([sample.trajectory.next_latents[0] for sample in batch.samples])  # type: ignore[union-attr]
+    latents = torch.stack([path_of(sample).next_latents[0] for sample in batch.samples])
     prompts = batch.embeds[0].repeat(3), batch.embeds[1].repeat(3)
-    both = PromptEmbeds(*(torch.cat([getattr(p, name) for p in prompts]) for name in ("embeds", "mask")))
+    both = concat_embeds(prompts)
     with torch.no_grad():
         velocity = adapter.velocity(adapter.transformer, latents, schedule.timesteps[2], both, height=32, width=48)
     expected = latents + (schedule.sigmas[3].double() - schedule.sigmas[2].double()).float() * velocity
-    found = torch.stack([sample.trajectory.latents[1] for sample in batch.samples])  # type: ignore[union-attr]
+    found = torch.stack([path_of(sample).latents[1] for sample in batch.samples])
     assert torch.equal(found, expected)
 
 
 def test_a_group_can_share_its_initial_noise(engine: DiffusersEngine, model: ModelSpec) -> None:
     run(engine.prepare(model, None))
     (batch,) = run(collect(engine, make_request(sde_steps=(0,), share_initial=True)))
-    starts = {g: [s.trajectory.latents[0] for s in batch.samples if s.group == g] for g in (0, 1)}  # type: ignore[union-attr]
+    starts = {g: [path_of(s).latents[0] for s in batch.samples if s.group == g] for g in (0, 1)}
     for group in starts.values():
         assert all(torch.equal(start, group[0]) for start in group)
     assert not torch.equal(starts[0][0], starts[1][0])
-    ends = [s.trajectory.next_latents[0] for s in batch.samples if s.group == 0]  # type: ignore[union-attr]
+    ends = [path_of(s).next_latents[0] for s in batch.samples if s.group == 0]
     assert not torch.equal(ends[0], ends[1])
 
 

@@ -1,0 +1,88 @@
+"""A replica's life: parts made and wired, served until SIGTERM, drained, closed."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import redis.asyncio
+import torch
+
+from flowfleet import devices, redis_client, rpc
+from flowfleet.blobs import open_blobs
+from flowfleet.proto import rollout_pb2, rollout_pb2_grpc
+from services.rollout.engines.base import RolloutEngine
+from services.rollout.metrics import RolloutMetrics
+from services.rollout.publisher import Publisher
+from services.rollout.registration import Membership, ReplicaRecord
+from services.rollout.server import RolloutService
+
+SERVICE = "flowfleet.v1.RolloutService"
+_ENCODING_THREADS = 4
+
+log = logging.getLogger(__name__)
+
+
+async def serve(options: argparse.Namespace) -> None:
+    """Runs a replica until SIGTERM, which drains it."""
+    client = redis_client.connect(redis_client.redis_url())
+    engine = make_engine(options)
+    try:
+        if options.model:
+            await engine.prepare(rollout_pb2.ModelSpec(path=options.model, dtype=options.dtype), None)
+        with ThreadPoolExecutor(_ENCODING_THREADS, "encode") as pool:
+            await _serve(options, client, engine, pool)
+    finally:
+        await engine.close()
+        await client.aclose()
+
+
+async def _serve(
+    options: argparse.Namespace, client: redis.asyncio.Redis, engine: RolloutEngine, pool: ThreadPoolExecutor
+) -> None:
+    incarnation = uuid.uuid4().hex
+    replica_id = options.replica_id or _default_id(options, incarnation)
+    blobs = open_blobs(client)
+    publisher = Publisher(client, blobs, replica_id, pool)
+    service = RolloutService(engine, publisher, blobs, RolloutMetrics(), replica_id=replica_id, incarnation=incarnation)
+    server, health = rpc.make_server(), rpc.HealthState(SERVICE)
+    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, server)
+    membership = Membership(client, engine, health, stall_s=options.stall_s)
+
+    async def join(address: str) -> None:
+        await membership.join(ReplicaRecord(replica_id, options.advertise or address, incarnation, options.model or ""))
+
+    async def drain() -> None:
+        unfinished, _ = await asyncio.gather(service.drain(options.drain_s), membership.leave())
+        if unfinished:
+            log.warning("%d samples were still running after %.0f s", unfinished, options.drain_s)
+        service.close()
+
+    await rpc.serve(
+        server,
+        host=options.host,
+        port=options.port,
+        port_file=options.port_file,
+        health=health,
+        on_serving=join,
+        on_drain=drain,
+    )
+
+
+def make_engine(options: argparse.Namespace) -> RolloutEngine:
+    """The engine of the flags; its libraries are imported only now."""
+    from services.rollout.engines.diffusers import DiffusersEngine
+
+    try:
+        device = devices.pick_device() if options.device == "auto" else torch.device(options.device)
+    except RuntimeError as error:
+        raise ValueError(f"--device {options.device}: {error}") from None
+    return DiffusersEngine(device, max_batch=options.max_batch, threads=options.threads)
+
+
+def _default_id(options: argparse.Namespace, incarnation: str) -> str:
+    """The same after a restart if the port is."""
+    return f"{options.host}-{options.port}".replace(":", ".") if options.port else incarnation
