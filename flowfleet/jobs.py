@@ -69,7 +69,7 @@ class RolloutPart(Part):
     """Pixels."""
     width: int = Field(default=512, ge=16, le=8192, multiple_of=16)
     """Pixels."""
-    num_inference_steps: int = Field(default=10, ge=1, le=1000)
+    num_inference_steps: int = Field(default=10, ge=2, le=1000)
     guidance_scale: float = Field(default=1.0, ge=1.0, le=100.0)
     """True classifier-free guidance; 1 is off and halves the work."""
     negative_prompt: str = " "
@@ -200,6 +200,14 @@ class JobSpec(Part):
             raise ValueError(
                 f"rollout.window: size {window.size} does not fit into steps {window.low}…{high - 1}; lower "
                 "rollout.window.size or widen rollout.window.low and .high"
+            )
+        last = rollout.num_inference_steps - 1
+        if rollout.noise.type == "cps" and rollout.noise.eta > 1:
+            raise ValueError(f"rollout.noise.eta = {rollout.noise.eta}: cps takes at most 1, all of a step's noise")
+        if rollout.noise.type == "cps" and high > last:
+            raise ValueError(
+                f"rollout.window.high = {high}: the last step ends at sigma 0, where cps adds no noise and teaches "
+                f"nothing; set rollout.window.high to at most {last}"
             )
         if rollout.noise.eta == 0:
             raise ValueError("rollout.noise.eta = 0 samples an ODE, which has no log-prob: give flow_grpo an eta > 0")

@@ -52,8 +52,9 @@ class Reports:
         self._publish = {"timing_s/update_weights": seconds, "perf/published_bytes": float(response.bytes)}
 
     async def checkpointed(self, version: int, path: str) -> None:
+        job = self._job
         record = Checkpoint(step=version, path=path, created_at=datetime.now(UTC))
-        await self._job.store.add_checkpoint(self._job.job_id, record)
+        await job.store.add_checkpoint(job.job_id, record, keep_last=job.spec.schedule.keep_last)
 
     async def trained(self, step: int, trainer: Mapping[str, float]) -> None:
         """The row of a step, after its update and before the version counts up."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from flowfleet.blobs import open_blobs
 from flowfleet.telemetry import JobMetrics
@@ -28,7 +29,7 @@ from services.controller.store import JobStore
 
 log = logging.getLogger(__name__)
 
-IDLE_POLL_S = 1.0
+POLL_S = 1.0
 RESTART_DELAY_S = 1.0
 MAX_CRASHES = 20
 
@@ -77,24 +78,41 @@ class Runner:
         return self._fleet.fleet.all()
 
     async def _run(self) -> None:
-        while True:
-            active = await self._store.active()
-            if not active:
+        """One job at a time, oldest first; wishes of those that wait are heard meanwhile."""
+        async with asyncio.TaskGroup() as group:
+            running: asyncio.Task[None] | None = None
+            while True:
                 self._wake.clear()
-                await _wait(self._wake, IDLE_POLL_S)
-                continue
-            await self._run_job(active[0])
+                waiting = await self._next_jobs()
+                if waiting and (running is None or running.done()):
+                    running = group.create_task(self._run_job(waiting[0]), name=f"job {waiting[0]}")
+                    running.add_done_callback(lambda _: self._wake.set())
+                await _wait(self._wake, POLL_S)
+
+    async def _next_jobs(self) -> list[str]:
+        try:
+            return await self._without_cancelled(await self._store.active())
+        except RedisError as error:
+            log.warning("no list of jobs: %s", error)
+            return []
+
+    async def _without_cancelled(self, active: list[str]) -> list[str]:
+        """Ends the queued jobs that nobody wants any more."""
+        left = []
+        for job_id in active:
+            record = await self._store.get(job_id)
+            if record.status is JobStatus.QUEUED and record.desired is Desired.CANCELLED:
+                await self._store.set_status(job_id, JobStatus.CANCELLED, "cancelled before it started")
+            else:
+                left.append(job_id)
+        return left
 
     async def _run_job(self, job_id: str) -> None:
         """One job to its end. An error of ours is logged and the job continued from its ledger, a limited number of
         times."""
         for crash in range(1, MAX_CRASHES + 1):
-            record = await self._store.get(job_id)
-            if record.status is JobStatus.QUEUED and record.desired is Desired.CANCELLED:
-                await self._store.set_status(job_id, JobStatus.CANCELLED, "cancelled before it started")
-                return
             try:
-                await self._drive(record)
+                await self._drive(await self._store.get(job_id))
                 return
             except ValueError as error:
                 await self._fail(job_id, str(error))
