@@ -23,11 +23,17 @@ def pick_device(local_rank: int = 0) -> torch.device:
         module = _module(kind)
         if wanted in ("auto", kind) and module is not None and module.is_available():
             device = torch.device(kind, local_rank)
-            module.set_device(device)
+            bind(device)
             return device
     if wanted not in ("auto", "cpu"):
         raise ValueError(f"FLOWFLEET_DEVICE={wanted}: torch {torch.__version__} finds no such device here")
     return torch.device("cpu")
+
+
+def bind(device: torch.device) -> None:
+    """Makes it the calling thread's current device. Every thread that computes needs it."""
+    if is_accelerator(device):
+        _of(device).set_device(device)
 
 
 def backend(device: torch.device) -> str:
@@ -48,6 +54,11 @@ def synchronize(device: torch.device) -> None:
 def peak_memory_bytes(device: torch.device) -> int:
     """Most memory held by tensors on an accelerator since start; 0 on the CPU, where torch does not count."""
     return int(_of(device).max_memory_allocated(device)) if is_accelerator(device) else 0
+
+
+def has_fused_optimizer(device: torch.device) -> bool:
+    """Whether torch's AdamW has a fused kernel there."""
+    return device.type in ("cpu", "cuda")
 
 
 def rng_state(device: torch.device) -> dict[str, torch.Tensor]:

@@ -1,0 +1,137 @@
+"""`python -m torch.distributed.run … -m services.trainer`: one rank. Rank 0 serves TrainerService, the others follow
+it.
+
+Without torchrun it is a world of one. Needs FLOWFLEET_REDIS_URL; see `--help` for the flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import uuid
+from collections.abc import Sequence
+
+from flowfleet import redis_client, rpc, telemetry
+from flowfleet.blobs import SyncBlobs, open_blobs_sync
+from flowfleet.errors import FlowfleetError
+from flowfleet.proto import trainer_pb2_grpc
+from flowfleet.service import run_service, service_parser
+from services.trainer.commands import Command, Kind
+from services.trainer.publish import Publisher
+from services.trainer.ranks import Ranks
+from services.trainer.runner import Runner
+from services.trainer.server import TrainerService
+from services.trainer.worker import Worker
+
+SERVICE = "flowfleet.v1.TrainerService"
+_EVERYWHERE = ("0.0.0.0", "::")
+_WATCH_EVERY_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    if int(os.environ.get("RANK", "0")) > 0:
+        return follow(parser().parse_args(argv))
+    return run_service("trainer", lead, parser(), argv)
+
+
+def parser() -> argparse.ArgumentParser:
+    flags = service_parser("Trains one job's model and publishes its weights.")
+    flags.add_argument("--transfer-host", help="address at which replicas reach this rank for weights; default: --host")
+    flags.add_argument("--idle-exit-s", type=float, default=900.0, help="ends by itself after so long without a call")
+    flags.add_argument("--drain-s", type=float, default=10.0, help="longest wait for a running command on SIGTERM")
+    return flags
+
+
+async def lead(options: argparse.Namespace) -> None:
+    """Rank 0: serves until SIGTERM, too long a silence, or a failure that left the ranks in an unknown state."""
+    ranks = Ranks()
+    stop, failed = asyncio.Event(), asyncio.Event()
+    worker = Worker(ranks, _blobs())
+
+    def on_fatal() -> None:
+        failed.set()
+        stop.set()
+
+    runner = Runner(worker, on_fatal)
+    publisher = Publisher(worker, runner, _transfer_host(options))
+    service = TrainerService(worker, runner, publisher, telemetry.JobMetrics(), uuid.uuid4().hex)
+    server = rpc.make_server()
+    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(service, server)
+    watch = asyncio.create_task(_stop_when_idle(service, options.idle_exit_s, stop))
+    settled = False
+
+    async def drain() -> None:
+        nonlocal settled
+        settled = await runner.settled(0.0 if failed.is_set() else options.drain_s)
+
+    await rpc.serve(
+        server,
+        host=options.host,
+        port=options.port,
+        port_file=options.port_file,
+        health=rpc.HealthState(SERVICE),
+        on_drain=drain,
+        stop=stop,
+        grace_s=1.0,
+    )
+    watch.cancel()
+    publisher.close()
+    if failed.is_set() or not settled:
+        _end_at_once(1 if failed.is_set() else 0)
+    await runner.stop()
+    ranks.close()
+
+
+def follow(options: argparse.Namespace) -> int:
+    """Any other rank: does what rank 0 says until it says stop. SIGTERM is rank 0's business."""
+    telemetry.configure_logging(f"trainer-rank{os.environ['RANK']}", options.log_level)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    ranks = Ranks()
+    worker = Worker(ranks, _blobs())
+    while True:
+        try:
+            command = Command.from_bytes(ranks.broadcast())
+        except RuntimeError as error:
+            log.error("rank 0 is gone: %s", error)
+            return 1
+        if command.kind is Kind.STOP:
+            ranks.close()
+            return 0
+        with contextlib.suppress(FlowfleetError):  # all ranks raised it, and rank 0 tells the caller
+            worker.execute(command)
+
+
+async def _stop_when_idle(service: TrainerService, limit_s: float, stop: asyncio.Event) -> None:
+    while service.idle_s < limit_s:
+        await asyncio.sleep(min(_WATCH_EVERY_S, limit_s))
+    log.info("no call for %.0f s: ends", limit_s)
+    stop.set()
+
+
+def _blobs() -> SyncBlobs:
+    return open_blobs_sync(redis_client.connect_sync(redis_client.redis_url()))
+
+
+def _transfer_host(options: argparse.Namespace) -> str:
+    host: str = options.transfer_host or options.host
+    return socket.gethostbyname(socket.gethostname()) if host in _EVERYWHERE else host
+
+
+def _end_at_once(code: int) -> None:
+    """A command still runs on a thread that nothing can interrupt; the job goes on from its last checkpoint."""
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""Full weights to all replicas at once, through one transfer group of trainer rank 0 and the live replicas.
+
+A member that dies breaks the group for all. Then whoever is at fault is left out, the rest form another group and take
+the version again from its first bucket. The group is kept for the next version while its members (replica and
+incarnation) stay the same. Every wait is bounded by the group's timeout or the publisher's deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+
+from flowfleet import devices, weights
+from flowfleet.errors import FlowfleetError
+from flowfleet.proto import rollout_pb2
+from flowfleet.proto.trainer_pb2 import PublishWeightsRequest
+from flowfleet.transfer import TransferMember, TransferStore
+from services.trainer.commands import Command, Kind
+from services.trainer.replicas import ReplicaClient, ReplicaFailure, failures, messages
+from services.trainer.runner import Runner
+from services.trainer.worker import Job, Published, Worker
+
+MAX_ATTEMPTS = 3
+"""In a row in which nobody was found to be at fault."""
+_SETTLE_S = 5.0
+_MAX_TIMEOUT_S = 60.0
+_TIMEOUT_SHARE = 1 / 6
+"""Of the job's `timeouts.publish_s`: several attempts must fit in."""
+
+log = logging.getLogger(__name__)
+
+Member = tuple[str, str]
+"""Replica id and incarnation."""
+
+
+class _Broken(Exception):
+    """The attempt cannot go on. `guilty`: what those at fault said, by replica id."""
+
+    def __init__(self, reason: str, guilty: Mapping[str, str]) -> None:
+        super().__init__(reason)
+        self.guilty = dict(guilty)
+
+
+class Broadcaster:
+    """`host` is where the replicas reach this process."""
+
+    def __init__(self, worker: Worker, runner: Runner, host: str) -> None:
+        self._worker = worker
+        self._runner = runner
+        self._host = host
+        self._store: TransferStore | None = None
+        self._group: rollout_pb2.TransferGroup | None = None
+        self._members: tuple[Member, ...] = ()
+        """In order of their ranks, from rank 1."""
+        self._last: Published | None = None
+
+    async def publish(
+        self, job: Job, request: PublishWeightsRequest, clients: list[ReplicaClient]
+    ) -> tuple[Published | None, dict[str, str]]:
+        """The version as it was sent (None when to nobody), and what went wrong by replica id. Inside a turn."""
+        failed = messages(await failures(clients, lambda client: self._bind(job, client)))
+        fruitless = 0
+        while waiting := [client for client in clients if self._wants(job, client, request.version, failed)]:
+            try:
+                failed |= await self._attempt(job, request, waiting)
+                break
+            except _Broken as broken:
+                self.leave()
+                log.warning("broadcast: %s; at fault: %s", broken, sorted(broken.guilty), extra={"job": job.job_id})
+                fruitless = 0 if broken.guilty else fruitless + 1
+                failed |= broken.guilty
+                if fruitless == MAX_ATTEMPTS:
+                    failed |= {client.replica_id: str(broken) for client in waiting}
+        return self._of(request.version), failed
+
+    def leave(self) -> None:
+        """Leaves the group; the next attempt makes another."""
+        if self._worker.member is not None:
+            self._worker.member.close()
+        self._worker.member, self._group, self._members = None, None, ()
+
+    def _of(self, version: int) -> Published | None:
+        """What was last sent, if it is that version."""
+        return self._last if self._last is not None and self._last.version == version else None
+
+    def _wants(self, job: Job, client: ReplicaClient, version: int, failed: Mapping[str, str]) -> bool:
+        sent = self._of(version)
+        return client.replica_id not in failed and not (sent is not None and client.serves(job.job_id, sent))
+
+    async def _bind(self, job: Job, client: ReplicaClient) -> None:
+        """Loading the model can take long, so it comes before the group, whose members wait for each other."""
+        if (await client.status()).job_id != job.job_id:
+            self.leave()  # it was another job's meanwhile, and maybe in that one's group
+        await client.init(job.job_id, job.spec)
+
+    async def _attempt(self, job: Job, request: PublishWeightsRequest, clients: list[ReplicaClient]) -> dict[str, str]:
+        """One try with all of `clients`; returns who failed to verify. Raises _Broken when one lacks a bucket."""
+        group = await self._join(job, clients)
+        await _all(clients, lambda client: client.start(job.job_id, request.version))
+        buckets = weights.make_buckets(weights.specs_of(job.engine.trained, job.engine.dtype))
+        source = rollout_pb2.Broadcast(group_id=group.group_id, buckets=buckets)
+        update = rollout_pb2.UpdateWeightsRequest(job_id=job.job_id, version=request.version, broadcast=source)
+        receiving = asyncio.create_task(_all(clients, lambda client: client.update(update)))
+        self._worker.buckets = buckets
+        try:
+            published: Published = await self._runner.call(Command(Kind.SEND_WEIGHTS, request))
+        except FlowfleetError as error:
+            self.leave()
+            raise _Broken(str(error), await _guilty(clients, receiving)) from None
+        await receiving
+        self._last = published
+        return messages(await failures(clients, lambda client: client.finish(job.job_id, published)))
+
+    async def _join(self, job: Job, clients: list[ReplicaClient]) -> rollout_pb2.TransferGroup:
+        """The group of exactly these replicas: the present one if it is that, else another."""
+        members = tuple(sorted((client.replica_id, client.last_status.incarnation) for client in clients))
+        if self._group is None or members != self._members:
+            self.leave()
+            self._group, self._members = self._new_group(job, len(members)), members
+        group, ranks = self._group, {name: rank for rank, (name, _) in enumerate(self._members, start=1)}
+
+        async def join(client: ReplicaClient) -> None:
+            theirs = rollout_pb2.TransferGroup()
+            theirs.CopyFrom(group)
+            theirs.rank = ranks[client.replica_id]
+            await client.init(job.job_id, job.spec, theirs)
+
+        joining = asyncio.create_task(_all(clients, join))
+        if self._worker.member is None:
+            device = self._worker.ranks.device
+            try:
+                self._worker.member = await asyncio.to_thread(TransferMember.join, group, device, self._store)
+            except RuntimeError as error:
+                raise _Broken(f"the group did not form: {error}", await _guilty(clients, joining)) from None
+        await joining
+        return group
+
+    def _new_group(self, job: Job, num_replicas: int) -> rollout_pb2.TransferGroup:
+        timeout_s = min(_MAX_TIMEOUT_S, job.spec.timeouts.publish_s * _TIMEOUT_SHARE)
+        if self._store is None:
+            self._store = TransferStore(self._host, timeout_s)
+        return rollout_pb2.TransferGroup(
+            group_id=uuid.uuid4().hex,
+            backend=devices.backend(self._worker.ranks.device),
+            store_host=self._store.host,
+            store_port=self._store.port,
+            rank=0,
+            world_size=num_replicas + 1,
+            timeout_s=timeout_s,
+        )
+
+
+async def _all(clients: list[ReplicaClient], call: Callable[[ReplicaClient], Awaitable[object]]) -> None:
+    """All must do it. Raises _Broken when one does not."""
+    failed = await failures(clients, call)
+    if failed:
+        guilty = {name: failure for name, failure in failed.items() if not failure.is_victim}
+        name, failure = next(iter((guilty or failed).items()))
+        raise _Broken(f"replica {name}: {failure}", messages(guilty))
+
+
+async def _guilty(clients: list[ReplicaClient], phase: asyncio.Task[None]) -> dict[str, str]:
+    """Who broke the group: whoever says so in the phase that ran, or is gone, or is another process than before."""
+
+    async def probe(client: ReplicaClient) -> None:
+        before = client.last_status.incarnation
+        if (await client.status(_SETTLE_S)).incarnation != before:
+            raise ReplicaFailure("it restarted during the update")
+
+    await asyncio.wait([phase], timeout=_SETTLE_S)
+    phase.cancel()
+    outcome = (await asyncio.gather(phase, return_exceptions=True))[0]
+    said = outcome.guilty if isinstance(outcome, _Broken) else {}
+    return messages(await failures(clients, probe)) | said

@@ -1,0 +1,181 @@
+"""Checkpoints: `<directory>/step-00000012/`, complete or not there at all.
+
+Tensors (what is trained, AdamW's two moments, each rank's generator states) are written by torch.distributed.checkpoint
+in its safetensors storage, each rank its own shards; they may be read by another number of ranks. Its usual storage is
+avoided because that keeps its metadata as a pickle. `state.json` has the rest: the record of applied steps and the
+names and sizes of all files. A folder is written aside and renamed when everything in it is on disk. The directory must
+be shared by all ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from flowfleet import devices
+from flowfleet.errors import Conflict
+from services.trainer.engine import Engine
+from services.trainer.record import Record
+
+FORMAT = "flowfleet.trainer.v1"
+_NAME = re.compile(r"step-(\d{8,})")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints of one job."""
+
+    directory: Path
+    job_id: str
+    keep_last: int
+
+    def save(self, engine: Engine, record: Record) -> Path:
+        """Collective. Writes the state of `record.applied` unless it is there already; forgets the oldest ones."""
+        ranks = engine.ranks
+        name = f"step-{record.applied:08d}"
+        path, aside = self.directory / name, self.directory / f".{name}.partial"
+        with ranks.together():
+            exists = self._state(path) is not None
+            if not exists and ranks.rank == 0:
+                shutil.rmtree(aside, ignore_errors=True)
+                aside.mkdir(parents=True)
+        if exists:
+            return path
+        engine.reshard()
+        with ranks.together():
+            _write(_tensors(engine), aside, engine)
+        with ranks.together():
+            if ranks.rank == 0:
+                self._complete(aside, path, engine, record)
+        return path
+
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint."""
+        return next((path for path in self._paths() if self._state(path) is not None), None)
+
+    def load(self, engine: Engine, path: Path) -> Record:
+        """Collective. Puts a checkpoint into model, optimizer and generators. Raises Conflict if it does not fit."""
+        with engine.ranks.together():
+            state = self._state(path)
+            if state is None or state["job_id"] != self.job_id or state["parameters"] != _fingerprint(engine):
+                raise Conflict(
+                    f"{path} is no checkpoint of job {self.job_id} with this model and adapter: use an empty directory"
+                )
+            record = Record.from_json(state["record"])
+        tensors = _tensors(engine)
+        if state["world_size"] != engine.ranks.world_size:
+            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("rng.")}
+        single = engine.ranks.world_size == 1
+        load(
+            tensors,
+            storage_reader=HuggingFaceStorageReader(str(path)),
+            process_group=engine.ranks.control,
+            no_dist=single,
+        )
+        _adopt(engine, tensors, record)
+        return record
+
+    def _paths(self) -> list[Path]:
+        """Newest first."""
+        if not self.directory.is_dir():
+            return []
+        found = [(int(match[1]), path) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name))]
+        return [path for _, path in sorted(found, reverse=True)]
+
+    def _state(self, path: Path) -> dict[str, Any] | None:
+        """`state.json` of a complete checkpoint, else None."""
+        try:
+            state: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
+            sizes = {name: (path / name).stat().st_size for name in state["files"]}
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return state if state["format"] == FORMAT and sizes == state["files"] else None
+
+    def _complete(self, aside: Path, path: Path, engine: Engine, record: Record) -> None:
+        """The last steps, by rank 0: `state.json`, everything to disk, the name, and room."""
+        state = {
+            "format": FORMAT,
+            "job_id": self.job_id,
+            "world_size": engine.ranks.world_size,
+            "parameters": _fingerprint(engine),
+            "files": {file.name: file.stat().st_size for file in sorted(aside.iterdir())},
+            "record": record.to_json(),
+        }
+        (aside / "state.json").write_text(json.dumps(state), encoding="utf-8")
+        for file in (*aside.iterdir(), aside):
+            _sync(file)
+        shutil.rmtree(path, ignore_errors=True)
+        os.replace(aside, path)
+        _sync(self.directory)
+        for old in self._paths()[self.keep_last :]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _tensors(engine: Engine) -> dict[str, Tensor]:
+    """Everything by name; loading writes into these very tensors. Moments that do not exist yet are zeros."""
+    tensors = {f"trained.{name}": parameter.detach() for name, parameter in engine.trained.items()}
+    for name, parameter in engine.trained.items():
+        state = engine.optimizer.state.get(parameter, {})
+        for moment in _MOMENTS:
+            tensors[f"{moment}.{name}"] = state[moment] if moment in state else torch.zeros_like(parameter.detach())
+    states = devices.rng_state(engine.ranks.device)
+    return tensors | {f"rng.{engine.ranks.rank}.{kind}": state for kind, state in states.items()}
+
+
+def _write(tensors: dict[str, Tensor], path: Path, engine: Engine) -> None:
+    save(
+        tensors,
+        storage_writer=HuggingFaceStorageWriter(str(path), save_distributed=True),
+        process_group=engine.ranks.control,
+        no_dist=engine.ranks.world_size == 1,
+    )
+
+
+def _adopt(engine: Engine, tensors: dict[str, Tensor], record: Record) -> None:
+    """Hands loaded moments and generator states to their owners; parameters were loaded in place."""
+    if record.optimizer_steps:
+        states = {
+            number: {
+                "step": torch.tensor(float(record.optimizer_steps)),
+                **{moment: tensors[f"{moment}.{name}"] for moment in _MOMENTS},
+            }
+            for number, name in enumerate(engine.trained)
+        }
+        groups = engine.optimizer.state_dict()["param_groups"]
+        engine.optimizer.load_state_dict({"state": states, "param_groups": groups})
+    prefix = f"rng.{engine.ranks.rank}."
+    rng = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    if rng:
+        devices.set_rng_state(engine.ranks.device, rng)
+
+
+def _fingerprint(engine: Engine) -> str:
+    """sha256 over names and shapes of what is trained."""
+    text = "\n".join(f"{name} {list(parameter.shape)}" for name, parameter in _sorted(engine.trained))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _sorted(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    return iter(sorted(tensors.items()))
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

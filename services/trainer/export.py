@@ -1,0 +1,101 @@
+"""The trained model as people load it.
+
+LoRA: `pytorch_lora_weights.safetensors`, written by diffusers with rank, alpha and targets in its metadata,
+for `pipeline.load_lora_weights(folder)`. Full: a whole pipeline for `from_pretrained`; what was not trained is linked
+to the base where the file system can, else copied. Everything is in `model.dtype`: what the rollouts served.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import diffusers
+from safetensors.torch import save_file
+from torch import Tensor
+
+from flowfleet import lora, weights
+from flowfleet.proto.rollout_pb2 import Bucket
+from services.trainer.engine import Engine
+
+SHARD_BYTES = 4 * 2**30
+_WEIGHTS = "diffusion_pytorch_model"
+
+
+def export(engine: Engine, directory: Path) -> Path:
+    """Collective. Replaces `directory` by the trained model and returns it."""
+    aside = directory.with_name(f".{directory.name}.partial")
+    is_writer = engine.ranks.rank == 0
+    with engine.ranks.together():
+        if is_writer:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+            if not engine.is_lora:
+                _link_base(Path(engine.spec.model.path), aside)
+    tensors = engine.full_tensors()
+    with engine.ranks.together():
+        try:
+            if is_writer and engine.is_lora:
+                _write_adapter(engine, dict(tensors), aside)
+            elif is_writer:
+                _write_transformer(engine, aside / "transformer", tensors)
+        finally:
+            for _ in tensors:
+                pass  # ranks gather together to the end
+        if is_writer:
+            shutil.rmtree(directory, ignore_errors=True)
+            os.replace(aside, directory)
+    return directory
+
+
+def _write_adapter(engine: Engine, state: dict[str, Tensor], path: Path) -> None:
+    pipeline: Any = getattr(diffusers, _pipeline_class(Path(engine.spec.model.path)))
+    layers = {name.removeprefix(lora.PREFIX): tensor.cpu().contiguous() for name, tensor in state.items()}
+    part = engine.spec.trainer.lora
+    config = {"r": part.rank, "lora_alpha": part.alpha, "target_modules": list(part.target_modules)}
+    pipeline.save_lora_weights(path, transformer_lora_layers=layers, transformer_lora_adapter_metadata=config)
+
+
+def _write_transformer(engine: Engine, path: Path, tensors: Any) -> None:
+    """Shards of at most `SHARD_BYTES`, so that host memory never holds the whole model."""
+    shards = weights.make_buckets(weights.specs_of(engine.trained, engine.dtype), SHARD_BYTES)
+    names = [_shard_name(number, len(shards)) for number in range(len(shards))]
+    for shard, file in zip(shards, names, strict=True):
+        state = {spec.name: next(tensors)[1].cpu().contiguous() for spec in shard.parameters}
+        save_file(state, path / file, metadata={"format": "pt"})
+    if len(shards) > 1:
+        (path / f"{_WEIGHTS}.safetensors.index.json").write_text(json.dumps(_index(shards, names)), encoding="utf-8")
+
+
+def _shard_name(number: int, count: int) -> str:
+    return f"{_WEIGHTS}.safetensors" if count == 1 else f"{_WEIGHTS}-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _index(shards: list[Bucket], names: list[str]) -> dict[str, Any]:
+    total = sum(weights.spec_bytes(spec) for shard in shards for spec in shard.parameters)
+    places = {spec.name: file for shard, file in zip(shards, names, strict=True) for spec in shard.parameters}
+    return {"metadata": {"total_size": total}, "weight_map": places}
+
+
+def _link_base(base: Path, path: Path) -> None:
+    """Everything of the base but the transformer's weights."""
+
+    def skip(folder: str, names: list[str]) -> list[str]:
+        inside = Path(folder).resolve() == (base / "transformer").resolve()
+        return [name for name in names if name.startswith(".") or (inside and name.startswith(_WEIGHTS))]
+
+    shutil.copytree(base, path, ignore=skip, copy_function=_link_or_copy, dirs_exist_ok=True)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(os.path.realpath(source), target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def _pipeline_class(base: Path) -> str:
+    return str(json.loads((base / "model_index.json").read_text(encoding="utf-8"))["_class_name"])

@@ -1,0 +1,109 @@
+"""Rank 0 gives the current weights to replicas. One replica's failure does not stop the others.
+
+An adapter is a blob that each replica pulls, so replicas are independent; full weights go through `broadcast.py`. A
+replica that already serves exactly these weights (job, version, digest) is left alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from flowfleet.errors import Conflict
+from flowfleet.proto import rollout_pb2
+from flowfleet.proto.trainer_pb2 import PublishResult, PublishWeightsRequest, PublishWeightsResponse
+from services.trainer.broadcast import Broadcaster
+from services.trainer.commands import Command, Kind
+from services.trainer.replicas import ReplicaClient, failures, messages
+from services.trainer.runner import Runner
+from services.trainer.worker import Job, Published, Worker
+
+_SHARE_OF_DEADLINE = 0.95
+"""Of the caller's time; the rest is for the answer."""
+
+log = logging.getLogger(__name__)
+
+
+class Publisher:
+    """`host` is where the replicas reach this process."""
+
+    def __init__(self, worker: Worker, runner: Runner, host: str) -> None:
+        self._worker = worker
+        self._runner = runner
+        self._broadcaster = Broadcaster(worker, runner, host)
+
+    async def publish(self, request: PublishWeightsRequest, timeout_s: float) -> PublishWeightsResponse:
+        """Raises Conflict when the trainer holds another version than the one named."""
+        start = time.monotonic()
+        job = self._worker.job
+        assert job is not None, "the service checked"
+        clients = [ReplicaClient(replica, start + _SHARE_OF_DEADLINE * timeout_s) for replica in request.replicas]
+        try:
+            async with self._runner.turn():
+                _check_version(job, request)
+                if job.engine.is_lora:
+                    published: Published | None = await self._runner.call(Command(Kind.GATHER_ADAPTER, request))
+                else:  # No other command in between: the weights must stay the version's
+                    published, failed = await self._broadcaster.publish(job, request, clients)
+            if job.engine.is_lora:
+                failed = await self._give_adapter(job, clients, published)
+        finally:
+            await asyncio.gather(*(client.close() for client in clients))
+        return _response(request, job, published, failed, time.monotonic() - start)
+
+    def close(self) -> None:
+        """Leaves the transfer group."""
+        self._broadcaster.leave()
+
+    async def _give_adapter(
+        self, job: Job, clients: list[ReplicaClient], published: Published | None
+    ) -> dict[str, str]:
+        assert published is not None, "rank 0 has it"
+        version = published.version
+        update = rollout_pb2.UpdateWeightsRequest(job_id=job.job_id, version=version, adapter=published.adapter)
+
+        async def give(client: ReplicaClient) -> None:
+            await client.status()
+            if client.serves(job.job_id, published):
+                return
+            await client.init(job.job_id, job.spec)
+            await client.start(job.job_id, version)
+            await client.update(update)
+            await client.finish(job.job_id, published)
+
+        return messages(await failures(clients, give))
+
+
+def _check_version(job: Job, request: PublishWeightsRequest) -> None:
+    if request.version != job.record.applied:
+        raise Conflict(
+            f"version {request.version} cannot be published: this trainer holds version {job.record.applied}"
+        )
+
+
+def _response(
+    request: PublishWeightsRequest, job: Job, published: Published | None, failed: dict[str, str], seconds: float
+) -> PublishWeightsResponse:
+    results = [
+        PublishResult(replica_id=name, ok=name not in failed, error=failed.get(name, ""))
+        for name in (replica.replica_id for replica in request.replicas)
+    ]
+    num_ok = len(results) - len(failed)
+    log.info(
+        "version %d on %d of %d replicas in %.2f s",
+        request.version,
+        num_ok,
+        len(results),
+        seconds,
+        extra={"job": job.job_id},
+    )
+    for name, reason in failed.items():
+        log.warning("replica %s has not got version %d: %s", name, request.version, reason, extra={"job": job.job_id})
+    return PublishWeightsResponse(
+        version=request.version,
+        weights_digest=published.digest if published else "",
+        results=results,
+        bytes=published.bytes if published else 0,
+        seconds=seconds,
+    )

@@ -1,0 +1,57 @@
+"""What a trainer remembers of the steps it applied, in memory and in every checkpoint: plain JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowfleet.errors import Conflict
+
+MAX_RESULTS = 1024
+"""Results kept; a controller asks for the newest ones only."""
+
+
+@dataclass
+class Record:
+    applied: int = 0
+    """Steps in the weights; also their policy version."""
+    optimizer_steps: int = 0
+    """Updates that the optimizer made: skipped ones do not count, and a step may hold several."""
+    skipped_updates: int = 0
+    """Updates whose gradient was not finite, since the start of the job."""
+    samples: int = 0
+    """Samples trained on."""
+    results: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Metrics by step, the newest `MAX_RESULTS`."""
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step was applied."""
+        assert step == self.applied, f"step {step} was applied to version {self.applied}"
+        self.applied += 1
+        self.results[step] = dict(metrics)
+        self.results.pop(step - MAX_RESULTS, None)
+
+    def result(self, step: int) -> dict[str, float]:
+        """Of a step below `applied`. Raises Conflict when it is too old to be kept."""
+        if step not in self.results:
+            raise Conflict(
+                f"step {step} was applied long ago and its result is no longer kept; expected is {self.applied}"
+            )
+        return self.results[step]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "applied": self.applied,
+            "optimizer_steps": self.optimizer_steps,
+            "skipped_updates": self.skipped_updates,
+            "samples": self.samples,
+            "results": {str(step): metrics for step, metrics in self.results.items()},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Record:
+        """Raises KeyError, TypeError or ValueError when it is not a record."""
+        results = {int(step): {name: float(value) for name, value in m.items()} for step, m in data["results"].items()}
+        counts = {name: int(data[name]) for name in ("applied", "optimizer_steps", "skipped_updates", "samples")}
+        return cls(results=results, **counts)

@@ -1,0 +1,247 @@
+"""One rank's executor of commands. All ranks execute the same commands in the same order; rank 0's results count."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.message import Message
+from torch import Tensor
+
+from flowfleet import devices, keys, lora, weights
+from flowfleet.blobs import SyncBlobs
+from flowfleet.errors import Conflict, Unavailable
+from flowfleet.jobs import JobSpec
+from flowfleet.proto import trainer_pb2
+from flowfleet.proto.common_pb2 import BlobRef
+from flowfleet.proto.rollout_pb2 import Bucket
+from flowfleet.telemetry import Timings
+from flowfleet.transfer import TransferMember
+from services.trainer.batches import plan_step
+from services.trainer.checkpoints import Checkpoints
+from services.trainer.commands import Command, Kind
+from services.trainer.engine import Engine
+from services.trainer.export import export
+from services.trainer.inputs import StepReader, check_request
+from services.trainer.ranks import Ranks
+from services.trainer.record import Record
+from services.trainer.update import StepTrainer
+
+ADAPTER_TTL_S = 24 * 3600
+_ADAPTERS_KEPT = 3
+_GIB = 2**30
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Published:
+    """One version's weights, ready to be loaded."""
+
+    version: int
+    hashes: dict[str, int]
+    bytes: int
+    adapter: BlobRef | None = None
+
+    @property
+    def digest(self) -> str:
+        return weights.digest(self.hashes)
+
+
+@dataclass
+class Job:
+    """What `configure` made."""
+
+    job_id: str
+    spec: JobSpec
+    engine: Engine
+    reader: StepReader
+    checkpoints: Checkpoints
+    record: Record
+    resumed_from: str
+    adapters: list[Published] = field(default_factory=list)
+    """Blobs of the newest versions, rank 0 only."""
+
+
+class Worker:
+    """`member` and `buckets` are rank 0's way to the replicas; the publisher sets them before SEND_WEIGHTS."""
+
+    def __init__(self, ranks: Ranks, blobs: SyncBlobs) -> None:
+        self.ranks = ranks
+        self.job: Job | None = None
+        self.member: TransferMember | None = None
+        self.buckets: list[Bucket] = []
+        self._blobs = blobs
+        self._request: trainer_pb2.ConfigureRequest | None = None
+
+    def execute(self, command: Command) -> Any:
+        """Raises a FlowfleetError where nothing has changed; any other exception means that the rank must end."""
+        handlers = {
+            Kind.CONFIGURE: self.configure,
+            Kind.TRAIN: self.train,
+            Kind.SAVE: self.save,
+            Kind.EXPORT: self.export,
+            Kind.GATHER_ADAPTER: self.gather_adapter,
+            Kind.SEND_WEIGHTS: self.send_weights,
+        }
+        handler: Any = handlers[command.kind]
+        message: Message | None = command.message
+        return handler(message)
+
+    def configure(self, request: trainer_pb2.ConfigureRequest) -> trainer_pb2.ConfigureResponse:
+        """Loads the model and the newest checkpoint."""
+        if self.job is None:
+            with self.ranks.together():
+                spec = JobSpec.model_validate_json(request.spec_json)
+                engine = Engine(spec, self.ranks)
+                checkpoints = Checkpoints(Path(request.directory), request.job_id, spec.schedule.keep_last)
+            engine.shard()
+            self.job = self._resumed(request, engine, checkpoints)
+            self._request = request
+        elif request != self._request:
+            raise Conflict(
+                f"this trainer belongs to job {self.job.job_id} as it was first configured: start another for another "
+                "job or specification"
+            )
+        applied = self.job.record.applied
+        return trainer_pb2.ConfigureResponse(
+            applied_steps=applied, world_size=self.ranks.world_size, resumed_from=self.job.resumed_from
+        )
+
+    def train(self, request: trainer_pb2.TrainStepRequest) -> trainer_pb2.TrainStepResponse:
+        """Applies the next step; what may fail by the fault of others comes before the first change."""
+        job = self._configured(request.job_id)
+        timings = Timings()
+        with timings("load_samples"), self.ranks.together():
+            sample_keys = check_request(request, job.spec)
+            updates = plan_step(sample_keys, job.spec, request.step, self.ranks.world_size)
+            job.reader.read(request, updates, self.ranks.rank)
+            batches = [[job.reader.batch(micro) for micro in update.by_rank[self.ranks.rank]] for update in updates]
+        trainer = StepTrainer(job.engine, job.reader.schedule, request.samples[0].sample.sde_steps, len(sample_keys))
+        metrics = trainer.train(updates, batches, timings)
+        job.reader.clear()
+        self._recorded(job, request, metrics, len(updates), timings)
+        return step_response(job.record, request.step, replayed=False)
+
+    def save(self, request: trainer_pb2.SaveCheckpointRequest) -> trainer_pb2.SaveCheckpointResponse:
+        job = self._configured(request.job_id)
+        path = job.checkpoints.save(job.engine, job.record)
+        return trainer_pb2.SaveCheckpointResponse(applied_steps=job.record.applied, path=str(path))
+
+    def export(self, request: trainer_pb2.ExportModelRequest) -> trainer_pb2.ExportModelResponse:
+        job = self._configured(request.job_id)
+        return trainer_pb2.ExportModelResponse(path=str(export(job.engine, Path(request.directory))))
+
+    def gather_adapter(self, request: trainer_pb2.PublishWeightsRequest) -> Published | None:
+        """Rank 0 stores the adapter of the applied version as a blob, once; the other ranks help to gather it."""
+        job = self._configured(request.job_id)
+        state = {name: tensor.cpu() for name, tensor in job.engine.full_tensors()}
+        published: Published | None = None
+        with self.ranks.together():
+            if self.ranks.rank == 0:
+                published = self._known_adapter(job, request.version) or self._put_adapter(job, request.version, state)
+        return published
+
+    def send_weights(self, request: trainer_pb2.PublishWeightsRequest) -> Published | None:
+        """Collective. Rank 0 broadcasts all buckets. Raises Unavailable on rank 0 alone when a member is gone."""
+        job = self._configured(request.job_id)
+        tensors = job.engine.full_tensors()
+        if self.ranks.rank != 0:
+            _exhaust(tensors)
+            return None
+        assert self.member is not None, "the publisher joins before it sends"
+        hashes: dict[str, int] = {}
+        try:
+            size = weights.send(self.member, self.buckets, _hashed(tensors, hashes))
+        except RuntimeError as error:
+            raise Unavailable(f"the broadcast broke off: {error}") from error
+        finally:
+            _exhaust(tensors)  # the other ranks gather to the end
+        return Published(int(request.version), hashes, size)
+
+    def _configured(self, job_id: str) -> Job:
+        if self.job is None or job_id != self.job.job_id:
+            owner = "no job yet" if self.job is None else f"job {self.job.job_id}"
+            raise Conflict(f"this trainer belongs to {owner}: call Configure for job {job_id}, on a trainer of its own")
+        return self.job
+
+    def _resumed(self, request: trainer_pb2.ConfigureRequest, engine: Engine, checkpoints: Checkpoints) -> Job:
+        newest = checkpoints.newest() if self.ranks.rank == 0 else None
+        name = self.ranks.broadcast(str(newest or "").encode()).decode()
+        record = checkpoints.load(engine, Path(name)) if name else Record()
+        log.info("configured at version %d", record.applied, extra={"job": request.job_id})
+        reader = StepReader(engine.adapter, engine.spec, self._blobs)
+        return Job(request.job_id, engine.spec, engine, reader, checkpoints, record, name)
+
+    def _recorded(
+        self,
+        job: Job,
+        request: trainer_pb2.TrainStepRequest,
+        metrics: dict[str, float],
+        num_updates: int,
+        timings: Timings,
+    ) -> None:
+        record = job.record
+        skipped = int(metrics["actor/skipped_updates"])
+        record.skipped_updates += skipped
+        record.optimizer_steps += num_updates - skipped
+        record.samples += len(request.samples)
+        staleness = [request.step - item.sample.policy_version for item in request.samples]
+        metrics |= {
+            "actor/lr": job.spec.trainer.optimizer.lr,
+            "actor/skipped_updates_total": float(record.skipped_updates),
+            "training/samples": float(len(request.samples)),
+            "training/samples_total": float(record.samples),
+            "training/off_policy/trajectory_staleness/mean": sum(staleness) / len(staleness),
+            "training/off_policy/trajectory_staleness/max": float(max(staleness)),
+            "perf/update_samples_per_s": len(request.samples) / timings.seconds["update_actor"],
+            "perf/peak_memory_gib": devices.peak_memory_bytes(self.ranks.device) / _GIB,
+            **timings.metrics(),
+        }
+        record.add(request.step, {name: value for name, value in metrics.items() if math.isfinite(value)})
+        if skipped:
+            log.warning("%d of %d updates skipped: gradient not finite", skipped, num_updates, extra=_extra(request))
+
+    def _known_adapter(self, job: Job, version: int) -> Published | None:
+        """The version's blob when it is still there, its time to live renewed."""
+        for published in job.adapters:
+            if published.version == version and published.adapter is not None:
+                gone = self._blobs.renew([published.adapter], ADAPTER_TTL_S)
+                return None if gone else published
+        return None
+
+    def _put_adapter(self, job: Job, version: int, state: dict[str, Tensor]) -> Published:
+        data = lora.adapter_to_bytes(state)
+        ref = self._blobs.put(keys.blob(job.job_id, "adapter", version), data, ttl_s=ADAPTER_TTL_S)
+        job.adapters.append(Published(version, weights.tensor_hashes(state.items()), len(data), ref))
+        for old in job.adapters[:-_ADAPTERS_KEPT]:
+            if old.adapter is not None:
+                self._blobs.delete([old.adapter])
+        job.adapters = job.adapters[-_ADAPTERS_KEPT:]
+        return job.adapters[-1]
+
+
+def step_response(record: Record, step: int, *, replayed: bool) -> trainer_pb2.TrainStepResponse:
+    """Of an applied step."""
+    return trainer_pb2.TrainStepResponse(
+        step=step, policy_version=step + 1, metrics=record.result(step), replayed=replayed
+    )
+
+
+def _hashed(tensors: Iterable[tuple[str, Tensor]], hashes: dict[str, int]) -> Any:
+    for name, tensor in tensors:
+        hashes[name] = weights.tensor_hash(tensor)
+        yield name, tensor
+
+
+def _exhaust(tensors: Iterable[object]) -> None:
+    for _ in tensors:
+        pass
+
+
+def _extra(request: trainer_pb2.TrainStepRequest) -> dict[str, object]:
+    return {"job": request.job_id, "step": request.step}

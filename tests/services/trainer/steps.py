@@ -1,0 +1,146 @@
+"""Jobs on the tiny model, and real samples to train on: drawn by the rollout's sampler, stored in a real blob store."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowfleet import keys
+from flowfleet.blobs import SyncBlobs
+from flowfleet.jobs import JobSpec, parse_job
+from flowfleet.lora import install_lora, load_adapter
+from flowfleet.models import ModelAdapter, adapter_for
+from flowfleet.proto.common_pb2 import PURPOSE_TRAIN, Sample, SampleId
+from flowfleet.proto.trainer_pb2 import TrainSample, TrainStepRequest
+from flowfleet.seeds import sample_seed
+from flowfleet.trajectories import EmbedsBlob
+from services.rollout.engines.base import GeneratedBatch, GenerationRequest, Noise, PromptGroup, Sampling
+from services.rollout.engines.sampler import Sampler, batches
+
+JOB = "job-1"
+PROMPTS = ('A red sign that says "K7"', 'A blue sign that says "QXZ4"', 'A green sign that says "A"')
+
+
+def make_spec(path: Path, **parts: dict[str, Any]) -> JobSpec:
+    """3 prompts × 2 samples of 32×32 pixels, 4 steps of which 2 carry noise; one batch of 4 rows and one of 2."""
+    base: dict[str, dict[str, Any]] = {
+        "model": {"path": str(path), "dtype": "float32"},
+        "data": {"train": "unused.txt"},
+        "rewards": {"ocr": {}},
+        "rollout": {
+            "prompts_per_step": len(PROMPTS),
+            "group_size": 2,
+            "height": 32,
+            "width": 32,
+            "num_inference_steps": 4,
+            "batch_size": 4,
+            "window": {"strategy": "fixed", "size": 2, "low": 0},
+        },
+        "algorithm": {"clip_range": 0.5},
+        "trainer": {
+            "micro_batch_size": 4,
+            "deterministic": True,
+            "threads": 1,
+            "lora": {"rank": 3, "alpha": 6.0},
+            "optimizer": {"lr": 1e-2},
+        },
+        "timeouts": {"publish_s": 60.0},
+    }
+    for name, part in parts.items():
+        base[name] = {**base.get(name, {}), **part}
+    return parse_job(base)
+
+
+class Drawer:
+    """Draws the samples of training steps as a rollout replica would, by the policy that `load` gave it."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        self._spec = spec
+        self.adapter: ModelAdapter = adapter_for(spec.model.path).load(spec.model.path, dtype=torch.float32)
+        self._has_lora = False
+
+    def load(self, state: dict[str, torch.Tensor], lora: Any) -> None:
+        """Takes a published adapter."""
+        if not self._has_lora:
+            install_lora(self.adapter.transformer, lora)
+            self._has_lora = True
+        load_adapter(self.adapter.transformer, state)
+
+    def draw(self, blobs: SyncBlobs, step: int, *, policy_version: int | None = None) -> TrainStepRequest:
+        """The whole TrainStepRequest of a step, with made-up advantages that sum to 0 in each group."""
+        samples = [sample for part in self._parts() for sample in self._draw(blobs, step, part)]
+        version = step if policy_version is None else policy_version
+        request = TrainStepRequest(job_id=JOB, step=step)
+        for number, sample in enumerate(samples):
+            sample.policy_version = version
+            advantage = (1.0 if number % 2 else -1.0) * (1 + sample.id.group / 2)
+            request.samples.append(TrainSample(sample=sample, advantage=advantage, reward=0.5))
+        return request
+
+    def _parts(self) -> list[range]:
+        rollout = self._spec.rollout
+        size = max(1, rollout.batch_size // rollout.group_size)
+        groups = range(rollout.prompts_per_step)
+        return [groups[start : start + size] for start in range(0, len(groups), size)]
+
+    def _draw(self, blobs: SyncBlobs, step: int, groups: Sequence[int]) -> list[Sample]:
+        request = self._request(step, groups)
+        sampler = Sampler(self.adapter)
+        encoded = sampler.encode(request)
+        drawn = [sampler.sample(request, encoded, rows, lambda: None) for rows in batches(request, 256)]
+        return [sample for batch in drawn for sample in self._store(blobs, step, batch)]
+
+    def _request(self, step: int, groups: Sequence[int]) -> GenerationRequest:
+        rollout, seed = self._spec.rollout, self._spec.seed
+        indices = tuple(range(rollout.group_size))
+        return GenerationRequest(
+            groups=tuple(
+                PromptGroup(
+                    group,
+                    PROMPTS[group],
+                    indices,
+                    tuple(sample_seed(seed, step, group, index) for index in indices),
+                )
+                for group in groups
+            ),
+            sampling=Sampling(
+                rollout.height,
+                rollout.width,
+                rollout.num_inference_steps,
+                rollout.guidance_scale,
+                rollout.negative_prompt,
+            ),
+            noise=Noise(rollout.noise.type, rollout.noise.eta, tuple(range(rollout.window.size))),
+            keep_trajectory=True,
+        )
+
+    def _store(self, blobs: SyncBlobs, step: int, batch: GeneratedBatch) -> list[Sample]:
+        embeds = {
+            group: blobs.put(
+                keys.blob(JOB, "embeds", step, group), EmbedsBlob(prompt.embeds[0], prompt.mask[0]).to_bytes()
+            )
+            for group, prompt in batch.embeds.items()
+        }
+        negative = None
+        if batch.negative is not None:
+            data = EmbedsBlob(batch.negative.embeds[0], batch.negative.mask[0]).to_bytes()
+            negative = blobs.put(keys.blob(JOB, "negative"), data)
+        samples = []
+        for sample in batch.samples:
+            assert sample.trajectory is not None
+            place = step, sample.group, sample.index
+            samples.append(
+                Sample(
+                    id=SampleId(job_id=JOB, step=step, group=sample.group, index=sample.index),
+                    purpose=PURPOSE_TRAIN,
+                    seed=sample.seed,
+                    trajectory=blobs.put(keys.blob(JOB, "trajectory", *place), sample.trajectory.to_bytes()),
+                    prompt_embeds=embeds[sample.group],
+                    negative_embeds=negative,
+                    sde_steps=sample.trajectory.step_indices.tolist(),
+                    height=self._spec.rollout.height,
+                    width=self._spec.rollout.width,
+                )
+            )
+        return samples
