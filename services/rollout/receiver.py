@@ -84,7 +84,7 @@ class WeightReceiver:
     async def _init(self, binding: Binding, group: rollout_pb2.TransferGroup | None) -> None:
         if binding != self._binding:
             self._binding = None
-            self._state.forget()
+            self._state.bind("")
             await self._settled()
             self._state.touch()
             await self._engine.prepare(binding.model, binding.lora)

@@ -85,7 +85,7 @@ class WeightState:
             raise Conflict(f"weights changed while version {ticket.version} of job {ticket.job_id} was sampled")
 
     def bind(self, job_id: str) -> None:
-        """The replica now belongs to a job: it has the base model, and no verified weights."""
+        """The replica now belongs to a job: it has the base model, and no verified weights. "" is none."""
         self.forget()
         self.job_id, self.version = job_id, 0
 

@@ -17,8 +17,12 @@ from torch import Tensor
 from flowfleet import devices
 from flowfleet.algorithms.sde import STEPS, StepResult, ode_step
 from flowfleet.models import ModelAdapter, PromptEmbeds, Schedule
+from flowfleet.models.base import concat_embeds
 from flowfleet.trajectories import Trajectory
 from services.rollout.engines.base import GeneratedBatch, GeneratedSample, GenerationRequest
+
+ENCODE_CHUNK = 64
+"""Prompts encoded at once: bounds the text encoder's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,9 @@ class Sampler:
     def encode(self, request: GenerationRequest) -> Encoded:
         """Encodes each group's prompt once."""
         with _timed(self._adapter.device) as seconds:
-            prompts = self._adapter.encode([group.prompt for group in request.groups])
+            texts = [group.prompt for group in request.groups]
+            chunks = [texts[start : start + ENCODE_CHUNK] for start in range(0, len(texts), ENCODE_CHUNK)]
+            prompts = concat_embeds([self._adapter.encode(chunk) for chunk in chunks])
             negative = self._negative(request)
         return Encoded(prompts, negative, seconds[0])
 

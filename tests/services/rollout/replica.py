@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -42,6 +43,12 @@ class ReplicaProcess:
             assert time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.05)
         self.address = port_file.read_text()
+
+    @property
+    def metrics_url(self) -> str:
+        """As the log tells it."""
+        (url,) = re.findall(r"http://\S+/metrics", self.log.read_text())
+        return str(url)
 
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -40,7 +41,18 @@ def shared_redis(_redis_of_session: str) -> str:
 @pytest.fixture(scope="module")
 def replica(tmp_path_factory: pytest.TempPathFactory, model: ModelSpec, shared_redis: str) -> Iterator[ReplicaProcess]:
     """One replica for the whole file; a test binds it to a job of its own."""
-    flags = ("--replica-id", "r0", "--model", model.path, "--dtype", model.dtype, "--max-batch", "8")
+    flags = (
+        "--replica-id",
+        "r0",
+        "--model",
+        model.path,
+        "--dtype",
+        model.dtype,
+        "--max-batch",
+        "8",
+        "--metrics-port",
+        "0",
+    )
     process = ReplicaProcess(tmp_path_factory.mktemp("replica"), shared_redis, *flags)
     yield process
     process.terminate()
@@ -280,6 +292,39 @@ def test_weights_that_do_not_verify_are_never_served(client: Any, model: ModelSp
             assert len(await c.generate(make_generate("job-d", 1))) == 6
 
     asyncio.run(scenario())
+
+
+def test_a_binding_that_failed_leaves_no_job(client: Any, model: ModelSpec) -> None:
+    async def scenario() -> None:
+        async with client() as c:
+            await c.publish_adapter("job-i", 0, model, LORA, seed=1)
+            gone = ModelSpec(path=model.path + "-gone", dtype="float32")
+            code, message = await c.refusal(c.init("job-j", gone))
+            assert (code, "-gone" in message) == (Code.INVALID_ARGUMENT, True)
+            assert ((await c.status()).state, (await c.status()).job_id) == (IDLE, "")
+            code, _ = await c.refusal(c.start("job-i", 1))
+            assert code is Code.FAILED_PRECONDITION
+            for wrong in (ModelSpec(path=model.path, dtype="float31"), ModelSpec(dtype="float32")):
+                code, message = await c.refusal(c.init("job-j", wrong))
+                assert code is Code.INVALID_ARGUMENT, message
+            await c.publish_adapter("job-i", 1, model, LORA, seed=1)
+
+    asyncio.run(scenario())
+
+
+def test_metrics_count_what_was_made(client: Any, model: ModelSpec, replica: ReplicaProcess) -> None:
+    async def scenario() -> None:
+        async with client() as c:
+            await c.publish_adapter("job-m", 2, model, LORA, seed=1)
+            await c.generate(make_generate("job-m", 2))
+
+    asyncio.run(scenario())
+    lines = httpx.get(replica.metrics_url).text.splitlines()
+    assert 'flowfleet_rollout_samples_total{job="job-m"} 6.0' in lines
+    assert "flowfleet_rollout_policy_version 2.0" in lines
+    assert "flowfleet_rollout_in_flight 0.0" in lines
+    parts = {line.partition('part="')[2].partition('"')[0] for line in lines if "rollout_seconds_total{" in line}
+    assert parts == {"encode", "denoise", "decode", "publish"}
 
 
 def test_an_update_stops_admission_and_waits_for_what_runs(client: Any, model: ModelSpec) -> None:
