@@ -42,6 +42,7 @@ def _log_to(state: StateDir) -> TextIO:
     handler = logging.StreamHandler(file)
     handler.setFormatter(JsonFormatter("supervisor"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for every health check
     return file
 
 
