@@ -169,8 +169,8 @@ async def _guilty(clients: list[ReplicaClient], phase: asyncio.Task[None]) -> di
         if (await client.status(_SETTLE_S)).incarnation != before:
             raise ReplicaFailure("it restarted during the update")
 
-    await asyncio.wait([phase], timeout=_SETTLE_S)
+    probed, _ = await asyncio.gather(failures(clients, probe), asyncio.wait([phase], timeout=_SETTLE_S))
     phase.cancel()
     outcome = (await asyncio.gather(phase, return_exceptions=True))[0]
     said = outcome.guilty if isinstance(outcome, _Broken) else {}
-    return messages(await failures(clients, probe)) | said
+    return messages(probed) | said

@@ -1,0 +1,97 @@
+"""Which rank trains on what: every sample once, as many forwards on every rank, the rollout's batches kept."""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowfleet.jobs import JobSpec
+from services.trainer.batches import Update, plan_step, split
+from tests.services.trainer.steps import make_spec
+
+
+def spec_with(
+    *,
+    deterministic: bool = True,
+    micro: int = 4,
+    updates: int = 1,
+    group_size: int = 2,
+    batch: int = 4,
+    prompts: int = 4,
+) -> JobSpec:
+    return make_spec(
+        Path("model"),
+        rollout={"prompts_per_step": prompts, "group_size": group_size, "batch_size": batch},
+        trainer={"deterministic": deterministic, "micro_batch_size": micro, "updates_per_step": updates},
+    )
+
+
+def real_rows(update: Update) -> list[int]:
+    return [row for rank in update.by_rank for batch in rank if not batch.is_padding for row in batch.rows]
+
+
+@given(
+    num_groups=st.integers(1, 5),
+    group_size=st.integers(1, 4),
+    micro=st.integers(1, 6),
+    updates=st.integers(1, 3),
+    world_size=st.integers(1, 4),
+    deterministic=st.booleans(),
+    dropped=st.integers(0, 3),
+)
+def test_every_sample_once_and_ranks_in_step(
+    num_groups: int, group_size: int, micro: int, updates: int, world_size: int, deterministic: bool, dropped: int
+) -> None:
+    keys = list(product(range(num_groups), range(group_size)))
+    keys = keys[: max(1, len(keys) - dropped)][::-1]
+    updates = min(updates, num_groups * group_size)
+    spec = spec_with(
+        deterministic=deterministic, micro=micro, updates=updates, group_size=group_size, batch=4, prompts=num_groups
+    )
+    plan = plan_step(keys, spec, step=3, world_size=world_size)
+    assert sorted(row for update in plan for row in real_rows(update)) == list(range(len(keys)))
+    for update in plan:
+        assert len(real_rows(update)) == update.num_samples
+        assert len({len(rank) for rank in update.by_rank}) == 1
+        assert all(0 < len(batch.rows) <= micro for rank in update.by_rank for batch in rank)
+
+
+def test_deterministic_micro_batches_are_the_rollouts_requests() -> None:
+    keys = [(group, index) for group in (3, 1, 0, 2) for index in (1, 0)]  # arrival order
+    plan = plan_step(keys, spec_with(), step=0, world_size=1)
+    batches = [[keys[row] for row in batch.rows] for batch in plan[0].by_rank[0]]
+    assert batches == [[(0, 0), (0, 1), (1, 0), (1, 1)], [(2, 0), (2, 1), (3, 0), (3, 1)]]
+
+
+def test_a_missing_sample_moves_no_other_batch() -> None:
+    keys = [(0, 0), (2, 0), (2, 1), (3, 0), (3, 1)]
+    plan = plan_step(keys, spec_with(), step=0, world_size=1)
+    assert [batch.rows for batch in plan[0].by_rank[0]] == [(0,), (1, 2, 3, 4)]
+
+
+def test_shares_are_even_without_determinism() -> None:
+    keys = list(product(range(5), range(2)))
+    plan = plan_step(keys, spec_with(deterministic=False, micro=2, prompts=5), step=0, world_size=3)
+    sizes = [sum(len(batch.rows) for batch in rank if not batch.is_padding) for rank in plan[0].by_rank]
+    assert sorted(sizes) == [3, 3, 4]
+
+
+def test_more_updates_mix_groups_by_seed_and_step() -> None:
+    keys = list(product(range(4), range(2)))
+    spec = spec_with(deterministic=False, updates=2)
+    plans = [plan_step(keys, spec, step, world_size=1) for step in (0, 0, 1)]
+    assert plans[0] == plans[1]
+    assert plans[0] != plans[2]
+
+
+def test_fewer_samples_than_updates_make_fewer_updates() -> None:
+    plan = plan_step([(0, 0)], spec_with(deterministic=False, updates=3), step=0, world_size=2)
+    assert [update.num_samples for update in plan] == [1]
+    assert [batch.is_padding for rank in plan[0].by_rank for batch in rank].count(False) == 1
+
+
+@pytest.mark.parametrize(("count", "parts", "lengths"), [(7, 3, [2, 2, 3]), (2, 3, [0, 1, 1]), (0, 1, [0])])
+def test_split_is_even(count: int, parts: int, lengths: list[int]) -> None:
+    assert [len(part) for part in split(list(range(count)), parts)] == lengths

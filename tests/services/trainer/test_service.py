@@ -1,0 +1,153 @@
+"""A trainer as a process: exactness, idempotence, kill -9 and resume, export."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from diffusers import QwenImagePipeline
+from redis import Redis
+
+from flowfleet import keys
+from flowfleet.blobs import SyncBlobs
+from flowfleet.jobs import JobSpec
+from flowfleet.lora import adapter_from_bytes
+from flowfleet.models import PromptEmbeds
+from flowfleet.proto import trainer_pb2
+from flowfleet.redis_client import connect_sync
+from services.trainer.engine import lora_spec
+from tests.services.trainer.processes import Launch, Replica, Trainer
+from tests.services.trainer.steps import JOB, Drawer, make_spec
+
+
+def published_adapter(redis_url: str, version: int) -> dict[str, torch.Tensor]:
+    client: Redis = connect_sync(redis_url)
+    data = client.get(keys.blob(JOB, "adapter", version))
+    assert isinstance(data, bytes)
+    return adapter_from_bytes(data)
+
+
+def curve(response: trainer_pb2.TrainStepResponse) -> dict[str, float]:
+    """What must be equal bit for bit: all but timings and speeds."""
+    return {name: value for name, value in response.metrics.items() if not name.startswith(("timing", "perf"))}
+
+
+def velocity(transformer: Any, drawer: Drawer, spec: JobSpec) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(5)
+    shape = drawer.adapter.latent_shape(spec.rollout.height, spec.rollout.width)
+    prompts = PromptEmbeds(torch.randn(2, 7, 32, generator=generator), torch.ones(2, 7, dtype=torch.bool))
+    latents = torch.randn(2, *shape, generator=generator)
+    with torch.no_grad():
+        return drawer.adapter.velocity(
+            transformer, latents, torch.tensor(700.0), prompts, height=spec.rollout.height, width=spec.rollout.width
+        )
+
+
+def refused(code: grpc.StatusCode, call: Any, *args: Any) -> str:
+    with pytest.raises(grpc.RpcError) as caught:
+        call(*args)
+    error: Any = caught.value
+    assert error.code() is code
+    return str(error.details())
+
+
+def test_steps_survive_replays_refusals_and_kills(
+    tiny_qwen_image: Path, launch: Launch, blobs: SyncBlobs, redis_url: str, tmp_path: Path
+) -> None:
+    spec = make_spec(tiny_qwen_image)
+    trainer: Trainer = launch(Trainer, spec, tmp_path)
+    drawer = Drawer(spec)
+    first = drawer.draw(blobs, 0)
+    assert trainer.status().state == trainer_pb2.TRAINER_STATE_UNCONFIGURED
+    refused(grpc.StatusCode.FAILED_PRECONDITION, trainer.train, first)
+    assert trainer.configure() == trainer_pb2.ConfigureResponse(applied_steps=0, world_size=1)
+
+    done = trainer.train(first)
+    assert (done.policy_version, done.replayed) == (1, False)
+    assert done.metrics["rollout_corr/exact"] == 1.0
+    again = trainer.train(first)
+    assert again.replayed
+    assert dict(again.metrics) == dict(done.metrics)
+    assert "expects step 1" in refused(grpc.StatusCode.FAILED_PRECONDITION, trainer.train, drawer.draw(blobs, 5))
+    assert "holds version 1" in refused(grpc.StatusCode.FAILED_PRECONDITION, trainer.publish, 4)
+
+    requests = [first]
+    lost = drawer.draw(blobs, 1)
+    blobs.delete([lost.samples[1].sample.trajectory])
+    assert "job-1/1/0/1" in refused(grpc.StatusCode.NOT_FOUND, trainer.train, lost)
+    responses = {}
+    for step in (1, 2, 3):
+        trainer.publish(step)
+        drawer.load(published_adapter(redis_url, step), lora_spec(spec))
+        requests.append(drawer.draw(blobs, step))
+        responses[step] = trainer.train(requests[step])
+        assert responses[step].metrics["rollout_corr/ratio_max_abs_dev"] == 0.0  # under a moving adapter as well
+        if step == 1:
+            assert trainer.save().applied_steps == 2
+    digest = trainer.publish(4).weights_digest
+    trainer.kill()
+
+    resumed: Trainer = launch(Trainer, spec, tmp_path, name="resumed")
+    answer = resumed.configure()
+    assert answer.applied_steps == 2
+    assert Path(answer.resumed_from) == tmp_path / "checkpoints" / "step-00000002"
+    assert resumed.configure() == answer
+    replayed = resumed.train(requests[1])
+    assert replayed.replayed
+    assert curve(replayed) == curve(responses[1])
+    for step in (2, 3):
+        assert curve(resumed.train(requests[step])) == curve(responses[step])
+    assert resumed.publish(4).weights_digest == digest
+
+    other = trainer_pb2.ConfigureRequest(job_id="other", spec_json=spec.model_dump_json(), directory=str(tmp_path))
+    configure = resumed.stub.Configure
+    assert "belongs to job job-1" in refused(grpc.StatusCode.FAILED_PRECONDITION, lambda: configure(other, timeout=60))
+    exported = resumed.export(tmp_path / "model")
+    drawer.load(published_adapter(redis_url, 4), lora_spec(spec))
+    pipeline = QwenImagePipeline.from_pretrained(tiny_qwen_image)
+    pipeline.load_lora_weights(exported)
+    expected = velocity(drawer.adapter.transformer, drawer, spec)
+    torch.testing.assert_close(velocity(pipeline.transformer, drawer, spec), expected, rtol=0, atol=1e-6)
+    pipeline.unload_lora_weights()
+    assert not torch.allclose(velocity(pipeline.transformer, drawer, spec), expected, rtol=0, atol=1e-4)
+    assert resumed.end() == 0
+
+
+def test_adapters_go_to_every_replica_that_lives(
+    tiny_qwen_image: Path, launch: Launch, blobs: SyncBlobs, tmp_path: Path
+) -> None:
+    spec = make_spec(tiny_qwen_image, rollout={"group_size": 6, "batch_size": 6}, trainer={"micro_batch_size": 1})
+    trainer: Trainer = launch(Trainer, spec, tmp_path, flags=("--idle-exit-s", "60"))
+    replicas = [launch(Replica, tmp_path, name=name, fault=fault) for name, fault in (("a", "none"), ("b", "corrupt"))]
+    gone: Replica = launch(Replica, tmp_path, name="gone")
+    gone.address()
+    gone.kill()
+    request = Drawer(spec).draw(blobs, 0)
+    trainer.configure()
+
+    answers: list[trainer_pb2.TrainStepResponse] = []
+    callers = [threading.Thread(target=lambda: answers.append(trainer.train(request))) for _ in range(2)]
+    for caller in callers:
+        caller.start()
+    states = [trainer.status().state]
+    while any(caller.is_alive() for caller in callers):
+        states.append(trainer.status().state)
+    assert trainer_pb2.TRAINER_STATE_BUSY in states
+    assert answers[0].metrics == answers[1].metrics
+    assert trainer.status().applied_steps == 1
+
+    response = trainer.publish(1, *replicas, gone)
+    results = {result.replica_id: result for result in response.results}
+    assert {name: result.ok for name, result in results.items()} == {"a": True, "b": False, "gone": False}
+    assert "do not match the hash" in results["b"].error
+    assert "UNAVAILABLE" in results["gone"].error
+    assert response.bytes > 0
+    status = replicas[0].status()
+    assert (status.policy_version, status.weights_digest) == (1, response.weights_digest)
+
+
+def test_a_trainer_that_nobody_calls_ends(tiny_qwen_image: Path, launch: Launch, tmp_path: Path) -> None:
+    trainer: Trainer = launch(Trainer, make_spec(tiny_qwen_image), tmp_path, flags=("--idle-exit-s", "0.5"))
+    assert trainer.process.wait(60) == 0

@@ -1,0 +1,194 @@
+"""The update inside one process: against a plain PyTorch oracle, where old log-probs come from, KL, skipped updates."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flowfleet import weights
+from flowfleet.algorithms.sde import STEPS
+from flowfleet.blobs import SyncBlobs
+from flowfleet.errors import DataLoss, InvalidRequest, NotFound
+from flowfleet.jobs import AlgorithmPart, JobSpec
+from flowfleet.lora import install_lora
+from flowfleet.models import PromptEmbeds, adapter_for
+from flowfleet.models.base import concat_embeds
+from flowfleet.proto import trainer_pb2
+from flowfleet.seeds import derive_seed
+from flowfleet.trajectories import EmbedsBlob, Trajectory
+from services.trainer.engine import lora_spec
+from services.trainer.ranks import Ranks
+from services.trainer.update import policy_rows
+from services.trainer.worker import Worker
+from tests.services.trainer.steps import JOB, Drawer, make_spec
+
+
+def make_worker(spec: JobSpec, ranks: Ranks, files: SyncBlobs, directory: Path) -> Worker:
+    worker = Worker(ranks, files)
+    worker.configure(
+        trainer_pb2.ConfigureRequest(
+            job_id=JOB, spec_json=spec.model_dump_json(), directory=str(directory / "checkpoints")
+        )
+    )
+    return worker
+
+
+def state_of(worker: Worker) -> dict[str, torch.Tensor]:
+    assert worker.job is not None
+    return {name: tensor.clone() for name, tensor in worker.job.engine.full_tensors()}
+
+
+def oracle(spec: JobSpec, request: trainer_pb2.TrainStepRequest, files: SyncBlobs) -> dict[str, torch.Tensor]:
+    """The same update by plain PyTorch: all rows at once, no FSDP, PPO's loss as REFERENCE states it."""
+    torch.set_num_threads(1)
+    adapter = adapter_for(spec.model.path).load(spec.model.path, dtype=torch.float32, components=("transformer",))
+    seed = derive_seed(spec.seed, "lora")
+    trained: dict[str, Any] = dict(install_lora(adapter.transformer, lora_spec(spec), seed))
+    trajectories = [Trajectory.from_bytes(files.get(item.sample.trajectory)) for item in request.samples]
+    blobs = [EmbedsBlob.from_bytes(files.get(item.sample.prompt_embeds)) for item in request.samples]
+    prompts = concat_embeds([PromptEmbeds(blob.embeds[None], blob.mask[None]) for blob in blobs])
+    advantages = torch.tensor([item.advantage for item in request.samples])
+    schedule = adapter.schedule(spec.rollout.num_inference_steps, spec.rollout.height, spec.rollout.width)
+    losses = []
+    for k, step in enumerate(request.samples[0].sample.sde_steps):
+        x, x_next = (torch.stack([trajectory.pair(k)[side] for trajectory in trajectories]) for side in (0, 1))
+        velocity = adapter.velocity(
+            adapter.transformer,
+            x,
+            schedule.timesteps[step],
+            prompts,
+            height=spec.rollout.height,
+            width=spec.rollout.width,
+        )
+        sigmas = schedule.sigmas[step], schedule.sigmas[step + 1]
+        noise = spec.rollout.noise
+        log_prob = STEPS[noise.type](
+            x, velocity, *sigmas, eta=noise.eta, sigma_max=schedule.sigma_max, prev_sample=x_next
+        ).log_prob
+        ratio = (log_prob - log_prob.detach()).exp()
+        clip = spec.algorithm.clip_range
+        losses.append(torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip, 1 + clip)))
+    torch.stack(losses).mean().backward()
+    part = spec.trainer.optimizer
+    optimizer = torch.optim.AdamW(
+        trained.values(), lr=part.lr, betas=part.betas, eps=part.eps, weight_decay=part.weight_decay, foreach=False
+    )
+    torch.nn.utils.clip_grad_norm_(trained.values(), part.max_grad_norm)
+    optimizer.step()
+    return {name: parameter.detach() for name, parameter in trained.items()}
+
+
+def test_one_update_equals_plain_pytorch(tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path) -> None:
+    spec = make_spec(tiny_qwen_image, trainer={"optimizer": {"lr": 1e-2, "eps": 1e-4}})
+    request = Drawer(spec).draw(files, 0)
+    worker = make_worker(spec, ranks, files, tmp_path)
+    before = state_of(worker)
+    metrics = worker.train(request).metrics
+    after, expected = state_of(worker), oracle(spec, request, files)
+    assert expected.keys() == after.keys()
+    moved = [name for name in after if not torch.equal(after[name], before[name])]
+    assert len(moved) > len(after) / 3
+    for name, tensor in expected.items():
+        torch.testing.assert_close(after[name], tensor, rtol=1e-5, atol=2e-6)
+    assert metrics["rollout_corr/exact"] == 1.0
+    assert metrics["rollout_corr/ratio_max_abs_dev"] == 0.0
+
+
+def test_recomputed_old_log_probs_are_those_of_the_first_forward(
+    tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
+) -> None:
+    states = []
+    for mode in ("first_forward", "recompute"):
+        spec = make_spec(tiny_qwen_image, algorithm={"old_log_probs": mode}, trainer={"updates_per_step": 2})
+        worker = make_worker(spec, ranks, files, tmp_path / mode)
+        metrics = worker.train(Drawer(spec).draw(files, 0)).metrics
+        assert metrics["rollout_corr/exact"] == 1.0
+        states.append((state_of(worker), metrics["actor/ratio_std"], metrics["actor/loss"]))
+    assert states[0][1] > 0
+    assert states[0][1:] == states[1][1:]
+    assert all(torch.equal(states[0][0][name], states[1][0][name]) for name in states[0][0])
+
+
+def test_the_reference_is_the_model_without_its_adapter(
+    tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
+) -> None:
+    spec = make_spec(tiny_qwen_image, algorithm={"kl_coef": 0.1})
+    worker, drawer = make_worker(spec, ranks, files, tmp_path), Drawer(spec)
+    first = worker.train(drawer.draw(files, 0)).metrics
+    second = worker.train(drawer.draw(files, 1)).metrics
+    assert first["actor/kl_loss"] == 0.0  # B starts at zero
+    assert second["actor/kl_loss"] > 0.0
+    assert "timing_s/ref" in second
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(
+    tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
+) -> None:
+    spec = make_spec(tiny_qwen_image)
+    worker, drawer = make_worker(spec, ranks, files, tmp_path), Drawer(spec)
+    worker.train(drawer.draw(files, 0))
+    before = state_of(worker)
+    request = drawer.draw(files, 1)
+    sample = request.samples[3].sample
+    trajectory = Trajectory.from_bytes(files.get(sample.trajectory))
+    trajectory.next_latents[-1, 0, 0] = math.nan
+    sample.trajectory.CopyFrom(files.put("ff:nan", trajectory.to_bytes()))
+    response = worker.train(request)
+    assert response.policy_version == 2
+    assert response.metrics["actor/skipped_updates"] == 1.0
+    assert all(math.isfinite(value) for value in response.metrics.values())
+    assert weights.tensor_hashes(before.items()) == weights.tensor_hashes(state_of(worker).items())
+    healthy = worker.train(drawer.draw(files, 2)).metrics
+    assert healthy["actor/skipped_updates"] == 0.0
+    assert healthy["actor/skipped_updates_total"] == 1.0
+    assert healthy["actor/grad_norm"] > 0
+
+
+def test_what_cannot_be_trained_on_is_named_and_harms_nothing(
+    tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
+) -> None:
+    spec = make_spec(tiny_qwen_image)
+    worker, drawer = make_worker(spec, ranks, files, tmp_path), Drawer(spec)
+    before = state_of(worker)
+
+    def refused(change: Any, error: type[Exception], match: str) -> None:
+        request = drawer.draw(files, 0)
+        change(request.samples[2])
+        with pytest.raises(error, match=match):
+            worker.train(request)
+
+    def expire(item: trainer_pb2.TrainSample) -> None:
+        files.delete([item.sample.trajectory])
+
+    def corrupt(item: trainer_pb2.TrainSample) -> None:
+        item.sample.trajectory.sha256 = "0" * 64
+
+    refused(expire, NotFound, r"sample job-1/0/1/0: .*gone")
+    refused(corrupt, DataLoss, r"sample job-1/0/1/0: .*SHA-256")
+    refused(lambda item: setattr(item, "advantage", math.nan), InvalidRequest, r"0/1/0: its advantage is nan")
+    refused(lambda item: item.sample.ClearField("trajectory"), InvalidRequest, "carries no trajectory")
+    refused(lambda item: setattr(item.sample, "height", 64), InvalidRequest, "pixels")
+    refused(lambda item: setattr(item.sample.id, "job_id", "other"), InvalidRequest, "another job")
+    refused(lambda item: item.sample.sde_steps.append(3), InvalidRequest, "all must share them")
+    refused(lambda item: setattr(item.sample.id, "index", 1), InvalidRequest, "twice")
+    assert weights.tensor_hashes(before.items()) == weights.tensor_hashes(state_of(worker).items())
+    assert worker.train(drawer.draw(files, 0)).metrics["rollout_corr/exact"] == 1.0
+
+
+def test_importance_weights() -> None:
+    """By hand: cap 2, log-ratios of ln 3, 0 and -ln 2."""
+    log_prob = torch.tensor([math.log(3.0), 0.0, -math.log(2.0)], requires_grad=True)
+    rollout, advantages = torch.zeros(3), torch.ones(3)
+    plain = policy_rows(AlgorithmPart(), log_prob, None, rollout, advantages)
+    assert plain.weights is None
+    assert torch.equal(plain.old_log_prob, log_prob.detach())
+    capped = policy_rows(AlgorithmPart(importance_cap=2.0), log_prob, None, rollout, advantages)
+    assert capped.weights is not None
+    torch.testing.assert_close(capped.weights, torch.tensor([2.0, 1.0, 0.5]))
+    bypass = policy_rows(
+        AlgorithmPart(old_log_probs="rollout", importance_cap=2.0), log_prob, None, rollout, advantages
+    )
+    assert bypass.weights is not None
+    torch.testing.assert_close(bypass.weights * (log_prob - bypass.old_log_prob).exp(), torch.tensor([2.0, 1.0, 0.5]))
