@@ -108,18 +108,20 @@ def test_draining_refuses_and_keeps_what_runs() -> None:
     state.check(ticket)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_no_order_of_events_admits_a_version_that_was_not_verified(seed: int) -> None:
-    """Random calls, legal or not. The model: versions verified since the weights were last touched or forgotten."""
-    rng = random.Random(seed)
+def test_no_order_of_events_admits_a_version_that_was_not_verified() -> None:
+    """Random calls, legal or not. The model: the version verified since weights were last touched or forgotten."""
+    assert sum(_admitted(random.Random(seed)) for seed in range(20)) > 100
+
+
+def _admitted(rng: random.Random) -> int:
+    """Runs 500 random events and counts the admissions."""
+    likely = {"bind": 1, "start": 4, "load": 12, "finish": 12, "fail": 1, "admit": 8, "release": 16}
     state = WeightState()
     verified: tuple[str, int] | None = None
     loaded = False
-    admitted = 0
-    likely = {"bind": 1, "start": 4, "load": 12, "finish": 12, "fail": 1, "admit": 8, "release": 16}
-    for _ in range(1000):
+    num_admitted = 0
+    for event in rng.choices(list(likely), weights=list(likely.values()), k=500):
         job_id, version = rng.choice("aaab"), rng.randrange(2)
-        (event,) = rng.choices(list(likely), weights=list(likely.values()))
         try:
             if event == "bind":
                 state.bind(job_id)
@@ -143,9 +145,9 @@ def test_no_order_of_events_admits_a_version_that_was_not_verified(seed: int) ->
             elif event == "admit":
                 state.admit(job_id, version, 1)
                 assert verified == (job_id, version)
-                admitted += 1
+                num_admitted += 1
             elif state.in_flight:
                 state.release(1)
         except Conflict:
             assert event != "admit" or verified != (job_id, version)
-    assert admitted > 0
+    return num_admitted
