@@ -7,6 +7,7 @@ random weights: embeddings of distinct characters are distinct, which is all tha
 
 import json
 import math
+from typing import Any
 
 import torch
 from diffusers import (
@@ -39,21 +40,21 @@ TEMPLATE_WORDS = (
 SIGN_WORDS = 'A white yellow green blue red black sign that says "'
 
 
-def build_pipeline(transformer: QwenImageTransformer2DModel, vae: AutoencoderKLQwenImage) -> QwenImagePipeline:
-    """A pipeline of these two and of the parts that are not trained."""
+def build_pipeline() -> Any:
+    """A `QwenImagePipeline` whose transformer and autoencoder are untrained and whose other parts are final."""
     tokenizer = build_tokenizer()
-    return QwenImagePipeline(
+    return QwenImagePipeline(  # type: ignore[no-untyped-call]
         scheduler=build_scheduler(),
-        vae=vae,
+        vae=build_vae(),
         text_encoder=build_text_encoder(tokenizer),
         tokenizer=tokenizer,
-        transformer=transformer,
+        transformer=build_transformer(),
     )
 
 
-def build_scheduler() -> FlowMatchEulerDiscreteScheduler:
+def build_scheduler() -> Any:
     """The scheduler of the real model: exponential dynamic shift that ends at 0.02."""
-    return FlowMatchEulerDiscreteScheduler(
+    return FlowMatchEulerDiscreteScheduler(  # type: ignore[no-untyped-call]
         base_image_seq_len=256,
         base_shift=0.5,
         max_image_seq_len=8192,
@@ -66,7 +67,7 @@ def build_scheduler() -> FlowMatchEulerDiscreteScheduler:
     )
 
 
-def build_tokenizer() -> Qwen2Tokenizer:
+def build_tokenizer() -> Any:
     """A byte-level BPE with the real special tokens; template and sign words are one token each, all else is bytes."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
@@ -79,18 +80,19 @@ def build_tokenizer() -> Qwen2Tokenizer:
     )
     bpe.train_from_iterator([TEMPLATE_WORDS, SIGN_WORDS], trainer)
     model = json.loads(bpe.to_str())["model"]
+    merges: Any = [tuple(merge) for merge in model["merges"]]
     return Qwen2Tokenizer(
         vocab=model["vocab"],
-        merges=[tuple(merge) for merge in model["merges"]],
+        merges=merges,
         eos_token="<|im_end|>",
         extra_special_tokens=SPECIAL_TOKENS[1:],
         model_max_length=32768,
     )
 
 
-def build_text_encoder(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
+def build_text_encoder(tokenizer: Any) -> Any:
     """A two-layer Qwen2.5-VL whose random weights keep the scale of activations, frozen and rounded to fp16."""
-    encoder = Qwen2_5_VLForConditionalGeneration(_text_encoder_config(tokenizer))
+    encoder: Any = Qwen2_5_VLForConditionalGeneration(_text_encoder_config(tokenizer))
     for name, weight in encoder.named_parameters():
         if "embed_tokens" in name:
             torch.nn.init.normal_(weight, std=1.0)
@@ -100,8 +102,8 @@ def build_text_encoder(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGen
     return encoder
 
 
-def _text_encoder_config(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLConfig:
-    token_ids = {
+def _text_encoder_config(tokenizer: Any) -> Qwen2_5_VLConfig:
+    token_ids: dict[str, Any] = {
         f"{kind}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>")
         for kind, token in [
             ("image", "image_pad"),
@@ -134,14 +136,16 @@ def _text_encoder_config(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLConfig:
     return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **token_ids)
 
 
-def build_vae() -> AutoencoderKLQwenImage:
-    """An untrained autoencoder with the real one's factor of eight and 16 latent channels; one residual block a stage."""
-    return AutoencoderKLQwenImage(base_dim=16, z_dim=LATENT_CHANNELS, dim_mult=[1, 2, 4, 4], num_res_blocks=1)
+def build_vae() -> Any:
+    """An untrained autoencoder: factor of eight and 16 latent channels as the real one, one residual block a stage."""
+    return AutoencoderKLQwenImage(  # type: ignore[no-untyped-call]
+        base_dim=16, z_dim=LATENT_CHANNELS, dim_mult=[1, 2, 4, 4], num_res_blocks=1
+    )
 
 
-def build_transformer() -> QwenImageTransformer2DModel:
+def build_transformer() -> Any:
     """An untrained transformer: six blocks, four heads of 32."""
-    return QwenImageTransformer2DModel(
+    return QwenImageTransformer2DModel(  # type: ignore[no-untyped-call]
         patch_size=2,
         in_channels=4 * LATENT_CHANNELS,
         out_channels=LATENT_CHANNELS,
@@ -154,5 +158,5 @@ def build_transformer() -> QwenImageTransformer2DModel:
 
 
 def round_to_half(model: torch.nn.Module) -> None:
-    """Round the weights to fp16 values but keep them as fp32, so that what is computed now is what the saved file gives."""
+    """Round the weights to fp16 values held as fp32, so that what is computed now is what the saved file gives."""
     model.half().float()

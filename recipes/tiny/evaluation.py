@@ -1,24 +1,30 @@
-"""How good a tiny model is: pictures of fixed prompts from fixed noise, read back and described in four numbers."""
+"""How good a tiny model is: pictures of fixed prompts from fixed noise, judged as the demo's job judges them."""
 
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from diffusers import QwenImagePipeline
 from PIL import Image
 
-from recipes.tiny.reading import SignReader, colour_entropy, edge_density
-from recipes.tiny.signs import IMAGE_SIZE, Pixels, word_in
+from flowfleet.image_stats import colour_entropy, edge_density
+from recipes.tiny.signs import IMAGE_SIZE, Pixels
+from services.reward.scorers.base import Problem, Sample
+from services.reward.scorers.ocr import OcrScorer
 
+JOB_FILE = Path(__file__).parents[1] / "tiny_ocr.toml"
 NUM_STEPS = 6
 NOISE_SEED = 7
 BATCH_SIZE = 128
+NUM_COLUMNS = 8
 
 
 @dataclass(frozen=True)
 class Legibility:
-    """`ocr`: mean score; `exact`: share read without error; edge density and colour entropy guard against hacks."""
+    """Means over pictures. `ocr`: score; `exact`: share read without error; the other two guard against hacks."""
 
     ocr: float
     exact: float
@@ -27,13 +33,13 @@ class Legibility:
 
 
 def fixed_noise(num_images: int) -> torch.Tensor:
-    """Packed starting latents (num_images, 16, 64) fp32, the same on every machine; a longer set begins with a shorter."""
+    """Packed starting latents (num_images, 16, 64) fp32, the same everywhere; a longer set begins with a shorter."""
     generator = torch.Generator().manual_seed(NOISE_SEED)
     return torch.stack([torch.randn(16, 64, generator=generator) for _ in range(num_images)])
 
 
-def paint(pipeline: QwenImagePipeline, prompts: Sequence[str]) -> Pixels:
-    """Pictures (N, 64, 64, 3) uint8 in six deterministic steps from `fixed_noise`, without guidance."""
+def paint(pipeline: Any, prompts: Sequence[str]) -> Pixels:
+    """Pictures (N, 64, 64, 3) uint8 by a `QwenImagePipeline` in six deterministic steps from `fixed_noise`."""
     noise = fixed_noise(len(prompts)).to(pipeline.device)
     parts = [
         pipeline(
@@ -47,25 +53,36 @@ def paint(pipeline: QwenImagePipeline, prompts: Sequence[str]) -> Pixels:
         ).images
         for start in range(0, len(prompts), BATCH_SIZE)
     ]
-    return (np.concatenate(parts) * 255).round().astype(np.uint8)
+    pixels: Pixels = (np.concatenate(parts) * 255).round().astype(np.uint8)
+    return pixels
 
 
-def judge(reader: SignReader, images: Pixels, prompts: Sequence[str]) -> Legibility:
-    """Read `images` and compare with the words that `prompts` ask for."""
-    scores = reader.scores(images, [word_in(prompt) for prompt in prompts])
-    return Legibility(
-        ocr=float(scores.mean()),
-        exact=float((scores == 1.0).mean()),
-        edge_density=edge_density(images),
-        colour_entropy=colour_entropy(images),
-    )
+class Judge:
+    """The OCR reward with the demo's parameters, and the image statistics that must not move."""
+
+    def __init__(self, num_threads: int = 2) -> None:
+        self._scorer = OcrScorer(num_threads)
+        self._params = self._scorer.parse(tomllib.loads(JOB_FILE.read_text())["rewards"]["ocr"]["params"])
+
+    def judge(self, images: Pixels, prompts: Sequence[str]) -> Legibility:
+        """Read `images`, (N, 64, 64, 3) uint8, and compare with the words that `prompts` ask for."""
+        pairs = zip(images, prompts, strict=True)
+        outcomes = self._scorer.score([Sample(Image.fromarray(image), prompt) for image, prompt in pairs], self._params)
+        scores = [outcome for outcome in outcomes if not isinstance(outcome, Problem)]
+        assert len(scores) == len(prompts), "every prompt names a word"
+        return Legibility(
+            ocr=float(np.mean([score.value for score in scores])),
+            exact=float(np.mean([score.components["exact"] for score in scores])),
+            edge_density=float(np.mean([edge_density(image) for image in images])),
+            colour_entropy=float(np.mean([colour_entropy(image) for image in images])),
+        )
 
 
-def contact_sheet(images: Pixels, num_columns: int = 8) -> Image.Image:
-    """The pictures side by side, row by row."""
-    num_rows = -(-len(images) // num_columns)
-    sheet = Image.new("RGB", (num_columns * IMAGE_SIZE, num_rows * IMAGE_SIZE))
+def contact_sheet(images: Pixels, scale: int = 2) -> Image.Image:
+    """The pictures side by side, `NUM_COLUMNS` a row, enlarged by `scale`."""
+    num_rows = -(-len(images) // NUM_COLUMNS)
+    sheet = Image.new("RGB", (NUM_COLUMNS * IMAGE_SIZE, num_rows * IMAGE_SIZE))
     for index, image in enumerate(images):
-        row, column = divmod(index, num_columns)
+        row, column = divmod(index, NUM_COLUMNS)
         sheet.paste(Image.fromarray(image), (column * IMAGE_SIZE, row * IMAGE_SIZE))
-    return sheet
+    return sheet.resize((scale * sheet.width, scale * sheet.height))

@@ -1,6 +1,6 @@
 """Write the prompt files: `python -m recipes.tiny.make_prompts`.
 
-validation.txt holds prompts whose words appear in no training prompt and in no picture that the base model learned from.
+The words of validation.txt appear in no line of train.txt and in no picture that the base model learned from.
 """
 
 import itertools

@@ -46,7 +46,7 @@ class Sign:
 
 @dataclass(frozen=True)
 class Example:
-    """A training pair: `pixels` is (IMAGE_SIZE, IMAGE_SIZE, 3) uint8; `prompt` may name another word than the picture."""
+    """A training pair: `pixels` (IMAGE_SIZE, IMAGE_SIZE, 3) uint8; `prompt` may name another word than the picture."""
 
     pixels: Pixels
     prompt: str

@@ -10,9 +10,9 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from diffusers import AutoencoderKLQwenImage, QwenImagePipeline, QwenImageTransformer2DModel
 from torch import Tensor
 
 from recipes.tiny.components import LATENT_CHANNELS, round_to_half
@@ -55,8 +55,8 @@ def autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
-def train_vae(vae: AutoencoderKLQwenImage, pixels: Tensor, seconds: float, batch_size: int) -> None:
-    """Teach the autoencoder `pixels`, (N, 3, 64, 64) uint8, in place; it ends rounded to fp16 with its latent statistics.
+def train_vae(vae: Any, pixels: Tensor, seconds: float, batch_size: int) -> None:
+    """Teach the autoencoder `pixels`, (N, 3, 64, 64) uint8, in place; its weights end rounded to fp16.
 
     Latents are the mode of the posterior, trained with a little noise so that the decoder forgives small errors.
     """
@@ -84,10 +84,11 @@ def to_video(pixels: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def encode_images(vae: AutoencoderKLQwenImage, pixels: Tensor) -> Tensor:
-    """Packed, normalised latents (N, 16, 64) fp32 of (N, 3, 64, 64) uint8; writes their mean and std into the config."""
+def encode_images(vae: Any, pixels: Tensor) -> Tensor:
+    """Packed, normalised latents (N, 16, 64) fp32 of (N, 3, 64, 64) uint8; their mean and std go into the config."""
     device = next(vae.parameters()).device
-    modes = [vae.encode(to_video(part.to(device))).latent_dist.mode() for part in pixels.split(LATENT_BATCH)]
+    parts = torch.split(pixels, LATENT_BATCH)
+    modes = [vae.encode(to_video(part.to(device))).latent_dist.mode() for part in parts]
     latents = torch.cat(modes)[:, :, 0]
     mean, std = latents.mean(dim=(0, 2, 3)), latents.std(dim=(0, 2, 3))
     vae.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())
@@ -97,7 +98,7 @@ def encode_images(vae: AutoencoderKLQwenImage, pixels: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def encode_prompts(pipeline: QwenImagePipeline, prompts: list[str]) -> tuple[Tensor, Tensor]:
+def encode_prompts(pipeline: Any, prompts: list[str]) -> tuple[Tensor, Tensor]:
     """What the pipeline feeds its transformer: embeddings (N, T, 128) fp32, zero where padded, and mask (N, T) bool."""
     parts = []
     for start in range(0, len(prompts), EMBEDDING_BATCH):
@@ -110,7 +111,7 @@ def encode_prompts(pipeline: QwenImagePipeline, prompts: list[str]) -> tuple[Ten
 
 
 def train_transformer(
-    pipeline: QwenImagePipeline,
+    pipeline: Any,
     latents: Tensor,
     prompts: list[str],
     seconds: float,
@@ -122,7 +123,7 @@ def train_transformer(
     The pipeline's transformer becomes the moving average of the weights, rounded to fp16. `on_log` is called now and
     then while the pipeline holds the average so far.
     """
-    average: QwenImageTransformer2DModel = pipeline.transformer.requires_grad_(False)
+    average = pipeline.transformer.requires_grad_(False)
     learner = copy.deepcopy(average).requires_grad_(True)
     device = latents.device
     embeds, masks = encode_prompts(pipeline, prompts)
@@ -163,6 +164,6 @@ def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 def _apply(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
     optimizer.zero_grad()
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
     optimizer.step()
