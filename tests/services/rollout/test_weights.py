@@ -114,13 +114,13 @@ def test_no_order_of_events_admits_a_version_that_was_not_verified() -> None:
 
 
 def _admitted(rng: random.Random) -> int:
-    """Runs 500 random events and counts the admissions."""
+    """Runs 3000 random events and counts the admissions."""
     likely = {"bind": 1, "start": 4, "load": 12, "finish": 12, "fail": 1, "admit": 8, "release": 16}
     state = WeightState()
     verified: tuple[str, int] | None = None
     loaded = False
     num_admitted = 0
-    for event in rng.choices(list(likely), weights=list(likely.values()), k=500):
+    for event in rng.choices(list(likely), weights=list(likely.values()), k=3000):
         job_id, version = rng.choice("aaab"), rng.randrange(2)
         try:
             if event == "bind":
