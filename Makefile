@@ -7,7 +7,7 @@ TORCH_INDEX ?=
 VENV := .venv
 BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip --disable-pip-version-check --quiet
-CODE := flowfleet services recipes tests
+CODE := flowfleet services recipes bench tests
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all lint protos bench clean
@@ -36,7 +36,7 @@ protos: $(VENV)/.dev  ## generate flowfleet/proto from protos/
 	PATH="$(CURDIR)/$(BIN):$$PATH" protos/generate.sh $(CURDIR)/$(BIN)/python
 
 bench: $(VENV)/.dev  ## time a job as services against the same job in one process
-	$(BIN)/python -m recipes.bench $(BENCH_FLAGS)
+	$(BIN)/python -m bench.step $(BENCH_FLAGS)
 
 clean:  ## remove .venv, caches and runs/
 	rm -rf $(VENV) runs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
