@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import ipaddress
 import logging
 import os
@@ -26,6 +27,7 @@ from flowfleet.errors import FlowfleetError
 
 RPC_TOKEN: Final = "FLOWFLEET_RPC_TOKEN"
 API_KEY: Final = "FLOWFLEET_API_KEY"
+_PR_SET_PDEATHSIG: Final = 1
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 
 log = logging.getLogger(__name__)
@@ -115,6 +117,19 @@ def stop_on_signals(stop: asyncio.Event) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+
+
+def end_with_parent() -> None:
+    """Has the kernel kill this process when its parent dies, however that happens. Linux only; elsewhere it does nothing.
+
+    For ranks under torchrun, which starts them in sessions of their own: killed with -9, it would leave them behind.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before we asked
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _port(text: str) -> int:

@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
 from flowfleet import service
@@ -100,3 +103,22 @@ def test_the_port_file_of_a_killed_predecessor_is_removed(tmp_path: Path) -> Non
 def test_ipv6_addresses_get_brackets() -> None:
     assert service.format_address("::1", 7) == "[::1]:7"
     assert service.format_address("127.0.0.1", 7) == "127.0.0.1:7"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's own service, on Linux alone")
+def test_a_process_ends_with_its_parent() -> None:
+    child = (
+        "import time; from flowfleet.service import end_with_parent; end_with_parent(); "
+        "print('x', flush=True); time.sleep(60)"
+    )
+    parent = (
+        f"import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', {child!r}]); "
+        "print(child.pid, flush=True); child.wait()"
+    )
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = {process.stdout.readline().strip() for _ in range(2)}
+        pid = int((lines - {"x"}).pop())
+        process.kill()
+        assert process.stdout.read() == ""  # the pipe closes when the last holder of it has ended
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
