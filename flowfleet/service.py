@@ -120,7 +120,7 @@ def stop_on_signals(stop: asyncio.Event) -> None:
 
 
 def end_with_parent() -> None:
-    """Has the kernel kill this process when its parent dies, however that happens. Linux only; elsewhere it does nothing.
+    """Has the kernel kill this process when its parent dies, however that happens. Does nothing beyond Linux.
 
     For ranks under torchrun, which starts them in sessions of their own: killed with -9, it would leave them behind.
     """
