@@ -16,12 +16,13 @@ import socket
 import sys
 import uuid
 from collections.abc import Sequence
+from typing import Protocol
 
 from flowfleet import redis_client, rpc, telemetry
 from flowfleet.blobs import SyncBlobs, open_blobs_sync
 from flowfleet.errors import FlowfleetError
 from flowfleet.proto import trainer_pb2_grpc
-from flowfleet.service import run_service, service_parser
+from flowfleet.service import end_with_parent, run_service, service_parser
 from services.trainer.commands import Command, Kind
 from services.trainer.publish import Publisher
 from services.trainer.ranks import Ranks
@@ -36,7 +37,14 @@ _WATCH_EVERY_S = 1.0
 log = logging.getLogger(__name__)
 
 
+class _Calls(Protocol):
+    @property
+    def idle_s(self) -> float: ...
+
+
 def main(argv: Sequence[str] | None = None) -> int:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
     if int(os.environ.get("RANK", "0")) > 0:
         return follow(parser().parse_args(argv))
     return run_service("trainer", lead, parser(), argv)
@@ -65,7 +73,7 @@ async def lead(options: argparse.Namespace) -> None:
     service = TrainerService(worker, runner, publisher, telemetry.JobMetrics(), uuid.uuid4().hex)
     server = rpc.make_server()
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(service, server)
-    watch = asyncio.create_task(_stop_when_idle(service, options.idle_exit_s, stop))
+    watch = asyncio.create_task(stop_when_idle(service, options.idle_exit_s, stop))
     settled = False
 
     async def drain() -> None:
@@ -110,7 +118,8 @@ def follow(options: argparse.Namespace) -> int:
             worker.execute(command)
 
 
-async def _stop_when_idle(service: TrainerService, limit_s: float, stop: asyncio.Event) -> None:
+async def stop_when_idle(service: _Calls, limit_s: float, stop: asyncio.Event) -> None:
+    """Sets `stop` once the service has been idle for `limit_s`."""
     while service.idle_s < limit_s:
         await asyncio.sleep(min(_WATCH_EVERY_S, limit_s))
     log.info("no call for %.0f s: ends", limit_s)

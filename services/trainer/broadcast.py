@@ -109,9 +109,16 @@ class Broadcaster:
         except FlowfleetError as error:
             self.leave()
             raise _Broken(str(error), await _guilty(clients, receiving)) from None
-        await receiving
+        await self._received(clients, receiving, group.timeout_s)
         self._last = published
         return messages(await failures(clients, lambda client: client.finish(job.job_id, published)))
+
+    async def _received(self, clients: list[ReplicaClient], receiving: asyncio.Task[None], timeout_s: float) -> None:
+        """The last buckets may have left this process without having arrived."""
+        done, _ = await asyncio.wait([receiving], timeout=timeout_s)
+        if not done:
+            raise _Broken(f"not all weights arrived within {timeout_s:.0f} s", await _guilty(clients, receiving))
+        await receiving
 
     async def _join(self, job: Job, clients: list[ReplicaClient]) -> rollout_pb2.TransferGroup:
         """The group of exactly these replicas: the present one if it is that, else another."""

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,8 @@ from services.trainer.record import Record
 FORMAT = "flowfleet.trainer.v1"
 _NAME = re.compile(r"step-(\d{8,})")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+
+warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)  # a world of one
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -126,6 +127,7 @@ class Engine:
             "mp_policy": policy,
             "reshard_after_forward": None if self.ranks.world_size > 1 else False,
         }
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
         names = set(self.model._no_split_modules or ())
         for block in [module for module in self.model.modules() if type(module).__name__ in names]:
             fully_shard(block, **settings)

@@ -46,7 +46,8 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> trainer_pb2.PublishWeightsResponse:
         self._touch()
         job = self._job(request.job_id)
-        left = context.time_remaining() or job.spec.timeouts.publish_s
+        limit = job.spec.timeouts.publish_s
+        left = min(limit, context.time_remaining() or limit)
         key = "publish", request.SerializeToString(deterministic=True)
         return await self._runner.once(key, lambda: self._publisher.publish(request, left))
 

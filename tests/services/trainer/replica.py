@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load
 
 from flowfleet import redis_client, rpc, weights
 from flowfleet.blobs import open_blobs_sync
 from flowfleet.errors import Conflict, DataLoss
-from flowfleet.lora import adapter_from_bytes
 from flowfleet.proto import rollout_pb2, rollout_pb2_grpc
 from flowfleet.transfer import TransferMember
 
@@ -54,7 +54,7 @@ class Replica(rollout_pb2_grpc.RolloutServiceServicer):
         self._weights = {}
         if request.WhichOneof("source") == "adapter":
             data = await asyncio.to_thread(self._blobs.get, request.adapter)
-            self._weights = adapter_from_bytes(data)
+            self._weights = load(data)
         else:
             await self._receive(request.broadcast)
         if self._fault == "corrupt":

@@ -1,6 +1,8 @@
 """A trainer as a process: exactness, idempotence, kill -9 and resume, export."""
 
+import asyncio
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,12 @@ from flowfleet.lora import adapter_from_bytes
 from flowfleet.models import PromptEmbeds
 from flowfleet.proto import trainer_pb2
 from flowfleet.redis_client import connect_sync
+from services.trainer.__main__ import stop_when_idle
 from services.trainer.engine import lora_spec
 from tests.services.trainer.processes import Launch, Replica, Trainer
 from tests.services.trainer.steps import JOB, Drawer, make_spec
+
+REPLICAS = (("good", "none"), ("bad", "corrupt"), ("gone", "none"))
 
 
 def published_adapter(redis_url: str, version: int) -> dict[str, torch.Tensor]:
@@ -97,9 +102,13 @@ def test_steps_survive_replays_refusals_and_kills(
     replayed = resumed.train(requests[1])
     assert replayed.replayed
     assert curve(replayed) == curve(responses[1])
-    for step in (2, 3):
-        assert curve(resumed.train(requests[step])) == curve(responses[step])
+    assert curve(resumed.train(requests[2])) == curve(responses[2])
+    for answer_of_many in train_from_two_callers(resumed, requests[3]):
+        assert curve(answer_of_many) == curve(responses[3])
+    assert resumed.status().applied_steps == 4
     assert resumed.publish(4).weights_digest == digest
+
+    check_publishing(resumed, launch, tmp_path)
 
     other = trainer_pb2.ConfigureRequest(job_id="other", spec_json=spec.model_dump_json(), directory=str(tmp_path))
     configure = resumed.stub.Configure
@@ -115,39 +124,48 @@ def test_steps_survive_replays_refusals_and_kills(
     assert resumed.end() == 0
 
 
-def test_adapters_go_to_every_replica_that_lives(
-    tiny_qwen_image: Path, launch: Launch, blobs: SyncBlobs, tmp_path: Path
-) -> None:
-    spec = make_spec(tiny_qwen_image, rollout={"group_size": 6, "batch_size": 6}, trainer={"micro_batch_size": 1})
-    trainer: Trainer = launch(Trainer, spec, tmp_path, flags=("--idle-exit-s", "60"))
-    replicas = [launch(Replica, tmp_path, name=name, fault=fault) for name, fault in (("a", "none"), ("b", "corrupt"))]
-    gone: Replica = launch(Replica, tmp_path, name="gone")
-    gone.address()
-    gone.kill()
-    request = Drawer(spec).draw(blobs, 0)
-    trainer.configure()
-
+def train_from_two_callers(
+    trainer: Trainer, request: trainer_pb2.TrainStepRequest
+) -> list[trainer_pb2.TrainStepResponse]:
+    """One joins the other, and status is answered meanwhile."""
     answers: list[trainer_pb2.TrainStepResponse] = []
     callers = [threading.Thread(target=lambda: answers.append(trainer.train(request))) for _ in range(2)]
     for caller in callers:
         caller.start()
-    states = [trainer.status().state]
+    states = []
     while any(caller.is_alive() for caller in callers):
         states.append(trainer.status().state)
+        time.sleep(0.005)
     assert trainer_pb2.TRAINER_STATE_BUSY in states
-    assert answers[0].metrics == answers[1].metrics
-    assert trainer.status().applied_steps == 1
+    return answers
 
-    response = trainer.publish(1, *replicas, gone)
+
+def check_publishing(trainer: Trainer, launch: Launch, tmp_path: Path) -> None:
+    """A replica that is gone and one that loads something else do not stop the third."""
+    good, bad, gone = (launch(Replica, tmp_path, name=name, fault=fault) for name, fault in REPLICAS)
+    gone.address()
+    gone.kill()
+    response = trainer.publish(4, good, bad, gone)
     results = {result.replica_id: result for result in response.results}
-    assert {name: result.ok for name, result in results.items()} == {"a": True, "b": False, "gone": False}
-    assert "do not match the hash" in results["b"].error
+    assert {name: result.ok for name, result in results.items()} == {"good": True, "bad": False, "gone": False}
+    assert "do not match the hash" in results["bad"].error
     assert "UNAVAILABLE" in results["gone"].error
     assert response.bytes > 0
-    status = replicas[0].status()
-    assert (status.policy_version, status.weights_digest) == (1, response.weights_digest)
+    status = good.status()
+    assert (status.policy_version, status.weights_digest) == (4, response.weights_digest)
 
 
-def test_a_trainer_that_nobody_calls_ends(tiny_qwen_image: Path, launch: Launch, tmp_path: Path) -> None:
-    trainer: Trainer = launch(Trainer, make_spec(tiny_qwen_image), tmp_path, flags=("--idle-exit-s", "0.5"))
-    assert trainer.process.wait(60) == 0
+def test_a_trainer_that_nobody_calls_ends() -> None:
+    class Service:
+        idle_s = 0.0  # seconds
+
+    async def watch() -> None:
+        service, stop = Service(), asyncio.Event()
+        task = asyncio.create_task(stop_when_idle(service, 0.01, stop))
+        await asyncio.sleep(0.05)
+        assert not stop.is_set()
+        service.idle_s = 0.02
+        await asyncio.wait_for(stop.wait(), 5)
+        await task
+
+    asyncio.run(watch())
