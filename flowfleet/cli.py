@@ -113,12 +113,14 @@ def down(state_dir: StackDir = DEFAULT_STATE_DIR) -> None:
 def demo(
     seed: Annotated[int | None, typer.Option(help="Of the job; else the recipe's.")] = None,
     recipe: Annotated[Path, typer.Option(help="Job file.")] = Path("recipes/tiny_ocr.toml"),
+    set_: Annotated[list[str] | None, typer.Option("--set", help="key=value of the job; repeatable.")] = None,
     state_dir: Annotated[Path, typer.Option(help="Replaced by the results and the stack's files.")] = Path("runs/demo"),
 ) -> None:
     """Train the tiny model from start to end, and leave figures, pictures and the model."""
     from flowfleet.demo.run import run_demo
 
-    run_demo(recipe, state_dir, seed, out)
+    changes = [*(set_ or ()), *([] if seed is None else [f"seed={seed}"])]
+    run_demo(recipe, state_dir, changes, out)
 
 
 # -- jobs ------------------------------------------------------------------------------------------------------------

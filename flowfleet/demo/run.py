@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,15 @@ MARKER = "job.json"
 """The job as submitted. Says that a directory was made by the demo, and may be replaced by the next one."""
 
 
-def run_demo(recipe: Path, directory: Path, seed: int | None, console: Console) -> dict[str, Any]:
-    """Leaves everything in `directory` and returns the summary. Raises ValueError, StackError or ApiError."""
-    started = datetime.fromtimestamp(psutil.Process().create_time(), UTC)
-    spec = prepare_job(recipe, [] if seed is None else [f"seed={seed}"], same_machine=True)
+def run_demo(
+    recipe: Path, directory: Path, changes: Sequence[str], console: Console, started: datetime | None = None
+) -> dict[str, Any]:
+    """Leaves everything in `directory` and returns the summary. Raises ValueError, StackError or ApiError.
+
+    `changes` are settings as `key=value`; `started` is when the clock began, by default this process.
+    """
+    started = started or datetime.fromtimestamp(psutil.Process().create_time(), UTC)
+    spec = prepare_job(recipe, changes, same_machine=True)
     _make_fresh(directory, spec)
     with local_stack(_stack_options(spec, directory)) as stack, Client(stack.url) as client:
         _say(console, f"The stack runs ({', '.join(stack.processes)}); its REST API is {stack.url}.")
@@ -120,7 +125,8 @@ def _tell(summary: dict[str, Any], directory: Path, console: Console) -> None:
         "model": "the trained model",
         "stack/logs": "logs of every process",
     }
-    for line in [*lines, *(f"  {directory / name!s:<32} {what}" for name, what in made.items())]:
+    width = max(len(str(directory / name)) for name in made)
+    for line in [*lines, *(f"  {directory / name!s:<{width}}  {what}" for name, what in made.items())]:
         _say(console, line)
 
 

@@ -170,7 +170,7 @@ def test_the_surface_is_what_users_know() -> None:
     assert options == {
         "up": ["--detach", "--dtype", "--model", "--port", "--replicas", "--reward", "--state-dir"],
         "down": ["--state-dir"],
-        "demo": ["--recipe", "--seed", "--state-dir"],
+        "demo": ["--recipe", "--seed", "--set", "--state-dir"],
         "submit": ["--dry-run", "--follow", "--idempotency-key", "--set", "--url"],
         "jobs": ["--limit", "--status", "--url"],
         "show": ["--url"],
