@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -33,7 +32,6 @@ from services.trainer.record import Record
 
 FORMAT = "flowfleet.trainer.v1"
 _NAME = re.compile(r"step-(\d{8,})")
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)  # a world of one
 
@@ -129,14 +127,11 @@ class Checkpoints:
 
 
 def _tensors(engine: Engine) -> dict[str, Tensor]:
-    """Everything by name; loading writes into these very tensors. Moments that do not exist yet are zeros."""
+    """Everything by name; loading writes into these very tensors."""
     tensors = {f"trained.{name}": parameter.detach() for name, parameter in engine.trained.items()}
-    for name, parameter in engine.trained.items():
-        state = engine.optimizer.state.get(parameter, {})
-        for moment in _MOMENTS:
-            tensors[f"{moment}.{name}"] = state[moment] if moment in state else torch.zeros_like(parameter.detach())
     states = devices.rng_state(engine.ranks.device)
-    return tensors | {f"rng.{engine.ranks.rank}.{kind}": state for kind, state in states.items()}
+    rng = {f"rng.{engine.ranks.rank}.{kind}": state for kind, state in states.items()}
+    return tensors | engine.optimizer.moments() | rng
 
 
 def _write(tensors: dict[str, Tensor], path: Path, engine: Engine) -> None:
@@ -150,16 +145,7 @@ def _write(tensors: dict[str, Tensor], path: Path, engine: Engine) -> None:
 
 def _adopt(engine: Engine, tensors: dict[str, Tensor], record: Record) -> None:
     """Hands loaded moments and generator states to their owners; parameters were loaded in place."""
-    if record.optimizer_steps:
-        states = {
-            number: {
-                "step": torch.tensor(float(record.optimizer_steps)),
-                **{moment: tensors[f"{moment}.{name}"] for moment in _MOMENTS},
-            }
-            for number, name in enumerate(engine.trained)
-        }
-        groups = engine.optimizer.state_dict()["param_groups"]
-        engine.optimizer.load_state_dict({"state": states, "param_groups": groups})
+    engine.optimizer.restore(tensors, record.optimizer_steps)
     prefix = f"rng.{engine.ranks.rank}."
     rng = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     if rng:

@@ -8,11 +8,9 @@ block is one FSDP unit and the rest another.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,26 +18,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from flowfleet import devices, lora, weights
 from flowfleet.jobs import JobSpec
 from flowfleet.models import ModelAdapter, adapter_for
 from flowfleet.proto.rollout_pb2 import LoraSpec
 from flowfleet.seeds import derive_seed
+from services.trainer.optimizer import ShardedAdamW
 from services.trainer.ranks import Ranks
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class UpdateOutcome:
-    """One optimizer step."""
-
-    grad_norm: float
-    """Before clipping, over all ranks; may be infinite or NaN."""
-    applied: bool
-    """False when the gradient was not finite: weights and optimizer are as before."""
 
 
 class Engine:
@@ -48,9 +36,9 @@ class Engine:
     adapter: ModelAdapter
     model: Any
     """`adapter.transformer`, sharded."""
-    trained: dict[str, Tensor]
+    trained: dict[str, Any]
     """Parameters that are trained, by published name: DTensors, fp32."""
-    optimizer: torch.optim.Optimizer
+    optimizer: ShardedAdamW
 
     def __init__(self, spec: JobSpec, ranks: Ranks) -> None:
         """Loads the model; `shard` comes next. Raises ValueError for a model, size or target that is not there."""
@@ -79,30 +67,26 @@ class Engine:
         self.adapter.device, self.adapter.dtype = self.ranks.device, self.dtype
         named = lora.named_adapter_parameters if self.is_lora else weights.full_parameters
         self.trained = dict(named(self.model))
-        self.optimizer = self._make_optimizer()
+        self.optimizer = ShardedAdamW(self.trained, self.spec.trainer.optimizer, self.ranks)
+
+    @property
+    def _keeps_gathered(self) -> bool:
+        """Whether parameters stay gathered between the forwards of an update: a second copy, which host memory has."""
+        return self.ranks.world_size == 1 and not devices.is_accelerator(self.ranks.device)
 
     @property
     def is_lora(self) -> bool:
         return self.spec.trainer.mode == "lora"
 
     def set_last_backward(self, is_last: bool) -> None:
-        """Before each backward of an update. An adapter's gradients are reduced once, at the last; full ones each time,
-        for nobody can keep them unsharded."""
+        """Before each forward and backward of an update.
+
+        An adapter's gradients are reduced once, at the last; full ones each time, for nobody can keep them unsharded.
+        """
         if self.is_lora:
             self.model.set_requires_gradient_sync(is_last)
-
-    def apply(self) -> UpdateOutcome:
-        """Collective. Clips and applies the gradients summed up by backward, or drops them if they are not finite."""
-        gradients = [parameter.grad for parameter in self.trained.values() if parameter.grad is not None]
-        norm = get_total_norm(gradients, foreach=True)
-        total = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        applied = math.isfinite(total)
-        if applied:
-            limit = self.spec.trainer.optimizer.max_grad_norm
-            clip_grads_with_norm_(self.trained.values(), limit, norm, foreach=True)
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return UpdateOutcome(total, applied)
+        if self._keeps_gathered:
+            self.model.set_reshard_after_backward(is_last)
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Collective, one parameter a step. What is published: whole tensors in `model.dtype`, by published name."""
@@ -125,24 +109,13 @@ class Engine:
         settings: Any = {
             "mesh": mesh,
             "mp_policy": policy,
-            "reshard_after_forward": None if self.ranks.world_size > 1 else False,
+            "reshard_after_forward": False if self._keeps_gathered else None,
         }
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
         names = set(self.model._no_split_modules or ())
         for block in [module for module in self.model.modules() if type(module).__name__ in names]:
             fully_shard(block, **settings)
         fully_shard(self.model, **settings)
-
-    def _make_optimizer(self) -> torch.optim.Optimizer:
-        part = self.spec.trainer.optimizer
-        return torch.optim.AdamW(
-            self.trained.values(),
-            lr=part.lr,
-            betas=part.betas,
-            eps=part.eps,
-            weight_decay=part.weight_decay,
-            fused=devices.has_fused_optimizer(self.ranks.device),
-        )
 
 
 def lora_spec(spec: JobSpec) -> LoraSpec:

@@ -6,11 +6,11 @@ Everything here happens before any weight changes; whatever is wrong says which 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-import redis.exceptions
 import torch
 from torch import Tensor
 
@@ -150,21 +150,16 @@ class StepReader:
         return PromptEmbeds(blob.embeds[None], blob.mask[None])
 
 
-class _naming:
+@contextmanager
+def _naming(sample: Sample) -> Iterator[None]:
     """Puts the sample's name before the message of an error."""
-
-    def __init__(self, sample: Sample) -> None:
-        self._sample = sample
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        name = sample_name(self._sample.id)
-        if isinstance(error, FlowfleetError):
-            raise type(error)(f"sample {name}: {error}") from None
-        if isinstance(error, ValueError) and not isinstance(error, redis.exceptions.RedisError):
-            raise InvalidRequest(f"sample {name}: {error}") from None
+    name = sample_name(sample.id)
+    try:
+        yield
+    except FlowfleetError as error:
+        raise type(error)(f"sample {name}: {error}") from None
+    except ValueError as error:
+        raise InvalidRequest(f"sample {name}: {error}") from None
 
 
 def _problem(item: TrainSample, request: TrainStepRequest, spec: JobSpec) -> str | None:

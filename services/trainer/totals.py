@@ -9,8 +9,8 @@ from torch import Tensor
 
 from flowfleet.algorithms.correction import MAX_LOG_RATIO, agreement_metrics
 from flowfleet.algorithms.losses import RatioStats
-from services.trainer.engine import UpdateOutcome
 from services.trainer.inputs import Batch
+from services.trainer.optimizer import UpdateOutcome
 from services.trainer.ranks import Ranks
 
 

@@ -99,7 +99,7 @@ class StepTrainer:
             loss = losses.sum() * scale * self._engine.ranks.world_size  # FSDP averages over the ranks
             loss.backward()  # type: ignore[no-untyped-call]
             self._totals.add_loss(losses.detach().sum() * scale)
-        self._totals.add_outcome(self._engine.apply())
+        self._totals.add_outcome(self._engine.optimizer.step())
         devices.synchronize(self._engine.ranks.device)
 
     def _losses(self, item: Prepared, k: int, *, is_first: bool) -> Tensor:

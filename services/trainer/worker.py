@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Iterable
@@ -15,7 +16,7 @@ from torch import Tensor
 from flowfleet import devices, keys, lora, weights
 from flowfleet.blobs import SyncBlobs
 from flowfleet.errors import Conflict, Unavailable
-from flowfleet.jobs import JobSpec
+from flowfleet.jobs import JobSpec, parse_job
 from flowfleet.proto import trainer_pb2
 from flowfleet.proto.common_pb2 import BlobRef
 from flowfleet.proto.rollout_pb2 import Bucket
@@ -96,7 +97,7 @@ class Worker:
         """Loads the model and the newest checkpoint."""
         if self.job is None:
             with self.ranks.together():
-                spec = JobSpec.model_validate_json(request.spec_json)
+                spec = parse_job(json.loads(request.spec_json))
                 engine = Engine(spec, self.ranks)
                 checkpoints = Checkpoints(Path(request.directory), request.job_id, spec.schedule.keep_last)
             engine.shard()

@@ -10,7 +10,7 @@ import torch
 from flowfleet import weights
 from flowfleet.algorithms.sde import STEPS
 from flowfleet.blobs import SyncBlobs
-from flowfleet.errors import DataLoss, InvalidRequest, NotFound
+from flowfleet.errors import Conflict, DataLoss, InvalidRequest, NotFound
 from flowfleet.jobs import AlgorithmPart, JobSpec
 from flowfleet.lora import install_lora
 from flowfleet.models import PromptEmbeds, adapter_for
@@ -94,6 +94,68 @@ def test_one_update_equals_plain_pytorch(tiny_qwen_image: Path, ranks: Ranks, fi
         torch.testing.assert_close(after[name], tensor, rtol=1e-5, atol=2e-6)
     assert metrics["rollout_corr/exact"] == 1.0
     assert metrics["rollout_corr/ratio_max_abs_dev"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "rollout",
+    [{"noise": {"type": "cps", "eta": 0.6}}, {"guidance_scale": 3.0}, {"noise": {"eta": 1.2}, "window": {"size": 3}}],
+    ids=["cps", "guided", "wide"],
+)
+def test_log_probs_are_the_rollouts_bit_for_bit(
+    rollout: dict[str, Any], tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
+) -> None:
+    spec = make_spec(tiny_qwen_image, rollout=rollout, trainer={"gradient_checkpointing": True})
+    worker = make_worker(spec, ranks, files, tmp_path)
+    metrics = worker.train(Drawer(spec).draw(files, 0)).metrics
+    assert metrics["rollout_corr/exact"] == 1.0
+    assert metrics["actor/grad_norm"] > 0
+
+
+def test_a_job_that_cannot_be_trained_is_refused(
+    tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
+) -> None:
+    spec = make_spec(tiny_qwen_image)
+    no_target = {"lora": {"target_modules": ["to_x"]}}
+    bad_jobs = [
+        (make_spec(tmp_path / "nowhere").model_dump_json(), "is not a folder"),
+        (
+            make_spec(tiny_qwen_image, trainer=no_target).model_dump_json(),
+            "no module 'to_x'",
+        ),
+        (spec.model_dump_json().replace('"seed"', '"sed"'), "did you mean seed"),
+        ("{", "Expecting"),
+    ]
+    worker = Worker(ranks, files)
+    for text, match in bad_jobs:
+        with pytest.raises(InvalidRequest, match=match):
+            worker.configure(trainer_pb2.ConfigureRequest(job_id=JOB, spec_json=text, directory=str(tmp_path)))
+    make_worker(spec, ranks, files, tmp_path)
+    assert worker.job is None
+
+
+def test_checkpoints_keep_the_last_and_skip_the_broken(
+    tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
+) -> None:
+    spec = make_spec(tiny_qwen_image, schedule={"keep_last": 2})
+    worker, drawer = make_worker(spec, ranks, files, tmp_path), Drawer(spec)
+    request = trainer_pb2.SaveCheckpointRequest(job_id=JOB)
+    for step in range(3):
+        worker.train(drawer.draw(files, step))
+        path = Path(worker.save(request).path)
+        assert worker.save(request).path == str(path)
+    directory = path.parent
+    assert sorted(file.name for file in directory.iterdir()) == ["step-00000002", "step-00000003"]
+    next(path.glob("*.safetensors")).write_bytes(b"torn")
+    (directory / ".step-00000004.partial").mkdir()
+    resumed = make_worker(spec, ranks, files, tmp_path)
+    assert resumed.job is not None
+    assert resumed.job.record.applied == 2
+    resumed.train(drawer.draw(files, 2))
+    assert state_of(resumed).keys() == state_of(worker).keys()
+    assert weights.tensor_hashes(state_of(resumed).items()) == weights.tensor_hashes(state_of(worker).items())
+    other = make_spec(tiny_qwen_image, trainer={"lora": {"rank": 4}})
+    with pytest.raises(Conflict, match="use an empty directory"):
+        make_worker(other, ranks, files, tmp_path)
 
 
 def test_recomputed_old_log_probs_are_those_of_the_first_forward(
