@@ -1,0 +1,44 @@
+"""Requests as they arrive: what survives the wire. What is refused is tested on the running service."""
+
+from flowfleet.proto import common_pb2, rollout_pb2
+from services.rollout.engines.base import Noise, PromptGroup, Sampling
+from services.rollout.requests import generation_request
+
+
+def test_a_request_arrives_as_it_was_meant() -> None:
+    """Settings keep all their digits, for the trainer computes with them too; rows come in (group, index) order."""
+    sent = rollout_pb2.GenerateRequest(
+        job_id="job",
+        purpose=common_pb2.PURPOSE_TRAIN,
+        sampling=rollout_pb2.Sampling(
+            height=32, width=48, num_inference_steps=6, guidance_scale=4.1, negative_prompt="blurry"
+        ),
+        noise=rollout_pb2.Noise(step_type="sde", eta=0.7, sde_steps=[0, 2], share_initial_noise=True),
+        groups=[
+            rollout_pb2.PromptGroup(group=5, prompt="b", indices=[3, 1], seeds=[33, 2**64 - 1]),
+            rollout_pb2.PromptGroup(group=2, prompt="a", indices=[0], seeds=[7]),
+        ],
+    )
+    request = generation_request(rollout_pb2.GenerateRequest.FromString(sent.SerializeToString()))
+    assert request.groups == (PromptGroup(2, "a", (0,), (7,)), PromptGroup(5, "b", (1, 3), (2**64 - 1, 33)))
+    assert request.sampling == Sampling(32, 48, 6, 4.1, "blurry")
+    assert request.noise == Noise("sde", 0.7, (0, 2), share_initial=True)
+    assert request.keep_trajectory
+    assert request.num_samples == 3
+
+
+def test_an_ode_keeps_nothing_of_the_noise() -> None:
+    request = generation_request(
+        rollout_pb2.GenerateRequest(
+            job_id="job",
+            purpose=common_pb2.PURPOSE_VALIDATE,
+            sampling=rollout_pb2.Sampling(
+                height=32, width=32, num_inference_steps=6, guidance_scale=1.0, negative_prompt="unused"
+            ),
+            noise=rollout_pb2.Noise(step_type="sde", eta=0.0, sde_steps=[1]),
+            groups=[rollout_pb2.PromptGroup(group=0, prompt="a", indices=[0], seeds=[7])],
+        )
+    )
+    assert request.noise == Noise()
+    assert request.sampling.negative_prompt == ""
+    assert not request.keep_trajectory
