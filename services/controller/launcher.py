@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from flowfleet.jobs import JobSpec
+from flowfleet.service import PATIENT_THREADS
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class LocalLauncher:
             pid = os.posix_spawnp(
                 command[0],
                 command,
-                {**os.environ, "OMP_NUM_THREADS": str(threads)},
+                {**PATIENT_THREADS, **os.environ, "OMP_NUM_THREADS": str(threads)},
                 file_actions=[(os.POSIX_SPAWN_DUP2, output.fileno(), 1), (os.POSIX_SPAWN_DUP2, output.fileno(), 2)],
                 setsid=True,  # it outlives a killed controller, which finds it again
             )
