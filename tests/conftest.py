@@ -1,9 +1,14 @@
 """Fixtures shared by all tests. Heavy imports stay inside the fixtures, so that torch-free tests start fast."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from flowfleet.service import PATIENT_THREADS
+
+os.environ.update(PATIENT_THREADS)  # before torch: tests and the processes they start share few cores
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from flowfleet.local.stack import DEFAULT_STATE_DIR, MARK, StateDir
+from flowfleet.service import PATIENT_THREADS
 
 HOST = "127.0.0.1"
 DEFAULT_PORT = 8470
@@ -111,7 +112,12 @@ def _rollout(index: int, options: StackOptions, ports: Iterator[int], env: Mappi
     if options.model is not None:
         argv += ["--model", options.model, "--dtype", options.dtype]
     return ProcessPlan(
-        f"rollout-{index}", Kind.ROLLOUT, tuple(argv), f"{HOST}:{port}", metrics=f"{HOST}:{metrics}", env=env
+        f"rollout-{index}",
+        Kind.ROLLOUT,
+        tuple(argv),
+        f"{HOST}:{port}",
+        metrics=f"{HOST}:{metrics}",
+        env={**PATIENT_THREADS, **env},
     )
 
 
