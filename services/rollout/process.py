@@ -22,12 +22,15 @@ from services.rollout.server import RolloutService
 
 SERVICE = "flowfleet.v1.RolloutService"
 _ENCODING_THREADS = 4
+_WILDCARDS = ("0.0.0.0", "::")
 
 log = logging.getLogger(__name__)
 
 
 async def serve(options: argparse.Namespace) -> None:
-    """Runs a replica until SIGTERM, which drains it."""
+    """Runs a replica until SIGTERM, which drains it. Raises ValueError for flags and settings that cannot work."""
+    if options.host in _WILDCARDS and not options.advertise:
+        raise ValueError(f"--host {options.host} is no address to reach this replica at: give --advertise host:port")
     client = redis_client.connect(redis_client.redis_url())
     engine = make_engine(options)
     try:

@@ -135,8 +135,9 @@ def test_samples_are_in_the_stream_and_their_blobs_hold_what_they_say(client: An
             streamed = {d.sample.SerializeToString() for d in await consumer.read(100, 1000)}
             assert streamed == {sample.SerializeToString() for sample in samples}
             await check_against_engine(c, samples, state, model)
-            again = await c.generate(make_generate("job-a", 0))
-            assert [sample.SerializeToString() for sample in again] == [s.SerializeToString() for s in samples]
+            two = await asyncio.gather(*(c.generate(make_generate("job-a", 0)) for _ in range(2)))  # In flight at once.
+            for again in two:
+                assert [sample.SerializeToString() for sample in again] == [s.SerializeToString() for s in samples]
 
     asyncio.run(scenario())
     assert [(s.id.group, s.id.index) for s in samples] == [(group, index) for group in (0, 1) for index in (0, 1, 2)]
@@ -429,7 +430,11 @@ def test_wrong_flags_and_settings_end_with_a_reason(tmp_path: Path, monkeypatch:
         with pytest.raises(AssertionError, match=named):
             ReplicaProcess(tmp_path, "redis://127.0.0.1:1/0", *flags)
     monkeypatch.setenv("FLOWFLEET_REDIS_URL", "redis://127.0.0.1:1/0")
-    for flags, named in ((("--model", "/nowhere"), "/nowhere"), (("--device", "gpu0"), "gpu0")):
+    for flags, named in (
+        (("--model", "/nowhere"), "/nowhere"),
+        (("--device", "gpu0"), "gpu0"),
+        (("--host", "::"), "--advertise"),
+    ):
         with pytest.raises(ValueError, match=named):
             asyncio.run(serve(parser().parse_args(flags)))
 
