@@ -6,7 +6,7 @@ takes seven and a half minutes on one H200 with 16 cores. Without a GPU the same
 of days; the budgets are options (`--help`), and `--num-signs 400 --vae-seconds 8 --transformer-seconds 30
 --transformer-batch 32` shows in a few minutes that all runs. Needs the project's extra `local`.
 
-35 % of the captions name another word than their picture, which leaves about half of the signs illegible: that flaw is
+30 % of the captions name another word than their picture, which leaves about half of the signs illegible: that flaw is
 what reinforcement learning is to repair. The output is a diffusers folder with fp16 weights that
 `QwenImagePipeline.from_pretrained` loads; what the loaded pipeline scores is printed last, for four noises and in the
 mean.
@@ -93,7 +93,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="folder to write the checkpoint to")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--num-signs", type=int, default=300_000)
-    parser.add_argument("--wrong-share", type=float, default=0.35, help="share of captions that name another word")
+    parser.add_argument("--wrong-share", type=float, default=0.30, help="share of captions that name another word")
     parser.add_argument("--vae-seconds", type=float, default=60)
     parser.add_argument("--vae-batch", type=int, default=96)
     parser.add_argument("--transformer-seconds", type=float, default=310)
