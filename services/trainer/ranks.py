@@ -86,9 +86,6 @@ class Ranks:
         """Element-wise over ranks; a CPU tensor, equal on every rank."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
-    def barrier(self) -> None:
-        self.sum(torch.zeros(1))
-
     def _reduce(self, values: Tensor, operation: Any) -> Tensor:
         result = values.detach().cpu().clone()
         if self.world_size > 1:
