@@ -21,8 +21,7 @@ from flowfleet import cli_views as views
 from flowfleet.api_types import ApiError, Job, Sample
 from flowfleet.client import DEFAULT_URL, Client
 from flowfleet.job_files import prepare_job
-from flowfleet.local.plan import DEFAULT_PORT, StackOptions
-from flowfleet.local.stack import DEFAULT_STATE_DIR, StackError, StateDir
+from flowfleet.local.stack import DEFAULT_PORT, DEFAULT_STATE_DIR, StackError, StateDir
 from flowfleet.progress import follow
 
 out = Console(width=None if Console().is_terminal else 160)
@@ -79,6 +78,7 @@ def up(
     ] = False,
 ) -> None:
     """Start a stack on this machine: Redis, controller, rollouts, rewards."""
+    from flowfleet.local.plan import StackOptions
     from flowfleet.local.session import run_stack, start_detached, stop_on_signals
 
     options = StackOptions(
@@ -141,7 +141,9 @@ def submit(
     with _client(url) as client:
         spec = prepare_job(file, set_ or (), same_machine=client.on_this_machine)
         if dry_run:
-            views.dry_run(spec, out)
+            from flowfleet.dry_run import explain
+
+            explain(spec, out)
             return
         job = client.submit(spec, idempotency_key)
         out.print(job.id, highlight=False)

@@ -1,10 +1,8 @@
-"""What the command line prints: tables of jobs, samples and processes, and the dry run."""
+"""What the command line prints of jobs, samples and processes."""
 
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,9 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 from flowfleet.api_types import Job, Sample
-from flowfleet.commands import trainer_command
-from flowfleet.jobs import JobSpec
-from flowfleet.local.plan import SCORERS, Plan, StackOptions, make_plan, ports_needed
 from flowfleet.local.stack import Stack
 from flowfleet.progress import duration, number
 
@@ -100,33 +95,7 @@ def as_yaml(value: object) -> str:
     return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110).rstrip()
 
 
-def dry_run(spec: JobSpec, console: Console) -> None:
-    """The resolved job, and each process that a local stack would start for it."""
-    _print(console, "# The job, defaults filled in\n" + as_yaml(spec.model_dump(mode="json")))
-    _print(console, "\n# Its processes on a local stack; port 0: a free one, chosen at start")
-    rewards = tuple(name if name in SCORERS else f"{name}=HOST:PORT" for name in spec.rewards)
-    options = StackOptions(port=0, rewards=rewards, model=spec.model.path, dtype=spec.model.dtype)
-    for process in _plan(options).processes:
-        _show_process(process.name, process.argv, process.env, console)
-    port_file = Path("runs/local/trainers/<job>.port")
-    trainer = trainer_command(spec, python=sys.executable, port_file=port_file)
-    _show_process("trainer (started by the controller for the job)", trainer, ("OMP_NUM_THREADS",), console)
-
-
-def _plan(options: StackOptions) -> Plan:
-    return make_plan(options, [0] * ports_needed(options), ["redis-server", "<state-dir>/redis/redis.conf"], "")
-
-
-def _show_process(name: str, argv: Sequence[str], env: Iterable[str], console: Console) -> None:
-    _print(console, f"\n{name}:\n  {shlex.join(argv)}\n  environment: {', '.join(env) or 'inherited'}")
-
-
 def _plain(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _print(console: Console, text: str) -> None:
-    """As it is: command lines and settings are no markup, and are not to be wrapped."""
-    console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -10,11 +10,10 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from flowfleet.local.stack import DEFAULT_STATE_DIR, MARK, StateDir
+from flowfleet.local.stack import DEFAULT_PORT, DEFAULT_STATE_DIR, MARK, StateDir
 from flowfleet.service import PATIENT_THREADS
 
 HOST = "127.0.0.1"
-DEFAULT_PORT = 8470
 SCORERS = ("ocr", "jpeg_compressibility", "jpeg_incompressibility")
 """Rewards that `flowfleet up` starts itself; any other name needs an address."""
 

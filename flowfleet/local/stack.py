@@ -24,6 +24,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from flowfleet.local.files import write_atomically
 
 DEFAULT_STATE_DIR = Path("runs/local")
+DEFAULT_PORT = 8470
+"""Of the REST API."""
 MARK = "FLOWFLEET_STACK"
 """Environment variable of every process of a stack, holding its absolute state directory."""
 NOBODY = 0
