@@ -80,7 +80,7 @@ def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small_job(held_out: Path) -> Callable[..., dict[str, Any]]:
-    """The demo's job, smaller: 4 steps of 4 prompts × 6 pictures, a checkpoint every second step.
+    """The demo's job, smaller: 4 steps of 4 prompts × 6 pictures in two updates, a checkpoint every second step.
 
     Settings are given by dotted names: `small_job(**{"trainer.mode": "full"})`.
     """
@@ -94,8 +94,8 @@ def small_job(held_out: Path) -> Callable[..., dict[str, Any]]:
             "data.validation": str(held_out),
             "rollout.prompts_per_step": 4,
             "rollout.group_size": 6,
-            "rollout.batch_size": 24,
-            "trainer.micro_batch_size": 24,
+            "rollout.batch_size": 12,
+            "trainer.micro_batch_size": 12,
             "schedule.steps": 4,
             "schedule.save_every": 2,
             "schedule.validate_every": 2,
