@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
-from flowfleet.service import run_service, service_parser
+from flowfleet.service import PATIENT_THREADS, run_service, service_parser
 
 
 def main() -> int:
@@ -28,7 +29,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 async def _serve(options: argparse.Namespace) -> None:
-    """Wrong flags are told before torch is imported, which takes seconds."""
+    """Wrong flags are told before torch is imported, which takes seconds; its OpenMP reads its settings when it is."""
+    for name, value in PATIENT_THREADS.items():
+        os.environ.setdefault(name, value)
     from services.rollout.process import serve
 
     await serve(options)
