@@ -128,8 +128,11 @@ class PromptGroup(_message.Message):
     PROMPT_FIELD_NUMBER: _builtins.int
     INDICES_FIELD_NUMBER: _builtins.int
     SEEDS_FIELD_NUMBER: _builtins.int
+    INITIAL_SEED_FIELD_NUMBER: _builtins.int
     group: _builtins.int
     prompt: _builtins.str
+    initial_seed: _builtins.int
+    """of the group's initial latent, with share_initial_noise"""
     @_builtins.property
     def indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """samples wanted"""
@@ -145,10 +148,11 @@ class PromptGroup(_message.Message):
         prompt: _builtins.str = ...,
         indices: _abc.Iterable[_builtins.int] | None = ...,
         seeds: _abc.Iterable[_builtins.int] | None = ...,
+        initial_seed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "indices", b"indices", "prompt", b"prompt", "seeds", b"seeds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "indices", b"indices", "initial_seed", b"initial_seed", "prompt", b"prompt", "seeds", b"seeds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -77,7 +77,7 @@ class RolloutServiceServicer:
     """
 
     def Generate(self, request, context):
-        """Samples every (group, index) asked for. Each finished sample is first appended to the job's trajectory
+        """Samples every (group, index) asked for. Each finished training sample is first appended to the job's trajectory
         stream, then reported here. FAILED_PRECONDITION: this replica does not serve `policy_version` of this job.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -34,7 +34,7 @@ class RolloutServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RolloutServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateEvent]
-    """Samples every (group, index) asked for. Each finished sample is first appended to the job's trajectory
+    """Samples every (group, index) asked for. Each finished training sample is first appended to the job's trajectory
     stream, then reported here. FAILED_PRECONDITION: this replica does not serve `policy_version` of this job.
     """
     InitWeightTransfer: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.InitWeightTransferRequest, _rollout_pb2.InitWeightTransferResponse]
@@ -55,7 +55,7 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateEvent]  # type: ignore[assignment]
-    """Samples every (group, index) asked for. Each finished sample is first appended to the job's trajectory
+    """Samples every (group, index) asked for. Each finished training sample is first appended to the job's trajectory
     stream, then reported here. FAILED_PRECONDITION: this replica does not serve `policy_version` of this job.
     """
     InitWeightTransfer: _aio.UnaryUnaryMultiCallable[_rollout_pb2.InitWeightTransferRequest, _rollout_pb2.InitWeightTransferResponse]  # type: ignore[assignment]
@@ -79,7 +79,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_pb2.GenerateEvent], _abc.AsyncIterator[_rollout_pb2.GenerateEvent]]:
-        """Samples every (group, index) asked for. Each finished sample is first appended to the job's trajectory
+        """Samples every (group, index) asked for. Each finished training sample is first appended to the job's trajectory
         stream, then reported here. FAILED_PRECONDITION: this replica does not serve `policy_version` of this job.
         """
 

@@ -48,7 +48,6 @@ class JobContext:
     training_prompts: list[Prompt]
     held_out: list[Prompt]
     trainer_address: str = ""
-    results: dict[str, Any] = field(default_factory=dict)
     reports: Any = None  # services.controller.reports.Reports, set by its maker
     _channels: dict[str, grpc.aio.Channel] = field(default_factory=dict)
 
@@ -119,24 +118,31 @@ class JobContext:
         """Frees what only the steps below a checkpointed version needed; pictures stay for their TTL."""
         async for step in self._held_steps():
             if step < version:
-                refs = await self._trajectory_refs(step)
+                refs = await self._refs(step, "trajectory", "prompt_embeds")
                 await self.blobs.delete(refs)
                 await self.redis.delete(self.samples_key(step), self.train_key(step))
 
     async def renew(self, ttl_s: int) -> None:
         """Prolongs the blobs that may still be trained on."""
         async for step in self._held_steps():
-            await self.blobs.renew(await self._trajectory_refs(step), ttl_s)
+            refs = await self._refs(step, "trajectory", "prompt_embeds", "negative_embeds")
+            await self.blobs.renew(refs, ttl_s)
+
+    async def forget(self) -> None:
+        """Frees what only a running job needs."""
+        await self.release_before(self.spec.schedule.steps + 1)
+        await self.redis.delete(keys.trajectories(self.job_id))
 
     async def _held_steps(self) -> Any:
         async for key in self.redis.scan_iter(match=self.samples_key(0)[:-1] + "*", count=1000):
             yield int(key.decode().rpartition(":")[2])
 
-    async def _trajectory_refs(self, step: int) -> list[common_pb2.BlobRef]:
+    async def _refs(self, step: int, *names: str) -> list[common_pb2.BlobRef]:
+        """References of those names of a step's samples, each once."""
         values = await self.redis.hvals(self.samples_key(step))
         samples = [common_pb2.Sample.FromString(value) for value in values]
-        refs = {ref.uri: ref for sample in samples for ref in (sample.trajectory, sample.prompt_embeds) if ref.uri}
-        return list(refs.values())
+        refs = [getattr(sample, name) for sample in samples for name in names]
+        return list({ref.uri: ref for ref in refs if ref.uri}.values())
 
 
 def sample_field(group: int, index: int) -> str:

@@ -149,6 +149,5 @@ class FlowGRPO:
         """Write the trained model where people's pipelines load it from."""
         job = self.job
         request = trainer_pb2.ExportModelRequest(job_id=job.job_id, directory=str(job.directory / "model"))
-        exported = await job.trainer().ExportModel(request, timeout=job.spec.timeouts.checkpoint_s)
-        job.results["model"] = exported.path
+        await job.trainer().ExportModel(request, timeout=job.spec.timeouts.checkpoint_s)
         await job.emit(ev.Exported())

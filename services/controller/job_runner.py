@@ -19,6 +19,7 @@ from typing import Any
 import grpc
 
 from flowfleet.errors import FlowfleetError, grpc_code
+from flowfleet.proto import common_pb2
 from flowfleet.streams import Delivery, TrajectoryConsumer
 from services.controller import events as ev
 from services.controller.context import JobContext, NotYet, sample_field
@@ -53,7 +54,8 @@ class JobRunner:
         self._running: dict[Command, asyncio.Task[None]] = {}
         self._failures: Counter[Command] = Counter()
         self._renewed = time.monotonic()
-        self._phase = ""
+        self._wake = asyncio.Event()
+        self._reported: tuple[str, str] = ("", "")
         self.machine = machine
         self.job = make(machine, self.emit, self._changed)
         self._loop = FlowGRPO(self.job)
@@ -64,6 +66,7 @@ class JobRunner:
         background = [asyncio.create_task(part(), name=part.__name__) for part in (self._intake, self._tick)]
         try:
             while not self.machine.finished:
+                self._wake.clear()
                 self._start_wanted()
                 await self._report_status()
                 await self._next_change(background)
@@ -81,6 +84,7 @@ class JobRunner:
                 self.machine.apply(event)
             if any(isinstance(event, ev.Trained) for event in stamped):
                 await self._ledger.snapshot(self.machine.state)
+        self._wake.set()
         async with self._changed:
             self._changed.notify_all()
 
@@ -159,7 +163,8 @@ class JobRunner:
 
     async def _take(self, deliveries: list[Delivery]) -> None:
         samples = [delivery.sample for delivery in deliveries]
-        wanted = [s for s in samples if s.id.index in self.machine.wanted(s.id.step, s.id.group)]
+        training = [s for s in samples if s.purpose == common_pb2.PURPOSE_TRAIN]
+        wanted = [s for s in training if s.id.index in self.machine.wanted(s.id.step, s.id.group)]
 
         async def also(pipe: Any) -> None:
             for sample in wanted:
@@ -168,7 +173,7 @@ class JobRunner:
             await self._consumer.ack([delivery.entry_id for delivery in deliveries], pipe)
 
         facts = [
-            ev.Sampled(step=s.id.step, group=s.id.group, index=s.id.index, version=s.policy_version) for s in samples
+            ev.Sampled(step=s.id.step, group=s.id.group, index=s.id.index, version=s.policy_version) for s in training
         ]
         await self.emit(*facts, also=also)
 
@@ -202,35 +207,29 @@ class JobRunner:
 
     async def _next_change(self, background: list[asyncio.Task[None]]) -> None:
         """Until an event was folded, a command ended, or a while passed. A background task's error ends the run."""
-        change = asyncio.create_task(self._wait_changed())
+        change = asyncio.create_task(self._wake.wait())
         tasks = {change, *background, *self._running.values()}
         done, _ = await asyncio.wait(tasks, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
         change.cancel()
         for task in done - {change}:
             task.result()
 
-    async def _wait_changed(self) -> None:
-        async with self._changed:
-            await self._changed.wait()
-
     async def _report_status(self) -> None:
-        state = self.machine.state
-        if not self.machine.finished:
-            await self.job.store.set_status(self.job.job_id, JobStatus(state.status), state.reason)
-            await self._report_phase()
-
-    async def _report_phase(self) -> None:
-        phase = str(self.machine.phase)
-        if phase != self._phase:
-            self._phase = phase
+        status, phase = str(self.machine.state.status), str(self.machine.phase)
+        if (status, phase) == self._reported or self.machine.finished:
+            return
+        if status != self._reported[0]:
+            await self.job.store.set_status(self.job.job_id, JobStatus(status))
+        if phase != self._reported[1]:
             await self.job.store.update_progress(self.job.job_id, phase=phase)
+        self._reported = (status, phase)
 
     async def _report_end(self) -> None:
-        """Results first, status last: the job's events end with it."""
+        """Results, then the status, with which the job's events end, then what nobody needs any more."""
         state, job = self.machine.state, self.job
         await job.launcher.stop(job.job_id)
         results = {
-            **job.results,
+            "model": str(job.directory / "model") if state.exported else None,
             "held_out_reward": state.held_out_reward,
             "samples_trained": state.samples_trained,
             "samples_dropped": state.samples_dropped,
@@ -239,6 +238,8 @@ class JobRunner:
         await job.store.update_progress(job.job_id, phase=str(self.machine.phase), eta_s=0.0)
         await job.store.set_results(job.job_id, results)
         await job.store.set_status(job.job_id, JobStatus(state.status), state.reason)
+        await job.forget()
+        await self._ledger.forget()
 
     async def _cancel(self, tasks: list[asyncio.Task[None]]) -> None:
         for task in tasks:

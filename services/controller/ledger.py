@@ -46,6 +46,10 @@ class Ledger:
                 await also(pipe)
             await pipe.execute()
 
+    async def forget(self) -> None:
+        """The job has ended, and its record says so."""
+        await self._redis.delete(self._snapshot_key, self._events_key)
+
     async def snapshot(self, state: State) -> None:
         """Replaces snapshot and journal by the state."""
         async with self._redis.pipeline(transaction=True) as pipe:

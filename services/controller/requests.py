@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from flowfleet.algorithms.windows import window
 from flowfleet.jobs import JobSpec
 from flowfleet.proto import common_pb2, rollout_pb2, trainer_pb2
-from flowfleet.seeds import sample_seed, validation_seed
+from flowfleet.seeds import derive_seed, sample_seed, validation_seed
 from services.controller import events as ev
 from services.controller.context import JobContext, sample_field
 from services.controller.data import Prompt
@@ -40,6 +40,7 @@ def generate(job: JobContext, step: int, wanted: Mapping[int, Sequence[int]]) ->
                 prompt=prompts[group].text,
                 indices=indices,
                 seeds=[sample_seed(job.spec.seed, step, group, index) for index in indices],
+                initial_seed=derive_seed(job.spec.seed, "initial", step, group),
             )
             for group, indices in wanted.items()
             if indices

@@ -57,9 +57,8 @@ def _group(message: rollout_pb2.PromptGroup) -> PromptGroup:
     if len(set(indices)) != len(indices):
         raise ValueError(f"group {message.group}: indices repeat: {indices}")
     pairs = sorted(zip(indices, seeds, strict=True))
-    return PromptGroup(
-        message.group, message.prompt, tuple(index for index, _ in pairs), tuple(seed for _, seed in pairs)
-    )
+    ordered = tuple(index for index, _ in pairs), tuple(seed for _, seed in pairs)
+    return PromptGroup(message.group, message.prompt, *ordered, initial_seed=message.initial_seed)
 
 
 def _sampling(message: rollout_pb2.Sampling) -> Sampling:

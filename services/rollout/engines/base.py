@@ -48,7 +48,7 @@ class Noise:
     eta: float = 0.0
     steps: tuple[int, ...] = ()
     share_initial: bool = False
-    """One initial latent for a whole group, that of the first seed asked for."""
+    """One initial latent for a whole group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,8 @@ class PromptGroup:
     prompt: str
     indices: tuple[int, ...]
     seeds: tuple[int, ...]
+    initial_seed: int = 0
+    """Of the initial latent that the group shares, if it does."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,7 +156,7 @@ class Sampler:
 def batches(request: GenerationRequest, max_batch: int) -> list[list[Row]]:
     """The rows of a request in (group, index) order, cut at `max_batch`."""
     rows = [
-        Row(group.group, index, seed, group.seeds[0] if request.noise.share_initial else seed, prompt)
+        Row(group.group, index, seed, group.initial_seed if request.noise.share_initial else seed, prompt)
         for prompt, group in enumerate(request.groups)
         for index, seed in zip(group.indices, group.seeds, strict=True)
     ]

@@ -39,7 +39,7 @@ def make_request(
 ) -> GenerationRequest:
     """Training samples of 32 × 48 pixels; sample i of group g has the seed 1000 g + i."""
     groups = tuple(
-        PromptGroup(group, PROMPTS[group % 2], indices, tuple(1000 * group + index for index in indices))
+        PromptGroup(group, PROMPTS[group % 2], indices, tuple(1000 * group + index for index in indices), 77 + group)
         for group in range(num_groups)
     )
     return GenerationRequest(

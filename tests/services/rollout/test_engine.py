@@ -205,6 +205,8 @@ def test_a_group_can_share_its_initial_noise(engine: DiffusersEngine, model: Mod
     for group in starts.values():
         assert all(torch.equal(start, group[0]) for start in group)
     assert not torch.equal(starts[0][0], starts[1][0])
+    (refill,) = run(collect(engine, make_request(sde_steps=(0,), share_initial=True, indices=(5,))))
+    assert torch.equal(path_of(refill.samples[0]).latents[0], starts[0][0])
     ends = [path_of(s).next_latents[0] for s in batch.samples if s.group == 0]
     assert not torch.equal(ends[0], ends[1])
 

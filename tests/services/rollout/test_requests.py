@@ -15,12 +15,12 @@ def test_a_request_arrives_as_it_was_meant() -> None:
         ),
         noise=rollout_pb2.Noise(step_type="sde", eta=0.7, sde_steps=[0, 2], share_initial_noise=True),
         groups=[
-            rollout_pb2.PromptGroup(group=5, prompt="b", indices=[3, 1], seeds=[33, 2**64 - 1]),
+            rollout_pb2.PromptGroup(group=5, prompt="b", indices=[3, 1], seeds=[33, 2**64 - 1], initial_seed=9),
             rollout_pb2.PromptGroup(group=2, prompt="a", indices=[0], seeds=[7]),
         ],
     )
     request = generation_request(rollout_pb2.GenerateRequest.FromString(sent.SerializeToString()))
-    assert request.groups == (PromptGroup(2, "a", (0,), (7,)), PromptGroup(5, "b", (1, 3), (2**64 - 1, 33)))
+    assert request.groups == (PromptGroup(2, "a", (0,), (7,)), PromptGroup(5, "b", (1, 3), (2**64 - 1, 33), 9))
     assert request.sampling == Sampling(32, 48, 6, 4.1, "blurry")
     assert request.noise == Noise("sde", 0.7, (0, 2), share_initial=True)
     assert request.keep_trajectory
