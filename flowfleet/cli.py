@@ -204,7 +204,7 @@ def cancel(job_id: JobId, url: Url = None) -> None:
 
 @app.command()
 def pause(job_id: JobId, url: Url = None) -> None:
-    """Let a job end its step and start no other."""
+    """Hold a job: what runs now ends, nothing else starts. Other jobs wait behind it."""
     with _client(url) as client:
         _say(client.pause(client.find(job_id).id))
 

@@ -60,6 +60,7 @@ class Client:
             headers={"authorization": f"Bearer {key}"} if key else {},
             timeout=timeout_s,
             transport=transport,
+            trust_env=not self.on_this_machine,  # no proxy stands between here and loopback
         )
         self._reached = False
 

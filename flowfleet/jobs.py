@@ -40,7 +40,7 @@ class ModelPart(Part):
 
 
 class NoisePart(Part):
-    """The reverse step with noise (REFERENCE: Flow-GRPO, CPS)."""
+    """The reverse step with noise of Flow-GRPO (`sde`) or of CPS (`cps`)."""
 
     type: StepType = "sde"
     eta: float = Field(default=0.7, ge=0.0, le=4.0)

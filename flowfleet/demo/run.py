@@ -23,7 +23,7 @@ from flowfleet.local.session import local_stack, stop_stack
 from flowfleet.local.stack import StackError, StateDir
 from flowfleet.progress import duration, follow
 
-MARKER = "job.json"
+MARKER = ".flowfleet-demo"
 """The job as submitted. Says that a directory was made by the demo, and may be replaced by the next one."""
 
 

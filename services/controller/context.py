@@ -134,7 +134,7 @@ class JobContext:
         await self.redis.delete(keys.trajectories(self.job_id))
 
     async def _held_steps(self) -> Any:
-        async for key in self.redis.scan_iter(match=self.samples_key(0)[:-1] + "*", count=1000):
+        async for key in self.redis.scan_iter(match=keys.job_key(self.job_id, "refs") + ":*", count=1000):
             yield int(key.decode().rpartition(":")[2])
 
     async def _refs(self, step: int, *names: str) -> list[common_pb2.BlobRef]:

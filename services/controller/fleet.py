@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from typing import Any
 
 import grpc
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from flowfleet import keys
 from flowfleet.proto import rollout_pb2, rollout_pb2_grpc
@@ -147,12 +149,18 @@ class FleetWatch:
         self._poll_s = poll_s
         self._clock = clock
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._leases: Counter[str] = Counter()
         self._changed = asyncio.Condition()
+        self._looking = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         await self.refresh()
         self._task = asyncio.create_task(self._watch(), name="fleet-watch")
+
+    @property
+    def alive(self) -> bool:
+        return self._task is not None and not self._task.done()
 
     async def stop(self) -> None:
         if self._task is not None:
@@ -162,9 +170,10 @@ class FleetWatch:
 
     async def refresh(self) -> None:
         """One look at announcements and statuses."""
-        self.fleet.announce(await self._announced())
-        await asyncio.gather(*(self._ask(replica) for replica in self.fleet.all()))
-        await self._close_unused()
+        async with self._looking:
+            self.fleet.announce(await self._announced())
+            await asyncio.gather(*(self._ask(replica) for replica in self.fleet.all()))
+            await self._close_unused()
         async with self._changed:
             self._changed.notify_all()
 
@@ -180,6 +189,7 @@ class FleetWatch:
             while (replica := self.fleet.choose(job_id, low, high, limit)) is None:
                 await self._changed.wait()
             self.fleet.charge(replica.replica_id, samples)
+        self._leases[replica.address] += 1
         try:
             yield replica
         except grpc.aio.AioRpcError as error:
@@ -187,6 +197,7 @@ class FleetWatch:
                 self.fleet.missed(replica.replica_id, lost=True)
             raise
         finally:
+            self._leases[replica.address] -= 1
             self.fleet.charge(replica.replica_id, -samples)
             async with self._changed:
                 self._changed.notify_all()
@@ -194,7 +205,10 @@ class FleetWatch:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(self._poll_s)
-            await self.refresh()
+            try:
+                await self.refresh()
+            except RedisError as error:
+                log.warning("no list of replicas: %s", error)
 
     async def _announced(self) -> dict[str, str]:
         names = [key async for key in self._redis.scan_iter(match=keys.replica_pattern(), count=1000)]
@@ -213,6 +227,7 @@ class FleetWatch:
             self.fleet.answered(replica.replica_id, status)
 
     async def _close_unused(self) -> None:
+        """A replica that drains has left the registry and still finishes what it was asked."""
         used = {replica.address for replica in self.fleet.all()}
-        for address in [known for known in self._channels if known not in used]:
+        for address in [known for known in self._channels if known not in used and not self._leases[known]]:
             await self._channels.pop(address).close(None)

@@ -18,6 +18,7 @@ from flowfleet.proto import trainer_pb2
 from services.controller import events as ev
 from services.controller import machine as do
 from services.controller import reports, requests
+from services.controller.concurrency import gather_or_cancel
 from services.controller.context import JobContext, NotYet
 from services.controller.validation import validate_chunk
 
@@ -67,6 +68,8 @@ class FlowGRPO:
         wanted = {group: job.machine.wanted(step, group) for group in groups}
         request = requests.generate(job, step, wanted)
         rows, limit = sum(map(len, wanted.values())), 2 * spec.rollout.batch_size
+        if not rows:
+            return
         async with job.fleet.lease(
             job.job_id, max(0, step - spec.schedule.max_staleness), step, rows, limit
         ) as replica:
@@ -74,7 +77,9 @@ class FlowGRPO:
             call = job.fleet.stub(replica.address).Generate(request, timeout=spec.timeouts.generate_s)
             async for _ in call:
                 pass  # each sample is in the stream by now, and comes in by there: see JobRunner
-        arrived = job.until(lambda: not any(job.machine.wanted(step, group) for group in groups))
+        arrived = job.until(
+            lambda: not any(set(asked) & set(job.machine.wanted(step, g)) for g, asked in wanted.items())
+        )
         await asyncio.wait_for(arrived, INTAKE_DEADLINE_S)
 
     async def score(self, step: int, group: int) -> None:
@@ -128,20 +133,21 @@ class FlowGRPO:
         await job.emit(ev.Published(version=version))
 
     async def checkpoint(self, version: int) -> None:
-        """Save the trainer; blobs of the steps that this covers may go."""
+        """Save the trainer; blobs of the steps that every kept checkpoint covers may go."""
         job = self.job
         request = trainer_pb2.SaveCheckpointRequest(job_id=job.job_id)
         saved = await job.trainer().SaveCheckpoint(request, timeout=job.spec.timeouts.checkpoint_s)
         await job.reports.checkpointed(saved.applied_steps, saved.path)
         await job.emit(ev.Checkpointed(version=saved.applied_steps))
-        await job.release_before(saved.applied_steps)
+        kept = await job.store.checkpoints(job.job_id)
+        await job.release_before(min(checkpoint.step for checkpoint in kept))
 
     async def validate(self, version: int) -> None:
         """Sample the held-out prompts without noise, from the same seeds each time, and score them."""
         job = self.job
         size = job.spec.rollout.batch_size
         starts = range(0, len(job.held_out), size)
-        parts = await asyncio.gather(*(validate_chunk(job, version, start, size) for start in starts))
+        parts = await gather_or_cancel(validate_chunk(job, version, start, size) for start in starts)
         reward = await job.reports.validated(version, parts)
         await job.emit(ev.Validated(version=version, reward=reward))
 

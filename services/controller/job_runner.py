@@ -10,6 +10,7 @@ Nothing is remembered here that the ledger does not know, so a killed controller
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -19,13 +20,13 @@ from typing import Any
 import grpc
 
 from flowfleet.errors import FlowfleetError, grpc_code
-from flowfleet.proto import common_pb2
+from flowfleet.proto import common_pb2, trainer_pb2
 from flowfleet.streams import Delivery, TrajectoryConsumer
 from services.controller import events as ev
 from services.controller.context import JobContext, NotYet, sample_field
 from services.controller.flow_grpo import FlowGRPO
 from services.controller.ledger import Also, Ledger
-from services.controller.machine import Command, Generate, Machine, Score, Status, TrainStep, Validate
+from services.controller.machine import Command, EnsureTrainer, Generate, Machine, Score, Status, TrainStep, Validate
 from services.controller.records import Desired, JobStatus
 from services.controller.retries import MAX_FAILURES, Decision, Verdict, decide
 
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 TICK_S = 0.5
 NOT_YET_S = 0.5
 RENEW_EVERY_S = 3600.0
+GREET_EVERY_S = 60.0
+GREET_DEADLINE_S = 5.0
 BLOB_TTL_S = 24 * 3600
 INTAKE_COUNT = 256
 INTAKE_BLOCK_MS = 2000
@@ -53,7 +56,7 @@ class JobRunner:
         self._changed = asyncio.Condition()
         self._running: dict[Command, asyncio.Task[None]] = {}
         self._failures: Counter[Command] = Counter()
-        self._renewed = time.monotonic()
+        self._renewed = self._greeted = float("-inf")
         self._wake = asyncio.Event()
         self._reported: tuple[str, str] = ("", "")
         self.machine = machine
@@ -103,6 +106,10 @@ class JobRunner:
         except NotYet as waiting:
             log.info("%s: %s", command, waiting, extra={"job": self.job.job_id})
             await asyncio.sleep(NOT_YET_S)
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            await self._failed(command, grpc.StatusCode.CANCELLED, "the call's channel was closed")
         except grpc.aio.AioRpcError as error:
             await self._failed(command, error.code(), error.details() or "")
         except (FlowfleetError, ValueError, TimeoutError, RuntimeError) as error:
@@ -125,7 +132,7 @@ class JobRunner:
                 await self._give_up(command, reason)
             case Verdict.RESYNC:
                 await asyncio.sleep(decision.delay_s)
-                if self._failures[command] >= MAX_FAILURES and isinstance(command, TrainStep):
+                if self._failures[command] >= MAX_FAILURES and isinstance(command, EnsureTrainer | TrainStep):
                     await self.job.launcher.stop(self.job.job_id)  # it answers, but cannot do this: start afresh
                 await self.emit(ev.TrainerLost())
             case Verdict.RETRY:
@@ -164,7 +171,12 @@ class JobRunner:
     async def _take(self, deliveries: list[Delivery]) -> None:
         samples = [delivery.sample for delivery in deliveries]
         training = [s for s in samples if s.purpose == common_pb2.PURPOSE_TRAIN]
-        wanted = [s for s in training if s.id.index in self.machine.wanted(s.id.step, s.id.group)]
+        wanted = [
+            s
+            for s in training
+            if s.id.index in self.machine.wanted(s.id.step, s.id.group)
+            and self.machine.admissible(s.id.step, s.policy_version)
+        ]
 
         async def also(pipe: Any) -> None:
             for sample in wanted:
@@ -182,9 +194,8 @@ class JobRunner:
         while True:
             await self._look_at_wishes()
             state = self.machine.state
-            if state.trainer_applied is not None and not await self.job.launcher.alive(self.job.job_id):
-                log.warning("the trainer is gone", extra={"job": self.job.job_id})
-                await self.emit(ev.TrainerLost())
+            if state.trainer_applied is not None:
+                await self._look_at_trainer()
             if state.published >= 0 and self.job.fleet.fleet.behind(self.job.job_id, state.published):
                 await self.emit(ev.ReplicaBehind())
             if time.monotonic() - self._renewed > RENEW_EVERY_S:
@@ -192,6 +203,16 @@ class JobRunner:
                 await self._consumer.trim()
                 self._renewed = time.monotonic()
             await asyncio.sleep(TICK_S)
+
+    async def _look_at_trainer(self) -> None:
+        """Notices its death, and greets it now and then: a trainer that hears nothing for long ends by itself."""
+        if not await self.job.launcher.alive(self.job.job_id):
+            log.warning("the trainer is gone", extra={"job": self.job.job_id})
+            await self.emit(ev.TrainerLost())
+        elif time.monotonic() - self._greeted > GREET_EVERY_S and self.machine.state.status is not Status.PAUSED:
+            self._greeted = time.monotonic()
+            with contextlib.suppress(grpc.aio.AioRpcError):  # the next command will tell
+                await self.job.trainer().GetStatus(trainer_pb2.GetTrainerStatusRequest(), timeout=GREET_DEADLINE_S)
 
     async def _look_at_wishes(self) -> None:
         desired = (await self.job.store.get(self.job.job_id)).desired

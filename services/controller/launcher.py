@@ -53,7 +53,8 @@ class TrainerProcess:
 def trainer_command(spec: JobSpec, *, python: str, port_file: Path, host: str = "127.0.0.1") -> list[str]:
     """The command line of a job's trainer: torchrun on this machine, one rank an accelerator."""
     torchrun = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec.trainer.world_size}"]
-    return [*torchrun, "--max-restarts=0", "-m", "services.trainer", "--host", host, "--port-file", str(port_file)]
+    flags = ["--host", host, "--port-file", str(port_file), "--metrics-port", "0"]
+    return [*torchrun, "--max-restarts=0", "-m", "services.trainer", *flags]
 
 
 class LocalLauncher:
@@ -146,7 +147,8 @@ def _is_running(process: TrainerProcess) -> bool:
 async def _end_group(process: TrainerProcess) -> None:
     """SIGTERM to the whole group, SIGKILL to what is left of it after a while."""
     if not _is_running(process):
-        _signal_group(process.pid, signal.SIGKILL)  # ranks that outlived their torchrun
+        if _start_ticks(process.pid) == "":  # else the pid is somebody else's by now
+            _signal_group(process.pid, signal.SIGKILL)
         return
     _signal_group(process.pid, signal.SIGTERM)
     for _ in range(int(STOP_TIMEOUT_S / POLL_S)):

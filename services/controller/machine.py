@@ -294,13 +294,14 @@ class Machine:
         return wanted
 
     def _trainer_commands(self, applied: int) -> Iterator[Command]:
-        """At most one command that changes weights: replay, publish, checkpoint, train, in this order."""
+        """Replay, publish, checkpoint, train. An update waits for the validation of the version before: replicas that
+        restart meanwhile can still be given that version."""
         state = self.state
         if applied < state.version:
             yield TrainStep(applied)
             return
         if applied == state.version:
-            if state.behind or (state.published != state.version and not self._validation_due):
+            if state.behind or state.published != state.version:
                 yield Publish(state.version)
             if state.published != state.version:
                 return
@@ -310,7 +311,7 @@ class Machine:
             if state.version == self.spec.schedule.steps and not state.exported:
                 yield Export()
         front = state.batches.get(state.version)
-        if front is not None and front.ready:
+        if front is not None and front.ready and not self._validation_due:
             yield TrainStep(front.step)
 
     def _batch_commands(self, batch: Batch) -> Iterator[Command]:
@@ -349,12 +350,13 @@ class Machine:
         if state.trainer_applied is not None and state.trainer_applied < state.version:
             return Phase.TRAIN
         if state.published != state.version:
-            return Phase.VALIDATE if self._validation_due else Phase.PUBLISH
+            return Phase.PUBLISH
         if state.version == self.spec.schedule.steps:
             return (
                 Phase.CHECKPOINT if self._checkpoint_due else Phase.VALIDATE if self._validation_due else Phase.EXPORT
             )
-        return state.batches[state.version].phase
+        phase = state.batches[state.version].phase
+        return Phase.VALIDATE if phase is Phase.TRAIN and self._validation_due else phase
 
     def admissible(self, step: int, version: int) -> bool:
         """Whether a sample of `version` may be trained on by `step` (invariant 3)."""

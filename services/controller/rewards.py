@@ -14,6 +14,7 @@ import grpc
 from flowfleet.jobs import RewardPart
 from flowfleet.proto import reward_pb2, reward_pb2_grpc
 from flowfleet.rpc import MAX_MESSAGE_BYTES, open_channel
+from services.controller.concurrency import gather_or_cancel
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class _Service:
     name: str
     part: RewardPart
     channel: grpc.aio.Channel
-    max_batch: int | None = None
+    described: reward_pb2.DescribeResponse | None = None
 
     @property
     def stub(self) -> reward_pb2_grpc.RewardServiceAsyncStub:
@@ -60,21 +61,36 @@ class RewardPlane:
 
     async def score(self, samples: Sequence[reward_pb2.RewardSample]) -> dict[str, Verdict]:
         """Verdicts by sample id, one for each sample. Raises grpc.aio.AioRpcError when a service fails as a whole."""
-        answers = await asyncio.gather(*(self._ask(service, samples) for service in self._services))
+        answers = await gather_or_cancel(self._ask(service, samples) for service in self._services)
         return {sample.sample_id: self._join(sample.sample_id, answers) for sample in samples}
 
     async def _ask(
         self, service: _Service, samples: Sequence[reward_pb2.RewardSample]
     ) -> dict[str, reward_pb2.RewardScore]:
-        if service.max_batch is None:
-            described = await service.stub.Describe(reward_pb2.DescribeRequest(), timeout=DESCRIBE_DEADLINE_S)
-            service.max_batch = described.max_batch_size or len(samples)
+        described = await self._description(service)
+        if described.needs_group and len(samples) > described.max_batch_size:
+            raise ValueError(
+                f"rewards.{service.name} scores whole groups of at most {described.max_batch_size} samples; lower "
+                "rollout.group_size"
+            )
         requests = [
             reward_pb2.ScoreRequest(samples=part, params=service.part.params)
-            for part in chunks(samples, service.max_batch)
+            for part in chunks(samples, described.max_batch_size or len(samples))
         ]
-        calls = (service.stub.Score(request, timeout=self._deadline_s) for request in requests)
-        return {score.sample_id: score for response in await asyncio.gather(*calls) for score in response.scores}
+        responses = await gather_or_cancel(self._call(service, request) for request in requests)
+        return {score.sample_id: score for response in responses for score in response.scores}
+
+    async def _call(self, service: _Service, request: reward_pb2.ScoreRequest) -> reward_pb2.ScoreResponse:
+        return await service.stub.Score(request, timeout=self._deadline_s)
+
+    async def _description(self, service: _Service) -> reward_pb2.DescribeResponse:
+        """Asked once. Raises ValueError for a reward that cannot score pictures."""
+        if service.described is None:
+            described = await service.stub.Describe(reward_pb2.DescribeRequest(), timeout=DESCRIBE_DEADLINE_S)
+            if described.modalities and reward_pb2.MODALITY_IMAGE not in described.modalities:
+                raise ValueError(f"rewards.{service.name} does not score pictures: leave it out of this job")
+            service.described = described
+        return service.described
 
     def _join(self, sample_id: str, answers: Sequence[Mapping[str, reward_pb2.RewardScore]]) -> Verdict:
         total = 0.0

@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from flowfleet.blobs import open_blobs
+from flowfleet.errors import Conflict
 from flowfleet.telemetry import JobMetrics
 from services.controller.context import JobContext
 from services.controller.data import load_prompts
@@ -52,6 +53,7 @@ class Runner:
         self._fleet = FleetWatch(redis)
         self._metrics = JobMetrics(registry)
         self._wake = asyncio.Event()
+        self._running_id = ""
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -71,7 +73,7 @@ class Runner:
 
     @property
     def alive(self) -> bool:
-        return self._task is not None and not self._task.done()
+        return self._task is not None and not self._task.done() and self._fleet.alive
 
     def fleet_view(self) -> Sequence[Replica]:
         """The replicas as the controller knows them."""
@@ -101,7 +103,8 @@ class Runner:
         left = []
         for job_id in active:
             record = await self._store.get(job_id)
-            if record.status is JobStatus.QUEUED and record.desired is Desired.CANCELLED:
+            unwanted = record.status is JobStatus.QUEUED and record.desired is Desired.CANCELLED
+            if unwanted and job_id != self._running_id:
                 await self._store.set_status(job_id, JobStatus.CANCELLED, "cancelled before it started")
             else:
                 left.append(job_id)
@@ -110,14 +113,21 @@ class Runner:
     async def _run_job(self, job_id: str) -> None:
         """One job to its end. An error of ours is logged and the job continued from its ledger, a limited number of
         times."""
-        for crash in range(1, MAX_CRASHES + 1):
+        self._running_id = job_id
+        crash = 0
+        while crash < MAX_CRASHES:
             try:
-                await self._drive(await self._store.get(job_id))
+                record = await self._store.get(job_id)
+                if not record.status.terminal:
+                    await self._drive(record)
                 return
+            except RedisError as error:
+                log.warning("Redis is away; the job waits: %s", error, extra={"job": job_id})
             except ValueError as error:
                 await self._fail(job_id, str(error))
                 return
             except Exception as error:
+                crash += 1
                 log.exception("the job's driver crashed (%d)", crash, extra={"job": job_id})
                 reason = f"controller error: {type(error).__name__}: {error}"
             await asyncio.sleep(RESTART_DELAY_S)
@@ -158,7 +168,10 @@ class Runner:
 
     async def _fail(self, job_id: str, reason: str) -> None:
         await self._launcher.stop(job_id)
-        await self._store.set_status(job_id, JobStatus.FAILED, reason)
+        try:
+            await self._store.set_status(job_id, JobStatus.FAILED, reason)
+        except (Conflict, RedisError) as error:
+            log.error("cannot record the job's failure: %s", error, extra={"job": job_id})
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

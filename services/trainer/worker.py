@@ -195,7 +195,7 @@ class Worker:
         metrics |= {
             "actor/lr": job.spec.trainer.optimizer.lr,
             "actor/skipped_updates_total": float(record.skipped_updates),
-            "training/samples": float(len(request.samples)),
+            "training/step_samples": float(len(request.samples)),
             "training/samples_total": float(record.samples),
             "training/off_policy/trajectory_staleness/mean": sum(staleness) / len(staleness),
             "training/off_policy/trajectory_staleness/max": float(max(staleness)),

@@ -159,7 +159,7 @@ def test_reference_kl_of_a_step_without_noise_is_zero_with_zero_gradient() -> No
 
 
 def test_clip_range_in_nats() -> None:
-    # REFERENCE, section 2: c = 1e-5 of Qwen-Image at 512x512 (65,536 elements) is 0.66 nats.
+    # c = 1e-5 of Qwen-Image at 512x512 (65,536 elements) is 0.66 nats.
     assert clip_range_from_nats(0.65536, 65_536) == pytest.approx(1e-5, rel=1e-5)
     for num_elements in (1024, 65_536, 262_144):  # one setting, the same joint ratio at every size
         clip = clip_range_from_nats(0.5, num_elements)

@@ -13,7 +13,7 @@ from flowfleet.algorithms.sde import STEPS, StepResult, ode_step
 
 Array = NDArray[np.float64]
 
-# REFERENCE, section 1: Qwen-Image at 512x512 in 10 steps.
+# Qwen-Image at 512x512 in 10 steps.
 SIGMAS = (1, 0.92897, 0.85148, 0.76662, 0.67328, 0.57012, 0.45550, 0.32740, 0.18330, 0.02, 0)
 
 

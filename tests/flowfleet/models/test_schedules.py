@@ -10,7 +10,7 @@ from flowfleet.models.schedules import flow_match_schedule
 from tests.tiny_models import make_qwen_scheduler
 
 CONFIG = dict(make_qwen_scheduler().config)
-# REFERENCE, section 1: 512x512 (1024 tokens), 10 steps.
+# 512x512 (1024 tokens), 10 steps.
 CHECK_SIGMAS = [1, 0.92897, 0.85148, 0.76662, 0.67328, 0.57012, 0.45550, 0.32740, 0.18330, 0.02, 0]
 
 

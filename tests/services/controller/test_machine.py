@@ -55,6 +55,7 @@ class World:
         self.first_applied: list[int] = []
         self.served = -1
         self.trained_on: dict[int, list[int]] = {}
+        self.validated: set[int] = set()
         self.clock = 0.0
 
     def emit(self, event: ev.Event) -> None:
@@ -140,6 +141,8 @@ class World:
                 self.saved = max(self.saved, self.applied)
                 self.emit(ev.Checkpointed(version=version))
             case Validate(version):
+                assert version == self.served
+                self.validated.add(version)
                 self.emit(ev.Validated(version=version, reward=0.5))
             case Export():
                 self.emit(ev.Exported())
@@ -189,6 +192,7 @@ def test_every_job_ends_well_and_keeps_the_invariants(seed: int, staleness: int,
     assert state.status is Status.SUCCEEDED
     assert world.first_applied == list(range(5))  # every step once, in order
     assert world.applied == state.version == state.published == state.checkpointed == 5
+    assert world.validated == {0, 2, 4, 5}
     for step, versions in world.trained_on.items():
         assert versions
         assert all(step - staleness <= version <= step for version in versions)  # invariant 3
@@ -281,13 +285,17 @@ def test_sampling_runs_ahead_by_max_staleness(staleness: int) -> None:
     assert steps == set(range(staleness + 1))
 
 
-def test_next_version_waits_for_the_validation_of_the_last() -> None:
+def test_an_update_waits_for_the_validation_of_the_version_before() -> None:
     machine = ready(make_spec(schedule={"steps": 4, "validate_every": 1}), validate=False)
-    finish_step(machine, 0)
+    score_step(machine, 0)
+    machine.apply(ev.AdvantagesReady(step=0))
     assert machine.phase is Phase.VALIDATE
-    assert not any(isinstance(command, Publish) for command in machine.commands())
+    assert machine.commands() == {Validate(0)}
+    machine.apply(ev.ReplicaBehind())  # the replica that validates was killed
+    assert machine.commands() == {Validate(0), Publish(0)}
+    machine.apply(ev.Published(version=0))
     machine.apply(ev.Validated(version=0, reward=None))
-    assert Publish(1) in machine.commands()
+    assert machine.commands() == {TrainStep(0)}
 
 
 def test_cancel_and_failure_end_everything() -> None:

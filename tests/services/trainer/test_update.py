@@ -41,7 +41,7 @@ def state_of(worker: Worker) -> dict[str, torch.Tensor]:
 
 
 def oracle(spec: JobSpec, request: trainer_pb2.TrainStepRequest, files: SyncBlobs) -> dict[str, torch.Tensor]:
-    """The same update by plain PyTorch: all rows at once, no FSDP, PPO's loss as REFERENCE states it."""
+    """The same update by plain PyTorch: all rows at once, no FSDP, PPO's clipped loss."""
     torch.set_num_threads(1)
     adapter = adapter_for(spec.model.path).load(spec.model.path, dtype=torch.float32, components=("transformer",))
     seed = derive_seed(spec.seed, "lora")
