@@ -1,7 +1,6 @@
 """The figures of docs/learning.md: the demo's recipes, each with several seeds, every run on a fresh stack.
 
-    python -m bench.learning                    all runs, into runs/learning/<recipe>-<seed>
-    python -m bench.learning --draw-only        the picture and the table again, from what is there
+    python -m bench.learning        runs into runs/learning/<recipe>-<seed>; a run that is there is kept
 
 Writes docs/images/learning.png and prints the table.
 """
@@ -30,7 +29,7 @@ def main() -> None:
     for name, recipe in RECIPES.items():
         results[name] = [options.directory / f"{recipe}-{seed}" for seed in options.seeds]
         for seed, directory in zip(options.seeds, results[name], strict=True):
-            if not options.draw_only:
+            if not (directory / "summary.json").exists():
                 _train(recipe, seed, directory, options.validate_every)
     curves = {name: [_curve(directory) for directory in directories] for name, directories in results.items()}
     seeds = ", ".join(map(str, options.seeds))
@@ -86,7 +85,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--validate-every", type=int, default=2, help="steps between validations (2)")
     parser.add_argument("--directory", type=Path, default=Path("runs/learning"))
-    parser.add_argument("--draw-only", action="store_true", help="use the runs that are there")
     return parser
 
 
