@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
+from flowfleet.commands import trainer_command
 from flowfleet.jobs import JobSpec
 from flowfleet.service import PATIENT_THREADS
 
@@ -48,13 +49,6 @@ class TrainerProcess:
     pid: int
     started: str
     port_file: str
-
-
-def trainer_command(spec: JobSpec, *, python: str, port_file: Path, host: str = "127.0.0.1") -> list[str]:
-    """The command line of a job's trainer: torchrun on this machine, one rank an accelerator."""
-    torchrun = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec.trainer.world_size}"]
-    flags = ["--host", host, "--port-file", str(port_file), "--metrics-port", "0"]
-    return [*torchrun, "--max-restarts=0", "-m", "services.trainer", *flags]
 
 
 class LocalLauncher:

@@ -1,9 +1,7 @@
-import os
 from pathlib import Path
 
 import pytest
 
-from flowfleet.commands import trainer_command
 from flowfleet.job_files import prepare_job
 
 JOB = """
@@ -75,14 +73,3 @@ def test_the_shipped_recipes_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {path.stem for path in recipes} >= {"tiny_ocr", "tiny_ocr_full", "qwen_image_ocr"}
     for path in recipes:
         assert prepare_job(path, same_machine=True).data.train
-
-
-def test_dry_run_shows_the_trainer_command_that_the_controller_uses(job_file: Path) -> None:
-    from services.controller import launcher
-
-    spec = prepare_job(job_file, ["trainer.world_size=3"], same_machine=False)
-    port_file = Path(os.devnull)
-
-    assert trainer_command(spec, python="py", port_file=port_file) == launcher.trainer_command(
-        spec, python="py", port_file=port_file
-    )

@@ -31,7 +31,7 @@ def test_a_short_demo_leaves_everything_and_no_process(tmp_path: Path, monkeypat
     assert json.loads((directory / "summary.json").read_text()) == summary
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert "actor/loss" in rows[0]
-    assert {path.name for path in directory.iterdir()} >= {"reward_curve.png", "before_after.png", "model", "job.json"}
+    assert {path.name for path in directory.iterdir()} >= {"reward_curve.png", "before_after.png", "metrics.jsonl"}
     with safe_open(directory / "model/pytorch_lora_weights.safetensors", "pt") as adapter:
         assert all(name.startswith("transformer.") for name in adapter.keys())  # noqa: SIM118
     assert "step 1/1" in text.getvalue()
