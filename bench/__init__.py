@@ -1,1 +1,10 @@
-"""Scripts behind every published figure: run them with `make bench`, or one with `python -m bench.<name>`."""
+"""Scripts behind every published figure: run them with `make bench`, or one with `python -m bench.<name>`.
+
+What computes here waits for its threads as the services do.
+"""
+
+import os
+
+from flowfleet.service import PATIENT_THREADS
+
+os.environ.update(PATIENT_THREADS)  # before torch
