@@ -130,16 +130,25 @@ def train_from_two_callers(
     """One joins the other, and status is answered meanwhile."""
     answers: list[trainer_pb2.TrainStepResponse] = []
     callers = [threading.Thread(target=lambda: answers.append(trainer.train(request))) for _ in range(2)]
+    states: list[int] = []
+    over = threading.Event()
+
+    def watch() -> None:
+        """Asks without a pause, from before the callers start, so that even a quick update is seen."""
+        while not over.is_set():
+            states.append(trainer.status().state)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    while not states:
+        time.sleep(0.001)
     for caller in callers:
         caller.start()
-    states = []
-    while any(caller.is_alive() for caller in callers):
-        states.append(trainer.status().state)
-        time.sleep(0.005)
-    assert set(states) <= {
-        trainer_pb2.TRAINER_STATE_BUSY,
-        trainer_pb2.TRAINER_STATE_READY,
-    }  # whichever it was just then
+    for caller in callers:
+        caller.join()
+    over.set()
+    watcher.join()
+    assert trainer_pb2.TRAINER_STATE_BUSY in states
     return answers
 
 
