@@ -33,6 +33,9 @@ class ModelPart(Part):
     """Directory of a diffusers pipeline, readable by rollouts and trainer."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Of the weights while sampling and of the forward pass while training. Latents stay fp32."""
+    load_format: Literal["safetensors", "dummy"] = "safetensors"
+    """dummy reads no weights: the folder needs configurations alone, and every process draws the same random ones from
+    the parameters' names. For benchmarks."""
 
 
 class NoisePart(Part):
@@ -89,6 +92,12 @@ class RolloutPart(Part):
     """Area that condition images are resized to; unset: the family's default."""
     batch_size: int = Field(default=16, ge=1, le=4096)
     """Rows of one Generate call: whole groups are packed up to it."""
+    compile: bool = False
+    """Compile the transformer's blocks while sampling; the first batch of a shape waits for it."""
+    quantization: Literal["none", "fp8"] = "none"
+    """fp8: the linears of the transformer's blocks compute in float8 (e4m3, a scale a row) while sampling."""
+    max_log_prob_gap: float | None = Field(default=None, gt=0.0)
+    """The job pauses when the mean |trainer's - rollout's log-prob| of a step's rows is above this; unset: never."""
     noise: NoisePart = NoisePart()
     window: WindowPart = WindowPart()
     on_drop: Literal["count", "refill"] = "refill"
@@ -198,6 +207,8 @@ class OptimizerPart(Part):
     eps: float = Field(default=1e-8, gt=0.0)
     weight_decay: float = Field(default=1e-4, ge=0.0)
     max_grad_norm: float = Field(default=1.0, gt=0.0)
+    state: Literal["device", "host", "8bit"] = "device"
+    """Where the two moments are: fp32 beside the weights, fp32 in host memory, or beside the weights in 8 bits."""
 
 
 class TrainerPart(Part):
@@ -210,7 +221,11 @@ class TrainerPart(Part):
     """Optimizer updates a step; the samples of the step are split among them."""
     micro_batch_size: int = Field(default=16, ge=1, le=4096)
     """Rows of one forward and backward on one rank."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Literal["none", "selective", "full"] = "none"
+    """Activations that are computed again in the backward: none, all but the costly ones (matrix products and
+    attention), or all inside a block."""
+    compile: bool = False
+    """Compile the transformer's blocks; the first update of a shape waits for it."""
     deterministic: bool = False
     """Keep the rollout's batches and their order, so that log-probs are recomputed bit for bit."""
     threads: int | None = Field(default=None, ge=1)

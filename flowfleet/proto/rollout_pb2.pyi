@@ -256,19 +256,31 @@ class ModelSpec(_message.Message):
 
     PATH_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
+    LOAD_FORMAT_FIELD_NUMBER: _builtins.int
+    COMPILE_FIELD_NUMBER: _builtins.int
+    QUANTIZATION_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     """directory of a diffusers pipeline"""
     dtype: _builtins.str
     """"float32", "bfloat16", "float16" """
+    load_format: _builtins.str
+    """"safetensors" (also when empty), or "dummy": random weights, none read"""
+    compile: _builtins.bool
+    """the transformer's blocks"""
+    quantization: _builtins.str
+    """of the linears in the transformer's blocks: "none" (also when empty), "fp8" """
     def __init__(
         self,
         *,
         path: _builtins.str = ...,
         dtype: _builtins.str = ...,
+        load_format: _builtins.str = ...,
+        compile: _builtins.bool = ...,
+        quantization: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compile", b"compile", "dtype", b"dtype", "load_format", b"load_format", "path", b"path", "quantization", b"quantization"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -643,6 +655,7 @@ class RolloutStatus(_message.Message):
     SAMPLES_TOTAL_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    DEVICE_ID_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     incarnation: _builtins.str
     """new at every process start"""
@@ -658,6 +671,8 @@ class RolloutStatus(_message.Message):
     """since start"""
     engine: _builtins.str
     device: _builtins.str
+    device_id: _builtins.str
+    """of the physical accelerator, the same in every process; empty on the CPU"""
     def __init__(
         self,
         *,
@@ -671,10 +686,11 @@ class RolloutStatus(_message.Message):
         samples_total: _builtins.int = ...,
         engine: _builtins.str = ...,
         device: _builtins.str = ...,
+        device_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "engine", b"engine", "in_flight", b"in_flight", "incarnation", b"incarnation", "job_id", b"job_id", "policy_version", b"policy_version", "replica_id", b"replica_id", "samples_total", b"samples_total", "state", b"state", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "device_id", b"device_id", "engine", b"engine", "in_flight", b"in_flight", "incarnation", b"incarnation", "job_id", b"job_id", "policy_version", b"policy_version", "replica_id", b"replica_id", "samples_total", b"samples_total", "state", b"state", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -292,10 +292,17 @@ class PublishWeightsResponse(_message.Message):
     RESULTS_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
+    DRAIN_SECONDS_FIELD_NUMBER: _builtins.int
+    UPDATE_SECONDS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     weights_digest: _builtins.str
     bytes: _builtins.int
     seconds: _builtins.float
+    """the whole call"""
+    drain_seconds: _builtins.float
+    """of it, the longest that a replica took to finish the work that ran"""
+    update_seconds: _builtins.float
+    """from paused replicas to the last verified one"""
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___PublishResult]: ...
     def __init__(
@@ -306,10 +313,12 @@ class PublishWeightsResponse(_message.Message):
         results: _abc.Iterable[Global___PublishResult] | None = ...,
         bytes: _builtins.int = ...,
         seconds: _builtins.float = ...,
+        drain_seconds: _builtins.float = ...,
+        update_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "results", b"results", "seconds", b"seconds", "version", b"version", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "drain_seconds", b"drain_seconds", "results", b"results", "seconds", b"seconds", "update_seconds", b"update_seconds", "version", b"version", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -22,7 +22,7 @@ from flowfleet.algorithms.losses import limits
 from flowfleet.jobs import JobSpec
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.registry import adapter_for
-from flowfleet.proto.rollout_pb2 import LoraSpec
+from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
 from flowfleet.seeds import derive_seed
 from flowfleet.service import usable_cpus
 from services.trainer.optimizer import ShardedAdamW
@@ -64,7 +64,7 @@ class Engine:
             if not self.is_lora:
                 expert.requires_grad_(True)
                 cast_buffers(expert, self.dtype)
-            if spec.trainer.gradient_checkpointing:
+            if spec.trainer.gradient_checkpointing != "none":
                 checkpoint_blocks(expert)
 
     def shard(self) -> None:
@@ -119,6 +119,19 @@ class Engine:
     def _keeps_gathered(self) -> bool:
         """Whether parameters stay gathered between the forwards of an update: a second copy, which host memory has."""
         return self.ranks.world_size == 1 and not devices.is_accelerator(self.ranks.device)
+
+
+def model_spec(spec: JobSpec) -> ModelSpec:
+    """What replicas load. What is at its default is left out, so that a replica which has loaded the folder at its
+    start has loaded the job's model."""
+    model, rollout = spec.model, spec.rollout
+    return ModelSpec(
+        path=model.path,
+        dtype=model.dtype,
+        load_format="dummy" if model.load_format == "dummy" else "",
+        compile=rollout.compile,
+        quantization="" if rollout.quantization == "none" else rollout.quantization,
+    )
 
 
 def lora_spec(spec: JobSpec) -> LoraSpec:

@@ -14,7 +14,7 @@ from flowfleet import rpc
 from flowfleet.jobs import JobSpec
 from flowfleet.proto import rollout_pb2, rollout_pb2_grpc
 from flowfleet.proto.trainer_pb2 import Replica
-from services.trainer.engine import lora_spec
+from services.trainer.engine import lora_spec, model_spec
 from services.trainer.worker import Published
 
 STATUS_TIMEOUT_S = 10.0
@@ -52,7 +52,7 @@ class ReplicaClient:
         self, job_id: str, spec: JobSpec, group: rollout_pb2.TransferGroup | None = None
     ) -> rollout_pb2.InitWeightTransferResponse:
         """Binds it to the job; with a group, joins that."""
-        model = rollout_pb2.ModelSpec(path=spec.model.path, dtype=spec.model.dtype)
+        model = model_spec(spec)
         lora = lora_spec(spec) if spec.trainer.mode == "lora" else None
         request = rollout_pb2.InitWeightTransferRequest(job_id=job_id, model=model, lora=lora, group=group)
         response: rollout_pb2.InitWeightTransferResponse = await self._call(self._stub.InitWeightTransfer, request)

@@ -35,7 +35,7 @@ def test_every_familys_ratio_is_exactly_one(
         make_tiny(kind, tmp_path / "model"),
         model={"dtype": dtype},
         rollout={"prompts_per_step": 2, **SETTINGS.get(kind, {})},
-        trainer={"mode": mode, "lora": {"rank": 2}, "gradient_checkpointing": mode == "lora"},
+        trainer={"mode": mode, "lora": {"rank": 2}, "gradient_checkpointing": "full" if mode == "lora" else "none"},
     )
     metrics = make_worker(spec, ranks, files, tmp_path).train(Drawer(spec).draw(files, 0)).metrics
     assert metrics["rollout_corr/ratio_min"] == metrics["rollout_corr/ratio_max"] == 1.0

@@ -26,7 +26,7 @@ from tests.services.trainer.workers import make_worker, state_of
 def test_log_probs_are_the_rollouts_bit_for_bit(
     rollout: dict[str, Any], tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
 ) -> None:
-    spec = make_spec(tiny_qwen_image, rollout=rollout, trainer={"gradient_checkpointing": True})
+    spec = make_spec(tiny_qwen_image, rollout=rollout, trainer={"gradient_checkpointing": "full"})
     worker = make_worker(spec, ranks, files, tmp_path)
     metrics = worker.train(Drawer(spec).draw(files, 0)).metrics
     assert metrics["rollout_corr/exact"] == 1.0
