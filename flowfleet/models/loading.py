@@ -1,7 +1,8 @@
 """Loads parts of a diffusers checkpoint folder, never from the network, with errors that name the folder."""
 
+import hashlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +12,7 @@ import torch
 from diffusers.utils import logging as diffusers_logging
 from packaging.version import Version
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 Component = Literal["transformer", "text_encoder", "vae"]
@@ -98,6 +100,31 @@ def component_config(component_class: Any, path: str | Path, folder: str) -> dic
     except OSError as error:
         raise ValueError(f"model {path} has no configuration of its {folder}: {error}") from error
     return defaults | config
+
+
+def dummy_parameter(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """The random weights of `load_format = "dummy"`: the same bits for a name and shape on every process of the same
+    kind of device, in any dtype up to rounding, for they are drawn in float32.
+
+    Args:
+        name: `<component>.<name>`, as full weights are published.
+        shape: of the whole parameter; a shard is a part of it.
+        dtype: floating point.
+        device: that draws and holds it.
+
+    Returns:
+        (*shape) of `dtype`: ones for scales (a vector named `weight`, or anything named `gamma`), zeros for all other
+        vectors, else normal with a deviation of 0.02.
+    """
+    leaf = name.rpartition(".")[2]
+    if leaf == "gamma" or (len(shape) < 2 and leaf == "weight"):
+        return torch.ones(*shape, dtype=dtype, device=device)
+    if len(shape) < 2:
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
+    generator = torch.Generator(device).manual_seed(seed)
+    drawn = torch.empty(*shape, dtype=torch.float32, device=device).normal_(std=0.02, generator=generator)
+    return drawn.to(dtype)
 
 
 @contextmanager
