@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 import typer.core
@@ -65,12 +65,23 @@ StackDir = Annotated[Path, typer.Option(help="Directory of the stack: addresses,
 
 @app.command()
 def up(
-    replicas: Annotated[int, typer.Option(help="Rollout processes.")] = 1,
+    replicas: Annotated[
+        int | None, typer.Option(help="Rollout processes; default: one, or one for each of --rollout-devices.")
+    ] = None,
     reward: Annotated[
         list[str] | None, typer.Option(help="Scorer to start, or NAME=HOST:PORT of one elsewhere; repeatable (ocr).")
     ] = None,
     model: Annotated[str | None, typer.Option(help="Pipeline directory that the rollouts load at start.")] = None,
     dtype: Annotated[str, typer.Option(help="Of that model.")] = "float32",
+    engine: Annotated[Literal["diffusers", "vllm-omni"], typer.Option(help="Of the rollouts.")] = "diffusers",
+    max_batch: Annotated[int | None, typer.Option(help="Most rows of one forward of a rollout.")] = None,
+    rollout_devices: Annotated[
+        str, typer.Option(help='Accelerators as in 0,1, one a rollout; "auto": the first ones.')
+    ] = "auto",
+    trainer_devices: Annotated[
+        str, typer.Option(help='Accelerators of trainers, one a rank; "auto": those that rollouts leave.')
+    ] = "auto",
+    start_timeout: Annotated[float, typer.Option(help="Seconds until every process must serve.")] = 900.0,
     port: Annotated[int, typer.Option(help="Of the REST API; 0 takes a free one.")] = DEFAULT_PORT,
     state_dir: StackDir = DEFAULT_STATE_DIR,
     detach: Annotated[
@@ -81,12 +92,23 @@ def up(
     from flowfleet.local.plan import StackOptions
     from flowfleet.local.session import run_stack, start_detached, stop_on_signals
 
+    rollouts_on = _devices(rollout_devices)
     options = StackOptions(
-        state_dir=state_dir, port=port, replicas=replicas, rewards=tuple(reward or ("ocr",)), model=model, dtype=dtype
+        state_dir=state_dir,
+        port=port,
+        replicas=(1 if rollouts_on is None else len(rollouts_on)) if replicas is None else replicas,
+        rewards=tuple(reward or ("ocr",)),
+        model=model,
+        dtype=dtype,
+        engine=engine,
+        max_batch=max_batch,
+        rollout_devices=rollouts_on,
+        trainer_devices=_devices(trainer_devices),
+        start_timeout_s=start_timeout,
     )
     if detach:
         stack = start_detached(options)
-        out.print(views.stack_table(stack))
+        views.show_stack(stack, out)
         out.print(f"\nREST API: {stack.url}", highlight=False)
         return
     stop = threading.Event()
@@ -94,7 +116,7 @@ def up(
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
 
     def ready(stack: Any) -> None:
-        out.print(views.stack_table(stack))
+        views.show_stack(stack, out)
         out.print(f"\nREST API: {stack.url}   Ctrl-C stops the stack.", highlight=False)
 
     run_stack(options, stop, ready)
@@ -217,6 +239,10 @@ def resume(job_id: JobId, url: Url = None) -> None:
 
 
 # -- parts -----------------------------------------------------------------------------------------------------------
+
+
+def _devices(text: str) -> tuple[str, ...] | None:
+    return None if text == "auto" else tuple(name.strip() for name in text.split(","))
 
 
 @contextlib.contextmanager

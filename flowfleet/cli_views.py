@@ -84,11 +84,17 @@ def samples_table(samples: Sequence[Sample], files: Sequence[Path]) -> Table:
     return made
 
 
-def stack_table(stack: Stack) -> Table:
-    made = table("PROCESS", "PID", "ADDRESS", "LOG")
+def show_stack(stack: Stack, console: Console) -> None:
+    """Its processes, and which accelerators they and trainers use."""
+    made = table("PROCESS", "PID", "ADDRESS", "ENGINE", "DEVICE", "LOG")
     for name, process in stack.processes.items():
-        made.add_row(name, str(process.pid), process.address, process.log)
-    return made
+        devices = ", ".join(process.devices)
+        made.add_row(name, str(process.pid), process.address, process.engine or "", devices, process.log)
+    console.print(made)
+    if stack.trainer_devices:
+        console.print(f"\nDevices of trainers: {', '.join(stack.trainer_devices)}", highlight=False)
+    if stack.warning:
+        console.print(Text(f"\nwarning: {stack.warning}", style="yellow"), soft_wrap=True)
 
 
 def as_yaml(value: object) -> str:

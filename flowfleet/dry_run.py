@@ -9,10 +9,13 @@ from pathlib import Path
 
 from rich.console import Console
 
+from flowfleet.accelerators import show_only
 from flowfleet.cli_views import as_yaml
 from flowfleet.commands import trainer_command
 from flowfleet.jobs import JobSpec
+from flowfleet.local.placement import Placement
 from flowfleet.local.plan import SCORERS, Plan, StackOptions, make_plan, ports_needed
+from flowfleet.local.session import place_stack
 
 
 def explain(spec: JobSpec, console: Console) -> None:
@@ -21,15 +24,20 @@ def explain(spec: JobSpec, console: Console) -> None:
     _print(console, "\n# Its processes on a local stack; port 0: a free one, chosen at start")
     rewards = tuple(name if name in SCORERS else f"{name}=HOST:PORT" for name in spec.rewards)
     options = StackOptions(port=0, rewards=rewards, model=spec.model.path, dtype=spec.model.dtype)
-    for process in _plan(options).processes:
+    placement = place_stack(options)
+    for process in _plan(options, placement).processes:
         _show_process(process.name, process.argv, process.env, console)
     port_file = Path("runs/local/trainers/<job>.port")
     trainer = trainer_command(spec, python=sys.executable, port_file=port_file)
-    _show_process("trainer (started by the controller for the job)", trainer, ("OMP_NUM_THREADS",), console)
+    env = ("OMP_NUM_THREADS", *show_only(placement.trainer))
+    _show_process("trainer (started by the controller for the job)", trainer, env, console)
+    if placement.warning:
+        _print(console, f"\nwarning: {placement.warning}")
 
 
-def _plan(options: StackOptions) -> Plan:
-    return make_plan(options, [0] * ports_needed(options), ["redis-server", "<state-dir>/redis/redis.conf"], "")
+def _plan(options: StackOptions, placement: Placement) -> Plan:
+    redis = ["redis-server", "<state-dir>/redis/redis.conf"]
+    return make_plan(options, [0] * ports_needed(options), redis, "", placement)
 
 
 def _show_process(name: str, argv: Sequence[str], env: Iterable[str], console: Console) -> None:

@@ -1,6 +1,7 @@
 """The whole fleet on one machine, as real processes: what `flowfleet up`, `down` and `demo` are made of.
 
     plan.py        which processes there are, their command lines, ports and environment (pure)
+    placement.py   which process gets which accelerator (pure)
     ports.py       free ports that stay free while a process is restarted
     stack.py       the state directory: stack.json, the lock of its live supervisor, process records
     processes.py   finding and ending every process of a stack, trainers and orphans too

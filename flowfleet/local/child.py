@@ -66,4 +66,11 @@ class Child:
         """What stack.json says about it."""
         pid = self._process.pid if self._process else 0
         log = str(self._state.log(self.plan.name))
-        return RunningProcess(pid=pid, address=self.plan.address, metrics=self.plan.metrics, log=log)
+        return RunningProcess(
+            pid=pid,
+            address=self.plan.address,
+            metrics=self.plan.metrics,
+            log=log,
+            engine=self.plan.engine,
+            devices=self.plan.devices,
+        )

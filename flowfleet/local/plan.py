@@ -7,9 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from flowfleet.accelerators import show_only
+from flowfleet.local.placement import NOWHERE, Placement
 from flowfleet.local.stack import DEFAULT_PORT, DEFAULT_STATE_DIR, MARK, StateDir
 from flowfleet.service import PATIENT_THREADS
 
@@ -34,6 +37,16 @@ class StackOptions(BaseModel):
     """Diffusers pipeline that the rollouts load while they start."""
     dtype: str = "float32"
     """Of the preloaded model."""
+    engine: Literal["diffusers", "vllm-omni"] = "diffusers"
+    """Of the rollouts."""
+    max_batch: int | None = Field(default=None, ge=1)
+    """Most rows of one forward of a rollout; unset: the rollout's default."""
+    rollout_devices: tuple[str, ...] | None = None
+    """Accelerators, one a rollout; unset: the machine's first ones."""
+    trainer_devices: tuple[str, ...] | None = None
+    """Accelerators of a job's trainer, one a rank; unset: those that rollouts leave."""
+    start_timeout_s: float = Field(default=900.0, gt=0.0)
+    """Longest wait until every process serves, with the preloaded model in memory."""
 
     @field_validator("rewards")
     @classmethod
@@ -45,6 +58,22 @@ class StackOptions(BaseModel):
             if names.count(name) > 1:
                 raise ValueError(f"reward {name!r} is given twice")
         return rewards
+
+    @field_validator("rollout_devices", "trainer_devices")
+    @classmethod
+    def _devices(cls, devices: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if devices is not None and (not all(devices) or len(set(devices)) < len(devices)):
+            raise ValueError(f"devices {','.join(devices)!r}: give each once, as in 0,1")
+        return devices
+
+    @model_validator(mode="after")
+    def _one_device_a_rollout(self) -> StackOptions:
+        if self.rollout_devices is not None and len(self.rollout_devices) != self.replicas:
+            raise ValueError(
+                f"--rollout-devices names {len(self.rollout_devices)} accelerators for {self.replicas} rollouts: one "
+                "is for each, change --replicas or the devices"
+            )
+        return self
 
 
 class Kind(Enum):
@@ -68,6 +97,10 @@ class ProcessPlan:
     metrics: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to the inherited environment."""
+    engine: str | None = None
+    """Of a rollout."""
+    devices: tuple[str, ...] = ()
+    """Accelerators that it is confined to."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +108,7 @@ class Plan:
     processes: tuple[ProcessPlan, ...]
     url: str
     redis_url: str
+    placement: Placement = NOWHERE
 
 
 def ports_needed(options: StackOptions) -> int:
@@ -82,32 +116,46 @@ def ports_needed(options: StackOptions) -> int:
     return 2 + 2 * (options.replicas + len(_own_rewards(options)))
 
 
-def make_plan(options: StackOptions, ports: Sequence[int], redis_argv: Sequence[str], redis_url: str) -> Plan:
+def make_plan(
+    options: StackOptions,
+    ports: Sequence[int],
+    redis_argv: Sequence[str],
+    redis_url: str,
+    placement: Placement = NOWHERE,
+) -> Plan:
     """Lays out the stack. `ports` holds `ports_needed(options)` free ones, the first of them Redis's."""
     state = StateDir(options.state_dir)
     free = iter(ports)
     redis_port, controller_port = next(free), next(free)
     env = {"FLOWFLEET_REDIS_URL": redis_url, MARK: str(state.path)}
     redis = ProcessPlan("redis", Kind.REDIS, tuple(redis_argv), f"{HOST}:{redis_port}", env={MARK: str(state.path)})
-    rollouts = [_rollout(index, options, free, env) for index in range(options.replicas)]
+    rollouts = [_rollout(index, options, free, env, placement.of_rollout(index)) for index in range(options.replicas)]
     rewards = [_reward(name, free, {MARK: str(state.path)}) for name in _own_rewards(options)]
     addresses = {reward.name.removeprefix("reward-"): reward.address for reward in rewards}
     addresses |= dict(_split(reward) for reward in options.rewards if "=" in reward)
-    controller = _controller(options.port or controller_port, state, addresses, env)
-    return Plan((redis, *rollouts, *rewards, controller), f"http://{controller.address}", redis_url)
+    controller = _controller(options.port or controller_port, state, addresses, placement.trainer, env)
+    return Plan((redis, *rollouts, *rewards, controller), f"http://{controller.address}", redis_url, placement)
 
 
-def _controller(port: int, state: StateDir, rewards: Mapping[str, str], env: Mapping[str, str]) -> ProcessPlan:
+def _controller(
+    port: int, state: StateDir, rewards: Mapping[str, str], trainer_devices: Sequence[str], env: Mapping[str, str]
+) -> ProcessPlan:
     argv = [*_service("controller", port), "--state-dir", str(state.path)]
+    if trainer_devices:
+        argv += ["--trainer-devices", ",".join(trainer_devices)]
     for name, address in rewards.items():
         argv += ["--reward", f"{name}={address}"]
     address = f"{HOST}:{port}"
     return ProcessPlan("controller", Kind.CONTROLLER, tuple(argv), address, metrics=address, env=env)
 
 
-def _rollout(index: int, options: StackOptions, ports: Iterator[int], env: Mapping[str, str]) -> ProcessPlan:
+def _rollout(
+    index: int, options: StackOptions, ports: Iterator[int], env: Mapping[str, str], devices: tuple[str, ...]
+) -> ProcessPlan:
     port, metrics = next(ports), next(ports)
-    argv = [*_service("rollout", port, metrics), "--replica-id", f"rollout-{index}"]
+    argv = [*_service("rollout", port, metrics), "--replica-id", f"rollout-{index}", "--engine", options.engine]
+    if options.max_batch is not None:
+        argv += ["--max-batch", str(options.max_batch)]
     if options.model is not None:
         argv += ["--model", options.model, "--dtype", options.dtype]
     return ProcessPlan(
@@ -116,7 +164,9 @@ def _rollout(index: int, options: StackOptions, ports: Iterator[int], env: Mappi
         tuple(argv),
         f"{HOST}:{port}",
         metrics=f"{HOST}:{metrics}",
-        env={**PATIENT_THREADS, **env},
+        env={**PATIENT_THREADS, **env, **show_only(devices)},
+        engine=options.engine,
+        devices=devices,
     )
 
 

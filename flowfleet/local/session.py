@@ -12,7 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from flowfleet.accelerators import visible_devices
 from flowfleet.local.cleanup import end_stack
+from flowfleet.local.placement import Placement, place
 from flowfleet.local.plan import Plan, StackOptions, make_plan, ports_needed
 from flowfleet.local.ports import free_ports, is_free
 from flowfleet.local.stack import Stack, StackError, StateDir
@@ -35,17 +37,24 @@ def run_stack(options: StackOptions, stop: threading.Event, on_ready: Callable[[
         ended = end_stack(state)
         if ended:
             logger.warning("ended %d processes that an earlier stack left in %s", ended, state.path)
-        Supervisor(plan_stack(options), state).run(stop, on_ready)
+        Supervisor(plan_stack(options), state, start_timeout_s=options.start_timeout_s).run(stop, on_ready)
 
 
 def plan_stack(options: StackOptions) -> Plan:
-    """The plan with free ports and a fresh Redis password."""
+    """The plan with free ports, this machine's accelerators and a fresh Redis password."""
     if options.port and not is_free(options.port):
         raise StackError(f"port {options.port} is taken; give another --port (0 takes a free one)")
     ports = free_ports(ports_needed(options))
     password = new_password()
     redis_argv = command(StateDir(options.state_dir).redis, ports[0], password)
-    return make_plan(options, ports, redis_argv, server_url(ports[0], password))
+    return make_plan(options, ports, redis_argv, server_url(ports[0], password), place_stack(options))
+
+
+def place_stack(options: StackOptions) -> Placement:
+    """The accelerators of this machine, shared out as the options say."""
+    rollouts, trainer = options.rollout_devices, options.trainer_devices
+    available = visible_devices() if rollouts is None or trainer is None else ()
+    return place(options.replicas, available, rollouts, trainer)
 
 
 def stop_on_signals(stop: threading.Event) -> None:

@@ -51,6 +51,10 @@ class RunningProcess(BaseModel):
     metrics: str | None = None
     """host:port of its Prometheus endpoint."""
     log: str
+    engine: str | None = None
+    """Of a rollout."""
+    devices: tuple[str, ...] = ()
+    """Accelerators that it is confined to."""
 
 
 class Stack(BaseModel):
@@ -65,6 +69,10 @@ class Stack(BaseModel):
     supervisor: int
     """Its pid."""
     processes: dict[str, RunningProcess]
+    trainer_devices: tuple[str, ...] = ()
+    """Accelerators of a job's trainer."""
+    warning: str | None = None
+    """Of how accelerators are shared out."""
 
 
 class StateDir:

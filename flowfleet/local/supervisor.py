@@ -22,7 +22,7 @@ from flowfleet.local.watchdog import dismiss, start_watchdog
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.05
-START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 900.0
 
 Probe = Callable[[ProcessPlan, Plan], bool]
 
@@ -30,16 +30,19 @@ Probe = Callable[[ProcessPlan, Plan], bool]
 class Supervisor:
     """Runs one stack in one state directory, whose lock the caller holds."""
 
-    def __init__(self, plan: Plan, state: StateDir, probe: Probe = serves) -> None:
+    def __init__(
+        self, plan: Plan, state: StateDir, probe: Probe = serves, *, start_timeout_s: float = START_TIMEOUT_S
+    ) -> None:
         self._plan = plan
         self._state = state
         self._probe = probe
+        self._start_timeout_s = start_timeout_s
         self._children = [Child(process, state) for process in plan.processes]
 
     def run(self, stop: threading.Event, on_ready: Callable[[Stack], None]) -> None:
         """Blocks until `stop` is set, then ends everything. Calls `on_ready` once when every process serves.
 
-        Raises StackError when a process ends or is not healthy within `START_TIMEOUT_S` of the start.
+        Raises StackError when a process ends or is not healthy within `start_timeout_s` of the start.
         """
         self._state.logs.mkdir(parents=True, exist_ok=True)
         watchdog = start_watchdog(self._state)
@@ -54,14 +57,14 @@ class Supervisor:
             logger.info("stack stopped, %d processes ended", ended)
 
     def _start(self, stop: threading.Event) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline = time.monotonic() + self._start_timeout_s
         for child in self._children:
             child.start()
         while waiting := [child for child in self._children if not child.healthy]:
             for child in waiting:
                 self._check_start(child)
             if time.monotonic() > deadline:
-                raise StackError(self._complaint(waiting[0], f"does not serve after {START_TIMEOUT_S:.0f} s"))
+                raise StackError(self._complaint(waiting[0], f"does not serve after {self._start_timeout_s:.0f} s"))
             if stop.wait(POLL_S):
                 return
 
@@ -85,6 +88,8 @@ class Supervisor:
             state_dir=str(self._state.path),
             supervisor=os.getpid(),
             processes={child.plan.name: child.describe() for child in self._children},
+            trainer_devices=self._plan.placement.trainer,
+            warning=self._plan.placement.warning,
         )
         self._state.write(stack)
         return stack

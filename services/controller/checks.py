@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from flowfleet.media import MediaLimits
 from flowfleet.models.registry import FAMILIES, ModelFamily, family_of
 from services.controller.conditions import ConditionShapes
 from services.controller.data import PICTURES, VIDEOS, Kind, Prompt, load_prompts, media_type
+from services.controller.launcher import device_problem
 from services.controller.problems import InvalidJob
 
 MAX_PROMPT_BYTES = 1 << 30
@@ -33,10 +34,13 @@ def parse(data: dict[str, Any]) -> JobSpec:
         raise InvalidJob(str(error).split("\n")) from None
 
 
-async def check(spec: JobSpec, rewards: Mapping[str, str]) -> None:
+async def check(spec: JobSpec, rewards: Mapping[str, str], trainer_devices: Sequence[str] = ()) -> None:
     """Raises InvalidJob when a file is missing or unreadable, the model cannot do what is asked, or a reward service is
-    not one of the controller's."""
-    problems = [*_reward_problems(spec, rewards), *await asyncio.to_thread(lambda: list(_file_problems(spec)))]
+    not one of the controller's, or the trainer wants more accelerators than it has."""
+    problems = [*_reward_problems(spec, rewards)]
+    if problem := device_problem(spec, trainer_devices):
+        problems.append(problem)
+    problems += await asyncio.to_thread(lambda: list(_file_problems(spec)))
     if problems:
         raise InvalidJob(problems)
 

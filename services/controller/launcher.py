@@ -14,10 +14,12 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
+from flowfleet.accelerators import show_only
 from flowfleet.commands import trainer_command
 from flowfleet.jobs import JobSpec
 from flowfleet.service import PATIENT_THREADS, usable_cpus
@@ -33,7 +35,10 @@ class Launcher(Protocol):
     """Where trainers run: processes here, Jobs on Kubernetes."""
 
     async def ensure(self, job_id: str, spec: JobSpec) -> str:
-        """The address (host:port) of the job's live trainer, started if there is none."""
+        """The address (host:port) of the job's live trainer, started if there is none.
+
+        Raises ValueError for a job whose trainer cannot run here.
+        """
 
     async def alive(self, job_id: str) -> bool:
         """Whether the trainer that `ensure` gave is still there. Cheap: asked every second."""
@@ -52,17 +57,21 @@ class TrainerProcess:
 
 
 class LocalLauncher:
-    """Trainers as process groups of this machine."""
+    """Trainers as process groups of this machine, on the first `world_size` of `devices`; none given: wherever torch
+    goes."""
 
-    def __init__(self, state_dir: Path, python: str = sys.executable) -> None:
+    def __init__(self, state_dir: Path, python: str = sys.executable, devices: Sequence[str] = ()) -> None:
         self._directory = state_dir / "trainers"
         self._logs = state_dir / "logs"
         self._python = python
+        self._devices = devices
 
     async def ensure(self, job_id: str, spec: JobSpec) -> str:
         process = self._read(job_id)
         if process is None or not _is_running(process):
             await self.stop(job_id)
+            if problem := device_problem(spec, self._devices):
+                raise ValueError(problem)
             process = self._start(job_id, spec)
         async with asyncio.timeout(START_TIMEOUT_S):
             while _is_running(process):
@@ -88,11 +97,12 @@ class LocalLauncher:
         port_file.unlink(missing_ok=True)
         command = trainer_command(spec, python=self._python, port_file=port_file)
         threads = spec.trainer.threads or max(1, usable_cpus() // spec.trainer.world_size)
+        devices = self._devices[: spec.trainer.world_size]
         with self._log(job_id).open("ab") as output:
             pid = os.posix_spawnp(
                 command[0],
                 command,
-                {**PATIENT_THREADS, **os.environ, "OMP_NUM_THREADS": str(threads)},
+                {**PATIENT_THREADS, **os.environ, "OMP_NUM_THREADS": str(threads), **show_only(devices)},
                 file_actions=[(os.POSIX_SPAWN_DUP2, output.fileno(), 1), (os.POSIX_SPAWN_DUP2, output.fileno(), 2)],
                 setsid=True,  # it outlives a killed controller, which finds it again
             )
@@ -100,7 +110,7 @@ class LocalLauncher:
         temporary = self._file(job_id).with_suffix(".tmp")
         temporary.write_text(json.dumps(asdict(process)))
         temporary.replace(self._file(job_id))
-        log.info("started trainer", extra={"job": job_id, "pid": pid})
+        log.info("started trainer", extra={"job": job_id, "pid": pid, "devices": ",".join(devices)})
         return process
 
     def _read(self, job_id: str) -> TrainerProcess | None:
@@ -114,6 +124,17 @@ class LocalLauncher:
 
     def _log(self, job_id: str) -> Path:
         return self._logs / f"trainer-{job_id}.log"
+
+
+def device_problem(spec: JobSpec, devices: Sequence[str]) -> str | None:
+    """Why a job's trainer cannot run on these accelerators; None where it can, or where none were assigned."""
+    ranks = spec.trainer.world_size
+    if not devices or ranks <= len(devices):
+        return None
+    return (
+        f"trainer.world_size = {ranks}: trainers have {len(devices)} accelerators here ({', '.join(devices)}), one a "
+        f"rank; set it to at most {len(devices)}, or give the controller more --trainer-devices"
+    )
 
 
 def _read_if_there(path: str) -> str | None:

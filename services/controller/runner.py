@@ -51,7 +51,9 @@ class Runner:
         self._settings = settings
         self._redis = redis
         self._store = store
-        self._launcher = launcher or LocalLauncher(settings.state_dir, settings.trainer_python)
+        self._launcher = launcher or LocalLauncher(
+            settings.state_dir, settings.trainer_python, settings.trainer_devices
+        )
         self._fleet = FleetWatch(redis)
         self._metrics = JobMetrics(registry)
         self._wake = asyncio.Event()

@@ -43,6 +43,8 @@ class ControllerSettings(BaseModel):
     """FLOWFLEET_BLOBS: "redis", or the fsspec URL of the blob store."""
     trainer_python: str = sys.executable
     """Interpreter that starts trainers; it has torch, the controller's own need not."""
+    trainer_devices: tuple[str, ...] = ()
+    """Accelerators of a job's trainer, one a rank. Empty: none are assigned, torch takes what it sees."""
     log_level: LogLevel = "info"
 
     @field_validator("redis_url")
@@ -67,6 +69,13 @@ class ControllerSettings(BaseModel):
             if not _REWARD_NAME.fullmatch(name) or not _ADDRESS.fullmatch(address):
                 raise ValueError(f"--reward {name}={address}: give NAME=HOST:PORT, as in ocr=127.0.0.1:7001")
         return rewards
+
+    @field_validator("trainer_devices")
+    @classmethod
+    def _devices(cls, devices: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(devices) or len(set(devices)) < len(devices):
+            raise ValueError(f"--trainer-devices {','.join(devices)}: give each once, as in 0,1")
+        return devices
 
     @model_validator(mode="after")
     def _key_beyond_loopback(self) -> ControllerSettings:
@@ -113,4 +122,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--state-dir", type=Path, help="directory of jobs: logs, checkpoints, results (state)")
     parser.add_argument("--reward", action="append", default=[], metavar="NAME=HOST:PORT", help="a reward service")
     parser.add_argument("--trainer-python", help="interpreter that starts trainers (this one)")
+    parser.add_argument(
+        "--trainer-devices", type=_devices, metavar="0,1", help="accelerators of a job's trainer, one a rank (all)"
+    )
     return parser
+
+
+def _devices(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))

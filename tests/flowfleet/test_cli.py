@@ -148,6 +148,8 @@ def test_samples_are_downloaded_and_printed(run: Run, client: Client, job_file: 
         (["jobs", "--status", "asleep"], "status"),
         (["samples", "ffff", "--order", "odd"], "no job starts"),
         (["up", "--reward", "beauty"], "unknown reward 'beauty'"),
+        (["up", "--rollout-devices", "0,1", "--replicas", "3"], "names 2 accelerators for 3 rollouts"),
+        (["up", "--trainer-devices", ""], "give each once, as in 0,1"),
         (["demo", "--recipe", "absent.toml"], "absent.toml: cannot be read"),
     ],
 )
@@ -168,7 +170,20 @@ def test_the_surface_is_what_users_know() -> None:
     }
 
     assert options == {
-        "up": ["--detach", "--dtype", "--model", "--port", "--replicas", "--reward", "--state-dir"],
+        "up": [
+            "--detach",
+            "--dtype",
+            "--engine",
+            "--max-batch",
+            "--model",
+            "--port",
+            "--replicas",
+            "--reward",
+            "--rollout-devices",
+            "--start-timeout",
+            "--state-dir",
+            "--trainer-devices",
+        ],
         "down": ["--state-dir"],
         "demo": ["--recipe", "--seed", "--set", "--state-dir"],
         "submit": ["--dry-run", "--follow", "--idempotency-key", "--set", "--url"],

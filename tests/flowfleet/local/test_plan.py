@@ -4,6 +4,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from flowfleet.accelerators import VISIBLE
+from flowfleet.local.placement import place
 from flowfleet.local.plan import StackOptions, make_plan, ports_needed
 from flowfleet.local.stack import MARK
 
@@ -44,6 +46,28 @@ def test_port_zero_lets_the_controller_take_a_free_one(tmp_path: Path) -> None:
     plan = make_plan(options, range(20_000, 20_000 + ports_needed(options)), ["redis-server"], URL)
 
     assert plan.url == "http://127.0.0.1:20001"
+
+
+def test_each_rollout_is_confined_to_its_accelerator_and_the_controller_knows_the_trainers(tmp_path: Path) -> None:
+    options = StackOptions(state_dir=tmp_path, replicas=2, engine="vllm-omni", max_batch=12)
+    placement = place(2, ["0", "1", "2", "3"])
+    plan = make_plan(options, range(20_000, 20_000 + ports_needed(options)), ["redis-server"], URL, placement)
+
+    by_name = {process.name: process for process in plan.processes}
+    shown = [
+        {name: by_name[rollout].env.get(name) for name in VISIBLE.values()} for rollout in ("rollout-0", "rollout-1")
+    ]
+    assert shown == [dict.fromkeys(VISIBLE.values(), "0"), dict.fromkeys(VISIBLE.values(), "1")]
+    assert by_name["rollout-1"].argv[-4:] == ("--engine", "vllm-omni", "--max-batch", "12")
+    assert by_name["controller"].argv[-4:-2] == ("--trainer-devices", "2,3")
+    assert not any(set(VISIBLE.values()) & set(by_name[name].env) for name in ("redis", "reward-ocr", "controller"))
+
+
+def test_devices_that_cannot_be_meant_are_refused() -> None:
+    with pytest.raises(ValidationError, match="names 2 accelerators for 1 rollouts"):
+        StackOptions(rollout_devices=("0", "1"))
+    with pytest.raises(ValidationError, match="give each once"):
+        StackOptions(trainer_devices=("0", "0"))
 
 
 @pytest.mark.parametrize(

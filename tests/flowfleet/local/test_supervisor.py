@@ -60,7 +60,7 @@ def make(state: StateDir, reward: str = HEALTHY) -> Plan:
 
 
 @contextmanager
-def running(state: StateDir, plan: Plan) -> Iterator[Stack]:
+def running(state: StateDir, plan: Plan, start_timeout_s: float = 60.0) -> Iterator[Stack]:
     """A supervisor in a thread, from ready to stopped."""
     stop, ready = threading.Event(), threading.Event()
     stacks: list[Stack] = []
@@ -73,7 +73,7 @@ def running(state: StateDir, plan: Plan) -> Iterator[Stack]:
     def run() -> None:
         try:
             with state.lock():
-                Supervisor(plan, state).run(stop, announce)
+                Supervisor(plan, state, start_timeout_s=start_timeout_s).run(stop, announce)
         except StackError as error:
             errors.append(error)
             ready.set()
@@ -127,6 +127,19 @@ def test_a_process_that_cannot_start_is_told_with_its_log(tmp_path: Path) -> Non
     with (
         pytest.raises(StackError, match=r"(?s)reward-x ended with code 3.*no such scorer"),
         running(state, make(state, broken)),
+    ):
+        pass
+
+    assert state.read() is None
+
+
+def test_a_process_that_never_serves_is_waited_for_no_longer_than_said(tmp_path: Path) -> None:
+    state = StateDir(tmp_path)
+    loading = "import time; print('loading', flush=True); time.sleep(60)"
+
+    with (
+        pytest.raises(StackError, match=r"(?s)reward-x does not serve after 2 s.*loading"),
+        running(state, make(state, loading), start_timeout_s=2.0),
     ):
         pass
 

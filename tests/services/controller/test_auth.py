@@ -76,8 +76,10 @@ def test_beyond_loopback_a_key_is_required() -> None:
 def test_command_line() -> None:
     env = {"FLOWFLEET_REDIS_URL": "redis://:secret@127.0.0.1:1/0", "FLOWFLEET_API_KEY": KEY}
     argv = ["--port", "0", "--reward", "ocr=127.0.0.1:7001", "--reward", "jpeg=[::1]:7002", "--state-dir", "s"]
+    argv += ["--trainer-devices", "2,3"]
     settings = ControllerSettings.from_command_line(argv, env)
     assert (settings.port, settings.rewards) == (0, {"ocr": "127.0.0.1:7001", "jpeg": "[::1]:7002"})
+    assert settings.trainer_devices == ("2", "3")
     assert "secret" not in repr(settings)
     assert KEY not in repr(settings)
 
@@ -87,6 +89,7 @@ def test_command_line() -> None:
     [
         ([], {}, "set FLOWFLEET_REDIS_URL"),
         (["--reward", "ocr"], {"FLOWFLEET_REDIS_URL": "redis://x"}, "give NAME=HOST:PORT"),
+        (["--trainer-devices", "0,0"], {"FLOWFLEET_REDIS_URL": "redis://x"}, "--trainer-devices 0,0: give each once"),
         (["--reward", "a=h:1", "--reward", "a=h:2"], {"FLOWFLEET_REDIS_URL": "redis://x"}, "given twice for a"),
     ],
 )

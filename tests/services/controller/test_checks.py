@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowfleet.jobs import JobSpec
-from services.controller.checks import parse
+from services.controller.checks import check, parse
 from services.controller.problems import InvalidJob
 
 DEFAULT: dict[str, Any] = JobSpec.model_validate(
@@ -46,3 +48,11 @@ def test_any_value_anywhere(place: tuple[str, ...], added: str, value: Any) -> N
     assert all(problem.strip() for problem in problems)
     if spec is not None:
         assert parse(spec.model_dump(mode="json")) == spec
+
+
+def test_a_trainer_of_more_ranks_than_accelerators_is_refused_at_submit() -> None:
+    spec = parse({**DEFAULT, "trainer": {"world_size": 3}})
+    with pytest.raises(InvalidJob) as refused:
+        asyncio.run(check(spec, {"ocr": "x:1"}, ("0", "1")))
+    message = "trainer.world_size = 3: trainers have 2 accelerators here (0, 1), one a rank; set it to at most 2"
+    assert any(problem.startswith(message) for problem in refused.value.problems)

@@ -16,9 +16,10 @@ from services.controller import launcher as module
 from services.controller.launcher import LocalLauncher
 
 TRAINER = """
-import pathlib, subprocess, sys, time
+import os, pathlib, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 pathlib.Path(sys.argv[1] + ".child").write_text(str(child.pid))
+pathlib.Path(sys.argv[1] + ".devices").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "unset"))
 pathlib.Path(sys.argv[1]).write_text("127.0.0.1:4711")
 time.sleep(60)
 """
@@ -87,6 +88,24 @@ def test_a_trainer_that_ends_while_starting_names_its_log(
     with pytest.raises(RuntimeError, match=r"its log is .*trainer-job\.log"):
         asyncio.run(launcher.ensure("job", spec))
     assert "no GPU" in (tmp_path / "logs" / "trainer-job.log").read_text()
+
+
+def test_a_trainer_gets_an_accelerator_a_rank(launcher: LocalLauncher, spec: JobSpec, tmp_path: Path) -> None:
+    two = spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"world_size": 2})})
+
+    async def scenario() -> str:
+        confined = LocalLauncher(tmp_path, devices=("5", "2", "7"))
+        await confined.ensure("job", two)
+        await confined.stop("job")
+        return (tmp_path / "trainers" / "job.port.devices").read_text()
+
+    assert asyncio.run(scenario()) == "5,2"
+
+
+def test_a_trainer_of_more_ranks_than_accelerators_is_refused(tmp_path: Path, spec: JobSpec) -> None:
+    two = spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"world_size": 2})})
+    with pytest.raises(ValueError, match=r"trainer.world_size = 2: .* 1 accelerators here \(3\).*set it to at most 1"):
+        asyncio.run(LocalLauncher(tmp_path, devices=("3",)).ensure("job", two))
 
 
 def test_a_reused_pid_is_not_taken_for_the_trainer(tmp_path: Path) -> None:

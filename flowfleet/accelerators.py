@@ -1,0 +1,60 @@
+"""Which accelerators this machine has, and the environment that shows a process some of them. Free of torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+VISIBLE: Final = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+"""Kind of accelerator → the variable that names those a process may use."""
+_COUNT_TIMEOUT_S = 60.0
+
+
+def visible_devices(env: Mapping[str, str] = os.environ, count: Callable[[str], int] | None = None) -> tuple[str, ...]:
+    """Identifiers of the accelerators that a process with this environment may use, as `VISIBLE` variables name them.
+
+    Empty on a machine without, and where FLOWFLEET_DEVICE is "cpu". `count` gives how many of a kind ("cuda", "npu")
+    the machine has; default: asks the driver. Raises OSError where the driver does not answer.
+    """
+    wanted = env.get("FLOWFLEET_DEVICE", "auto")
+    for kind, variable in VISIBLE.items():
+        number = (count or _count)(kind) if wanted in ("auto", kind) else 0
+        if devices := tuple(_named(env[variable], number) if variable in env else map(str, range(number))):
+            return devices
+    return ()
+
+
+def show_only(devices: Sequence[str]) -> dict[str, str]:
+    """The environment of a process that is to use these alone; empty for none, which leaves it as it is.
+
+    Both variables are set: a machine has one kind, and ignores the other's.
+    """
+    return dict.fromkeys(VISIBLE.values(), ",".join(devices)) if devices else {}
+
+
+def _named(value: str, number: int) -> Iterator[str]:
+    """The valid start of a variable's value: as the drivers do, it ends at the first entry that names nothing."""
+    for name in map(str.strip, value.split(",") if number else ()):
+        if not (name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and int(name) < number)):
+            return
+        yield name
+
+
+def _count(kind: str) -> int:
+    return _count_cuda() if kind == "cuda" else len([*Path("/dev").glob("davinci[0-9]*")])
+
+
+def _count_cuda() -> int:
+    """Lines `GPU 0: …` of `nvidia-smi -L`; 0 without that program, or without a driver that works."""
+    try:
+        listing = subprocess.run(
+            ["nvidia-smi", "-L"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_COUNT_TIMEOUT_S
+        )
+    except FileNotFoundError:
+        return 0
+    except subprocess.TimeoutExpired:
+        raise OSError(f"`nvidia-smi -L` gave no answer in {_COUNT_TIMEOUT_S:.0f} s: see to the driver") from None
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines()) if listing.returncode == 0 else 0

@@ -1,0 +1,59 @@
+"""Which process of a stack gets which accelerator. Pure.
+
+A rollout takes one, a trainer one a rank. A rollout and a trainer rank on one device work, but slowly, and NCCL refuses
+two members of a group there: full weights cannot be published so, adapters can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Placement:
+    rollouts: tuple[str, ...] = ()
+    """The device of each rollout; empty: none is assigned."""
+    trainer: tuple[str, ...] = ()
+    """Devices of a job's trainer, the first `trainer.world_size` of them; empty: none is assigned."""
+
+    def of_rollout(self, index: int) -> tuple[str, ...]:
+        return self.rollouts[index : index + 1]
+
+    @property
+    def warning(self) -> str | None:
+        """What a user should know of it."""
+        if shared := [device for device in self.trainer if device in self.rollouts]:
+            return (
+                f"rollouts and trainers share accelerator {', '.join(shared)}: each has the memory that the other "
+                "leaves, and jobs of trainer.mode = full cannot publish their weights (NCCL); start fewer --replicas, "
+                "or give --rollout-devices and --trainer-devices"
+            )
+        if len(set(self.rollouts)) < len(self.rollouts):
+            return (
+                f"{len(self.rollouts)} rollouts share {len(set(self.rollouts))} accelerators: jobs of trainer.mode = "
+                "full cannot publish their weights (NCCL); start fewer --replicas"
+            )
+        return None
+
+
+NOWHERE = Placement()
+"""Of a machine without accelerators."""
+
+
+def place(
+    replicas: int,
+    available: Sequence[str],
+    rollout_devices: tuple[str, ...] | None = None,
+    trainer_devices: tuple[str, ...] | None = None,
+) -> Placement:
+    """Rollouts take the first of the `available` devices and trainers the others; what is given is taken as given.
+
+    Where none is left for trainers they share all of them; where there are fewer than rollouts, rollouts share.
+    """
+    if rollout_devices is None:
+        free = [device for device in available if device not in (trainer_devices or ())] or [*available]
+        rollout_devices = tuple(free[index % len(free)] for index in range(replicas)) if free else ()
+    if trainer_devices is None:
+        trainer_devices = tuple(device for device in available if device not in rollout_devices) or tuple(available)
+    return Placement(rollout_devices, trainer_devices)
