@@ -3,6 +3,7 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 # Where to find another build of torch, e.g. one for CPUs alone: make demo TORCH_INDEX=<url of an index of wheels>
 TORCH_INDEX ?=
+OMNI   := 0.30.0
 
 VENV := .venv
 BIN  := $(VENV)/bin
@@ -10,20 +11,23 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CODE := flowfleet services recipes bench examples tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint protos bench clean
+.NOTPARALLEL:
+.PHONY: help setup demo vllm-omni test test-all lint protos bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
 
-setup: $(VENV)/.dev  ## make .venv with all that development needs
+setup: $(VENV)/.dev $(VENV)/.vllm-omni  ## make .venv with all that development needs
 
 demo: $(VENV)/.local  ## train the tiny model on this machine until it writes its signs right
 	$(BIN)/flowfleet demo $(DEMO_FLAGS)
 
-test: $(VENV)/.dev  ## run the tests, without the long ones
+vllm-omni: $(VENV)/.local $(VENV)/.vllm-omni  ## add the vLLM-Omni engine, for CPUs
+
+test: $(VENV)/.dev $(VENV)/.vllm-omni  ## run the tests, without the long ones
 	$(BIN)/python -m pytest -m "not long" $(PYTEST_FLAGS)
 
-test-all: $(VENV)/.dev  ## run all tests: kills, matrices and learning too
+test-all: $(VENV)/.dev $(VENV)/.vllm-omni  ## run all tests: kills, matrices and learning too
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 lint: $(VENV)/.dev  ## check style, types and who imports whom
@@ -61,3 +65,12 @@ $(VENV)/.dev: $(VENV)/.torch
 	@echo "Installing flowfleet[dev]"
 	@$(PIP) install -e '.[dev]' '$(TORCH)'
 	@touch $(VENV)/.local $@
+
+# vLLM is built without kernels: its wheel is for CUDA. Without build isolation, which would download a CUDA torch.
+$(VENV)/.vllm-omni: requirements/vllm-omni-cpu.txt | $(VENV)/.torch
+	@echo "Installing vLLM-Omni $(OMNI) for CPUs"
+	@$(PIP) install --no-deps -r requirements/vllm-omni-cpu.txt
+	@VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(OMNI) \
+		$(PIP) install --no-deps --no-build-isolation --no-binary vllm vllm==$(OMNI)
+	@$(PIP) install --no-deps vllm-omni==$(OMNI)
+	@touch $@
