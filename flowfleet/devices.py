@@ -61,6 +61,37 @@ def has_fused_optimizer(device: torch.device) -> bool:
     return device.type in ("cpu", "cuda")
 
 
+def has_fp8(device: torch.device) -> bool:
+    """Whether torch multiplies float8 matrices with row-wise scales there in hardware."""
+    return device.type == "cuda" and torch.version.hip is None and _of(device).get_device_capability(device) >= (8, 9)
+
+
+def has_triton(device: torch.device) -> bool:
+    """Whether Triton's kernels run there. It comes with torch for CUDA on Linux."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+def identity(device: torch.device) -> str:
+    """Names the physical accelerator, the same from every process; empty for the CPU."""
+    if not is_accelerator(device):
+        return ""
+    uuid = getattr(_of(device).get_device_properties(device), "uuid", None)
+    if uuid is not None:
+        return str(uuid)
+    index = _of(device).current_device() if device.index is None else device.index
+    visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "").split(",")
+    physical = visible[index] if index < len(visible) and visible[index] else str(index)
+    return f"{socket.gethostname()}/{device.type}/{physical}"
+
+
+def byte_buffer(size_bytes: int, device: torch.device) -> torch.Tensor:
+    """(size_bytes,) uint8, zeros. In host memory it is pinned where there is an accelerator to copy from or to."""
+    pinned = not is_accelerator(device) and any(
+        module is not None and module.is_available() for module in map(_module, ("cuda", "npu"))
+    )
+    return torch.zeros(size_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+
+
 def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
     """Generator states of this rank: uint8 tensors on the CPU, by name."""
     states = {"cpu": torch.get_rng_state()}
