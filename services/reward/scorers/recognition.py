@@ -7,20 +7,17 @@ decoding its output are RapidOCR's.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 from numpy.typing import NDArray
 from PIL import Image
+
+from services.reward.scorers.onnx_models import rapidocr_config
 
 LINE_HEIGHT = 48
 """Height in pixels that the model was trained on."""
@@ -36,6 +33,8 @@ BATCH_SIZE = 16
 
 Box = tuple[float, float, float, float]
 
+WHOLE: Box = (0.0, 0.0, 1.0, 1.0)
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -50,7 +49,7 @@ class LineReader:
     """The recognition model on `num_threads` CPU threads, which sleep while there is nothing to read."""
 
     def __init__(self, num_threads: int) -> None:
-        self._recognizer = _rapidocr_recognizer(_session(num_threads))
+        self._recognizer = _rapidocr_recognizer(num_threads)
         self.alphabet: list[str] = self._recognizer.postprocess_op.character
         """The blank's name, then the characters that the other columns of the probabilities stand for."""
 
@@ -64,10 +63,17 @@ class LineReader:
                 part = indices[start : start + BATCH_SIZE]
                 yield from zip(part, self._read_batch([lines[index] for index in part]), strict=True)
 
+    def read_alone(self, line: NDArray[np.float32]) -> Reading:
+        """The reading of one line (from `as_line`). Its last bits differ from those of `read`, which fills batches."""
+        return self._readings(line[None])[0]
+
     def _read_batch(self, lines: Sequence[NDArray[np.float32]]) -> list[Reading]:
         """A single line goes in twice: a batch of one takes other matrix kernels, whose last bits differ."""
         batch = np.stack(lines if len(lines) > 1 else [*lines, *lines])
-        probabilities = self._recognizer.session(batch)[: len(lines)]
+        return self._readings(batch)[: len(lines)]
+
+    def _readings(self, batch: NDArray[np.float32]) -> list[Reading]:
+        probabilities = self._recognizer.session(batch)
         texts, _ = self._recognizer.postprocess_op(probabilities)
         return [Reading(text, confidence, row) for (text, confidence), row in zip(texts, probabilities, strict=True)]
 
@@ -86,43 +92,8 @@ def as_line(image: Image.Image, crop: Box, min_width: int) -> NDArray[np.float32
     return np.ascontiguousarray(scaled[:, :, ::-1].transpose(2, 0, 1)) / np.float32(127.5) - np.float32(1.0)
 
 
-def model_version() -> str:
-    """Which model reads, e.g. "rapidocr 3.10.0 PP-OCRv6_rec_small"."""
-    return f"rapidocr {version('rapidocr')} {_model_path().stem}"
-
-
-def _model_path() -> Path:
-    """The one recognition model that the wheel carries. FileNotFoundError when it carries none."""
-    spec = find_spec("rapidocr")
-    folder = Path(spec.origin).parent / "models" if spec and spec.origin else Path("models")
-    found = sorted(folder.glob("*_rec_*.onnx"))
-    if not found:
-        raise FileNotFoundError("rapidocr carries no recognition model (models/*_rec_*.onnx): install rapidocr>=3.10")
-    return found[-1]
-
-
-def _session(num_threads: int) -> onnxruntime.InferenceSession:
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = num_threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 3
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    return onnxruntime.InferenceSession(str(_model_path()), options, providers=["CPUExecutionProvider"])
-
-
-def _rapidocr_recognizer(session: onnxruntime.InferenceSession) -> Any:
-    """RapidOCR's `TextRecognizer` around a session of ours; its own log lines, which are not JSON, are muted."""
-    from omegaconf import DictConfig
-    from rapidocr import EngineType
+def _rapidocr_recognizer(num_threads: int) -> Any:
     from rapidocr.ch_ppocr_rec import TextRecognizer
 
-    logging.getLogger("RapidOCR").setLevel(logging.WARNING)
-    settings: Any = {
-        "engine_type": EngineType.ONNXRUNTIME,
-        "lang_type": "ch",
-        "rec_batch_num": BATCH_SIZE,
-        "rec_img_shape": [3, LINE_HEIGHT, MAX_LINE_WIDTH],
-        "session": session,
-    }
-    config: Any = DictConfig(settings, flags={"allow_objects": True})
-    return TextRecognizer(config)
+    settings = {"rec_batch_num": BATCH_SIZE, "rec_img_shape": [3, LINE_HEIGHT, MAX_LINE_WIDTH]}
+    return TextRecognizer(rapidocr_config("rec", num_threads, settings))

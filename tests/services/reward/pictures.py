@@ -32,6 +32,17 @@ def sign(word: str, seed: int = 0, size: int = 64) -> Image.Image:
     return image.resize((size, size), Image.Resampling.LANCZOS)
 
 
+def page(*lines: tuple[str, float, float, int], tilt: float = 0.0, size: int = 512) -> Image.Image:
+    """Dark text on a soft gradient: of each line its words, left and top as fractions, and the size in points; the
+    whole turned by `tilt` degrees."""
+    ground = Image.linear_gradient("L").resize((size, size)).point(lambda value: 170 + value // 4)
+    image = Image.merge("RGB", (ground, ground.rotate(90), ground))
+    draw = ImageDraw.Draw(image)
+    for text, left, top, points in lines:
+        draw.text((left * size, top * size), text, font=ImageFont.load_default(size=points), fill=(25, 20, 60))
+    return image.rotate(tilt, Image.Resampling.BICUBIC, fillcolor=(200, 200, 200))
+
+
 def random_words(count: int, seed: int = 0) -> list[str]:
     rng = random.Random(seed)
     alphabet = string.ascii_uppercase + string.digits

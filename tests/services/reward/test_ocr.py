@@ -13,7 +13,8 @@ from PIL import Image
 
 from services.reward.scorers.base import Outcome, Problem, Sample, Score
 from services.reward.scorers.ocr import OcrParams, OcrScorer, _Columns
-from services.reward.scorers.recognition import Reading, _model_path, as_line
+from services.reward.scorers.onnx_models import model_path
+from services.reward.scorers.recognition import Reading, as_line
 from services.reward.scorers.text import normalise
 from tests.services.reward.pictures import CROP, random_words, sign
 
@@ -40,7 +41,7 @@ def components(outcome: Outcome) -> dict[str, float]:
 
 def independent_texts(images: Sequence[Image.Image]) -> list[str]:
     """Another reader around the same model: the part inside the frame stretched to 160 columns, greedy CTC by hand."""
-    session = onnxruntime.InferenceSession(str(_model_path()), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(str(model_path("rec")), providers=["CPUExecutionProvider"])
     alphabet = [*session.get_modelmeta().custom_metadata_map["character"].splitlines(), " "]
     crops = [np.asarray(image.crop((3, 8, 61, 56)).resize((160, 48), Image.Resampling.BICUBIC)) for image in images]
     batch = (np.stack(crops).astype(np.float32)[..., ::-1] / 127.5 - 1.0).transpose(0, 3, 1, 2)
@@ -149,7 +150,13 @@ def test_lines_are_bgr_between_minus_one_and_one() -> None:
 @pytest.mark.parametrize(
     ("params", "says"),
     [
-        ({"corp": "0,0,1,1"}, r"params\.corp is unknown: this scorer takes crop, alphanumeric, score, min_width"),
+        (
+            {"corp": "0,0,1,1"},
+            r"params\.corp is unknown: this scorer takes region, crop, alphanumeric, score, min_width",
+        ),
+        ({"region": "paragraph"}, r"params\.region = 'paragraph': say one of line, page"),
+        ({"detection_size": "31"}, "32 … 2048 pixels"),
+        ({"detection_size": "big"}, r"params\.detection_size"),
         ({"crop": "0,0,1"}, r"params\.crop = '0,0,1': say left,top,right,bottom"),
         ({"crop": "0.5,0,0.5,1"}, "left < right"),
         ({"crop": "0,0,nan,1"}, "fractions"),

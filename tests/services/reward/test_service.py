@@ -147,7 +147,9 @@ def test_malformed_calls_are_invalid_arguments(ocr_process: ServiceProcess, ids:
 def test_unknown_parameters_name_the_valid_ones(ocr_process: ServiceProcess) -> None:
     error = refusal(ocr_process, [sign_sample("a", "AB3")], corp="0,0,1,1")
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert error.details() == ("params.corp is unknown: this scorer takes crop, alphanumeric, score, min_width")
+    assert error.details() == (
+        "params.corp is unknown: this scorer takes region, crop, alphanumeric, score, min_width, detection_size"
+    )
 
 
 def test_concurrent_callers_share_batches(ocr_process: ServiceProcess) -> None:
