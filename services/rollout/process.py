@@ -82,12 +82,21 @@ async def _serve(
 
 def make_engine(options: argparse.Namespace) -> RolloutEngine:
     """The engine of the flags; its libraries are imported only now."""
-    from services.rollout.engines.diffusers import DiffusersEngine
-
     try:
         device = devices.pick_device() if options.device == "auto" else torch.device(options.device)
     except RuntimeError as error:
         raise ValueError(f"--device {options.device}: {error}") from None
+    if options.engine == "vllm-omni":
+        from services.rollout.engines.vllm_omni import VllmOmniEngine
+
+        return VllmOmniEngine(
+            device,
+            max_batch=options.max_batch,
+            threads=options.threads,
+            attention_backend=options.attention_backend,
+        )
+    from services.rollout.engines.diffusers import DiffusersEngine
+
     return DiffusersEngine(device, max_batch=options.max_batch, threads=options.threads)
 
 

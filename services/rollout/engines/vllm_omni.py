@@ -1,0 +1,270 @@
+"""The vLLM-Omni engine: `AsyncOmni` in this process, one worker on one device, our pipelines in it.
+
+A batch of the sampler is one request to vLLM-Omni, so its rows do not depend on what else is asked at the time. Weights
+change between two batches: scheduling is paused, which lets the running batch finish, a worker RPC changes them, and
+scheduling goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import os
+import uuid
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from flowfleet import weights
+from flowfleet.models.registry import family_of
+from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
+from services.rollout.engines.base import Cancelled, GeneratedBatch, GenerationRequest, RolloutEngine
+from services.rollout.engines.diffusers import check_request, copied
+from services.rollout.engines.omni_loop import LoopThread
+from services.rollout.engines.progress import Progress
+from services.rollout.engines.prompts import Encoded
+from services.rollout.engines.sampler import Row, batches
+from services.rollout.vllm_omni import slim_imports
+from services.rollout.vllm_omni.pipelines import pipeline_for
+from services.rollout.vllm_omni.plugin import TARGET
+from services.rollout.vllm_omni.task import Task
+
+ATTENTION_BACKEND = "TORCH_SDPA"
+"""vLLM-Omni's default needs the flash-attn package."""
+_AHEAD = 2
+"""Batches of a request at vLLM-Omni at a time: one runs, one waits, so that the device never does."""
+_EXTENSION = "services.rollout.vllm_omni.extension.RolloutWorkerExtension"
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class VllmOmniEngine(RolloutEngine):
+    """`max_batch` is the most rows of one forward; `threads` the CPU threads of torch, None for its default;
+    `attention_backend` is vLLM-Omni's, which CPUs have one of.
+
+    Raises ValueError where vLLM-Omni is not installed, and for a device that it could not take.
+    """
+
+    name = "vllm-omni"
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        max_batch: int,
+        threads: int | None = None,
+        attention_backend: str = ATTENTION_BACKEND,
+    ) -> None:
+        _require_installed()
+        if device.index:
+            raise ValueError(f"the vllm-omni engine takes the first device that it sees, not {device}: show it one")
+        self.device = device
+        self._max_batch = max_batch
+        self._threads = threads
+        self._attention_backend = attention_backend
+        self._loop = LoopThread("vllm-omni")
+        self._progress = Progress()
+        self._omni: Any = None
+        self._model: ModelSpec | None = None
+        self._lora: LoraSpec | None = None
+        self._is_base_live = False
+        """Whether the transformers' weights are those of the model, not of training."""
+
+    async def prepare(self, model: ModelSpec, lora: LoraSpec | None) -> None:
+        if self._model != model:
+            await self._start(model)
+        if self._lora == lora and self._is_base_live:
+            return
+        async with self._paused():
+            installed, self._lora = self._lora, None
+            if installed is not None:
+                await self._perform(lambda worker: worker.install(None))
+            if not self._is_base_live:
+                await self._perform(lambda worker: worker.load_base(model))
+                self._is_base_live = True
+            if lora is not None:
+                await self._perform(lambda worker: worker.install(lora))
+                self._lora = copied(lora)
+
+    async def generate(
+        self, request: GenerationRequest, cancelled: Callable[[], bool]
+    ) -> AsyncGenerator[GeneratedBatch, None]:
+        assert self._model is not None, "prepare comes first"
+        check_request(request, family_of(self._model.path))
+        encoded: Encoded = await self._perform(lambda worker: worker.encode(request))
+        running: deque[asyncio.Task[GeneratedBatch]] = deque()
+        try:
+            for rows in batches(request, self._max_batch):
+                running.append(asyncio.create_task(self._draw(request, encoded, rows, cancelled)))
+                if len(running) == _AHEAD:
+                    yield await running.popleft()
+            while running:
+                yield await running.popleft()
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def load_adapter(self, state: Mapping[str, Tensor]) -> None:
+        async with self._paused():
+            await self._perform(lambda worker: worker.load_adapter(state))
+
+    async def receive(self, member: weights.Member, buckets: Sequence[Bucket]) -> None:
+        async with self._paused():
+            await self._perform(lambda worker: worker.expect(buckets))
+            self._is_base_live = self._is_base_live and self._lora is not None
+            await self._perform(lambda worker: worker.receive(member, buckets, self._progress.beat))
+
+    async def verify(self, hashes: Mapping[str, int]) -> str:
+        async with self._paused():
+            digest: str = await self._perform(lambda worker: worker.verify(hashes))
+        return digest
+
+    def stalled_s(self) -> float:
+        self._progress.is_dead = self._omni is not None and self._omni.errored
+        return self._progress.stalled_s()
+
+    async def close(self) -> None:
+        await self._stop()
+        await asyncio.to_thread(self._loop.close)
+
+    # vLLM-Omni itself -------------------------------------------------------------------------------------------------
+
+    async def _start(self, model: ModelSpec) -> None:
+        """Another model is another vLLM-Omni. Raises ValueError for one that it cannot have here."""
+        pipeline = pipeline_for(family_of(model.path))
+        if model.compile and self.device.type == "cpu":
+            raise ValueError("rollout.compile: vLLM-Omni does not compile for CPUs: turn it off, or use a GPU")
+        await self._stop()
+        log.info("starts vLLM-Omni with %s in %s on %s", model.path, model.dtype, self.device)
+        settings = copied(model)
+        with self._progress.work():
+            self._omni = await self._loop.call(lambda: self._make_omni(settings, pipeline))
+        try:
+            await self._submit(
+                Task(lambda _: self._set_up_thread()), {}
+            )  # The first request starts vLLM-Omni's thread.
+            await self._perform(lambda worker: worker.load(settings))
+        except BaseException:
+            await self._stop()
+            raise
+        self._model, self._is_base_live = settings, True
+
+    async def _stop(self) -> None:
+        omni, self._omni, self._model, self._lora = self._omni, None, None, None
+        if omni is not None:
+            await self._loop.call(omni.shutdown)
+
+    def _make_omni(self, model: ModelSpec, pipeline: str) -> Any:
+        """Imports and starts it; takes seconds."""
+        _set_environment(self.device)
+        slim_imports.install()
+        from vllm_omni.entrypoints.async_omni import AsyncOmni
+
+        for library in ("vllm", "vllm_omni"):
+            logging.getLogger(library).setLevel(logging.WARNING)
+        attention = {} if self.device.type == "cpu" else {"diffusion_attention_backend": self._attention_backend}
+        return AsyncOmni(
+            model=model.path,
+            dtype=model.dtype,
+            max_num_seqs=1,  # A request is a batch already.
+            log_stats=False,
+            enforce_eager=True,  # Blocks are compiled by `acceleration`.
+            custom_pipeline_args={"pipeline_class": pipeline},
+            worker_extension_cls=_EXTENSION,
+            **attention,
+        )
+
+    def _set_up_thread(self) -> None:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+
+    @asynccontextmanager
+    async def _paused(self) -> AsyncIterator[None]:
+        """Inside, no batch runs: the one that did is finished, the others wait."""
+        await self._loop.submit(self._omni.pause_generation(mode="keep"))
+        try:
+            yield
+        finally:
+            await self._loop.submit(self._omni.resume_generation())
+
+    async def _perform(self, function: Callable[[Any], T]) -> T:
+        """Calls a function of the worker on vLLM-Omni's thread, between two batches."""
+        task = Task(self._watched(function))
+        with self._progress.work():
+            answer = await self._loop.submit(self._omni.collective_rpc("perform", args=(task,)))
+        if not task.is_done:
+            raise RuntimeError(f"vLLM-Omni did not do what it was asked: {answer}")
+        return task.result()
+
+    async def _draw(
+        self, request: GenerationRequest, encoded: Encoded, rows: Sequence[Row], cancelled: Callable[[], bool]
+    ) -> GeneratedBatch:
+        def work(pipeline: Any) -> GeneratedBatch:
+            def checkpoint() -> None:
+                self._progress.beat()
+                pipeline.check_cancelled()
+                if cancelled():
+                    raise Cancelled
+
+            made: GeneratedBatch = pipeline.sampler.sample(request, encoded, rows, checkpoint)
+            return made
+
+        task = Task(self._watched(work))
+        size = request.sampling.size
+        shape = {"height": size.height, "width": size.width, "num_frames": size.num_frames}
+        await self._submit(task, shape | {"num_inference_steps": request.sampling.num_steps})
+        if not task.is_done:
+            raise Cancelled
+        return task.result()
+
+    async def _submit(self, task: Task[Any], parameters: Mapping[str, Any]) -> None:
+        """Runs a task of the pipeline as one request of vLLM-Omni's."""
+        with self._progress.work():
+            await self._loop.submit(self._request(task, parameters))
+
+    async def _request(self, task: Task[Any], parameters: Mapping[str, Any]) -> None:
+        """On vLLM-Omni's loop."""
+        from vllm_omni.inputs.data import OmniDiffusionSamplingParams
+
+        from services.rollout.vllm_omni.pipeline import ADAPTER, TASK
+
+        settings = OmniDiffusionSamplingParams(
+            **parameters,
+            extra_args={TASK: task},
+            lora_request=ADAPTER if self._lora is not None else None,
+        )
+        async for _ in self._omni.generate(
+            {"prompt": ""}, sampling_params_list=[settings], request_id=uuid.uuid4().hex
+        ):
+            pass
+
+    def _watched(self, function: Callable[[Any], T]) -> Callable[[Any], T]:
+        def work(target: Any) -> T:
+            with self._progress.work():
+                return function(target)
+
+        return work
+
+
+def _require_installed() -> None:
+    missing = [name for name in ("vllm", "vllm_omni") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"--engine vllm-omni: {' and '.join(missing)} not installed here: `make vllm-omni` installs both for CPUs, "
+            "on GPUs `pip install vllm==0.30.0 vllm-omni==0.30.0`; or give --engine diffusers"
+        )
+
+
+def _set_environment(device: torch.device) -> None:
+    """What vLLM reads when it is imported."""
+    if device.type == "cpu":
+        os.environ.setdefault(TARGET, "cpu")
+    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

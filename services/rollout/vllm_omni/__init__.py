@@ -1,0 +1,14 @@
+"""What runs inside vLLM-Omni for the engine of `services/rollout/engines/vllm_omni.py`.
+
+    pipelines        which family is drawn by which of our pipelines
+    pipeline         the base of these: vLLM-Omni's transformers under our sampler
+    qwen_image       Qwen-Image
+    task             what is asked of the engine's thread, and what came of it
+    extension        the worker's side of loading, weight updates and sampling
+    adapter          LoRA in vLLM-Omni's layers, from memory
+    parameters       live parameters under the names that weights are published by
+    plugin           chosen by vLLM-Omni at import: `platform` on CPUs, and slim imports
+    platform, attention, slim_imports    what the CPU lacks of vLLM-Omni
+
+One worker in this process: requests, tasks and results are passed by reference, nothing is pickled.
+"""

@@ -1,0 +1,44 @@
+"""What is asked of the engine's thread, and what came of it.
+
+vLLM-Omni turns what a worker raises into text, and copies a request's parameters deeply. A task goes through both as
+itself and keeps the exception, so the caller gets the very result or error. It works because the worker is a thread of
+this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, cast
+
+T = TypeVar("T")
+
+
+class Task(Generic[T]):
+    """A function of the worker extension or the pipeline, to be run once by it."""
+
+    def __init__(self, function: Callable[[Any], T]) -> None:
+        self._function = function
+        self._value: T | None = None
+        self._error: BaseException | None = None
+        self.is_done = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Task[T]:
+        return self
+
+    def run(self, target: Any, *, passing: tuple[type[BaseException], ...] = ()) -> None:
+        """Calls the function. What it raises is kept for the caller, but for `passing`, which the engine shall see."""
+        try:
+            self._value = self._function(target)
+        except passing:
+            raise
+        except BaseException as error:
+            self._error = error
+        self.is_done = True
+
+    def result(self) -> T:
+        """What came of it. Raises what the function raised, RuntimeError if it has not been run."""
+        if self._error is not None:
+            raise self._error
+        if not self.is_done:
+            raise RuntimeError("the engine gave a task up before it was done")
+        return cast(T, self._value)
