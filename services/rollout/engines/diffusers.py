@@ -104,7 +104,7 @@ class DiffusersEngine(RolloutEngine):
         log.info("loads %s in %s on %s", model.path, model.dtype, self.device)
         self._family = family_of(model.path)
         adapter = self._family.load().load(model.path, dtype=weights.dtype_of(model.dtype), device=self.device)
-        self._model, self._adapter, self._sampler = _copy(model), adapter, Sampler(adapter)
+        self._model, self._adapter, self._sampler = copied(model), adapter, Sampler(adapter)
 
     def _install(self, lora: LoraSpec | None) -> None:
         experts = self._loaded().experts
@@ -117,12 +117,12 @@ class DiffusersEngine(RolloutEngine):
             except BaseException:
                 self._model = None  # Half an adapter may be in it.
                 raise
-            self._lora = _copy(lora)
+            self._lora = copied(lora)
 
     def _encode(self, request: GenerationRequest) -> Encoded:
         assert self._sampler is not None, "prepare comes first"
         assert self._family is not None
-        _check(request, self._family)
+        check_request(request, self._family)
         return self._sampler.encode(request)
 
     def _sample(
@@ -180,7 +180,7 @@ class DiffusersEngine(RolloutEngine):
         self._progress = time.monotonic()
 
 
-def _check(request: GenerationRequest, family: ModelFamily) -> None:
+def check_request(request: GenerationRequest, family: ModelFamily) -> None:
     """Raises ValueError for what the family would not heed, or needs and was not given."""
     has_images = any(group.images for group in request.groups)
     if has_images and not family.takes_images:
@@ -191,7 +191,8 @@ def _check(request: GenerationRequest, family: ModelFamily) -> None:
         raise ValueError(f"{family.title} takes no embedded guidance: leave rollout.embedded_guidance out")
 
 
-def _copy(message: T) -> T:
-    copied = type(message)()
-    copied.CopyFrom(message)  # type: ignore[attr-defined]
-    return copied
+def copied(message: T) -> T:
+    """A protobuf message of its own."""
+    own = type(message)()
+    own.CopyFrom(message)  # type: ignore[attr-defined]
+    return own
