@@ -21,6 +21,9 @@ from prometheus_client import REGISTRY, CollectorRegistry, Gauge, start_http_ser
 
 from flowfleet.errors import Unavailable
 
+LOG_PROB_GAP: Final = "rollout_corr/log_ratio_abs_mean"
+"""Metric of a step: mean |trainer's - rollout's log-prob|. `rollout.max_log_prob_gap` limits it."""
+
 _CONTEXT: Final = ("job", "step", "sample")
 _INVALID: Final = re.compile(r"[^a-zA-Z0-9_]+")
 

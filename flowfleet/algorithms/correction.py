@@ -12,8 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from flowfleet.telemetry import LOG_PROB_GAP
 
 if TYPE_CHECKING:
     from flowfleet.jobs import CorrectionPart
@@ -79,12 +82,17 @@ def correct(
     return Correction(kept.masked_fill(outside, 0.0), log_ratio, outside)
 
 
-def agreement_metrics(log_ratio: Tensor) -> dict[str, float]:
-    """Charted names for (B,) log-ratios of trainer over rollout."""
-    gap = log_ratio.detach().double()
-    return {
+def agreement_metrics(log_ratio: Tensor, clip_range: float | None = None) -> dict[str, float]:
+    """Charted names for (B,) log-ratios of trainer over rollout. `clip_range`: of the loss, if it has one; rows whose
+    ratio is further from 1 would be clipped at once were the rollout's log-probs the old ones."""
+    gap = log_ratio.detach().double().cpu()
+    metrics = {
         "rollout_corr/ratio_mean": gap.exp().mean().item(),
-        "rollout_corr/log_ratio_abs_mean": gap.abs().mean().item(),
+        LOG_PROB_GAP: gap.abs().mean().item(),
+        "rollout_corr/log_ratio_abs_p99": float(np.percentile(gap.abs().numpy(), 99)),
         "rollout_corr/log_ratio_abs_max": gap.abs().max().item(),
         "rollout_corr/exact": (gap == 0).double().mean().item(),
     }
+    if clip_range is not None:
+        metrics["rollout_corr/beyond_clip"] = (gap.expm1().abs() > clip_range).double().mean().item()
+    return metrics

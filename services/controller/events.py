@@ -83,6 +83,8 @@ class Trained(_Event):
 
     kind: Literal["trained"] = "trained"
     step: int
+    log_prob_gap: float | None = None
+    """Mean |trainer's - rollout's log-prob| over its rows; none for losses that read no log-probs."""
 
 
 class Published(_Event):

@@ -246,8 +246,8 @@ class JobRunner:
                 await self.job.trainer().GetStatus(trainer_pb2.GetTrainerStatusRequest(), timeout=GREET_DEADLINE_S)
 
     async def _look_at_wishes(self) -> None:
+        paused = self.machine.state.status is Status.PAUSED  # before the wish is read: see JobStore.hold
         desired = (await self.job.store.get(self.job.job_id)).desired
-        paused = self.machine.state.status is Status.PAUSED
         if desired is Desired.CANCELLED:
             await self.emit(ev.CancelRequested())
         elif desired is Desired.PAUSED and not paused:
@@ -267,7 +267,8 @@ class JobRunner:
             task.result()
 
     async def _report_status(self) -> None:
-        status, phase, reason = str(self.machine.state.status), str(self.machine.phase), self._reason()
+        state = self.machine.state
+        status, phase, reason = str(state.status), str(self.machine.phase), state.reason or self._reason()
         if (status, phase, reason) == self._reported or self.machine.finished:
             return
         if (status, reason) != (self._reported[0], self._reported[2]):

@@ -22,6 +22,7 @@ from pydantic import BaseModel
 
 from flowfleet.jobs import JobSpec
 from services.controller import events as ev
+from services.controller import gap
 from services.controller.batch import NOT_IN_A_PAIR, Batch, Phase, SampleState, with_dropped
 
 
@@ -184,12 +185,15 @@ class Machine:
     def _on_trained(self, event: ev.Trained) -> None:
         if self.state.trainer_applied is not None:
             self.state.trainer_applied = max(self.state.trainer_applied, event.step + 1)
+        too_far = self.too_far(event)
         if event.step == self.state.version:
             batch = self.state.batches.pop(event.step)
             self.state.samples_trained += batch.num_trained
             self._count_drop(NOT_IN_A_PAIR, batch.num_unpaired)
             self.state.version += 1
             self.state.trained_at = event.at
+            if too_far:
+                self.state.status, self.state.reason = Status.PAUSED, gap.reason(self.spec, event)
 
     def _on_published(self, event: ev.Published) -> None:
         if event.version == self.state.version:
@@ -210,9 +214,10 @@ class Machine:
 
     def _on_resume_requested(self, event: ev.ResumeRequested) -> None:
         self.state.status = Status.RUNNING if self.state.published >= 0 else Status.STARTING
+        self.state.reason = ""
 
     def _on_cancel_requested(self, event: ev.CancelRequested) -> None:
-        self.state.status = Status.CANCELLED
+        self.state.status, self.state.reason = Status.CANCELLED, ""
 
     def _on_failed(self, event: ev.Failed) -> None:
         self.state.status, self.state.reason = Status.FAILED, event.reason
@@ -302,6 +307,11 @@ class Machine:
     def admissible(self, step: int, version: int) -> bool:
         """Whether a sample of `version` may be trained on by `step` (invariant 3)."""
         return step - self.spec.schedule.max_staleness <= version <= step
+
+    def too_far(self, event: ev.Trained) -> bool:
+        """Whether the job pauses after this update for its log-prob gap. A step that is replayed after a fault does not
+        pause it again."""
+        return event.step == self.state.version and gap.is_above(self.spec, event)
 
     def wanted(self, step: int, group: int) -> list[int]:
         """Indices of a group that are still to be sampled, ascending."""

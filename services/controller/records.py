@@ -99,7 +99,7 @@ class JobRecord(Record):
     name: str
     status: JobStatus
     desired: Desired
-    """What was asked for last. The runner brings the job there."""
+    """What was asked for last. The runner brings the job there. A job that pauses itself asks for it too."""
     reason: str = ""
     """Why the status is what it is, where that needs saying."""
     created_at: datetime

@@ -15,8 +15,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from flowfleet.proto import trainer_pb2
+from flowfleet.telemetry import LOG_PROB_GAP
 from services.controller import events as ev
 from services.controller import machine as do
 from services.controller import reports, requests
@@ -118,7 +120,9 @@ class TrainingStep:
         result = await job.trainer().TrainStep(request, timeout=job.spec.timeouts.train_step_s)
         if step == job.machine.state.version:
             await job.reports.trained(step, dict(result.metrics))
-        await job.emit(ev.Trained(step=step))
+        trained = ev.Trained(step=step, log_prob_gap=result.metrics.get(LOG_PROB_GAP))
+        hold = partial(job.store.hold, job.job_id) if job.machine.too_far(trained) else None
+        await job.emit(trained, also=hold)
 
     async def publish(self, version: int) -> None:
         """Give every live replica the new weights; each verifies them before it serves them."""

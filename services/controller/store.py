@@ -23,6 +23,9 @@ from services.controller.records import Action, Desired, JobRecord, JobStatus, P
 from services.controller.samples import SampleShelf
 
 IDEMPOTENCY_TTL_S = 7 * 24 * 3600
+_HOLD = """
+if redis.call('HGET', KEYS[1], 'desired') == ARGV[1] then redis.call('HSET', KEYS[1], 'desired', ARGV[2]) end
+"""
 
 
 class JobStore(History, SampleShelf):
@@ -129,6 +132,11 @@ class JobStore(History, SampleShelf):
 
         await self._transaction(attempt, keys.job(job_id))
         return await self.get(job_id)
+
+    async def hold(self, job_id: str, pipe: Pipe) -> None:
+        """Adds to a transaction that the job shall be paused until its user resumes it; not if it is to be cancelled.
+        The job's machine pauses by the event of the same transaction, so a wish that is read later knows of it."""
+        pipe.eval(_HOLD, 1, keys.job(job_id), Desired.RUNNING, Desired.PAUSED)
 
     async def update_progress(self, job_id: str, *, announce: bool = True, **fields: Any) -> None:
         """Sets these fields of Progress, the others stay. ValueError for one it has not; `announce`: an event too."""

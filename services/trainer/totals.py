@@ -22,6 +22,8 @@ class Totals:
         """`num_steps`: noisy ones, 0 for losses that read none; `num_samples`: of the step, over all ranks."""
         self._ranks = ranks
         self._shape = num_steps, num_samples
+        self.clip_range: float | None = None
+        """Of the ratio of log-probs, by the loss; none where it limits something else."""
         self._gaps: list[tuple[int | slice, list[int], Tensor]] = []
         self._loss = torch.zeros((), device=ranks.device)
         self._sums: dict[str, Tensor] = {}
@@ -96,7 +98,7 @@ class Totals:
             return {}
         ratio = known.exp()
         return {
-            **agreement_metrics(known),
+            **agreement_metrics(known, self.clip_range),
             "rollout_corr/ratio_min": ratio.min().item(),
             "rollout_corr/ratio_max": ratio.max().item(),
             "rollout_corr/ratio_max_abs_dev": (ratio - 1).abs().max().item(),

@@ -54,6 +54,7 @@ class PolicyObjective:
         self._schedule = engine.adapter.schedule(spec.rollout.num_inference_steps, spec.rollout.size)
         self._num_elements = math.prod(engine.adapter.latent_shape(spec.rollout.size))
         self._limits = limits(spec.algorithm, self._num_elements)
+        totals.clip_range = self._limits.clip_range if "clip_range" in spec.loss.reads else None
         self._items: list[list[_Item]] = []
 
     @property

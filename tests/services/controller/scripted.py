@@ -113,6 +113,8 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     def __init__(self, rollout: ScriptedRollout) -> None:
         self.rollout = rollout
         self.steps: list[trainer_pb2.TrainStepRequest] = []
+        self.metrics: dict[int, dict[str, float]] = {}
+        """By step."""
 
     async def Configure(self, request: Any, context: Any) -> trainer_pb2.ConfigureResponse:
         return trainer_pb2.ConfigureResponse(applied_steps=len(self.steps), world_size=1)
@@ -121,7 +123,8 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         if request.step == len(self.steps):
             self.steps.append(request)
         assert request.step < len(self.steps)
-        return trainer_pb2.TrainStepResponse(step=request.step, policy_version=request.step + 1)
+        metrics = self.metrics.get(request.step, {})
+        return trainer_pb2.TrainStepResponse(step=request.step, policy_version=request.step + 1, metrics=metrics)
 
     async def PublishWeights(self, request: Any, context: Any) -> trainer_pb2.PublishWeightsResponse:
         self.rollout.job_id, self.rollout.version = request.job_id, request.version

@@ -16,7 +16,9 @@ from flowfleet.advantages import group_advantages
 from flowfleet.algorithms.registry import ALGORITHMS
 from flowfleet.jobs import parse_job
 from flowfleet.proto import common_pb2, reward_pb2, trainer_pb2
-from services.controller.records import JobStatus
+from flowfleet.telemetry import LOG_PROB_GAP
+from services.controller.job_runner import TICK_S
+from services.controller.records import Action, Desired, JobStatus
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward, scripted_fleet
 
 Use = Callable[[ScriptedFleet], Awaitable[None]]
@@ -294,5 +296,33 @@ def test_what_is_refused_again_and_again_is_told_while_it_is_tried(
         fleet.rollout.refuses = False
         record = await fleet.reached(record.id, lambda record: record.status.terminal)
         assert (record.status, record.reason) == (JobStatus.SUCCEEDED, "")
+
+    run(use, ocr=ScriptedReward(by_index))
+
+
+@pytest.mark.parametrize("action", ["resume", "cancel"])
+def test_a_gap_above_the_limit_pauses_the_job_until_its_user_has_decided(
+    run: Run, job: Callable[..., dict[str, Any]], action: Action
+) -> None:
+    rollout = {"prompts_per_step": 2, "group_size": 4, "max_log_prob_gap": 1e-4}
+    settings = job(rewards={"ocr": {}}, rollout=rollout)
+
+    async def use(fleet: ScriptedFleet) -> None:
+        fleet.trainer.metrics = {0: {LOG_PROB_GAP: 3e-4}, 1: {LOG_PROB_GAP: 5e-5}}
+        record = await fleet.submit(settings)
+        record = await fleet.reached(record.id, lambda record: record.status is JobStatus.PAUSED)
+        assert record.desired is Desired.PAUSED
+        assert "3.00e-04, above rollout.max_log_prob_gap = 1.00e-04" in record.reason
+        await asyncio.sleep(3 * TICK_S)  # nothing resumes it by itself
+        assert (await fleet.store.get(record.id)).status is JobStatus.PAUSED
+        assert len(fleet.trainer.steps) == 1
+        await fleet.store.request(record.id, action)
+        record = await fleet.reached(record.id, lambda record: record.status.terminal)
+        assert (record.status, record.reason) == (
+            (JobStatus.SUCCEEDED, "") if action == "resume" else (JobStatus.CANCELLED, "")
+        )
+        assert len(fleet.trainer.steps) == (2 if action == "resume" else 1)
+        rows = {row.step: row.values for row in await fleet.store.metrics(record.id)}
+        assert rows[0][LOG_PROB_GAP] == 3e-4
 
     run(use, ocr=ScriptedReward(by_index))

@@ -393,3 +393,71 @@ def finish_step(machine: Machine, step: int) -> None:
     score_step(machine, step)
     machine.apply(ev.AdvantagesReady(step=step))
     machine.apply(ev.Trained(step=step))
+
+
+def ready_to_train(limit: float | None, **algorithm: object) -> Machine:
+    """A job of which step 0 has its advantages; its step trains with a gap next."""
+    spec = make_spec(rollout={"max_log_prob_gap": limit, "quantization": "fp8"}, algorithm=algorithm)
+    world = World(spec, random.Random(0), 0.0)
+    while TrainStep(0) not in world.machine.commands():
+        world.execute(min(world.machine.commands(), key=str))
+    return world.machine
+
+
+@pytest.mark.parametrize(
+    ("limit", "gap", "pauses"),
+    [
+        (1e-4, 2e-4, True),
+        (1e-4, 1e-4, False),
+        (1e-4, float("nan"), True),
+        (1e-4, None, False),  # the loss reads no log-probs
+        (None, 1.0, False),
+    ],
+)
+def test_a_gap_above_the_limit_pauses_the_job_after_its_step(
+    limit: float | None, gap: float | None, pauses: bool
+) -> None:
+    machine = ready_to_train(limit)
+    event = ev.Trained(step=0, log_prob_gap=gap)
+    assert machine.too_far(event) is pauses
+    machine.apply(event)
+    assert machine.state.version == 1
+    assert (machine.state.status is Status.PAUSED) is pauses
+    assert (machine.commands() == set()) is pauses
+    assert bool(machine.state.reason) is pauses
+
+
+def test_a_job_that_paused_itself_goes_on_until_a_later_step_is_above_the_limit() -> None:
+    machine = ready_to_train(1e-4)
+    machine.apply(ev.Trained(step=0, log_prob_gap=2.5e-4))
+    assert machine.state.reason.startswith(
+        "step 0: the mean |log-prob of the trainer - log-prob of the rollout| is 2.50e-04, above "
+        "rollout.max_log_prob_gap = 1.00e-04; resume the job"
+    )
+    assert 'rollout.quantization = "none"' in machine.state.reason
+    again = Machine(machine.spec, State.model_validate_json(machine.state.model_dump_json()))  # a new controller
+    assert again.commands() == set()
+    again.apply(ev.TrainerReady(applied=1))
+    again.apply(ev.ResumeRequested())
+    assert (again.state.status, again.state.reason) == (Status.RUNNING, "")
+    assert again.commands() == {Publish(1)}
+    replayed = ev.Trained(step=0, log_prob_gap=2.5e-4)  # by a trainer that came back from a checkpoint
+    assert not again.too_far(replayed)
+    again.apply(replayed)
+    assert again.state.status is Status.RUNNING
+    later = ev.Trained(step=1, log_prob_gap=3e-4)
+    assert again.too_far(later)
+
+
+def test_what_helps_against_a_gap_depends_on_the_job() -> None:
+    machine = ready_to_train(1e-4, old_log_probs="rollout")
+    machine.apply(ev.Trained(step=0, log_prob_gap=1.0))
+    assert 'algorithm.old_log_probs = "recompute"' in machine.state.reason
+
+
+def test_a_ledger_from_before_gaps_were_kept_is_read() -> None:
+    event = event_from_json(b'{"kind": "trained", "step": 0}')
+    assert event == ev.Trained(step=0)
+    machine = ready_to_train(1e-4)
+    machine.apply(event)
+    assert machine.state.status is Status.RUNNING

@@ -207,3 +207,5 @@ def test_truncated_weights_are_charted(
     assert metrics["rollout_corr/outside"] == pytest.approx(1 / 6)
     assert metrics["rollout_corr/weight_mean"] == pytest.approx((5 + expected) / 6, rel=1e-5)
     assert metrics["rollout_corr/ratio_max"] == pytest.approx(math.e, rel=1e-5)
+    assert metrics["rollout_corr/beyond_clip"] == pytest.approx(1 / 6)
+    assert metrics["rollout_corr/log_ratio_abs_p99"] <= metrics["rollout_corr/log_ratio_abs_max"]

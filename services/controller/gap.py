@@ -1,0 +1,34 @@
+"""How far rollout and trainer may disagree, `rollout.max_log_prob_gap`, and what a job says that paused for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flowfleet.jobs import JobSpec
+from services.controller.events import Trained
+
+
+def is_above(spec: JobSpec, trained: Trained) -> bool:
+    """Whether a step's gap is above the job's limit, or no number. Never without a limit, or for a loss without gap."""
+    limit, gap = spec.rollout.max_log_prob_gap, trained.log_prob_gap
+    return limit is not None and gap is not None and not gap <= limit
+
+
+def reason(spec: JobSpec, trained: Trained) -> str:
+    """For the user: which setting, what was measured, and what to do."""
+    return (
+        f"step {trained.step}: the mean |log-prob of the trainer - log-prob of the rollout| is "
+        f"{trained.log_prob_gap:.2e}, above rollout.max_log_prob_gap = {spec.rollout.max_log_prob_gap:.2e}; resume the "
+        f"job to go on as it is, or submit it again with {' or '.join(_remedies(spec))}"
+    )
+
+
+def _remedies(spec: JobSpec) -> Iterator[str]:
+    """Settings that make the gap smaller, or that bear it."""
+    if spec.rollout.quantization != "none":
+        yield 'rollout.quantization = "none"'
+    if spec.algorithm.old_log_probs == "rollout":
+        yield 'algorithm.old_log_probs = "recompute"'
+    elif spec.algorithm.correction.mode == "none":
+        yield "algorithm.correction"
+    yield "a higher limit"
