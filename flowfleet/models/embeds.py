@@ -54,6 +54,13 @@ class PromptEmbeds:
         has_padding = None if self.has_padding else False
         return PromptEmbeds(self.embeds[index], self.mask[index], extras, has_padding)
 
+    def trimmed(self) -> "PromptEmbeds":
+        """Without the tokens that are padding in every row. With padding it asks the device once."""
+        if not self.has_padding:
+            return self
+        width = int(self.mask.any(0).sum())
+        return PromptEmbeds(self.embeds[:, :width].contiguous(), self.mask[:, :width].contiguous(), self.extras)
+
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "PromptEmbeds":
         """The same prompts on `device`, embeds in `dtype` if given."""
         extras = {name: extra.to(device) for name, extra in self.extras.items()}

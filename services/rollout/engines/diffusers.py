@@ -21,6 +21,7 @@ from flowfleet import weights
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.registry import ModelFamily, family_of
 from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
+from services.rollout import acceleration
 from services.rollout.engines.base import Cancelled, GeneratedBatch, GenerationRequest, RolloutEngine
 from services.rollout.engines.prompts import Encoded
 from services.rollout.engines.sampler import Row, Sampler, batches
@@ -78,7 +79,7 @@ class DiffusersEngine(RolloutEngine):
         await self._run(self._receive, member, buckets)
 
     async def verify(self, hashes: Mapping[str, int]) -> str:
-        return await self._run(lambda: weights.verify(self._live_weights(), hashes))
+        return await self._run(self._verify, hashes)
 
     def stalled_s(self) -> float:
         progress = self._progress
@@ -103,7 +104,13 @@ class DiffusersEngine(RolloutEngine):
         self._model = self._lora = self._adapter = self._sampler = None
         log.info("loads %s in %s on %s", model.path, model.dtype, self.device)
         self._family = family_of(model.path)
-        adapter = self._family.load().load(model.path, dtype=weights.dtype_of(model.dtype), device=self.device)
+        adapter = self._family.load().load(
+            model.path,
+            dtype=weights.dtype_of(model.dtype),
+            device=self.device,
+            load_format="dummy" if model.load_format == "dummy" else "safetensors",
+        )
+        acceleration.accelerate(adapter.experts, compile=model.compile, quantization=model.quantization)
         self._model, self._adapter, self._sampler = copied(model), adapter, Sampler(adapter)
 
     def _install(self, lora: LoraSpec | None) -> None:
@@ -152,6 +159,12 @@ class DiffusersEngine(RolloutEngine):
             copy(name, value)
 
         weights.receive(member, buckets, into)
+
+    def _verify(self, hashes: Mapping[str, int]) -> str:
+        digest = weights.verify(self._live_weights(), hashes)
+        if self._lora is None:
+            acceleration.refresh(self._loaded().experts)
+        return digest
 
     def _live_weights(self) -> Mapping[str, Tensor]:
         """What an update brings, by the names that it travels under."""

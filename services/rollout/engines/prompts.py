@@ -1,6 +1,8 @@
 """The prompts of a request, as a model adapter encodes them: each group's once, and the negative one.
 
-All rows of a request are padded to one text width, so a request repeated makes the same bits.
+The rows of a batch are padded to the longest of them and no further: without padding a transformer needs no mask, which
+would keep it from the fastest attention kernels. Batches follow from the request, so a request repeated makes the same
+bits.
 """
 
 from __future__ import annotations
@@ -32,11 +34,13 @@ class Encoded:
     seconds: float
     """What it took."""
 
-    def negative_of(self, groups: Sequence[int]) -> PromptEmbeds | None:
-        """The negative rows of groups by their place in the request: the only one, or one for each."""
+    def of(self, places: Sequence[int]) -> tuple[PromptEmbeds, PromptEmbeds | None]:
+        """The prompts of a batch, a row for each of these places in the request, and the negative ones: the only one,
+        or a row each. Both no wider than the batch needs."""
+        prompts = self.prompts.select(places).trimmed()
         if self.negative is None or len(self.negative) == 1:
-            return self.negative
-        return self.negative.select(groups)
+            return prompts, self.negative
+        return prompts, self.negative.select(places).trimmed()
 
 
 class PromptEncoder:

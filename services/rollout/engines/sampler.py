@@ -1,7 +1,7 @@
 """Sampling with a model adapter: the very functions that the trainer calls, without gradients. Synchronous.
 
 Rows are batched in (group, index) order; every row's initial latents and noise come from its own seed. A batch is cut
-at `max_batch` rows and all rows of a request are padded to one text width, so a request repeated makes the same bits.
+at `max_batch` rows and its prompts are padded to the longest of them, so a request repeated makes the same bits.
 """
 
 from __future__ import annotations
@@ -34,6 +34,10 @@ class Row:
     """Its row of `Encoded.prompts`."""
     media: np.ndarray | None = None
     """(F, H, W, 3) uint8, to be encoded in place of sampling."""
+
+
+_Prompts = tuple[PromptEmbeds, PromptEmbeds | None]
+"""Of a batch: one row a sample, and the negative ones: one row for all, or one each."""
 
 
 @dataclass
@@ -78,15 +82,14 @@ class Sampler:
         """Makes one batch. `checkpoint` is called before every denoising step (before each one of media) and may raise
         to give the batch up."""
         media = [row.media for row in rows if row.media is not None]
-        made = self._given(request, media, checkpoint) if media else self._drawn(request, encoded, rows, checkpoint)
+        prompts = encoded.of([row.prompt for row in rows])
+        made = self._given(request, media, checkpoint) if media else self._drawn(request, prompts, rows, checkpoint)
         samples = tuple(
             GeneratedSample(row.group, row.index, row.seed, frames, record)
             for row, frames, record in zip(rows, made.frames, made.records, strict=True)
         )
-        groups = {row.group: row.prompt for row in rows}
-        prompts = {group: encoded.prompts.select([prompt]).to("cpu") for group, prompt in groups.items()}
         seconds = made.seconds | {"encode": made.seconds["encode"] + encoded.seconds * len(rows) / request.num_samples}
-        return GeneratedBatch(samples, prompts, _negatives(encoded, groups), seconds)
+        return GeneratedBatch(samples, *_by_group(prompts, rows), seconds)
 
     def _given(self, request: GenerationRequest, media: Sequence[np.ndarray], checkpoint: Callable[[], None]) -> _Made:
         """Media that are there already, as latents: one by one, so that memory is bounded and each one's bits are its
@@ -100,10 +103,10 @@ class Sampler:
         return _Made(np.stack(media), records, {"encode": encode_s[0]})
 
     def _drawn(
-        self, request: GenerationRequest, encoded: Encoded, rows: Sequence[Row], checkpoint: Callable[[], None]
+        self, request: GenerationRequest, prompts: _Prompts, rows: Sequence[Row], checkpoint: Callable[[], None]
     ) -> _Made:
         with timed(self._adapter.device) as denoise_s:
-            latents, path = self._denoise(request, encoded, rows, checkpoint)
+            latents, path = self._denoise(request, prompts, rows, checkpoint)
         with timed(self._adapter.device) as decode_s:
             frames = self._adapter.decode(latents, request.sampling.size).numpy()
         records: Sequence[Trajectory | FinalLatents | None] = [None] * len(rows)
@@ -114,13 +117,11 @@ class Sampler:
         return _Made(frames, records, {"encode": 0.0, "denoise": denoise_s[0], "decode": decode_s[0]})
 
     def _denoise(
-        self, request: GenerationRequest, encoded: Encoded, rows: Sequence[Row], checkpoint: Callable[[], None]
+        self, request: GenerationRequest, prompts: _Prompts, rows: Sequence[Row], checkpoint: Callable[[], None]
     ) -> tuple[Tensor, _Path]:
         """Final latents (B, *latent) float32, and the noisy steps if they are wanted."""
         sampling, noise, adapter = request.sampling, request.noise, self._adapter
         schedule, path = self._schedule(request), _Path()
-        places = [row.prompt for row in rows]
-        prompts, negative = encoded.prompts.select(places), encoded.negative_of(places)
         seeds = [row.seed for row in rows]
         latents = adapter.initial_latents([row.initial_seed for row in rows], sampling.size).to(adapter.device)
         for step in range(schedule.num_steps):
@@ -128,10 +129,10 @@ class Sampler:
             velocity = adapter.velocity(
                 latents,
                 schedule.timesteps[step],
-                prompts,
+                prompts[0],
                 size=sampling.size,
                 guidance=sampling.guidance,
-                negative=negative,
+                negative=prompts[1],
             )
             sigma, sigma_next = schedule.sigmas[step], schedule.sigmas[step + 1]
             if step not in noise.steps:
@@ -167,13 +168,16 @@ def batches(request: GenerationRequest, max_batch: int) -> list[list[Row]]:
     return [rows[start : start + max_batch] for start in range(0, len(rows), max_batch)]
 
 
-def _negatives(encoded: Encoded, groups: dict[int, int]) -> dict[int, PromptEmbeds]:
-    """Group to its negative row on the CPU: one object where all share it. `groups` tells each one's row."""
-    if encoded.negative is None:
-        return {}
-    if len(encoded.negative) == 1:
-        return dict.fromkeys(groups, encoded.negative.to("cpu"))
-    return {group: encoded.negative.select([prompt]).to("cpu") for group, prompt in groups.items()}
+def _by_group(prompts: _Prompts, rows: Sequence[Row]) -> tuple[dict[int, PromptEmbeds], dict[int, PromptEmbeds]]:
+    """A batch's prompts on the CPU by group, one row each, and its negative ones: one object where all share it."""
+    positive, negative = prompts
+    places = {row.group: place for place, row in enumerate(rows)}
+    own = {group: positive.select([place]).to("cpu") for group, place in places.items()}
+    if negative is None:
+        return own, {}
+    if len(negative) == 1:
+        return own, dict.fromkeys(places, negative.to("cpu"))
+    return own, {group: negative.select([place]).to("cpu") for group, place in places.items()}
 
 
 def _trajectories(path: _Path, request: GenerationRequest, schedule: Schedule) -> list[Trajectory]:
