@@ -6,12 +6,32 @@
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 import torch
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+_NCCL_LIVES_ON = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # CleanUpOnly: abort the communicator, not the process
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # no thread that ends the process when an abort takes long
+}
+"""Read by ProcessGroupNCCL when it is made. The group of a trainer's own ranks keeps torch's defaults."""
+
+_PEAK_FLOPS = {
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "910B": 376e12,
+}
+"""Part of a device's name to its peak; the first that fits."""
 
 
 def pick_device(local_rank: int = 0) -> torch.device:
@@ -54,6 +74,20 @@ def synchronize(device: torch.device) -> None:
 def peak_memory_bytes(device: torch.device) -> int:
     """Most memory held by tensors on an accelerator since start; 0 on the CPU, where torch does not count."""
     return int(_of(device).max_memory_allocated(device)) if is_accelerator(device) else 0
+
+
+def memory_bytes(device: torch.device) -> int | None:
+    """Of an accelerator as a whole; None on the CPU."""
+    return int(_of(device).get_device_properties(device).total_memory) if is_accelerator(device) else None
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """FLOP/s that the maker states for dense products of bf16 (Ascend: fp16) matrices; None for a device that is not in
+    `_PEAK_FLOPS`."""
+    if not is_accelerator(device):
+        return None
+    name = str(_of(device).get_device_name(device))
+    return next((peak for part, peak in _PEAK_FLOPS.items() if part in name), None)
 
 
 def has_fused_optimizer(device: torch.device) -> bool:
@@ -109,7 +143,9 @@ def set_rng_state(device: torch.device, states: dict[str, torch.Tensor]) -> None
 def new_process_group(name: str, store: Any, rank: int, size: int, timeout: Any, *, loopback: bool) -> Any:
     """A ProcessGroup object of its own, outside torch's registry of groups, so that it can come and go at run time.
 
-    `loopback` keeps Gloo's sockets on 127.0.0.1. Raises RuntimeError when a member does not come within `timeout`.
+    A member that dies costs the group, never this process. `loopback` keeps Gloo's sockets on 127.0.0.1. Raises
+    RuntimeError when a member does not come within `timeout`; NCCL and HCCL meet in the first collective only. HCCL
+    is written after NCCL's way and torch_npu's sources, and has not been run.
     """
     from torch._C import _distributed_c10d as c10d
 
@@ -121,15 +157,39 @@ def new_process_group(name: str, store: Any, rank: int, size: int, timeout: Any,
         return c10d.ProcessGroupGloo(store, rank, size, options)
     if name == "nccl":
         options = c10d.ProcessGroupNCCL.Options()
-        options._timeout = 2 * timeout  # NCCL's watchdog ends the process, so the caller's own deadline comes first.
-        return c10d.ProcessGroupNCCL(store, rank, size, options)
+        options._timeout = 2 * timeout  # the caller's own deadline comes first
+        with _environment(_NCCL_LIVES_ON):
+            return c10d.ProcessGroupNCCL(store, rank, size, options)
     if name == "hccl":
         import torch_npu  # type: ignore[import-not-found]
 
         options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
         options._timeout = 2 * timeout
-        return torch_npu._C._distributed_c10d.ProcessGroupHCCL(store, rank, size, options)
+        with _environment({"HCCL_ASYNC_ERROR_HANDLING": "0"}):
+            return torch_npu._C._distributed_c10d.ProcessGroupHCCL(store, rank, size, options)
     raise ValueError(f"backend {name!r}: use gloo, nccl or hccl")
+
+
+def abort_process_group(name: str, group: Any) -> None:
+    """Ends what runs in a group of `new_process_group`. Can block while the device gives it up; Gloo does nothing."""
+    if name == "hccl":
+        group.abort_hccl_comm("the transfer group was left")
+    else:
+        group.abort()
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _of(device: torch.device) -> Any:

@@ -1,6 +1,6 @@
 """Weights on their way from the trainer to the replicas: hashes, buckets, and what both ends do with them.
 
-Full weights travel as buckets: one flat byte buffer holding its parameters one behind the other, each at an offset
+Weights travel as buckets: one flat byte buffer holding its parameters one behind the other, each at an offset
 that is a multiple of 16. The trainer calls `send`, every replica `receive`, over a `flowfleet.transfer.TransferMember`.
 Either way (broadcast or adapter blob) a replica then calls `verify` on the parameters it really has, and serves the new
 version only after that. The adapter's own part is in `flowfleet.lora`.
@@ -9,19 +9,23 @@ version only after that. The adapter's own part is in `flowfleet.lora`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from flowfleet import devices
 from flowfleet.errors import DataLoss
+from flowfleet.hashing import content_sums
 from flowfleet.proto.rollout_pb2 import Bucket, ParameterSpec
 
 BUCKET_BYTES = 256 * 2**20
 _ALIGN = 16
-_CHUNK_WORDS = 2**22
+_BUFFERS = 3
+"""Buckets in flight at either end."""
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.uint8)
@@ -57,24 +61,39 @@ def dtype_name(dtype: torch.dtype) -> str:
 def tensor_hash(tensor: Tensor) -> int:
     """Position-dependent 64-bit hash of a tensor's dtype, shape and bytes, computed on its device.
 
-    The bytes (padded with zeros to whole 8-byte little-endian words w_i) give the sum over i of mix(w_i + (i+1)·G)
-    modulo 2^64, where mix is the finaliser of SplitMix64 and G its constant 0x9E3779B97F4A7C15. Swapped elements,
-    unlike in a plain sum, change it. It guards against mistakes and torn transfers, not against an adversary.
+    The sum of `hashing.content_sums` plus the first 8 bytes of sha256 of dtype and shape, modulo 2^64. Swapped
+    elements, unlike in a plain sum, change it. It guards against mistakes and torn transfers, not against an adversary.
     """
     return tensor_hashes([("", tensor)])[""]
 
 
 def tensor_hashes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-    """`tensor_hash` of many tensors by name, with one wait for the device in the end."""
-    names, sums, heads = [], [], []
-    for name, tensor in tensors:
-        names.append(name)
-        sums.append(_content_sum(tensor))
-        heads.append(_head(tensor))
-    if not names:
-        return {}
-    values = torch.stack(sums).tolist()
-    return {name: (value + head) % 2**64 for name, value, head in zip(names, values, heads, strict=True)}
+    """`tensor_hash` of many tensors of one device by name, with one wait for the device."""
+    hashes = Hashes()
+    hashes.add(tensors)
+    return hashes.result()
+
+
+class Hashes:
+    """`tensor_hash` of tensors that come in batches; the device is waited for in `result` alone."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._heads: list[int] = []
+        self._sums: list[Tensor] = []
+
+    def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Tensors of one device. They may change as soon as the current stream has passed this point."""
+        named = list(tensors)
+        self._names += [name for name, _ in named]
+        self._heads += [_head(tensor) for _, tensor in named]
+        if named:
+            self._sums.append(content_sums([tensor for _, tensor in named]))
+
+    def result(self) -> dict[str, int]:
+        """By name, of all that was added."""
+        sums = torch.cat(self._sums).tolist() if self._sums else []
+        return {n: (value + head) % 2**64 for n, head, value in zip(self._names, self._heads, sums, strict=True)}
 
 
 def digest(hashes: Mapping[str, int]) -> str:
@@ -99,39 +118,9 @@ def verify(loaded: Mapping[str, Tensor], expected: Mapping[str, int]) -> str:
     return digest(actual)
 
 
-def _content_sum(tensor: Tensor) -> Tensor:
-    words = _words(tensor.detach())
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, words.numel(), _CHUNK_WORDS):
-        part = words[start : start + _CHUNK_WORDS]
-        key = torch.arange(start + 1, start + 1 + part.numel(), dtype=torch.int64, device=tensor.device)
-        total += _mix(key.mul_(_signed(0x9E3779B97F4A7C15)).add_(part)).sum()
-    return total
-
-
-def _mix(x: Tensor) -> Tensor:
-    """Finaliser of SplitMix64 (Steele, Lea, Flood 2014) on int64, in place; torch's arithmetic wraps."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x.bitwise_xor_((x >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(_signed(factor))
-    return x.bitwise_xor_((x >> 31).bitwise_and_(2**33 - 1))
-
-
-def _words(tensor: Tensor) -> Tensor:
-    data = tensor.contiguous().reshape(-1).view(torch.uint8)
-    if data.numel() % 8 == 0 and data.storage_offset() % 8 == 0:
-        return data.view(torch.int64)
-    padded = torch.zeros(-(-data.numel() // 8) * 8, dtype=torch.uint8, device=data.device)
-    padded[: data.numel()] = data
-    return padded.view(torch.int64)
-
-
 def _head(tensor: Tensor) -> int:
     text = f"{dtype_name(tensor.dtype)}:{list(tensor.shape)}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
 
 
 # Buckets --------------------------------------------------------------------------------------------------------------
@@ -150,7 +139,7 @@ def make_buckets(specs: Iterable[ParameterSpec], bucket_bytes: int = BUCKET_BYTE
     buckets: list[Bucket] = []
     used = 0
     for spec in specs:
-        size = _aligned(spec_bytes(spec))
+        size = aligned(spec_bytes(spec))
         if not buckets or used + size > bucket_bytes:
             buckets.append(Bucket())
             used = 0
@@ -163,40 +152,73 @@ def spec_bytes(spec: ParameterSpec) -> int:
     return prod(spec.shape) * dtype_of(spec.dtype).itemsize
 
 
-def send(member: Member, buckets: Iterable[Bucket], tensors: Iterator[tuple[str, Tensor]]) -> int:
-    """Broadcasts every bucket from rank 0 and returns the bytes sent.
+class Sent(NamedTuple):
+    """What `send` sent: the buckets' bytes, and the hash of each parameter as it lay in its bucket."""
 
-    `tensors` yields exactly the buckets' parameters in order. While one bucket is on its way the next is gathered, so
-    at most two buffers are alive. Raises RuntimeError when a member is gone or late.
+    bytes: int
+    hashes: dict[str, int]
+
+
+Fill = Callable[[Bucket, Tensor], None]
+"""Writes a bucket's parameters into its buffer, at the places that `views` gives."""
+
+
+def send(member: Member, buckets: Sequence[Bucket], fill: Fill, device: torch.device | None = None) -> Sent:
+    """Broadcasts every bucket from rank 0. Raises RuntimeError when a member is gone or late.
+
+    `fill` writes on `device`, default the member's. While buckets are on their way the next is filled and hashed; at
+    most `_BUFFERS` buffers are alive, twice as many where the broadcast takes them from the host's memory.
     """
-    pending: Pending | None = None
-    total = 0
-    for bucket in buckets:
-        flat = torch.zeros(_bucket_bytes(bucket), dtype=torch.uint8, device=member.device)
-        for spec, view in _views(bucket, flat):
-            name, tensor = next(tensors)
-            if name != spec.name:
-                raise ValueError(f"the sender gave {name} where the bucket holds {spec.name}")
-            view.copy_(tensor)
-        if pending is not None:
-            pending.wait()
-        pending = member.broadcast(flat)
-        total += flat.numel()
-    if pending is not None:
-        pending.wait()
-    return total
+    device = device or member.device
+    buffers, hashes = _buffers(buckets, device), Hashes()
+    staging = None if device == member.device else _buffers(buckets, member.device)
+    pending: deque[Pending] = deque()
+    for number, bucket in enumerate(buckets):
+        if len(pending) == _BUFFERS:
+            pending.popleft().wait()
+        size, place = bucket_bytes(bucket), number % _BUFFERS
+        flat = buffers[place][:size]
+        fill(bucket, flat)
+        hashes.add((spec.name, view) for spec, view in views(bucket, flat))
+        pending.append(member.broadcast(flat if staging is None else staging[place][:size].copy_(flat)))
+    for transfer in pending:
+        transfer.wait()
+    return Sent(sum(map(bucket_bytes, buckets)), hashes.result())
 
 
-def receive(member: Member, buckets: Iterable[Bucket], into: Callable[[str, Tensor], None]) -> None:
+def receive(member: Member, buckets: Sequence[Bucket], into: Callable[[str, Tensor], None]) -> None:
     """Receives every bucket from rank 0 and hands each parameter (a view that must be copied at once) to `into`.
 
-    Raises RuntimeError when the trainer is gone or late, ValueError when `into` refuses a parameter.
+    The next buckets come in while one is copied. Raises RuntimeError when the trainer is gone or late, ValueError when
+    `into` refuses a parameter.
     """
-    for bucket in buckets:
-        flat = torch.empty(_bucket_bytes(bucket), dtype=torch.uint8, device=member.device)
-        member.broadcast(flat).wait()
-        for spec, view in _views(bucket, flat):
+    buffers = _buffers(buckets, member.device)
+    pending: deque[tuple[Bucket, Tensor, Pending]] = deque()
+
+    def unpack() -> None:
+        bucket, flat, transfer = pending.popleft()
+        transfer.wait()
+        for spec, view in views(bucket, flat):
             into(spec.name, view)
+
+    for number, bucket in enumerate(buckets):
+        flat = buffers[number % _BUFFERS][: bucket_bytes(bucket)]
+        pending.append((bucket, flat, member.broadcast(flat)))
+        if len(pending) == _BUFFERS:
+            unpack()
+    while pending:
+        unpack()
+
+
+def filling(tensors: Mapping[str, Tensor]) -> Fill:
+    """A `fill` that takes whole tensors by name, cast to the buckets' dtypes."""
+
+    @torch.no_grad()
+    def fill(bucket: Bucket, flat: Tensor) -> None:
+        for spec, view in views(bucket, flat):
+            view.copy_(tensors[spec.name])
+
+    return fill
 
 
 def copy_into(parameters: Mapping[str, Tensor]) -> Callable[[str, Tensor], None]:
@@ -226,17 +248,25 @@ def full_parameters(experts: Mapping[str, torch.nn.Module]) -> dict[str, Tensor]
     }
 
 
-def _bucket_bytes(bucket: Bucket) -> int:
-    return sum(_aligned(spec_bytes(spec)) for spec in bucket.parameters)
+def bucket_bytes(bucket: Bucket) -> int:
+    """Of its buffer."""
+    return sum(aligned(spec_bytes(spec)) for spec in bucket.parameters)
 
 
-def _views(bucket: Bucket, flat: Tensor) -> Iterator[tuple[ParameterSpec, Tensor]]:
+def views(bucket: Bucket, flat: Tensor) -> Iterator[tuple[ParameterSpec, Tensor]]:
+    """The bucket's parameters as parts of its (bucket_bytes,) uint8 buffer."""
     offset = 0
     for spec in bucket.parameters:
         size = spec_bytes(spec)
         yield spec, flat[offset : offset + size].view(dtype_of(spec.dtype)).view(tuple(spec.shape))
-        offset += _aligned(size)
+        offset += aligned(size)
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """Bytes that `size` bytes take in a bucket."""
     return -(-size // _ALIGN) * _ALIGN
+
+
+def _buffers(buckets: Sequence[Bucket], device: torch.device) -> list[Tensor]:
+    size = max(map(bucket_bytes, buckets), default=0)
+    return [devices.byte_buffer(size, device) for _ in range(min(_BUFFERS, len(buckets)))]

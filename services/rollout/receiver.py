@@ -1,13 +1,15 @@
 """The replica's end of a weight update: Init, Start, Update, Finish, one at a time, around the pure `WeightState`.
 
-What has begun to change the model is never cut short by a caller who goes away: it runs to its end, bounded by the
-transfer group's timeout, and its outcome is recorded. Whatever fails leaves the replica without verified weights.
+What has begun to change the model is never cut short by a caller who goes away: it runs to its end and its outcome is
+recorded. But a broadcast, or a group that forms, has no end without the trainer: when the caller goes away the group is
+left, so that the next one need not wait for the timeout. Whatever fails leaves the replica without verified weights.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -57,8 +59,14 @@ class WeightReceiver:
         if self._state.draining:
             raise Unavailable("this replica is draining: publish to another")
         binding = _binding(request)
+        group = request.group if request.HasField("group") else None
+        given_up = threading.Event()
         await self._lock.acquire()
-        await self._to_the_end(self._init(binding, request.group if request.HasField("group") else None))
+        try:
+            await self._to_the_end(self._init(binding, group, given_up.is_set))
+        except asyncio.CancelledError:
+            given_up.set()
+            raise
 
     async def start(self, request: rollout_pb2.StartWeightUpdateRequest) -> None:
         """Stops admission, then waits for what runs."""
@@ -68,7 +76,12 @@ class WeightReceiver:
 
     async def update(self, request: rollout_pb2.UpdateWeightsRequest) -> None:
         await self._lock.acquire()
-        await self._to_the_end(self._update(request))
+        try:
+            await self._to_the_end(self._update(request))
+        except asyncio.CancelledError:
+            if self._member is not None and self._member.group_id == request.broadcast.group_id:
+                self._leave()
+            raise
 
     async def finish(self, request: rollout_pb2.FinishWeightUpdateRequest) -> None:
         """Verifies and serves. Repeating it for the version served is fine."""
@@ -76,12 +89,14 @@ class WeightReceiver:
         await self._to_the_end(self._finish(request))
 
     def close(self) -> None:
-        """Leaves the transfer group."""
+        """Leaves the transfer group for good."""
         if self._member is not None:
             self._member.close()
             self._member = None
 
-    async def _init(self, binding: Binding, group: rollout_pb2.TransferGroup | None) -> None:
+    async def _init(
+        self, binding: Binding, group: rollout_pb2.TransferGroup | None, given_up: Callable[[], bool]
+    ) -> None:
         if binding != self._binding:
             self._binding = None
             self._state.bind("")
@@ -92,12 +107,12 @@ class WeightReceiver:
             self._binding = binding
             log.info("bound", extra={"job": binding.job_id})
         if group is not None and (self._member is None or self._member.group_id != group.group_id):
-            self.close()
-            self._member = await self._join(group)
+            self._leave()
+            self._member = await self._join(group, given_up)
 
-    async def _join(self, group: rollout_pb2.TransferGroup) -> TransferMember:
+    async def _join(self, group: rollout_pb2.TransferGroup, given_up: Callable[[], bool]) -> TransferMember:
         try:
-            return await asyncio.to_thread(TransferMember.join, group, self._engine.device)
+            return await asyncio.to_thread(TransferMember.join, group, self._engine.device, None, given_up)
         except RuntimeError as error:
             raise Conflict(f"transfer group {group.group_id} did not form: {error}") from None
 
@@ -131,11 +146,16 @@ class WeightReceiver:
         try:
             await self._engine.receive(self._member, broadcast.buckets)
         except RuntimeError as error:
-            self.close()
+            self._leave()
             raise DataLoss(f"the broadcast broke off: {error}; form another group and send all weights again") from None
         except BaseException:
-            self.close()
+            self._leave()
             raise
+
+    def _leave(self) -> None:
+        if self._member is not None:
+            self._member.abort()
+            self._member = None
 
     async def _finish(self, request: rollout_pb2.FinishWeightUpdateRequest) -> None:
         state = self._state

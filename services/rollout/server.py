@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
 from typing import Any
 
+from flowfleet import devices
 from flowfleet.blobs import BlobStore
 from flowfleet.proto import rollout_pb2, rollout_pb2_grpc
 from services.rollout.engines.base import RolloutEngine
@@ -115,6 +116,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             samples_total=self._samples_total,
             engine=self._engine.name,
             device=str(self._engine.device),
+            device_id=devices.identity(self._engine.device),
         )
 
     async def Drain(self, request: rollout_pb2.DrainRequest, context: Any) -> rollout_pb2.DrainResponse:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from flowfleet import devices, lora, weights
 from flowfleet.algorithms.losses import limits
@@ -25,6 +24,7 @@ from flowfleet.models.registry import adapter_for
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
 from flowfleet.seeds import derive_seed
 from flowfleet.service import usable_cpus
+from services.trainer.gather import Gather
 from services.trainer.optimizer import ShardedAdamW
 from services.trainer.policies import Policies, Policy
 from services.trainer.ranks import Ranks
@@ -103,13 +103,15 @@ class Engine:
         if self._keeps_gathered:
             expert.set_reshard_after_backward(is_last)
 
-    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Collective, one parameter a step. What is published and exported: whole tensors in `model.dtype`, by
-        published name, of the policy that samples. That is the trained one, but for losses that keep an old policy:
-        their old one."""
+    def gather(self) -> Gather:
+        """What is published and exported: the policy that samples, in `model.dtype`, to be gathered bucket by bucket.
+        That is the trained policy, but for losses that keep an old one: their old one."""
         self.reshard()
-        for name, data in self.policies.sampling().items():
-            yield name, (data.full_tensor() if isinstance(data, DTensor) else data).to(self.dtype)
+        return Gather(self.policies.sampling(), self.dtype, self.ranks.device)
+
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Collective, a bucket at a time. Whole tensors of what is published, by published name."""
+        return self.gather().tensors()
 
     def reshard(self) -> None:
         """Frees gathered parameters, which a forward without backward leaves, so that the model holds its shards."""

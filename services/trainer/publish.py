@@ -3,8 +3,9 @@
 They are those of the policy that samples (`Engine.full_tensors`): the trained one, or the old one of a loss that keeps
 one.
 
-An adapter is a blob that each replica pulls, so replicas are independent; full weights go through `broadcast.py`. A
-replica that already serves exactly these weights (job, version, digest) is left alone.
+Full weights go through `broadcast.py`, and so does an adapter where every replica has an accelerator of the trainer's
+kind to itself. Else an adapter is a blob that each replica pulls, so that replicas are independent. A replica that
+already serves exactly these weights (job, version, digest) is left alone.
 """
 
 from __future__ import annotations
@@ -42,22 +43,26 @@ class Publisher:
         job = self._worker.job
         assert job is not None, "the service checked"
         clients = [ReplicaClient(replica, start + _SHARE_OF_DEADLINE * timeout_s) for replica in request.replicas]
+        failed = messages(await failures(clients, lambda client: client.status()))
+        found = [client for client in clients if client.replica_id not in failed]
+        by_blob = job.engine.is_lora and self._broadcaster.backend(found) == "gloo"
+        published: Published | None
         try:
             async with self._runner.turn():
                 _check_version(job, request)
-                if job.engine.is_lora:
-                    published: Published | None = await self._runner.call(Command(Kind.GATHER_ADAPTER, request))
+                if by_blob:
+                    published = await self._runner.call(Command(Kind.GATHER_ADAPTER, request))
                 else:  # No other command in between: the weights must stay the version's
-                    published, failed = await self._broadcaster.publish(job, request, clients)
-            if job.engine.is_lora:
-                failed = await self._give_adapter(job, clients, published)
+                    published = await self._broadcaster.publish(job, request, clients, failed)
+            if by_blob:
+                failed |= await self._give_adapter(job, found, published)
         finally:
             await asyncio.gather(*(client.close() for client in clients))
-        return _response(request, job, published, failed, time.monotonic() - start)
+        return _response(request, job, published, failed, clients, time.monotonic() - start)
 
     def close(self) -> None:
         """Leaves the transfer group."""
-        self._broadcaster.leave()
+        self._broadcaster.close()
 
     async def _give_adapter(
         self, job: Job, clients: list[ReplicaClient], published: Published | None
@@ -67,7 +72,6 @@ class Publisher:
         update = rollout_pb2.UpdateWeightsRequest(job_id=job.job_id, version=version, adapter=published.adapter)
 
         async def give(client: ReplicaClient) -> None:
-            await client.status()
             if client.serves(job.job_id, published):
                 return
             await client.init(job.job_id, job.spec)
@@ -86,7 +90,12 @@ def _check_version(job: Job, request: PublishWeightsRequest) -> None:
 
 
 def _response(
-    request: PublishWeightsRequest, job: Job, published: Published | None, failed: dict[str, str], seconds: float
+    request: PublishWeightsRequest,
+    job: Job,
+    published: Published | None,
+    failed: dict[str, str],
+    clients: list[ReplicaClient],
+    seconds: float,
 ) -> PublishWeightsResponse:
     results = [
         PublishResult(replica_id=name, ok=name not in failed, error=failed.get(name, ""))
@@ -109,4 +118,12 @@ def _response(
         results=results,
         bytes=published.bytes if published else 0,
         seconds=seconds,
+        drain_seconds=max((client.drain_s for client in clients), default=0.0),
+        update_seconds=_update_seconds(clients),
     )
+
+
+def _update_seconds(clients: list[ReplicaClient]) -> float:
+    """From the last replica's pause to the last one's verified version, of those that got there."""
+    done = [(c.paused_at, c.verified_at) for c in clients if c.paused_at is not None and c.verified_at is not None]
+    return max(verified for _, verified in done) - max(paused for paused, _ in done) if done else 0.0

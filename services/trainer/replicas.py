@@ -36,6 +36,11 @@ class ReplicaClient:
     def __init__(self, replica: Replica, deadline: float) -> None:
         self.replica_id = replica.replica_id
         self.last_status = rollout_pb2.RolloutStatus()
+        self.drain_s = 0.0
+        """That it took to finish what it sampled."""
+        self.paused_at: float | None = None
+        """When it first stood still for the update (time.monotonic)."""
+        self.verified_at: float | None = None
         self._deadline = deadline
         self._channel = rpc.open_channel(replica.address)
         self._stub: Any = rollout_pb2_grpc.RolloutServiceStub(self._channel)
@@ -60,7 +65,11 @@ class ReplicaClient:
 
     async def start(self, job_id: str, version: int) -> None:
         request = rollout_pb2.StartWeightUpdateRequest(job_id=job_id, version=version)
+        start = time.monotonic()
         await self._call(self._stub.StartWeightUpdate, request)
+        if self.paused_at is None:  # a later attempt finds it paused
+            self.paused_at = time.monotonic()
+            self.drain_s = self.paused_at - start
 
     async def update(self, request: rollout_pb2.UpdateWeightsRequest) -> None:
         await self._call(self._stub.UpdateWeights, request)
@@ -70,6 +79,7 @@ class ReplicaClient:
             job_id=job_id, version=published.version, hashes=published.hashes
         )
         await self._call(self._stub.FinishWeightUpdate, request)
+        self.verified_at = time.monotonic()
 
     def serves(self, job_id: str, published: Published) -> bool:
         """Whether its last status shows exactly these weights."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from google.protobuf.message import Message
 from torch import Tensor
 
@@ -19,7 +19,6 @@ from flowfleet.errors import Conflict, Unavailable
 from flowfleet.jobs import JobSpec, parse_job
 from flowfleet.proto import trainer_pb2
 from flowfleet.proto.common_pb2 import BlobRef
-from flowfleet.proto.rollout_pb2 import Bucket
 from flowfleet.telemetry import Timings
 from flowfleet.transfer import TransferMember
 from services.trainer.batches import plan_step
@@ -27,6 +26,7 @@ from services.trainer.checkpoints import Checkpoints
 from services.trainer.commands import Command, Kind
 from services.trainer.engine import Engine
 from services.trainer.export import export
+from services.trainer.gather import Gather
 from services.trainer.inputs import StepReader
 from services.trainer.ranks import Ranks
 from services.trainer.record import Record
@@ -70,13 +70,12 @@ class Job:
 
 
 class Worker:
-    """`member` and `buckets` are rank 0's way to the replicas; the publisher sets them before SEND_WEIGHTS."""
+    """`member` is rank 0's way to the replicas; the publisher sets it before SEND_WEIGHTS."""
 
     def __init__(self, ranks: Ranks, blobs: SyncBlobs) -> None:
         self.ranks = ranks
         self.job: Job | None = None
         self.member: TransferMember | None = None
-        self.buckets: list[Bucket] = []
         self._blobs = blobs
         self._request: trainer_pb2.ConfigureRequest | None = None
 
@@ -145,29 +144,31 @@ class Worker:
     def gather_adapter(self, request: trainer_pb2.PublishWeightsRequest) -> Published | None:
         """Rank 0 stores the adapter of the applied version as a blob, once; the other ranks help to gather it."""
         job = self._configured(request.job_id)
-        state = {name: tensor.cpu() for name, tensor in job.engine.full_tensors()}
+        gather = job.engine.gather()
         published: Published | None = None
+        state, hashes = _whole(gather, self.ranks.device) if self.ranks.rank == 0 else ({}, {})
+        gather.rest()
         with self.ranks.together():
             if self.ranks.rank == 0:
-                published = self._known_adapter(job, request.version) or self._put_adapter(job, request.version, state)
+                known = self._known_adapter(job, request.version)
+                published = known or self._put_adapter(job, request.version, state, hashes)
         return published
 
     def send_weights(self, request: trainer_pb2.PublishWeightsRequest) -> Published | None:
         """Collective. Rank 0 broadcasts all buckets. Raises Unavailable on rank 0 alone when a member is gone."""
         job = self._configured(request.job_id)
-        tensors = job.engine.full_tensors()
+        gather = job.engine.gather()
         if self.ranks.rank != 0:
-            _exhaust(tensors)
+            gather.rest()
             return None
         assert self.member is not None, "the publisher joins before it sends"
-        hashes: dict[str, int] = {}
         try:
-            size = weights.send(self.member, self.buckets, _hashed(tensors, hashes))
+            sent = weights.send(self.member, gather.buckets, gather.fill, self.ranks.device)
         except RuntimeError as error:
             raise Unavailable(f"the broadcast broke off: {error}") from error
         finally:
-            _exhaust(tensors)  # the other ranks gather to the end
-        return Published(int(request.version), hashes, size)
+            gather.rest()  # with the other ranks, to the end
+        return Published(int(request.version), sent.hashes, sent.bytes)
 
     def _configured(self, job_id: str) -> Job:
         if self.job is None or job_id != self.job.job_id:
@@ -227,10 +228,10 @@ class Worker:
                 return None if gone else published
         return None
 
-    def _put_adapter(self, job: Job, version: int, state: dict[str, Tensor]) -> Published:
+    def _put_adapter(self, job: Job, version: int, state: dict[str, Tensor], hashes: dict[str, int]) -> Published:
         data = lora.adapter_to_bytes(state)
         ref = self._blobs.put(keys.blob(job.job_id, "adapter", version), data, ttl_s=ADAPTER_TTL_S)
-        job.adapters.append(Published(version, weights.tensor_hashes(state.items()), len(data), ref))
+        job.adapters.append(Published(version, hashes, len(data), ref))
         for old in job.adapters[:-_ADAPTERS_KEPT]:
             if old.adapter is not None:
                 self._blobs.delete([old.adapter])
@@ -245,15 +246,16 @@ def step_response(record: Record, step: int, *, replayed: bool) -> trainer_pb2.T
     )
 
 
-def _hashed(tensors: Iterable[tuple[str, Tensor]], hashes: dict[str, int]) -> Any:
-    for name, tensor in tensors:
-        hashes[name] = weights.tensor_hash(tensor)
-        yield name, tensor
-
-
-def _exhaust(tensors: Iterable[object]) -> None:
-    for _ in tensors:
-        pass
+def _whole(gather: Gather, device: torch.device) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Tensors in host memory and their hashes, by name; hashed on the device."""
+    state: dict[str, Tensor] = {}
+    hashes = weights.Hashes()
+    for bucket in gather.buckets:
+        flat = devices.byte_buffer(weights.bucket_bytes(bucket), device)
+        gather.fill(bucket, flat)
+        hashes.add((spec.name, view) for spec, view in weights.views(bucket, flat))
+        state |= {spec.name: view for spec, view in weights.views(bucket, flat.cpu())}
+    return state, hashes.result()
 
 
 def _extra(request: trainer_pb2.TrainStepRequest) -> dict[str, object]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowfleet import weights
+from flowfleet import hashing, weights
 from flowfleet.errors import DataLoss
 from flowfleet.proto.rollout_pb2 import Bucket, TransferGroup
 from flowfleet.transfer import TransferMember, TransferStore
@@ -42,7 +42,7 @@ def test_hash_equals_the_numpy_oracle(size: int, dtype: torch.dtype) -> None:
 def test_hash_does_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(5000)
     whole = weights.tensor_hash(tensor)
-    monkeypatch.setattr(weights, "_CHUNK_WORDS", 17)
+    monkeypatch.setattr(hashing, "_CHUNK_WORDS", 17)
     assert weights.tensor_hash(tensor) == whole
 
 
@@ -133,8 +133,9 @@ def test_broadcast_to_two_processes_is_bitwise_equal() -> None:
     for worker in workers:
         worker.start()
     member = TransferMember.join(group_proto(store, 0, 3, 20), torch.device("cpu"), store)
-    sent = weights.send(member, buckets, iter(parameters.items()))
-    assert sent >= sum(tensor.numel() * tensor.element_size() for tensor in parameters.values())
+    sent = weights.send(member, buckets, weights.filling(parameters))
+    assert sent.bytes >= sum(tensor.numel() * tensor.element_size() for tensor in parameters.values())
+    assert sent.hashes == weights.tensor_hashes(parameters.items())
     for _ in workers:
         assert results.get(timeout=20) == weights.tensor_hashes(parameters.items())
     for worker in workers:

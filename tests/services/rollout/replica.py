@@ -150,7 +150,7 @@ class Sender:
 
     async def send(self, buckets: list[rollout_pb2.Bucket], tensors: Mapping[str, torch.Tensor]) -> None:
         assert self.member is not None
-        await asyncio.to_thread(weights.send, self.member, buckets, iter(tensors.items()))
+        await asyncio.to_thread(weights.send, self.member, buckets, weights.filling(tensors))
 
 
 def make_adapter(model: rollout_pb2.ModelSpec, spec: rollout_pb2.LoraSpec, seed: int) -> dict[str, torch.Tensor]:
