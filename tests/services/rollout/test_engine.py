@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,14 +11,17 @@ import pytest
 import torch
 from diffusers import QwenImagePipeline
 
-from flowfleet import lora, weights
+from flowfleet import devices, lora, weights
 from flowfleet.algorithms.sde import reverse_step
 from flowfleet.errors import DataLoss
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.embeds import concat_embeds
+from flowfleet.models.loading import dummy_parameter
 from flowfleet.models.registry import adapter_for
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
 from flowfleet.trajectories import Trajectory
+from services.rollout import acceleration
+from services.rollout.acceleration import Fp8Linear, quantize_rows
 from services.rollout.engines.base import Cancelled, GeneratedBatch, GeneratedSample, GenerationRequest
 from services.rollout.engines.diffusers import DiffusersEngine
 from tests.services.rollout.conftest import LORA, PROMPTS, SIZE, make_request
@@ -159,7 +164,7 @@ def test_a_sample_depends_on_its_own_seed_only(engine: DiffusersEngine, model: M
         )
 
 
-def test_batches_are_cut_in_order_and_share_one_text_width(model: ModelSpec) -> None:
+def test_batches_are_cut_in_order_and_no_wider_than_their_prompts(model: ModelSpec) -> None:
     engine = DiffusersEngine(torch.device("cpu"), max_batch=4, threads=1)
     run(engine.prepare(model, None))
     batches = run(collect(engine, make_request()))
@@ -168,11 +173,14 @@ def test_batches_are_cut_in_order_and_share_one_text_width(model: ModelSpec) -> 
         [(0, 0), (0, 1), (0, 2), (1, 0)],
         [(1, 1), (1, 2)],
     ]
-    assert {tuple(e.embeds.shape) for batch in batches for e in batch.embeds.values()} == {
-        tuple(batches[0].embeds[0].embeds.shape)
-    }
+    long, padded = batches[0].embeds[0], batches[0].embeds[1]
+    (short,) = batches[1].embeds.values()
     assert batches[1].embeds.keys() == {1}
-    assert batches[1].embeds[1].has_padding  # its prompt is the shorter one
+    assert padded.embeds.shape == long.embeds.shape
+    assert padded.has_padding  # its prompt is the shorter one
+    assert not short.has_padding  # alone it needs no mask
+    assert torch.equal(short.embeds, padded.embeds[:, : short.embeds.shape[1]])
+    assert bool(short.mask.all())
 
 
 def test_noise_enters_in_the_window_only(engine: DiffusersEngine, model: ModelSpec) -> None:
@@ -321,3 +329,38 @@ def test_a_model_that_is_not_there_is_the_users_mistake(engine: DiffusersEngine,
     with pytest.raises(ValueError, match="no_such_module"):
         run(engine.prepare(model, LoraSpec(rank=1, alpha=1.0, target_modules=["no_such_module"])))
     run(engine.prepare(model, None))
+
+
+def test_a_quantised_model_computes_with_the_weights_that_were_verified_last(
+    monkeypatch: pytest.MonkeyPatch, tiny_qwen_image: Path
+) -> None:
+    monkeypatch.setattr(devices, "has_fp8", lambda device: True)  # the CPU multiplies so as well, slowly
+    monkeypatch.setattr(acceleration, "quantize", partial(acceleration.quantize, min_size=16))
+    engine = DiffusersEngine(torch.device("cpu"), max_batch=8, threads=1)
+    run(engine.prepare(ModelSpec(path=str(tiny_qwen_image), dtype="bfloat16", quantization="fp8"), None))
+    experts = adapter_of(engine).experts
+    linear = next(module for module in experts["transformer"].modules() if isinstance(module, Fp8Linear))
+    linear.weight.data.mul_(2)
+    run(engine.verify(weights.tensor_hashes(weights.full_parameters(experts).items())))
+    _, scale = quantize_rows(linear.weight)
+    assert torch.equal(linear.fp8_scale, scale.t())
+    run(engine.close())
+
+
+def test_what_the_device_cannot_do_is_the_users_mistake(tiny_qwen_image: Path) -> None:
+    engine = DiffusersEngine(torch.device("cpu"), max_batch=8, threads=1)
+    model = ModelSpec(path=str(tiny_qwen_image), dtype="bfloat16", quantization="fp8")
+    with pytest.raises(ValueError, match=r"rollout.quantization = 'fp8' needs"):
+        run(engine.prepare(model, None))
+    model.quantization = ""
+    run(engine.prepare(model, None))
+    assert run(collect(engine, make_request(num_groups=1)))
+    run(engine.close())
+
+
+def test_dummy_weights_are_drawn_from_their_names(tiny_qwen_image: Path) -> None:
+    engine = DiffusersEngine(torch.device("cpu"), max_batch=8, threads=1)
+    run(engine.prepare(ModelSpec(path=str(tiny_qwen_image), dtype="float32", load_format="dummy"), None))
+    name, live = next(iter(weights.full_parameters(adapter_of(engine).experts).items()))
+    assert torch.equal(live, dummy_parameter(name, tuple(live.shape), live.dtype, live.device))
+    run(engine.close())
