@@ -5,13 +5,18 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from functools import partial
+from typing import Any
 
 from flowfleet import rpc
 from flowfleet.proto.reward_pb2_grpc import add_RewardServiceServicer_to_server
 from flowfleet.service import run_service, service_parser, usable_cpus
 from services.reward import scorers
 from services.reward.batcher import Limits
+from services.reward.evaluator import Evaluator
 from services.reward.metrics import RewardMetrics
+from services.reward.pool import MAX_PROCESSES, ProcessPool, default_processes
+from services.reward.scorers.base import Scorer
 from services.reward.server import SERVICE_NAME, RewardServicer
 
 log = logging.getLogger(__name__)
@@ -33,20 +38,27 @@ def _parser() -> argparse.ArgumentParser:
         default=1000 * Limits.max_wait_s,
         help="how long a request waits for others to share its batch",
     )
-    parser.add_argument("--threads", type=int, default=usable_cpus(), help="CPU threads for decoding and scoring")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        help="processes that decode and score, each on one thread; 1 is the service's own, on --threads threads. "
+        f"Default for heavy scorers (ocr): half of the usable CPUs, at most {MAX_PROCESSES}; for others: 1",
+    )
+    parser.add_argument("--threads", type=int, default=usable_cpus(), help="CPU threads of the service's own process")
     return parser
 
 
 async def _serve(options: argparse.Namespace) -> None:
-    for flag in ("max_batch", "threads"):
-        if getattr(options, flag) < 1:
+    for flag in ("max_batch", "threads", "processes"):
+        if getattr(options, flag) is not None and getattr(options, flag) < 1:
             raise ValueError(f"--{flag.replace('_', '-')} {getattr(options, flag)}: must be at least 1")
     if not 0.0 <= options.max_wait_ms <= 60_000.0:
         raise ValueError(f"--max-wait-ms {options.max_wait_ms}: must be 0 to 60000")
     scorer = scorers.create(options.scorer, options.threads)
-    log.info("scorer %s %s, %d threads", scorer.name, scorer.version, options.threads)
+    metrics = RewardMetrics(scorer.name, scorer.score_range)
+    evaluator = _evaluator(options, scorer, metrics)
     limits = Limits(max_batch=options.max_batch, max_wait_s=options.max_wait_ms / 1000)
-    servicer = RewardServicer(scorer, limits, options.threads, RewardMetrics(scorer.name, scorer.score_range))
+    servicer = RewardServicer(scorer, limits, evaluator, metrics)
     servicer.start()
     server = rpc.make_server()
     add_RewardServiceServicer_to_server(servicer, server)
@@ -58,6 +70,17 @@ async def _serve(options: argparse.Namespace) -> None:
         health=rpc.HealthState(SERVICE_NAME),
         on_drain=servicer.drain,
     )
+
+
+def _evaluator(
+    options: argparse.Namespace, scorer: Scorer[Any], metrics: RewardMetrics
+) -> Evaluator[Any] | ProcessPool:
+    num_processes = options.processes or default_processes(scorer.heavy)
+    if num_processes == 1:
+        log.info("scorer %s %s, %d threads", scorer.name, scorer.version, options.threads)
+        return Evaluator(scorer, options.threads)
+    log.info("scorer %s %s, %d processes", scorer.name, scorer.version, num_processes)
+    return ProcessPool(partial(scorers.create, scorer.name, 1), num_processes, metrics, options.log_level)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Dynamic micro-batching: waiting requests with equal keys are run as one batch, one batch at a time.
+"""Dynamic micro-batching: waiting requests with equal keys are run as one batch, one batch or a few at a time.
 
 A batch starts when it is full or when its oldest request has waited `max_wait_s`, whichever is first; requests that
-arrive while another batch runs gather meanwhile. The oldest request is always in the next batch; a younger one that
-fits beside it may pass one that does not. A request is never split, so a group stays together. The queue is bounded
-in samples and bytes: beyond, `submit` raises `QueueFull`. A request whose caller has gone (cancelled, deadline passed)
-leaves the queue.
+arrive while as many batches run as may gather meanwhile. The oldest request is always in the next batch; a younger one
+that fits beside it may pass one that does not. A request is never split, so a group stays together. The queue is
+bounded in samples and bytes: beyond, `submit` raises `QueueFull`. A request whose caller has gone (cancelled, deadline
+passed) leaves the queue.
 """
 
 from __future__ import annotations
@@ -46,15 +46,18 @@ class _Ticket(Generic[Item, Key, Result]):
 
 
 class MicroBatcher(Generic[Item, Key, Result]):
-    """Calls `run(items, key)` in a worker thread: one result an item. `start` it in the event loop; `drain` ends it."""
+    """Calls `run(items, key)` in `num_batches` worker threads: one result an item. `start` it in the event loop;
+    `drain` ends it."""
 
-    def __init__(self, run: Callable[[list[Item], Key], list[Result]], limits: Limits) -> None:
+    def __init__(self, run: Callable[[list[Item], Key], list[Result]], limits: Limits, num_batches: int = 1) -> None:
         self._run = run
         self._limits = limits
         self._waiting: list[_Ticket[Item, Key, Result]] = []
         self._changed = asyncio.Event()
         self._closing = False
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="score")
+        self._num_batches = num_batches
+        self._running: set[asyncio.Task[None]] = set()
+        self._workers = ThreadPoolExecutor(num_batches, thread_name_prefix="score")
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -85,7 +88,7 @@ class MicroBatcher(Generic[Item, Key, Result]):
         self._changed.set()
         if self._task is not None:
             await self._task
-        self._worker.shutdown()
+        self._workers.shutdown()
 
     def _admit(self, num_items: int, num_bytes: int) -> None:
         if self._closing:
@@ -100,12 +103,16 @@ class MicroBatcher(Generic[Item, Key, Result]):
 
     async def _serve(self) -> None:
         while self._waiting or not self._closing:
+            if len(self._running) == self._num_batches:
+                await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
+                continue
             batch = self._next_batch()
             wait_s = self._wait_s(batch)
             if wait_s is None or wait_s > 0.0:
                 await self._sleep(wait_s)
             else:
-                await self._process(batch)
+                self._begin(batch)
+        await asyncio.gather(*self._running)
 
     def _next_batch(self) -> list[_Ticket[Item, Key, Result]]:
         """The oldest request and those of its key that fit beside it, still in the queue."""
@@ -137,12 +144,17 @@ class MicroBatcher(Generic[Item, Key, Result]):
         await self._changed.wait()
         timer.cancel()
 
-    async def _process(self, batch: Sequence[_Ticket[Item, Key, Result]]) -> None:
+    def _begin(self, batch: Sequence[_Ticket[Item, Key, Result]]) -> None:
         self._waiting = [ticket for ticket in self._waiting if ticket not in batch]
+        task = asyncio.create_task(self._process(batch))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _process(self, batch: Sequence[_Ticket[Item, Key, Result]]) -> None:
         items = [item for ticket in batch for item in ticket.items]
         loop = asyncio.get_running_loop()
         try:
-            results = iter(await loop.run_in_executor(self._worker, self._run, items, batch[0].key))
+            results = iter(await loop.run_in_executor(self._workers, self._run, items, batch[0].key))
         except Exception as error:
             for ticket in batch:
                 if not ticket.done.done():

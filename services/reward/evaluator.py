@@ -1,4 +1,6 @@
-"""One batch from encoded samples to outcomes: decode, score, check. Runs in the batcher's worker thread.
+"""One batch from encoded samples to outcomes: decode, score, check.
+
+Runs in the batcher's worker thread, or in a process of the pool.
 
 Media that cannot be decoded, a score that is not finite and a sample on which the scorer raises become that
 sample's `Problem`; the rest of the batch is scored. Decoding at most `MAX_DECODED_PIXELS` at a time bounds memory.
@@ -8,39 +10,37 @@ from __future__ import annotations
 
 import logging
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic
 
 from flowfleet.errors import Unavailable
 from flowfleet.proto.reward_pb2 import RewardSample
 from services.reward.decoding import MAX_PIXELS, Opened, decode, open_sample
-from services.reward.scorers.base import Outcome, Params, Problem, Sample, Scorer
+from services.reward.scorers.base import Outcome, Params, Problem, Sample, Score, Scorer
 
 MAX_DECODED_PIXELS = 4 * MAX_PIXELS
 """192 MiB as RGB. A longer video is decoded alone."""
+
+FAILED, DIED = "scorer_failed", "scorer_died"
+"""Reasons of Problems that are the scorer's and not the sample's."""
 
 log = logging.getLogger(__name__)
 
 
 class Evaluator(Generic[Params]):
-    """Scores batches with one scorer; `observe(outcomes, seconds)` is told of each batch."""
+    """Scores batches with one scorer in this process; `num_threads` decode. One call at a time."""
 
-    def __init__(
-        self, scorer: Scorer[Params], num_threads: int, observe: Callable[[Sequence[Outcome], float], None]
-    ) -> None:
+    num_batches = 1
+
+    def __init__(self, scorer: Scorer[Params], num_threads: int) -> None:
         self._scorer = scorer
         self._decoders = ThreadPoolExecutor(num_threads, thread_name_prefix="decode")
-        self._observe = observe
 
     def __call__(self, samples: Sequence[RewardSample], params: Params) -> list[Outcome]:
-        """One outcome a sample, in order. Unavailable when the scorer raised on every one of several samples."""
-        start = time.perf_counter()
+        """One outcome a sample, in order."""
         opened = [open_sample(sample, self._scorer.modalities) for sample in samples]
-        outcomes = [outcome for part in _parts(opened) for outcome in self._score_part(part, params)]
-        self._observe(outcomes, time.perf_counter() - start)
-        return outcomes
+        return [outcome for part in _parts(opened) for outcome in self._score_part(part, params)]
 
     def close(self) -> None:
         self._decoders.shutdown()
@@ -57,24 +57,26 @@ class Evaluator(Generic[Params]):
             return self._checked(samples, params)
         except Exception:
             log.exception("scorer %s failed on %d samples; scoring one by one", self._scorer.name, len(samples))
-        outcomes = [self._score_alone(sample, params) for sample in samples]
-        if len(samples) > 1 and all(isinstance(outcome, Problem) for outcome in outcomes):
-            raise Unavailable(
-                f"scorer {self._scorer.name} failed on all {len(samples)} samples; its log has the reason"
-            )
-        return outcomes
+        return [self._score_alone(sample, params) for sample in samples]
 
     def _score_alone(self, sample: Sample, params: Params) -> Outcome:
         try:
             return self._checked([sample], params)[0]
         except Exception as error:
-            return Problem("scorer_failed", f"scorer {self._scorer.name} failed on this sample: {type(error).__name__}")
+            return Problem(FAILED, f"scorer {self._scorer.name} failed on this sample: {type(error).__name__}")
 
     def _checked(self, samples: Sequence[Sample], params: Params) -> list[Outcome]:
         outcomes = self._scorer.score(samples, params)
         if len(outcomes) != len(samples):
             raise RuntimeError(f"{len(outcomes)} outcomes for {len(samples)} samples")
         return [finite(outcome) for outcome in outcomes]
+
+
+def unless_all_failed(name: str, outcomes: Sequence[Outcome]) -> None:
+    """Raises Unavailable where the scorer failed on several samples of a batch and scored none: it is broken."""
+    failed = sum(isinstance(outcome, Problem) and outcome.reason in (FAILED, DIED) for outcome in outcomes)
+    if failed > 1 and not any(isinstance(outcome, Score) for outcome in outcomes):
+        raise Unavailable(f"scorer {name} failed on all {failed} samples; its log has the reason")
 
 
 def finite(outcome: Outcome) -> Outcome:

@@ -36,11 +36,27 @@ class RewardMetrics:
         self._batch_seconds = observed("batch_seconds", "Seconds to decode and score a batch", SECONDS)
         self._batch_size = observed("batch_size", "Samples in a batch", BATCH_SIZES)
         self._scores = observed("score", "Scores given", score_buckets(score_range))
+        self._processes = Gauge(
+            "flowfleet_reward_processes", "Processes that score, 0 for the service's own", ["scorer"], registry=registry
+        )
+        self._busy = counted("busy_seconds", "Seconds that the pool's processes worked, summed over them")
+        self._deaths = counted("process_deaths", "Processes of the pool that died")
+        self.set_processes(0)
         self._queued = Gauge("flowfleet_reward_queued_samples", "Samples that wait", ["scorer"], registry=registry)
 
     def watch_queue(self, num_queued: Callable[[], int]) -> None:
         """Where the length of the queue is read from."""
         self._queued.labels(scorer=self._scorer).set_function(num_queued)
+
+    def set_processes(self, number: int) -> None:
+        self._processes.labels(scorer=self._scorer).set(number)
+
+    def observe_busy(self, seconds: float) -> None:
+        """Of one process: the rate of the sum, divided by the processes, is how much of them is used."""
+        self._busy.labels(scorer=self._scorer).inc(seconds)
+
+    def observe_death(self) -> None:
+        self._deaths.labels(scorer=self._scorer).inc()
 
     def observe_batch(self, outcomes: Sequence[Outcome], seconds: float) -> None:
         self._samples.inc(len(outcomes))

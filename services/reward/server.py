@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flowfleet.errors import InvalidRequest
@@ -16,22 +18,28 @@ from flowfleet.proto.reward_pb2 import (
 )
 from flowfleet.proto.reward_pb2_grpc import RewardServiceServicer
 from services.reward.batcher import Limits, MicroBatcher
-from services.reward.evaluator import Evaluator
+from services.reward.evaluator import Evaluator, unless_all_failed
 from services.reward.metrics import RewardMetrics
+from services.reward.pool import ProcessPool
 from services.reward.scorers.base import Outcome, Problem, Scorer
 
 SERVICE_NAME = "flowfleet.v1.RewardService"
 
 
 class RewardServicer(RewardServiceServicer):
-    """Serves one scorer. `start` inside the event loop before serving, `drain` when health says not serving."""
+    """Serves one scorer, which reads parameters and describes itself here; `evaluator` scores with it or its like.
+    `start` inside the event loop before serving, `drain` when health says not serving."""
 
-    def __init__(self, scorer: Scorer[Any], limits: Limits, num_threads: int, metrics: RewardMetrics) -> None:
+    def __init__(
+        self, scorer: Scorer[Any], limits: Limits, evaluator: Evaluator[Any] | ProcessPool, metrics: RewardMetrics
+    ) -> None:
         self._scorer = scorer
         self._limits = limits
         self._metrics = metrics
-        self._evaluator = Evaluator(scorer, num_threads, metrics.observe_batch)
-        self._batcher: MicroBatcher[RewardSample, Any, Outcome] = MicroBatcher(self._evaluator, limits)
+        self._evaluator = evaluator
+        self._batcher: MicroBatcher[RewardSample, Any, Outcome] = MicroBatcher(
+            self._evaluate, limits, evaluator.num_batches
+        )
         metrics.watch_queue(lambda: self._batcher.num_queued)
 
     def start(self) -> None:
@@ -40,7 +48,7 @@ class RewardServicer(RewardServiceServicer):
     async def drain(self) -> None:
         """Finishes what was admitted; every later call gets UNAVAILABLE."""
         await self._batcher.drain()
-        self._evaluator.close()
+        await asyncio.to_thread(self._evaluator.close)
 
     async def Describe(self, request: DescribeRequest, context: Any) -> DescribeResponse:
         scorer = self._scorer
@@ -62,6 +70,14 @@ class RewardServicer(RewardServiceServicer):
             outcomes = await self._batcher.submit(request.samples, params, request.ByteSize())
             pairs = zip(request.samples, outcomes, strict=True)
             return ScoreResponse(scores=[_score(sample.sample_id, outcome) for sample, outcome in pairs])
+
+    def _evaluate(self, samples: Sequence[RewardSample], params: Any) -> list[Outcome]:
+        """A batch, in a thread of the batcher."""
+        start = time.perf_counter()
+        outcomes = self._evaluator(samples, params)
+        self._metrics.observe_batch(outcomes, time.perf_counter() - start)
+        unless_all_failed(self._scorer.name, outcomes)
+        return outcomes
 
     def _check(self, request: ScoreRequest) -> None:
         """InvalidRequest for a request that cannot be answered as a whole."""

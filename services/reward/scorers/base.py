@@ -2,7 +2,8 @@
 
 To add one: subclass `Scorer`, fill its class attributes, read the request's parameters in `parse` and score in `score`.
 The service does the rest: transport, decoding, batching, limits, metrics, and the refusal of non-finite scores.
-`score` runs in one worker thread, one batch at a time; a batch holds samples of several callers with equal parameters.
+`score` runs in one worker thread, one batch at a time; a batch holds samples of several callers with equal parameters,
+and may be one part of a larger one that several processes with a scorer each share.
 """
 
 from __future__ import annotations
@@ -93,6 +94,8 @@ class Scorer(ABC, Generic[Params]):
     score_range: ClassVar[tuple[float, float]]
     """Least and greatest score; ±inf where there is no bound."""
     components: ClassVar[tuple[str, ...]] = ()
+    heavy: ClassVar[bool] = False
+    """Takes a CPU long for a picture: by default it is run in several processes, where there are CPUs for them."""
 
     @abstractmethod
     def parse(self, params: Mapping[str, str]) -> Params:

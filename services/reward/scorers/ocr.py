@@ -74,6 +74,7 @@ class OcrScorer(Scorer[OcrParams]):
     modalities = (MODALITY_IMAGE, MODALITY_VIDEO)
     score_range = (0.0, 1.0)
     components = ("exact", "distance", "confidence", "ctc_probability", "lines")
+    heavy = True
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads

@@ -30,12 +30,14 @@ class Work:
         return [-item for item in items]
 
 
-def run(limits: Limits, scenario: Callable[[Batcher, Work], Coroutine[Any, Any, None]]) -> list[tuple[str, list[int]]]:
+def run(
+    limits: Limits, scenario: Callable[[Batcher, Work], Coroutine[Any, Any, None]], num_batches: int = 1
+) -> list[tuple[str, list[int]]]:
     """Runs a scenario against a started batcher; returns the batches that were worked on."""
     work = Work()
 
     async def main() -> None:
-        batcher = Batcher(work, limits)
+        batcher = Batcher(work, limits, num_batches)
         batcher.start()
         try:
             async with asyncio.timeout(10):
@@ -171,3 +173,28 @@ def test_draining_finishes_what_waits_and_admits_nothing_more() -> None:
         await draining
 
     run(Limits(max_batch=4, max_wait_s=60.0), scenario)
+
+
+def test_as_many_batches_run_at_once_as_may() -> None:
+    async def scenario(batcher: Batcher, work: Work) -> None:
+        first = await occupied(batcher, work)
+        tasks = await queued(batcher, ([1], "a"))
+        tasks += await queued(batcher, ([2], "a"), ([3], "a"))
+        assert [items for _, items in work.batches] == [[0], [1]]
+        assert batcher.num_queued == 2
+        assert await released(work, first, *tasks) == [[0], [-1], [-2], [-3]]
+
+    assert run(Limits(max_wait_s=0.0), scenario, num_batches=2)[2:] == [("a", [2, 3])]
+
+
+def test_draining_waits_for_every_batch_that_runs() -> None:
+    async def scenario(batcher: Batcher, work: Work) -> None:
+        first = await occupied(batcher, work)
+        (second,) = await queued(batcher, ([1], "a"))
+        draining = asyncio.create_task(batcher.drain())
+        await asyncio.sleep(0.01)
+        assert not draining.done()
+        assert await released(work, first, second) == [[0], [-1]]
+        await draining
+
+    run(Limits(max_wait_s=0.0), scenario, num_batches=2)

@@ -11,7 +11,7 @@ from flowfleet.errors import Unavailable
 from flowfleet.media import encode_media
 from flowfleet.proto.reward_pb2 import MODALITY_VIDEO, RewardSample
 from services.reward import evaluator
-from services.reward.evaluator import Evaluator, finite
+from services.reward.evaluator import Evaluator, finite, unless_all_failed
 from services.reward.scorers.base import Outcome, Problem, Sample, Score, Scorer
 from tests.services.reward.pictures import sample
 
@@ -34,11 +34,9 @@ class Lookup(Scorer[None]):
 
 
 def evaluate(scorer: Lookup, samples: Sequence[RewardSample]) -> list[Outcome]:
-    seen: list[Sequence[Outcome]] = []
-    run = Evaluator(scorer, 2, lambda outcomes, seconds: seen.append(outcomes))
+    run = Evaluator(scorer, 2)
     outcomes = run(samples, None)
     run.close()
-    assert seen == [outcomes]
     return outcomes
 
 
@@ -84,10 +82,12 @@ def test_a_sample_on_which_the_scorer_raises_is_alone_in_it() -> None:
 
 
 def test_a_scorer_that_fails_on_everything_is_unavailable() -> None:
-    with pytest.raises(Unavailable, match="all 2 samples"):
-        evaluate(Lookup(by_float), samples("poison", "venom"))
-    (outcome,) = evaluate(Lookup(by_float), samples("poison"))
-    assert isinstance(outcome, Problem)
+    failed, died, refused = (Problem(reason, "") for reason in ("scorer_failed", "scorer_died", "undecodable"))
+    for outcomes in ([failed, failed], [failed, refused, died]):
+        with pytest.raises(Unavailable, match="all 2 samples"):
+            unless_all_failed("lookup", outcomes)
+    for outcomes in ([failed], [failed, refused], [failed, failed, Score(0.5)], [refused, refused], []):
+        unless_all_failed("lookup", outcomes)
 
 
 def test_a_wrong_number_of_outcomes_is_a_failure() -> None:

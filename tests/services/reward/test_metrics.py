@@ -60,3 +60,16 @@ def test_buckets_cover_the_range() -> None:
     assert score_buckets((0.0, math.inf))[-1] == 4096.0
     assert score_buckets((-math.inf, 0.0)) == [-bound for bound in reversed(score_buckets((0.0, math.inf)))]
     assert len(score_buckets((-math.inf, math.inf))) == 27
+
+
+def test_processes_are_counted(metrics: RewardMetrics, registry: CollectorRegistry) -> None:
+    assert value(registry, "processes") == 0
+    metrics.set_processes(4)
+    for seconds in (0.5, 0.25):
+        metrics.observe_busy(seconds)
+    metrics.observe_death()
+    assert [value(registry, name) for name in ("processes", "busy_seconds_total", "process_deaths_total")] == [
+        4,
+        0.75,
+        1,
+    ]

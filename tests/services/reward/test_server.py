@@ -17,6 +17,7 @@ from flowfleet import rpc
 from flowfleet.proto.reward_pb2 import RewardSample, ScoreRequest
 from flowfleet.proto.reward_pb2_grpc import RewardServiceStub, add_RewardServiceServicer_to_server
 from services.reward.batcher import Limits
+from services.reward.evaluator import Evaluator
 from services.reward.metrics import RewardMetrics
 from services.reward.scorers.base import Outcome, Sample, Score, Scorer
 from services.reward.server import RewardServicer
@@ -60,7 +61,8 @@ def serve(scorer: Echo, limits: Limits, scenario: Scenario) -> CollectorRegistry
         return registry.get_sample_value("flowfleet_reward_queued_samples", {"scorer": scorer.name})
 
     async def main() -> None:
-        servicer = RewardServicer(scorer, limits, 1, RewardMetrics(scorer.name, scorer.score_range, registry))
+        metrics = RewardMetrics(scorer.name, scorer.score_range, registry)
+        servicer = RewardServicer(scorer, limits, Evaluator(scorer, 1), metrics)
         servicer.start()
         server = rpc.make_server()
         add_RewardServiceServicer_to_server(servicer, server)

@@ -68,7 +68,7 @@ def test_describe_tells_the_truth(ocr_process: ServiceProcess) -> None:
     assert list(answer.modalities) == [MODALITY_IMAGE, MODALITY_VIDEO]
     assert "PP-OCR" in answer.version
     given = score(ocr_process, [sign_sample("a", "AB3")])["a"]
-    assert set(given.components) == set(answer.components)
+    assert set(given.components) == set(answer.components) - {"lines"}  # which a page alone has
 
 
 def test_health_is_serving(ocr_process: ServiceProcess) -> None:

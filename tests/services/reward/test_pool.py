@@ -1,0 +1,202 @@
+"""Processes that share batches: order, equality with one process, deaths, shutdown."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from PIL import Image
+from prometheus_client import CollectorRegistry
+
+from flowfleet.errors import Unavailable
+from flowfleet.proto.reward_pb2 import RewardSample
+from services.reward import pool as pool_module
+from services.reward import scorers
+from services.reward.evaluator import Evaluator
+from services.reward.metrics import RewardMetrics
+from services.reward.pool import MAX_PART, MIN_PART, ProcessPool, default_processes, parts_of
+from services.reward.scorers.base import Outcome, Problem, Sample, Score, Scorer
+from tests.services.reward.conftest import reward_process
+from tests.services.reward.pictures import page, sample, sign_sample
+from tests.services.reward.test_service import score
+
+
+class Obedient(Scorer[str]):
+    """Scores the number that the prompt is. A prompt "kill once PATH" kills the process if PATH does not exist yet,
+    "kill" always, "fail" raises, "pid" gives the process, "sleep" takes two seconds."""
+
+    name, version, score_range = "obedient", "1", (0.0, 1.0)
+
+    def parse(self, params: Mapping[str, str]) -> str:
+        return ""
+
+    def score(self, samples: Sequence[Sample], params: str) -> list[Outcome]:
+        return [Score(self._value(sample.prompt), {"frames": len(sample.frames)}) for sample in samples]
+
+    def _value(self, prompt: str) -> float:
+        word, _, path = prompt.partition(" once ")
+        if word == "kill" and not (path and Path(path).exists()):
+            if path:
+                Path(path).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if word == "sleep":
+            time.sleep(2.0)
+        return {"kill": 0.5, "pid": float(os.getpid()), "sleep": 0.25}.get(word) or float(prompt)
+
+
+def broken() -> Scorer[Any]:
+    raise FileNotFoundError("no model")
+
+
+@contextmanager
+def started(make: Callable[[], Scorer[Any]], num_processes: int) -> Iterator[tuple[ProcessPool, CollectorRegistry]]:
+    registry = CollectorRegistry()
+    pool = ProcessPool(make, num_processes, RewardMetrics("obedient", (0.0, 1.0), registry))
+    try:
+        yield pool, registry
+    finally:
+        pool.close()
+
+
+@pytest.fixture(scope="module")
+def obedient() -> Iterator[tuple[ProcessPool, CollectorRegistry]]:
+    with started(Obedient, 2) as both:
+        yield both
+
+
+def asked(*prompts: str) -> list[RewardSample]:
+    return [sample(str(index), Image.new("RGB", (8, 8)), prompt) for index, prompt in enumerate(prompts)]
+
+
+def deaths(registry: CollectorRegistry) -> float:
+    return registry.get_sample_value("flowfleet_reward_process_deaths_total", {"scorer": "obedient"}) or 0.0
+
+
+def test_outcomes_keep_their_order_and_their_own_problems(obedient: tuple[ProcessPool, CollectorRegistry]) -> None:
+    pool, registry = obedient
+    samples = asked(*(str(number / 64) for number in range(40)))
+    samples[7].media = b"junk"
+    samples[21].prompt = "fail"
+    samples[30].prompt = "nan"
+    outcomes = pool(samples, "")
+    reasons = {index: outcome.reason for index, outcome in enumerate(outcomes) if isinstance(outcome, Problem)}
+    assert reasons == {7: "undecodable", 21: "scorer_failed", 30: "non_finite"}
+    for index in set(range(40)) - set(reasons):
+        assert outcomes[index] == Score(index / 64, {"frames": 1})
+    assert registry.get_sample_value("flowfleet_reward_processes", {"scorer": "obedient"}) == 2
+
+
+def test_all_processes_get_some_of_a_batch(obedient: tuple[ProcessPool, CollectorRegistry]) -> None:
+    pool, registry = obedient
+    busy = partial(registry.get_sample_value, "flowfleet_reward_busy_seconds_total", {"scorer": "obedient"})
+    before, start = busy() or 0.0, time.perf_counter()
+    assert [outcome.value for outcome in pool(asked(*["sleep"] * 4), "") if isinstance(outcome, Score)] == [0.25] * 4
+    assert time.perf_counter() - start < 6.0  # 8 seconds of sleep
+    assert (busy() or 0.0) - before >= 8.0
+    pids = {outcome.value for outcome in pool(asked(*["sleep", "pid"] * 2), "") if isinstance(outcome, Score)} - {0.25}
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+
+
+def test_a_process_that_dies_is_replaced_and_its_samples_are_asked_again(
+    obedient: tuple[ProcessPool, CollectorRegistry], tmp_path: Path
+) -> None:
+    pool, registry = obedient
+    before = deaths(registry)
+    outcomes = pool(asked("0.5", "0.25", f"kill once {tmp_path / 'a'}", "0.75"), "")
+    assert [outcome.value for outcome in outcomes if isinstance(outcome, Score)] == [0.5, 0.25, 0.5, 0.75]
+    assert deaths(registry) == before + 1
+    assert len(pool(asked(*["0.5"] * 20), "")) == 20
+
+
+def test_only_the_sample_that_kills_again_is_a_problem(obedient: tuple[ProcessPool, CollectorRegistry]) -> None:
+    pool, registry = obedient
+    before = deaths(registry)
+    outcomes = pool(asked("0.5", "0.25", "0.125", "kill", "0.75", "1"), "")
+    values = [outcome.value if isinstance(outcome, Score) else None for outcome in outcomes]
+    assert values == [0.5, 0.25, 0.125, None, 0.75, 1.0]
+    assert outcomes[3] == Problem(
+        "scorer_died", "the process that scored this sample died twice, the second time with signal SIGKILL"
+    )
+    assert deaths(registry) == before + 2
+
+
+def test_a_scorer_that_cannot_be_made_is_said_at_once() -> None:
+    with pytest.raises(Unavailable, match="did not start \\(exit code 1\\)"), started(broken, 2):
+        pass
+
+
+def test_closing_ends_the_processes() -> None:
+    with started(Obedient, 2) as (pool, _):
+        pids = [worker._process.pid for worker in pool._workers if worker._process]
+        assert len(pids) == 2
+        late = threading.Thread(target=pool, args=(asked("sleep"), ""))
+        late.start()
+        time.sleep(0.1)
+    late.join()
+    assert not any(psutil.pid_exists(pid) for pid in pids if pid)
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "num_processes", "sizes"),
+    [(1, 4, [1]), (3, 4, [2, 1]), (16, 2, [8, 8]), (16, 16, [2] * 8), (20, 3, [7, 7, 6]), (64, 2, [8] * 8)],
+)
+def test_batches_are_cut_for_all_processes(num_samples: int, num_processes: int, sizes: list[int]) -> None:
+    samples = asked(*map(str, range(num_samples)))
+    parts = list(parts_of(samples, num_processes))
+    assert [len(part) for part in parts] == sizes
+    assert [item for part in parts for item in part] == samples
+    assert all(size <= MAX_PART for size in sizes)
+    assert all(size >= MIN_PART for size in sizes[:-1])
+
+
+@pytest.mark.parametrize(("cpus", "number"), [(1, 1), (2, 1), (3, 1), (4, 2), (16, 8), (64, 16)])
+def test_heavy_scorers_get_half_of_the_cpus(cpus: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "usable_cpus", lambda: cpus)
+    assert default_processes(heavy=True) == number
+    assert default_processes(heavy=False) == 1
+
+
+def test_ocr_in_processes_gives_the_same_bits() -> None:
+    scorer = scorers.create("ocr", 1)
+    signs = [sign_sample(str(number), word) for number, word in enumerate(("AB3", "XY7", "K7QX", "CD4", "EF5"))]
+    pages = [sample(str(points), page(("Exit 42", 0.2, 0.3, points)), '"Exit 42"') for points in (20, 40, 60)]
+    here = Evaluator(scorer, 1)
+    with started(partial(scorers.create, "ocr", 1), 2) as (pool, _):
+        for samples, given in ((signs, {}), (signs, {"score": "soft"}), (pages, {"region": "page"})):
+            params = scorer.parse(given)
+            outcomes = pool(samples, params)
+            assert outcomes == here(samples, params)
+            assert all(isinstance(outcome, Score) for outcome in outcomes)
+    here.close()
+
+
+def test_processes_end_with_a_service_that_is_killed(tmp_path: Path) -> None:
+    with reward_process(tmp_path, "--scorer", "jpeg_compressibility", "--processes", "2") as service:
+        assert service.metric("flowfleet_reward_processes") == 2
+        parent = psutil.Process(service.process.pid)
+        children = parent.children(recursive=True)
+        assert len(children) >= 2
+        assert score(service, [sign_sample(str(number), "AB3") for number in range(5)])["4"].score < 0.0
+        service.process.kill()
+        _, alive = psutil.wait_procs(children, timeout=10)
+        assert not alive
+
+
+def test_a_drained_service_leaves_no_process(tmp_path: Path) -> None:
+    with reward_process(tmp_path, "--scorer", "jpeg_compressibility", "--processes", "2") as service:
+        children = psutil.Process(service.process.pid).children(recursive=True)
+        service.process.send_signal(signal.SIGTERM)
+        assert service.process.wait(20) == 0
+        _, alive = psutil.wait_procs(children, timeout=5)
+        assert not alive
+        assert '"msg": "stopped"' in service.log.read_text().splitlines()[-1]
