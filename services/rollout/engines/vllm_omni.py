@@ -167,8 +167,7 @@ class VllmOmniEngine(RolloutEngine):
         slim_imports.install()
         from vllm_omni.entrypoints.async_omni import AsyncOmni
 
-        for library in ("vllm", "vllm_omni"):
-            logging.getLogger(library).setLevel(logging.WARNING)
+        _quieten()
         attention = {} if self.device.type == "cpu" else {"diffusion_attention_backend": self._attention_backend}
         return AsyncOmni(
             model=model.path,
@@ -206,11 +205,13 @@ class VllmOmniEngine(RolloutEngine):
     async def _draw(
         self, request: GenerationRequest, encoded: Encoded, rows: Sequence[Row], cancelled: Callable[[], bool]
     ) -> GeneratedBatch:
+        is_abandoned = False
+
         def work(pipeline: Any) -> GeneratedBatch:
             def checkpoint() -> None:
                 self._progress.beat()
                 pipeline.check_cancelled()
-                if cancelled():
+                if is_abandoned or cancelled():
                     raise Cancelled
 
             made: GeneratedBatch = pipeline.sampler.sample(request, encoded, rows, checkpoint)
@@ -219,7 +220,11 @@ class VllmOmniEngine(RolloutEngine):
         task = Task(self._watched(work))
         size = request.sampling.size
         shape = {"height": size.height, "width": size.width, "num_frames": size.num_frames}
-        await self._submit(task, shape | {"num_inference_steps": request.sampling.num_steps})
+        try:
+            await self._submit(task, shape | {"num_inference_steps": request.sampling.num_steps})
+        except asyncio.CancelledError:
+            is_abandoned = True  # vLLM-Omni's own abort takes its time on a busy host.
+            raise
         if not task.is_done:
             raise Cancelled
         return task.result()
@@ -260,6 +265,13 @@ def _require_installed() -> None:
             f"--engine vllm-omni: {' and '.join(missing)} not installed here: `make vllm-omni` installs both for CPUs, "
             "on GPUs `pip install vllm==0.30.0 vllm-omni==0.30.0`; or give --engine diffusers"
         )
+
+
+def _quieten() -> None:
+    """vLLM-Omni tells each request, and warns of each that has no output of its own, as all of ours."""
+    for library in ("vllm", "vllm_omni"):
+        logging.getLogger(library).setLevel(logging.WARNING)
+    logging.getLogger("vllm_omni.diffusion.diffusion_engine").setLevel(logging.ERROR)
 
 
 def _set_environment(device: torch.device) -> None:
