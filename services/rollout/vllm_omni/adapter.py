@@ -14,6 +14,7 @@ from torch import Tensor
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.utils import replace_submodule
+from vllm.model_executor.layers.linear import LinearBase
 
 from flowfleet.proto.rollout_pb2 import LoraSpec
 from services.rollout.vllm_omni.pipeline import ADAPTER, RolloutPipeline
@@ -31,6 +32,7 @@ class LiveAdapter:
         self._spec = spec
         self.published: dict[str, Tensor] = dict(_empty(spec, base))
         """By published name, on the model's device and in its dtype, as given. To be copied into; then `bind`."""
+        self._require_layers()
         self.bind()
 
     def bind(self) -> None:
@@ -58,6 +60,25 @@ class LiveAdapter:
         for name, layer in self._manager._lora_modules.items():
             component, _, path = name.partition(".")
             replace_submodule(getattr(self._pipeline, component), path, layer.base_layer)
+
+    def _require_layers(self) -> None:
+        packed = self._manager._packed_modules_mapping
+        for name in self.published:
+            module = self._vllm_name(name).rpartition(".lora_")[0]
+            parent, _, part = module.rpartition(".")
+            places = [module, *(f"{parent}.{fused}" for fused, parts in packed.items() if part in parts)]
+            if not any(isinstance(self._module(place), LinearBase) for place in places):
+                raise ValueError(
+                    f"trainer.lora.target_modules: the vllm-omni engine cannot adapt {name.rpartition('.lora_')[0]}, "
+                    "which is none of vLLM's linears: leave it out, or start rollouts with --engine diffusers"
+                )
+
+    def _module(self, path: str) -> Any:
+        """None where there is no such module."""
+        try:
+            return self._pipeline.get_submodule(path)
+        except AttributeError:
+            return None
 
     def _live(self, name: str, published: Tensor) -> Tensor:
         layer, place = self._slot(name)

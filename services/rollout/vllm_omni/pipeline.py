@@ -26,7 +26,7 @@ TASK = "task"
 """The key of a request's task in its `extra_args`."""
 
 
-ADAPTER = LoRARequest("policy", 1, "memory")
+ADAPTER = LoRARequest("policy", 1, "/memory")
 """What requests name to be drawn with the adapter; there is one at a time."""
 
 

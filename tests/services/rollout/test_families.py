@@ -21,7 +21,7 @@ from flowfleet.models.registry import family_of
 from flowfleet.models.settings import Guidance, Size
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
 from flowfleet.trajectories import FinalLatents, Trajectory
-from services.rollout.engines.base import GeneratedBatch, GeneratedSample, GenerationRequest
+from services.rollout.engines.base import GeneratedBatch, GeneratedSample, GenerationRequest, RolloutEngine
 from services.rollout.engines.diffusers import DiffusersEngine
 from tests.services.rollout.conftest import make_request
 from tests.tiny_models import MAKERS, make_tiny
@@ -63,7 +63,7 @@ def request_for(model: ModelSpec, **changes: Any) -> GenerationRequest:
     return replace(request, groups=groups, sampling=replace(request.sampling, condition_pixels=CONDITION_PIXELS))
 
 
-def run(engine: DiffusersEngine, request: GenerationRequest) -> GeneratedBatch:
+def run(engine: RolloutEngine, request: GenerationRequest) -> GeneratedBatch:
     """The only batch of a request."""
 
     async def collect() -> list[GeneratedBatch]:
