@@ -8,7 +8,7 @@ names carry the hashes of a weight update.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -44,20 +44,37 @@ def install_lora(
 ) -> dict[str, nn.Parameter]:
     """Freezes the transformers, injects the adapter into each and returns its parameters by published name.
 
-    A is drawn from N(0, 1/rank²) by a CPU generator with `seed`, B is zero, so that the model starts unchanged. `dtype`
-    of the adapter; None takes the transformer's. Raises ValueError for a target that the model does not have.
+    It starts at `initial_values`. `dtype` of the adapter; None takes the transformer's. Raises ValueError for a target
+    that the model does not have.
     """
+    parameters = inject_lora(experts, lora, dtype=dtype)
+    for name, start in initial_values(parameters, lora, seed):
+        parameters[name].data.copy_(start)
+    return parameters
+
+
+def inject_lora(experts: Experts, lora: LoraSpec, *, dtype: torch.dtype | None = None) -> dict[str, nn.Parameter]:
+    """As `install_lora`, but the adapter's values are yet to be given; on the meta device where the model is."""
     wanted = {component: dtype or next(module.parameters()).dtype for component, module in experts.items()}
     for transformer in experts.values():
         _inject(transformer, lora)
     parameters = named_adapter_parameters(experts)
+    for name, parameter in parameters.items():
+        parameter.data = torch.empty_like(parameter, dtype=wanted[name.partition(".")[0]])
+    return parameters
+
+
+def initial_values(parameters: Mapping[str, Tensor], lora: LoraSpec, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """What each parameter of an adapter starts at, whole, float32 on the CPU, one at a time in the given order.
+
+    A is drawn from N(0, 1/rank²) by a CPU generator with `seed`, B is zero, so that the model starts unchanged.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in parameters.items():
         start = torch.zeros(parameter.shape)
         if ".lora_A." in name:
             start.normal_(std=1 / lora.rank, generator=generator)
-        parameter.data = start.to(parameter.device, wanted[name.partition(".")[0]])
-    return parameters
+        yield name, start
 
 
 def remove_lora(experts: Experts) -> None:
@@ -135,6 +152,7 @@ def _inject(transformer: nn.Module, lora: LoraSpec) -> None:
         if not any(name == target or name.endswith(f".{target}") for name, _ in transformer.named_modules()):
             raise ValueError(f"trainer.lora.target_modules: the model has no module {target!r}")
     transformer.requires_grad_(False)
-    with torch.random.fork_rng():
+    device = next(transformer.parameters()).device
+    with torch.random.fork_rng(), device if device.type == "meta" else nullcontext():
         adapted: Any = transformer
         adapted.add_adapter(lora_config(lora), adapter_name=ADAPTER)

@@ -16,7 +16,15 @@ from PIL import Image
 from torch import Tensor, nn
 
 from flowfleet.models.embeds import PromptEmbeds
-from flowfleet.models.loading import ALL_COMPONENTS, USUAL_PARTS, Component, Parts, component_config, load_pipeline
+from flowfleet.models.loading import (
+    ALL_COMPONENTS,
+    USUAL_PARTS,
+    Component,
+    LoadFormat,
+    Parts,
+    component_config,
+    load_pipeline,
+)
 from flowfleet.models.settings import NO_GUIDANCE, Guidance, Size
 from flowfleet.seeds import derive_seed
 
@@ -61,6 +69,9 @@ class ModelAdapter(ABC):
     vae_dtype: ClassVar[torch.dtype | None] = None
     """What the VAE is loaded in; None is the model's dtype."""
 
+    text_width: ClassVar[str] = "joint_attention_dim"
+    """The transformer's setting that says how wide prompt embeddings are."""
+
     dtype: torch.dtype
     """What the transformer's inputs are cast to. A trainer may set it."""
     device: torch.device
@@ -84,8 +95,10 @@ class ModelAdapter(ABC):
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         components: tuple[Component, ...] = ALL_COMPONENTS,
+        load_format: LoadFormat = "safetensors",
     ) -> Self:
         """Loads the named components of a local checkpoint folder, frozen and in evaluation mode; never downloads.
+        `load_format` says where their weights come from.
 
         Raises ValueError if the folder lacks a component or cannot be read.
         """
@@ -99,6 +112,7 @@ class ModelAdapter(ABC):
             parts=cls.parts,
             own_parts=cls.own_parts,
             vae_dtype=cls.vae_dtype,
+            load_format=load_format,
         )
         return cls(pipeline, vae_config, dtype=dtype, device=torch.device(device))
 
@@ -140,6 +154,15 @@ class ModelAdapter(ABC):
     @abstractmethod
     def _encode(self, prompts: list[str], images: list[list[Image.Image]] | None) -> PromptEmbeds:
         """See `encode`. Most families call `without_images` first."""
+
+    def blank_prompts(self, count: int, num_tokens: int) -> PromptEmbeds:
+        """Zeros of the shapes that `encode` gives for `count` prompts of `num_tokens` each (where a prompt's length
+        counts), on the adapter's device and in its dtype: for what depends on shapes alone, such as memory. Needs the
+        transformer."""
+        width = getattr(self.transformer.config, self.text_width)
+        embeds = torch.zeros(count, num_tokens, width, dtype=self.dtype, device=self.device)
+        mask = torch.ones(count, num_tokens, dtype=torch.bool, device=self.device)
+        return PromptEmbeds(embeds, mask, has_padding=False)
 
     @abstractmethod
     def schedule(self, num_steps: int, size: Size) -> Schedule:

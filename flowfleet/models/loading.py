@@ -12,11 +12,17 @@ import torch
 from diffusers.utils import logging as diffusers_logging
 from packaging.version import Version
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
+
+from flowfleet.models.empty import empty_component
 
 Component = Literal["transformer", "text_encoder", "vae"]
 """A kind of part that costs memory: all transformers, all text encoders with their tokenizers, the VAE."""
+
+LoadFormat = Literal["safetensors", "dummy", "empty"]
+"""Where weights come from: files; their names (`dummy_parameter`); nowhere: parameters are on the meta device, for a
+caller who fills them. The last two read configurations alone of what is a model."""
 
 ALL_COMPONENTS: tuple[Component, ...] = ("transformer", "text_encoder", "vae")
 
@@ -42,8 +48,10 @@ def load_pipeline(
     parts: Parts = USUAL_PARTS,
     own_parts: tuple[str, ...] = (),
     vae_dtype: torch.dtype | None = None,
+    load_format: LoadFormat = "safetensors",
 ) -> Any:
     """A `pipeline_class` whose named components are loaded, frozen and in evaluation mode, and whose others are None.
+    Their weights come from where `load_format` says.
 
     `parts` names what each component is made of; a part that the checkpoint itself leaves out stays None, and so do
     `own_parts`, which the family makes by itself. All are loaded in `dtype`, the VAE in `vae_dtype` if that is given.
@@ -59,20 +67,47 @@ def load_pipeline(
     options = {_DTYPE_KEYWORD: dtypes, "local_files_only": True, **absent}
     try:
         with _no_progress_bars():
-            options |= _left_out(pipeline_class.load_config(str(path), local_files_only=True), parts)
+            index = pipeline_class.load_config(str(path), local_files_only=True)
+            options |= _left_out(index, parts)
+            if load_format != "safetensors":
+                wanted = [part for name in components for part in parts[name] if part not in own_parts]
+                options |= _empty_parts(index, path, {part: dtypes.get(part, dtype) for part in wanted})
             pipeline = pipeline_class.from_pretrained(str(path), **options)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(f"model {path} cannot be loaded as a {pipeline_class.__name__}: {error}") from error
     for part in (part for name in components for part in parts[name]):
         loaded = getattr(pipeline, part, None)
-        if isinstance(loaded, torch.nn.Module):
-            loaded.to(device).eval().requires_grad_(False)
+        if isinstance(loaded, nn.Module):
+            if load_format == "dummy":
+                fill_dummy(loaded, part, device)
+            if load_format != "empty":
+                loaded.to(device)
+            loaded.eval().requires_grad_(False)
     for part in parts["transformer"] if "transformer" in components else ():
         _cast_parameters(getattr(pipeline, part, None), dtype)
     return pipeline
 
 
-def _cast_parameters(transformer: torch.nn.Module | None, dtype: torch.dtype) -> None:
+def _empty_parts(index: Mapping[str, Any], path: str | Path, wanted: Mapping[str, torch.dtype]) -> dict[str, Any]:
+    """Those of the wanted parts that are models, without their weights."""
+    made = {part: empty_component(index, path, part, dtype) for part, dtype in wanted.items()}
+    return {part: module for part, module in made.items() if module is not None}
+
+
+def fill_dummy(module: nn.Module, component: str, device: torch.device | str) -> None:
+    """Gives a model of `empty_component` its dummy parameters, one after the other, on `device`."""
+    for prefix, owner in module.named_modules():
+        for leaf, parameter in list(owner._parameters.items()):
+            if parameter is not None:
+                name = ".".join(filter(None, (component, prefix, leaf)))
+                drawn = dummy_parameter(name, parameter.shape, parameter.dtype, device)
+                owner._parameters[leaf] = nn.Parameter(drawn, requires_grad=False)
+    tie = getattr(module, "tie_weights", None)
+    if tie is not None:
+        tie()
+
+
+def _cast_parameters(transformer: nn.Module | None, dtype: torch.dtype) -> None:
     """diffusers keeps a few of Wan's parameters in float32 whatever `dtype` is asked for. A trainer's forward has all
     in one, as FSDP casts them, so a rollout must as well; what they compute is cast to `dtype` soon after anyway."""
     for parameter in transformer.parameters() if transformer is not None else ():

@@ -7,6 +7,7 @@ Each image keeps its aspect ratio and is brought to a fixed area, whatever the s
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -18,12 +19,15 @@ from PIL import Image
 from torch import Tensor
 
 from flowfleet.models.embeds import PromptEmbeds, concat_embeds
-from flowfleet.models.loading import ALL_COMPONENTS, USUAL_PARTS, Component, Parts
+from flowfleet.models.loading import ALL_COMPONENTS, USUAL_PARTS, Component, LoadFormat, Parts
+from flowfleet.models.packing import PATCH
 from flowfleet.models.picture_prompts import PictureProcessor, tell_pictures_from_text
 from flowfleet.models.qwen_image import QwenImageAdapter
 from flowfleet.models.settings import Guidance, Size
 
 MAX_IMAGES = 3
+RESIZE_MULTIPLE = 32
+"""Pixels that the sides of resized images are multiples of."""
 LEAST_PIXELS_SEEN = 32 * 32
 """One token of Qwen2.5-VL takes 28 x 28."""
 
@@ -46,8 +50,9 @@ class QwenImageEditAdapter(QwenImageAdapter):
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         components: tuple[Component, ...] = ALL_COMPONENTS,
+        load_format: LoadFormat = "safetensors",
     ) -> Self:
-        adapter = super().load(path, dtype=dtype, device=device, components=components)
+        adapter = super().load(path, dtype=dtype, device=device, components=components, load_format=load_format)
         if adapter.text_encoder is not None:
             adapter.pipeline.processor = PictureProcessor.load(path, adapter.pipeline.tokenizer)
             tell_pictures_from_text(adapter.text_encoder)
@@ -70,6 +75,16 @@ class QwenImageEditAdapter(QwenImageAdapter):
         mask = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
         latents = {f"image_{i}": self._condition_latents(picture) for i, picture in enumerate(pictures, start=1)}
         return PromptEmbeds(embeds, mask, latents, has_padding=False)
+
+    def blank_prompts(self, count: int, num_tokens: int) -> PromptEmbeds:
+        """With one square condition image each."""
+        blank = super().blank_prompts(count, num_tokens)
+        side = (
+            round((self.condition_pixels or diffusers_edit.VAE_IMAGE_SIZE) ** 0.5 / RESIZE_MULTIPLE) * RESIZE_MULTIPLE
+        )
+        grid = self._token_grid(Size(side, side))
+        latents = torch.zeros(count, *grid, self._latent_channels * PATCH**2, device=self.device)
+        return replace(blank, extras={"image_1": latents})
 
     def _condition_latents(self, picture: Image.Image) -> Tensor:
         """(1, rows, columns, 4Z) float32 on the adapter's device."""

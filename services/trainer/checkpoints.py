@@ -1,10 +1,10 @@
 """Checkpoints: `<directory>/step-00000012/`, complete or not there at all.
 
-Tensors (what is trained, AdamW's two moments, the old policy of losses that keep one, each rank's generator states) are
-written by torch.distributed.checkpoint in its safetensors storage, each rank its own shards; they may be read by
-another number of ranks. Its usual storage is avoided because that keeps its metadata as a pickle. `state.json` has the
-rest: the record of applied steps, the optimizer's steps, and the names and sizes of all files. A folder is written
-aside and renamed when everything in it is on disk. The directory must be shared by all ranks.
+Tensors (what is trained, AdamW's two moments as they are kept, the old policy of losses that keep one, each rank's
+generator states) are written by torch.distributed.checkpoint in its safetensors storage, each rank its own shards; they
+may be read by another number of ranks. Its usual storage is avoided because that keeps its metadata as a pickle.
+`state.json` has the rest: the record of applied steps, the optimizer's steps, and the names and sizes of all files. A
+folder is written aside and renamed when everything in it is on disk. The directory must be shared by all ranks.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class Checkpoints:
             state = self._state(path)
             if state is None or state["job_id"] != self.job_id or state["parameters"] != _fingerprint(engine):
                 raise Conflict(
-                    f"{path} is no checkpoint of job {self.job_id} with this model and adapter: use an empty directory"
+                    f"{path} is no checkpoint of job {self.job_id} with this model and adapter, and with moments in as "
+                    "many bits (trainer.optimizer.state): use an empty directory"
                 )
             record = Record.from_json(state["record"])
         tensors = _tensors(engine)
@@ -145,8 +146,8 @@ def _write(tensors: dict[str, Tensor], path: Path, engine: Engine) -> None:
 
 
 def _adopt(engine: Engine, tensors: dict[str, Tensor], optimizer_steps: dict[str, int]) -> None:
-    """Hands loaded moments and generator states to their owners; parameters and old policy were loaded in place."""
-    engine.optimizer.restore(tensors, optimizer_steps)
+    """Hands counts and generator states to their owners; parameters, moments and old policy were loaded in place."""
+    engine.optimizer.restore(optimizer_steps)
     prefix = f"rng.{engine.ranks.rank}."
     rng = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     if rng:
@@ -154,8 +155,10 @@ def _adopt(engine: Engine, tensors: dict[str, Tensor], optimizer_steps: dict[str
 
 
 def _fingerprint(engine: Engine) -> str:
-    """sha256 over names and shapes of what is trained."""
+    """sha256 over names and shapes of what is trained, and whether its moments have 8 bits or 32."""
     text = "\n".join(f"{name} {list(parameter.shape)}" for name, parameter in _sorted(engine.trained))
+    if engine.spec.trainer.optimizer.state == "8bit":
+        text += "\n8bit"
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -1,8 +1,9 @@
 """The model on its ranks: transformers and adapter under FSDP2, AdamW on what is trained.
 
 Only the transformers are loaded: one, or the two experts of some families, each an FSDP root of its own whose blocks
-are FSDP units. With LoRA the base stays in `model.dtype`, frozen; what is trained, the adapters or everything, has fp32
-masters that FSDP casts to `model.dtype` for the forward and reduces in fp32.
+are FSDP units. They are made without weights, sharded, and filled by every rank for itself (loading.py). With LoRA the
+base stays in `model.dtype`, frozen; what is trained, the adapters or everything, has fp32 masters that FSDP casts to
+`model.dtype` for the forward and reduces in fp32.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,15 +22,18 @@ from flowfleet import devices, lora, weights
 from flowfleet.algorithms.losses import limits
 from flowfleet.jobs import JobSpec
 from flowfleet.models.base import ModelAdapter
+from flowfleet.models.empty import cast_persistent_buffers
 from flowfleet.models.registry import adapter_for
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
 from flowfleet.seeds import derive_seed
 from flowfleet.service import usable_cpus
+from services.trainer.blocks import checkpoint_blocks, compile_blocks
 from services.trainer.gather import Gather
+from services.trainer.loading import CheckpointSource, DummySource, Source, fill, fill_parameter
 from services.trainer.optimizer import ShardedAdamW
 from services.trainer.policies import Policies, Policy
 from services.trainer.ranks import Ranks
-from services.trainer.sharding import cast_buffers, checkpoint_blocks, reshard, shard_expert
+from services.trainer.sharding import allocate, reshard, shard_expert
 
 log = logging.getLogger(__name__)
 
@@ -54,27 +59,35 @@ class Engine:
         _set_threads(spec, ranks)
         load_dtype = self.dtype if self.is_lora else torch.float32
         self.adapter = adapter_for(spec.model.path).load(
-            spec.model.path, dtype=load_dtype, device="cpu", components=("transformer",)
+            spec.model.path, dtype=load_dtype, device="cpu", components=("transformer",), load_format="empty"
         )
         limits(spec.algorithm, math.prod(self.adapter.latent_shape(spec.rollout.size)))
         self.experts = dict(self.adapter.experts)
+        self._sources = {component: self._source(component) for component in self.experts}
+        for component, expert in self.experts.items():
+            self._sources[component].check(expert)
+            expert.requires_grad_(not self.is_lora)
+            cast_persistent_buffers(expert, self.dtype)
         if self.is_lora:
-            lora.install_lora(self.experts, lora_spec(spec), derive_seed(spec.seed, "lora"), dtype=torch.float32)
+            lora.inject_lora(self.experts, lora_spec(spec), dtype=torch.float32)
         for expert in self.experts.values():
-            if not self.is_lora:
-                expert.requires_grad_(True)
-                cast_buffers(expert, self.dtype)
             if spec.trainer.gradient_checkpointing != "none":
-                checkpoint_blocks(expert)
+                checkpoint_blocks(expert, spec.trainer.gradient_checkpointing)
+            if spec.trainer.compile:
+                compile_blocks(expert)
 
     def shard(self) -> None:
-        """Collective. Spreads the model over the ranks' devices, makes the optimizer and keeps the policies that the
-        job needs beside the trained one. The weights must be those before training."""
-        for expert in self.experts.values():
+        """Collective. Spreads the model over the ranks' devices, reads or draws this rank's shards, makes the optimizer
+        and keeps the policies that the job needs beside the trained one."""
+        for component, expert in self.experts.items():
             shard_expert(expert, self.ranks, self.dtype, keeps_gathered=self._keeps_gathered)
+            allocate(expert, self.ranks.device)
+            fill(expert, self._sources.pop(component), self.ranks)
         self.adapter.device, self.adapter.dtype = self.ranks.device, self.dtype
         named = lora.named_adapter_parameters if self.is_lora else weights.full_parameters
         self.trained = dict(named(self.experts))
+        if self.is_lora:
+            self._start_adapter()
         self.optimizer = ShardedAdamW(self.trained, self.spec.trainer.optimizer, self.ranks)
         self.policies = Policies(self.spec, self.experts, self.trained, self.dtype)
 
@@ -119,8 +132,20 @@ class Engine:
 
     @property
     def _keeps_gathered(self) -> bool:
-        """Whether parameters stay gathered between the forwards of an update: a second copy, which host memory has."""
-        return self.ranks.world_size == 1 and not devices.is_accelerator(self.ranks.device)
+        """Whether parameters stay gathered between the forwards of an update: where it is the adapter alone."""
+        return self.ranks.world_size == 1 and self.is_lora
+
+    def _source(self, component: str) -> Source:
+        model = self.spec.model
+        if model.load_format == "dummy":
+            return DummySource(component, self.ranks.device)
+        return CheckpointSource(Path(model.path) / component)
+
+    def _start_adapter(self) -> None:
+        """Every rank draws all of it and keeps its shards."""
+        seed = derive_seed(self.spec.seed, "lora")
+        for name, start in lora.initial_values(self.trained, lora_spec(self.spec), seed):
+            fill_parameter(self.trained[name], self.ranks, start.__getitem__)
 
 
 def model_spec(spec: JobSpec) -> ModelSpec:

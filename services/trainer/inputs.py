@@ -25,7 +25,7 @@ from flowfleet.trajectories import EmbedsBlob, FinalLatents, Trajectory
 from services.trainer.batches import MicroBatch, Update
 from services.trainer.requests import sample_name
 
-_READERS = 4
+_READERS = 8
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,26 +2,26 @@
 
 AdamW and clipping are element-wise but for the gradient's norm, so nothing here needs DTensor, whose dispatch costs a
 second at the first step of even a small model. Only checkpoints see the moments as DTensors, so that another number of
-ranks can read them.
+ranks can read them. Where they are kept is told in moments.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
+from torch.optim.adamw import adamw
 
 from flowfleet import devices
 from flowfleet.jobs import OptimizerPart
+from services.trainer.moments import Piece, make_moments
 from services.trainer.ranks import Ranks
 from services.trainer.sharding import like, local
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -39,68 +39,77 @@ class ShardedAdamW:
 
     def __init__(self, trained: Mapping[str, DTensor], part: OptimizerPart, ranks: Ranks) -> None:
         self._trained = trained
+        self._part = part
         self._ranks = ranks
-        self._max_norm = part.max_grad_norm
-        self._shards = {name: torch.nn.Parameter(local(parameter)) for name, parameter in trained.items()}
-        self._adamw = torch.optim.AdamW(
-            self._shards.values(),
-            lr=part.lr,
-            betas=part.betas,
-            eps=part.eps,
-            weight_decay=part.weight_decay,
-            fused=devices.has_fused_optimizer(ranks.device),
-        )
+        self._moments = make_moments(part.state, {name: local(parameter) for name, parameter in trained.items()})
+        self._num_steps = {_component(name): 0 for name in trained}
 
     def step(self) -> UpdateOutcome:
         """Collective. Clips and applies the gradients, or drops them if they are not finite; then frees them."""
-        for name, parameter in self._trained.items():
-            shard = self._shards[name]
-            shard.data = local(parameter)
-            shard.grad = None if parameter.grad is None else local(parameter.grad)
-            parameter.grad = None
-        norm = self._norm()
+        grads = {name: local(parameter.grad) for name, parameter in self._trained.items() if parameter.grad is not None}
+        norm = self._norm(list(grads.values()))
         outcome = UpdateOutcome(float(norm), math.isfinite(float(norm)))
-        if outcome.applied:
-            clip_grads_with_norm_(self._shards.values(), self._max_norm, norm, foreach=True)
-            self._adamw.step()
-        self._adamw.zero_grad(set_to_none=True)
+        if outcome.applied and grads:
+            share = self._part.max_grad_norm / (outcome.grad_norm + 1e-6)
+            if share < 1:
+                torch._foreach_mul_(list(grads.values()), share)
+            self._apply(grads)
+        for parameter in self._trained.values():
+            parameter.grad = None
         return outcome
 
     def moments(self) -> dict[str, Tensor]:
-        """`exp_avg.<name>` and `exp_avg_sq.<name>` as DTensors on the shards' memory; zeros before the first step."""
-        found: dict[str, Tensor] = {}
-        for name, shard in self._shards.items():
-            state = self._adamw.state.get(shard, {})
-            for moment in MOMENTS:
-                value = state[moment] if moment in state else torch.zeros_like(shard.detach())
-                found[f"{moment}.{name}"] = like(self._trained[name], value)
-        return found
+        """What a checkpoint holds of them, as DTensors on the store's memory: loading into these restores it."""
+        return {
+            name: like(self._trained[name.partition(".")[2]], tensor)
+            for name, tensor in self._moments.tensors().items()
+        }
 
     def num_steps(self) -> dict[str, int]:
         """Updates that were applied, by component: an expert that an update did not use is left alone by it."""
-        steps: dict[str, int] = {}
-        for name, shard in self._shards.items():
-            component = name.partition(".")[0]
-            done = int(self._adamw.state.get(shard, {}).get("step", 0))
-            steps[component] = max(done, steps.get(component, 0))
-        return steps
+        return dict(self._num_steps)
 
-    def restore(self, moments: Mapping[str, Tensor], num_steps: Mapping[str, int]) -> None:
-        """Goes on from what `moments` and `num_steps` gave."""
-        states = {
-            number: {
-                "step": torch.tensor(float(steps)),
-                **{moment: local(moments[f"{moment}.{name}"]) for moment in MOMENTS},
-            }
-            for number, name in enumerate(self._shards)
-            if (steps := num_steps[name.partition(".")[0]])
-        }
-        groups = self._adamw.state_dict()["param_groups"]
-        self._adamw.load_state_dict({"state": states, "param_groups": groups})
+    def restore(self, num_steps: Mapping[str, int]) -> None:
+        """Goes on from where `num_steps` was told; the moments were loaded in place."""
+        self._num_steps = {component: num_steps[component] for component in self._num_steps}
 
-    def _norm(self) -> Tensor:
+    @torch.no_grad()
+    def _apply(self, grads: Mapping[str, Tensor]) -> None:
+        for component in dict.fromkeys(map(_component, grads)):
+            own = {name: grad for name, grad in grads.items() if _component(name) == component}
+            shards = {name: local(self._trained[name]) for name in own}
+            for pieces in self._moments.pieces(shards, own):
+                self._update(pieces, self._num_steps[component])
+            self._num_steps[component] += 1
+
+    def _update(self, pieces: Sequence[Piece], num_steps: int) -> None:
+        """AdamW's step number `num_steps` + 1 of these."""
+        pieces = [piece for piece in pieces if piece.grad.numel()]
+        part, device = self._part, self._ranks.device
+        adamw(
+            [piece.parameter for piece in pieces],
+            [piece.grad for piece in pieces],
+            [piece.exp_avg for piece in pieces],
+            [piece.exp_avg_sq for piece in pieces],
+            [],
+            list(torch.full((len(pieces),), float(num_steps), device=device).unbind()),
+            fused=devices.has_fused_optimizer(device),
+            amsgrad=False,
+            beta1=part.betas[0],
+            beta2=part.betas[1],
+            lr=part.lr,
+            weight_decay=part.weight_decay,
+            eps=part.eps,
+            maximize=False,
+        )
+
+    def _norm(self, grads: list[Tensor]) -> Tensor:
         """0-d, over all ranks."""
-        norm = get_total_norm([shard.grad for shard in self._shards.values() if shard.grad is not None], foreach=True)
+        norm = get_total_norm(grads, foreach=True)
         if self._ranks.world_size == 1:
             return norm
         return self._ranks.sum(norm.double().square()).sqrt().to(norm)
+
+
+def _component(name: str) -> str:
+    return name.partition(".")[0]

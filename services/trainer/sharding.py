@@ -3,58 +3,55 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
+from services.trainer.blocks import blocks_of
 from services.trainer.ranks import Ranks
 
 
-def shard_expert(expert: nn.Module, ranks: Ranks, dtype: torch.dtype, *, keeps_gathered: bool) -> None:
-    """Collective. Makes each block of a transformer an FSDP unit and the rest another, in place, on the ranks' devices.
+def shard_expert(expert: nn.Module, ranks: Ranks, dtype: torch.dtype, *, keeps_gathered: bool = False) -> None:
+    """Collective. Makes each block of a transformer an FSDP unit and the rest another, in place.
 
-    Parameters are gathered in `dtype` and gradients reduced in fp32. `keeps_gathered` leaves a unit gathered after its
-    forward. Raises ValueError for a transformer that does not say what its blocks are.
+    Parameters are gathered in `dtype` and gradients reduced in fp32. In a world of one FSDP leaves frozen parameters
+    alone, for to gather them would be to copy them. `keeps_gathered` leaves a unit gathered after its forward.
+    Parameters may be on the meta device; `allocate` comes next then. Raises ValueError for a transformer that does not
+    say what its blocks are.
     """
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    frozen = {parameter for parameter in expert.parameters() if not parameter.requires_grad}
     settings: Any = {
-        "mesh": init_device_mesh(ranks.device.type, (ranks.world_size,)),
+        "mesh": _mesh(ranks.device.type, ranks.world_size),
         "mp_policy": policy,
         "reshard_after_forward": False if keeps_gathered else None,
+        "ignored_params": frozen if ranks.world_size == 1 else None,
     }
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
-    for block in _blocks(expert):
+    for block in blocks_of(expert):
         fully_shard(block, **settings)
     fully_shard(expert, **settings)
 
 
-def checkpoint_blocks(expert: nn.Module) -> None:
-    """Makes each block forget its activations and compute them again in the backward; comes before `shard_expert`.
-
-    The transformers' own `enable_gradient_checkpointing` is not used, because diffusers' Chroma then leaves the
-    attention mask out. Raises ValueError for a transformer that does not say what its blocks are.
-    """
-    for block in _blocks(expert):
-        block.forward = _checkpointed(block.forward)
+def allocate(expert: nn.Module, device: torch.device) -> None:
+    """Gives parameters on the meta device memory on `device`, whose content is yet to be given; moves buffers there."""
+    module: Any = expert
+    module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
 
 
-def cast_buffers(expert: nn.Module, dtype: torch.dtype) -> None:
-    """Gives buffers the dtype that a checkpoint loaded in `dtype` would have: parameters are FSDP's business, which
-    casts them for the forward, but not buffers. Those that no checkpoint holds have one dtype always."""
-    loaded = expert.state_dict().keys()
-    for name, buffer in expert.named_buffers():
-        if name in loaded and buffer.is_floating_point():
-            buffer.data = buffer.data.to(dtype)
+def rows_of_rank(num_rows: int, ranks: Ranks) -> slice:
+    """The rows of a parameter that this rank's shard holds: equal shares rounded up, fewer or none for the last."""
+    share = -(-num_rows // ranks.world_size)
+    return slice(min(ranks.rank * share, num_rows), min((ranks.rank + 1) * share, num_rows))
 
 
 def reshard(experts: Mapping[str, nn.Module]) -> None:
@@ -72,38 +69,19 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def like(parameter: DTensor, shard: Tensor) -> DTensor:
-    """`shard` as this rank's part of a tensor that is spread as `parameter` is."""
-    return DTensor.from_local(
-        shard,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    """`shard` as this rank's part of a tensor that is spread as `parameter` is: over its rows, whatever a row is. It
+    may be in host memory."""
+    mesh = parameter.device_mesh
+    if shard.device.type != mesh.device_type:  # DTensor would move the shard to the mesh's devices
+        mesh = _mesh(shard.device.type, mesh.size())
+    shape = torch.Size((*parameter.shape[:1], *shard.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(shard, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
 
 
-def _blocks(expert: nn.Module) -> list[nn.Module]:
-    """By the class names that diffusers' models list. Without them nothing would be split or checkpointed, unnoticed
-    until the memory is full."""
-    names = set(getattr(expert, "_no_split_modules", None) or ())
-    blocks = [module for module in expert.modules() if type(module).__name__ in names]
-    if not blocks:
-        raise ValueError(
-            f"{type(expert).__name__} cannot be split into blocks: set its class attribute _no_split_modules to the "
-            f"class names of its transformer blocks; it has {', '.join(sorted(names)) or 'none'} now"
-        )
-    return blocks
-
-
-def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    return run
+@cache
+def _mesh(device_type: str, size: int) -> DeviceMesh:
+    return init_device_mesh(device_type, (size,))
 
 
 @contextmanager

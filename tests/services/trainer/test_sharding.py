@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from services.trainer.blocks import checkpoint_blocks, compile_blocks
 from services.trainer.ranks import Ranks
-from services.trainer.sharding import checkpoint_blocks, exchanged, shard_expert
+from services.trainer.sharding import exchanged, shard_expert
 
 
 class Block(nn.Linear):
@@ -22,11 +23,15 @@ class Plain(nn.Sequential):
 def test_a_transformer_must_say_what_its_blocks_are(listed: list[str] | None, ranks: Ranks) -> None:
     expert = Plain(Block(2, 2))
     expert._no_split_modules = listed  # type: ignore[assignment]
-    for use in (checkpoint_blocks, lambda e: shard_expert(e, ranks, torch.float32, keeps_gathered=True)):
+    for use in (
+        lambda e: checkpoint_blocks(e, "full"),
+        compile_blocks,
+        lambda e: shard_expert(e, ranks, torch.float32),
+    ):
         with pytest.raises(ValueError, match="Plain cannot be split into blocks: set its class attribute"):
             use(expert)
     expert._no_split_modules = ["Block"]  # type: ignore[assignment]
-    checkpoint_blocks(expert)
+    checkpoint_blocks(expert, "full")
 
 
 def tensors(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

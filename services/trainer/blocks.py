@@ -1,0 +1,94 @@
+"""A transformer's blocks: what they keep for the backward, and compiling them.
+
+Both replace a block's `forward` in place, so that names of parameters stay, and come after the adapter is injected and
+before FSDP, whose hooks stay outside: checkpointing first, then `compile_blocks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+RECOMPUTED_BELOW = 256
+"""Selective checkpointing keeps a matrix product of at least this inner dimension: to compute an element of it again
+costs that many multiplications. An adapter's second product, of the inner dimension `lora.rank`, is as large."""
+COMPILED_KINDS = 64
+"""Versions of a block's code that may be compiled: with and without gradient and adapter, by width of the text, by kind
+of block. torch's own limit of 8 falls back to eager without a word."""
+
+_aten: Any = torch.ops.aten
+_PRODUCTS = {_aten.mm.default: (0, 1), _aten.addmm.default: (1, 1), _aten.bmm.default: (0, 2)}
+"""Which argument, and which of its dimensions, is the inner one."""
+_ATTENTION = {
+    getattr(_aten, name).default
+    for name in (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+        "_scaled_dot_product_attention_math",
+    )
+    if hasattr(_aten, name)
+}
+
+
+def blocks_of(expert: nn.Module) -> list[nn.Module]:
+    """By the class names that diffusers' models list. Raises ValueError for a transformer without them: nothing would
+    be split, checkpointed or compiled, unnoticed until the memory is full."""
+    names = set(getattr(expert, "_no_split_modules", None) or ())
+    blocks = [module for module in expert.modules() if type(module).__name__ in names]
+    if not blocks:
+        raise ValueError(
+            f"{type(expert).__name__} cannot be split into blocks: set its class attribute _no_split_modules to the "
+            f"class names of its transformer blocks; it has {', '.join(sorted(names)) or 'none'} now"
+        )
+    return blocks
+
+
+def checkpoint_blocks(expert: nn.Module, kind: Literal["selective", "full"]) -> None:
+    """Makes each block forget its activations and compute them again in the backward; `selective` keeps the results of
+    attention and of matrix products that are costly for their size.
+
+    The transformers' own `enable_gradient_checkpointing` is not used, because diffusers' Chroma then leaves the
+    attention mask out. Raises ValueError for a transformer that does not say what its blocks are.
+    """
+    options: dict[str, Any] = {"use_reentrant": False}
+    if kind == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _selective)
+    for block in blocks_of(expert):
+        block.forward = _checkpointed(block.forward, options)
+
+
+def compile_blocks(expert: nn.Module, backend: str = "inductor") -> None:
+    """Compiles each block when it is first used; blocks of one kind share what was compiled. The text's width becomes a
+    variable when a second one comes. Raises ValueError for a transformer that does not say what its blocks are."""
+    dynamo: Any = torch._dynamo.config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_KINDS)
+    for block in blocks_of(expert):
+        block.forward = torch.compile(block.forward, backend=backend)
+
+
+def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, **options, **kwargs)
+
+    return run
+
+
+def _selective(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if op in _ATTENTION:
+        return CheckpointPolicy.MUST_SAVE
+    if op in _PRODUCTS:
+        argument, dimension = _PRODUCTS[op]
+        if args[argument].shape[dimension] >= RECOMPUTED_BELOW:
+            return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
