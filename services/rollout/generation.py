@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
+from flowfleet import devices
 from flowfleet.proto.common_pb2 import Sample
 from flowfleet.proto.rollout_pb2 import GenerateRequest
 from services.rollout.engines.base import Cancelled, GeneratedBatch, GenerationRequest, RolloutEngine
@@ -84,6 +85,7 @@ class Generation:
         self._metrics.published(
             self._wire.job_id, len(samples), {**batch.seconds, "publish": time.perf_counter() - start}
         )
+        self._metrics.peak_memory(devices.peak_memory_bytes(self._engine.device))
         self._count(len(samples), published=True)
         for sample in samples:
             log.debug("made", extra={**self._context, "sample": f"{sample.id.group}/{sample.id.index}"})

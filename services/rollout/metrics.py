@@ -23,12 +23,18 @@ class RolloutMetrics:
             ["job", "part"],
             registry=registry,
         )
+        self._memory = Gauge(
+            metric_name("rollout/peak_memory_gib"), "Most memory of the accelerator held so far.", registry=registry
+        )
         self._in_flight = Gauge(
             metric_name("rollout/in_flight"), "Samples admitted and not finished.", registry=registry
         )
         self._version = Gauge(
             metric_name("rollout/policy_version"), "Version served, -1 while none is.", registry=registry
         )
+
+    def peak_memory(self, size_bytes: int) -> None:
+        self._memory.set(size_bytes / 2**30)
 
     def published(self, job_id: str, num_samples: int, seconds: Mapping[str, float]) -> None:
         self._samples.labels(job=job_id).inc(num_samples)
