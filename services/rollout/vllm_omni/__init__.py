@@ -5,7 +5,7 @@
     qwen_image       Qwen-Image
     task             what is asked of the engine's thread, and what came of it
     extension        the worker's side of loading, weight updates and sampling
-    adapter          LoRA in vLLM-Omni's layers, from memory
+    adapter          LoRA in vLLM-Omni's layers, from memory; compiled_lora: so that these can be compiled
     parameters       live parameters under the names that weights are published by
     plugin           chosen by vLLM-Omni at import: `platform` on CPUs, and slim imports
     platform, attention, slim_imports    what the CPU lacks of vLLM-Omni

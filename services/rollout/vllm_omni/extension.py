@@ -21,6 +21,7 @@ from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.prompts import Encoded
 from services.rollout.vllm_omni import parameters
 from services.rollout.vllm_omni.adapter import LiveAdapter
+from services.rollout.vllm_omni.compiled_lora import make_compilable
 from services.rollout.vllm_omni.pipeline import RolloutPipeline
 from services.rollout.vllm_omni.task import Task
 
@@ -68,6 +69,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         if lora is not None:
             try:
                 self._adapter = LiveAdapter(self._pipeline, self._lora_manager(), lora, self._base())
+                make_compilable(self._lora_manager()._lora_modules.values())
             except BaseException:
                 self._renew_lora_manager()
                 raise

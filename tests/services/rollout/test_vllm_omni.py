@@ -225,6 +225,27 @@ def test_each_target_is_adapted(engine: VllmOmniEngine, model: ModelSpec, target
     assert gap(path_of(samples_of(run(collect(engine, make_request())))[0]).next_latents, base.next_latents) > 1e-4
 
 
+def test_adapted_layers_compile_whole(engine: VllmOmniEngine, model: ModelSpec) -> None:
+    """Also where one of three fused parts has no adapter. Compiled by nothing: what is tested is that it is one graph,
+    and its sums."""
+    spec = LoraSpec(rank=4, alpha=8.0, target_modules=["to_q", "to_v", "add_k_proj", "to_out.0", "img_mlp.net.2"])
+
+    def compiled_and_eager(worker: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        block = worker.model_runner.pipeline.transformer.transformer_blocks[0]
+        made = []
+        for layer in (block.attn.to_qkv, block.attn.add_kv_proj, block.attn.to_out, block.img_mlp.net[2]):
+            x = torch.randn(2, 6, layer.input_size, generator=torch.Generator().manual_seed(1))
+            with torch.no_grad():
+                made.append((torch.compile(layer, backend="eager", fullgraph=True)(x), layer(x)))
+        return [tuple(y[0] if isinstance(y, tuple) else y for y in pair) for pair in made]
+
+    run(engine.prepare(model, spec))
+    run(engine.load_adapter(published(model, spec, 4)))
+    for compiled, eager in run(engine._perform(compiled_and_eager)):
+        assert gap(compiled, eager) <= 1e-5
+        assert eager.abs().max() > 0
+
+
 def sent(tensors: dict[str, torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
     """Buckets, and the bytes that a trainer would broadcast."""
     buckets = weights.make_buckets(weights.specs_of(tensors), bucket_bytes=100_000)
