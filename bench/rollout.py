@@ -220,7 +220,7 @@ def mfu(options: argparse.Namespace, images_per_s: float, tokens: tuple[float, f
         return None
     trainer = {"mode": "lora", "lora": {"rank": options.lora_rank}} if options.lora_rank else {"mode": "full"}
     rollout = {"height": options.size, "width": options.size, "num_inference_steps": options.steps}
-    job = {
+    job: dict[str, Any] = {
         "model": {"path": str(options.model), "dtype": options.dtype, "load_format": "dummy"},
         "data": {"train": str(options.model / PROMPTS)},
         "rewards": {"ocr": {}},
@@ -229,7 +229,7 @@ def mfu(options: argparse.Namespace, images_per_s: float, tokens: tuple[float, f
     }
     flops = model_flops(parse_job(job))
     forward = flops.sampling(tokens[0]) + (flops.sampling(tokens[1]) if tokens[1] else 0.0)
-    return images_per_s * options.steps * forward / peak
+    return float(images_per_s * options.steps * forward / peak)
 
 
 def model_spec(options: argparse.Namespace) -> rollout_pb2.ModelSpec:
