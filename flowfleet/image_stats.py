@@ -36,14 +36,16 @@ def edge_density(pixels: NDArray[np.uint8]) -> float:
 
     pixels: (H, W, 3) uint8. Grey is the plain mean of the three channels, in 0 … 255.
     """
-    grey = pixels.astype(np.float64).mean(axis=2)
-    return sum(float(np.abs(np.diff(grey, axis=axis)).mean()) for axis in (0, 1) if grey.shape[axis] > 1)
+    wide = pixels.astype(np.int16)
+    thrice_grey = wide[:, :, 0] + wide[:, :, 1] + wide[:, :, 2]
+    steps = [np.abs(np.diff(thrice_grey, axis=axis)) for axis in (0, 1) if thrice_grey.shape[axis] > 1]
+    return sum(float(step.mean()) for step in steps) / 3
 
 
 def colour_entropy(pixels: NDArray[np.uint8]) -> float:
     """Shannon entropy in bits of the colour histogram with 8 bins a channel: −Σ p log2 p. pixels: (H, W, 3) uint8."""
-    bins = (pixels >> (8 - BITS_PER_CHANNEL)).reshape(-1, 3).astype(np.int64)
-    colours = (bins[:, 0] << 2 * BITS_PER_CHANNEL) + (bins[:, 1] << BITS_PER_CHANNEL) + bins[:, 2]
-    counts = np.bincount(colours)
-    shares = counts[counts > 0] / len(colours)
+    bins = pixels.astype(np.int16) >> (8 - BITS_PER_CHANNEL)
+    colours = (bins[:, :, 0] << 2 * BITS_PER_CHANNEL) + (bins[:, :, 1] << BITS_PER_CHANNEL) + bins[:, :, 2]
+    counts = np.bincount(colours.ravel())
+    shares = counts[counts > 0] / colours.size
     return max(0.0, -float((shares * np.log2(shares)).sum()))

@@ -1,9 +1,10 @@
-"""Waiting for several things at once, all or nothing, and ending what runs."""
+"""Waiting for several things at once, all or nothing, ending what runs, and bounding it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -34,3 +35,28 @@ async def end(tasks: Iterable[asyncio.Future[Any]]) -> None:
             task.cancel()
         _, left = await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
     await asyncio.gather(*every, return_exceptions=True)
+
+
+class Budget:
+    """Admits work while the sizes of what runs add up to `limit` at most, in the order in which it came; work that is
+    larger runs alone."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._taken = 0
+        self._turn = asyncio.Lock()
+        self._freed = asyncio.Event()
+
+    @asynccontextmanager
+    async def take(self, size: int) -> AsyncIterator[None]:
+        """Waits until there is room for work of this size, and frees it at the end."""
+        async with self._turn:
+            while self._taken and self._taken + size > self._limit:
+                self._freed.clear()
+                await self._freed.wait()
+            self._taken += size
+        try:
+            yield
+        finally:
+            self._taken -= size
+            self._freed.set()

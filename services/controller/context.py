@@ -15,6 +15,7 @@ from flowfleet.blobs import BlobStore
 from flowfleet.jobs import JobSpec
 from flowfleet.proto import common_pb2, reward_pb2, trainer_pb2, trainer_pb2_grpc
 from flowfleet.rpc import open_channel
+from services.controller.concurrency import Budget
 from services.controller.data import Prompt, prompts_of_step
 from services.controller.fleet import FleetWatch
 from services.controller.inputs import Inputs
@@ -22,6 +23,10 @@ from services.controller.launcher import Launcher
 from services.controller.machine import Machine
 from services.controller.rewards import RewardPlane, Verdict
 from services.controller.store import JobStore
+
+MAX_SCORING = 128
+"""Samples at the rewards at once: enough for 16 processes of one, and a reward of one picture a second answers the
+last of them well before `timeouts.score_s`."""
 
 Emit = Callable[..., Awaitable[None]]
 
@@ -51,6 +56,7 @@ class JobContext:
     held_out: list[Prompt]
     trainer_address: str = ""
     reports: Any = None  # services.controller.reports.Reports, set by its maker
+    scoring: Budget = field(default_factory=lambda: Budget(MAX_SCORING))
     _channels: dict[str, grpc.aio.Channel] = field(default_factory=dict)
 
     def trainer(self) -> trainer_pb2_grpc.TrainerServiceAsyncStub:
@@ -87,7 +93,12 @@ class JobContext:
         return [common_pb2.Sample.FromString(value) for value in values]
 
     async def score(self, samples: Sequence[common_pb2.Sample], prompts: Sequence[Prompt]) -> list[Verdict]:
-        """Fetches the pictures and asks every reward. One verdict a sample, in order."""
+        """Fetches the pictures and asks every reward. One verdict a sample, in order. Waits its turn: no more than
+        `MAX_SCORING` are away at once, so that a call's deadline is not spent behind the rest of its step."""
+        async with self.scoring.take(len(samples)):
+            return await self._score(samples, prompts)
+
+    async def _score(self, samples: Sequence[common_pb2.Sample], prompts: Sequence[Prompt]) -> list[Verdict]:
         media = await asyncio.gather(*(self.blobs.get(sample.media) for sample in samples))
         asked = [
             reward_pb2.RewardSample(

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from services.controller import concurrency
-from services.controller.concurrency import end, gather_or_cancel
+from services.controller.concurrency import Budget, end, gather_or_cancel
 
 
 async def stubborn() -> None:
@@ -42,5 +42,54 @@ def test_the_first_failure_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> N
     async def scenario() -> None:
         with pytest.raises(ValueError, match="broken"):
             await asyncio.wait_for(gather_or_cancel([stubborn(), broken()]), 5)
+
+    asyncio.run(scenario())
+
+
+def test_a_budget_admits_in_order_what_fits() -> None:
+    async def scenario() -> None:
+        budget, running, gates = Budget(10), list[str](), {name: asyncio.Event() for name in "abcdef"}
+
+        async def work(name: str, size: int) -> None:
+            async with budget.take(size):
+                running.append(name)
+                try:
+                    await gates[name].wait()
+                finally:
+                    running.remove(name)
+
+        async def settled() -> str:
+            for _ in range(10):
+                await asyncio.sleep(0)
+            return "".join(running)
+
+        sizes = {"a": 6, "b": 4, "c": 3, "d": 25, "e": 1, "f": 9}
+        tasks = {name: asyncio.create_task(work(name, size)) for name, size in sizes.items()}
+        assert await settled() == "ab"
+        gates["b"].set()
+        assert await settled() == "ac"  # d is larger than all, and e does not pass it
+        tasks["a"].cancel()
+        assert await settled() == "c"
+        gates["c"].set()
+        assert await settled() == "d"
+        gates["d"].set()
+        assert await settled() == "ef"
+        for gate in gates.values():
+            gate.set()
+        await asyncio.wait_for(asyncio.gather(*tasks.values(), return_exceptions=True), 5)
+
+    asyncio.run(scenario())
+
+
+def test_who_leaves_the_queue_of_a_budget_takes_nothing() -> None:
+    async def scenario() -> None:
+        budget = Budget(1)
+        async with budget.take(1):
+            for _ in range(3):
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.01), budget.take(1):
+                        pass
+        async with asyncio.timeout(5), budget.take(1):
+            pass
 
     asyncio.run(scenario())

@@ -17,6 +17,7 @@ from flowfleet.algorithms.registry import ALGORITHMS
 from flowfleet.jobs import parse_job
 from flowfleet.proto import common_pb2, reward_pb2, trainer_pb2
 from flowfleet.telemetry import LOG_PROB_GAP
+from services.controller import context
 from services.controller.job_runner import TICK_S
 from services.controller.records import Action, Desired, JobStatus
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward, scripted_fleet
@@ -326,3 +327,41 @@ def test_a_gap_above_the_limit_pauses_the_job_until_its_user_has_decided(
         assert rows[0][LOG_PROB_GAP] == 3e-4
 
     run(use, ocr=ScriptedReward(by_index))
+
+
+class SlowReward(ScriptedReward):
+    """One call at a time, half a second each."""
+
+    def __init__(self) -> None:
+        super().__init__(by_index)
+        self.turn, self.num_here, self.most_here = asyncio.Lock(), 0, 0
+
+    async def Score(self, request: Any, context: Any) -> reward_pb2.ScoreResponse:
+        self.num_here += len(request.samples)
+        self.most_here = max(self.most_here, self.num_here)
+        try:
+            async with self.turn:
+                await asyncio.sleep(0.5)
+                return await super().Score(request, context)
+        finally:
+            self.num_here -= len(request.samples)
+
+
+def test_a_step_does_not_run_into_the_deadline_of_a_slow_reward(
+    run: Run, job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight groups take four seconds, a call may take two: they wait in the controller, where no deadline runs."""
+    monkeypatch.setattr(context, "MAX_SCORING", 8)
+    slow = SlowReward()
+    settings = job(
+        rollout={"prompts_per_step": 8}, schedule={"steps": 1}, rewards={"ocr": {}}, timeouts={"score_s": 2.0}
+    )
+
+    async def use(fleet: ScriptedFleet) -> None:
+        record = await fleet.run(settings)
+        assert record.status is JobStatus.SUCCEEDED, record.reason
+        assert record.results["samples_dropped"] == {}
+
+    run(use, ocr=slow)
+    assert slow.sizes == [4] * 8
+    assert slow.most_here == 8
