@@ -1,31 +1,45 @@
-"""One training step in one process: the services' own functions, called one after the other.
+"""A job in one process: the services' own functions, called by one another.
 
-No gRPC, Redis or blobs here.
+No gRPC, Redis or blobs here. This is what the services are measured against: the same sampler, scorer, advantages,
+trainer, threads and accelerators. Pictures go to the scorer as the services' files, tensors to the trainer as they are.
 
-This is what the services are measured against: the same sampler, scorer, advantages, trainer and threads, in the same
-order of phases. Pictures go to the scorer as arrays, tensors to the trainer as they are.
+`Monolith.step` runs the phases one after the other, as services do that are strictly on-policy. `Overlap` runs them as
+services do with `max_staleness = 1`: one thread samples step s + 1 while this one trains on step s, and new weights are
+copied from device to device between two batches.
 """
 
 from __future__ import annotations
 
+import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 
+import numpy as np
 import torch
+from prometheus_client import CollectorRegistry
 
-from flowfleet import lora
+from flowfleet import lora, weights
 from flowfleet.advantages import group_advantages
 from flowfleet.jobs import JobSpec
-from flowfleet.models.embeds import concat_embeds
+from flowfleet.media import encode_media
+from flowfleet.models.embeds import PromptEmbeds, concat_embeds
 from flowfleet.models.registry import adapter_for
+from flowfleet.proto.reward_pb2 import RewardSample
 from flowfleet.seeds import sample_seed
+from flowfleet.service import usable_cpus
 from flowfleet.telemetry import Timings
 from flowfleet.trajectories import Trajectory
-from flowfleet.weights import dtype_of
 from services.controller.requests import sde_steps
+from services.reward.evaluator import Evaluator
+from services.reward.metrics import RewardMetrics
+from services.reward.pool import ProcessPool, default_processes
 from services.reward.scorers import create
-from services.reward.scorers.base import Sample as RewardSample
 from services.reward.scorers.base import Score
+from services.rollout import acceleration
 from services.rollout.engines.base import (
     GeneratedBatch,
     GeneratedSample,
@@ -42,53 +56,88 @@ from services.trainer.ranks import Ranks
 from services.trainer.update import StepTrainer
 
 REWARD = "ocr"
+Samples = list[tuple[GeneratedBatch, GeneratedSample]]
 
 
 class Monolith:
-    """A LoRA job with the OCR reward, in this process. `step` gives the seconds of each phase."""
+    """A job of a policy loss with the OCR reward, in this process. Rollout and trainer share an accelerator, or have
+    one each where there are two: the first is the rollout's."""
 
     def __init__(self, spec: JobSpec, prompts: Sequence[str], num_threads: int) -> None:
         torch.set_num_threads(num_threads)
         self.spec, self._prompts = spec, prompts
+        is_split = torch.cuda.is_available() and torch.cuda.device_count() > 1
+        os.environ["LOCAL_RANK"] = "1" if is_split else "0"
         self.engine = Engine(spec, Ranks())
         self.engine.shard()
-        self._adapter = adapter_for(spec.model.path).load(spec.model.path, dtype=dtype_of(spec.model.dtype))
-        lora.install_lora(self._adapter.experts, lora_spec(spec))
+        self._adapter = adapter_for(spec.model.path).load(
+            spec.model.path,
+            dtype=weights.dtype_of(spec.model.dtype),
+            device=torch.device("cuda", 0) if is_split else self.engine.ranks.device,
+            load_format=spec.model.load_format,
+        )
+        part = spec.rollout
+        acceleration.accelerate(self._adapter.experts, compile=part.compile, quantization=part.quantization)
+        if self.engine.is_lora:
+            lora.install_lora(self._adapter.experts, lora_spec(spec))
         self._sampler = Sampler(self._adapter)
-        self._scorer = create(REWARD, num_threads)
-        self._params = self._scorer.parse(spec.rewards[REWARD].params)
-        self._publish()
+        scorer = create(REWARD, num_threads)
+        self._params = scorer.parse(spec.rewards[REWARD].params)
+        self._evaluate = _evaluator(num_threads)
+        self._batches = ThreadPoolExecutor(2, "reward")
+        self.publish()
 
     def step(self, step: int) -> dict[str, float]:
-        """Seconds by phase, `step` being the whole."""
+        """All phases in turn. Seconds by phase, `step` being the whole."""
         timings = Timings()
         start = time.perf_counter()
         with timings("gen"):
-            made = self._sample(step)
+            made = list(self.sample(step))
         with timings("reward"):
-            rewards = self._score(step, [sample for batch in made for sample in batch.samples])
-        with timings("adv"):
-            groups = [sample.group for batch in made for sample in batch.samples]
-            part = self.spec.algorithm
-            values, _ = group_advantages(rewards, groups, std=part.advantage_std, clamp=part.advantage_clamp)
+            rewards = [value for batch in made for value in self.score(step, batch).result()]
         with timings("update_actor"):
-            self._train(step, made, list(values))
+            self.train(step, made, rewards)
         with timings("update_weights"):
-            self._publish()
+            self.publish()
         return timings.seconds | {"step": time.perf_counter() - start}
 
-    def _sample(self, step: int) -> list[GeneratedBatch]:
+    def sample(self, step: int) -> Iterator[GeneratedBatch]:
+        """Batch by batch."""
         part = self.spec.rollout
         size = max(1, part.batch_size // part.group_size)
         numbers = range(part.prompts_per_step)
-        made = []
         for start in range(0, part.prompts_per_step, size):
             request = self._request(step, numbers[start : start + size])
             encoded = self._sampler.encode(request)
-            made += [
-                self._sampler.sample(request, encoded, rows, lambda: None) for rows in batches(request, part.batch_size)
-            ]
-        return made
+            for rows in batches(request, part.batch_size):
+                yield self._sampler.sample(request, encoded, rows, lambda: None)
+
+    def score(self, step: int, batch: GeneratedBatch) -> Future[list[float]]:
+        """Beside whatever comes next."""
+        return self._batches.submit(self._score, step, batch)
+
+    def train(self, step: int, made: Sequence[GeneratedBatch], rewards: Sequence[float]) -> dict[str, float]:
+        """Advantages and the update; seconds of the trainer's phases."""
+        samples: Samples = [(batch, sample) for batch in made for sample in batch.samples]
+        part = self.spec.algorithm
+        groups = [sample.group for _, sample in samples]
+        advantages, _ = group_advantages(list(rewards), groups, std=part.advantage_std, clamp=part.advantage_clamp)
+        updates = plan_step([(sample.group, sample.index) for _, sample in samples], self.spec, step, 1)
+        parts = [[self._batch(micro, samples, advantages) for micro in update.by_rank[0]] for update in updates]
+        trainer = StepTrainer(self.engine, step, len(samples), sde_steps(self.spec, step))
+        timings = Timings()
+        trainer.train(updates, parts, timings)
+        return dict(timings.seconds)
+
+    def publish(self) -> None:
+        """From device to device."""
+        if self.engine.is_lora:
+            lora.load_adapter(self._adapter.experts, dict(self.engine.full_tensors()))
+            return
+        copy = weights.copy_into(weights.full_parameters(self._adapter.experts))
+        for name, value in self.engine.full_tensors():
+            copy(name, value)
+        acceleration.refresh(self._adapter.experts)
 
     def _request(self, step: int, groups: Sequence[int]) -> GenerationRequest:
         part = self.spec.rollout
@@ -108,37 +157,102 @@ class Monolith:
             record="steps",
         )
 
-    def _score(self, step: int, samples: Sequence[GeneratedSample]) -> list[float]:
-        asked = [RewardSample(sample.frames, self._prompt(step, sample.group)) for sample in samples]
-        outcomes = self._scorer.score(asked, self._params)
+    def _score(self, step: int, batch: GeneratedBatch) -> list[float]:
+        asked = []
+        for sample in batch.samples:
+            media, media_type = encode_media(sample.frames)
+            asked.append(RewardSample(media=media, media_type=media_type, prompt=self._prompt(step, sample.group)))
+        outcomes = self._evaluate(asked, self._params)
         return [outcome.value if isinstance(outcome, Score) else 0.0 for outcome in outcomes]
 
-    def _train(self, step: int, made: Sequence[GeneratedBatch], advantages: Sequence[float]) -> None:
-        samples = [(batch, sample) for batch in made for sample in batch.samples]
-        updates = plan_step([(sample.group, sample.index) for _, sample in samples], self.spec, step, 1)
-        parts = [[_batch(micro, samples, advantages) for micro in update.by_rank[0]] for update in updates]
-        trainer = StepTrainer(self.engine, step, len(samples), sde_steps(self.spec, step))
-        trainer.train(updates, parts, Timings())
-
-    def _publish(self) -> None:
-        lora.load_adapter(self._adapter.experts, dict(self.engine.full_tensors()))
+    def _batch(self, micro: MicroBatch, samples: Samples, advantages: np.ndarray) -> StepsBatch:
+        device = self.engine.ranks.device
+        rows = [samples[row] for row in micro.rows]
+        records = [sample.record for _, sample in rows if isinstance(sample.record, Trajectory)]
+        return StepsBatch(
+            rows=micro.rows,
+            is_padding=micro.is_padding,
+            latents=torch.stack([record.latents for record in records], 1).to(device),
+            next_latents=torch.stack([record.next_latents for record in records], 1).to(device),
+            rollout_log_probs=torch.stack([record.log_probs for record in records], 1).to(device),
+            advantages=torch.tensor([advantages[row] for row in micro.rows], dtype=torch.float32, device=device),
+            prompts=concat_embeds([batch.embeds[sample.group] for batch, sample in rows]).to(device),
+            negative=_negative(rows[0], device),
+        )
 
     def _prompt(self, step: int, group: int) -> str:
         return self._prompts[(step * self.spec.rollout.prompts_per_step + group) % len(self._prompts)]
 
 
-def _batch(
-    micro: MicroBatch, samples: Sequence[tuple[GeneratedBatch, GeneratedSample]], advantages: Sequence[float]
-) -> StepsBatch:
-    rows = [samples[row] for row in micro.rows]
-    trajectories = [sample.record for _, sample in rows if isinstance(sample.record, Trajectory)]
-    return StepsBatch(
-        rows=micro.rows,
-        is_padding=micro.is_padding,
-        latents=torch.stack([trajectory.latents for trajectory in trajectories], 1),
-        next_latents=torch.stack([trajectory.next_latents for trajectory in trajectories], 1),
-        rollout_log_probs=torch.stack([trajectory.log_probs for trajectory in trajectories], 1),
-        advantages=torch.tensor([advantages[row] for row in micro.rows], dtype=torch.float32),
-        prompts=concat_embeds([batch.embeds[sample.group] for batch, sample in rows]),
-        negative=None,
-    )
+class Overlap:
+    """`max_staleness = 1`: steps on the calling thread, sampling on another."""
+
+    def __init__(self, monolith: Monolith) -> None:
+        self._monolith = monolith
+        self._version = 0
+        self._is_publishing = False
+        self._changed = threading.Condition()
+        self._device = threading.Lock()
+
+    def run(self, num_steps: int) -> list[dict[str, float]]:
+        """Rows of metrics by the services' names."""
+        rows, ended = [], time.perf_counter()
+        with ThreadPoolExecutor(1, "sampling") as sampling:
+            pending = [sampling.submit(self._sample, step) for step in range(num_steps)]
+            for step, made in enumerate(pending):
+                rendered, scores = made.result()
+                rewards = [value for score in scores for value in score.result()]
+                row = self._monolith.train(step, rendered, rewards)
+                start = time.perf_counter()
+                self._publish()
+                row["update_weights"] = time.perf_counter() - start
+                ended, begun = time.perf_counter(), ended
+                rows.append({f"timing_s/{name}": value for name, value in (row | {"step": ended - begun}).items()})
+        return rows
+
+    def _sample(self, step: int) -> tuple[list[GeneratedBatch], list[Future[list[float]]]]:
+        made, scores = list[GeneratedBatch](), list[Future[list[float]]]()
+        batches_left = self._monolith.sample(step)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._is_publishing and self._version >= step - 1)
+            with self._device:
+                batch = next(batches_left, None)
+            if batch is None:
+                return made, scores
+            made.append(batch)
+            scores.append(self._monolith.score(step, batch))
+
+    def _publish(self) -> None:
+        """Between two batches of the sampler."""
+        self._is_publishing = True
+        with self._device:
+            self._monolith.publish()
+        with self._changed:
+            self._is_publishing = False
+            self._version += 1
+            self._changed.notify_all()
+
+
+def run_in_one_process(spec: JobSpec, num_steps: int) -> list[dict[str, float]]:
+    """Rows of metrics of a job with `max_staleness = 1`, by the services' names. Needs `trainer.world_size = 1`."""
+    if spec.trainer.world_size != 1 or spec.schedule.max_staleness != 1:
+        raise ValueError("in one process there is one trainer rank, and samples are up to one version stale")
+    monolith = Monolith(spec, Path(spec.data.train).read_text().splitlines(), usable_cpus())
+    return Overlap(monolith).run(num_steps)
+
+
+def _evaluator(num_threads: int) -> Evaluator[object] | ProcessPool:
+    """As the reward service has it."""
+    scorer = create(REWARD, num_threads)
+    processes = default_processes(scorer.heavy)
+    if processes == 1:
+        return Evaluator(scorer, num_threads)
+    metrics = RewardMetrics(scorer.name, scorer.score_range, CollectorRegistry())
+    return ProcessPool(partial(create, REWARD, 1), processes, metrics)
+
+
+def _negative(row: tuple[GeneratedBatch, GeneratedSample], device: torch.device) -> PromptEmbeds | None:
+    """One row for all; none without guidance."""
+    batch, sample = row
+    return batch.negative[sample.group].to(device) if batch.negative else None

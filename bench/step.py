@@ -24,7 +24,7 @@ from flowfleet.local.session import local_stack
 from flowfleet.service import usable_cpus
 
 RECIPE = Path("recipes/tiny_ocr.toml")
-PHASES = ("gen", "reward", "adv", "update_actor", "update_weights")
+PHASES = ("gen", "reward", "update_actor", "update_weights")
 BAR = 1.10
 
 Rows = list[Mapping[str, float]]

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 from rich.console import Console
@@ -23,23 +23,31 @@ from flowfleet.local.session import local_stack, stop_stack
 from flowfleet.local.stack import StackError, StateDir
 from flowfleet.progress import duration, follow
 
+Engine = Literal["diffusers", "vllm-omni"]
+"""Of the rollouts."""
 MARKER = ".flowfleet-demo"
 """The job as submitted. Says that a directory was made by the demo, and may be replaced by the next one."""
 
 
 def run_demo(
-    recipe: Path, directory: Path, changes: Sequence[str], console: Console, started: datetime | None = None
+    recipe: Path,
+    directory: Path,
+    changes: Sequence[str],
+    console: Console,
+    started: datetime | None = None,
+    engine: Engine = "diffusers",
 ) -> dict[str, Any]:
     """Leaves everything in `directory` and returns the summary. Raises ValueError, StackError or ApiError.
 
-    `changes` are settings as `key=value`; `started` is when the clock began, by default this process.
+    `changes` are settings as `key=value`; `started` is when the clock began, by default this process; `engine` is what
+    samples.
     """
     started = started or datetime.fromtimestamp(psutil.Process().create_time(), UTC)
     spec = prepare_job(recipe, changes, same_machine=True)
     if not spec.rewards or spec.data.validation is None:
         raise ValueError(f"{recipe} leaves nothing to compare: give it rewards and data.validation")
     _make_fresh(directory, spec)
-    with local_stack(_stack_options(spec, directory)) as stack, Client(stack.url) as client:
+    with local_stack(_stack_options(spec, directory, engine)) as stack, Client(stack.url) as client:
         _say(console, f"The stack runs ({', '.join(stack.processes)}); its REST API is {stack.url}.")
         job = client.submit(spec)
         _say(console, f"Job {job.id} is submitted; logs are in {stack.state_dir}/logs.\n")
@@ -64,13 +72,14 @@ def _make_fresh(directory: Path, spec: JobSpec) -> None:
     (directory / MARKER).write_text(spec.model_dump_json(indent=2) + "\n")
 
 
-def _stack_options(spec: JobSpec, directory: Path) -> StackOptions:
+def _stack_options(spec: JobSpec, directory: Path, engine: Engine) -> StackOptions:
     return StackOptions(
         state_dir=directory / "stack",
         port=0,
         rewards=tuple(spec.rewards),
         model=spec.model.path,
         dtype=spec.model.dtype,
+        engine=engine,
     )
 
 

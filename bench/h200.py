@@ -1,0 +1,226 @@
+"""Measures docs/performance.md on one machine of several GPUs: rows side by side, each on GPUs and cores of its own.
+
+    python -m bench.h200 --list
+    python -m bench.h200 --only rollout,train --out DIRECTORY     stages or rows by name
+    python -m bench.h200 --tiny --gpus 1 --only loop              what works on a laptop, at a tiny size
+
+A row starts when enough GPUs are free, and is ended at its limit. What it prints goes to DIRECTORY/<row>.txt, its
+complaints to DIRECTORY/<row>.log; a failure of one row stops no other. `bench.performance` makes the page of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flowfleet.accelerators import visible_devices
+
+POLL_S = 0.2
+TAIL_CHARACTERS = 600
+CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+"""Compiled code that rows share, below --cache."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A row: `python -m <arguments>` on so many GPUs, for so long at most. `ranks`: by torchrun."""
+
+    name: str
+    stage: str
+    gpus: int
+    limit_s: float
+    arguments: str
+    ranks: int | None = None
+    tiny: str | None = "--tiny"
+    """Added for a laptop; None: runs on GPUs alone."""
+
+    def command(self, *, is_tiny: bool) -> list[str]:
+        arguments = [*self.arguments.split(), *((self.tiny or "").split() if is_tiny else ())]
+        if self.ranks is None:
+            return [sys.executable, "-m", *arguments]
+        torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
+        return [sys.executable, "-m", *torchrun, "-m", *arguments]
+
+
+LOOP = "bench.loop --compile"
+TINY_LOOP = "--tiny --images 8 --group-size 4 --batch-size 8 --micro-batch 4 --steps 2 --warm-up 1"
+MEASUREMENTS = (
+    Measurement("rollout", "rollout", 1, 420, "bench.rollout --compile --images 192"),
+    Measurement("rollout-cfg", "rollout", 1, 420, "bench.rollout --compile --guidance 4 --images 96 --rows service"),
+    Measurement("rollout-fp8", "rollout", 1, 420, "bench.rollout --compile --quantization fp8 --rows service"),
+    Measurement("rollout-omni", "omni", 1, 420, "bench.rollout --engine vllm-omni --compile --rows service"),
+    Measurement("train-lora-1", "train", 1, 300, "bench.train --compile --batch 8 --micro-batches 4"),
+    Measurement("train-lora-4", "train4", 4, 240, "bench.train --compile --batch 16 --micro-batches 2", ranks=4),
+    Measurement("scaling-2", "scaling", 2, 240, "bench.train --compile --batch 8 --micro-batches 2", ranks=2),
+    Measurement("scaling-4", "scaling", 4, 240, "bench.train --compile --batch 8 --micro-batches 1", ranks=4),
+    Measurement(
+        "train-full-4",
+        "train4",
+        4,
+        240,
+        "bench.train --mode full --compile --batch 16 --checkpointing full --micro-batches 2",
+        ranks=4,
+    ),
+    Measurement("publish", "publish", 3, 300, "bench.publish --ranks 1 2"),
+    Measurement("gap", "gap", 1, 300, "bench.gap"),
+    Measurement("loop-lora", "loop", 2, 480, f"{LOOP} --images 128 --steps 4", tiny=TINY_LOOP),
+    Measurement("loop-lora-cfg", "loop", 2, 500, f"{LOOP} --guidance 4 --images 64 --steps 4", tiny=TINY_LOOP),
+    Measurement(
+        "loop-full",
+        "loop-full",
+        4,
+        500,
+        f"{LOOP} --mode full --rollouts 2 --trainers 2 --images 256 --micro-batch 16 --checkpointing full "
+        "--optimizer-state 8bit --steps 3",
+        tiny=TINY_LOOP,
+    ),
+    Measurement("loop-compare", "compare", 2, 540, f"{LOOP} --images 64 --steps 4 --compare", tiny=TINY_LOOP),
+    Measurement(
+        "loop-kill",
+        "kill",
+        3,
+        540,
+        f"{LOOP} --rollouts 2 --images 64 --steps 8 --kill-rollout 2",
+        tiny="--tiny --images 8 --group-size 4 --batch-size 8 --micro-batch 4 --steps 6 --warm-up 1",
+    ),
+    Measurement("proof-lora", "proof", 2, 240, "bench.proof --recipe tiny_ocr --engine vllm-omni", tiny=""),
+    Measurement("proof-full", "proof", 2, 240, "bench.proof --recipe tiny_ocr_full --engine vllm-omni", tiny=""),
+    Measurement("publish-check", "check", 2, 120, "bench.publish --self-check"),
+)
+
+
+@dataclass
+class Run:
+    """A row that runs, or ran."""
+
+    row: Measurement
+    gpus: tuple[str, ...]
+    cores: tuple[int, ...]
+    process: subprocess.Popen[bytes]
+    started: float
+    outcome: str = ""
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    chosen = select(options.only.split(",") if options.only else [])
+    if options.list:
+        for row in chosen:
+            command = " ".join(row.command(is_tiny=False)[1:])
+            print(f"{row.stage:10} {row.name:15} {row.gpus} GPUs, {row.limit_s:.0f} s: {command}")
+        return 0
+    gpus = tuple(map(str, range(options.gpus))) if options.gpus else visible_devices()
+    options.out.mkdir(parents=True, exist_ok=True)
+    done = run_all(chosen, gpus, options)
+    for run in done:
+        print(f"\n== {run.row.name}: {run.outcome}\n{_tail(options.out, run)}")
+    return int(any(run.outcome.startswith("failed") for run in done))
+
+
+def select(names: Sequence[str]) -> list[Measurement]:
+    """Rows by their own names or their stages', in order; all without names. Raises ValueError for an unknown one."""
+    known = {name for row in MEASUREMENTS for name in (row.name, row.stage)}
+    if unknown := sorted(set(names) - known):
+        raise ValueError(f"--only {','.join(unknown)}: take of {', '.join(sorted(known))}")
+    return [row for row in MEASUREMENTS if not names or row.name in names or row.stage in names]
+
+
+def run_all(rows: Sequence[Measurement], gpus: Sequence[str], options: argparse.Namespace) -> list[Run]:
+    """The first row that fits the free GPUs goes first; one that needs more than there are is told and left out."""
+    waiting = [row for row in rows if row.gpus <= len(gpus) or options.tiny]
+    for row in rows:
+        if row not in waiting:
+            print(f"{row.name} needs {row.gpus} GPUs; there are {len(gpus)}", flush=True)
+    cores = share_cores(sorted(os.sched_getaffinity(0)), gpus)
+    free, running, done = [*gpus], list[Run](), list[Run]()
+    began = time.monotonic()
+    while waiting or running:
+        for row in [*waiting]:
+            needed = min(row.gpus, len(gpus))
+            if needed <= len(free):
+                taken, free = tuple(free[:needed]), free[needed:]
+                waiting.remove(row)
+                running.append(start(row, taken, tuple(core for gpu in taken for core in cores[gpu]), options))
+        time.sleep(POLL_S)
+        for run in [*running]:
+            if _ended(run):
+                running.remove(run)
+                done.append(run)
+                free = sorted([*free, *run.gpus])
+                print(f"[{time.monotonic() - began:.0f} s] {run.row.name}: {run.outcome}", flush=True)
+    return done
+
+
+def share_cores(cores: Sequence[int], gpus: Sequence[str]) -> dict[str, list[int]]:
+    """As many for each GPU, at least one."""
+    each = max(1, len(cores) // len(gpus))
+    return {gpu: [*cores[place * each : (place + 1) * each]] or [*cores] for place, gpu in enumerate(gpus)}
+
+
+def start(row: Measurement, gpus: tuple[str, ...], cores: tuple[int, ...], options: argparse.Namespace) -> Run:
+    """In a session of its own, confined to these."""
+    caches = {name: str(options.cache / folder) for name, folder in CACHES.items()}
+    environment = {**os.environ, **caches, "OMP_NUM_THREADS": str(min(8, len(cores)))}
+    if not options.tiny:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    with (options.out / f"{row.name}.txt").open("wb") as out, (options.out / f"{row.name}.log").open("wb") as log:
+        process = subprocess.Popen(
+            row.command(is_tiny=options.tiny),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=lambda: os.sched_setaffinity(0, cores),
+        )
+    return Run(row, gpus, cores, process, time.monotonic())
+
+
+def _ended(run: Run) -> bool:
+    seconds = time.monotonic() - run.started
+    code = run.process.poll()
+    if code is None and seconds <= run.row.limit_s:
+        return False
+    if code is None:
+        run.outcome = f"failed: not done after {run.row.limit_s:.0f} s"
+    else:
+        run.outcome = f"done in {seconds:.0f} s" if code == 0 else f"failed with {code} after {seconds:.0f} s"
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(run.process.pid, signal.SIGKILL)
+    run.process.wait()
+    return True
+
+
+def _tail(directory: Path, run: Run) -> str:
+    """What a row printed; of a failed one the end of its log."""
+    printed = (directory / f"{run.row.name}.txt").read_text(errors="replace").strip()[-2 * TAIL_CHARACTERS :]
+    if run.outcome.startswith("failed"):
+        printed += (
+            "\n" + (directory / f"{run.row.name}.log").read_text(errors="replace").strip()[-2 * TAIL_CHARACTERS :]
+        )
+    return printed
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.h200", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", help="stages or rows, by comma (all)")
+    parser.add_argument("--out", type=Path, default=Path("runs/performance"))
+    parser.add_argument("--cache", type=Path, default=Path("/tmp"), help="where compiled code is kept (/tmp)")
+    parser.add_argument("--gpus", type=int, help="how many (those that are visible)")
+    parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU")
+    parser.add_argument("--list", action="store_true", help="print the rows alone")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
