@@ -31,9 +31,11 @@ class SingleFrameDecoder(nn.Module):
             _FrameConv(decoder.conv_out),
         )
         self.requires_grad_(False).eval()
+        convolutions: Any = self.layers
+        convolutions.to(memory_format=torch.channels_last)  # what their kernels on accelerators want
 
     def forward(self, latents: Tensor) -> Tensor:
-        pixels: Tensor = self.layers(latents)
+        pixels: Tensor = self.layers(latents.contiguous(memory_format=torch.channels_last))
         return pixels.clamp(-1, 1)
 
 
