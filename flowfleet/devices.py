@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -54,6 +54,12 @@ def bind(device: torch.device) -> None:
     """Makes it the calling thread's current device. Every thread that computes needs it."""
     if is_accelerator(device):
         _of(device).set_device(device)
+
+
+def bound(device: torch.device) -> AbstractContextManager[None]:
+    """Inside, it is the calling thread's current device, on which kernels are launched."""
+    context: AbstractContextManager[None] = _of(device).device(device) if is_accelerator(device) else nullcontext()
+    return context
 
 
 def backend(device: torch.device) -> str:

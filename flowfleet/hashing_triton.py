@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flowfleet import devices
 from flowfleet.hashing import FACTORS, GOLDEN, signed
 
 _PROGRAMS = 64
@@ -37,7 +38,8 @@ def content_sums(tensors: Sequence[Tensor]) -> Tensor:
     table = [[tensor.data_ptr() for tensor in aligned], [tensor.nbytes for tensor in aligned]]
     places = torch.tensor(table, dtype=torch.int64).to(device, non_blocking=True)
     partial = torch.empty(len(aligned), _PROGRAMS, dtype=torch.int64, device=device)
-    _partial_sums[(len(aligned), _PROGRAMS)](places[0], places[1], partial, PROGRAMS=_PROGRAMS, BLOCK=_BLOCK)
+    with devices.bound(device):
+        _partial_sums[(len(aligned), _PROGRAMS)](places[0], places[1], partial, PROGRAMS=_PROGRAMS, BLOCK=_BLOCK)
     return partial.sum(1)
 
 

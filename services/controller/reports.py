@@ -50,7 +50,12 @@ class Reports:
         self._publish: dict[str, float] = {}
 
     def published(self, response: trainer_pb2.PublishWeightsResponse, seconds: float) -> None:
-        self._publish = {"timing_s/update_weights": seconds, "perf/published_bytes": float(response.bytes)}
+        self._publish = {
+            "timing_s/update_weights": seconds,
+            "timing_s/drain": response.drain_seconds,
+            "timing_s/transfer": response.update_seconds,
+            "perf/published_bytes": float(response.bytes),
+        }
 
     async def checkpointed(self, version: int, path: str) -> None:
         job = self._job

@@ -19,13 +19,21 @@ from flowfleet import devices, weights
 from flowfleet.proto.rollout_pb2 import Bucket, ParameterSpec
 from services.trainer.sharding import local
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+
 
 class Gather:
     """Of one version of the weights; every rank goes through all `buckets` in order, each once."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        bucket_bytes: int = weights.BUCKET_BYTES,
+    ) -> None:
         """`tensors`: DTensors spread by FSDP2, or whole ones that all ranks have alike. They travel in `dtype`."""
-        self.buckets = weights.make_buckets(weights.specs_of(tensors, dtype))
+        self.buckets = weights.make_buckets(weights.specs_of(tensors, dtype), bucket_bytes)
         self._tensors = tensors
         self._device = device
         self._filled = 0
@@ -65,7 +73,7 @@ class Gather:
         targets = [view[: len(shard)] for (_, view), shard in zip(weights.views(slots, own), shards, strict=True)]
         _copy(targets, shards)
         gathered = torch.empty(size, own.numel(), dtype=torch.uint8, device=self._device)
-        dist.all_gather_into_tensor(gathered.view(-1), own, group=mesh.get_group())
+        _all_gather(gathered.view(-1), own, group=mesh.get_group())
         if flat is None:
             return
         places = dict(_by_name(bucket, flat))

@@ -1,0 +1,79 @@
+"""Whole weights from three ranks' rows, against the tensors that were spread."""
+
+import multiprocessing
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from flowfleet import weights
+from services.trainer.gather import Gather
+
+SIZE = 3
+CPU = torch.device("cpu")
+SHAPES = {
+    "even": (12, 4),
+    "uneven": (7, 3),
+    "two": (2, 5),
+    "one": (1, 2, 3),
+    "short": (4,),
+    "whole": (5, 5),
+    "big": (50,),
+}
+
+
+def tensors_of() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def spread(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All but `whole`, by rows."""
+    mesh = init_device_mesh("cpu", (SIZE,))
+    return {
+        name: tensor if name == "whole" else distribute_tensor(tensor, mesh, [Shard(0)])
+        for name, tensor in tensors.items()
+    }
+
+
+def rank_main(rank: int, port: int, results: Any) -> None:
+    store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE)
+    torch.set_num_threads(1)
+    gather = Gather(spread(tensors_of()), torch.bfloat16, CPU, bucket_bytes=150)
+    whole = dict(gather.tensors())
+    again = Gather(spread(tensors_of()), torch.bfloat16, CPU, bucket_bytes=150)
+    if rank == 0:
+        first = again.buckets[0]
+        flat = torch.empty(weights.bucket_bytes(first), dtype=torch.uint8)
+        again.fill(first, flat)
+        whole["first"] = flat
+    again.rest()  # the other ranks want nothing of it
+    results.put((rank, len(gather.buckets), {name: tensor.float().tolist() for name, tensor in whole.items()}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_rows_of_three_ranks_come_together() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    results: Any = context.Queue()
+    workers = [context.Process(target=rank_main, args=(rank, store.port, results)) for rank in range(SIZE)]
+    for worker in workers:
+        worker.start()
+    got = [results.get(timeout=120) for _ in workers]
+    for worker in workers:
+        worker.join(60)
+        assert worker.exitcode == 0
+    expected = {name: tensor.bfloat16() for name, tensor in tensors_of().items()}
+    for _, num_buckets, whole in got:
+        assert num_buckets > 2
+        for name, tensor in expected.items():
+            assert whole[name] == tensor.float().tolist(), name
+    bucket = weights.make_buckets(weights.specs_of(expected), 150)[0]
+    flat = torch.tensor(next(whole["first"] for rank, _, whole in got if rank == 0)).to(torch.uint8)
+    for spec, view in weights.views(bucket, flat):
+        assert torch.equal(view, expected[spec.name])
