@@ -174,6 +174,29 @@ def submit(
 
 
 @app.command()
+def plan(
+    file: Annotated[Path, typer.Argument(help="Job file: TOML, YAML or JSON.")],
+    device_memory: Annotated[
+        float | None, typer.Option(metavar="GIB", help="Of each accelerator; else that of this machine's.")
+    ] = None,
+    text_tokens: Annotated[int, typer.Option(min=1, help="Length of an encoded prompt.")] = 128,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="key=value of the job; repeatable.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+) -> None:
+    """Predict a job's memory, work and traffic from the configurations in its model folder."""
+    from flowfleet.plan import found_memory_gib, predict
+    from flowfleet.planning.report import show_plan
+
+    spec = prepare_job(file, set_ or (), same_machine=True)
+    known = found_memory_gib() if device_memory is None else device_memory
+    planned = predict(spec, device_memory_gib=known, text_tokens=text_tokens)
+    if json_:
+        out.print_json(data=planned.to_json())
+    else:
+        show_plan(spec, planned, out)
+
+
+@app.command()
 def jobs(
     status: Annotated[str | None, typer.Option(help="Only jobs of this status.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="At most so many, newest first.")] = 20,

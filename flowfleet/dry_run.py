@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,7 @@ from flowfleet.local.session import place_stack
 def explain(spec: JobSpec, console: Console) -> None:
     """The resolved job, and each process that a local stack would start for it."""
     _print(console, "# The job, defaults filled in\n" + as_yaml(spec.model_dump(mode="json")))
+    _show_needs(spec, console)
     _print(console, "\n# Its processes on a local stack; port 0: a free one, chosen at start")
     rewards = tuple(name if name in SCORERS else f"{name}=HOST:PORT" for name in spec.rewards)
     options = StackOptions(port=0, rewards=rewards, model=spec.model.path, dtype=spec.model.dtype)
@@ -33,6 +35,17 @@ def explain(spec: JobSpec, console: Console) -> None:
     _show_process("trainer (started by the controller for the job)", trainer, env, console)
     if placement.warning:
         _print(console, f"\nwarning: {placement.warning}")
+
+
+def _show_needs(spec: JobSpec, console: Console) -> None:
+    """What the job needs, where the model's configurations and the trainer's packages are."""
+    if not (Path(spec.model.path) / "model_index.json").is_file():
+        return
+    with contextlib.suppress(ImportError, ValueError):
+        from flowfleet.plan import predict
+        from flowfleet.planning.report import headline
+
+        _print(console, f"\n# What it needs; `flowfleet plan` tells more\n{headline(predict(spec, is_rough=True))}")
 
 
 def _plan(options: StackOptions, placement: Placement) -> Plan:

@@ -5,12 +5,14 @@ told to heed, those of the prompt and one of padding, travels as the extra `atte
 `PromptEmbeds`: the pipeline adds it to the attention scores of the whole sequence, so that padding has an effect.
 """
 
+from dataclasses import replace
+
 import torch
 from diffusers import ChromaPipeline
 from PIL import Image
 from torch import Tensor
 
-from flowfleet.models.base import without_images
+from flowfleet.models.base import ModelAdapter, without_images
 from flowfleet.models.embeds import PromptEmbeds
 from flowfleet.models.flux import NUM_T5_TOKENS, FluxAdapter, position_ids
 from flowfleet.models.loading import USUAL_PARTS
@@ -30,6 +32,10 @@ class ChromaAdapter(FluxAdapter):
         )
         mask = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
         return PromptEmbeds(embeds, mask, {"attention": attention}, has_padding=False)
+
+    def blank_prompts(self, count: int, num_tokens: int) -> PromptEmbeds:
+        blank = ModelAdapter.blank_prompts(self, count, NUM_T5_TOKENS)
+        return replace(blank, extras={"attention": blank.embeds.new_zeros(count, NUM_T5_TOKENS)})
 
     def _predict(
         self, latents: Tensor, timesteps: Tensor, prompts: PromptEmbeds, size: Size, guidance: Guidance

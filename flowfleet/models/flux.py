@@ -7,6 +7,7 @@ strength as an input; classifier-free guidance with two forwards works on every 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -53,6 +54,11 @@ class FluxAdapter(ModelAdapter):
         embeds, pooled, _ = self.pipeline.encode_prompt(prompts, device=self.device, max_sequence_length=NUM_T5_TOKENS)
         mask = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
         return PromptEmbeds(embeds, mask, {"pooled": pooled}, has_padding=False)
+
+    def blank_prompts(self, count: int, num_tokens: int) -> PromptEmbeds:
+        blank = super().blank_prompts(count, NUM_T5_TOKENS)
+        width = self.transformer.config.pooled_projection_dim
+        return replace(blank, extras={"pooled": blank.embeds.new_zeros(count, width)})
 
     def schedule(self, num_steps: int, size: Size) -> Schedule:
         rows, columns = self._token_grid(size)

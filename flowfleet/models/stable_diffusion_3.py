@@ -5,6 +5,7 @@ of T5, then 256 tokens of T5; a checkpoint without T5 has zeros there. The trans
 included, so no mask has a False. The pooled CLIP embeddings travel as the extra `pooled`.
 """
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +21,7 @@ from flowfleet.models.packing import token_grid
 from flowfleet.models.schedules import flow_match_schedule, scheduler_levels
 from flowfleet.models.settings import Guidance, Size
 
+NUM_CLIP_TOKENS = 77
 NUM_T5_TOKENS = 256
 """The pipeline's default of `max_sequence_length`."""
 
@@ -58,6 +60,11 @@ class StableDiffusion3Adapter(ModelAdapter):
         )
         mask = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
         return PromptEmbeds(embeds, mask, {"pooled": pooled}, has_padding=False)
+
+    def blank_prompts(self, count: int, num_tokens: int) -> PromptEmbeds:
+        blank = super().blank_prompts(count, NUM_CLIP_TOKENS + NUM_T5_TOKENS)
+        width = self.transformer.config.pooled_projection_dim
+        return replace(blank, extras={"pooled": blank.embeds.new_zeros(count, width)})
 
     def schedule(self, num_steps: int, size: Size) -> Schedule:
         rows, columns = self._token_grid(size)

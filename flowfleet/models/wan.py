@@ -42,6 +42,7 @@ class WanAdapter(ModelAdapter):
         **ModelAdapter.parts,
         "transformer": ("transformer", "transformer_2"),
     }
+    text_width = "text_dim"
     vae_dtype = torch.float32
     """As diffusers' examples load it, whatever the rest is in."""
     max_sequence_length: ClassVar[int] = 512

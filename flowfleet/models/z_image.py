@@ -31,6 +31,7 @@ class ZImageAdapter(ModelAdapter):
 
     pipeline_class = ZImagePipeline
     vae_class = AutoencoderKL
+    text_width = "cap_feat_dim"
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
 
     def __init__(self, pipeline: Any, vae_config: dict[str, Any], *, dtype: torch.dtype, device: torch.device) -> None:

@@ -67,6 +67,26 @@ def test_dry_run_shows_the_whole_job_and_every_process_and_submits_nothing(
     assert list(client.jobs()) == []
 
 
+def test_dry_run_and_plan_tell_what_a_job_needs(
+    run: Run, client: Client, tmp_path: Path, tiny_qwen_image: Path
+) -> None:
+    settings = job_settings(tmp_path, rollout={"height": 64, "width": 64}) | {"model": {"path": str(tiny_qwen_image)}}
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps(settings))
+
+    dry = run("submit", str(path), "--dry-run")
+    table = run("plan", str(path), "--device-memory", "80")
+    numbers = json.loads(run("plan", str(path), "--device-memory", "80", "--json", "--set", "trainer.mode=full").stdout)
+
+    assert re.search(r"What it needs.*\n.* parameters, .* trained; .* GiB a trainer rank", dry.stdout)
+    assert "Fits devices of 80.0 GiB" in table.stdout
+    assert table.stdout.count("\n") < 40
+    assert numbers["fits"] is True
+    assert numbers["params"] == numbers["trained"] > 0
+    masters, state = numbers["trainer"]["gib"]["masters"], numbers["trainer"]["gib"]["optimizer state"]
+    assert (masters * 2**30, state) == (4 * numbers["params"], 2 * masters)
+
+
 def test_jobs_and_show(run: Run, client: Client, job_file: Path) -> None:
     job = client.submit(job_file)
 
@@ -187,6 +207,7 @@ def test_the_surface_is_what_users_know() -> None:
         "down": ["--state-dir"],
         "demo": ["--recipe", "--seed", "--set", "--state-dir"],
         "submit": ["--dry-run", "--follow", "--idempotency-key", "--set", "--url"],
+        "plan": ["--device-memory", "--json", "--set", "--text-tokens"],
         "jobs": ["--limit", "--status", "--url"],
         "show": ["--url"],
         "watch": ["--url"],

@@ -70,6 +70,11 @@ def test_the_shipped_recipes_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     root = Path(__file__).parents[2]
     recipes = sorted((root / "recipes").glob("*.toml"))
 
-    assert {path.stem for path in recipes} >= {"tiny_ocr", "tiny_ocr_full", "qwen_image_ocr"}
+    assert {path.stem for path in recipes} >= {
+        "tiny_ocr",
+        "tiny_ocr_full",
+        "qwen_image_ocr_lora",
+        "qwen_image_ocr_full",
+    }
     for path in recipes:
         assert prepare_job(path, same_machine=True).data.train

@@ -1,0 +1,100 @@
+"""What to change in a job that does not fit its devices: the least changes that make it fit, each tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from flowfleet.jobs import JobSpec
+from flowfleet.planning.facts import Facts
+from flowfleet.planning.memory import GIB, rollout_memory, trainer_memory
+
+MOST_RANKS = 64
+
+Change = dict[str, Any]
+"""Settings of `trainer` by name; `state` is the optimizer's."""
+
+
+def advise(spec: JobSpec, facts: Facts, limit: float) -> list[str]:
+    """Lines for a person; none where both a rank and a replica keep within `limit` bytes."""
+    return [*_trainer(spec, facts, limit), *_rollout(spec, facts, limit)]
+
+
+def _trainer(spec: JobSpec, facts: Facts, limit: float) -> Iterator[str]:
+    if trainer_memory(spec, facts).peak <= limit:
+        return
+    found = [
+        line
+        for option in (_state(spec), _checkpointing(spec), _rows(spec), _ranks(spec))
+        if (line := next((_line(spec, facts, change) for change in option if _fits(spec, facts, change, limit)), ""))
+    ]
+    if found:
+        yield from (f"trainer: {line}" for line in found)
+        return
+    least: Change = {"gradient_checkpointing": "full", "micro_batch_size": 1}
+    together = next((least | ranks for ranks in [{}, *_ranks(spec)] if _fits(spec, facts, least | ranks, limit)), None)
+    if together is None:
+        yield f"trainer: does not fit on {MOST_RANKS} such devices either"
+    else:
+        yield f"trainer: {_line(spec, facts, together)}"
+
+
+def _state(spec: JobSpec) -> list[Change]:
+    return [{"state": "8bit"}, {"state": "host"}] if spec.trainer.optimizer.state == "device" else []
+
+
+def _checkpointing(spec: JobSpec) -> list[Change]:
+    stronger = {"none": ["selective", "full"], "selective": ["full"], "full": []}
+    return [{"gradient_checkpointing": policy} for policy in stronger[spec.trainer.gradient_checkpointing]]
+
+
+def _rows(spec: JobSpec) -> list[Change]:
+    return [{"micro_batch_size": rows} for rows in _halves(spec.trainer.micro_batch_size)]
+
+
+def _ranks(spec: JobSpec) -> list[Change]:
+    counts = []
+    count = 2 * spec.trainer.world_size
+    while count <= MOST_RANKS:
+        counts.append(count)
+        count *= 2
+    return [{"world_size": count} for count in counts]
+
+
+def _rollout(spec: JobSpec, facts: Facts, limit: float) -> Iterator[str]:
+    memory = rollout_memory(spec, facts)
+    if memory.peak <= limit:
+        return
+    fixed = memory.peak - memory.parts["activations"]
+    for rows in _halves(spec.rollout.batch_size):
+        held = max(facts.sampling_bytes * rows / spec.rollout.batch_size, facts.decode_bytes)
+        if fixed + held <= limit:
+            yield f"rollout: rollout.batch_size = {rows} needs {(fixed + held) / GIB:.0f} GiB"
+            return
+    yield f"rollout: weights and one row need {(fixed + facts.decode_bytes) / GIB:.0f} GiB: take larger devices"
+
+
+def _halves(count: int) -> list[int]:
+    return [count >> shift for shift in range(1, count.bit_length())]
+
+
+def _fits(spec: JobSpec, facts: Facts, change: Change, limit: float) -> bool:
+    return trainer_memory(_changed(spec, change), facts).peak <= limit
+
+
+def _changed(spec: JobSpec, change: Change) -> JobSpec:
+    part = spec.trainer
+    rest = {name: value for name, value in change.items() if name != "state"}
+    if "state" in change:
+        rest["optimizer"] = part.optimizer.model_copy(update={"state": change["state"]})
+    return spec.model_copy(update={"trainer": part.model_copy(update=rest)})
+
+
+def _line(spec: JobSpec, facts: Facts, change: Change) -> str:
+    peak = trainer_memory(_changed(spec, change), facts).peak
+    names = [f"trainer.{'optimizer.' * (name == 'state')}{name} = {_written(value)}" for name, value in change.items()]
+    return f"{', '.join(names)} needs {peak / GIB:.0f} GiB"
+
+
+def _written(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value)

@@ -1,0 +1,172 @@
+"""What a job's memory and work follow from, measured on the model's skeleton: sizes, activations, FLOPs."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from flowfleet.flops import ModelFlops, count_model, flops_of, forward
+from flowfleet.jobs import JobSpec
+from flowfleet.models.base import ModelAdapter
+from flowfleet.planning.activations import Activations, measure
+from flowfleet.planning.live import LiveBytes
+from flowfleet.planning.skeleton import META, MetaRun, blocks, load_skeleton, shortened
+from flowfleet.weights import dtype_of
+
+FP8_MIN_SIZE = 1024
+"""Rollouts quantise linears of at least so many rows and columns."""
+MODULATION = re.compile(r"(^|[._])(mod|modulation|norm\d*(_context)?|adaln\w*)([._]|$)", re.IGNORECASE)
+"""Linears that they do not quantise."""
+DECODED_PIXELS = 2**22
+"""Of a batch, at most: what decoding holds does not grow with the rows beyond the adapter's chunk."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Counts are of elements unless they say bytes; of all experts together unless they say otherwise."""
+
+    num_experts: int
+    params: int
+    trained: int
+    block: int
+    """Of the largest block, its adapter included."""
+    outside: int
+    """Of one expert, outside its blocks."""
+    fp8: int
+    """Weights that fp8 rollouts have copies of."""
+    text_encoder_bytes: int
+    vae_bytes: int
+    latent: int
+    """Of one sample."""
+    embeds_bytes: int
+    """Of one prompt."""
+    activations: Activations
+    """Of one forward and backward of `trainer.micro_batch_size` rows."""
+    sampling_bytes: int
+    """Held by a forward of `rollout.batch_size` rows, at most."""
+    decode_bytes: int
+    flops: ModelFlops
+    decode_flops: float
+    """Of one sample."""
+
+
+def gather(spec: JobSpec, text_tokens: int, *, compiled: bool) -> Facts:
+    """`compiled`: whether the trainer's blocks are.
+
+    Raises ValueError for a folder without configurations, a size that the model cannot draw, or targets of LoRA that it
+    does not have.
+    """
+    skeleton = load_skeleton(spec.model.path, dtype_of(spec.model.dtype))
+    size = spec.rollout.size
+    experts = skeleton.experts
+    expert = next(iter(experts.values()))
+    latent = math.prod(skeleton.latent_shape(size))
+    params = _numel(parameter for module in experts.values() for parameter in module.parameters())
+    fp8 = sum(_numel(_quantised(module)) for module in experts.values())
+    decode_bytes, decode_flops = _decoding(skeleton, spec)
+    flops = count_model(skeleton, spec)
+    if spec.trainer.mode == "full":
+        expert.requires_grad_(True)
+    own = blocks(expert)
+    with shortened(expert) as stands_for:
+        adapter = _adapter_numel(expert, stands_for) * len(experts)
+        activations = _training(skeleton, spec, expert, stands_for, text_tokens, compiled=compiled)
+        sampling = _sampling(skeleton, spec, text_tokens)
+        block = max(_numel(kept.parameters()) for kept in stands_for)
+    prompts = skeleton.blank_prompts(1, text_tokens)
+    return Facts(
+        num_experts=len(experts),
+        params=params,
+        trained=adapter if spec.trainer.mode == "lora" else params,
+        block=block,
+        outside=_outside(expert, own),
+        fp8=fp8,
+        text_encoder_bytes=_part_bytes(skeleton, "text_encoder"),
+        vae_bytes=_part_bytes(skeleton, "vae"),
+        latent=latent,
+        embeds_bytes=sum(_nbytes(tensor) for tensor in (prompts.embeds, prompts.mask, *prompts.extras.values())),
+        activations=activations,
+        sampling_bytes=sampling,
+        decode_bytes=decode_bytes,
+        flops=flops,
+        decode_flops=decode_flops,
+    )
+
+
+def _training(
+    skeleton: ModelAdapter,
+    spec: JobSpec,
+    expert: nn.Module,
+    stands_for: Mapping[nn.Module, int],
+    text_tokens: int,
+    *,
+    compiled: bool,
+) -> Activations:
+    rows, size = spec.trainer.micro_batch_size, spec.rollout.size
+    latents = torch.empty(rows, *skeleton.latent_shape(size), device=META)
+    prompts = skeleton.blank_prompts(rows, text_tokens)
+
+    def run() -> None:
+        skeleton.velocity(latents, torch.tensor(1000.0), prompts, size=size)
+
+    return measure(run, expert, stands_for, rows, compiled=compiled)
+
+
+def _sampling(skeleton: ModelAdapter, spec: JobSpec, text_tokens: int) -> int:
+    rows, size = spec.rollout.batch_size, spec.rollout.size
+    with LiveBytes() as live:
+        latents = torch.empty(rows, *skeleton.latent_shape(size), device=META)
+        forward(skeleton, latents, skeleton.blank_prompts(rows, text_tokens), size)
+    return int(live.peak)
+
+
+def _decoding(skeleton: ModelAdapter, spec: JobSpec) -> tuple[int, float]:
+    """Bytes of a batch, and FLOPs of one sample."""
+    size = spec.rollout.size
+    pixels = size.height * size.width * size.num_frames
+    rows = max(1, min(spec.rollout.batch_size, DECODED_PIXELS // pixels))
+    latents = torch.empty(rows, *skeleton.latent_shape(size), device=META)
+    with MetaRun(), LiveBytes() as live:
+        flops = flops_of(lambda: skeleton.decode(latents, size))
+    return live.peak, flops / rows
+
+
+def _adapter_numel(expert: nn.Module, stands_for: Mapping[nn.Module, int]) -> int:
+    """LoRA's, for all blocks."""
+    whole = _numel(parameter for name, parameter in expert.named_parameters() if ".lora_" in name)
+    for block, count in stands_for.items():
+        own = _numel(parameter for name, parameter in block.named_parameters() if ".lora_" in name)
+        whole += (count - 1) * own
+    return whole
+
+
+def _outside(expert: nn.Module, own: Iterable[nn.Module]) -> int:
+    inside = {id(parameter) for block in own for parameter in block.parameters()}
+    return _numel(parameter for parameter in expert.parameters() if id(parameter) not in inside)
+
+
+def _quantised(expert: nn.Module) -> Iterable[Tensor]:
+    for block in blocks(expert):
+        for name, module in block.named_modules():
+            is_linear = isinstance(module, nn.Linear) and not MODULATION.search(name)
+            if is_linear and min(module.weight.shape) >= FP8_MIN_SIZE:
+                yield module.weight
+
+
+def _part_bytes(skeleton: ModelAdapter, component: str) -> int:
+    parts = (getattr(skeleton.pipeline, name, None) for name in skeleton.parts[component])  # type: ignore[index]
+    modules = [part for part in parts if isinstance(part, nn.Module)]
+    return sum(_nbytes(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers()))
+
+
+def _numel(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.itemsize

@@ -1,0 +1,159 @@
+"""From a model's facts to the memory of a trainer rank and of a rollout replica, part by part.
+
+A trainer rank is at its fullest in one of two moments: at the start of the backward, when every activation is there, or
+in the optimizer's step, when every gradient is. What lies beside tensors (CUDA's context, NCCL's buffers, gaps of the
+allocator) comes on top: `RESERVE`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from flowfleet.algorithms.windows import window
+from flowfleet.jobs import JobSpec
+from flowfleet.planning.facts import Facts
+
+GIB = 2**30
+RESERVE = 2 * GIB
+"""Of a device that no tensor can have."""
+FP32 = 4
+MOMENTS = 2
+BLOCK_8BIT = 256
+"""Elements of an 8-bit moment that share one fp32 scale."""
+HOST_SLOTS = 3
+HOST_BUCKET = 2**26
+"""Elements of moments in host memory that are streamed through the device together, in so many slots."""
+CHUNK_8BIT = 2**24
+"""Elements of 8-bit moments that are decoded together."""
+IN_FLIGHT = 2
+"""Blocks that FSDP2 holds gathered: the one at work, and the next."""
+
+
+@dataclass(frozen=True)
+class TrainerMemory:
+    """Bytes of one rank."""
+
+    parts: dict[str, float]
+    update_peak: float
+    """In forwards and backwards."""
+    optimizer_peak: float
+    host: float
+    """Of this rank's process."""
+
+    @property
+    def peak(self) -> float:
+        return max(self.update_peak, self.optimizer_peak)
+
+
+@dataclass(frozen=True)
+class RolloutMemory:
+    """Bytes of one replica."""
+
+    parts: dict[str, float]
+
+    @property
+    def peak(self) -> float:
+        return sum(self.parts.values())
+
+
+def item_bytes(spec: JobSpec) -> int:
+    return 4 if spec.model.dtype == "float32" else 2
+
+
+def num_rounds(spec: JobSpec) -> int:
+    """Rows of a sample: the noisy steps of the window, or the noise levels of a matching loss."""
+    if not spec.records_steps:
+        return spec.algorithm.num_noise_levels
+    part = spec.rollout.window
+    steps = window(
+        part.strategy, num_steps=spec.rollout.num_inference_steps, size=part.size, low=part.low, high=part.high
+    )
+    return len(steps)
+
+
+def passes(spec: JobSpec) -> int:
+    """Forwards of a row: two with classifier-free guidance."""
+    return 2 if spec.rollout.guidance_scale > 1 else 1
+
+
+def trainer_memory(spec: JobSpec, facts: Facts) -> TrainerMemory:
+    """For any settings of `trainer` but mode, lora and compile, which `facts` were measured with."""
+    part, item, ranks = spec.trainer, item_bytes(spec), spec.trainer.world_size
+    is_lora = part.mode == "lora"
+    samples = math.ceil(spec.samples_per_step / ranks)
+    micro = min(part.micro_batch_size, max(1, samples // part.updates_per_step))
+    backwards = math.ceil(samples / part.updates_per_step / micro) * num_rounds(spec)
+    moments = MOMENTS * facts.trained * _moment_bytes(spec) / ranks
+    gradients = FP32 * facts.trained / ranks
+    parts = {
+        "frozen base": facts.params * item / ranks if is_lora else 0.0,
+        "masters": FP32 * facts.trained / ranks,
+        "optimizer state": 0.0 if part.optimizer.state == "host" else moments,
+        "gradients": gradients,
+        "gradients, whole": FP32 * facts.trained if is_lora else 0.0,
+        "gathered": _gathered(spec, facts) * item,
+        "gradients in flight": 0.0 if is_lora else IN_FLIGHT * facts.block * FP32,
+        "reference": _reference(spec, facts) / ranks,
+        "old policy": FP32 * facts.trained / ranks if spec.loss.keeps_old_policy else 0.0,
+        "samples": samples * _row_bytes(spec, facts),
+        "activations": facts.activations.peak(part.gradient_checkpointing, micro, passes(spec)),
+    }
+    only_late = ("gradients", "gradients, whole") if backwards == 1 else ()
+    resident = ("frozen base", "masters", "optimizer state", "gradients", "reference", "old policy", "samples")
+    return TrainerMemory(
+        parts={name: size for name, size in parts.items() if size},
+        update_peak=sum(size for name, size in parts.items() if name not in only_late),
+        optimizer_peak=sum(parts[name] for name in resident) + _streamed(spec, facts),
+        host=(moments if part.optimizer.state == "host" else 0.0) + samples * _row_bytes(spec, facts),
+    )
+
+
+def rollout_memory(spec: JobSpec, facts: Facts) -> RolloutMemory:
+    """With the transformer, the text encoder and the VAE on one device, as the diffusers engine has them."""
+    item = item_bytes(spec)
+    parts = {
+        "transformer": float(facts.params * item),
+        "adapter": float(facts.trained * item) if spec.trainer.mode == "lora" else 0.0,
+        "text encoder": float(facts.text_encoder_bytes),
+        "VAE": float(facts.vae_bytes),
+        "fp8 copies": float(facts.fp8) if spec.rollout.quantization == "fp8" else 0.0,
+        "activations": float(max(facts.sampling_bytes, facts.decode_bytes)),
+    }
+    return RolloutMemory({name: size for name, size in parts.items() if size})
+
+
+def checkpoint_bytes(spec: JobSpec, facts: Facts) -> int:
+    """Masters, both moments as they are kept, and the old policy, over all ranks."""
+    each = FP32 + MOMENTS * _moment_bytes(spec) + FP32 * spec.loss.keeps_old_policy
+    return int(facts.trained * each)
+
+
+def _moment_bytes(spec: JobSpec) -> float:
+    """Of one element of one moment."""
+    return 1 + FP32 / BLOCK_8BIT if spec.trainer.optimizer.state == "8bit" else FP32
+
+
+def _gathered(spec: JobSpec, facts: Facts) -> float:
+    """Elements. A single rank's frozen base is none of FSDP's business; its adapter stays gathered."""
+    if spec.trainer.world_size == 1 and spec.trainer.mode == "lora":
+        return facts.trained
+    return IN_FLIGHT * facts.block + facts.outside
+
+
+def _streamed(spec: JobSpec, facts: Facts) -> float:
+    """Moments that are on the device while they are used, in the optimizer's step."""
+    at_once = {"device": 0, "host": HOST_SLOTS * HOST_BUCKET, "8bit": CHUNK_8BIT}[spec.trainer.optimizer.state]
+    return MOMENTS * FP32 * min(at_once, HOST_SLOTS * facts.trained / spec.trainer.world_size)
+
+
+def _reference(spec: JobSpec, facts: Facts) -> float:
+    """A copy of the base, which LoRA does without."""
+    is_needed = spec.loss.needs_reference or spec.algorithm.kl_coef > 0
+    return facts.params * item_bytes(spec) if is_needed and spec.trainer.mode == "full" else 0.0
+
+
+def _row_bytes(spec: JobSpec, facts: Facts) -> float:
+    """Of one sample of a step, on the device: latents before and after each noisy step, and its prompt."""
+    states = 2 * num_rounds(spec) if spec.records_steps else 1
+    return states * facts.latent * FP32 + facts.embeds_bytes

@@ -1,0 +1,59 @@
+"""What a step computes, sends and stores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flowfleet.jobs import JobSpec
+from flowfleet.planning.facts import Facts
+from flowfleet.planning.memory import FP32, checkpoint_bytes, item_bytes, num_rounds, passes
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one training step unless it says otherwise; FLOPs are model FLOPs (flowfleet/flops.py)."""
+
+    samples: int
+    rollout_flops_per_sample: float
+    """Denoising and decoding."""
+    train_flops_per_sample: float
+    """Forwards and backwards, and the forwards without gradient for old log-probs and the reference."""
+    published_bytes: int
+    checkpoint_bytes: int
+    """Of one checkpoint."""
+    trajectory_bytes: int
+    """Latents and prompts in the blob store."""
+    media_bytes: int
+    """Pictures or videos, uncompressed: an upper bound of the files."""
+
+    @property
+    def flops(self) -> float:
+        return self.samples * (self.rollout_flops_per_sample + self.train_flops_per_sample)
+
+
+def work(spec: JobSpec, facts: Facts, text_tokens: int) -> Work:
+    """Of a step of a job whose prompts are `text_tokens` long."""
+    rollout = spec.rollout
+    sampling, training = facts.flops.sampling(text_tokens), facts.flops.training(text_tokens)
+    states = num_rounds(spec) + 1 if spec.records_steps else 1
+    size = rollout.size
+    return Work(
+        samples=spec.samples_per_step,
+        rollout_flops_per_sample=rollout.num_inference_steps * passes(spec) * sampling + facts.decode_flops,
+        train_flops_per_sample=num_rounds(spec) * passes(spec) * (training + _without_gradient(spec) * sampling),
+        published_bytes=facts.trained * item_bytes(spec),
+        checkpoint_bytes=checkpoint_bytes(spec, facts),
+        trajectory_bytes=spec.samples_per_step * states * facts.latent * FP32
+        + rollout.prompts_per_step * facts.embeds_bytes,
+        media_bytes=spec.samples_per_step * size.height * size.width * size.num_frames * 3,
+    )
+
+
+def _without_gradient(spec: JobSpec) -> float:
+    """Forwards a row beside those of the update: old log-probs of all updates but the first, and the reference."""
+    count = float(spec.loss.needs_reference or spec.algorithm.kl_coef > 0) + float(spec.loss.keeps_old_policy)
+    if spec.records_steps and spec.algorithm.old_log_probs == "recompute":
+        count += 1
+    if spec.records_steps and spec.algorithm.old_log_probs == "first_forward":
+        count += 1 - 1 / spec.trainer.updates_per_step
+    return count

@@ -1,0 +1,175 @@
+"""Predicted peaks against what was measured, and against the arithmetic of optimizer and FSDP2."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowfleet.job_files import prepare_job
+from flowfleet.jobs import JobSpec
+from flowfleet.plan import predict
+from flowfleet.planning.advice import advise
+from flowfleet.planning.facts import Facts, gather
+from flowfleet.planning.memory import GIB, RESERVE, TrainerMemory, rollout_memory, trainer_memory
+
+PROTOTYPE_LACKED = ("masters", "optimizer state", "gradients, whole", "samples")
+"""What the LoRA runs behind the measurements had none of: adapters in bf16, one backward, no optimizer, no job."""
+
+
+def as_measured(memory: TrainerMemory) -> float:
+    """GiB of an update without those parts."""
+    return (memory.update_peak - sum(memory.parts.get(name, 0.0) for name in PROTOTYPE_LACKED)) / GIB
+
+
+@pytest.fixture(scope="module")
+def eager(full_size: Path) -> tuple[JobSpec, Facts]:
+    spec = lora_spec(full_size, micro_batch_size=16, gradient_checkpointing="full")
+    return spec, gather(spec, 128, compiled=False)
+
+
+def lora_spec(path: Path, **part: Any) -> JobSpec:
+    return JobSpec.model_validate(
+        {
+            "model": {"path": str(path)},
+            "data": {"train": "x"},
+            "rewards": {"ocr": {}},
+            "rollout": {"batch_size": 4},
+            "trainer": {"lora": {"rank": 64}, **part},
+        }
+    )
+
+
+def test_eager_lora_on_one_gpu_was_measured_at_48_gib(eager: tuple[JobSpec, Facts]) -> None:
+    assert as_measured(trainer_memory(*eager)) == pytest.approx(48, rel=0.15)
+
+
+@pytest.mark.long
+def test_compiled_lora_on_four_gpus_was_measured(full_size: Path) -> None:
+    spec = lora_spec(full_size, micro_batch_size=16, world_size=4, compile=True)
+    facts = gather(spec, 128, compiled=True)
+
+    def predicted(**part: Any) -> float:
+        return as_measured(trainer_memory(changed(spec, **part), facts))
+
+    assert predicted(gradient_checkpointing="full") == pytest.approx(21, rel=0.15)
+    assert predicted() == pytest.approx(134, rel=0.15)
+    assert predicted(micro_batch_size=8) == pytest.approx(73, rel=0.15)
+
+
+def test_full_fine_tuning_on_four_gpus_was_measured_at_76_gib(eager: tuple[JobSpec, Facts]) -> None:
+    """In the optimizer's step, where no activation is left; the measurement's update had no moments yet."""
+    spec, facts = eager
+    full = changed(spec, mode="full", world_size=4)
+
+    assert trainer_memory(full, replace(facts, trained=facts.params)).optimizer_peak / GIB == pytest.approx(
+        76, rel=0.15
+    )
+
+
+def changed(spec: JobSpec, **part: Any) -> JobSpec:
+    return spec.model_copy(update={"trainer": spec.trainer.model_copy(update=part)})
+
+
+@pytest.mark.parametrize(("state", "bytes_each"), [("device", 16), ("host", 8), ("8bit", 10 + 8 / 256)])
+def test_the_optimizers_step_holds_masters_gradients_and_moments(
+    eager: tuple[JobSpec, Facts], state: str, bytes_each: float
+) -> None:
+    spec, facts = eager
+    optimizer = spec.trainer.optimizer.model_copy(update={"state": state})
+    full = changed(spec, mode="full", world_size=8, optimizer=optimizer)
+    memory = trainer_memory(full, replace(facts, trained=facts.params))
+
+    streamed = {"device": 0, "host": 3 * 2 * 4 * 2**26, "8bit": 2 * 4 * 2**24}[state]
+    weights = facts.params * bytes_each / 8
+    assert memory.optimizer_peak - memory.parts["samples"] == pytest.approx(weights + streamed)
+    assert memory.host >= (8 * facts.params / 8 if state == "host" else 0)
+    assert "frozen base" not in memory.parts
+
+
+def test_a_step_whose_updates_are_one_backward_has_no_gradients_at_its_start(eager: tuple[JobSpec, Facts]) -> None:
+    spec, facts = eager
+    window = spec.rollout.window.model_copy(update={"size": 1})
+    one = spec.model_copy(
+        update={
+            "rollout": spec.rollout.model_copy(update={"window": window, "prompts_per_step": 1, "group_size": 16}),
+        }
+    )
+    two = changed(one, micro_batch_size=8)
+
+    first, second = trainer_memory(one, facts), trainer_memory(two, facts)
+
+    held = ("gradients", "gradients, whole")
+    assert first.update_peak == pytest.approx(sum(size for name, size in first.parts.items() if name not in held))
+    assert second.update_peak == pytest.approx(sum(second.parts.values()))
+
+
+def test_a_reference_and_an_old_policy_are_copies_of_the_shards(eager: tuple[JobSpec, Facts]) -> None:
+    spec, facts = eager
+    full = changed(spec, mode="full", world_size=4)
+    with_reference = full.model_copy(update={"algorithm": spec.algorithm.model_copy(update={"kl_coef": 0.1})})
+
+    assert trainer_memory(with_reference, facts).parts["reference"] == 2 * facts.params / 4
+    assert "reference" not in trainer_memory(full, facts).parts
+
+
+def test_fp8_rollouts_have_a_byte_more_for_each_large_linear_of_the_blocks(eager: tuple[JobSpec, Facts]) -> None:
+    spec, facts = eager
+    fp8 = spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"quantization": "fp8"})})
+
+    width, layers = 3072, 60  # 8 of d x d, and 4 of d x 4d, a block
+    assert rollout_memory(fp8, facts).parts["fp8 copies"] == layers * (8 + 4 * 4) * width**2
+    assert rollout_memory(fp8, facts).peak == rollout_memory(spec, facts).peak + layers * 24 * width**2
+
+
+def test_what_is_advised_fits(eager: tuple[JobSpec, Facts]) -> None:
+    spec, facts = eager
+    greedy = changed(spec, gradient_checkpointing="none")
+    limit = 80 * GIB - RESERVE
+    assert trainer_memory(greedy, facts).peak > limit
+
+    advice = advise(greedy, facts, limit)
+
+    assert any(line.startswith('trainer: trainer.gradient_checkpointing = "full" needs') for line in advice)
+    rows = next(int(line.split(" = ")[1].split()[0]) for line in advice if "micro_batch_size" in line)
+    assert trainer_memory(changed(greedy, micro_batch_size=rows), facts).peak <= limit
+    assert trainer_memory(changed(greedy, micro_batch_size=2 * rows), facts).peak > limit
+    assert advise(spec, facts, limit) == []
+
+
+def test_advice_combines_changes_where_no_single_one_is_enough(eager: tuple[JobSpec, Facts]) -> None:
+    spec, facts = eager
+    greedy = changed(spec, gradient_checkpointing="none", mode="full")
+
+    advice = advise(greedy, replace(facts, trained=facts.params), 22 * GIB)
+
+    assert advice[0].startswith('trainer: trainer.gradient_checkpointing = "full", trainer.micro_batch_size = 1, ')
+    assert "rollout: weights and one row need" in advice[1]
+
+
+def test_work_of_the_reference_recipe(full_size: Path) -> None:
+    recipe = Path("recipes/qwen_image_ocr_lora.toml")
+    spec = prepare_job(recipe, [f"model.path={full_size}"], same_machine=True)
+    work = predict(spec, is_rough=True).work
+
+    adapter = 60 * 64 * (8 * 2 * 3072 + 4 * 5 * 3072)
+    assert work.samples == 512
+    assert work.published_bytes == 2 * adapter
+    assert work.checkpoint_bytes == 12 * adapter
+    embeds = 32 * 128 * (3584 * 2 + 1)
+    assert work.trajectory_bytes == 512 * 3 * 1024 * 64 * 4 + embeds
+    forward, own = 16.647e12, 2 * (adapter / 2) * (1024 + 128)  # half of the adapter sees pictures, half text
+    row = 2 * (2 * forward + 3 * own + (forward + own) / 2)  # guided; every second row's old log-prob is recomputed
+    assert work.train_flops_per_sample == pytest.approx(2 * row, rel=0.01)
+    assert work.rollout_flops_per_sample == pytest.approx(20 * (forward + own), rel=0.02)
+
+
+def test_a_device_smaller_than_what_is_not_for_tensors_is_refused(tiny_qwen_image: Path) -> None:
+    with pytest.raises(ValueError, match="give more than 2"):
+        predict(lora_spec(tiny_qwen_image), device_memory_gib=1.5)
+
+
+def test_a_folder_without_a_configuration_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text('{"_class_name": "QwenImagePipeline"}')
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        predict(lora_spec(tmp_path))
