@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flowfleet import weights
-from flowfleet.models.registry import family_of
+from flowfleet.models.registry import ModelFamily, family_of
 from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
 from services.rollout.engines.base import Cancelled, GeneratedBatch, GenerationRequest, RolloutEngine
 from services.rollout.engines.diffusers import check_request, copied
@@ -72,6 +72,7 @@ class VllmOmniEngine(RolloutEngine):
         self._progress = Progress()
         self._omni: Any = None
         self._model: ModelSpec | None = None
+        self._family: ModelFamily | None = None
         self._lora: LoraSpec | None = None
         self._is_base_live = False
         """Whether the transformers' weights are those of the model, not of training."""
@@ -95,8 +96,8 @@ class VllmOmniEngine(RolloutEngine):
     async def generate(
         self, request: GenerationRequest, cancelled: Callable[[], bool]
     ) -> AsyncGenerator[GeneratedBatch, None]:
-        assert self._model is not None, "prepare comes first"
-        check_request(request, family_of(self._model.path))
+        assert self._family is not None, "prepare comes first"
+        check_request(request, self._family)
         encoded: Encoded = await self._perform(lambda worker: worker.encode(request))
         running: deque[asyncio.Task[GeneratedBatch]] = deque()
         try:
@@ -138,7 +139,8 @@ class VllmOmniEngine(RolloutEngine):
 
     async def _start(self, model: ModelSpec) -> None:
         """Another model is another vLLM-Omni. Raises ValueError for one that it cannot have here."""
-        pipeline = pipeline_for(family_of(model.path))
+        family = family_of(model.path)
+        pipeline = pipeline_for(family)
         if model.compile and self.device.type == "cpu":
             raise ValueError("rollout.compile: vLLM-Omni does not compile for CPUs: turn it off, or use a GPU")
         await self._stop()
@@ -154,7 +156,7 @@ class VllmOmniEngine(RolloutEngine):
         except BaseException:
             await self._stop()
             raise
-        self._model, self._is_base_live = settings, True
+        self._model, self._family, self._is_base_live = settings, family, True
 
     async def _stop(self) -> None:
         omni, self._omni, self._model, self._lora = self._omni, None, None, None

@@ -33,7 +33,11 @@ class LiveAdapter:
         self.published: dict[str, Tensor] = dict(_empty(spec, base))
         """By published name, on the model's device and in its dtype, as given. To be copied into; then `bind`."""
         self._require_layers()
-        self.bind()
+        try:
+            self.bind()
+        except BaseException:
+            self.remove()
+            raise
 
     def bind(self) -> None:
         """Puts `published` into the layers."""
