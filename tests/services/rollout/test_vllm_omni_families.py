@@ -23,7 +23,7 @@ from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm_omni") is None, reason="`make vllm-omni` installs it")
 
-KINDS = ("stable_diffusion_3", "wan", "wan_two_experts", "wan_5b")
+KINDS = ("stable_diffusion_3", "wan_two_experts", "wan_5b")
 TOLERANCE = 1e-4
 
 
