@@ -8,6 +8,8 @@
       inputs.py       this rank's share of a step: blobs to tensors      update.py      the update of one step
       objectives/     what a loss trains on: noisy steps or new noise    totals.py      the step's metrics
       engine.py       transformers, adapter, FSDP2, optimizer            policies.py    reference and old policy
+      blocks.py       checkpointing and compiling of blocks              loading.py     weights into shards
+      optimizer.py    AdamW on shards                                    moments.py     its moments (quantized.py)
       checkpoints.py  safetensors by torch.distributed.checkpoint        export.py      folders that diffusers loads
     ranks.py        every rank: the process group, and agreeing on failures
 

@@ -214,6 +214,11 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         "trainer.micro_batch_size = 1",
         "give 2",
     ),
+    "compiled and deterministic": (
+        {"trainer": {"compile": True, "deterministic": True}},
+        "trainer.deterministic",
+        "set trainer.compile or",
+    ),
     "more updates than pairs": (
         {"algorithm": {"name": "online_dpo"}, "trainer": {"updates_per_step": 3}, "rollout": {"prompts_per_step": 2}},
         "trainer.updates_per_step = 3",
