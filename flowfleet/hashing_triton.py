@@ -6,8 +6,6 @@ A row of programs takes a tensor, each a share of its words; their partial sums 
 # Triton is not installed where types are checked, and its kernels are written without.
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, untyped-decorator"
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

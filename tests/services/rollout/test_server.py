@@ -80,7 +80,7 @@ def test_a_fresh_replica_is_registered_healthy_and_takes_no_prompt(client: Any) 
             status = await c.status()
             assert (status.state, status.job_id, status.in_flight) == (IDLE, "", 0)
             assert status.incarnation == record["incarnation"]
-            assert (status.engine, status.device) == ("diffusers", "cpu")
+            assert (status.engine, status.device, status.device_id) == ("diffusers", "cpu", "")
             health = await health_pb2_grpc.HealthStub(c.channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
             assert health.status == health_pb2.HealthCheckResponse.SERVING
             code, message = await c.refusal(c.generate(make_generate("job-a", 0)))
@@ -338,6 +338,36 @@ def test_work_that_nobody_waits_for_is_dropped(client: Any, model: ModelSpec) ->
                 await asyncio.sleep(0.01)
             assert time.monotonic() - started < whole_s / 2
             assert len(await c.generate(make_generate("job-f", 0))) == 6
+
+    asyncio.run(scenario())
+
+
+def test_a_broadcast_that_its_trainer_gives_up_frees_the_replica_at_once(client: Any, model: ModelSpec) -> None:
+    timeout_s = 60.0
+
+    async def scenario() -> None:
+        async with client() as c:
+            tensors = make_weights(model, 0.01)
+            buckets = weights.make_buckets(weights.specs_of(tensors), bucket_bytes=200_000)
+            first = Sender("gone-1", timeout_s)
+            await asyncio.gather(first.join(), c.init("job-h", model, group=first.replica_group()))
+            await c.start("job-h", 0)
+            source = rollout_pb2.Broadcast(group_id="gone-1", buckets=buckets)
+            request = rollout_pb2.UpdateWeightsRequest(job_id="job-h", version=0, broadcast=source)
+            receiving = asyncio.create_task(c.call("UpdateWeights", request))
+            await first.send(buckets[:1], tensors)
+            started = time.monotonic()
+            receiving.cancel()
+
+            absent = Sender("gone-2", timeout_s)  # a group that never forms, given up as well
+            joining = asyncio.create_task(c.init("job-h", model, group=absent.replica_group()))
+            await asyncio.sleep(0.5)
+            joining.cancel()
+
+            second = Sender("here", timeout_s)
+            await asyncio.gather(second.join(), c.init("job-h", model, group=second.replica_group()))
+            assert time.monotonic() - started < timeout_s / 3
+            assert (await c.status()).state == IDLE
 
     asyncio.run(scenario())
 

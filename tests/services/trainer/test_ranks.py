@@ -103,7 +103,9 @@ def test_two_ranks_make_the_update_of_one_with_full_weights_and_broadcast_them(
     two.configure()
     assert_same(*train_both(one, two, drawer, blobs, steps=2))
 
-    check(two.publish(2, a, b), a, b)
+    published = two.publish(2, a, b)
+    check(published, a, b)
+    assert 0 < published.update_seconds < published.seconds
     for faulty in (dies, hangs):
         two.train(drawer.draw(blobs, two.status().applied_steps))
         version = two.status().applied_steps
