@@ -67,7 +67,7 @@ Read = tuple[int, Reading, Mapping[str, float]]
 
 class OcrScorer(Scorer[OcrParams]):
     """Components: `exact` (1 where the target is contained), `distance` (characters), `confidence` (mean probability of
-    the characters read), `ctc_probability` (the soft score); of a page also `lines`, how many were found."""
+    the characters read), `ctc_probability` (the soft score); of a page also `lines`, how many were read."""
 
     name = "ocr"
     version = f"1 ({model_version()})"

@@ -20,6 +20,9 @@ from services.reward.scorers.recognition import WHOLE, LineReader, Reading, as_l
 SIDE_STEP = 32
 """The detector halves its input five times."""
 
+MAX_LINES = 64
+"""Read of one picture, the first in reading order: a policy that scribbles everywhere must not cost minutes."""
+
 Quads = NDArray[np.float32]
 """(N, 4, 2): corners of N boxes as x, y in pixels, clockwise from the top left of the text."""
 
@@ -33,12 +36,13 @@ class PageReader:
         self._detector = _rapidocr_detector(num_threads)
 
     def read(self, image: Image.Image, detection_size: int, min_width: int) -> list[Reading]:
-        """A reading of each line found in an RGB picture, in reading order.
+        """A reading of each line found in an RGB picture, in reading order, of the first `MAX_LINES`.
 
         detection_size: pixels that the longer side is scaled to while lines are looked for. min_width: see `as_line`.
         """
         pixels = np.asarray(image)
-        parts = [straightened(pixels, box) for box in in_reading_order(self._find(image, detection_size))]
+        boxes = in_reading_order(self._find(image, detection_size))[:MAX_LINES]
+        parts = [straightened(pixels, box) for box in boxes]
         return [self._lines.read_alone(as_line(Image.fromarray(part), WHOLE, min_width)) for part in parts]
 
     def _find(self, image: Image.Image, detection_size: int) -> Quads:

@@ -7,6 +7,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
+from services.reward.scorers import pages
 from services.reward.scorers.base import Outcome, Sample, Score
 from services.reward.scorers.ocr import OcrScorer, _Columns
 from services.reward.scorers.pages import as_detector_input, in_reading_order, joined
@@ -75,6 +76,12 @@ def test_a_picture_without_text_scores_zero(scorer: OcrScorer) -> None:
         assert empty.components == {
             "exact": 0.0, "distance": 4.0, "confidence": 0.0, "ctc_probability": 0.0, "lines": 0.0
         }  # fmt: skip
+
+
+def test_text_everywhere_is_read_up_to_a_limit(scorer: OcrScorer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "MAX_LINES", 2)
+    score = read(scorer, POSTER, "Slow Down School Ahead")
+    assert (score.components["lines"], score.value) == (2.0, 1.0)
 
 
 def test_a_page_does_not_depend_on_its_neighbours(scorer: OcrScorer) -> None:

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import dataclasses
+import re
+from pathlib import Path
+
 import pytest
 
 from flowfleet.local.plan import SCORERS as STARTED_BY_UP
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
 from services.reward import scorers
+from services.reward.scorers.ocr import OcrParams
 
 
 def test_flowfleet_up_knows_every_scorer() -> None:
@@ -25,3 +30,11 @@ def test_every_scorer_describes_itself(name: str) -> None:
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ValueError, match="no scorer is called 'beauty': take one of ocr, "):
         scorers.create("beauty", 1)
+
+
+def test_the_page_names_every_scorer_and_the_parameters_of_ocr_with_their_defaults() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in page for name in scorers.SCORERS)
+    documented = dict(re.findall(r'^\| `(\w+)` \| "(.*?)" \|', page, re.MULTILINE))
+    assert set(documented) == {field.name for field in dataclasses.fields(OcrParams)}
+    assert scorers.create("ocr", 1).parse(documented) == OcrParams()
