@@ -8,9 +8,7 @@ scheduling goes on.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import logging
-import os
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
@@ -29,16 +27,12 @@ from services.rollout.engines.omni_loop import LoopThread
 from services.rollout.engines.progress import Progress
 from services.rollout.engines.prompts import Encoded
 from services.rollout.engines.sampler import Row, batches
-from services.rollout.vllm_omni import slim_imports
+from services.rollout.vllm_omni import launch
 from services.rollout.vllm_omni.pipelines import pipeline_for
-from services.rollout.vllm_omni.plugin import TARGET
 from services.rollout.vllm_omni.task import Task
 
-ATTENTION_BACKEND = "TORCH_SDPA"
-"""vLLM-Omni's default needs the flash-attn package."""
 _AHEAD = 2
 """Batches of a request at vLLM-Omni at a time: one runs, one waits, so that the device never does."""
-_EXTENSION = "services.rollout.vllm_omni.extension.RolloutWorkerExtension"
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -59,9 +53,9 @@ class VllmOmniEngine(RolloutEngine):
         *,
         max_batch: int,
         threads: int | None = None,
-        attention_backend: str = ATTENTION_BACKEND,
+        attention_backend: str = launch.ATTENTION_BACKEND,
     ) -> None:
-        _require_installed()
+        launch.require_installed()
         if device.index:
             raise ValueError(f"the vllm-omni engine takes the first device that it sees, not {device}: show it one")
         self.device = device
@@ -147,7 +141,9 @@ class VllmOmniEngine(RolloutEngine):
         log.info("starts vLLM-Omni with %s in %s on %s", model.path, model.dtype, self.device)
         settings = copied(model)
         with self._progress.work():
-            self._omni = await self._loop.call(lambda: self._make_omni(settings, pipeline))
+            self._omni = await self._loop.call(
+                lambda: launch.start(settings, pipeline, self.device, self._attention_backend)
+            )
         try:
             await self._submit(
                 Task(lambda _: self._set_up_thread()), {}
@@ -162,25 +158,6 @@ class VllmOmniEngine(RolloutEngine):
         omni, self._omni, self._model, self._lora = self._omni, None, None, None
         if omni is not None:
             await self._loop.call(omni.shutdown)
-
-    def _make_omni(self, model: ModelSpec, pipeline: str) -> Any:
-        """Imports and starts it; takes seconds."""
-        _set_environment(self.device)
-        slim_imports.install()
-        from vllm_omni.entrypoints.async_omni import AsyncOmni
-
-        _quieten()
-        attention = {} if self.device.type == "cpu" else {"diffusion_attention_backend": self._attention_backend}
-        return AsyncOmni(
-            model=model.path,
-            dtype=model.dtype,
-            max_num_seqs=1,  # A request is a batch already.
-            log_stats=False,
-            enforce_eager=True,  # Blocks are compiled by `acceleration`.
-            custom_pipeline_args={"pipeline_class": pipeline},
-            worker_extension_cls=_EXTENSION,
-            **attention,
-        )
 
     def _set_up_thread(self) -> None:
         if self._threads is not None:
@@ -258,27 +235,3 @@ class VllmOmniEngine(RolloutEngine):
                 return function(target)
 
         return work
-
-
-def _require_installed() -> None:
-    missing = [name for name in ("vllm", "vllm_omni") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(
-            f"--engine vllm-omni: {' and '.join(missing)} not installed here: `make vllm-omni` installs both for CPUs, "
-            "on GPUs `pip install vllm==0.30.0 vllm-omni==0.30.0`; or give --engine diffusers"
-        )
-
-
-def _quieten() -> None:
-    """vLLM-Omni tells each request, and warns of each that has no output of its own, as all of ours."""
-    for library in ("vllm", "vllm_omni"):
-        logging.getLogger(library).setLevel(logging.WARNING)
-    logging.getLogger("vllm_omni.diffusion.diffusion_engine").setLevel(logging.ERROR)
-
-
-def _set_environment(device: torch.device) -> None:
-    """What vLLM reads when it is imported."""
-    if device.type == "cpu":
-        os.environ.setdefault(TARGET, "cpu")
-    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -1,5 +1,6 @@
 """What runs inside vLLM-Omni for the engine of `services/rollout/engines/vllm_omni.py`.
 
+    launch           starts it
     pipelines        which family is drawn by which of our pipelines
     pipeline         the base of these: vLLM-Omni's transformers under our sampler
     qwen_image       Qwen-Image

@@ -19,10 +19,10 @@ from flowfleet.models.registry import adapter_for
 from flowfleet.models.settings import Size
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
 from flowfleet.trajectories import FinalLatents
-from services.rollout.engines import vllm_omni
 from services.rollout.engines.base import GeneratedBatch, GeneratedSample, GenerationRequest, PromptGroup
 from services.rollout.engines.diffusers import DiffusersEngine
 from services.rollout.engines.vllm_omni import VllmOmniEngine
+from services.rollout.vllm_omni import launch
 from tests.services.rollout.conftest import LORA, make_request
 from tests.services.rollout.test_engine import (  # The tests among these run here as well, on this file's engine.
     Recorder,
@@ -371,7 +371,7 @@ def test_what_it_cannot_do_is_said(engine: VllmOmniEngine, model: ModelSpec, mon
         run(engine.prepare(model, LoraSpec(rank=100_000, alpha=1.0, target_modules=["to_q"])))
     with pytest.raises(ValueError, match="show it one"):
         VllmOmniEngine(torch.device("cuda:1"), max_batch=1)
-    monkeypatch.setattr(vllm_omni.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="make vllm-omni"):
         VllmOmniEngine(CPU, max_batch=1)
 
