@@ -66,6 +66,8 @@ class Replica:
     outstanding: int = 0
     samples_total: int = 0
     device: str = ""
+    device_id: str = ""
+    """Of the accelerator, the same in every process; empty on the CPU."""
     missed: int = 0
 
     def serves(self, job_id: str, low: int, high: int) -> bool:
@@ -106,6 +108,7 @@ class Fleet:
             digest=status.weights_digest,
             samples_total=status.samples_total,
             device=status.device,
+            device_id=status.device_id,
             missed=0,
         )
 
@@ -133,6 +136,10 @@ class Fleet:
         """Live replicas that settled on something else than this version of this job."""
         settled = (Health.IDLE, Health.SERVING)
         return [r for r in self.live() if r.health in settled and not r.serves(job_id, version, version)]
+
+    def num_devices(self, job_id: str) -> int:
+        """Accelerators that live replicas of a job run on; on CPUs, processes."""
+        return len({r.device_id or r.replica_id for r in self.live() if r.job_id == job_id})
 
     def live(self) -> list[Replica]:
         return sorted((r for r in self._replicas.values() if r.live), key=lambda r: r.replica_id)

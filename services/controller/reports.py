@@ -75,7 +75,7 @@ class Reports:
             **_reward_metrics(stats),
             **_timings(batch, now, duration),
             **self._publish,
-            "perf/throughput": num_scored / duration / job.spec.trainer.world_size,
+            "perf/throughput": num_scored / duration / self._num_devices(),
             "training/samples": float(state.samples_trained + batch.num_trained),
             "training/samples_dropped": float(sum(state.samples_dropped.values()) + batch.num_unpaired),
             "training/off_policy/trajectory_staleness/mean": _staleness(batch),
@@ -108,6 +108,10 @@ class Reports:
         await job.store.metrics_put(job.job_id, version, row)
         self._metrics.observe(job.job_id, row)
         return reward
+
+    def _num_devices(self) -> int:
+        """Accelerators of the job: one a trainer rank, and those of its live replicas."""
+        return self._job.spec.trainer.world_size + self._job.fleet.fleet.num_devices(self._job.job_id)
 
     async def _progress(self, done: int, batch: Batch, reward: float) -> None:
         job, recent = self._job, statistics.median(self._durations)

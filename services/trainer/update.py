@@ -35,6 +35,11 @@ class StepTrainer:
             else MatchingObjective(engine, step, self._totals)
         )
 
+    @property
+    def num_rounds(self) -> int:
+        """Rows of a sample."""
+        return self._objective.num_rounds
+
     def train(
         self, updates: Sequence[Update], batches: Sequence[Sequence[Batch]], timings: Timings
     ) -> dict[str, float]:

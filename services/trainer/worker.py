@@ -28,6 +28,7 @@ from services.trainer.engine import Engine
 from services.trainer.export import export
 from services.trainer.gather import Gather
 from services.trainer.inputs import StepReader
+from services.trainer.mfu import Mfu
 from services.trainer.ranks import Ranks
 from services.trainer.record import Record
 from services.trainer.requests import check_request, pairs_of
@@ -64,6 +65,7 @@ class Job:
     reader: StepReader
     checkpoints: Checkpoints
     record: Record
+    mfu: Mfu
     resumed_from: str
     adapters: list[Published] = field(default_factory=list)
     """Blobs of the newest versions, rank 0 only."""
@@ -128,6 +130,7 @@ class Worker:
         sde_steps = request.samples[0].sample.sde_steps if job.spec.records_steps else ()
         trainer = StepTrainer(job.engine, request.step, len(sample_keys), sde_steps)
         metrics = trainer.train(updates, batches, timings)
+        metrics |= job.mfu.metrics(batches, trainer.num_rounds, timings.seconds)
         job.reader.clear()
         self._recorded(job, request, metrics, len(updates), timings)
         return step_response(job.record, request.step, replayed=False)
@@ -182,7 +185,8 @@ class Worker:
         record = checkpoints.load(engine, Path(name)) if name else Record()
         log.info("configured at version %d", record.applied, extra={"job": request.job_id})
         reader = StepReader(engine.adapter, engine.spec, self._blobs)
-        return Job(request.job_id, engine.spec, engine, reader, checkpoints, record, name)
+        mfu = Mfu(engine.spec, self.ranks)
+        return Job(request.job_id, engine.spec, engine, reader, checkpoints, record, mfu, name)
 
     def _passed_over(self, job: Job, request: trainer_pb2.TrainStepRequest) -> trainer_pb2.TrainStepResponse:
         """A step without samples changes no weight, but counts as applied: versions and steps go together."""

@@ -30,3 +30,22 @@ def test_generator_states_come_back() -> None:
     drawn = torch.randn(3)
     devices.set_rng_state(device, before)
     assert torch.equal(torch.randn(3), drawn)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("Ascend910B3", 376e12),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_a_peak_is_known_by_the_devices_name(name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+
+    assert devices.peak_flops(torch.device("cuda", 0)) == peak
+    assert devices.peak_flops(torch.device("cpu")) is None
+    assert devices.memory_bytes(torch.device("cpu")) is None

@@ -329,6 +329,21 @@ def test_a_gap_above_the_limit_pauses_the_job_until_its_user_has_decided(
     run(use, ocr=ScriptedReward(by_index))
 
 
+def test_throughput_is_a_second_and_accelerator_of_trainer_and_rollouts(
+    run: Run, job: Callable[..., dict[str, Any]]
+) -> None:
+    settings = job(rewards={"ocr": {}}, trainer={"world_size": 2})
+
+    async def use(fleet: ScriptedFleet) -> None:
+        record = await fleet.submit(settings)
+        await fleet.reached(record.id, lambda record: record.status is JobStatus.SUCCEEDED)
+        rows = {row.step: row.values for row in await fleet.store.metrics(record.id)}
+        one_replica = 1
+        assert rows[0]["perf/throughput"] == pytest.approx(8 / rows[0]["timing_s/step"] / (2 + one_replica))
+
+    run(use, ocr=ScriptedReward(by_index))
+
+
 class SlowReward(ScriptedReward):
     """One call at a time, half a second each."""
 

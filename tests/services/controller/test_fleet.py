@@ -95,3 +95,17 @@ def test_behind_is_who_settled_on_something_else() -> None:
     fleet.answered("c", status(state=rollout_pb2.ROLLOUT_STATE_UPDATING))
     fleet.answered("d", status(state=rollout_pb2.ROLLOUT_STATE_IDLE))
     assert [replica.replica_id for replica in fleet.behind("job", 3)] == ["b", "d"]
+
+
+def test_replicas_that_share_an_accelerator_count_once() -> None:
+    fleet = fleet_of("a", "b", "c", "d", "e")
+    shared = status()
+    shared.device_id = "GPU-1"
+    fleet.answered("a", shared)
+    fleet.answered("b", shared)
+    fleet.answered("c", status())  # on CPUs there is no identity
+    fleet.answered("d", status(job="other"))
+    for _ in range(MISSED_POLLS):
+        fleet.missed("e")
+    assert fleet.num_devices("job") == 2
+    assert fleet.num_devices("none") == 0

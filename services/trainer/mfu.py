@@ -1,0 +1,81 @@
+"""Model FLOPs utilisation of a step: what its rows cost (flowfleet/flops.py) over time and the devices' peak."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from flowfleet import devices
+from flowfleet.flops import ModelFlops, model_flops
+from flowfleet.jobs import JobSpec
+from services.trainer.inputs import Batch
+from services.trainer.policies import needs_reference
+from services.trainer.ranks import Ranks
+
+log = logging.getLogger(__name__)
+
+INFERRED = ("old_log_prob", "ref")
+"""Phases of a step that only go forward."""
+
+
+class Mfu:
+    """Of a job. Says nothing on a device whose peak is not known."""
+
+    def __init__(self, spec: JobSpec, ranks: Ranks) -> None:
+        self._spec = spec
+        self._ranks = ranks
+        self._peak = devices.peak_flops(ranks.device)
+        self._flops = None if self._peak is None else _counted(spec)
+
+    def metrics(
+        self, batches: Sequence[Sequence[Batch]], num_rounds: int, seconds: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Collective. `perf/mfu/actor`, and `perf/mfu/actor_infer` of a policy loss that inferred before its updates.
+
+        Args:
+            batches: this rank's of each update.
+            num_rounds: rows of a sample.
+            seconds: of the step's phases, by name.
+        """
+        if self._flops is None or self._peak is None:
+            return {}
+        forwards = [self._forwards(part, self._flops.sampling) * num_rounds for part in batches]
+        backwards = sum(self._forwards(part, self._flops.training) * num_rounds for part in batches)
+        inferred = sum(count * work for count, work in zip(self._passes(len(batches)), forwards, strict=True))
+        mine = torch.tensor([backwards, inferred], dtype=torch.float64)
+        updated, looked = self._ranks.sum(mine).tolist()
+        capacity = self._peak * self._ranks.world_size
+        found = {"perf/mfu/actor": updated / (seconds["update_actor"] * capacity)}
+        spent = sum(seconds.get(name, 0.0) for name in INFERRED)
+        return found | {"perf/mfu/actor_infer": looked / (spent * capacity)} if looked and spent else found
+
+    def _passes(self, num_updates: int) -> list[int]:
+        """Forwards without gradient of a row, by update; matching losses make theirs inside the update."""
+        if not self._spec.records_steps:
+            return [0] * num_updates
+        mode, reference = self._spec.algorithm.old_log_probs, int(needs_reference(self._spec))
+        late = {"recompute": 0, "first_forward": 1}.get(mode, num_updates)
+        return [reference + int(number >= late) for number in range(num_updates)]
+
+    def _forwards(self, batches: Sequence[Batch], flops: Callable[[float], float]) -> float:
+        """Of this rank's rows, guidance included."""
+        total = 0.0
+        for batch in batches:
+            if batch.is_padding:
+                continue
+            each = flops(batch.prompts.embeds.shape[1])
+            if batch.negative is not None:
+                each += flops(batch.negative.embeds.shape[1])
+            total += len(batch.rows) * each
+        return total
+
+
+def _counted(spec: JobSpec) -> ModelFlops | None:
+    """None for a model of a plugin that does not run on the meta device: that is no reason not to train it."""
+    try:
+        return model_flops(spec)
+    except Exception:
+        log.warning("no perf/mfu: the model's forward cannot be counted", exc_info=True)
+        return None
