@@ -4,27 +4,35 @@
     python -m bench.h200 --only rollout,train --out DIRECTORY     stages or rows by name
     python -m bench.h200 --tiny --gpus 1 --only loop              what works on a laptop, at a tiny size
 
-A row starts when enough GPUs are free, and is ended at its limit. What it prints goes to DIRECTORY/<row>.txt, its
-complaints to DIRECTORY/<row>.log; a failure of one row stops no other. `bench.performance` makes the page of it.
+A row starts when enough GPUs are free, and is ended at its limit; a failure of one row stops no other. After each one
+DIRECTORY/results.json holds what all printed so far, and DIRECTORY/logs.tar.gz the ends of what they complained of.
+`python -m bench.performance results.json` makes the page of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import io
+import json
 import os
+import platform
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from flowfleet.accelerators import visible_devices
 
 POLL_S = 0.2
-TAIL_CHARACTERS = 600
+TAIL_CHARACTERS = 1200
+LOG_BYTES = 200_000
+PACKAGES = ("torch", "diffusers", "transformers", "vllm", "vllm-omni")
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 """Compiled code that rows share, below --cache."""
 
@@ -42,15 +50,18 @@ class Measurement:
     tiny: str | None = "--tiny"
     """Added for a laptop; None: runs on GPUs alone."""
 
-    def command(self, *, is_tiny: bool) -> list[str]:
-        arguments = [*self.arguments.split(), *((self.tiny or "").split() if is_tiny else ())]
+    def command(self, *, is_tiny: bool, work: Path) -> list[str]:
+        arguments = [
+            *self.arguments.format(work=work, name=self.name).split(),
+            *((self.tiny or "").split() if is_tiny else ()),
+        ]
         if self.ranks is None:
             return [sys.executable, "-m", *arguments]
         torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
         return [sys.executable, "-m", *torchrun, "-m", *arguments]
 
 
-LOOP = "bench.loop --compile"
+LOOP = "bench.loop --compile --logs {work}/{name}"
 TINY_LOOP = "--tiny --images 8 --group-size 4 --batch-size 8 --micro-batch 4 --steps 2 --warm-up 1"
 MEASUREMENTS = (
     Measurement("rollout", "rollout", 1, 420, "bench.rollout --compile --images 192"),
@@ -114,14 +125,17 @@ def main() -> int:
     chosen = select(options.only.split(",") if options.only else [])
     if options.list:
         for row in chosen:
-            command = " ".join(row.command(is_tiny=False)[1:])
+            command = " ".join(row.command(is_tiny=False, work=options.work)[1:])
             print(f"{row.stage:10} {row.name:15} {row.gpus} GPUs, {row.limit_s:.0f} s: {command}")
         return 0
     gpus = tuple(map(str, range(options.gpus))) if options.gpus else visible_devices()
+    if not gpus:
+        raise SystemExit("no GPUs are visible: for a laptop give --tiny --gpus 1")
     options.out.mkdir(parents=True, exist_ok=True)
+    options.work.mkdir(parents=True, exist_ok=True)
     done = run_all(chosen, gpus, options)
     for run in done:
-        print(f"\n== {run.row.name}: {run.outcome}\n{_tail(options.out, run)}")
+        print(f"\n== {run.row.name}: {run.outcome}\n{_tail(options.work, run)}")
     return int(any(run.outcome.startswith("failed") for run in done))
 
 
@@ -156,7 +170,42 @@ def run_all(rows: Sequence[Measurement], gpus: Sequence[str], options: argparse.
                 done.append(run)
                 free = sorted([*free, *run.gpus])
                 print(f"[{time.monotonic() - began:.0f} s] {run.row.name}: {run.outcome}", flush=True)
+                keep(done, options.work, options.out)
     return done
+
+
+def keep(done: Sequence[Run], work: Path, out: Path) -> None:
+    """Writes both files anew."""
+    rows = {
+        run.row.name: {
+            "outcome": run.outcome,
+            "command": run.row.arguments,
+            "gpus": run.row.gpus,
+            "printed": (work / f"{run.row.name}.txt").read_text(errors="replace").splitlines(),
+        }
+        for run in done
+    }
+    (out / "results.json").write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1))
+    with tarfile.open(out / "logs.tar.gz", "w:gz") as archive:
+        for log in sorted(work.rglob("*.log")):
+            data = log.read_bytes()[-LOG_BYTES:]
+            entry = tarfile.TarInfo(str(log.relative_to(work)))
+            entry.size = len(data)
+            archive.addfile(entry, io.BytesIO(data))
+
+
+def machine() -> dict[str, str]:
+    """Devices, and versions of what computes."""
+    names = list[str]()
+    with contextlib.suppress(OSError):
+        found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
+        names = [line.split(":", 1)[1].partition("(UUID")[0].strip() for line in found.splitlines() if ":" in line]
+    devices = f"{len(names)} × {names[0]}" if names else f"{os.cpu_count()} CPUs"
+    versions = {}
+    for package in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return {"devices": devices, "python": platform.python_version(), **versions}
 
 
 def share_cores(cores: Sequence[int], gpus: Sequence[str]) -> dict[str, list[int]]:
@@ -171,9 +220,9 @@ def start(row: Measurement, gpus: tuple[str, ...], cores: tuple[int, ...], optio
     environment = {**os.environ, **caches, "OMP_NUM_THREADS": str(min(8, len(cores)))}
     if not options.tiny:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    with (options.out / f"{row.name}.txt").open("wb") as out, (options.out / f"{row.name}.log").open("wb") as log:
+    with (options.work / f"{row.name}.txt").open("wb") as out, (options.work / f"{row.name}.log").open("wb") as log:
         process = subprocess.Popen(
-            row.command(is_tiny=options.tiny),
+            row.command(is_tiny=options.tiny, work=options.work),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=log,
@@ -201,11 +250,9 @@ def _ended(run: Run) -> bool:
 
 def _tail(directory: Path, run: Run) -> str:
     """What a row printed; of a failed one the end of its log."""
-    printed = (directory / f"{run.row.name}.txt").read_text(errors="replace").strip()[-2 * TAIL_CHARACTERS :]
+    printed = (directory / f"{run.row.name}.txt").read_text(errors="replace").strip()[-TAIL_CHARACTERS:]
     if run.outcome.startswith("failed"):
-        printed += (
-            "\n" + (directory / f"{run.row.name}.log").read_text(errors="replace").strip()[-2 * TAIL_CHARACTERS :]
-        )
+        printed += "\n" + (directory / f"{run.row.name}.log").read_text(errors="replace").strip()[-TAIL_CHARACTERS:]
     return printed
 
 
@@ -215,6 +262,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--only", help="stages or rows, by comma (all)")
     parser.add_argument("--out", type=Path, default=Path("runs/performance"))
+    parser.add_argument("--work", type=Path, default=Path("/tmp/h200"), help="for each row's own files (/tmp/h200)")
     parser.add_argument("--cache", type=Path, default=Path("/tmp"), help="where compiled code is kept (/tmp)")
     parser.add_argument("--gpus", type=int, help="how many (those that are visible)")
     parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU")

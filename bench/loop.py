@@ -227,7 +227,7 @@ def summary(figures: Mapping[str, Any]) -> str:
         lines.append("  seconds " + ", ".join(f"{name} {value:.2f}" for name, value in found["seconds"].items()))
         lines.append(
             f"  idle: rollouts {_share(found['rollout_idle'])}, trainer {_share(found['trainer_idle'])}; "
-            f"overlap {found['overlap']:.0%}; published {found['published']}; {found['others']}"
+            f"overlap {_share(found['overlap'])}; published {found['published']}; {found['others']}"
         )
         if "kill" in found:
             lines.append(f"  kill: {found['kill']}")

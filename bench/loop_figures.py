@@ -35,7 +35,6 @@ def loop_figures(
     trainer_s = statistics.fmean(sum(_value(row, f"timing_s/{phase}") for phase in TRAINER_PHASES) for row in rows)
     publish_s = _mean(rows, "timing_s/update_weights")
     rollout_s = statistics.fmean(busy.values()) * seconds / window_s if busy else 0.0
-    shorter = min(rollout_s, trainer_s)
     return {
         "images_per_gpu_s": images / seconds / gpus,
         "images_per_s": images / seconds,
@@ -44,7 +43,7 @@ def loop_figures(
         "rollout_busy": {name: min(1.0, value / window_s) for name, value in busy.items()},
         "rollout_idle": max(0.0, 1.0 - rollout_s / seconds) if busy else None,
         "trainer_idle": 1.0 - trainer_s / seconds,
-        "overlap": max(0.0, min(1.0, (rollout_s + trainer_s + publish_s - seconds) / shorter)) if shorter else 0.0,
+        "overlap": _share_hidden(rollout_s, trainer_s, publish_s, seconds) if busy else None,
         "seconds": {phase: _mean(rows, f"timing_s/{phase}") for phase in (*TRAINER_PHASES, *WAITS, "gen")}
         | {"update_weights": publish_s},
         "published": {
@@ -59,6 +58,12 @@ def loop_figures(
             and all(row.get(name) is not None for row in rows)
         },
     }
+
+
+def _share_hidden(rollout_s: float, trainer_s: float, publish_s: float, step_s: float) -> float:
+    shorter = min(rollout_s, trainer_s)
+    hidden = (rollout_s + trainer_s + publish_s - step_s) / shorter if shorter else 0.0
+    return max(0.0, min(1.0, hidden))
 
 
 def _mean(rows: Sequence[Row], name: str) -> float:

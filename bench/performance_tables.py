@@ -1,0 +1,284 @@
+"""The tables of docs/performance.md. Pure: rows of bench/results in, Markdown out. A row that is not there is left out
+of its table, and "not measured" in the summary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flowfleet.docs_tables import table
+
+Rows = Mapping[str, Mapping[str, Any]]
+NONE = "–"
+PHASES = ("gen", "reward", "load_samples", "old_log_prob", "update_actor", "update_weights")
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A line of the summary: what is measured, where its figure is, and the bar."""
+
+    number: str
+    what: str
+    row: str
+    figure: Callable[[Sequence[Mapping[str, Any]]], float | None]
+    bar: float
+    unit: str
+    compared: str
+    is_most: bool = False
+    """The bar is the most it may be, not the least."""
+
+
+def _service(key: str) -> Callable[[Sequence[Mapping[str, Any]]], float | None]:
+    return lambda figures: next((figure[key] for figure in figures if figure.get("row") == "service"), None)
+
+
+def _first(*keys: str) -> Callable[[Sequence[Mapping[str, Any]]], float | None]:
+    def read(figures: Sequence[Mapping[str, Any]]) -> float | None:
+        found: Any = figures[0]
+        for key in keys:
+            found = found.get(key) if isinstance(found, Mapping) else None
+        return None if found is None else float(found)
+
+    return read
+
+
+def _verified(kind: str) -> Callable[[Sequence[Mapping[str, Any]]], float | None]:
+    return lambda figures: next((float(row["verified s"]) for row in reversed(figures) if kind in row["model"]), None)
+
+
+IMAGES, PER_GPU = "images/s", "images/GPU/s"
+LOOP = ("services", "images_per_gpu_s")
+GOALS = (
+    Goal("1", "rollout, no CFG, bf16", "rollout", _service("images_per_s"), 2.8, IMAGES, "kernels' bound 3.3–3.45"),
+    Goal("1b", "the same, fp8 linears", "rollout-fp8", _service("images_per_s"), 4.0, IMAGES, ""),
+    Goal("2", "rollout, CFG 4", "rollout-cfg", _service("images_per_s"), 1.4, IMAGES, "published 1.19 (H800)"),
+    Goal(
+        "3", "LoRA r64 update, 1 GPU", "train-lora-1", _first("images_per_s_and_rank"), 5.0, PER_GPU, "82–93 ms a row"
+    ),
+    Goal("3", "LoRA r64 update, 4 GPUs", "train-lora-4", _first("images_per_s_and_rank"), 5.0, PER_GPU, ""),
+    Goal("4", "loop, LoRA, no CFG, 1 + 1 GPUs", "loop-lora", _first(*LOOP), 1.3, PER_GPU, "bound 1.65–1.72"),
+    Goal("5", "loop, LoRA, CFG 4, 1 + 1 GPUs", "loop-lora-cfg", _first(*LOOP), 0.65, PER_GPU, "published 0.305"),
+    Goal("6", "loop, full, no CFG, 2 + 2 GPUs", "loop-full", _first(*LOOP), 1.1, PER_GPU, "published 0.510"),
+    Goal("7", "publish 41 GB, verified", "publish", _verified("full"), 0.8, "s", "naive 0.41 on 4 GPUs", True),
+    Goal("8", "publish LoRA r64, verified", "publish", _verified("LoRA"), 0.5, "s", "", True),
+    Goal("9", "services / one process", "loop-compare", _first("ratio"), 0.95, "", ""),
+)
+
+
+def parts(rows: Rows) -> dict[str, str]:
+    """The generated parts of the page by name."""
+    return {
+        "performance-machine": machine(rows),
+        "performance-summary": summary(rows),
+        "performance-rollout": rollouts(rows),
+        "performance-train": trainers(rows),
+        "performance-scaling": scaling(rows),
+        "performance-publish": published(rows),
+        "performance-loop": loops(rows),
+        "performance-compare": compared(rows),
+        "performance-kill": killed(rows),
+        "performance-proof": proofs(rows),
+        "performance-gap": gaps(rows),
+    }
+
+
+def machine(rows: Rows) -> str:
+    """Each machine once."""
+    found = {tuple(sorted(row["machine"].items())): row["machine"] for row in rows.values()}
+    lines = [
+        ", ".join(f"{name} {value}" if name != "devices" else value for name, value in it.items())
+        for it in found.values()
+    ]
+    return "\n".join(f"- {line}" for line in lines) or "Nothing is measured yet."
+
+
+def summary(rows: Rows) -> str:
+    """Every goal beside its bar."""
+    lines = []
+    for goal in GOALS:
+        value = goal.figure(rows[goal.row]["figures"]) if goal.row in rows else None
+        bar = f"{'≤' if goal.is_most else '≥'} {goal.bar:g} {goal.unit}".strip()
+        met = NONE if value is None else "yes" if (value <= goal.bar) == goal.is_most or value == goal.bar else "no"
+        measured = "not measured" if value is None else f"{value:.2f} {goal.unit}".strip()
+        lines.append([goal.number, goal.what, measured, bar, met, goal.compared or NONE])
+    return table(["#", "what", "measured", "bar", "met", "for comparison"], lines)
+
+
+def rollouts(rows: Rows) -> str:
+    lines = []
+    for name, row in rows.items():
+        for it in row["figures"] if name.startswith("rollout") else ():
+            share = it.get("share") or {}
+            kind = (
+                f"{it['engine']}, {'compiled' if it['compile'] else 'eager'}, {it['quantization']}"
+                if share
+                else "eager"
+            )
+            lines.append(
+                [
+                    f"{it['row']} ({kind})",
+                    f"{it['guidance']:g}",
+                    _number(it["images_per_s"], ".2f"),
+                    _number(it.get("forward_ms_per_image"), ".1f"),
+                    _percent(it.get("mfu")),
+                    *(_percent(share.get(part)) for part in ("encode", "denoise", "decode", "publish")),
+                    _number(it.get("peak_gib"), ".0f"),
+                ]
+            )
+    header = ["row", "CFG", "images/s", "forward ms/image", "MFU", "encode", "denoise", "decode", "publish", "GiB"]
+    return table(header, lines)
+
+
+def trainers(rows: Rows) -> str:
+    lines = [_trainer(row["figures"][0]) for name, row in rows.items() if name.startswith("train-")]
+    header = [
+        "trains",
+        "GPUs",
+        "batch",
+        "checkpointing",
+        "images/GPU/s",
+        "ms a step and image",
+        "optimizer ms",
+        "MFU",
+        "GiB",
+    ]
+    return table(header, lines)
+
+
+def _trainer(it: Mapping[str, Any]) -> list[str]:
+    return [
+        it["mode"],
+        str(it["world_size"]),
+        f"{it['batch']} × {it['micro_batches']}",
+        it["checkpointing"],
+        *(
+            [_number(it["images_per_s_and_rank"], ".2f"), _number(it["ms_per_row"], ".1f")]
+            if "mfu" in it
+            else ["out of memory", NONE]
+        ),
+        _number(it.get("optimizer_ms"), ".0f"),
+        _percent(it.get("mfu")),
+        _number(it.get("peak_gib"), ".0f"),
+    ]
+
+
+def scaling(rows: Rows) -> str:
+    """The same 32 images an update on more GPUs."""
+    names = [name for name in ("train-lora-1", "scaling-2", "scaling-4") if name in rows]
+    figures = [rows[name]["figures"][0] for name in names]
+    totals = [it["images_per_s_and_rank"] * it["world_size"] for it in figures if "mfu" in it]
+    lines = [
+        [
+            str(it["world_size"]),
+            f"{total:.2f}",
+            f"{total / totals[0]:.2f}",
+            _percent(total / totals[0] / it["world_size"]),
+        ]
+        for it, total in zip(figures, totals, strict=False)
+    ]
+    return table(["GPUs", "images/s", "speed-up", "efficiency"], lines)
+
+
+def published(rows: Rows) -> str:
+    figures = rows["publish"]["figures"] if "publish" in rows else []
+    return table([*figures[0]], [[*map(str, it.values())] for it in figures]) if figures else "Not measured."
+
+
+def loops(rows: Rows) -> str:
+    lines = []
+    for name in ("loop-lora", "loop-lora-cfg", "loop-full"):
+        for it in rows[name]["figures"][:1] if name in rows else ():
+            seen, settings = it["services"], it["settings"]
+            lines.append(
+                [
+                    f"{settings['mode']}, CFG {settings['guidance']:g}",
+                    f"{settings['rollouts']} + {settings['trainers']}",
+                    str(settings["images"]),
+                    f"{seen['step_s']:.1f}",
+                    f"{seen['images_per_gpu_s']:.2f}",
+                    *(f"{seen['seconds'][phase]:.1f}" for phase in PHASES),
+                    *(_number(seen["published"].get(part), ".2f") for part in ("drain", "transfer")),
+                    _percent(seen["rollout_idle"]),
+                    _percent(seen["trainer_idle"]),
+                    _percent(seen["overlap"]),
+                ]
+            )
+    header = ["job", "rollouts + trainers", "images a step", "step s", PER_GPU, *PHASES, "drain", "paused to verified"]
+    return table([*header, "rollouts idle", "trainer idle", "overlap"], lines)
+
+
+def compared(rows: Rows) -> str:
+    if "loop-compare" not in rows:
+        return "Not measured."
+    it = rows["loop-compare"]["figures"][0]
+    lines = [
+        [
+            title,
+            f"{it[name]['step_s']:.2f}",
+            f"{it[name]['images_per_gpu_s']:.3f}",
+            *(f"{it[name]['seconds'][phase]:.2f}" for phase in PHASES[3:]),
+        ]
+        for name, title in (("services", "as services"), ("one_process", "in one process"))
+    ]
+    return (
+        table(["how", "step s", PER_GPU, *PHASES[3:]], lines)
+        + f"\n\nServices have {it['ratio']:.3f} of its throughput."
+    )
+
+
+def killed(rows: Rows) -> str:
+    """Throughput step by step around the kill."""
+    if "loop-kill" not in rows:
+        return "Not measured."
+    it = rows["loop-kill"]["figures"][0]
+    seen, images = it["services"], it["settings"]["images"]
+    lines = [
+        [
+            str(step),
+            f"{seconds:.1f}",
+            f"{images / seconds:.2f}",
+            "a rollout is killed" if step == seen["kill"]["step"] else "",
+        ]
+        for step, seconds in enumerate(seen["step_s_each"])
+    ]
+    back = seen["kill"]["back_after_s"]
+    told = "It did not come back in these steps." if back is None else f"It serves again {back:.0f} s later."
+    return table(["step", "seconds", "images/s", ""], lines) + f"\n\n{told}"
+
+
+def proofs(rows: Rows) -> str:
+    lines = []
+    for name, row in rows.items():
+        for it in row["figures"] if name.startswith("proof") else ():
+            seeds, settings = it["seeds"], it["settings"]
+            lines.append(
+                [
+                    it["recipe"],
+                    settings["engine"],
+                    f"{len(settings['devices'])} {'CPU' if settings['devices'] == ['cpu'] else 'GPUs'}",
+                    f"{it['before']:.3f} → {it['after']:.3f}",
+                    f"{seeds['mean']:.3f} ({seeds['low']:.3f} … {seeds['high']:.3f})",
+                    "yes" if it["within_spread"] else "no",
+                    ", ".join(f"{reward:.2f}" for _, reward in it["curve"]),
+                ]
+            )
+    header = ["recipe", "engine", "devices", "held-out reward", "diffusers' seeds after", "inside", "curve"]
+    return table(header, lines)
+
+
+def gaps(rows: Rows) -> str:
+    figures = [it for it in (rows["gap"]["figures"] if "gap" in rows else ()) if "rollout" in it]
+    if not figures:
+        return "Not measured."
+    names = ("mean", "p99", "max", "beyond_clip", "exact")
+    lines = [[it["rollout"], it["trainer"], *(_number(it.get(name), ".2e") for name in names)] for it in figures]
+    return table(["rollout", "trainer", *names], lines)
+
+
+def _number(value: float | None, form: str) -> str:
+    return NONE if value is None else format(float(value), form)
+
+
+def _percent(value: float | None) -> str:
+    return NONE if value is None else f"{value:.0%}"

@@ -1,0 +1,198 @@
+"""Figures of a loop by hand-worked numbers, and the page from what benches print. One tiny loop runs for real."""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import h200
+from bench.h200 import Measurement, run_all, select, share_cores
+from bench.loop_figures import loop_figures, policy_version, rollout_busy_s
+from bench.performance import PAGE, RESULTS, figures_in, read_all, take
+from bench.performance_tables import GOALS, parts, summary
+from bench.proof import seeds_after
+from flowfleet.docs_tables import outdated, rewrite
+
+ROOT = Path(__file__).parents[2]
+
+
+def row(step: float, update: float, publish: float, **more: float) -> dict[str, float | None]:
+    return {"timing_s/step": step, "timing_s/update_actor": update, "timing_s/update_weights": publish, **more}
+
+
+def test_a_loops_figures() -> None:
+    """Two steps of 10 s that share 20 s of wall time in which the rollout worked for 16 s, so 8 s a step."""
+    rows = [row(9.0, 6.0, 0.5, **{"timing_s/drain": 0.2}), row(11.0, 6.0, 0.5, **{"timing_s/drain": 0.4})]
+    found = loop_figures(rows, images=40, gpus=2, busy={"rollout-0": 16.0}, window_s=20.0)
+    assert found["images_per_gpu_s"] == pytest.approx(40 / 10 / 2)
+    assert found["rollout_idle"] == pytest.approx(0.2)
+    assert found["trainer_idle"] == pytest.approx(0.4)
+    assert found["overlap"] == pytest.approx((8.0 + 6.0 + 0.5 - 10.0) / 6.0)
+    assert found["published"] == {"drain": pytest.approx(0.3)}
+
+
+def test_two_rollouts_and_no_overlap() -> None:
+    """Each of two works for a third of the time; then the trainer for as long, and nobody for a third."""
+    found = loop_figures([row(9.0, 3.0, 0.0)], 8, 3, {"rollout-0": 3.0, "rollout-1": 3.0}, 9.0)
+    assert found["rollout_busy"] == {"rollout-0": pytest.approx(1 / 3), "rollout-1": pytest.approx(1 / 3)}
+    assert found["overlap"] == 0.0
+    assert found["images_per_s"] == pytest.approx(8 / 9)
+
+
+def test_a_replicas_counters() -> None:
+    text = "\n".join(
+        [
+            'flowfleet_rollout_seconds_total{job="a",part="encode"} 1.5',
+            'flowfleet_rollout_seconds_total{job="a",part="denoise"} 20.0',
+            'flowfleet_rollout_seconds_total{job="a",part="publish"} 7.0',
+            'flowfleet_rollout_seconds_created{job="a",part="denoise"} 1.7e+09',
+            "flowfleet_rollout_policy_version 3.0",
+        ]
+    )
+    assert rollout_busy_s(text) == 21.5
+    assert policy_version(text) == 3
+    assert policy_version("") == -1
+
+
+def test_printed_lines_become_figures() -> None:
+    printed = [
+        "torch said hello",
+        json.dumps({"bench": "gap", "mean": 1e-5}),
+        "",
+        "| rollout | mean |",
+        "|---|---|",
+        "| a | 1 |",
+    ]
+    assert figures_in(printed) == [{"bench": "gap", "mean": 1e-5}]
+    table = ["| model | verified s |", "|---|---|", "| Qwen-Image, full | 0.5 |", "| Qwen-Image, LoRA r64 | 0.1 |"]
+    assert [found["verified s"] for found in figures_in(table)] == ["0.5", "0.1"]
+
+
+def measured(**rows: list[str]) -> dict[str, Any]:
+    return {
+        "machine": {"devices": "4 × GPU", "torch": "2.11.0"},
+        "rows": {
+            name.replace("_", "-"): {"outcome": "done in 3 s", "command": "bench.x", "gpus": 1, "printed": printed}
+            for name, printed in rows.items()
+        },
+    }
+
+
+def test_a_failed_row_replaces_nothing(tmp_path: Path) -> None:
+    assert take(measured(gap=['{"bench": "gap", "mean": 1}']), tmp_path) == []
+    failed = measured(gap=['{"bench": "gap", "mean": 2}'])
+    failed["rows"]["gap"]["outcome"] = "failed with 1 after 2 s"
+    assert "gap" in take(failed, tmp_path)[0]
+    assert read_all(tmp_path)["gap"]["figures"] == [{"bench": "gap", "mean": 1}]
+
+
+def test_the_summary_says_what_is_met(tmp_path: Path) -> None:
+    def service(images: float) -> list[str]:
+        return [
+            json.dumps({"bench": "rollout", "row": "bare", "images_per_s": 9.0}),
+            json.dumps({"bench": "rollout", "row": "service", "images_per_s": images}),
+        ]
+
+    publish = ["| model | verified s |", "|---|---|", "| Qwen-Image, full | 0.9 |", "| Qwen-Image, LoRA r64 | 0.4 |"]
+    take(measured(rollout=service(2.9), rollout_cfg=service(1.3), publish=publish), tmp_path)
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in summary(read_all(tmp_path)).splitlines()[2:]
+    ]
+    met = {(line[0], line[1]): (line[2], line[4]) for line in lines}
+    assert met["1", "rollout, no CFG, bf16"] == ("2.90 images/s", "yes")
+    assert met["2", "rollout, CFG 4"] == ("1.30 images/s", "no")
+    assert met["7", "publish 41 GB, verified"] == ("0.90 s", "no")
+    assert met["8", "publish LoRA r64, verified"] == ("0.40 s", "yes")
+    assert met["9", "services / one process"] == ("not measured", "–")
+
+
+def test_the_page_is_made_of_the_results() -> None:
+    assert outdated(ROOT / PAGE, parts(read_all(ROOT / RESULTS))) == []
+
+
+def test_every_goal_is_a_row_of_the_driver() -> None:
+    assert {goal.row for goal in GOALS} <= {measurement.name for measurement in h200.MEASUREMENTS}
+
+
+def test_rows_are_chosen_by_stage_and_name() -> None:
+    assert [row.name for row in select(["train", "rollout-fp8"])] == ["rollout-fp8", "train-lora-1"]
+    with pytest.raises(ValueError, match="nonsense"):
+        select(["nonsense"])
+
+
+def test_cores_are_shared_by_gpus() -> None:
+    assert share_cores(range(8), ["0", "1", "2", "3"]) == {"0": [0, 1], "1": [2, 3], "2": [4, 5], "3": [6, 7]}
+    assert share_cores([5], ["0", "1"]) == {"0": [5], "1": [5]}
+
+
+def test_rows_run_side_by_side_and_fail_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One prints, one fails, one hangs and is ended, one needs more GPUs than there are."""
+    (tmp_path / "fake.py").write_text(
+        "import os, sys, time\nprint('{\"bench\": 1}', os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\n"
+        "time.sleep(60) if 'hang' in sys.argv else None\nsys.exit('fail' in sys.argv)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    out, work = tmp_path / "out", tmp_path / "work"
+    out.mkdir()
+    work.mkdir()
+    rows = [
+        Measurement("good", "s", 2, 30.0, "fake"),
+        Measurement("bad", "s", 1, 30.0, "fake fail"),
+        Measurement("hangs", "s", 1, 1.0, "fake hang"),
+        Measurement("large", "s", 3, 30.0, "fake"),
+    ]
+    done = run_all(rows, ["0", "1"], argparse.Namespace(tiny=False, out=out, work=work, cache=tmp_path))
+    outcomes = {run.row.name: run.outcome for run in done}
+    assert outcomes["good"].startswith("done")
+    assert outcomes["bad"].startswith("failed with 1")
+    assert outcomes["hangs"].startswith("failed: not done")
+    assert "large" not in outcomes
+    kept = json.loads((out / "results.json").read_text())["rows"]
+    assert kept["good"]["printed"] == ['{"bench": 1} 0,1']
+    assert (out / "logs.tar.gz").stat().st_size > 0
+
+
+def test_seeds_are_read_from_the_page() -> None:
+    frozen = "| [a](../recipes/a.toml), frozen | x | 1 | 0.1 |"
+    page = f"{frozen}\n| [a](../recipes/a.toml) | x | 0.5 (0.4 … 0.6) | 0.9 (0.8 … 0.95) |"
+    assert seeds_after("a", page) == (0.9, 0.8, 0.95)
+    with pytest.raises(ValueError, match="seeds of b"):
+        seeds_after("b", page)
+    low, high = seeds_after("tiny_ocr", (ROOT / "docs/learning.md").read_text())[1:]
+    assert 0.0 < low < high < 1.0
+
+
+def test_a_page_without_places_is_refused(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    shutil.copy(ROOT / PAGE, page)
+    rewrite(page, parts({}))
+    page.write_text("nothing")
+    with pytest.raises(ValueError, match="performance-machine"):
+        rewrite(page, parts({}))
+
+
+@pytest.mark.long
+def test_a_tiny_loop_as_services_and_in_one_process() -> None:
+    command = (
+        "-m bench.loop --tiny --images 8 --group-size 4 --batch-size 8 --micro-batch 4 --steps 2 --warm-up 1 --compare"
+    )
+    done = subprocess.run(
+        [sys.executable, *command.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    figures = json.loads(done.stdout.splitlines()[-1])
+    for how in ("services", "one_process"):
+        assert len(figures[how]["step_s_each"]) == 2
+        assert figures[how]["seconds"]["update_actor"] > 0
+    assert figures["ratio"] > 0
