@@ -103,7 +103,7 @@ def _correction(job: JobSpec) -> Iterator[str]:
             )
         yield from _unheard(
             job,
-            ("algorithm.old_log_probs",),
+            ("algorithm.old_log_probs", "rollout.max_log_prob_gap"),
             f"with algorithm.loss = {loss.name}, which reads no log-probs: leave it out",
         )
     elif part.old_log_probs == "rollout" and loss.needs_old_mean:
@@ -188,6 +188,12 @@ def _batches(job: JobSpec) -> Iterator[str]:
         yield (
             "trainer.deterministic recomputes the rollout's log-probs bit for bit, which compiled blocks do not: set "
             "trainer.compile or trainer.deterministic to false"
+        )
+    if part.deterministic and job.loss.kind == "policy" and (job.rollout.compile or job.rollout.quantization != "none"):
+        yield (
+            "trainer.deterministic recomputes the rollout's log-probs bit for bit, which compiled or quantised ones do "
+            'not allow: set rollout.compile = false and rollout.quantization = "none", or trainer.deterministic = '
+            "false"
         )
 
 

@@ -219,6 +219,21 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         "trainer.deterministic",
         "set trainer.compile or",
     ),
+    "quantised rollouts and deterministic": (
+        {"rollout": {"quantization": "fp8"}, "trainer": {"deterministic": True}},
+        "trainer.deterministic",
+        'rollout.quantization = "none"',
+    ),
+    "compiled rollouts and deterministic": (
+        {"rollout": {"compile": True}, "trainer": {"deterministic": True}},
+        "trainer.deterministic",
+        "rollout.compile = false",
+    ),
+    "a limit on a gap that nobody measures": (
+        {"algorithm": {"name": "diffusion_nft"}, "rollout": {"max_log_prob_gap": 1e-4}},
+        "rollout.max_log_prob_gap has no effect",
+        "leave it out",
+    ),
     "more updates than pairs": (
         {"algorithm": {"name": "online_dpo"}, "trainer": {"updates_per_step": 3}, "rollout": {"prompts_per_step": 2}},
         "trainer.updates_per_step = 3",

@@ -16,8 +16,8 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from flowfleet import devices, weights
 from flowfleet import lora as adapters
-from flowfleet import weights
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.registry import ModelFamily, family_of
 from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
@@ -93,6 +93,8 @@ class DiffusersEngine(RolloutEngine):
     def _set_up_thread(self) -> None:
         if self._threads is not None:
             torch.set_num_threads(self._threads)
+        if self.device.index is not None:
+            devices.bind(self.device)
 
     def _prepare(self, model: ModelSpec, lora: LoraSpec | None) -> None:
         if self._adapter is None or self._model != model:
