@@ -54,6 +54,6 @@ def reward_process(folder: Path, *flags: str) -> Iterator[ServiceProcess]:
 @pytest.fixture(scope="session")
 def ocr_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
     """An `ocr` service on one thread that waits long enough for concurrent calls to share a batch."""
-    flags = ("--scorer", "ocr", "--threads", "1", "--max-batch", "16", "--max-wait-ms", "200")
+    flags = ("--scorer", "ocr", "--processes", "1", "--threads", "1", "--max-batch", "16", "--max-wait-ms", "200")
     with reward_process(tmp_path_factory.mktemp("ocr"), *flags) as service:
         yield service
