@@ -5,13 +5,15 @@
 The trainer's own engine and update on dummy weights and made-up samples: a micro-batch of `--batch` rows, its window of
 noisy steps, then the optimizer, old log-probs from the first forward. Rank 0 prints one line of JSON: images a second
 and rank, milliseconds of forward and backward a window step and image, MFU, the optimizer's milliseconds, GiB. Where
-memory does not suffice the line says so. Without torchrun it is a world of one; `--tiny` is for a laptop.
+memory does not suffice the line says so, and comes from every rank that ran out. Without torchrun it is a world of one;
+`--tiny` is for a laptop.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -48,10 +50,12 @@ def main() -> None:
         except torch.OutOfMemoryError as error:
             row |= {"out_of_memory": str(error).splitlines()[0]}
     row["peak_gib"] = round(devices.peak_memory_bytes(ranks.device) / _GIB, 2)
-    if ranks.rank == 0:
-        print(json.dumps(row), flush=True)
-    if "out_of_memory" not in row:  # else others may wait for this rank for ever: torchrun ends them
-        ranks.close()
+    failed = "out_of_memory" in row
+    if ranks.rank == 0 or failed:
+        print(json.dumps(row | {"rank": ranks.rank}), flush=True)
+    if failed:
+        os._exit(0 if ranks.world_size == 1 else 1)  # others may wait for this rank: torchrun ends them
+    ranks.close()
 
 
 def bench_job(path: Path, options: argparse.Namespace, world_size: int) -> JobSpec:
