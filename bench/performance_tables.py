@@ -192,7 +192,7 @@ def loops(rows: Rows) -> str:
             seen, settings = it["services"], it["settings"]
             lines.append(
                 [
-                    f"{settings['mode']}, CFG {settings['guidance']:g}",
+                    f"{settings['mode']}, CFG {settings['guidance']:g}, {settings['engine']}",
                     f"{settings['rollouts']} + {settings['trainers']}",
                     str(settings["images"]),
                     f"{seen['step_s']:.1f}",
@@ -202,10 +202,11 @@ def loops(rows: Rows) -> str:
                     _percent(seen["rollout_idle"]),
                     _percent(seen["trainer_idle"]),
                     _percent(seen["overlap"]),
+                    _percent(seen["others"].get("perf/mfu/actor")),
                 ]
             )
     header = ["job", "rollouts + trainers", "images a step", "step s", PER_GPU, *PHASES, "drain", "paused to verified"]
-    return table([*header, "rollouts idle", "trainer idle", "overlap"], lines)
+    return table([*header, "rollouts idle", "trainer idle", "overlap", "trainer MFU"], lines)
 
 
 def compared(rows: Rows) -> str:
