@@ -64,10 +64,24 @@ class Measurement:
 LOOP = "bench.loop --compile --logs {work}/{name}"
 TINY_LOOP = "--tiny --images 8 --group-size 4 --batch-size 8 --micro-batch 4 --steps 2 --warm-up 1"
 MEASUREMENTS = (
-    Measurement("rollout", "rollout", 1, 420, "bench.rollout --compile --images 192"),
-    Measurement("rollout-cfg", "rollout", 1, 420, "bench.rollout --compile --guidance 4 --images 96 --rows service"),
-    Measurement("rollout-fp8", "rollout", 1, 420, "bench.rollout --compile --quantization fp8 --rows service"),
-    Measurement("rollout-omni", "omni", 1, 420, "bench.rollout --engine vllm-omni --compile --rows service"),
+    Measurement("rollout", "rollout", 1, 420, "bench.rollout --compile --images 96 --warm-up 2"),
+    Measurement(
+        "rollout-cfg", "rollout", 1, 420, "bench.rollout --compile --guidance 4 --images 64 --warm-up 2 --rows service"
+    ),
+    Measurement(
+        "rollout-fp8",
+        "rollout",
+        1,
+        420,
+        "bench.rollout --compile --quantization fp8 --images 96 --warm-up 2 --rows service",
+    ),
+    Measurement(
+        "rollout-omni",
+        "omni",
+        1,
+        420,
+        "bench.rollout --engine vllm-omni --compile --images 96 --warm-up 2 --rows service",
+    ),
     Measurement("train-lora-1", "train", 1, 300, "bench.train --compile --batch 8 --micro-batches 4"),
     Measurement("train-lora-4", "train4", 4, 240, "bench.train --compile --batch 16 --micro-batches 2", ranks=4),
     Measurement("scaling-2", "scaling", 2, 240, "bench.train --compile --batch 8 --micro-batches 2", ranks=2),
@@ -83,7 +97,7 @@ MEASUREMENTS = (
     Measurement("publish", "publish", 3, 300, "bench.publish --ranks 1 2"),
     Measurement("gap", "gap", 1, 300, "bench.gap"),
     Measurement("loop-lora", "loop", 2, 480, f"{LOOP} --images 128 --steps 4", tiny=TINY_LOOP),
-    Measurement("loop-lora-cfg", "loop", 2, 500, f"{LOOP} --guidance 4 --images 64 --steps 4", tiny=TINY_LOOP),
+    Measurement("loop-lora-cfg", "loop", 2, 500, f"{LOOP} --guidance 4 --images 64 --micro-batch 4", tiny=TINY_LOOP),
     Measurement(
         "loop-full",
         "loop-full",
@@ -93,13 +107,13 @@ MEASUREMENTS = (
         "--optimizer-state 8bit --steps 3",
         tiny=TINY_LOOP,
     ),
-    Measurement("loop-compare", "compare", 2, 540, f"{LOOP} --images 64 --steps 4 --compare", tiny=TINY_LOOP),
+    Measurement("loop-compare", "compare", 2, 540, f"{LOOP} --images 64 --steps 3 --compare", tiny=TINY_LOOP),
     Measurement(
         "loop-kill",
         "kill",
         3,
         540,
-        f"{LOOP} --rollouts 2 --images 64 --steps 8 --kill-rollout 2",
+        f"{LOOP} --rollouts 2 --images 64 --steps 9 --kill-rollout 2",
         tiny="--tiny --images 8 --group-size 4 --batch-size 8 --micro-batch 4 --steps 6 --warm-up 1",
     ),
     Measurement("proof-lora", "proof", 2, 240, "bench.proof --recipe tiny_ocr --engine vllm-omni", tiny=""),
