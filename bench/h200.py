@@ -231,7 +231,9 @@ def share_cores(cores: Sequence[int], gpus: Sequence[str]) -> dict[str, list[int
 def start(row: Measurement, gpus: tuple[str, ...], cores: tuple[int, ...], options: argparse.Namespace) -> Run:
     """In a session of its own, confined to these."""
     caches = {name: str(options.cache / folder) for name, folder in CACHES.items()}
-    environment = {**os.environ, **caches, "OMP_NUM_THREADS": str(min(8, len(cores)))}
+    scratch = options.work / row.name  # logs of a row that is ended are found there
+    scratch.mkdir(exist_ok=True)
+    environment = {**os.environ, **caches, "TMPDIR": str(scratch), "OMP_NUM_THREADS": str(min(8, len(cores)))}
     if not options.tiny:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     with (options.work / f"{row.name}.txt").open("wb") as out, (options.work / f"{row.name}.log").open("wb") as log:
