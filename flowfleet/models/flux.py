@@ -57,8 +57,8 @@ class FluxAdapter(ModelAdapter):
 
     def blank_prompts(self, count: int, num_tokens: int) -> PromptEmbeds:
         blank = super().blank_prompts(count, NUM_T5_TOKENS)
-        width = self.transformer.config.pooled_projection_dim
-        return replace(blank, extras={"pooled": blank.embeds.new_zeros(count, width)})
+        width = self.transformer.config.get("pooled_projection_dim")  # relatives of FLUX.1 have none
+        return replace(blank, extras={"pooled": blank.embeds.new_zeros(count, width)} if width else {})
 
     def schedule(self, num_steps: int, size: Size) -> Schedule:
         rows, columns = self._token_grid(size)
