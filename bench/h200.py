@@ -103,7 +103,7 @@ MEASUREMENTS = (
         "loop-full",
         4,
         500,
-        f"{LOOP} --mode full --rollouts 2 --trainers 2 --images 256 --micro-batch 16 --checkpointing full "
+        f"{LOOP} --mode full --rollouts 2 --trainers 2 --images 128 --micro-batch 16 --checkpointing full "
         "--optimizer-state 8bit --steps 3",
         tiny=TINY_LOOP,
     ),

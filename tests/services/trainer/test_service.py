@@ -164,7 +164,7 @@ def check_publishing(trainer: Trainer, launch: Launch, tmp_path: Path) -> None:
     assert "do not match the hash" in results["bad"].error
     assert "UNAVAILABLE" in results["gone"].error
     assert response.bytes > 0
-    assert 0 < response.update_seconds
+    assert response.update_seconds > 0
     assert response.drain_seconds + response.update_seconds < response.seconds
     status = good.status()
     assert (status.policy_version, status.weights_digest) == (4, response.weights_digest)
