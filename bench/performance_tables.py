@@ -56,7 +56,7 @@ GOALS = (
     Goal(
         "3", "LoRA r64 update, 1 GPU", "train-lora-1", _first("images_per_s_and_rank"), 5.0, PER_GPU, "82–93 ms a row"
     ),
-    Goal("3", "LoRA r64 update, 4 GPUs", "train-lora-4", _first("images_per_s_and_rank"), 5.0, PER_GPU, ""),
+    Goal("3", "LoRA r64 update, 4 GPUs", "scaling-4", _first("images_per_s_and_rank"), 5.0, PER_GPU, ""),
     Goal("4", "loop, LoRA, no CFG, 1 + 1 GPUs", "loop-lora", _first(*LOOP), 1.3, PER_GPU, "bound 1.65–1.72"),
     Goal("5", "loop, LoRA, CFG 4, 1 + 1 GPUs", "loop-lora-cfg", _first(*LOOP), 0.65, PER_GPU, "published 0.305"),
     Goal("6", "loop, full, no CFG, 2 + 2 GPUs", "loop-full", _first(*LOOP), 1.1, PER_GPU, "published 0.510"),
@@ -80,12 +80,13 @@ def parts(rows: Rows) -> dict[str, str]:
         "performance-kill": killed(rows),
         "performance-proof": proofs(rows),
         "performance-gap": gaps(rows),
+        "performance-memory": memory(rows),
     }
 
 
 def machine(rows: Rows) -> str:
     """Each machine once."""
-    found = {tuple(sorted(row["machine"].items())): row["machine"] for row in rows.values()}
+    found = {tuple(sorted(row["machine"].items())): row["machine"] for row in rows.values() if "machine" in row}
     lines = [
         ", ".join(f"{name} {value}" if name != "devices" else value for name, value in it.items())
         for it in found.values()
@@ -131,7 +132,7 @@ def rollouts(rows: Rows) -> str:
 
 
 def trainers(rows: Rows) -> str:
-    lines = [_trainer(row["figures"][0]) for name, row in rows.items() if name.startswith("train-")]
+    lines = [_trainer(row["figures"][0]) for name, row in rows.items() if name.startswith(("train-", "scaling-"))]
     header = [
         "trains",
         "GPUs",
@@ -260,12 +261,19 @@ def proofs(rows: Rows) -> str:
                     f"{len(settings['devices'])} {'CPU' if settings['devices'] == ['cpu'] else 'GPUs'}",
                     f"{it['before']:.3f} → {it['after']:.3f}",
                     f"{seeds['mean']:.3f} ({seeds['low']:.3f} … {seeds['high']:.3f})",
-                    "yes" if it["within_spread"] else "no",
+                    _beside(it["after"], seeds),
                     ", ".join(f"{reward:.2f}" for _, reward in it["curve"]),
                 ]
             )
     header = ["recipe", "engine", "devices", "held-out reward", "diffusers' seeds after", "inside", "curve"]
     return table(header, lines)
+
+
+def _beside(after: float, seeds: Mapping[str, float]) -> str:
+    """Whether a result lies inside the spread of seeds, else how far outside and on which side."""
+    if after > seeds["high"]:
+        return f"{after - seeds['high']:.4f} above"
+    return f"{seeds['low'] - after:.4f} below" if after < seeds["low"] else "yes"
 
 
 def gaps(rows: Rows) -> str:
@@ -275,6 +283,22 @@ def gaps(rows: Rows) -> str:
     names = ("mean", "p99", "max", "beyond_clip", "exact")
     lines = [[it["rollout"], it["trainer"], *(_number(it.get(name), ".2e") for name in names)] for it in figures]
     return table(["rollout", "trainer", *names], lines)
+
+
+def memory(rows: Rows) -> str:
+    """Peaks of the measured rows beside what `flowfleet plan` predicts for them (bench.memory)."""
+    figures = rows["memory"]["figures"] if "memory" in rows else []
+    lines = [
+        [
+            it["row"],
+            it["of"],
+            f"{it['measured']:.1f}",
+            f"{it['predicted']:.1f}",
+            f"{it['predicted'] / it['measured'] - 1:+.1%}",
+        ]
+        for it in figures
+    ]
+    return table(["row", "of", "measured GiB", "predicted GiB", "difference"], lines) if lines else "Not measured."
 
 
 def _number(value: float | None, form: str) -> str:
