@@ -23,6 +23,8 @@ from flowfleet.errors import Unavailable
 
 LOG_PROB_GAP: Final = "rollout_corr/log_ratio_abs_mean"
 """Metric of a step: mean |trainer's - rollout's log-prob|. `rollout.max_log_prob_gap` limits it."""
+LOG_PROB_NOT_FINITE: Final = "rollout_corr/not_finite"
+"""Metric of a step: share of rows whose gap is no finite number, left out of that mean. 0 in a healthy job."""
 
 _CONTEXT: Final = ("job", "step", "sample")
 _INVALID: Final = re.compile(r"[^a-zA-Z0-9_]+")

@@ -84,7 +84,10 @@ class Trained(_Event):
     kind: Literal["trained"] = "trained"
     step: int
     log_prob_gap: float | None = None
-    """Mean |trainer's - rollout's log-prob| over its rows; none for losses that read no log-probs."""
+    """Mean |trainer's - rollout's log-prob| over its rows; none for losses that read no log-probs, and where no row has
+    a finite one."""
+    log_prob_not_finite: float = 0.0
+    """Share of rows without a finite gap; 0 in ledgers from before it was kept."""
 
 
 class Published(_Event):

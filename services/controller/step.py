@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from flowfleet.proto import trainer_pb2
-from flowfleet.telemetry import LOG_PROB_GAP
+from flowfleet.telemetry import LOG_PROB_GAP, LOG_PROB_NOT_FINITE
 from services.controller import events as ev
 from services.controller import machine as do
 from services.controller import reports, requests
@@ -120,7 +120,11 @@ class TrainingStep:
         result = await job.trainer().TrainStep(request, timeout=job.spec.timeouts.train_step_s)
         if step == job.machine.state.version:
             await job.reports.trained(step, dict(result.metrics))
-        trained = ev.Trained(step=step, log_prob_gap=result.metrics.get(LOG_PROB_GAP))
+        trained = ev.Trained(
+            step=step,
+            log_prob_gap=result.metrics.get(LOG_PROB_GAP),
+            log_prob_not_finite=result.metrics.get(LOG_PROB_NOT_FINITE, 0.0),
+        )
         hold = partial(job.store.hold, job.job_id) if job.machine.too_far(trained) else None
         await job.emit(trained, also=hold)
 

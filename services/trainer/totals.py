@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flowfleet.algorithms.correction import MAX_LOG_RATIO, agreement_metrics
 from flowfleet.algorithms.losses import RatioStats
+from flowfleet.telemetry import LOG_PROB_NOT_FINITE
 from services.trainer.inputs import Batch, StepsBatch
 from services.trainer.optimizer import UpdateOutcome
 from services.trainer.ranks import Ranks
@@ -35,8 +36,7 @@ class Totals:
         """Trainer's log-probs, (B,) or (W, B), of the policy before the step: how far are they from the rollout's?"""
         if batch.is_padding:
             return
-        gap = (log_probs.detach() - batch.rollout_log_probs[k]).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        self._gaps.append((k, list(batch.rows), gap))
+        self._gaps.append((k, list(batch.rows), log_probs.detach() - batch.rollout_log_probs[k]))
 
     def add_loss(self, batch: Batch, loss: Tensor) -> None:
         """0-d of a forward, already weighted: the sum over forwards and ranks is the update's loss."""
@@ -85,7 +85,8 @@ class Totals:
         return RatioStats(self._ranks.sum(mine.sums.double()), self._ranks.max(mine.extremes.double()))
 
     def _agreement(self) -> dict[str, float]:
-        """exp(trainer - rollout) of every row that was measured; in deterministic mode exactly 1."""
+        """exp(trainer - rollout) of every row that was measured; in deterministic mode exactly 1. Rows where it is no
+        finite number are counted, and left out of the rest."""
         if self._shape[0] == 0:
             return {}
         gaps = torch.zeros(2, *self._shape, dtype=torch.float64)  # value, and whether it was measured
@@ -93,11 +94,16 @@ class Totals:
             gaps[0, k, columns] = gap.cpu().double()
             gaps[1, k, columns] = 1.0
         gaps = self._ranks.sum(gaps)
-        known = gaps[0][gaps[1] > 0]
-        if len(known) == 0:
+        measured = gaps[0][gaps[1] > 0]
+        if len(measured) == 0:
             return {}
+        known = measured[measured.isfinite()].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        not_finite = {LOG_PROB_NOT_FINITE: 1 - len(known) / len(measured)}
+        if len(known) == 0:
+            return not_finite
         ratio = known.exp()
         return {
+            **not_finite,
             **agreement_metrics(known, self.clip_range),
             "rollout_corr/ratio_min": ratio.min().item(),
             "rollout_corr/ratio_max": ratio.max().item(),

@@ -16,7 +16,7 @@ from flowfleet.advantages import group_advantages
 from flowfleet.algorithms.registry import ALGORITHMS
 from flowfleet.jobs import parse_job
 from flowfleet.proto import common_pb2, reward_pb2, trainer_pb2
-from flowfleet.telemetry import LOG_PROB_GAP
+from flowfleet.telemetry import LOG_PROB_GAP, LOG_PROB_NOT_FINITE
 from services.controller import context
 from services.controller.job_runner import TICK_S
 from services.controller.records import Action, Desired, JobStatus
@@ -325,6 +325,19 @@ def test_a_gap_above_the_limit_pauses_the_job_until_its_user_has_decided(
         assert len(fleet.trainer.steps) == (2 if action == "resume" else 1)
         rows = {row.step: row.values for row in await fleet.store.metrics(record.id)}
         assert rows[0][LOG_PROB_GAP] == 3e-4
+
+    run(use, ocr=ScriptedReward(by_index))
+
+
+def test_a_gap_that_is_not_finite_pauses_the_job(run: Run, job: Callable[..., dict[str, Any]]) -> None:
+    rollout = {"prompts_per_step": 2, "group_size": 4, "max_log_prob_gap": 1e-4}
+
+    async def use(fleet: ScriptedFleet) -> None:
+        fleet.trainer.metrics = {0: {LOG_PROB_NOT_FINITE: 1.0}}  # of no row is there a gap
+        record = await fleet.submit(job(rewards={"ocr": {}}, rollout=rollout))
+        record = await fleet.reached(record.id, lambda record: record.status is JobStatus.PAUSED)
+        assert "no finite number in 100.00% of the rows" in record.reason
+        assert len(fleet.trainer.steps) == 1
 
     run(use, ocr=ScriptedReward(by_index))
 

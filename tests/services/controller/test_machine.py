@@ -427,6 +427,17 @@ def test_a_gap_above_the_limit_pauses_the_job_after_its_step(
     assert bool(machine.state.reason) is pauses
 
 
+@pytest.mark.parametrize("gap", [2e-5, None], ids=["some rows", "all rows"])
+def test_a_gap_that_is_not_finite_pauses_a_job_with_a_limit(gap: float | None) -> None:
+    event = ev.Trained(step=0, log_prob_gap=gap, log_prob_not_finite=0.125)
+    assert not ready_to_train(None).too_far(event)
+    machine = ready_to_train(1e-4)
+    assert machine.too_far(event)
+    machine.apply(event_from_json(event_to_json(event)))
+    assert machine.state.status is Status.PAUSED
+    assert "no finite number in 12.50% of the rows" in machine.state.reason
+
+
 def test_a_job_that_paused_itself_goes_on_until_a_later_step_is_above_the_limit() -> None:
     machine = ready_to_train(1e-4)
     machine.apply(ev.Trained(step=0, log_prob_gap=2.5e-4))

@@ -133,6 +133,27 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(
     assert healthy["actor/grad_norm"] > 0
 
 
+@pytest.mark.parametrize("by", [math.nan, math.inf])
+def test_a_gap_that_is_not_finite_is_counted_and_left_out_of_the_mean(
+    by: float, tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
+) -> None:
+    """Of one row (sample 4, its second noisy step) of twelve, and then of all."""
+    spec = make_spec(tiny_qwen_image)
+    worker, drawer = make_worker(spec, ranks, files, tmp_path), Drawer(spec)
+    one, every = drawer.draw(files, 0), drawer.draw(files, 1)
+    shifted(one, files, 4, by=torch.tensor([0.0, by]))
+    for row in range(len(every.samples)):
+        shifted(every, files, row, by=torch.tensor(by))
+
+    metrics = worker.train(one).metrics
+    assert metrics["rollout_corr/not_finite"] == pytest.approx(1 / 12)
+    assert metrics["rollout_corr/exact"] == 1.0
+    assert metrics["rollout_corr/log_ratio_abs_mean"] == metrics["rollout_corr/log_ratio_abs_max"] == 0.0
+    metrics = worker.train(every).metrics
+    assert metrics["rollout_corr/not_finite"] == 1.0
+    assert "rollout_corr/log_ratio_abs_mean" not in metrics
+
+
 def test_what_cannot_be_trained_on_is_named_and_harms_nothing(
     tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
 ) -> None:
@@ -164,12 +185,12 @@ def test_what_cannot_be_trained_on_is_named_and_harms_nothing(
     assert worker.train(drawer.draw(files, 0)).metrics["rollout_corr/exact"] == 1.0
 
 
-def shifted(request: trainer_pb2.TrainStepRequest, files: SyncBlobs, row: int, by: float) -> None:
-    """Lets one sample's rollout have found it less likely, by `by` nats an element."""
+def shifted(request: trainer_pb2.TrainStepRequest, files: SyncBlobs, row: int, by: float | torch.Tensor) -> None:
+    """Lets one sample's rollout have found it less likely, by `by` nats an element, one for all noisy steps or each."""
     sample = request.samples[row].sample
     trajectory = Trajectory.from_bytes(files.get(sample.trajectory))
     trajectory.log_probs.sub_(by)
-    sample.trajectory.CopyFrom(files.put(f"ff:shifted-{row}", trajectory.to_bytes()))
+    sample.trajectory.CopyFrom(files.put(f"ff:shifted-{request.step}-{row}", trajectory.to_bytes()))
 
 
 @pytest.mark.parametrize("mode", ["first_forward", "recompute", "rollout"])
