@@ -21,13 +21,16 @@ INFERRED = ("old_log_prob", "ref")
 
 
 class Mfu:
-    """Of a job. Says nothing on a device whose peak is not known."""
+    """Of a job. Says nothing unless every rank knows its device's peak and what the model costs."""
 
     def __init__(self, spec: JobSpec, ranks: Ranks) -> None:
+        """Collective."""
         self._spec = spec
         self._ranks = ranks
-        self._peak = devices.peak_flops(ranks.device)
-        self._flops = None if self._peak is None else _counted(spec)
+        peak = devices.peak_flops(ranks.device)
+        flops = None if peak is None else _counted(spec)
+        known, self._capacity = ranks.sum(torch.tensor([flops is not None, peak or 0.0], dtype=torch.float64)).tolist()
+        self._flops = flops if known == ranks.world_size else None
 
     def metrics(
         self, batches: Sequence[Sequence[Batch]], num_rounds: int, seconds: Mapping[str, float]
@@ -39,17 +42,16 @@ class Mfu:
             num_rounds: rows of a sample.
             seconds: of the step's phases, by name.
         """
-        if self._flops is None or self._peak is None:
+        if self._flops is None:  # on every rank
             return {}
         forwards = [self._forwards(part, self._flops.sampling) * num_rounds for part in batches]
         backwards = sum(self._forwards(part, self._flops.training) * num_rounds for part in batches)
         inferred = sum(count * work for count, work in zip(self._passes(len(batches)), forwards, strict=True))
         mine = torch.tensor([backwards, inferred], dtype=torch.float64)
         updated, looked = self._ranks.sum(mine).tolist()
-        capacity = self._peak * self._ranks.world_size
-        found = {"perf/mfu/actor": updated / (seconds["update_actor"] * capacity)}
+        found = {"perf/mfu/actor": updated / (seconds["update_actor"] * self._capacity)}
         spent = sum(seconds.get(name, 0.0) for name in INFERRED)
-        return found | {"perf/mfu/actor_infer": looked / (spent * capacity)} if looked and spent else found
+        return found | {"perf/mfu/actor_infer": looked / (spent * self._capacity)} if looked and spent else found
 
     def _passes(self, num_updates: int) -> list[int]:
         """Forwards without gradient of a row, by update; matching losses make theirs inside the update."""
@@ -73,9 +75,10 @@ class Mfu:
 
 
 def _counted(spec: JobSpec) -> ModelFlops | None:
-    """None for a model of a plugin that does not run on the meta device: that is no reason not to train it."""
+    """None for a model of a plugin that does not run on the meta device, or a folder that lacks a file: that is no
+    reason not to train it."""
     try:
         return model_flops(spec)
-    except Exception:
+    except (RuntimeError, ValueError, OSError):
         log.warning("no perf/mfu: the model's forward cannot be counted", exc_info=True)
         return None

@@ -1,9 +1,13 @@
 """`perf/mfu`: rows, forwards, time and peak put together, on a device that claims a peak."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from threading import Barrier
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
 from flowfleet import devices
 from flowfleet.blobs import SyncBlobs
@@ -83,6 +87,69 @@ def test_a_model_that_cannot_be_counted_is_trained_all_the_same(
 
     assert metrics["actor/grad_norm"] > 0
     assert not [name for name in metrics if "mfu" in name]
+
+
+class ThreadRank:
+    """One of two ranks that are threads. Raises BrokenBarrierError where the other one takes no part."""
+
+    world_size = 2
+
+    def __init__(self, rank: int, meeting: Barrier, brought: list[torch.Tensor]) -> None:
+        self.device = torch.device("cpu", rank)
+        self._rank, self._meeting, self._brought = rank, meeting, brought
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        self._brought[self._rank] = values
+        self._meeting.wait(10)
+        total = self._brought[0] + self._brought[1]
+        self._meeting.wait(10)
+        return total
+
+
+@pytest.mark.parametrize(
+    ("peaks", "failure"),
+    [((PEAK, None), None), ((None, PEAK), None), ((PEAK, PEAK), OSError("no config.json")), ((PEAK, 3 * PEAK), None)],
+    ids=["second unknown", "first unknown", "second cannot count", "all known"],
+)
+def test_ranks_that_differ_in_what_they_know_agree(
+    peaks: tuple[float | None, float | None],
+    failure: OSError | None,
+    tiny_qwen_image: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Seed 1 tells the second rank's count from the first's."""
+    rows = SimpleNamespace(is_padding=False, rows=(0, 1), negative=None)
+    rows.prompts = SimpleNamespace(embeds=torch.zeros(1, 1, 4, 2))
+    meeting, brought = Barrier(2), [torch.zeros(2)] * 2
+
+    def count(spec: JobSpec) -> ModelFlops:
+        if failure is not None and spec.seed == 1:
+            raise failure
+        return fixed_flops(spec)
+
+    def measured(rank: int) -> dict[str, float]:
+        spec = make_spec(tiny_qwen_image, trainer={"mode": "full"}).model_copy(update={"seed": rank})
+        meter = mfu.Mfu(spec, cast(Ranks, ThreadRank(rank, meeting, brought)))
+        return meter.metrics(cast(Any, [[rows]]), 3, {"update_actor": 2.0})
+
+    monkeypatch.setattr(devices, "peak_flops", lambda device: peaks[device.index])
+    monkeypatch.setattr(mfu, "model_flops", count)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(measured, range(2))
+    work, seconds = 2 * 2 * 3 * 3 * BASE, 2.0
+    assert first == second == ({} if None in peaks or failure else {"perf/mfu/actor": work / (seconds * 4 * PEAK)})
+
+
+def test_a_bug_in_counting_is_not_taken_for_a_model_that_cannot_be_counted(
+    tiny_qwen_image: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(spec: JobSpec) -> ModelFlops:
+        raise AttributeError("counts")
+
+    monkeypatch.setattr(devices, "peak_flops", lambda device: PEAK)
+    monkeypatch.setattr(mfu, "model_flops", fails)
+    with pytest.raises(AttributeError):
+        mfu.Mfu(make_spec(tiny_qwen_image), ranks)
 
 
 def test_without_a_known_peak_there_is_no_mfu(
