@@ -310,8 +310,9 @@ class Machine:
 
     def too_far(self, event: ev.Trained) -> bool:
         """Whether the job pauses after this update for its log-prob gap. A step that is replayed after a fault does not
-        pause it again."""
-        return event.step == self.state.version and gap.is_above(self.spec, event)
+        pause it again; nor does the last one, after which nothing is sampled to train on."""
+        is_new, is_last = event.step == self.state.version, event.step + 1 == self.spec.schedule.steps
+        return is_new and not is_last and gap.is_above(self.spec, event)
 
     def wanted(self, step: int, group: int) -> list[int]:
         """Indices of a group that are still to be sampled, ascending."""

@@ -460,6 +460,23 @@ def test_a_job_that_paused_itself_goes_on_until_a_later_step_is_above_the_limit(
     assert again.too_far(later)
 
 
+def test_a_gap_of_the_last_step_pauses_no_job() -> None:
+    spec = make_spec(rollout={"max_log_prob_gap": 1e-4})
+    world, last = World(spec, random.Random(0), 0.0), spec.schedule.steps - 1
+    while TrainStep(last) not in world.machine.commands():
+        world.execute(min(world.machine.commands(), key=str))
+    event = ev.Trained(step=last, log_prob_gap=1.0)
+    assert not world.machine.too_far(event)
+    world.applied = last + 1
+    world.machine.apply(event)
+    assert (world.machine.state.status, world.machine.state.reason) == (Status.RUNNING, "")
+    assert Publish(last + 1) in world.machine.commands()
+    while not world.machine.finished:
+        world.execute(min(world.machine.commands(), key=str))
+    assert world.machine.state.status is Status.SUCCEEDED
+    assert world.machine.state.exported
+
+
 def test_what_helps_against_a_gap_depends_on_the_job() -> None:
     machine = ready_to_train(1e-4, old_log_probs="rollout")
     machine.apply(ev.Trained(step=0, log_prob_gap=1.0))
