@@ -2,7 +2,8 @@
 
 A process gets encoded samples as bytes over a pipe, decodes and scores them on one thread, and sends outcomes back. One
 that dies is replaced, and the samples it had are asked again one by one, once; the one on which it dies again becomes a
-`Problem`. The pipe is its life line: a process ends when its parent closes it, or is gone, however that happened.
+`Problem`. One that takes longer than `limit_s` is killed, and has died. The pipe is its life line: a process ends when
+its parent closes it, or is gone, however that happened.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from queue import SimpleQueue
@@ -37,6 +38,13 @@ one, which the OCR reader would read twice over."""
 
 MAX_PROCESSES = 16
 """By default: they read more pictures a second than a dozen GPUs make."""
+
+BASE_S, SAMPLE_S = 60.0, 15.0
+"""Of `limit_s`: a hundred times what the OCR reader takes for a page. Yet a part on which a process hangs is done,
+asking again included, in the `timeouts.score_s` that a job has by default."""
+
+START_S = 300.0
+"""For a process to come up."""
 
 END_S = 10.0
 
@@ -80,7 +88,7 @@ class ProcessPool:
         return [outcome for part in parts for outcome in part.result()]
 
     def close(self) -> None:
-        """Ends the processes when they have done what they were asked."""
+        """Ends the processes when they have done what they were asked, or are killed for taking too long."""
         self._threads.shutdown()
         for worker in self._workers:
             worker.close()
@@ -115,6 +123,11 @@ def parts_of(samples: Sequence[RewardSample], num_processes: int) -> Iterator[Se
         yield samples[start : start + size]
 
 
+def limit_s(num_samples: int) -> float:
+    """Seconds that a process may take for so many samples."""
+    return BASE_S + SAMPLE_S * num_samples
+
+
 class _Died(Exception):
     """A process ended before it answered; says with which exit code or signal."""
 
@@ -136,17 +149,13 @@ class _Worker:
             self._process = context.Process(target=_work, args=(theirs, self._make, self._log_level), daemon=True)
             self._process.start()
             theirs.close()
-            self._receive()
+            self._answer(START_S)
         return self
 
     def score(self, samples: list[bytes], params: Any) -> list[Outcome]:
         """Raises _Died; RuntimeError for what fails outside of the scorer."""
         self.started()
-        try:
-            self._pipe.send((samples, params))
-        except OSError:
-            raise self._dead() from None
-        outcomes: list[Outcome] | None = self._receive()
+        outcomes: list[Outcome] | None = self._answer(limit_s(len(samples)), (samples, params))
         if outcomes is None:
             raise RuntimeError("a scoring process failed; the log has the reason")
         return outcomes
@@ -155,19 +164,23 @@ class _Worker:
         if self._process is not None:
             self._end(self._process)
 
-    def _receive(self) -> Any:
-        try:
-            return self._pipe.recv()
-        except (EOFError, OSError):
-            raise self._dead() from None
-
-    def _dead(self) -> _Died:
+    def _answer(self, seconds: float, request: Any = None) -> Any:
+        """What it says to a request, or when it is ready. After so many seconds it is killed, which ends both waits:
+        for it to take the request, and to answer."""
         assert self._process is not None
-        code = self._end(self._process)
-        return _Died(f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}")
+        start = time.perf_counter()
+        try:
+            with _killed_after(seconds, self._process):
+                if request is not None:
+                    self._pipe.send(request)
+                return self._pipe.recv()
+        except (EOFError, OSError):
+            is_late = time.perf_counter() - start >= seconds
+            death = self._end(self._process)
+            raise _Died(f"{death} after {seconds:g} s without an answer" if is_late else death) from None
 
-    def _end(self, process: SpawnProcess) -> int:
-        """Closes the pipe, waits for the end, and forgets the process. Returns its exit code."""
+    def _end(self, process: SpawnProcess) -> str:
+        """Closes the pipe, waits for the end, and forgets the process. Says with which exit code or signal it ended."""
         self._pipe.close()
         process.join(END_S)
         if process.exitcode is None:
@@ -176,7 +189,20 @@ class _Worker:
         code = process.exitcode or 0
         process.close()
         self._process = None
-        return code
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+@contextmanager
+def _killed_after(seconds: float, process: SpawnProcess) -> Iterator[None]:
+    """Unless what is inside is done before."""
+    timer = threading.Timer(seconds, process.kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
 
 
 def _work(pipe: Connection[Any, Any], make: Make, log_level: str) -> None:

@@ -32,7 +32,7 @@ from tests.services.reward.test_service import score
 
 class Obedient(Scorer[str]):
     """Scores the number that the prompt is. A prompt "kill once PATH" kills the process if PATH does not exist yet,
-    "kill" always, "fail" raises, "pid" gives the process, "sleep" takes two seconds."""
+    "kill" always, "fail" raises, "pid" gives the process, "sleep" takes two seconds, "hang" forever."""
 
     name, version, score_range = "obedient", "1", (0.0, 1.0)
 
@@ -48,8 +48,8 @@ class Obedient(Scorer[str]):
             if path:
                 Path(path).touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        if word == "sleep":
-            time.sleep(2.0)
+        if word in ("sleep", "hang"):
+            time.sleep(2.0 if word == "sleep" else 10_000.0)
         return {"kill": 0.5, "pid": float(os.getpid()), "sleep": 0.25}.get(word) or float(prompt)
 
 
@@ -75,6 +75,10 @@ def obedient() -> Iterator[tuple[ProcessPool, CollectorRegistry]]:
 
 def asked(*prompts: str) -> list[RewardSample]:
     return [sample(str(index), Image.new("RGB", (8, 8)), prompt) for index, prompt in enumerate(prompts)]
+
+
+def pids_of(pool: ProcessPool) -> list[int]:
+    return [worker._process.pid for worker in pool._workers if worker._process and worker._process.pid]
 
 
 def deaths(registry: CollectorRegistry) -> float:
@@ -130,6 +134,52 @@ def test_only_the_sample_that_kills_again_is_a_problem(obedient: tuple[ProcessPo
     assert deaths(registry) == before + 2
 
 
+@pytest.fixture
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "BASE_S", 2.0)
+    monkeypatch.setattr(pool_module, "SAMPLE_S", 0.5)
+
+
+@pytest.mark.usefixtures("short_limits")
+def test_a_process_that_hangs_is_replaced_and_only_its_sample_is_a_problem() -> None:
+    with started(Obedient, 1) as (pool, registry):
+        outcomes = pool(asked("0.5", "hang", "0.75"), "")
+        assert [outcome.value if isinstance(outcome, Score) else None for outcome in outcomes] == [0.5, None, 0.75]
+        assert outcomes[1] == Problem(
+            "scorer_died",
+            "the process that scored this sample died twice, the second time with signal SIGKILL after 2.5 s without "
+            "an answer",
+        )
+        assert deaths(registry) == 2
+        assert pool(asked("1"), "") == [Score(1.0, {"frames": 1})]
+
+
+@pytest.mark.usefixtures("short_limits")
+def test_a_process_that_takes_no_request_is_replaced() -> None:
+    """More bytes than the pipe holds."""
+    with started(Obedient, 1) as (pool, registry):
+        psutil.Process(pids_of(pool)[0]).suspend()
+        outcome = pool([RewardSample(sample_id="0", media=bytes(2**22), media_type="image/png")], "")[0]
+        assert isinstance(outcome, Problem)
+        assert outcome.reason == "undecodable"
+        assert deaths(registry) == 1
+
+
+@pytest.mark.usefixtures("short_limits")
+def test_closing_ends_a_process_that_hangs() -> None:
+    with started(Obedient, 2) as (pool, _):
+        pids = pids_of(pool)
+        late = threading.Thread(target=pool, args=(asked("hang"), ""), daemon=True)
+        late.start()
+        time.sleep(0.1)
+        start = time.perf_counter()
+    assert time.perf_counter() - start < 30.0
+    late.join(1.0)
+    assert not late.is_alive()
+    assert not any(map(psutil.pid_exists, pids))
+    assert not any(worker._process for worker in pool._workers)
+
+
 def test_a_scorer_that_cannot_be_made_is_said_at_once() -> None:
     with pytest.raises(Unavailable, match="did not start \\(exit code 1\\)"), started(broken, 2):
         pass
@@ -137,13 +187,13 @@ def test_a_scorer_that_cannot_be_made_is_said_at_once() -> None:
 
 def test_closing_ends_the_processes() -> None:
     with started(Obedient, 2) as (pool, _):
-        pids = [worker._process.pid for worker in pool._workers if worker._process]
+        pids = pids_of(pool)
         assert len(pids) == 2
         late = threading.Thread(target=pool, args=(asked("sleep"), ""))
         late.start()
         time.sleep(0.1)
     late.join()
-    assert not any(psutil.pid_exists(pid) for pid in pids if pid)
+    assert not any(map(psutil.pid_exists, pids))
 
 
 @pytest.mark.parametrize(
