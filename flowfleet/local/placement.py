@@ -1,7 +1,7 @@
 """Which process of a stack gets which accelerator. Pure.
 
 A rollout takes one, a trainer one a rank. A rollout and a trainer rank on one device work, but slowly, and NCCL refuses
-two members of a group there: full weights cannot be published so, adapters can.
+two members of a group there: full weights are published through host memory then, by Gloo, and adapters as blobs.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ class Placement:
         if shared := [device for device in self.trainer if device in self.rollouts]:
             return (
                 f"rollouts and trainers share accelerator {', '.join(shared)}: each has the memory that the other "
-                "leaves, and jobs of trainer.mode = full cannot publish their weights (NCCL); start fewer --replicas, "
-                "or give --rollout-devices and --trainer-devices"
+                "leaves, and jobs of trainer.mode = full publish their weights through host memory (Gloo), which is "
+                "slower than NCCL; start fewer --replicas, or give --rollout-devices and --trainer-devices"
             )
         if len(set(self.rollouts)) < len(self.rollouts):
             return (
                 f"{len(self.rollouts)} rollouts share {len(set(self.rollouts))} accelerators: jobs of trainer.mode = "
-                "full cannot publish their weights (NCCL); start fewer --replicas"
+                "full publish their weights through host memory (Gloo), which is slower than NCCL; start fewer "
+                "--replicas"
             )
         return None
 

@@ -1,6 +1,6 @@
 import pytest
 
-from flowfleet.local.placement import place
+from flowfleet.local.placement import Placement, place
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,12 @@ def test_what_is_given_is_taken_and_the_rest_follows() -> None:
     assert place(2, four, trainer_devices=("0", "1")).rollouts == ("2", "3")
     assert place(1, (), ("7",), ("6",)).of_rollout(0) == ("7",)
     assert "2 rollouts share 1 accelerators" in (place(2, ("0", "1"), trainer_devices=("0",)).warning or "")
+
+
+@pytest.mark.parametrize(
+    "placed", [Placement(("0",), ("0",)), Placement(("0", "0"), ("1",))], ids=["with the trainer", "rollouts alone"]
+)
+def test_who_shares_is_told_that_publishing_is_slower(placed: Placement) -> None:
+    """As `services.trainer.broadcast.common_backend` has it: no group of NCCL, but one of Gloo."""
+    assert "full publish their weights through host memory (Gloo), which is slower" in (placed.warning or "")
+    assert "cannot" not in (placed.warning or "")
