@@ -166,8 +166,8 @@ class VllmOmniEngine(RolloutEngine):
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
         """Inside, no batch runs: the one that did is finished, the others wait."""
-        await self._loop.submit(self._omni.pause_generation(mode="keep"))
         try:
+            await self._loop.submit(self._omni.pause_generation(mode="keep"))  # Shuts its gate even if it fails then.
             yield
         finally:
             await self._loop.submit(self._omni.resume_generation())
@@ -204,7 +204,7 @@ class VllmOmniEngine(RolloutEngine):
         except asyncio.CancelledError:
             is_abandoned = True  # vLLM-Omni's own abort takes its time on a busy host.
             raise
-        if not task.is_done:
+        if not task.is_done and cancelled():
             raise Cancelled
         return task.result()
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from flowfleet.models.registry import adapter_for
 from flowfleet.models.settings import Size
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
 from flowfleet.trajectories import FinalLatents
-from services.rollout.engines.base import GeneratedBatch, GeneratedSample, GenerationRequest, PromptGroup
+from services.rollout.engines.base import Cancelled, GeneratedBatch, GeneratedSample, GenerationRequest, PromptGroup
 from services.rollout.engines.diffusers import DiffusersEngine
 from services.rollout.engines.vllm_omni import VllmOmniEngine
 from services.rollout.vllm_omni import launch
@@ -343,6 +343,52 @@ def test_an_abandoned_request_stops_within_a_step(engine: VllmOmniEngine, model:
 
     abandoned = run(scenario())
     assert steps <= abandoned + 1 < 1000
+
+
+def test_a_pause_that_fails_is_undone(
+    engine: VllmOmniEngine, model: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AsyncOmni takes no request from the first moment of a pause on, and its scheduler may not answer then."""
+    run(engine.prepare(model, LORA))
+    state = published(model, LORA, 9)
+    answering = engine._omni._engine_core_rpc
+
+    async def silent(method: str, **arguments: Any) -> Any:
+        if method == "pause_scheduler":
+            raise RuntimeError("no answer")
+        return await answering(method, **arguments)
+
+    async def is_paused() -> bool:
+        paused: bool = await engine._loop.submit(engine._omni.is_paused())
+        return paused
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._omni, "_engine_core_rpc", silent)
+        with pytest.raises(RuntimeError, match="no answer"):
+            run(engine.load_adapter(state))
+    assert not run(is_paused())
+    run(engine.load_adapter(state))
+    assert len(samples_of(run(collect(engine, make_request())))) == 6
+
+
+@pytest.mark.parametrize(("is_cancelled", "told"), [(False, RuntimeError), (True, Cancelled)])
+def test_a_batch_that_vllm_omni_gave_up_is_no_batch_that_nobody_wants(
+    engine: VllmOmniEngine,
+    model: ModelSpec,
+    monkeypatch: pytest.MonkeyPatch,
+    is_cancelled: bool,
+    told: type[Exception],
+) -> None:
+    """It ends a request that it aborts, or that is left at its shutdown, as one that is done."""
+
+    async def ends_at_once(*_: Any, **__: Any) -> AsyncIterator[None]:
+        for nothing in ():
+            yield nothing
+
+    run(engine.prepare(model, None))
+    monkeypatch.setattr(engine._omni, "generate", ends_at_once)
+    with pytest.raises(told, match=None if is_cancelled else "gave a task up"):
+        run(collect(engine, make_request(), lambda: is_cancelled))
 
 
 def test_stalls_are_told(engine: VllmOmniEngine, model: ModelSpec) -> None:
