@@ -109,12 +109,14 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         weights.receive(member, buckets, into)
         if self._adapter is not None:
             self._adapter.bind()
-        else:
-            acceleration.refresh(self._pipeline.experts)
 
     def verify(self, hashes: Mapping[str, int]) -> str:
-        """Of what the forward uses; see `RolloutEngine.verify`."""
-        return weights.verify(self._base() if self._adapter is None else self._adapter.live(), hashes)
+        """Of what the forward uses, in float8 only after it; see `RolloutEngine.verify`."""
+        if self._adapter is not None:
+            return weights.verify(self._adapter.live(), hashes)
+        digest = weights.verify(self._base(), hashes)
+        acceleration.refresh(self._pipeline.experts)
+        return digest
 
     def _fill(self, model: ModelSpec) -> None:
         if model.load_format == "dummy":

@@ -21,9 +21,10 @@ from flowfleet.models.registry import adapter_for
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
 from flowfleet.trajectories import Trajectory
 from services.rollout import acceleration
-from services.rollout.acceleration import Fp8Linear, quantize_rows
-from services.rollout.engines.base import Cancelled, GeneratedBatch, GeneratedSample, GenerationRequest
+from services.rollout.acceleration import quantize_rows
+from services.rollout.engines.base import Cancelled, GeneratedBatch, GeneratedSample, GenerationRequest, RolloutEngine
 from services.rollout.engines.diffusers import DiffusersEngine
+from services.rollout.engines.vllm_omni import VllmOmniEngine
 from tests.services.rollout.conftest import LORA, PROMPTS, SIZE, make_request
 
 
@@ -331,19 +332,54 @@ def test_a_model_that_is_not_there_is_the_users_mistake(engine: DiffusersEngine,
     run(engine.prepare(model, None))
 
 
+def fp8_linears(engine: RolloutEngine) -> list[Any]:
+    """The live ones, of either engine."""
+    if isinstance(engine, VllmOmniEngine):
+        experts = run(engine._perform(lambda worker: worker.model_runner.pipeline.experts))
+    else:
+        assert isinstance(engine, DiffusersEngine)
+        experts = adapter_of(engine).experts
+    return [module for expert in experts.values() for module in expert.modules() if "fp8_weight" in module._buffers]
+
+
+def scales_of(engine: RolloutEngine) -> torch.Tensor:
+    """What the forward multiplies by, of every linear."""
+    return torch.cat([linear.fp8_scale.flatten() for linear in fp8_linears(engine)])
+
+
+@pytest.mark.parametrize("engine_class", [DiffusersEngine, VllmOmniEngine])
 def test_a_quantised_model_computes_with_the_weights_that_were_verified_last(
-    monkeypatch: pytest.MonkeyPatch, tiny_qwen_image: Path
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_qwen_image: Path,
+    engine_class: type[DiffusersEngine] | type[VllmOmniEngine],
 ) -> None:
+    """Weights twice as large have scales twice as large. They are in use once they are verified, not before, and no
+    more when the next job has the base back."""
     monkeypatch.setattr(devices, "has_fp8", lambda device: True)  # the CPU multiplies so as well, slowly
     monkeypatch.setattr(acceleration, "quantize", partial(acceleration.quantize, min_size=16))
-    engine = DiffusersEngine(torch.device("cpu"), max_batch=8, threads=1)
-    run(engine.prepare(ModelSpec(path=str(tiny_qwen_image), dtype="bfloat16", quantization="fp8"), None))
-    experts = adapter_of(engine).experts
-    linear = next(module for module in experts["transformer"].modules() if isinstance(module, Fp8Linear))
-    linear.weight.data.mul_(2)
-    run(engine.verify(weights.tensor_hashes(weights.full_parameters(experts).items())))
-    _, scale = quantize_rows(linear.weight)
-    assert torch.equal(linear.fp8_scale, scale.t())
+    engine = engine_class(torch.device("cpu"), max_batch=8, threads=1)
+    model = ModelSpec(path=str(tiny_qwen_image), dtype="bfloat16", quantization="fp8")
+    run(engine.prepare(model, None))
+    base = scales_of(engine).clone()
+    assert len(base) > 0
+    adapter = adapter_for(model.path).load(model.path, dtype=torch.bfloat16, components=("transformer",))
+    trained = {name: value * 2 for name, value in weights.full_parameters(adapter.experts).items()}
+    buckets, hashes = weights.make_buckets(weights.specs_of(trained)), weights.tensor_hashes(trained.items())
+    recorder = Recorder()
+    weights.send(recorder, buckets, weights.filling(trained))
+
+    run(engine.receive(Sender(recorder.flats), buckets))
+    with pytest.raises(DataLoss):
+        run(engine.verify({name: value + 1 for name, value in hashes.items()}))
+    assert torch.equal(scales_of(engine), base)
+    run(engine.verify(hashes))
+    assert torch.equal(scales_of(engine), base * 2)
+    for linear in fp8_linears(engine):
+        quantised, scale = quantize_rows(linear.weight)
+        assert torch.equal(linear.fp8_weight.float(), quantised.float())
+        assert torch.equal(linear.fp8_scale, scale.t())
+    run(engine.prepare(model, None))
+    assert torch.equal(scales_of(engine), base)
     run(engine.close())
 
 
