@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import re
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -27,8 +29,22 @@ from flowfleet.proto.rollout_pb2 import TransferGroup
 _POLL_S = 0.0002
 _MEET_POLL_S = 0.01
 _CLOSE_S = 5.0
+_OWN_FAULT = re.compile(r"nccl(UnhandledCuda|System|Internal)Error|ncclInvalid|Cannot resolve")
+"""In an error's text: it arose on this host. `ncclRemoteError` and a connection that ends are other members' doing."""
 
 log = logging.getLogger(__name__)
+
+
+class TransferError(RuntimeError):
+    """A group cannot be used, by a fault of this member's own device or host unless it is a `GroupBroken`."""
+
+
+class GroupBroken(TransferError):
+    """By another member, which failed or did not come, or because the group was left. `missing`: ranks not come."""
+
+    def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
 
 
 class TransferStore:
@@ -72,17 +88,19 @@ class TransferMember:
     ) -> TransferMember:
         """Blocks until every rank has joined and can be reached, or `given_up` says to stop.
 
-        The trainer passes its own `store`, a replica connects to it. Raises RuntimeError when a member does not come
-        within `group.timeout_s`, or when it was given up.
+        The trainer passes its own `store`, a replica connects to it. Raises GroupBroken when a member does not come
+        within `group.timeout_s` or fails, or when it was given up; another RuntimeError, such as TransferError, when
+        the fault is this member's own: it cannot reach the store, or its device cannot communicate.
         """
         timeout = timedelta(seconds=group.timeout_s)
         deadline = time.monotonic() + group.timeout_s
         base = store.store if store else TCPStore(group.store_host, group.store_port, timeout=timeout)
         shared = PrefixStore(group.group_id, base)
         _meet(shared, group, deadline, given_up)
-        process_group = devices.new_process_group(
-            group.backend, shared, group.rank, group.world_size, timeout, loopback=_is_loopback(group.store_host)
-        )
+        with _explained(group.group_id):
+            process_group = devices.new_process_group(
+                group.backend, shared, group.rank, group.world_size, timeout, loopback=_is_loopback(group.store_host)
+            )
         member = cls(group, device, process_group)
         try:
             member._connect(deadline, given_up)
@@ -94,7 +112,7 @@ class TransferMember:
     def broadcast(self, flat: Tensor) -> Transfer:
         """Starts the broadcast of a flat tensor from rank 0, behind what the current stream holds.
 
-        `.wait()` on the result raises RuntimeError on failure. Raises RuntimeError once the group was left.
+        It and `.wait()` on the result raise TransferError on failure, GroupBroken once the group was left.
         """
         process_group = self._process_group
         if process_group is None:
@@ -102,7 +120,8 @@ class TransferMember:
         options = BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        return Transfer(process_group.broadcast([flat], options), flat, self)
+        with self._explained():
+            return Transfer(process_group.broadcast([flat], options), flat, self)
 
     def abort(self) -> None:
         """Leaves the group at once, from any thread: what is under way in it fails, here and for the others."""
@@ -122,16 +141,17 @@ class TransferMember:
     def finish(self, work: Any) -> None:
         """Waits on the host until a broadcast is done, so that a late or dead peer never hangs the device's stream."""
         deadline = time.monotonic() + self.timeout_s
-        while not work.is_completed():
+        with self._explained():
+            while not work.is_completed():
+                if self._process_group is None:
+                    raise self._left()
+                if time.monotonic() > deadline:
+                    self.abort()
+                    raise GroupBroken(f"transfer group {self.group_id}: no answer within {self.timeout_s:.0f} s")
+                time.sleep(_POLL_S)
             if self._process_group is None:
-                raise self._left()
-            if time.monotonic() > deadline:
-                self.abort()
-                raise RuntimeError(f"transfer group {self.group_id}: no answer within {self.timeout_s:.0f} s")
-            time.sleep(_POLL_S)
-        if self._process_group is None:
-            raise self._left()  # what was aborted counts as completed as well
-        work.wait(timedelta(seconds=self.timeout_s))
+                raise self._left()  # what was aborted counts as completed as well
+            work.wait(timedelta(seconds=self.timeout_s))
 
     def _connect(self, deadline: float, given_up: Callable[[], bool]) -> None:
         """A first broadcast of one byte. In it NCCL and HCCL make their communicator, which a peer that has just died
@@ -153,8 +173,18 @@ class TransferMember:
             time.sleep(_POLL_S)
         done.result()
 
-    def _left(self) -> RuntimeError:
-        return RuntimeError(f"transfer group {self.group_id} was left")
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            with _explained(self.group_id):
+                yield
+        except TransferError as error:
+            if self._process_group is None and not isinstance(error, GroupBroken):
+                raise self._left() from error
+            raise
+
+    def _left(self) -> GroupBroken:
+        return GroupBroken(f"transfer group {self.group_id} was left")
 
 
 class Transfer:
@@ -173,15 +203,28 @@ def _meet(store: Store, group: TransferGroup, deadline: float, given_up: Callabl
     store.set(f"here/{group.rank}", "1")
     missing = list(range(group.world_size))
     while missing := [rank for rank in missing if not store.check([f"here/{rank}"])]:
-        _check_wait(f"{group.group_id}: ranks {missing} of {group.world_size} have not come", deadline, given_up)
+        what = f"{group.group_id}: ranks {missing} of {group.world_size} have not come"
+        _check_wait(what, deadline, given_up, missing)
         time.sleep(_MEET_POLL_S)
 
 
-def _check_wait(what: str, deadline: float, given_up: Callable[[], bool]) -> None:
+def _check_wait(what: str, deadline: float, given_up: Callable[[], bool], missing: Sequence[int] = ()) -> None:
     if given_up():
-        raise RuntimeError(f"transfer group {what}: given up")
+        raise GroupBroken(f"transfer group {what}: given up", missing)
     if time.monotonic() > deadline:
-        raise RuntimeError(f"transfer group {what}: not formed in time")
+        raise GroupBroken(f"transfer group {what}: not formed in time", missing)
+
+
+@contextmanager
+def _explained(group_id: str) -> Iterator[None]:
+    """Turns what a backend raises into GroupBroken, or TransferError where the fault is this member's own."""
+    try:
+        yield
+    except TransferError:
+        raise
+    except RuntimeError as error:
+        is_own = isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError) or _OWN_FAULT.search(str(error))
+        raise (TransferError if is_own else GroupBroken)(f"transfer group {group_id}: {error}") from error
 
 
 def _end(backend: str, process_group: list[Any]) -> None:

@@ -3,6 +3,8 @@
 What has begun to change the model is never cut short by a caller who goes away: it runs to its end and its outcome is
 recorded. But a broadcast, or a group that forms, has no end without the trainer: when the caller goes away the group is
 left, so that the next one need not wait for the timeout. Whatever fails leaves the replica without verified weights.
+
+DataLoss says that the group broke by another member's fault; the trainer lays every other failure to this replica.
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ from typing import Any
 
 from flowfleet import weights
 from flowfleet.blobs import BlobStore
-from flowfleet.errors import Conflict, DataLoss, Unavailable
+from flowfleet.errors import DataLoss, Unavailable
 from flowfleet.lora import adapter_from_bytes
 from flowfleet.proto import common_pb2, rollout_pb2
-from flowfleet.transfer import TransferMember
+from flowfleet.transfer import GroupBroken, TransferMember
 from services.rollout.engines.base import RolloutEngine
 from services.rollout.requests import check_job_id
 from services.rollout.weights import Phase, WeightState
@@ -113,8 +115,8 @@ class WeightReceiver:
     async def _join(self, group: rollout_pb2.TransferGroup, given_up: Callable[[], bool]) -> TransferMember:
         try:
             return await asyncio.to_thread(TransferMember.join, group, self._engine.device, None, given_up)
-        except RuntimeError as error:
-            raise Conflict(f"transfer group {group.group_id} did not form: {error}") from None
+        except GroupBroken as error:
+            raise DataLoss(f"transfer group {group.group_id} did not form: {error}") from None
 
     async def _update(self, request: rollout_pb2.UpdateWeightsRequest) -> None:
         self._state.require_updating(request.job_id, request.version)
@@ -141,11 +143,11 @@ class WeightReceiver:
 
     async def _receive(self, broadcast: rollout_pb2.Broadcast) -> None:
         if self._member is None or self._member.group_id != broadcast.group_id:
-            raise Conflict(f"not in transfer group {broadcast.group_id}: call InitWeightTransfer with it first")
+            raise DataLoss(f"not in transfer group {broadcast.group_id}: form another group and send all weights again")
         self._state.touch()
         try:
             await self._engine.receive(self._member, broadcast.buckets)
-        except RuntimeError as error:
+        except GroupBroken as error:
             self._leave()
             raise DataLoss(f"the broadcast broke off: {error}; form another group and send all weights again") from None
         except BaseException:

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import threading
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -20,9 +20,9 @@ from flowfleet import devices, weights
 from flowfleet.errors import FlowfleetError
 from flowfleet.proto import rollout_pb2
 from flowfleet.proto.trainer_pb2 import PublishWeightsRequest
-from flowfleet.transfer import TransferMember, TransferStore
+from flowfleet.transfer import GroupBroken, TransferMember, TransferStore
 from services.trainer.commands import Command, Kind
-from services.trainer.replicas import ReplicaClient, ReplicaFailure, failures, messages
+from services.trainer.replicas import Phase, ReplicaClient, ReplicaFailure, failures, messages
 from services.trainer.runner import Runner
 from services.trainer.worker import Job, Published, Worker
 
@@ -118,10 +118,10 @@ class Broadcaster:
     async def _attempt(self, job: Job, request: PublishWeightsRequest, clients: list[ReplicaClient]) -> dict[str, str]:
         """One try with all of `clients`; returns who failed to verify. Raises _Broken when one lacks a bucket."""
         group = await self._join(job, clients)
-        await _all(clients, lambda client: client.start(job.job_id, request.version))
+        await _done(Phase(clients, lambda client: client.start(job.job_id, request.version)))
         source = rollout_pb2.Broadcast(group_id=group.group_id, buckets=_buckets(job))
         update = rollout_pb2.UpdateWeightsRequest(job_id=job.job_id, version=request.version, broadcast=source)
-        receiving = asyncio.create_task(_all(clients, lambda client: self._update(client, update)))
+        receiving = Phase(clients, lambda client: self._update(client, update))
         try:
             published: Published = await self._runner.call(Command(Kind.SEND_WEIGHTS, request))
         except FlowfleetError as error:
@@ -139,12 +139,11 @@ class Broadcaster:
                 self._worker.member.abort()  # it takes no more buckets, so the sender must not wait for it
             raise
 
-    async def _received(self, clients: list[ReplicaClient], receiving: asyncio.Task[None], timeout_s: float) -> None:
+    async def _received(self, clients: list[ReplicaClient], receiving: Phase, timeout_s: float) -> None:
         """The last buckets may have left this process without having arrived."""
-        done, _ = await asyncio.wait([receiving], timeout=timeout_s)
-        if not done:
+        if not await receiving.ended(timeout_s):
             raise _Broken(f"not all weights arrived within {timeout_s:.0f} s", await _guilty(clients, receiving))
-        await receiving
+        await _done(receiving)
 
     async def _join(self, job: Job, clients: list[ReplicaClient]) -> rollout_pb2.TransferGroup:
         """The group of exactly these replicas: the present one if it is that, else another."""
@@ -165,7 +164,7 @@ class Broadcaster:
                 given_up.set()
                 raise
 
-        joining = asyncio.create_task(_all(clients, join))
+        joining = Phase(clients, join)
         if self._worker.member is None:
             device = self._worker.ranks.device
             try:
@@ -173,9 +172,18 @@ class Broadcaster:
                     TransferMember.join, group, device, self._store, given_up.is_set
                 )
             except RuntimeError as error:
-                raise _Broken(f"the group did not form: {error}", await _guilty(clients, joining)) from None
-        await joining
+                absent = self._absent(error)
+                guilty = await _guilty(clients, joining) or absent
+                raise _Broken(f"the group did not form: {error}", guilty) from None
+        await _done(joining)
         return group
+
+    def _absent(self, error: RuntimeError) -> dict[str, str]:
+        """Who did not come to the group, unless it is everybody: that tells nothing of a single replica."""
+        missing = error.missing if isinstance(error, GroupBroken) else ()
+        if len(missing) == len(self._members):
+            return {}
+        return {self._members[rank - 1][0]: f"it did not join: {error}" for rank in missing}
 
     def _new_group(self, job: Job, clients: list[ReplicaClient]) -> rollout_pb2.TransferGroup:
         timeout_s = min(_MAX_TIMEOUT_S, job.spec.timeouts.publish_s * _TIMEOUT_SHARE)
@@ -207,16 +215,16 @@ def _buckets(job: Job) -> list[rollout_pb2.Bucket]:
     return weights.make_buckets(weights.specs_of(job.engine.trained, job.engine.dtype))
 
 
-async def _all(clients: list[ReplicaClient], call: Callable[[ReplicaClient], Awaitable[object]]) -> None:
-    """All must do it. Raises _Broken when one does not."""
-    failed = await failures(clients, call)
-    if failed:
-        guilty = {name: failure for name, failure in failed.items() if not failure.is_victim}
-        name, failure = next(iter((guilty or failed).items()))
-        raise _Broken(f"replica {name}: {failure}", messages(guilty))
+async def _done(phase: Phase) -> None:
+    """Raises _Broken when a replica failed."""
+    await phase.ended()
+    if phase.failed:
+        guilty = phase.guilty
+        name = next(iter(guilty or phase.failed))
+        raise _Broken(f"replica {name}: {phase.failed[name]}", messages(guilty))
 
 
-async def _guilty(clients: list[ReplicaClient], phase: asyncio.Task[None]) -> dict[str, str]:
+async def _guilty(clients: list[ReplicaClient], phase: Phase) -> dict[str, str]:
     """Who broke the group: whoever says so in the phase that ran, or is gone, or is another process than before.
 
     A replica that still waits for buckets is told to give up, by its call being cancelled.
@@ -228,8 +236,6 @@ async def _guilty(clients: list[ReplicaClient], phase: asyncio.Task[None]) -> di
             raise ReplicaFailure("it restarted during the update")
 
     probed = await failures(clients, probe)
-    await asyncio.wait([phase], timeout=_SETTLE_KNOWN_S if probed else _SETTLE_S)
-    phase.cancel()
-    outcome = (await asyncio.gather(phase, return_exceptions=True))[0]
-    said = outcome.guilty if isinstance(outcome, _Broken) else {}
-    return messages(probed) | said
+    await phase.ended(_SETTLE_KNOWN_S if probed or phase.guilty else _SETTLE_S)
+    await phase.give_up()
+    return messages(probed) | messages(phase.guilty)

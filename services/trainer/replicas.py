@@ -97,8 +97,41 @@ class ReplicaClient:
         try:
             return await method(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            is_victim = error.code() in (grpc.StatusCode.DATA_LOSS, grpc.StatusCode.FAILED_PRECONDITION)
+            is_victim = error.code() is grpc.StatusCode.DATA_LOSS  # see services/rollout/receiver.py
             raise ReplicaFailure(rpc.rpc_error_message(error), is_victim=is_victim) from None
+
+
+class Phase:
+    """The same call to all replicas at once. Who has failed is known while others still wait."""
+
+    def __init__(self, clients: Iterable[ReplicaClient], call: Callable[[ReplicaClient], Awaitable[object]]) -> None:
+        self.failed: dict[str, ReplicaFailure] = {}
+        """So far, by replica id."""
+        self._call = call
+        self._task = asyncio.create_task(failures(clients, self._recorded))
+
+    @property
+    def guilty(self) -> dict[str, ReplicaFailure]:
+        """Those of `failed` that are no victims."""
+        return {replica_id: failure for replica_id, failure in self.failed.items() if not failure.is_victim}
+
+    async def ended(self, timeout_s: float | None = None) -> bool:
+        """Waits until all have answered; whether they did in time."""
+        done, _ = await asyncio.wait([self._task], timeout=timeout_s)
+        if done:
+            self._task.result()
+        return bool(done)
+
+    async def give_up(self) -> None:
+        """Cancels the calls that have not ended."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _recorded(self, client: ReplicaClient) -> None:
+        try:
+            await self._call(client)
+        except ReplicaFailure as failure:
+            self.failed[client.replica_id] = failure
 
 
 async def failures(

@@ -19,9 +19,9 @@ from safetensors.torch import load
 
 from flowfleet import redis_client, rpc, weights
 from flowfleet.blobs import open_blobs_sync
-from flowfleet.errors import Conflict, DataLoss
+from flowfleet.errors import DataLoss
 from flowfleet.proto import rollout_pb2, rollout_pb2_grpc
-from flowfleet.transfer import TransferMember
+from flowfleet.transfer import GroupBroken, TransferMember
 
 
 class Replica(rollout_pb2_grpc.RolloutServiceServicer):
@@ -41,8 +41,8 @@ class Replica(rollout_pb2_grpc.RolloutServiceServicer):
         if request.HasField("group") and (self._member is None or self._member.group_id != request.group.group_id):
             try:
                 self._member = await asyncio.to_thread(TransferMember.join, request.group, torch.device("cpu"))
-            except RuntimeError as error:
-                raise Conflict(str(error)) from None
+            except GroupBroken as error:
+                raise DataLoss(str(error)) from None
             self._status.samples_total += 1  # groups joined, for the test to see
         return rollout_pb2.InitWeightTransferResponse()
 
@@ -71,10 +71,10 @@ class Replica(rollout_pb2_grpc.RolloutServiceServicer):
     async def _receive(self, broadcast: rollout_pb2.Broadcast) -> None:
         member = self._member
         if member is None or member.group_id != broadcast.group_id:
-            raise Conflict("not in that group")
+            raise DataLoss("not in that group")
         try:
             await asyncio.to_thread(weights.receive, member, broadcast.buckets, self._keep)
-        except RuntimeError as error:
+        except GroupBroken as error:
             member.close()
             self._member = None
             raise DataLoss(str(error)) from None
