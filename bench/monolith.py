@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from prometheus_client import CollectorRegistry
 
-from flowfleet import lora, weights
+from flowfleet import devices, lora, weights
+from flowfleet.accelerators import visible_devices
 from flowfleet.advantages import group_advantages
 from flowfleet.jobs import JobSpec
 from flowfleet.media import encode_media
@@ -57,6 +58,8 @@ from services.trainer.update import StepTrainer
 
 REWARD = "ocr"
 Samples = list[tuple[GeneratedBatch, GeneratedSample]]
+Rewards = Sequence[float | None]
+"""A sample's; none where the scorer gave none: it is left out of the update, as the services do."""
 
 
 class Monolith:
@@ -66,14 +69,14 @@ class Monolith:
     def __init__(self, spec: JobSpec, prompts: Sequence[str], num_threads: int) -> None:
         torch.set_num_threads(num_threads)
         self.spec, self._prompts = spec, prompts
-        is_split = torch.cuda.is_available() and torch.cuda.device_count() > 1
-        os.environ["LOCAL_RANK"] = "1" if is_split else "0"
+        rollout_device = devices.pick_device(0)
+        os.environ["LOCAL_RANK"] = "1" if len(visible_devices()) > 1 else "0"
         self.engine = Engine(spec, Ranks())
         self.engine.shard()
         self._adapter = adapter_for(spec.model.path).load(
             spec.model.path,
             dtype=weights.dtype_of(spec.model.dtype),
-            device=torch.device("cuda", 0) if is_split else self.engine.ranks.device,
+            device=rollout_device,
             load_format=spec.model.load_format,
         )
         part = spec.rollout
@@ -112,16 +115,20 @@ class Monolith:
             for rows in batches(request, part.batch_size):
                 yield self._sampler.sample(request, encoded, rows, lambda: None)
 
-    def score(self, step: int, batch: GeneratedBatch) -> Future[list[float]]:
+    def score(self, step: int, batch: GeneratedBatch) -> Future[Rewards]:
         """Beside whatever comes next."""
         return self._batches.submit(self._score, step, batch)
 
-    def train(self, step: int, made: Sequence[GeneratedBatch], rewards: Sequence[float]) -> dict[str, float]:
-        """Advantages and the update; seconds of the trainer's phases."""
-        samples: Samples = [(batch, sample) for batch in made for sample in batch.samples]
+    def train(self, step: int, made: Sequence[GeneratedBatch], rewards: Rewards) -> dict[str, float]:
+        """Advantages and the update, by the samples that have a score; seconds of the trainer's phases."""
+        every: Samples = [(batch, sample) for batch in made for sample in batch.samples]
+        scored = [(it, reward) for it, reward in zip(every, rewards, strict=True) if reward is not None]
+        if not scored:
+            raise ValueError(f"step {step}: no sample has a score")
+        samples, values = [it for it, _ in scored], [reward for _, reward in scored]
         part = self.spec.algorithm
         groups = [sample.group for _, sample in samples]
-        advantages, _ = group_advantages(list(rewards), groups, std=part.advantage_std, clamp=part.advantage_clamp)
+        advantages, _ = group_advantages(values, groups, std=part.advantage_std, clamp=part.advantage_clamp)
         updates = plan_step([(sample.group, sample.index) for _, sample in samples], self.spec, step, 1)
         parts = [[self._batch(micro, samples, advantages) for micro in update.by_rank[0]] for update in updates]
         trainer = StepTrainer(self.engine, step, len(samples), sde_steps(self.spec, step))
@@ -157,13 +164,13 @@ class Monolith:
             record="steps",
         )
 
-    def _score(self, step: int, batch: GeneratedBatch) -> list[float]:
+    def _score(self, step: int, batch: GeneratedBatch) -> Rewards:
         asked = []
         for sample in batch.samples:
             media, media_type = encode_media(sample.frames)
             asked.append(RewardSample(media=media, media_type=media_type, prompt=self._prompt(step, sample.group)))
         outcomes = self._evaluate(asked, self._params)
-        return [outcome.value if isinstance(outcome, Score) else 0.0 for outcome in outcomes]
+        return [outcome.value if isinstance(outcome, Score) else None for outcome in outcomes]
 
     def _batch(self, micro: MicroBatch, samples: Samples, advantages: np.ndarray) -> StepsBatch:
         device = self.engine.ranks.device
@@ -210,8 +217,8 @@ class Overlap:
                 rows.append({f"timing_s/{name}": value for name, value in (row | {"step": ended - begun}).items()})
         return rows
 
-    def _sample(self, step: int) -> tuple[list[GeneratedBatch], list[Future[list[float]]]]:
-        made, scores = list[GeneratedBatch](), list[Future[list[float]]]()
+    def _sample(self, step: int) -> tuple[list[GeneratedBatch], list[Future[Rewards]]]:
+        made, scores = list[GeneratedBatch](), list[Future[Rewards]]()
         batches_left = self._monolith.sample(step)
         while True:
             with self._changed:
