@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from flowfleet.accelerators import visible_devices
 
@@ -169,7 +170,7 @@ def run_all(rows: Sequence[Measurement], gpus: Sequence[str], options: argparse.
             print(f"{row.name} needs {row.gpus} GPUs; there are {len(gpus)}", flush=True)
     cores = share_cores(sorted(os.sched_getaffinity(0)), gpus)
     free, running, done = [*gpus], list[Run](), list[Run]()
-    began = time.monotonic()
+    began, measured_on = time.monotonic(), machine()
     while waiting or running:
         for row in [*waiting]:
             needed = min(row.gpus, len(gpus))
@@ -184,11 +185,11 @@ def run_all(rows: Sequence[Measurement], gpus: Sequence[str], options: argparse.
                 done.append(run)
                 free = sorted([*free, *run.gpus])
                 print(f"[{time.monotonic() - began:.0f} s] {run.row.name}: {run.outcome}", flush=True)
-                keep(done, options.work, options.out)
+                keep(done, measured_on, options.work, options.out)
     return done
 
 
-def keep(done: Sequence[Run], work: Path, out: Path) -> None:
+def keep(done: Sequence[Run], measured_on: dict[str, Any], work: Path, out: Path) -> None:
     """Writes both files anew."""
     rows = {
         run.row.name: {
@@ -199,7 +200,7 @@ def keep(done: Sequence[Run], work: Path, out: Path) -> None:
         }
         for run in done
     }
-    (out / "results.json").write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1))
+    (out / "results.json").write_text(json.dumps({"machine": measured_on, "rows": rows}, indent=1))
     with tarfile.open(out / "logs.tar.gz", "w:gz") as archive:
         for log in sorted(work.rglob("*.log")):
             data = log.read_bytes()[-LOG_BYTES:]
@@ -208,8 +209,8 @@ def keep(done: Sequence[Run], work: Path, out: Path) -> None:
             archive.addfile(entry, io.BytesIO(data))
 
 
-def machine() -> dict[str, str]:
-    """Devices, and versions of what computes."""
+def machine() -> dict[str, Any]:
+    """Devices, versions of what computes, and of this code where that is known."""
     names = list[str]()
     with contextlib.suppress(OSError):
         found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
@@ -219,7 +220,22 @@ def machine() -> dict[str, str]:
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-    return {"devices": devices, "python": platform.python_version(), **versions}
+    return {"devices": devices, "python": platform.python_version(), **versions, **code_version(Path(__file__).parent)}
+
+
+def code_version(directory: Path) -> dict[str, Any]:
+    """The `commit` that is checked out there, and whether it is `dirty`: tracked files differ from it. Empty without a
+    repository, or without git."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(directory), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        commit = git("rev-parse", "--short", "HEAD")
+        return {"commit": commit, "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+    except (OSError, subprocess.CalledProcessError):
+        return {}
 
 
 def share_cores(cores: Sequence[int], gpus: Sequence[str]) -> dict[str, list[int]]:

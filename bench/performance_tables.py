@@ -51,7 +51,8 @@ IMAGES, PER_GPU = "images/s", "images/GPU/s"
 LOOP = ("services", "images_per_gpu_s")
 GOALS = (
     Goal("1", "rollout, no CFG, bf16", "rollout", _service("images_per_s"), 2.8, IMAGES, "kernels' bound 3.3–3.45"),
-    Goal("1b", "the same, fp8 linears", "rollout-fp8", _service("images_per_s"), 4.0, IMAGES, ""),
+    Goal("1 (vLLM-Omni)", "rollout, no CFG, bf16", "rollout-omni", _service("images_per_s"), 2.8, IMAGES, ""),
+    Goal("1b", "rollout, no CFG, fp8 linears", "rollout-fp8", _service("images_per_s"), 4.0, IMAGES, ""),
     Goal("2", "rollout, CFG 4", "rollout-cfg", _service("images_per_s"), 1.4, IMAGES, "published 1.19 (H800)"),
     Goal(
         "3", "LoRA r64 update, 1 GPU", "train-lora-1", _first("images_per_s_and_rank"), 5.0, PER_GPU, "82–93 ms a row"
@@ -85,25 +86,36 @@ def parts(rows: Rows) -> dict[str, str]:
 
 
 def machine(rows: Rows) -> str:
-    """Each machine once."""
-    found = {tuple(sorted(row["machine"].items())): row["machine"] for row in rows.values() if "machine" in row}
-    lines = [
-        ", ".join(f"{name} {value}" if name != "devices" else value for name, value in it.items())
-        for it in found.values()
-    ]
-    return "\n".join(f"- {line}" for line in lines) or "Nothing is measured yet."
+    """Each machine once; where a commit is known, once for each, with the rows that are measured at it."""
+    found: dict[str, list[str]] = {}
+    for name, row in rows.items():
+        if "machine" in row:
+            found.setdefault(_machine(row["machine"]), []).append(name)
+    lines = [f"- {it}: {', '.join(names)}" if ", commit " in it else f"- {it}" for it, names in found.items()]
+    return "\n".join(lines) or "Nothing is measured yet."
+
+
+def _machine(it: Mapping[str, Any]) -> str:
+    said = [value if name == "devices" else f"{name} {value}" for name, value in it.items() if name != "dirty"]
+    return ", ".join(said) + (" with uncommitted changes" if it.get("dirty") else "")
 
 
 def summary(rows: Rows) -> str:
     """Every goal beside its bar."""
     lines = []
     for goal in GOALS:
-        value = goal.figure(rows[goal.row]["figures"]) if goal.row in rows else None
+        figures = rows[goal.row]["figures"] if goal.row in rows else []
+        value = goal.figure(figures) if figures else None
         bar = f"{'≤' if goal.is_most else '≥'} {goal.bar:g} {goal.unit}".strip()
         met = NONE if value is None else "yes" if (value <= goal.bar) == goal.is_most or value == goal.bar else "no"
         measured = "not measured" if value is None else f"{value:.2f} {goal.unit}".strip()
-        lines.append([goal.number, goal.what, measured, bar, met, goal.compared or NONE])
-    return table(["#", "what", "measured", "bar", "met", "for comparison"], lines)
+        lines.append([goal.number, goal.what, _engine(figures), measured, bar, met, goal.compared or NONE])
+    return table(["#", "what", "engine", "measured", "bar", "met", "for comparison"], lines)
+
+
+def _engine(figures: Sequence[Mapping[str, Any]]) -> str:
+    """Of the rollouts, as the bench said; none where nothing is sampled."""
+    return next((engine for it in figures if (engine := (it.get("settings") or it).get("engine"))), NONE)
 
 
 def rollouts(rows: Rows) -> str:
@@ -281,8 +293,16 @@ def gaps(rows: Rows) -> str:
     if not figures:
         return "Not measured."
     names = ("mean", "p99", "max", "beyond_clip", "exact")
-    lines = [[it["rollout"], it["trainer"], *(_number(it.get(name), ".2e") for name in names)] for it in figures]
-    return table(["rollout", "trainer", *names], lines)
+    lines = [
+        [engine_of(it["rollout"]), it["rollout"], it["trainer"], *(_number(it.get(name), ".2e") for name in names)]
+        for it in figures
+    ]
+    return table(["engine", "rollout", "trainer", *names], lines)
+
+
+def engine_of(variant: str) -> str:
+    """Of a variant of bench.gap."""
+    return "vllm-omni" if variant.startswith("vllm-omni") else "diffusers"
 
 
 def memory(rows: Rows) -> str:

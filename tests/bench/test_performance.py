@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from bench import h200
-from bench.h200 import Measurement, run_all, select, share_cores
+from bench.gap import VARIANTS
+from bench.h200 import Measurement, code_version, run_all, select, share_cores
 from bench.loop_figures import loop_figures, policy_version, rollout_busy_s
 from bench.performance import PAGE, RESULTS, figures_in, read_all, take
-from bench.performance_tables import GOALS, parts, summary
+from bench.performance_tables import GOALS, engine_of, machine, parts, summary
 from bench.proof import seeds_after
 from flowfleet.docs_tables import outdated, rewrite
 
@@ -93,27 +94,77 @@ def test_a_failed_row_replaces_nothing(tmp_path: Path) -> None:
 
 
 def test_the_summary_says_what_is_met(tmp_path: Path) -> None:
-    def service(images: float) -> list[str]:
+    def service(images: float, engine: str = "diffusers") -> list[str]:
         return [
             json.dumps({"bench": "rollout", "row": "bare", "images_per_s": 9.0}),
-            json.dumps({"bench": "rollout", "row": "service", "images_per_s": images}),
+            json.dumps({"bench": "rollout", "row": "service", "images_per_s": images, "engine": engine}),
         ]
 
     publish = ["| model | verified s |", "|---|---|", "| Qwen-Image, full | 0.9 |", "| Qwen-Image, LoRA r64 | 0.4 |"]
-    take(measured(rollout=service(2.9), rollout_cfg=service(1.3), publish=publish), tmp_path)
+    loop = {"bench": "loop", "settings": {"engine": "vllm-omni"}, "services": {"images_per_gpu_s": 1.4}}
+    rollouts = {"rollout": service(2.9), "rollout_cfg": service(1.3), "rollout_omni": service(2.7, "vllm-omni")}
+    take(measured(**rollouts, loop_lora=[json.dumps(loop)], publish=publish), tmp_path)
     lines = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in summary(read_all(tmp_path)).splitlines()[2:]
     ]
-    met = {(line[0], line[1]): (line[2], line[4]) for line in lines}
-    assert met["1", "rollout, no CFG, bf16"] == ("2.90 images/s", "yes")
-    assert met["2", "rollout, CFG 4"] == ("1.30 images/s", "no")
-    assert met["7", "publish 41 GB, verified"] == ("0.90 s", "no")
-    assert met["8", "publish LoRA r64, verified"] == ("0.40 s", "yes")
-    assert met["9", "services / one process"] == ("not measured", "–")
+    met = {(line[0], line[1]): (line[2], line[3], line[5]) for line in lines}
+    assert met["1", "rollout, no CFG, bf16"] == ("diffusers", "2.90 images/s", "yes")
+    assert met["1 (vLLM-Omni)", "rollout, no CFG, bf16"] == ("vllm-omni", "2.70 images/s", "no")
+    assert met["2", "rollout, CFG 4"] == ("diffusers", "1.30 images/s", "no")
+    assert met["4", "loop, LoRA, no CFG, 1 + 1 GPUs"] == ("vllm-omni", "1.40 images/GPU/s", "yes")
+    assert met["7", "publish 41 GB, verified"] == ("–", "0.90 s", "no")
+    assert met["8", "publish LoRA r64, verified"] == ("–", "0.40 s", "yes")
+    assert met["9", "services / one process"] == ("–", "not measured", "–")
 
 
 def test_the_page_is_made_of_the_results() -> None:
     assert outdated(ROOT / PAGE, parts(read_all(ROOT / RESULTS))) == []
+
+
+def test_a_variant_of_the_gap_has_its_engine() -> None:
+    assert {name: engine_of(name) for name in VARIANTS} == {name: engine for name, (engine, _) in VARIANTS.items()}
+
+
+def test_rows_say_which_code_they_measured(tmp_path: Path) -> None:
+    at = {"devices": "4 × GPU", "torch": "2.11.0"}
+    dirty = {**at, "commit": "abc1234", "dirty": True}
+    rows: dict[str, Any] = {
+        "gap": {"machine": at},
+        "publish": {"machine": {**at, "commit": "abc1234", "dirty": False}},
+        "rollout": {"machine": dirty},
+        "rollout-cfg": {"machine": dirty},
+    }
+    assert machine(rows).splitlines() == [
+        "- 4 × GPU, torch 2.11.0",
+        "- 4 × GPU, torch 2.11.0, commit abc1234: publish",
+        "- 4 × GPU, torch 2.11.0, commit abc1234 with uncommitted changes: rollout, rollout-cfg",
+    ]
+
+
+def test_the_version_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert code_version(tmp_path) == {}
+
+    def git(*arguments: str) -> str:
+        settings = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        command = ["git", "-C", str(tmp_path), *settings, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    file = tmp_path / "file"
+    file.write_text("1")
+    git("init")
+    assert code_version(tmp_path) == {}
+    git("add", "file")
+    git("commit", "-m", "first")
+    head = git("rev-parse", "HEAD")
+    (tmp_path / "results.json").write_text("untracked")
+    found = code_version(tmp_path)
+    assert head.startswith(found["commit"])
+    assert found["dirty"] is False
+    file.write_text("2")
+    assert code_version(tmp_path) == {**found, "dirty": True}
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert code_version(tmp_path) == {}
 
 
 def test_every_goal_is_a_row_of_the_driver() -> None:
@@ -153,7 +204,9 @@ def test_rows_run_side_by_side_and_fail_alone(tmp_path: Path, monkeypatch: pytes
     assert outcomes["bad"].startswith("failed with 1")
     assert outcomes["hangs"].startswith("failed: not done")
     assert "large" not in outcomes
-    kept = json.loads((out / "results.json").read_text())["rows"]
+    written = json.loads((out / "results.json").read_text())
+    assert set(written["machine"]) == set(h200.machine())
+    kept = written["rows"]
     assert kept["good"]["printed"] == ['{"bench": 1} 0,1']
     assert (out / "logs.tar.gz").stat().st_size > 0
 
