@@ -3,8 +3,9 @@ against the seeds in docs/learning.md, which the diffusers engine sampled on CPU
 
     python -m bench.proof --recipe tiny_ocr --engine vllm-omni [--seed 1]
 
-On two accelerators the rollout has the first and the trainer the second; weights travel by NCCL where the recipe trains
-them all, and the adapter as a blob where it trains LoRA. The figures are a line of JSON; stderr tells people.
+On two accelerators the rollout has the first and the trainer the second, and what is trained, be it all weights or an
+adapter, travels by NCCL. With one, or none, all weights go by Gloo and an adapter as a blob. The figures are a line of
+JSON; stderr tells people.
 """
 
 from __future__ import annotations
