@@ -20,6 +20,8 @@ from flowfleet.weights import dtype_of
 
 FP8_MIN_SIZE = 1024
 """Rollouts quantise linears of at least so many rows and columns."""
+FP8_MULTIPLE = 16
+"""Both are a multiple of it."""
 MODULATION = re.compile(r"(^|[._])(mod|modulation|norm\d*(_context)?|adaln\w*)([._]|$)", re.IGNORECASE)
 """Linears that they do not quantise."""
 DECODED_PIXELS = 2**22
@@ -153,9 +155,10 @@ def _outside(expert: nn.Module, own: Iterable[nn.Module]) -> int:
 def _quantised(expert: nn.Module) -> Iterable[Tensor]:
     for block in blocks(expert):
         for name, module in block.named_modules():
-            is_linear = isinstance(module, nn.Linear) and not MODULATION.search(name)
-            if is_linear and min(module.weight.shape) >= FP8_MIN_SIZE:
-                yield module.weight
+            if isinstance(module, nn.Linear) and not MODULATION.search(name):
+                sides = module.weight.shape
+                if min(sides) >= FP8_MIN_SIZE and all(side % FP8_MULTIPLE == 0 for side in sides):
+                    yield module.weight
 
 
 def _part_bytes(skeleton: ModelAdapter, component: str) -> int:
