@@ -1,13 +1,16 @@
 """Trains prepared steps on all ranks of torchrun, without a service: `-m tests.services.trainer.ranked FOLDER…`.
 
 Each folder is a job: `spec.json` and `step-0.bin`, `step-1.bin`, … (TrainStepRequests). Rank 0 writes `metrics.json`, a
-list with an entry a step, and `published.safetensors`; checkpoints go to `checkpoints`. Blobs are under `blobs`.
+list with an entry a step, `published.safetensors` and `moments.safetensors`; checkpoints go to `checkpoints`, and from
+the newest one there the job goes on. Blobs are under `blobs`.
 """
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors.torch import save_file
 
 from flowfleet.blobs import FsspecBlobs, SyncBlobs
@@ -21,6 +24,12 @@ from tests.services.trainer.workers import engine_of
 
 def blobs_of(folder: Path) -> SyncBlobs:
     return FsspecBlobs(f"file://{folder}/blobs")
+
+
+def moments_of(worker: Worker) -> dict[str, torch.Tensor]:
+    """Collective. Whole, as they are kept, by the names that a checkpoint has."""
+    spread: dict[str, Any] = engine_of(worker).optimizer.moments()
+    return {name: tensor.full_tensor().clone() for name, tensor in spread.items()}
 
 
 def prepare(folder: Path, spec: JobSpec, requests: list[trainer_pb2.TrainStepRequest]) -> None:
@@ -41,7 +50,9 @@ def train(folder: Path, ranks: Ranks, blobs: SyncBlobs) -> None:
     metrics = [dict(worker.train(request).metrics) for request in requests]
     worker.save(trainer_pb2.SaveCheckpointRequest(job_id=JOB))
     state = {name: tensor.contiguous() for name, tensor in engine_of(worker).full_tensors()}
+    moments = moments_of(worker)
     if ranks.rank == 0:
+        save_file(moments, folder / "moments.safetensors")
         save_file(state, folder / "published.safetensors")
         (folder / "metrics.json").write_text(json.dumps(metrics))
 

@@ -1,6 +1,7 @@
 """Two ranks of torchrun over Gloo against one: the same update, shared failures, full weights by broadcast."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ from flowfleet.proto import trainer_pb2
 from services.trainer.ranks import Ranks
 from services.trainer.worker import Worker
 from tests.services.trainer.processes import Launch, Replica, Trainer
+from tests.services.trainer.ranked import blobs_of, moments_of, prepare
 from tests.services.trainer.steps import JOB, Drawer, make_spec
+from tests.services.trainer.test_matching_ranks import torchrun
 from tests.services.trainer.test_service import refused, velocity
-from tests.services.trainer.workers import make_worker
+from tests.services.trainer.workers import engine_of, make_worker, state_of
+from tests.tiny_models import make_tiny
 
 SMOOTH = {"lr": 1e-2, "eps": 1e-3}
 """With a tiny eps, AdamW's first steps have the size lr whatever the gradient, and rounding would decide their sign."""
@@ -138,3 +142,69 @@ def check(response: trainer_pb2.PublishWeightsResponse, *replicas: Replica) -> N
     for replica in replicas:
         status = replica.status()
         assert (status.policy_version, status.weights_digest) == (response.version, response.weights_digest)
+
+
+STATES = ("device", "host", "8bit")
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], JobSpec]:
+    """Jobs that train all weights of a model with parameters of 85 rows and of one, by state of the optimizer and
+    number of ranks."""
+    model = make_tiny("z_image", tmp_path_factory.mktemp("odd") / "model")
+
+    def make(state: str, world_size: int) -> JobSpec:
+        optimizer = {"state": state, "lr": 1e-3}
+        return make_spec(model, trainer={"mode": "full", "world_size": world_size, "optimizer": optimizer})
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def exchanged(
+    odd: Callable[[str, int], JobSpec], ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Worker]]:
+    """Folders of jobs in `<state>-by-two`, trained and saved by two ranks, and in `<state>-by-one`, by one; those two
+    ranks have resumed. And the workers that were the one."""
+    folder = tmp_path_factory.mktemp("exchanged")
+    alone = {}
+    for state in STATES:
+        by_one, by_two = folder / f"{state}-by-one", folder / f"{state}-by-two"
+        drawer = Drawer(odd(state, 1))
+        prepare(by_two, odd(state, 2), [drawer.draw(blobs_of(by_two), step) for step in range(2)])
+        prepare(by_one, odd(state, 2), [])
+        alone[state] = make_worker(odd(state, 1), ranks, blobs_of(by_one), by_one)
+        alone[state].train(drawer.draw(blobs_of(by_one), 0))
+        alone[state].save(trainer_pb2.SaveCheckpointRequest(job_id=JOB))
+    torchrun(*sorted(folder.iterdir()))
+    return folder, alone
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("state", STATES)
+def test_another_number_of_ranks_resumes_a_checkpoint_bit_for_bit(
+    state: str, odd: Callable[[str, int], JobSpec], exchanged: tuple[Path, dict[str, Worker]], ranks: Ranks
+) -> None:
+    """Two ranks hold 43 and 42 rows of 85, and one and none of one."""
+    folder, alone = exchanged
+    by_one, by_two = folder / f"{state}-by-one", folder / f"{state}-by-two"
+    fewer = make_worker(odd(state, 1), ranks, blobs_of(by_two), by_two)
+    assert fewer.job is not None
+    assert fewer.job.record.applied == 2
+    assert set(engine_of(fewer).optimizer.num_steps().values()) == {2}
+    for worker, other in ((fewer, by_two), (alone[state], by_one)):
+        weights, moments = (load_file(other / f"{name}.safetensors") for name in ("published", "moments"))
+        assert_equal(state_of(worker), weights)
+        assert_equal(moments_of(worker), moments)
+        assert all(tensor.count_nonzero() for name, tensor in moments.items() if not name.startswith("exp_avg_sq_c"))
+        assert any(name.startswith("exp_avg_codes.") for name in moments) is (state == "8bit")
+    assert {85, 1} <= {len(tensor) for tensor in moments.values()}
+    request = Drawer(odd(state, 1)).draw(blobs_of(by_two), 2)
+    assert fewer.train(request).metrics["actor/grad_norm"] > 0
+
+
+def assert_equal(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert mine.keys() == theirs.keys()
+    for name, tensor in mine.items():
+        assert tensor.dtype == theirs[name].dtype, name
+        assert torch.equal(tensor, theirs[name]), name
