@@ -3,7 +3,7 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 # Where to find another build of torch, e.g. one for CPUs alone: make demo TORCH_INDEX=<url of an index of wheels>
 TORCH_INDEX ?=
-OMNI   := 0.30.0
+OMNI   := $(shell sed -n 's/^vllm-omni==//p' requirements/vllm-omni.txt)
 
 VENV := .venv
 BIN  := $(VENV)/bin
@@ -12,17 +12,19 @@ CODE := flowfleet services recipes bench examples tests
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo vllm-omni test test-all lint protos bench clean
+.PHONY: help setup demo vllm-omni vllm-omni-cuda test test-all lint protos bench clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
 
 setup: $(VENV)/.dev $(VENV)/.vllm-omni  ## make .venv with all that development needs
 
 demo: $(VENV)/.local  ## train the tiny model on this machine until it writes its signs right
 	$(BIN)/flowfleet demo $(DEMO_FLAGS)
 
-vllm-omni: $(VENV)/.local $(VENV)/.vllm-omni  ## add the vLLM-Omni engine, for CPUs
+vllm-omni: $(VENV)/.vllm-omni  ## add the vLLM-Omni engine, for CPUs
+
+vllm-omni-cuda: $(VENV)/.vllm-omni-cuda  ## add the vLLM-Omni engine, for NVIDIA GPUs; untried, see requirements/
 
 test: $(VENV)/.dev $(VENV)/.vllm-omni  ## run the tests, without the long ones
 	$(BIN)/python -m pytest -m "not long" $(PYTEST_FLAGS)
@@ -66,11 +68,17 @@ $(VENV)/.dev: $(VENV)/.torch
 	@$(PIP) install -e '.[dev]' '$(TORCH)'
 	@touch $(VENV)/.local $@
 
+# After .local, which .dev touches too: either may replace what is installed here.
 # vLLM is built without kernels: its wheel is for CUDA. Without build isolation, which would download a CUDA torch.
-$(VENV)/.vllm-omni: requirements/vllm-omni-cpu.txt | $(VENV)/.torch
+$(VENV)/.vllm-omni: requirements/vllm-omni.txt requirements/vllm-omni-cpu.txt Makefile $(VENV)/.local
 	@echo "Installing vLLM-Omni $(OMNI) for CPUs"
 	@$(PIP) install --no-deps -r requirements/vllm-omni-cpu.txt
 	@VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(OMNI) \
 		$(PIP) install --no-deps --no-build-isolation --no-binary vllm vllm==$(OMNI)
-	@$(PIP) install --no-deps vllm-omni==$(OMNI)
 	@touch $@
+
+# Serves CPUs as well, so nothing puts the other vLLM in its place. Forced, for that one has the same version.
+$(VENV)/.vllm-omni-cuda: requirements/vllm-omni.txt requirements/vllm-omni-cuda.txt Makefile $(VENV)/.local
+	@echo "Installing vLLM-Omni $(OMNI) for NVIDIA GPUs"
+	@$(PIP) install --no-deps --force-reinstall -r requirements/vllm-omni-cuda.txt
+	@touch $(VENV)/.vllm-omni $@

@@ -24,7 +24,8 @@ def require_installed() -> None:
     if missing:
         raise ValueError(
             f"--engine vllm-omni: {' and '.join(missing)} not installed here: `make vllm-omni` installs both for CPUs, "
-            "on GPUs `pip install vllm==0.30.0 vllm-omni==0.30.0`; or give --engine diffusers"
+            "`make vllm-omni-cuda` (`pip install --no-deps -r requirements/vllm-omni-cuda.txt`) for NVIDIA GPUs; or "
+            "give --engine diffusers"
         )
 
 
