@@ -1,7 +1,6 @@
 """Stable Diffusion 3.5 and Wan through the vLLM-Omni engine, against the diffusers engine on the same tiny models."""
 
 import asyncio
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -20,8 +19,6 @@ from services.rollout.engines.vllm_omni import VllmOmniEngine
 from tests.services.rollout.test_engine import Recorder, Sender
 from tests.services.rollout.test_families import final_of, path_of, request_for, run
 from tests.tiny_models import make_tiny
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm_omni") is None, reason="`make vllm-omni` installs it")
 
 KINDS = ("stable_diffusion_3", "wan_two_experts", "wan_5b")
 TOLERANCE = 1e-4
