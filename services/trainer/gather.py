@@ -23,7 +23,11 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class Gather:
-    """Of one version of the weights; every rank goes through all `buckets` in order, each once."""
+    """Of one version of the weights; every rank goes through all `buckets` in order, each once.
+
+    The all-gathers' memory is allocated here, before the first. A rank that fails inside `fill` must end: the others
+    are in that bucket's collective.
+    """
 
     def __init__(
         self,
@@ -37,20 +41,31 @@ class Gather:
         self._tensors = tensors
         self._device = device
         self._filled = 0
+        spread = {name: tensor for name, tensor in tensors.items() if _is_spread(tensor)}
+        self._mesh = next(iter(spread.values())).device_mesh if spread else None  # type: ignore[attr-defined]
+        self._size = self._mesh.size() if self._mesh is not None else 0
+        self._slots = [
+            Bucket(parameters=[_slot(spec, self._size) for spec in bucket.parameters if spec.name in spread])
+            for bucket in self.buckets
+        ]
+        largest = max(map(weights.bucket_bytes, self._slots), default=0)
+        self._own = torch.empty(largest, dtype=torch.uint8, device=device)
+        self._gathered = torch.empty(self._size * largest, dtype=torch.uint8, device=device)
 
     @torch.no_grad()
     def fill(self, bucket: Bucket, flat: Tensor | None) -> None:
         """Collective. Writes the next bucket's parameters into its (bucket_bytes,) uint8 buffer; None on ranks that
         only take part."""
         assert bucket is self.buckets[self._filled], "buckets come in order"
-        self._filled += 1
-        spread = {spec.name for spec in bucket.parameters if _is_spread(self._tensors[spec.name])}
+        slots = self._slots[self._filled]
+        spread = {spec.name for spec in slots.parameters}
         if flat is not None:
             places = dict(_by_name(bucket, flat))
             whole = [name for name in places if name not in spread]
             _copy([places[name] for name in whole], [local(self._tensors[name]) for name in whole])
         if spread:
-            self._all_gather([spec for spec in bucket.parameters if spec.name in spread], bucket, flat)
+            self._all_gather(slots, bucket, flat)
+        self._filled += 1
 
     def rest(self) -> None:
         """Collective. Takes part in what is left, for ranks that want no weights or could not send them."""
@@ -64,21 +79,20 @@ class Gather:
             self.fill(bucket, flat)
             yield from _by_name(bucket, flat)
 
-    def _all_gather(self, specs: list[ParameterSpec], bucket: Bucket, flat: Tensor | None) -> None:
-        mesh = self._tensors[specs[0].name].device_mesh  # type: ignore[attr-defined]
-        size = mesh.size()
-        slots = Bucket(parameters=[_slot(spec, size) for spec in specs])
-        own = torch.empty(weights.bucket_bytes(slots), dtype=torch.uint8, device=self._device)
-        shards = [local(self._tensors[spec.name]) for spec in specs]
+    def _all_gather(self, slots: Bucket, bucket: Bucket, flat: Tensor | None) -> None:
+        assert self._mesh is not None, "the bucket has slots"
+        slot_bytes = weights.bucket_bytes(slots)
+        own = self._own[:slot_bytes]
+        gathered = self._gathered[: self._size * slot_bytes].view(self._size, slot_bytes)
+        shards = [local(self._tensors[spec.name]) for spec in slots.parameters]
         targets = [view[: len(shard)] for (_, view), shard in zip(weights.views(slots, own), shards, strict=True)]
         _copy(targets, shards)
-        gathered = torch.empty(size, own.numel(), dtype=torch.uint8, device=self._device)
-        _all_gather(gathered.view(-1), own, group=mesh.get_group())
+        _all_gather(gathered.view(-1), own, group=self._mesh.get_group())
         if flat is None:
             return
         places = dict(_by_name(bucket, flat))
         targets, parts = [], []
-        for rank in range(size):
+        for rank in range(self._size):
             for spec, view in weights.views(slots, gathered[rank]):
                 rows = places[spec.name][rank * len(view) : (rank + 1) * len(view)]
                 targets.append(rows)

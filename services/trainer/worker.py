@@ -20,7 +20,7 @@ from flowfleet.jobs import JobSpec, parse_job
 from flowfleet.proto import trainer_pb2
 from flowfleet.proto.common_pb2 import BlobRef
 from flowfleet.telemetry import Timings
-from flowfleet.transfer import TransferMember
+from flowfleet.transfer import TransferError, TransferMember
 from services.trainer.batches import plan_step
 from services.trainer.checkpoints import Checkpoints
 from services.trainer.commands import Command, Kind
@@ -158,7 +158,8 @@ class Worker:
         return published
 
     def send_weights(self, request: trainer_pb2.PublishWeightsRequest) -> Published | None:
-        """Collective. Rank 0 broadcasts all buckets. Raises Unavailable on rank 0 alone when a member is gone."""
+        """Collective. Rank 0 broadcasts all buckets. Raises Unavailable on rank 0 alone when the broadcast fails, the
+        ranks in step; any other exception, as of a gather, leaves them out of step."""
         job = self._configured(request.job_id)
         gather = job.engine.gather()
         if self.ranks.rank != 0:
@@ -167,10 +168,9 @@ class Worker:
         assert self.member is not None, "the publisher joins before it sends"
         try:
             sent = weights.send(self.member, gather.buckets, gather.fill, self.ranks.device)
-        except RuntimeError as error:
-            raise Unavailable(f"the broadcast broke off: {error}") from error
-        finally:
+        except TransferError as error:
             gather.rest()  # with the other ranks, to the end
+            raise Unavailable(f"the broadcast broke off: {error}") from error
         return Published(int(request.version), sent.hashes, sent.bytes)
 
     def _configured(self, job_id: str) -> Job:
