@@ -23,6 +23,7 @@ _NCCL_LIVES_ON = {
 """Read by ProcessGroupNCCL when it is made. The group of a trainer's own ranks keeps torch's defaults."""
 
 _PEAK_FLOPS = {
+    "H100 NVL": 835e12,
     "H100 PCIe": 756e12,
     "H100": 989e12,
     "H200": 989e12,
