@@ -4,8 +4,8 @@ They are those of the policy that samples (`Engine.full_tensors`): the trained o
 one.
 
 Full weights go through `broadcast.py`, and so does an adapter where every replica has an accelerator of the trainer's
-kind to itself. Else an adapter is a blob that each replica pulls, so that replicas are independent. A replica that
-already serves exactly these weights (job, version, digest) is left alone.
+kind to itself. Else, or where the broadcast reached none of them, an adapter is a blob that each replica pulls, so that
+replicas are independent. A replica that already serves exactly these weights (job, version, digest) is left alone.
 """
 
 from __future__ import annotations
@@ -54,6 +54,10 @@ class Publisher:
                     published = await self._runner.call(Command(Kind.GATHER_ADAPTER, request))
                 else:  # No other command in between: the weights must stay the version's
                     published = await self._broadcaster.publish(job, request, clients, failed)
+                    if job.engine.is_lora and found and all(client.replica_id in failed for client in found):
+                        log.warning("no replica got the adapter by broadcast: tries a blob", extra={"job": job.job_id})
+                        by_blob, found = True, await _answering(found, failed)
+                        published = await self._runner.call(Command(Kind.GATHER_ADAPTER, request))
             if by_blob:
                 failed |= await self._give_adapter(job, found, published)
         finally:
@@ -80,6 +84,15 @@ class Publisher:
             await client.finish(job.job_id, published)
 
         return messages(await failures(clients, give))
+
+
+async def _answering(clients: list[ReplicaClient], failed: dict[str, str]) -> list[ReplicaClient]:
+    """Those that still tell their status, whose failures are struck off `failed`."""
+    silent = await failures(clients, lambda client: client.status())
+    answering = [client for client in clients if client.replica_id not in silent]
+    for client in answering:
+        del failed[client.replica_id]
+    return answering
 
 
 def _check_version(job: Job, request: PublishWeightsRequest) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +11,14 @@ import torch
 
 from flowfleet import devices
 from flowfleet.errors import Unavailable
+from flowfleet.proto.common_pb2 import BlobRef
 from flowfleet.proto.rollout_pb2 import RolloutStatus, TransferGroup
-from flowfleet.proto.trainer_pb2 import PublishWeightsRequest
+from flowfleet.proto.trainer_pb2 import PublishWeightsRequest, Replica
 from flowfleet.transfer import GroupBroken, TransferMember
-from services.trainer import broadcast
+from services.trainer import broadcast, publish
 from services.trainer.broadcast import Broadcaster, common_backend
+from services.trainer.commands import Kind
+from services.trainer.publish import Publisher
 from services.trainer.replicas import ReplicaFailure
 from services.trainer.worker import Published
 from tests.services.trainer.steps import make_spec
@@ -74,6 +78,7 @@ class Client:
         self.last_status = RolloutStatus(incarnation=name, job_id="j")
         self.groups: list[TransferGroup] = []
         self.verified: int | None = None
+        self.drain_s, self.paused_at, self.verified_at = 0.0, None, None
         self.fleet: Fleet | None = None
 
     async def init(self, job_id: str, spec: Any, group: TransferGroup | None = None) -> None:
@@ -89,6 +94,8 @@ class Client:
         return self.last_status
 
     async def update(self, request: Any) -> None:
+        if request.HasField("adapter"):
+            return
         if self.failure is not None:
             raise self.failure
         assert self.fleet is not None
@@ -96,6 +103,9 @@ class Client:
         group.arrived.add(self.replica_id)
         while len(group.arrived) < group.size:  # its own abort alone would end that
             await asyncio.sleep(0.01)
+
+    async def close(self) -> None:
+        pass
 
     async def finish(self, job_id: str, published: Published) -> None:
         self.verified = published.version
@@ -112,8 +122,9 @@ class Fleet:
         self.group = Group()
         for client in clients:
             client.fleet = self
-        worker: Any = SimpleNamespace(member=None, ranks=SimpleNamespace(device=torch.device("cpu")))
-        runner: Any = SimpleNamespace(call=self.send)
+        worker: Any = SimpleNamespace(member=None, job=None, ranks=SimpleNamespace(device=torch.device("cpu")))
+        runner: Any = SimpleNamespace(call=self.send, turn=nullcontext)
+        self.worker, self.runner = worker, runner
         self.broadcaster = Broadcaster(worker, runner, "127.0.0.1")
         monkeypatch.setattr(TransferMember, "join", self.join)
         monkeypatch.setattr(broadcast, "_SETTLE_S", 0.2)
@@ -131,6 +142,8 @@ class Fleet:
         return self.group
 
     async def send(self, command: Any) -> Published:
+        if command.kind is Kind.GATHER_ADAPTER:
+            return Published(3, {"w": 1}, 4, BlobRef(uri="adapter"))
         group = self.group
         while len(group.arrived) < group.size:
             if group.aborted.is_set():
@@ -174,3 +187,21 @@ def test_victims_alone_get_no_endless_attempts(tiny_qwen_image: Any, monkeypatch
     assert sent is None
     assert failed.keys() == {"a", "b"}
     assert [len(victim.groups) for victim in victims] == [broadcast.MAX_ATTEMPTS] * 2
+
+
+def test_an_adapter_that_no_broadcast_delivers_goes_as_a_blob(
+    tiny_qwen_image: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where NCCL cannot connect."""
+    clients = [Client(name, ReplicaFailure("DATA_LOSS: broke off", is_victim=True)) for name in "ab"]
+    fleet = Fleet(monkeypatch, *clients)
+    by_name = {client.replica_id: client for client in clients}
+    monkeypatch.setattr(publish, "ReplicaClient", lambda replica, deadline: by_name[replica.replica_id])
+    monkeypatch.setattr(Broadcaster, "backend", lambda self, clients: "nccl")
+    engine = SimpleNamespace(trained={"w": torch.zeros(1)}, dtype=torch.float32, is_lora=True)
+    record = SimpleNamespace(applied=3)
+    fleet.worker.job = SimpleNamespace(job_id="j", spec=make_spec(tiny_qwen_image), engine=engine, record=record)
+    request = PublishWeightsRequest(job_id="j", version=3, replicas=[Replica(replica_id=name) for name in "ab"])
+    response = asyncio.run(Publisher(fleet.worker, fleet.runner, "127.0.0.1").publish(request, 60))
+    assert [result.ok for result in response.results] == [True, True]
+    assert [len(client.groups) for client in clients] == [broadcast.MAX_ATTEMPTS] * 2  # they were tried first
