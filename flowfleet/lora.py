@@ -98,6 +98,12 @@ def named_adapter_parameters(experts: Experts) -> dict[str, nn.Parameter]:
 def load_adapter(experts: Experts, state: Mapping[str, Tensor]) -> list[str]:
     """Copies a published adapter into the installed one and returns the names. Raises ValueError unless they match."""
     parameters = named_adapter_parameters(experts)
+    copy_adapter(parameters, state)
+    return list(parameters)
+
+
+def copy_adapter(parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """Copies a published adapter into tensors by the same names. Raises ValueError unless they match."""
     missing, extra = sorted(parameters.keys() - state.keys()), sorted(state.keys() - parameters.keys())
     if missing or extra:
         raise ValueError(
@@ -107,7 +113,6 @@ def load_adapter(experts: Experts, state: Mapping[str, Tensor]) -> list[str]:
     into = copy_into(parameters)
     for name, value in state.items():
         into(name, value)
-    return list(parameters)
 
 
 def adapter_to_bytes(state: Mapping[str, Tensor]) -> bytes:

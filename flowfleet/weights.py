@@ -148,6 +148,17 @@ def make_buckets(specs: Iterable[ParameterSpec], bucket_bytes: int = BUCKET_BYTE
     return buckets
 
 
+def require_every_weight(live: Mapping[str, Tensor], buckets: Sequence[Bucket]) -> None:
+    """Raises ValueError unless the buckets hold every live weight once."""
+    sent = [spec.name for bucket in buckets for spec in bucket.parameters]
+    if sorted(sent) != sorted(live):
+        missing, extra = sorted(live.keys() - set(sent)), sorted(set(sent) - live.keys())
+        raise ValueError(
+            f"the buckets do not hold every weight once: missing {missing[:3]}, unexpected {extra[:3]}; trainer "
+            "and replica must load the same model and adapter"
+        )
+
+
 def spec_bytes(spec: ParameterSpec) -> int:
     return prod(spec.shape) * dtype_of(spec.dtype).itemsize
 

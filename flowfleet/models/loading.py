@@ -2,6 +2,7 @@
 
 import hashlib
 import inspect
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,7 @@ USUAL_PARTS: Parts = {
     "vae": ("vae",),
 }
 
+_FILE = "diffusion_pytorch_model.safetensors"
 _DTYPE_KEYWORD = "dtype" if Version(diffusers.__version__) >= Version("0.42") else "torch_dtype"
 
 
@@ -135,6 +137,22 @@ def component_config(component_class: Any, path: str | Path, folder: str) -> dic
     except OSError as error:
         raise ValueError(f"model {path} has no configuration of its {folder}: {error}") from error
     return defaults | config
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a component in a checkpoint: one, or those that its index names. They may be missing.
+
+    Raises:
+        ValueError: an index that cannot be read.
+    """
+    index = folder / f"{_FILE}.index.json"
+    if not index.is_file():
+        return [folder / _FILE]
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return [folder / name for name in sorted(names)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} cannot be read as an index of weights: {error!r}") from error
 
 
 def dummy_parameter(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:

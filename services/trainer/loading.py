@@ -7,7 +7,6 @@ read.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -19,11 +18,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from flowfleet.models.loading import dummy_parameter
+from flowfleet.models.loading import dummy_parameter, weight_files
 from services.trainer.ranks import Ranks
 from services.trainer.sharding import local, rows_of_rank
 
-_FILE = "diffusion_pytorch_model.safetensors"
 _WRAPPED = ".base_layer."
 """What PEFT puts into the name of a module that it adapts."""
 
@@ -66,8 +64,9 @@ class CheckpointSource:
         self._files = ExitStack()
         self._places: dict[str, Any] = {}
         """The open file of each tensor."""
+        paths = weight_files(folder)
         try:
-            for path in _files(folder):
+            for path in paths:
                 file = self._files.enter_context(safe_open(str(path), framework="pt"))
                 self._places |= dict.fromkeys(file.keys(), file)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
@@ -125,11 +124,3 @@ def _persistent(expert: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _plain(name: str) -> str:
     """A parameter's name in a model without adapter."""
     return name.replace(_WRAPPED, ".")
-
-
-def _files(folder: Path) -> list[Path]:
-    index = folder / f"{_FILE}.index.json"
-    if not index.is_file():
-        return [folder / _FILE]
-    names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-    return [folder / name for name in sorted(set(names))]

@@ -145,13 +145,7 @@ class DiffusersEngine(RolloutEngine):
 
     def _receive(self, member: weights.Member, buckets: Sequence[Bucket]) -> None:
         live = self._live_weights()
-        sent = [spec.name for bucket in buckets for spec in bucket.parameters]
-        if sorted(sent) != sorted(live):
-            missing, extra = sorted(live.keys() - set(sent)), sorted(set(sent) - live.keys())
-            raise ValueError(
-                f"the buckets do not hold every weight once: missing {missing[:3]}, unexpected {extra[:3]}; trainer "
-                "and replica must load the same model and adapter"
-            )
+        weights.require_every_weight(live, buckets)
         if self._lora is None:
             self._model = None  # The base is no longer what is on disk: the next job loads it anew.
         copy = weights.copy_into(live)

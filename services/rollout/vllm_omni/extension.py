@@ -13,6 +13,7 @@ from torch import Tensor
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 
 from flowfleet import weights
+from flowfleet.lora import copy_adapter
 from flowfleet.models.loading import LoadFormat
 from flowfleet.models.registry import family_of
 from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
@@ -81,22 +82,12 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     def load_adapter(self, state: Mapping[str, Tensor]) -> None:
         """A whole adapter, as published."""
         assert self._adapter is not None, "install comes first"
-        published = self._adapter.published
-        missing, extra = sorted(published.keys() - state.keys()), sorted(state.keys() - published.keys())
-        if missing or extra:
-            raise ValueError(
-                f"the adapter does not fit the model: missing {missing[:3]}, unexpected {extra[:3]}; rank, target "
-                "modules and base model must be those of the trainer"
-            )
-        into = weights.copy_into(published)
-        for name, value in state.items():
-            into(name, value)
+        copy_adapter(self._adapter.published, state)
         self._adapter.bind()
 
     def expect(self, buckets: Sequence[Bucket]) -> None:
         """Raises ValueError unless the buckets hold every weight of an update once."""
-        sent = [spec.name for bucket in buckets for spec in bucket.parameters]
-        parameters.require_same_names(self._received(), sent)
+        weights.require_every_weight(self._received(), buckets)
 
     def receive(self, member: weights.Member, buckets: Sequence[Bucket], beat: Callable[[], None]) -> None:
         """Every bucket into the live weights; `beat` is called for each parameter."""

@@ -6,7 +6,6 @@ one or hashes it works on what the forward uses.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from flowfleet import weights
-from flowfleet.models.loading import dummy_parameter
-
-_INDEX = "diffusion_pytorch_model.safetensors.index.json"
-_SINGLE = "diffusion_pytorch_model.safetensors"
+from flowfleet.models.loading import dummy_parameter, weight_files
 
 
 def live_parameters(experts: Mapping[str, nn.Module], renames: Mapping[str, str]) -> dict[str, Tensor]:
@@ -78,7 +74,7 @@ def fill_from_folder(
     """
     missing = set(live)
     for component in components:
-        for file in _files(Path(path) / component):
+        for file in weight_files(Path(path) / component):
             missing -= _fill_from_file({**buffers, **live}, file, component)
     if missing:
         raise ValueError(f"model {path} lacks {len(missing)} weights of its transformer, such as {min(missing)}")
@@ -101,28 +97,11 @@ def _fill_from_file(live: Mapping[str, Tensor], file: Path, component: str) -> s
     return filled
 
 
-def _files(folder: Path) -> list[Path]:
-    index = folder / _INDEX
-    if not index.is_file():
-        return [folder / _SINGLE]
-    return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-
-
 @torch.no_grad()
 def fill_dummy(live: Mapping[str, Tensor]) -> None:
     """The weights of `load_format = "dummy"`, by their names."""
     for name, parameter in live.items():
         parameter.copy_(dummy_parameter(name, parameter.shape, parameter.dtype, parameter.device))
-
-
-def require_same_names(live: Mapping[str, Tensor], sent: list[str]) -> None:
-    """Raises ValueError unless every live weight is sent once."""
-    if sorted(sent) != sorted(live):
-        missing, extra = sorted(live.keys() - set(sent)), sorted(set(sent) - live.keys())
-        raise ValueError(
-            f"the buckets do not hold every weight once: missing {missing[:3]}, unexpected {extra[:3]}; trainer "
-            "and replica must load the same model and adapter"
-        )
 
 
 def require_dtype(live: Mapping[str, Tensor], dtype: torch.dtype) -> None:

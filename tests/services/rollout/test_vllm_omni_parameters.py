@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -110,6 +111,15 @@ def test_a_folder_of_another_model_is_refused(
     file.write_bytes(b"torn")
     with pytest.raises(ValueError, match="cannot be read"):
         parameters.fill_from_folder(live, {}, tmp_path, ["transformer"])
+
+
+@pytest.mark.parametrize("index", ["torn", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"table": 1}}'])
+def test_a_broken_index_is_named(tmp_path: Path, index: str) -> None:
+    file = tmp_path / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
+    file.parent.mkdir()
+    file.write_text(index)
+    with pytest.raises(ValueError, match=f"{re.escape(str(file))} cannot be read"):
+        parameters.fill_from_folder(live_of(Transformer()), {}, tmp_path, ["transformer"])
 
 
 def test_a_task_is_passed_as_itself_and_keeps_what_came_of_it() -> None:

@@ -18,9 +18,8 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from flowfleet.models.loading import dummy_parameter
+from flowfleet.models.loading import dummy_parameter, weight_files
 from flowfleet.models.registry import adapter_for
-from services.trainer import loading
 from services.trainer.loading import CheckpointSource, DummySource, fill
 from services.trainer.sharding import allocate, local, shard_expert
 
@@ -53,7 +52,8 @@ def as_rank(rank: int, path: Path) -> dict[str, Any]:
 
     source.rows = rows  # type: ignore[method-assign]
     fill(expert, source, ranks)
-    whole = load_file(path / "transformer" / loading._FILE)
+    (file,) = weight_files(path / "transformer")
+    whole = load_file(file)
     parameters = dict(expert.named_parameters())
     row = {
         "read": sum(read),

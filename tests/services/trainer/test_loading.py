@@ -55,5 +55,8 @@ def test_several_files_are_one_checkpoint(tiny_qwen_image: Path, tmp_path: Path)
     (tmp_path / f"{FILE}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
     source = CheckpointSource(tmp_path)
     source.check(expert)
+    (tmp_path / f"{FILE}.index.json").write_text("torn")
+    with pytest.raises(ValueError, match=r"safetensors\.index\.json cannot be read"):
+        CheckpointSource(tmp_path)
     for name, tensor in state.items():
         assert torch.equal(source.rows(name, tensor.shape, slice(1, 3)), tensor[1:3])
