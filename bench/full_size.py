@@ -21,7 +21,7 @@ import torch
 from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from transformers import Qwen2_5_VLConfig
 
-from recipes.tiny.components import build_scheduler, build_tokenizer
+from recipes.tiny.components import build_scheduler, build_tokenizer, media_token_ids
 
 PROMPTS = "prompts.txt"
 TEXT_TOKENS = 128
@@ -105,19 +105,12 @@ def _prompt(tokenizer: Any, word: str, num_tokens: int) -> str:
 
 
 def _text_config(tokenizer: Any, *, tiny: bool) -> Qwen2_5_VLConfig:
-    ids: dict[str, Any] = {
-        f"{kind}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>")
-        for kind, token in [
-            ("image", "image_pad"),
-            ("video", "video_pad"),
-            ("vision_start", "vision_start"),
-            ("vision_end", "vision_end"),
-        ]
-    }
     special = {"bos_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     text = (TINY_TEXT if tiny else REAL_TEXT) | special | {"pad_token_id": tokenizer.pad_token_id}
     vision = TINY_VISION | {"fullatt_block_indexes": [0]} if tiny else REAL_VISION
-    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
+    config = Qwen2_5_VLConfig(
+        text_config=text, vision_config=vision, tie_word_embeddings=False, **media_token_ids(tokenizer)
+    )
     config.architectures = [CLASSES["text_encoder"][1]]
     return config
 

@@ -102,8 +102,9 @@ def build_text_encoder(tokenizer: Any) -> Any:
     return encoder
 
 
-def _text_encoder_config(tokenizer: Any) -> Qwen2_5_VLConfig:
-    token_ids: dict[str, Any] = {
+def media_token_ids(tokenizer: Any) -> dict[str, int]:
+    """Settings of Qwen2.5-VL that name the tokens standing for pictures and videos."""
+    return {
         f"{kind}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>")
         for kind, token in [
             ("image", "image_pad"),
@@ -112,6 +113,9 @@ def _text_encoder_config(tokenizer: Any) -> Qwen2_5_VLConfig:
             ("vision_end", "vision_end"),
         ]
     }
+
+
+def _text_encoder_config(tokenizer: Any) -> Qwen2_5_VLConfig:
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": EMBEDDING_WIDTH,
@@ -133,7 +137,7 @@ def _text_encoder_config(tokenizer: Any) -> Qwen2_5_VLConfig:
         "out_hidden_size": EMBEDDING_WIDTH,
         "fullatt_block_indexes": [0],
     }
-    return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **token_ids)
+    return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **media_token_ids(tokenizer))
 
 
 def build_vae() -> Any:

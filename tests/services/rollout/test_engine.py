@@ -89,9 +89,8 @@ def test_ode_draws_what_the_diffusers_pipeline_draws(
         assert np.abs(sample.frames[0].astype(float) - image * 255).max() <= 0.51
 
 
-def recomputed(engine: DiffusersEngine, request: GenerationRequest, batch: GeneratedBatch, step: int) -> torch.Tensor:
+def recomputed(adapter: ModelAdapter, request: GenerationRequest, batch: GeneratedBatch, step: int) -> torch.Tensor:
     """(B,) log-probs of one stored step as a trainer computes them: with gradients, from what the blobs hold."""
-    adapter = adapter_of(engine)
     pairs = [path_of(sample).pair(step) for sample in batch.samples]
     first = path_of(batch.samples[0])
     latents = torch.stack([pair[0] for pair in pairs])
@@ -136,7 +135,7 @@ def test_log_probs_equal_the_trainers_bit_for_bit(
     try:
         for step in range(3):
             stored = torch.stack([path_of(sample).log_probs[step] for sample in batch.samples])
-            assert torch.equal(recomputed(engine, request, batch, step), stored)
+            assert torch.equal(recomputed(adapter_of(engine), request, batch, step), stored)
     finally:
         for parameter in trained.values():
             parameter.requires_grad_(False)

@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from flowfleet import lora, weights
-from flowfleet.algorithms.sde import reverse_step
 from flowfleet.errors import DataLoss
 from flowfleet.models.base import ModelAdapter
-from flowfleet.models.embeds import concat_embeds
 from flowfleet.models.registry import adapter_for
 from flowfleet.models.settings import Size
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
@@ -31,6 +29,7 @@ from tests.services.rollout.test_engine import (  # The tests among these run he
     collect,
     path_of,
     published,
+    recomputed,
     run,
     samples_of,
     test_a_group_can_share_its_initial_noise,  # noqa: F401
@@ -165,32 +164,7 @@ def test_log_probs_equal_the_trainers(engine: VllmOmniEngine, model: ModelSpec, 
     adapter = trainer_of(model, spec, state)
     for step in range(3):
         stored = torch.stack([path_of(sample).log_probs[step] for sample in batch.samples])
-        assert gap(recomputed(adapter, request, batch, step), stored) <= (1e-4 if spec else 0)
-
-
-def recomputed(adapter: ModelAdapter, request: GenerationRequest, batch: GeneratedBatch, step: int) -> torch.Tensor:
-    """(B,) log-probs of one stored step, from what the blobs hold."""
-    pairs = [path_of(sample).pair(step) for sample in batch.samples]
-    first = path_of(batch.samples[0])
-    latents = torch.stack([pair[0] for pair in pairs])
-    velocity = adapter.velocity(
-        latents,
-        first.timesteps[step],
-        concat_embeds([batch.embeds[sample.group] for sample in batch.samples]),
-        size=request.sampling.size,
-        guidance=request.sampling.guidance,
-        negative=concat_embeds([batch.negative[sample.group] for sample in batch.samples]),
-    )
-    assert velocity.requires_grad
-    return reverse_step(request.noise.step_type)(
-        latents,
-        velocity,
-        first.sigmas[step],
-        first.sigmas_next[step],
-        eta=request.noise.eta,
-        sigma_max=adapter.schedule(4, request.sampling.size).sigma_max,
-        prev_sample=torch.stack([pair[1] for pair in pairs]),
-    ).log_prob.detach()
+        assert gap(recomputed(adapter, request, batch, step).detach(), stored) <= (1e-4 if spec else 0)
 
 
 def test_adapters_draw_what_they_draw_on_diffusers(
