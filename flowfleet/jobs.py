@@ -73,6 +73,8 @@ class WindowPart(Part):
 
 
 class RolloutPart(Part):
+    pool: str = Field(default="default", pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")
+    """Rollout pool that samples for the job. A pool serves one job at a time; others of the same pool wait."""
     prompts_per_step: int = Field(default=32, ge=1, le=65_536)
     group_size: int = Field(default=16, ge=1, le=4096)
     """Samples of one prompt, scored against each other."""

@@ -57,7 +57,8 @@ async def cancel(job_id: JobId, use: Use) -> JobRecord:
 
 @router.post("/{job_id}/pause", status_code=202)
 async def pause(job_id: JobId, use: Use) -> JobRecord:
-    """What runs now ends, nothing else starts. Other jobs wait behind a paused one: cancel it to let them run."""
+    """What runs now ends, nothing else starts. Other jobs of its pool wait behind a paused one: cancel it to let them
+    run."""
     return await _request(job_id, use, "pause")
 
 

@@ -27,6 +27,7 @@ class ReplicaView(Record):
 
     replica_id: str
     address: str
+    pool: str
     incarnation: str
     """New at every start of the process."""
     health: Health

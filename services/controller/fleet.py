@@ -12,11 +12,11 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 from redis.asyncio import Redis
@@ -58,6 +58,7 @@ class Replica:
 
     replica_id: str
     address: str
+    pool: str = "default"
     incarnation: str = ""
     health: Health = Health.UNKNOWN
     job_id: str = ""
@@ -79,19 +80,27 @@ class Replica:
         return self.health in (Health.IDLE, Health.SERVING, Health.UPDATING)
 
 
+class Announced(NamedTuple):
+    """Where a replica says that it is."""
+
+    address: str
+    """host:port."""
+    pool: str
+
+
 class Fleet:
     """Pure registry: announcements and statuses in, choices out."""
 
     def __init__(self) -> None:
         self._replicas: dict[str, Replica] = {}
 
-    def announce(self, announced: dict[str, str]) -> None:
-        """Sets the membership: replica id → address. Who left is forgotten."""
+    def announce(self, announced: Mapping[str, Announced]) -> None:
+        """Sets the membership, by replica id. Who left is forgotten."""
         self._replicas = {
             replica_id: known
-            if (known := self._replicas.get(replica_id)) is not None and known.address == address
-            else Replica(replica_id, address)
-            for replica_id, address in announced.items()
+            if (known := self._replicas.get(replica_id)) is not None and (known.address, known.pool) == where
+            else Replica(replica_id, *where)
+            for replica_id, where in announced.items()
         }
 
     def answered(self, replica_id: str, status: rollout_pb2.RolloutStatus) -> None:
@@ -132,17 +141,19 @@ class Fleet:
         able = [r for r in self._replicas.values() if r.serves(job_id, low, high) and r.outstanding < limit]
         return min(able, key=lambda r: (r.outstanding, -(r.version or 0), r.replica_id), default=None)
 
-    def behind(self, job_id: str, version: int) -> list[Replica]:
-        """Live replicas that settled on something else than this version of this job."""
+    def behind(self, pool: str, job_id: str, version: int) -> list[Replica]:
+        """Live replicas of a pool that settled on something else than this version of this job."""
         settled = (Health.IDLE, Health.SERVING)
-        return [r for r in self.live() if r.health in settled and not r.serves(job_id, version, version)]
+        return [r for r in self.live(pool) if r.health in settled and not r.serves(job_id, version, version)]
 
     def num_devices(self, job_id: str) -> int:
         """Accelerators that live replicas of a job run on; on CPUs, processes."""
-        return len({r.device_id or r.replica_id for r in self.live() if r.job_id == job_id})
+        return len({r.device_id or r.replica_id for r in self._replicas.values() if r.live and r.job_id == job_id})
 
-    def live(self) -> list[Replica]:
-        return sorted((r for r in self._replicas.values() if r.live), key=lambda r: r.replica_id)
+    def live(self, pool: str) -> list[Replica]:
+        """Of a pool, by name."""
+        of_pool = (r for r in self._replicas.values() if r.live and r.pool == pool)
+        return sorted(of_pool, key=lambda r: r.replica_id)
 
     def all(self) -> list[Replica]:
         return sorted(self._replicas.values(), key=lambda r: r.replica_id)
@@ -217,11 +228,11 @@ class FleetWatch:
             except RedisError as error:
                 log.warning("no list of replicas: %s", error)
 
-    async def _announced(self) -> dict[str, str]:
+    async def _announced(self) -> dict[str, Announced]:
         names = [key async for key in self._redis.scan_iter(match=keys.replica_pattern(), count=1000)]
         values: Any = await self._redis.mget(names) if names else []
         records = [json.loads(value) for value in values if value]
-        return {record["replica_id"]: record["address"] for record in records}
+        return {record["replica_id"]: Announced(record["address"], record["pool"]) for record in records}
 
     async def _ask(self, replica: Replica) -> None:
         request = rollout_pb2.GetRolloutStatusRequest()

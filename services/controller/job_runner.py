@@ -227,7 +227,8 @@ class JobRunner:
             state = self.machine.state
             if state.trainer_applied is not None:
                 await self._look_at_trainer()
-            if state.published >= 0 and self.job.fleet.fleet.behind(self.job.job_id, state.published):
+            pool = self.machine.spec.rollout.pool
+            if state.published >= 0 and self.job.fleet.fleet.behind(pool, self.job.job_id, state.published):
                 await self.emit(ev.ReplicaBehind())
             if time.monotonic() - self._renewed > RENEW_EVERY_S:
                 await self.job.renew(BLOB_TTL_S)

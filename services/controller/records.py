@@ -112,6 +112,11 @@ class JobRecord(Record):
     results: dict[str, Any] = {}
     """Name → path or figure, written when the job ends."""
 
+    @property
+    def pool(self) -> str:
+        """Rollout pool that samples for it."""
+        return str(self.spec["rollout"].get("pool", "default"))
+
     def job_spec(self) -> JobSpec:
         return JobSpec.model_validate(self.spec)
 

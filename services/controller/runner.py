@@ -1,5 +1,5 @@
-"""Takes up queued jobs one after the other and keeps the running one going, across faults and restarts of the
-controller."""
+"""Takes up queued jobs, those of one rollout pool one after the other, and keeps the running ones going, across faults
+and restarts of the controller."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MAX_CRASHES = 20
 
 
 class Runner:
-    """The jobs of this controller: one runs, the others queue."""
+    """The jobs of this controller: one runs in each rollout pool, the others queue."""
 
     def __init__(
         self,
@@ -57,7 +57,10 @@ class Runner:
         self._fleet = FleetWatch(redis)
         self._metrics = JobMetrics(registry)
         self._wake = asyncio.Event()
-        self._running_id = ""
+        self._jobs: dict[str, str] = {}
+        """Rollout pool → the job that it ran last, or runs."""
+        self._running: dict[str, JobRunner] = {}
+        """By job, while its driver runs."""
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -83,41 +86,47 @@ class Runner:
         return self._fleet.fleet.all()
 
     async def _run(self) -> None:
-        """One job at a time, oldest first; wishes of those that wait are heard meanwhile."""
+        """One job at a time in each pool, oldest first; wishes of those that wait are heard meanwhile."""
         async with asyncio.TaskGroup() as group:
-            running: asyncio.Task[None] | None = None
+            tasks: dict[str, asyncio.Task[None]] = {}
             while True:
                 self._wake.clear()
-                waiting = await self._next_jobs()
-                if waiting and (running is None or running.done()):
-                    running = group.create_task(self._run_job(waiting[0]), name=f"job {waiting[0]}")
-                    running.add_done_callback(lambda _: self._wake.set())
+                for pool, job_id in (await self._next_jobs()).items():
+                    if pool not in tasks or tasks[pool].done():
+                        self._take_up(pool, job_id)
+                        tasks[pool] = group.create_task(self._run_job(job_id), name=f"job {job_id}")
+                        tasks[pool].add_done_callback(lambda _: self._wake.set())
                 await _wait(self._wake, POLL_S)
 
-    async def _next_jobs(self) -> list[str]:
+    def _take_up(self, pool: str, job_id: str) -> None:
+        """Metrics of an ended job stay until the next one of its pool begins: Prometheus reads the last."""
+        if (before := self._jobs.get(pool)) is not None:
+            self._metrics.forget(before)
+        self._jobs[pool] = job_id
+
+    async def _next_jobs(self) -> dict[str, str]:
+        """Rollout pool → its oldest job that has not ended."""
         try:
-            return await self._without_cancelled(await self._store.active())
+            return await self._first_of_pools(await self._store.active())
         except RedisError as error:
             log.warning("no list of jobs: %s", error)
-            return []
+            return {}
 
-    async def _without_cancelled(self, active: list[str]) -> list[str]:
+    async def _first_of_pools(self, active: list[str]) -> dict[str, str]:
         """Ends the queued jobs that nobody wants any more."""
-        left = []
+        first: dict[str, str] = {}
         for job_id in active:
             record = await self._store.get(job_id)
             unwanted = record.status is JobStatus.QUEUED and record.desired is Desired.CANCELLED
-            if unwanted and job_id != self._running_id:
+            if unwanted and job_id not in self._jobs.values():
                 await self._store.set_status(job_id, JobStatus.CANCELLED, "cancelled before it started")
             else:
-                left.append(job_id)
-        return left
+                first.setdefault(record.pool, job_id)
+        return first
 
     async def _run_job(self, job_id: str) -> None:
         """One job to its end. An error of ours is logged and the job continued from its ledger, a limited number of
         times."""
-        self._metrics.forget(self._running_id)  # an ended job's stay until the next begins: Prometheus reads the last
-        self._running_id = job_id
         crash = 0
         while crash < MAX_CRASHES:
             try:
@@ -143,10 +152,12 @@ class Runner:
         machine = await ledger.restore(spec)
         runner = JobRunner(ledger, machine, lambda *parts: self._context(record, *parts))
         runner.job.reports = Reports(runner.job, self._metrics)
+        self._running[record.id] = runner
         try:
             status = await runner.run()
             log.info("job ended as %s", status, extra={"job": record.id})
         finally:
+            del self._running[record.id]
             await runner.job.close()
 
     def _context(self, record: JobRecord, machine: Machine, emit: Any, changed: asyncio.Condition) -> JobContext:

@@ -130,14 +130,14 @@ class TrainingStep:
 
     async def publish(self, version: int) -> None:
         """Give every live replica the new weights; each verifies them before it serves them."""
-        job = self.job
-        live = job.fleet.fleet.live()
+        job, spec = self.job, self.job.spec
+        live = job.fleet.fleet.live(spec.rollout.pool)
         if not live:
-            raise NotYet("no live rollout replica to publish to")
+            raise NotYet(f"pool {spec.rollout.pool!r} has no live rollout replica to publish to")
         started = time.monotonic()
         request = trainer_pb2.PublishWeightsRequest(job_id=job.job_id, version=version)
         request.replicas.extend(trainer_pb2.Replica(replica_id=r.replica_id, address=r.address) for r in live)
-        response = await job.trainer().PublishWeights(request, timeout=job.spec.timeouts.publish_s)
+        response = await job.trainer().PublishWeights(request, timeout=spec.timeouts.publish_s)
         await job.fleet.refresh()
         job.reports.published(response, time.monotonic() - started)
         if not any(result.ok for result in response.results):

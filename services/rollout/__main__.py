@@ -16,6 +16,7 @@ def main() -> int:
 def parser() -> argparse.ArgumentParser:
     flags = service_parser("Samples groups of images under a verified policy version, and takes new weights.")
     flags.add_argument("--replica-id", help="name in the fleet; default: its address")
+    flags.add_argument("--pool", default="default", help="pool that it belongs to; jobs name theirs (default)")
     flags.add_argument("--advertise", help="host:port at which the fleet reaches it; default: the address it binds")
     flags.add_argument("--engine", choices=("diffusers", "vllm-omni"), default="diffusers")
     flags.add_argument("--attention-backend", default="TORCH_SDPA", help="of the vllm-omni engine on GPUs")

@@ -61,7 +61,8 @@ async def _serve(
     membership = Membership(client, engine, health, stall_s=options.stall_s)
 
     async def join(address: str) -> None:
-        await membership.join(ReplicaRecord(replica_id, options.advertise or address, incarnation, options.model or ""))
+        reached_at = options.advertise or address
+        await membership.join(ReplicaRecord(replica_id, reached_at, incarnation, options.model or "", options.pool))
 
     async def drain() -> None:
         unfinished, _ = await asyncio.gather(service.drain(options.drain_s), membership.leave())

@@ -30,6 +30,8 @@ class ReplicaRecord:
     """New at every process start."""
     model: str
     """Preloaded model, empty for none."""
+    pool: str
+    """Rollout pool; a job samples on the replicas of one."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)

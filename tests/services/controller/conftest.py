@@ -46,7 +46,7 @@ class IdleRunner:
         self.notified += 1
 
     def fleet_view(self) -> list[Replica]:
-        return [Replica("rollout-0", "127.0.0.1:7000", "i1", Health.SERVING, "job", 3, "d", 4, 5, "cpu")]
+        return [Replica("rollout-0", "127.0.0.1:7000", "default", "i1", Health.SERVING, "job", 3, "d", 4, 5, "cpu")]
 
 
 @dataclass

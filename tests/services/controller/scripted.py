@@ -225,7 +225,7 @@ async def scripted_fleet(
         return f"127.0.0.1:{port}"
 
     address = await serve(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, rollout)
-    await redis.set(keys.replica("r0"), json.dumps({"replica_id": "r0", "address": address}))
+    await redis.set(keys.replica("r0"), json.dumps({"replica_id": "r0", "address": address, "pool": "default"}))
     add_reward = reward_pb2_grpc.add_RewardServiceServicer_to_server
     addresses = {name: await serve(add_reward, reward) for name, reward in rewards.items()}
     launcher = ScriptedLauncher(await serve(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, trainer))

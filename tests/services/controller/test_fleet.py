@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flowfleet.proto import rollout_pb2
-from services.controller.fleet import MISSED_POLLS, Fleet, Health
+from services.controller.fleet import MISSED_POLLS, Announced, Fleet, Health
 
 SERVING = rollout_pb2.ROLLOUT_STATE_SERVING
 
@@ -16,7 +16,7 @@ def status(
 
 def fleet_of(*names: str) -> Fleet:
     fleet = Fleet()
-    fleet.announce({name: f"{name}:1" for name in names})
+    fleet.announce({name: Announced(f"{name}:1", "default") for name in names})
     for name in names:
         fleet.answered(name, status())
     return fleet
@@ -29,7 +29,7 @@ def chosen(fleet: Fleet, low: int = 3, high: int = 3, limit: int = 100, job: str
 
 def test_an_announced_replica_gets_no_prompt_before_it_shows_its_version() -> None:
     fleet = Fleet()
-    fleet.announce({"a": "a:1"})
+    fleet.announce({"a": Announced("a:1", "default")})
     assert chosen(fleet) is None
     fleet.answered("a", status(version=2))
     assert chosen(fleet) is None
@@ -71,7 +71,7 @@ def test_a_silent_replica_is_lost_after_some_polls_and_comes_back_when_it_answer
     assert chosen(fleet) == "a"
     fleet.missed("a")
     assert chosen(fleet) is None
-    assert fleet.live() == []
+    assert fleet.live("default") == []
     fleet.answered("a", status())
     assert chosen(fleet) == "a"
 
@@ -84,7 +84,7 @@ def test_a_broken_call_loses_it_at_once() -> None:
 
 def test_a_new_address_is_a_new_replica_and_who_left_is_forgotten() -> None:
     fleet = fleet_of("a", "b")
-    fleet.announce({"a": "a:2"})
+    fleet.announce({"a": Announced("a:2", "default")})
     assert [replica.replica_id for replica in fleet.all()] == ["a"]
     assert chosen(fleet) is None
 
@@ -94,7 +94,16 @@ def test_behind_is_who_settled_on_something_else() -> None:
     fleet.answered("b", status(version=2))
     fleet.answered("c", status(state=rollout_pb2.ROLLOUT_STATE_UPDATING))
     fleet.answered("d", status(state=rollout_pb2.ROLLOUT_STATE_IDLE))
-    assert [replica.replica_id for replica in fleet.behind("job", 3)] == ["b", "d"]
+    assert [replica.replica_id for replica in fleet.behind("default", "job", 3)] == ["b", "d"]
+
+
+def test_a_pool_has_replicas_of_its_own() -> None:
+    fleet = fleet_of("a", "b")
+    fleet.announce({"a": Announced("a:1", "default"), "b": Announced("b:1", "wide")})
+    fleet.answered("b", status(version=2))
+    assert [replica.replica_id for replica in fleet.live("wide")] == ["b"]
+    assert fleet.behind("default", "job", 3) == []
+    assert [replica.replica_id for replica in fleet.behind("wide", "job", 3)] == ["b"]
 
 
 def test_replicas_that_share_an_accelerator_count_once() -> None:

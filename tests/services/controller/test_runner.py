@@ -9,7 +9,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 
-from flowfleet.jobs import parse_job
+from flowfleet.jobs import RolloutPart, parse_job
 from flowfleet.redis_client import connect
 from services.controller.records import JobRecord, JobStatus
 from services.controller.runner import Runner
@@ -71,6 +71,21 @@ def test_jobs_run_one_after_the_other_and_a_cancelled_one_leaves_the_queue_at_on
         runner.gate.set()
         await reached(store, third, JobStatus.SUCCEEDED)
         assert runner.order == [first, third]
+
+    with_runner(redis_url, tmp_path, use)
+
+
+def test_each_pool_runs_a_job_of_its_own(redis_url: str, tmp_path: Path) -> None:
+    async def use(runner: WaitingRunner, store: JobStore) -> None:
+        first, second = [(await store.create(SPEC))[0].id for _ in range(2)]
+        elsewhere, _ = await store.create(SPEC.model_copy(update={"rollout": RolloutPart(pool="wide")}))
+        await runner.start()
+        await reached(store, first, JobStatus.RUNNING)
+        await reached(store, elsewhere.id, JobStatus.RUNNING)
+        assert (await store.get(second)).status is JobStatus.QUEUED
+        runner.gate.set()
+        await reached(store, second, JobStatus.SUCCEEDED)
+        assert runner.order == [first, elsewhere.id, second]
 
     with_runner(redis_url, tmp_path, use)
 
