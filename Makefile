@@ -27,10 +27,10 @@ vllm-omni: $(VENV)/.vllm-omni  ## add the vLLM-Omni engine, for CPUs
 vllm-omni-cuda: $(VENV)/.vllm-omni-cuda  ## add the vLLM-Omni engine, for NVIDIA GPUs; untried, see requirements/
 
 test: $(VENV)/.dev $(VENV)/.vllm-omni  ## run the tests, without the long ones
-	$(BIN)/python -m pytest -m "not long" $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -m "not long and not cluster" $(PYTEST_FLAGS)
 
 test-all: $(VENV)/.dev $(VENV)/.vllm-omni  ## run all tests: kills, matrices and learning too
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -m "not cluster" $(PYTEST_FLAGS)
 
 lint: $(VENV)/.dev  ## check style, types and who imports whom
 	$(BIN)/ruff check $(CODE)
