@@ -52,7 +52,7 @@ class Cluster:
     def get(self, *arguments: str) -> Any:
         """The object, or the list's items."""
         found = json.loads(self.kubectl("get", *arguments, "--output", "json"))
-        return found["items"] if "items" in found else found
+        return found.get("items", found)
 
     def apply(self, *objects: dict[str, Any]) -> None:
         manifest = {"apiVersion": "v1", "kind": "List", "items": list(objects)}
