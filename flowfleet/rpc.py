@@ -28,6 +28,8 @@ from grpc_health.v1.health import aio as health_aio
 from flowfleet import service
 from flowfleet.errors import Unavailable, grpc_code
 
+LIVENESS: Final = "liveness"
+"""What a liveness probe asks the health service for."""
 MAX_MESSAGE_BYTES: Final = 64 * 2**20
 MAX_ERROR_LENGTH: Final = 2000  # a status travels in trailers, which are limited to 8 KiB
 _MS: Final = 1000
@@ -85,26 +87,40 @@ def make_server(interceptors: Sequence[Any] = (), *, token: str | None = None) -
 
 
 class HealthState:
-    """The standard health service for "" and each full name, as "flowfleet.v1.RewardService". Starts not serving."""
+    """The standard health service. Starts alive and not serving.
+
+    "" and each full name, as "flowfleet.v1.RewardService": it takes calls, which readiness probes ask for. "liveness":
+    it is not stuck. Only what a restart cures may deny that: not work that takes long, nor another service's absence.
+    """
 
     def __init__(self, *services: str) -> None:
         self._names = ("", *services)
         self._servicer = health_aio.HealthServicer()
+        self._is_over = False
 
     async def register(self, server: grpc.aio.Server) -> None:
         """Adds the health service to a server that has not started."""
         await self.set_serving(False)
+        await self.set_alive(True)
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     async def set_serving(self, serving: bool) -> None:
         """Tells all watchers."""
-        status = health_pb2.HealthCheckResponse
         for name in self._names:
-            await self._servicer.set(name, status.SERVING if serving else status.NOT_SERVING)
+            await self._set(name, serving and not self._is_over)
+
+    async def set_alive(self, alive: bool) -> None:
+        """Tells all watchers."""
+        await self._set(LIVENESS, alive)
 
     async def shut_down(self) -> None:
-        """Not serving, for good."""
-        await self._servicer.enter_graceful_shutdown()
+        """Not serving, for good, and still alive."""
+        self._is_over = True
+        await self.set_serving(False)
+
+    async def _set(self, name: str, good: bool) -> None:
+        status = health_pb2.HealthCheckResponse
+        await self._servicer.set(name, status.SERVING if good else status.NOT_SERVING)
 
 
 async def serve(
@@ -113,6 +129,7 @@ async def serve(
     host: str,
     port: int = 0,
     port_file: Path | None = None,
+    health_port: int | None = None,
     health: HealthState,
     on_serving: Callable[[str], Awaitable[object]] | None = None,
     on_drain: Callable[[], Awaitable[object]] | None = None,
@@ -121,17 +138,19 @@ async def serve(
 ) -> None:
     """Serves until SIGTERM, SIGINT or `stop`; then health says NOT_SERVING, `on_drain` runs, calls get `grace_s` more.
 
-    `on_serving` gets host:port once calls are answered, before the port file is written.
-    ValueError beyond loopback without a token; Unavailable when the port is taken.
+    `on_serving` gets host:port once calls are answered, before health says SERVING and the port file is written.
+    `health_port` answers the health service alone, without TLS, for kubelets, which speak none and have no token.
+    ValueError beyond loopback without a token; Unavailable when a port is taken.
     """
     stop = stop or asyncio.Event()
     await health.register(server)
     address = service.format_address(host, listen(server, host, port))
+    probes = None if health_port is None else await _serve_probes(health, host, health_port)
     await server.start()
     service.stop_on_signals(stop)
-    await health.set_serving(True)
     if on_serving is not None:
         await on_serving(address)
+    await health.set_serving(True)
     service.write_port_file(port_file, address)
     log.info("serving on %s", address)
     await stop.wait()
@@ -140,17 +159,32 @@ async def serve(
     if on_drain is not None:
         await on_drain()
     await server.stop(grace_s)
+    if probes is not None:
+        await probes.stop(None)
     log.info("stopped")
+
+
+async def _serve_probes(health: HealthState, host: str, port: int) -> grpc.aio.Server:
+    server = grpc.aio.server(options=_SERVER_OPTIONS)
+    await health.register(server)
+    bound = _bind(server, host, port, "--health-port")
+    await server.start()
+    log.info("health on %s", service.format_address(host, bound))
+    return server
 
 
 def listen(server: grpc.aio.Server, host: str, port: int) -> int:
     """Binds the server and returns the port. For tests and `serve`."""
     service.require_secret(host, service.RPC_TOKEN)
+    return _bind(server, host, port, "--port")
+
+
+def _bind(server: grpc.aio.Server, host: str, port: int, flag: str) -> int:
     address = service.format_address(host, port)
     try:
         return server.add_insecure_port(address)
     except RuntimeError as error:
-        raise Unavailable(f"cannot listen on {address}: choose another --host or --port ({error})") from None
+        raise Unavailable(f"cannot listen on {address}: choose another --host or {flag} ({error})") from None
 
 
 def rpc_error_message(error: BaseException) -> str:

@@ -1,7 +1,7 @@
 """The life of a service process: flags that all services share, secrets beyond loopback, port file, signals.
 
     def main() -> int:
-        parser = service_parser("Scores images.")
+        parser = rpc_parser("Scores images.")
         parser.add_argument("--scorer", required=True)
         return run_service("reward", serve_reward, parser)   # async def serve_reward(options: argparse.Namespace)
 
@@ -47,6 +47,13 @@ def service_parser(description: str) -> argparse.ArgumentParser:
     """A parser with the shared flags."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     service_arguments(parser)
+    return parser
+
+
+def rpc_parser(description: str) -> argparse.ArgumentParser:
+    """A parser with the shared flags and those of gRPC services."""
+    parser = service_parser(description)
+    parser.add_argument("--health-port", type=_port, help="also answer grpc.health.v1 there, plain and without token")
     return parser
 
 

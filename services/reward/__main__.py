@@ -10,7 +10,7 @@ from typing import Any
 
 from flowfleet import rpc
 from flowfleet.proto.reward_pb2_grpc import add_RewardServiceServicer_to_server
-from flowfleet.service import run_service, service_parser, usable_cpus
+from flowfleet.service import rpc_parser, run_service, usable_cpus
 from services.reward import scorers
 from services.reward.batcher import Limits
 from services.reward.evaluator import Evaluator
@@ -28,7 +28,7 @@ def main() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = service_parser("Scores pictures for reinforcement learning.")
+    parser = rpc_parser("Scores pictures for reinforcement learning.")
     parser.prog = "python -m services.reward"
     parser.add_argument("--scorer", required=True, metavar="NAME", help=f"one of {', '.join(scorers.SCORERS)}")
     parser.add_argument("--max-batch", type=int, default=Limits.max_batch, help="samples in one call and one batch")
@@ -67,6 +67,7 @@ async def _serve(options: argparse.Namespace) -> None:
         host=options.host,
         port=options.port,
         port_file=options.port_file,
+        health_port=options.health_port,
         health=rpc.HealthState(SERVICE_NAME),
         on_drain=servicer.drain,
     )

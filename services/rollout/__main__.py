@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from flowfleet.service import PATIENT_THREADS, run_service, service_parser
+from flowfleet.service import PATIENT_THREADS, rpc_parser, run_service
 
 
 def main() -> int:
@@ -14,7 +14,7 @@ def main() -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    flags = service_parser("Samples groups of images under a verified policy version, and takes new weights.")
+    flags = rpc_parser("Samples groups of images under a verified policy version, and takes new weights.")
     flags.add_argument("--replica-id", help="name in the fleet; default: its address")
     flags.add_argument("--pool", default="default", help="pool that it belongs to; jobs name theirs (default)")
     flags.add_argument("--advertise", help="host:port at which the fleet reaches it; default: the address it binds")

@@ -75,6 +75,7 @@ async def _serve(
         host=options.host,
         port=options.port,
         port_file=options.port_file,
+        health_port=options.health_port,
         health=health,
         on_serving=join,
         on_drain=drain,

@@ -38,7 +38,8 @@ class ReplicaRecord:
 
 
 class Membership:
-    """Joins and leaves the fleet. In between, entry and health stay while the engine makes progress."""
+    """Joins and leaves the fleet. In between it is alive while the engine makes progress, and serves while the fleet
+    can find it as well. A Redis that is away ends no process."""
 
     def __init__(
         self, client: redis.asyncio.Redis, engine: RolloutEngine, health: HealthState, *, stall_s: float
@@ -71,12 +72,16 @@ class Membership:
         while True:
             await asyncio.sleep(RENEW_EVERY_S)
             is_alive = self._engine.stalled_s() < self._stall_s
-            await self._health.set_serving(is_alive)
-            try:
-                if is_alive:
-                    await self._renew(record)
-            except redis.RedisError as error:
-                log.warning("the registration could not be renewed: %s", error)
+            await self._health.set_alive(is_alive)
+            await self._health.set_serving(is_alive and await self._renewed(record))
+
+    async def _renewed(self, record: ReplicaRecord) -> bool:
+        try:
+            await self._renew(record)
+        except redis.RedisError as error:
+            log.warning("the registration could not be renewed: %s", error)
+            return False
+        return True
 
     async def _stop(self) -> None:
         if self._task is not None:

@@ -22,7 +22,7 @@ from flowfleet import redis_client, rpc, telemetry
 from flowfleet.blobs import SyncBlobs, open_blobs_sync
 from flowfleet.errors import FlowfleetError
 from flowfleet.proto import trainer_pb2_grpc
-from flowfleet.service import end_with_parent, run_service, service_parser
+from flowfleet.service import end_with_parent, rpc_parser, run_service
 from services.trainer.commands import Command, Kind
 from services.trainer.publish import Publisher
 from services.trainer.ranks import Ranks
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    flags = service_parser("Trains one job's model and publishes its weights.")
+    flags = rpc_parser("Trains one job's model and publishes its weights.")
     flags.add_argument("--transfer-host", help="address at which replicas reach this rank for weights; default: --host")
     flags.add_argument("--idle-exit-s", type=float, default=900.0, help="ends by itself after so long without a call")
     flags.add_argument("--drain-s", type=float, default=10.0, help="longest wait for a running command on SIGTERM")
@@ -85,6 +85,7 @@ async def lead(options: argparse.Namespace) -> None:
         host=options.host,
         port=options.port,
         port_file=options.port_file,
+        health_port=options.health_port,
         health=rpc.HealthState(SERVICE),
         on_drain=drain,
         stop=stop,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import signal
 import socket
@@ -371,9 +372,10 @@ async def main(options):
     async def drain():
         print("drained", flush=True)
     await rpc.serve(server, host=options.host, port=options.port, port_file=options.port_file,
+                    health_port=options.health_port,
                     health=rpc.HealthState("flowfleet.v1.RewardService"), on_serving=serving, on_drain=drain)
 
-sys.exit(service.run_service("slow", main, service.service_parser("A slow service.")))
+sys.exit(service.run_service("slow", main, service.rpc_parser("A slow service.")))
 """
 
 
@@ -386,11 +388,7 @@ def test_a_service_drains_on_sigterm(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 20
-    while not port_file.exists():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(port_file)
 
     async def call() -> tuple[int, str, int]:
         async with rpc.open_channel(port_file.read_text()) as channel:
@@ -411,6 +409,59 @@ def test_a_service_drains_on_sigterm(tmp_path: Path) -> None:
     out, err = process.communicate(timeout=20)
     assert (process.returncode, out) == (0, "serving False\ndrained\n")
     assert re.search(r"metrics on http://127\.0\.0\.1:\d+/metrics", err)
+
+
+def test_the_health_port_tells_a_kubelet_readiness_and_liveness_and_nothing_else(tmp_path: Path) -> None:
+    """A call in flight holds the drain open: then it is alive and no longer ready."""
+    port_file = tmp_path / "port"
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVICE, "--port-file", str(port_file), "--health-port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "FLOWFLEET_RPC_TOKEN": "secret"},
+    )
+    assert process.stderr is not None
+    found = None
+    while found is None:
+        line = process.stderr.readline()
+        assert line, "it ended"
+        found = re.search(r"health on (127\.0\.0\.1:\d+)", line)
+    wait_for(port_file)
+
+    async def probe(address: str, name: str) -> str:
+        async with grpc.aio.insecure_channel(address) as channel:
+            request = health_pb2.HealthCheckRequest(service=name)
+            answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
+        return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+
+    async def call(address: str) -> list[str]:
+        before = [await probe(address, name) for name in ("", REWARD, rpc.LIVENESS)]
+        async with grpc.aio.insecure_channel(address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await reward_pb2_grpc.RewardServiceStub(channel).Describe(reward_pb2.DescribeRequest(), timeout=5)
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        async with rpc.open_channel(port_file.read_text(), token="secret") as channel:
+            stub = reward_pb2_grpc.RewardServiceStub(channel)
+            pending = asyncio.ensure_future(stub.Describe(reward_pb2.DescribeRequest(), timeout=10))
+            await asyncio.sleep(0.3)
+            process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.2)
+            after = [await probe(address, name) for name in ("", REWARD, rpc.LIVENESS)]
+            await pending
+        return before + after
+
+    states = asyncio.run(call(found[1]))
+    assert states == ["SERVING", "SERVING", "SERVING", "NOT_SERVING", "NOT_SERVING", "SERVING"]
+    process.communicate(timeout=20)
+    assert process.returncode == 0
+
+
+def wait_for(port_file: Path) -> None:
+    deadline = time.monotonic() + 20
+    while not port_file.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_beyond_loopback_a_token_is_required() -> None:

@@ -27,6 +27,8 @@ def test_the_shared_flags_are_frozen() -> None:
     assert vars(options) == {
         "host": "127.0.0.1", "port": 0, "port_file": None, "metrics_port": None, "log_level": "info",
     }  # fmt: skip
+    rpc_flags = {flag for action in service.rpc_parser("x")._actions for flag in action.option_strings}
+    assert rpc_flags - flags == {"--health-port"}
 
 
 @pytest.mark.parametrize(

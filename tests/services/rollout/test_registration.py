@@ -1,0 +1,75 @@
+"""What a replica's health says while its engine works, while Redis is away, and once it is stuck."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import redis
+
+from flowfleet import rpc
+from services.rollout import registration
+from services.rollout.registration import Membership, ReplicaRecord
+
+RECORD = ReplicaRecord("r0", "127.0.0.1:7000", "incarnation", "", "default")
+STALL_S = 900.0
+
+
+class Engine:
+    stall = 0.0
+
+    def stalled_s(self) -> float:
+        return self.stall
+
+
+class Registry:
+    """Redis as the membership uses it."""
+
+    is_away = False
+
+    def __init__(self) -> None:
+        self.num_renewals = 0
+
+    async def set(self, *_: Any, **__: Any) -> None:
+        if self.is_away:
+            raise redis.ConnectionError("away")
+        self.num_renewals += 1
+
+
+class Health(rpc.HealthState):
+    def __init__(self) -> None:
+        super().__init__()
+        self.says: dict[str, bool] = {}
+
+    async def _set(self, name: str, good: bool) -> None:
+        self.says[name] = good
+
+
+def test_only_a_stuck_engine_denies_liveness(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registration, "RENEW_EVERY_S", 0.001)
+    engine, registry, health = Engine(), Registry(), Health()
+
+    async def until(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                await asyncio.sleep(0.001)
+
+    async def scenario() -> None:
+        membership = Membership(registry, engine, health, stall_s=STALL_S)  # type: ignore[arg-type]
+        await membership.join(RECORD)
+        engine.stall = STALL_S - 1  # it compiles, or takes 41 GB of weights
+        await until(lambda: health.says == {"": True, "liveness": True})
+        registry.is_away = True
+        await until(lambda: health.says == {"": False, "liveness": True})
+        registry.is_away = False
+        await until(lambda: health.says == {"": True, "liveness": True})
+        engine.stall = STALL_S
+        await until(lambda: health.says == {"": False, "liveness": False})
+        renewals = registry.num_renewals
+        await asyncio.sleep(0.02)
+        assert registry.num_renewals == renewals  # its entry expires
+        await membership._stop()
+
+    asyncio.run(scenario())
