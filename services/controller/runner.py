@@ -24,6 +24,7 @@ from services.controller.job_runner import JobRunner
 from services.controller.launcher import Launcher, LocalLauncher
 from services.controller.ledger import Ledger
 from services.controller.machine import Machine
+from services.controller.monitor import Monitor
 from services.controller.records import Desired, JobRecord, JobStatus
 from services.controller.reports import Reports
 from services.controller.rewards import RewardPlane, modality_of
@@ -61,16 +62,19 @@ class Runner:
         """Rollout pool → the job that it ran last, or runs."""
         self._running: dict[str, JobRunner] = {}
         """By job, while its driver runs."""
+        self._monitor = Monitor(registry, redis, self._machines, self.fleet_view)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         await self._fleet.start()
+        await self._monitor.start()
         self._task = asyncio.create_task(self._run(), name="runner")
 
     async def stop(self) -> None:
         """Leaves a running job to the next controller; its trainer lives on."""
         if self._task is not None:
             await end([self._task])
+        await self._monitor.stop()
         await self._fleet.stop()
 
     async def notify(self) -> None:
@@ -84,6 +88,9 @@ class Runner:
     def fleet_view(self) -> Sequence[Replica]:
         """The replicas as the controller knows them."""
         return self._fleet.fleet.all()
+
+    def _machines(self) -> dict[str, Machine]:
+        return {job_id: runner.machine for job_id, runner in self._running.items()}
 
     async def _run(self) -> None:
         """One job at a time in each pool, oldest first; wishes of those that wait are heard meanwhile."""
