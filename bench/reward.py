@@ -31,6 +31,7 @@ from flowfleet.proto.reward_pb2 import DescribeRequest, RewardSample
 from flowfleet.proto.reward_pb2_grpc import RewardServiceStub
 from flowfleet.rpc import open_channel
 from flowfleet.service import usable_cpus
+from services.controller.directory import StaticDirectory
 from services.controller.rewards import RewardPlane
 from services.reward.evaluator import Evaluator
 from services.reward.scorers import create
@@ -127,7 +128,7 @@ def service(samples: Sequence[RewardSample], region: str, processes: int) -> Fig
 async def _ask(
     samples: Sequence[RewardSample], region: str, process: psutil.Process, address: str, processes: int
 ) -> Figures:
-    plane = RewardPlane({"ocr": RewardPart(params={"region": region})}, {"ocr": address}, DEADLINE_S)
+    plane = RewardPlane({"ocr": RewardPart(params={"region": region})}, StaticDirectory({"ocr": address}), DEADLINE_S)
     try:
         await plane.score(samples[: 4 * processes])
         asking = asyncio.create_task(_slowest_describe(address))

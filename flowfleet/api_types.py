@@ -110,10 +110,21 @@ class Replica(Answer):
     device: str = ""
 
 
+class Shortage(Answer):
+    """Why pods of a pool or a reward cannot run."""
+
+    component: str
+    name: str
+    reason: str
+
+
 class Fleet(Answer):
     replicas: list[Replica]
-    rewards: dict[str, str] = {}
-    """Name → address of the reward services."""
+    rewards: dict[str, list[str]] = {}
+    """Name → addresses of the replicas that are ready."""
+    pools: list[str] | None = None
+    """Of rollouts; None where any name is accepted."""
+    shortages: list[Shortage] = []
 
 
 class SettingProblem(Answer):

@@ -11,6 +11,7 @@ from pydantic import ConfigDict
 from redis.exceptions import RedisError
 
 from flowfleet.errors import Unavailable
+from services.controller.directory import Directory
 from services.controller.fleet import Health
 from services.controller.records import Record
 from services.controller.services import Use
@@ -40,10 +41,21 @@ class ReplicaView(Record):
     device: str
 
 
+class Shortage(Record):
+    component: str
+    """rollout or reward."""
+    name: str
+    reason: str
+
+
 class Fleet(Record):
     replicas: list[ReplicaView]
-    rewards: dict[str, str]
-    """Name → address of the reward services."""
+    rewards: dict[str, list[str]]
+    """Name → addresses of the replicas that are ready; none while there is no replica."""
+    pools: list[str] | None
+    """Of rollouts; null where any name is accepted."""
+    shortages: list[Shortage]
+    """Pools and rewards whose pods cannot run, and why."""
 
 
 class Condition(Record):
@@ -58,7 +70,16 @@ class Version(Record):
 @router.get("/v1/fleet")
 async def fleet(use: Use) -> Fleet:
     replicas = [ReplicaView.model_validate(replica) for replica in use.runner.fleet_view()]
-    return Fleet(replicas=replicas, rewards=use.settings.rewards)
+    directory = use.directory
+    rewards = {name: list(addresses) for name, addresses in sorted(directory.rewards.items())}
+    pools = None if directory.pools is None else sorted(directory.pools)
+    return Fleet(replicas=replicas, rewards=rewards, pools=pools, shortages=_shortages(directory))
+
+
+def _shortages(directory: Directory) -> list[Shortage]:
+    known = [("rollout", name) for name in directory.pools or ()] + [("reward", name) for name in directory.rewards]
+    found = ((component, name, directory.shortage(component, name)) for component, name in sorted(known))
+    return [Shortage(component=component, name=name, reason=reason) for component, name, reason in found if reason]
 
 
 @router.get("/v1/version")

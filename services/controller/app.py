@@ -15,6 +15,7 @@ from services.controller import api_history, api_jobs, api_system, openapi, prob
 from services.controller.auth import Guard
 from services.controller.concurrency import end
 from services.controller.gauges import count_jobs
+from services.controller.platform import open_platform
 from services.controller.seam import RunnerFactory
 from services.controller.services import Services
 from services.controller.settings import ControllerSettings
@@ -58,7 +59,10 @@ async def _start(settings: ControllerSettings, runner_factory: RunnerFactory, st
     store = JobStore(redis)
     counting = asyncio.create_task(count_jobs(store, registry), name="count jobs")
     stack.push_async_callback(end, [counting])
-    runner = runner_factory(settings, redis, store, registry)
+    platform = open_platform(settings, registry)
+    await platform.directory.start()
+    stack.push_async_callback(platform.directory.stop)
+    runner = runner_factory(settings, redis, store, registry, platform.launcher, platform.directory)
     await runner.start()
     stack.push_async_callback(runner.stop)
-    return Services(settings, redis, store, open_blobs(redis, settings.blobs), runner, registry)
+    return Services(settings, redis, store, open_blobs(redis, settings.blobs), platform.directory, runner, registry)

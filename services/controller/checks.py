@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from flowfleet.media import MediaLimits
 from flowfleet.models.registry import FAMILIES, ModelFamily, family_of
 from services.controller.conditions import ConditionShapes
 from services.controller.data import PICTURES, VIDEOS, Kind, Prompt, load_prompts, media_type
+from services.controller.directory import Directory
 from services.controller.launcher import device_problem
 from services.controller.problems import InvalidJob
 
@@ -34,10 +35,10 @@ def parse(data: dict[str, Any]) -> JobSpec:
         raise InvalidJob(str(error).split("\n")) from None
 
 
-async def check(spec: JobSpec, rewards: Mapping[str, str], trainer_devices: Sequence[str] = ()) -> None:
-    """Raises InvalidJob when a file is missing or unreadable, the model cannot do what is asked, or a reward service is
-    not one of the controller's, or the trainer wants more accelerators than it has."""
-    problems = [*_reward_problems(spec, rewards)]
+async def check(spec: JobSpec, directory: Directory, trainer_devices: Sequence[str] = ()) -> None:
+    """Raises InvalidJob when a file is missing or unreadable, the model cannot do what is asked, or a reward service or
+    the rollout pool is not one of the fleet's, or the trainer wants more accelerators than it has."""
+    problems = [*_fleet_problems(spec, directory)]
     if problem := device_problem(spec, trainer_devices):
         problems.append(problem)
     problems += await asyncio.to_thread(lambda: list(_file_problems(spec)))
@@ -45,11 +46,16 @@ async def check(spec: JobSpec, rewards: Mapping[str, str], trainer_devices: Sequ
         raise InvalidJob(problems)
 
 
-def _reward_problems(spec: JobSpec, rewards: Iterable[str]) -> Iterator[str]:
-    known = ", ".join(sorted(rewards)) or "none"
+def _fleet_problems(spec: JobSpec, directory: Directory) -> Iterator[str]:
+    """Of names that it does not know. A reward or a pool may be without replicas: the job waits for them."""
+    known = ", ".join(sorted(directory.rewards)) or "none"
     for name in spec.rewards:
-        if name not in rewards:
+        if name not in directory.rewards:
             yield f"rewards.{name}: this controller has no such reward service; it has: {known}"
+    pools = directory.pools
+    if pools is not None and spec.rollout.pool not in pools:
+        known = ", ".join(sorted(pools)) or "none"
+        yield f"rollout.pool = {spec.rollout.pool!r}: this fleet has no such pool; it has: {known}"
 
 
 def _file_problems(spec: JobSpec) -> Iterator[str]:

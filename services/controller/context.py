@@ -23,16 +23,13 @@ from services.controller.launcher import Launcher
 from services.controller.machine import Machine
 from services.controller.rewards import RewardPlane, Verdict
 from services.controller.store import JobStore
+from services.controller.waiting import NotYet
 
 MAX_SCORING = 128
 """Samples at the rewards at once: enough for 16 processes of one, and a reward of one picture a second answers the
 last of them well before `timeouts.score_s`."""
 
 Emit = Callable[..., Awaitable[None]]
-
-
-class NotYet(Exception):
-    """A command cannot be done now and will be asked for again."""
 
 
 @dataclass

@@ -24,13 +24,14 @@ from flowfleet.proto import common_pb2, trainer_pb2
 from flowfleet.streams import Delivery, TrajectoryConsumer
 from services.controller import events as ev
 from services.controller.concurrency import end, gather_or_cancel
-from services.controller.context import JobContext, NotYet, sample_field
+from services.controller.context import JobContext, sample_field
 from services.controller.inputs import BLOB_TTL_S
 from services.controller.ledger import Also, Ledger
 from services.controller.machine import Command, EnsureTrainer, Generate, Machine, Score, Status, TrainStep, Validate
 from services.controller.records import Desired, JobStatus
 from services.controller.retries import MAX_FAILURES, Decision, Verdict, decide
 from services.controller.step import TrainingStep
+from services.controller.waiting import NotYet
 
 log = logging.getLogger(__name__)
 

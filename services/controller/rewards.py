@@ -1,5 +1,5 @@
 """Asks the reward services of a job and joins their answers: one finite weighted sum a sample, or the reason why
-there is none."""
+there is none. Which replicas there are, the directory tells at each call."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import asyncio
 import itertools
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import grpc
@@ -17,10 +19,14 @@ from flowfleet.proto import reward_pb2, reward_pb2_grpc
 from flowfleet.rpc import MAX_MESSAGE_BYTES, open_channel
 from services.controller.concurrency import gather_or_cancel
 from services.controller.credit import PREFERENCE
+from services.controller.directory import Directory
+from services.controller.waiting import NotYet
 
 log = logging.getLogger(__name__)
 
 DESCRIBE_DEADLINE_S = 10.0
+AVOID_S = 5.0
+"""A replica whose call broke is asked last for so long: before the directory knows that it is gone."""
 MAX_CALL_BYTES = MAX_MESSAGE_BYTES // 2
 """Of the samples of one call: well below what a message may have."""
 
@@ -51,50 +57,109 @@ def modality_of(spec: JobSpec) -> reward_pb2.Modality.ValueType:
 
 
 @dataclass
-class _Service:
-    name: str
-    part: RewardPart
+class _Replica:
     channel: grpc.aio.Channel
+    outstanding: int = 0
+    """Calls that are away."""
+    broke_at: float = float("-inf")
     described: reward_pb2.DescribeResponse | None = None
 
     @property
     def stub(self) -> reward_pb2_grpc.RewardServiceAsyncStub:
         return reward_pb2_grpc.RewardServiceStub(self.channel)
 
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Ascending: the one to ask first."""
+        return time.monotonic() - self.broke_at < AVOID_S, self.outstanding
+
+
+class _Service:
+    """A reward of the job: a channel to each replica that is ready, or still has calls."""
+
+    def __init__(self, name: str, part: RewardPart, directory: Directory) -> None:
+        self.name = name
+        self.part = part
+        self._directory = directory
+        self._replicas: dict[str, _Replica] = {}
+
+    @property
+    def missing(self) -> str:
+        """Why it cannot be asked now; "" where it can."""
+        rewards = self._directory.rewards
+        if self.name not in rewards:
+            known = ", ".join(sorted(rewards)) or "none"
+            return f"reward {self.name!r} is gone; there are: {known}"
+        if rewards[self.name]:
+            return ""
+        shortage = self._directory.shortage("reward", self.name)
+        return f"reward {self.name!r} has no replica that is ready" + (f": {shortage}" if shortage else "")
+
+    async def ready(self) -> list[_Replica]:
+        """Raises NotYet when there is none."""
+        addresses = self._directory.rewards.get(self.name, ())
+        if not addresses:
+            raise NotYet(self.missing)
+        await self._close(address for address in list(self._replicas) if address not in addresses)
+        for address in addresses:
+            if address not in self._replicas:
+                self._replicas[address] = _Replica(open_channel(address))
+        return [self._replicas[address] for address in addresses]
+
+    @asynccontextmanager
+    async def lease(self) -> AsyncIterator[_Replica]:
+        """The ready replica with the fewest calls, one more."""
+        replica = min(await self.ready(), key=lambda replica: replica.rank)
+        replica.outstanding += 1
+        try:
+            yield replica
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                replica.broke_at = time.monotonic()
+            raise
+        finally:
+            replica.outstanding -= 1
+
+    async def close(self) -> None:
+        await asyncio.gather(*(replica.channel.close(None) for replica in self._replicas.values()))
+
+    async def _close(self, addresses: Iterator[str]) -> None:
+        """Of those that are gone; calls that are away have their time to end."""
+        idle = [self._replicas.pop(address) for address in addresses if not self._replicas[address].outstanding]
+        await asyncio.gather(*(replica.channel.close(None) for replica in idle))
+
 
 class RewardPlane:
-    """The rewards of one job. Raises ValueError for a reward without an address."""
+    """The rewards of one job."""
 
     def __init__(
         self,
         parts: Mapping[str, RewardPart],
-        addresses: Mapping[str, str],
+        directory: Directory,
         deadline_s: float,
         modality: reward_pb2.Modality.ValueType = reward_pb2.MODALITY_IMAGE,
     ) -> None:
-        missing = sorted(set(parts) - set(addresses))
-        if missing:
-            known = ", ".join(sorted(addresses)) or "none"
-            raise ValueError(f"rewards.{missing[0]}: no such reward service; the controller knows: {known}")
         self._deadline_s = deadline_s
         self._modality = modality
-        self._services = [_Service(name, part, open_channel(addresses[name])) for name, part in sorted(parts.items())]
+        self._services = [_Service(name, part, directory) for name, part in sorted(parts.items())]
 
     async def close(self) -> None:
-        await asyncio.gather(*(service.channel.close(None) for service in self._services))
+        await asyncio.gather(*(service.close() for service in self._services))
 
     async def score(self, samples: Sequence[reward_pb2.RewardSample]) -> dict[str, Verdict]:
-        """Verdicts by sample id, one for each sample; those of a group stand together. Raises grpc.aio.AioRpcError when
-        a service fails as a whole, ValueError for one that cannot score them."""
+        """Verdicts by sample id, one for each sample; those of a group stand together. Raises NotYet while a reward has
+        no replica, grpc.aio.AioRpcError when a service fails as a whole, ValueError for one that cannot score them."""
+        if missing := [service.missing for service in self._services if service.missing]:
+            raise NotYet("; ".join(missing))
         answers = await gather_or_cancel(self._ask(service, samples) for service in self._services)
         return {sample.sample_id: self._join(sample.sample_id, answers) for sample in samples}
 
     async def _ask(
         self, service: _Service, samples: Sequence[reward_pb2.RewardSample]
     ) -> dict[str, reward_pb2.RewardScore]:
-        described = await self._description(service)
-        limit = described.max_batch_size or len(samples)
-        cut = whole_groups if described.needs_group else chunks
+        described = await gather_or_cancel(self._description(service, replica) for replica in await service.ready())
+        limit = min(one.max_batch_size or len(samples) for one in described)
+        cut = whole_groups if any(one.needs_group for one in described) else chunks
         try:
             calls = list(cut(samples, limit))
         except ValueError as error:
@@ -104,19 +169,20 @@ class RewardPlane:
         return {score.sample_id: score for response in responses for score in response.scores}
 
     async def _call(self, service: _Service, request: reward_pb2.ScoreRequest) -> reward_pb2.ScoreResponse:
-        return await service.stub.Score(request, timeout=self._deadline_s)
+        async with service.lease() as replica:
+            return await replica.stub.Score(request, timeout=self._deadline_s)
 
-    async def _description(self, service: _Service) -> reward_pb2.DescribeResponse:
-        """Asked once. Raises ValueError for a reward that cannot score what the job makes."""
-        if service.described is None:
-            described = await service.stub.Describe(reward_pb2.DescribeRequest(), timeout=DESCRIBE_DEADLINE_S)
+    async def _description(self, service: _Service, replica: _Replica) -> reward_pb2.DescribeResponse:
+        """Each replica is asked once. Raises ValueError for a reward that cannot score what the job makes."""
+        if replica.described is None:
+            described = await replica.stub.Describe(reward_pb2.DescribeRequest(), timeout=DESCRIBE_DEADLINE_S)
             known = described.modalities or [reward_pb2.MODALITY_IMAGE]
             if self._modality not in known:
                 raise ValueError(
                     f"rewards.{service.name} does not score {_KIND[self._modality]}: leave it out of this job"
                 )
-            service.described = described
-        return service.described
+            replica.described = described
+        return replica.described
 
     def _join(self, sample_id: str, answers: Sequence[Mapping[str, reward_pb2.RewardScore]]) -> Verdict:
         total = 0.0

@@ -18,6 +18,7 @@ from flowfleet.telemetry import JobMetrics
 from services.controller.concurrency import end
 from services.controller.context import JobContext
 from services.controller.data import load_prompts
+from services.controller.directory import Directory, StaticDirectory
 from services.controller.fleet import FleetWatch, Replica
 from services.controller.inputs import Inputs
 from services.controller.job_runner import JobRunner
@@ -48,6 +49,7 @@ class Runner:
         store: JobStore,
         registry: CollectorRegistry,
         launcher: Launcher | None = None,
+        directory: Directory | None = None,
     ) -> None:
         self._settings = settings
         self._redis = redis
@@ -55,6 +57,7 @@ class Runner:
         self._launcher = launcher or LocalLauncher(
             settings.state_dir, settings.trainer_python, settings.trainer_devices
         )
+        self._directory = directory or StaticDirectory(settings.rewards)
         self._fleet = FleetWatch(redis)
         self._metrics = JobMetrics(registry)
         self._wake = asyncio.Event()
@@ -183,7 +186,7 @@ class Runner:
             inputs=Inputs(record.id, blobs),
             store=self._store,
             fleet=self._fleet,
-            rewards=RewardPlane(spec.rewards, self._settings.rewards, spec.timeouts.score_s, modality_of(spec)),
+            rewards=RewardPlane(spec.rewards, self._directory, spec.timeouts.score_s, modality_of(spec)),
             launcher=self._launcher,
             directory=directory,
             training_prompts=load_prompts(spec.data.train, spec.method.data),

@@ -8,7 +8,9 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
+from services.controller.directory import Directory
 from services.controller.fleet import Replica
+from services.controller.launcher import Launcher
 from services.controller.settings import ControllerSettings
 from services.controller.store import JobStore
 
@@ -31,5 +33,5 @@ class Runner(Protocol):
         """The rollout replicas known now."""
 
 
-RunnerFactory = Callable[[ControllerSettings, Redis, JobStore, CollectorRegistry], Runner]
+RunnerFactory = Callable[[ControllerSettings, Redis, JobStore, CollectorRegistry, Launcher, Directory], Runner]
 """The runner's own metrics go into the registry, which `/metrics` shows."""

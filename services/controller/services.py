@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 
 from flowfleet.blobs import BlobStore
 from flowfleet.errors import NotFound
+from services.controller.directory import Directory
 from services.controller.records import Record
 from services.controller.seam import Runner
 from services.controller.settings import ControllerSettings
@@ -28,6 +29,7 @@ class Services:
     redis: Redis
     store: JobStore
     blobs: BlobStore
+    directory: Directory
     runner: Runner
     registry: CollectorRegistry
     closing: asyncio.Event = field(default_factory=asyncio.Event)

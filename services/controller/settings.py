@@ -45,6 +45,16 @@ class ControllerSettings(BaseModel):
     """Interpreter that starts trainers; it has torch, the controller's own need not."""
     trainer_devices: tuple[str, ...] = ()
     """Accelerators of a job's trainer, one a rank. Empty: none are assigned, torch takes what it sees."""
+    kubernetes: str = ""
+    """The Helm release (instance label) whose rewards, pools and trainers are pods. Empty: this machine's processes."""
+    namespace: str = ""
+    """POD_NAMESPACE: where the release is."""
+    trainer_template: Path | None = None
+    """Of `kubernetes`: the batch/v1 Job of which trainers are made, as YAML."""
+    owner: str = ""
+    """Of `kubernetes`: the controller's Deployment, which owns the trainers' Jobs, so that they go when it goes."""
+    scaler_port: int | None = Field(default=None, ge=0, le=65_535)
+    """Answers KEDA's external scaler there. Unset: nobody scales."""
     log_level: LogLevel = "info"
 
     @field_validator("redis_url")
@@ -86,6 +96,22 @@ class ControllerSettings(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _one_platform(self) -> ControllerSettings:
+        of_cluster = {"--trainer-template": self.trainer_template, "--owner": self.owner}
+        if not self.kubernetes:
+            for flag, value in of_cluster.items():
+                if value:
+                    raise ValueError(f"{flag} is for trainers on Kubernetes: give --kubernetes RELEASE as well")
+            return self
+        for flag, value in {**of_cluster, "POD_NAMESPACE (environment)": self.namespace}.items():
+            if not value:
+                raise ValueError(f"--kubernetes {self.kubernetes} needs {flag} as well")
+        for flag, here in (("--reward", self.rewards), ("--trainer-devices", self.trainer_devices)):
+            if here:
+                raise ValueError(f"{flag} is for one machine: with --kubernetes leave it out, the release's pods tell")
+        return self
+
     @property
     def local(self) -> bool:
         """Bound to loopback only."""
@@ -104,6 +130,7 @@ class ControllerSettings(BaseModel):
                 redis_url=SecretStr(env.get("FLOWFLEET_REDIS_URL", "")),
                 api_key=SecretStr(env[API_KEY]) if env.get(API_KEY) else None,
                 blobs=env.get("FLOWFLEET_BLOBS") or "redis",
+                namespace=env.get("POD_NAMESPACE", ""),
                 rewards={name: address for name, _, address in rewards},
                 **{name: value for name, value in flags.items() if value is not None},
             )
@@ -125,6 +152,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--trainer-devices", type=_devices, metavar="0,1", help="accelerators of a job's trainer, one a rank (all)"
     )
+    parser.add_argument(
+        "--kubernetes", metavar="RELEASE", help="trainers, rewards and pools are pods of this Helm release (off)"
+    )
+    parser.add_argument("--trainer-template", type=Path, metavar="FILE", help="the Job that trainers are made of")
+    parser.add_argument("--owner", metavar="NAME", help="the controller's Deployment, which owns the trainers' Jobs")
+    parser.add_argument("--scaler-port", type=int, metavar="PORT", help="answer KEDA's external scaler there (off)")
     return parser
 
 

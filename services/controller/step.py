@@ -23,10 +23,11 @@ from services.controller import events as ev
 from services.controller import machine as do
 from services.controller import reports, requests
 from services.controller.concurrency import gather_or_cancel
-from services.controller.context import JobContext, NotYet
+from services.controller.context import JobContext
 from services.controller.credit import credits_of
 from services.controller.rewards import preference
 from services.controller.validation import validate_chunk
+from services.controller.waiting import NotYet
 
 INTAKE_DEADLINE_S = 30.0
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from flowfleet.proto import common_pb2
 from services.controller import reports, requests
-from services.controller.context import JobContext, NotYet
+from services.controller.context import JobContext
 from services.controller.rewards import Verdict
+from services.controller.waiting import NotYet
 
 
 @dataclass(frozen=True)

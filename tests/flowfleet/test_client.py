@@ -191,7 +191,7 @@ def test_nobody_there_is_told_at_once() -> None:
 def test_fleet(client: Client) -> None:
     fleet = client.fleet()
 
-    assert fleet.rewards == {"ocr": "a:1"}
+    assert fleet.rewards == {"ocr": ["a:1"]}
     assert [(replica.replica_id, replica.health, replica.version) for replica in fleet.replicas] == [
         ("rollout-0", "serving", 3)
     ]

@@ -16,7 +16,9 @@ from pydantic import SecretStr
 from redis.asyncio import Redis
 
 from services.controller.app import create_app
+from services.controller.directory import Directory
 from services.controller.fleet import Health, Replica
+from services.controller.launcher import Launcher
 from services.controller.services import Services
 from services.controller.settings import ControllerSettings
 from services.controller.store import JobStore
@@ -31,7 +33,13 @@ class IdleRunner:
     """Counts what it is told."""
 
     def __init__(
-        self, settings: ControllerSettings, redis: Redis, store: JobStore, registry: CollectorRegistry
+        self,
+        settings: ControllerSettings,
+        redis: Redis,
+        store: JobStore,
+        registry: CollectorRegistry,
+        launcher: Launcher,
+        directory: Directory,
     ) -> None:
         self.alive = False
         self.notified = 0

@@ -97,7 +97,8 @@ async def test_system(api: Api, job: Job) -> None:
     assert (await api.client.get("/readyz")).json() == {"status": "ok"}
     assert (await api.client.get("/v1/version")).json()["api"] == "v1"
     fleet = (await api.client.get("/v1/fleet")).json()
-    assert fleet["rewards"] == {"ocr": "127.0.0.1:7001", "jpeg": "127.0.0.1:7002"}
+    assert fleet["rewards"] == {"ocr": ["127.0.0.1:7001"], "jpeg": ["127.0.0.1:7002"]}
+    assert (fleet["pools"], fleet["shortages"]) == (None, [])
     assert [(r["replica_id"], r["health"], r["version"]) for r in fleet["replicas"]] == [("rollout-0", "serving", 3)]
     metrics = await api.client.get("/metrics")
     assert metrics.headers["content-type"].startswith("text/plain")

