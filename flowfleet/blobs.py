@@ -28,7 +28,9 @@ from typing import Any, Final, Protocol, TypeVar, cast
 
 import redis
 import redis.asyncio
+from prometheus_client import REGISTRY, CollectorRegistry
 
+from flowfleet.blob_metrics import BlobMetrics
 from flowfleet.errors import DataLoss, NotFound
 from flowfleet.proto.common_pb2 import BlobRef
 
@@ -77,16 +79,20 @@ def blobs_setting() -> str:
     return os.environ.get("FLOWFLEET_BLOBS") or "redis"
 
 
-def open_blobs(client: redis.asyncio.Redis, url: str | None = None) -> BlobStore:
-    """The store of the setting, or of `url` ("redis" or an fsspec URL)."""
+def open_blobs(
+    client: redis.asyncio.Redis, url: str | None = None, registry: CollectorRegistry = REGISTRY
+) -> CountedBlobs:
+    """The store of the setting, or of `url` ("redis" or an fsspec URL), counted in `registry`."""
     url = url or blobs_setting()
-    return RedisBlobs(client) if url == "redis" else ThreadedBlobs(FsspecBlobs(url))
+    return CountedBlobs(RedisBlobs(client) if url == "redis" else ThreadedBlobs(FsspecBlobs(url)), registry)
 
 
-def open_blobs_sync(client: redis.Redis, url: str | None = None) -> SyncBlobs:
+def open_blobs_sync(
+    client: redis.Redis, url: str | None = None, registry: CollectorRegistry = REGISTRY
+) -> SyncCountedBlobs:
     """As `open_blobs`, for threads."""
     url = url or blobs_setting()
-    return SyncRedisBlobs(client) if url == "redis" else FsspecBlobs(url)
+    return SyncCountedBlobs(SyncRedisBlobs(client) if url == "redis" else FsspecBlobs(url), registry)
 
 
 def digest(data: bytes, chunk_bytes: int = CHUNK_BYTES) -> str:
@@ -278,6 +284,40 @@ class ThreadedBlobs:
 
     async def delete_prefix(self, prefix: str) -> None:
         await asyncio.to_thread(self._store.delete_prefix, prefix)
+
+
+class CountedBlobs:
+    """`BlobStore` over another, whose reads and writes are counted."""
+
+    def __init__(self, store: BlobStore, registry: CollectorRegistry) -> None:
+        self._metrics = BlobMetrics.of(registry)
+        self.store = store
+        self.delete, self.renew, self.delete_prefix = store.delete, store.renew, store.delete_prefix
+
+    async def put(self, key: str, data: bytes, *, ttl_s: int | None = None) -> BlobRef:
+        with self._metrics.time("put", len(data)):
+            return await self.store.put(key, data, ttl_s=ttl_s)
+
+    async def get(self, ref: BlobRef) -> bytes:
+        with self._metrics.time("get", ref.size_bytes):
+            return await self.store.get(ref)
+
+
+class SyncCountedBlobs:
+    """`SyncBlobs` over another, as `CountedBlobs`."""
+
+    def __init__(self, store: SyncBlobs, registry: CollectorRegistry) -> None:
+        self._metrics = BlobMetrics.of(registry)
+        self.store = store
+        self.delete, self.renew, self.delete_prefix = store.delete, store.renew, store.delete_prefix
+
+    def put(self, key: str, data: bytes, *, ttl_s: int | None = None) -> BlobRef:
+        with self._metrics.time("put", len(data)):
+            return self.store.put(key, data, ttl_s=ttl_s)
+
+    def get(self, ref: BlobRef) -> bytes:
+        with self._metrics.time("get", ref.size_bytes):
+            return self.store.get(ref)
 
 
 def _cut(data: bytes, chunk_bytes: int) -> list[memoryview]:

@@ -65,4 +65,4 @@ async def _start(settings: ControllerSettings, runner_factory: RunnerFactory, st
     runner = runner_factory(settings, redis, store, registry, platform.launcher, platform.directory)
     await runner.start()
     stack.push_async_callback(runner.stop)
-    return Services(settings, redis, store, open_blobs(redis, settings.blobs), platform.directory, runner, registry)
+    return Services(settings, redis, store, open_blobs(redis, settings.blobs, registry), platform.directory, runner, registry)

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import grpc
+from prometheus_client import CollectorRegistry
 
 from flowfleet.jobs import JobSpec, RewardPart
 from flowfleet.proto import reward_pb2, reward_pb2_grpc
@@ -20,6 +21,7 @@ from flowfleet.rpc import MAX_MESSAGE_BYTES, open_channel
 from services.controller.concurrency import gather_or_cancel
 from services.controller.credit import PREFERENCE
 from services.controller.directory import Directory
+from services.controller.reward_calls import RewardCalls
 from services.controller.waiting import NotYet
 
 log = logging.getLogger(__name__)
@@ -138,8 +140,10 @@ class RewardPlane:
         directory: Directory,
         deadline_s: float,
         modality: reward_pb2.Modality.ValueType = reward_pb2.MODALITY_IMAGE,
+        calls: RewardCalls | None = None,
     ) -> None:
         self._deadline_s = deadline_s
+        self._calls = calls or RewardCalls(CollectorRegistry())
         self._modality = modality
         self._services = [_Service(name, part, directory) for name, part in sorted(parts.items())]
 
@@ -170,7 +174,8 @@ class RewardPlane:
 
     async def _call(self, service: _Service, request: reward_pb2.ScoreRequest) -> reward_pb2.ScoreResponse:
         async with service.lease() as replica:
-            return await replica.stub.Score(request, timeout=self._deadline_s)
+            with self._calls.call(service.name):
+                return await replica.stub.Score(request, timeout=self._deadline_s)
 
     async def _description(self, service: _Service, replica: _Replica) -> reward_pb2.DescribeResponse:
         """Each replica is asked once. Raises ValueError for a reward that cannot score what the job makes."""

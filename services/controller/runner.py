@@ -28,6 +28,7 @@ from services.controller.machine import Machine
 from services.controller.monitor import Monitor
 from services.controller.records import Desired, JobRecord, JobStatus
 from services.controller.reports import Reports
+from services.controller.reward_calls import RewardCalls
 from services.controller.rewards import RewardPlane, modality_of
 from services.controller.settings import ControllerSettings
 from services.controller.store import JobStore
@@ -59,7 +60,9 @@ class Runner:
         )
         self._directory = directory or StaticDirectory(settings.rewards)
         self._fleet = FleetWatch(redis)
+        self._registry = registry
         self._metrics = JobMetrics(registry)
+        self._reward_calls = RewardCalls(registry)
         self._wake = asyncio.Event()
         self._jobs: dict[str, str] = {}
         """Rollout pool → the job that it ran last, or runs."""
@@ -174,7 +177,7 @@ class Runner:
         spec = machine.spec
         directory = self._settings.state_dir.resolve() / "jobs" / record.id
         directory.mkdir(parents=True, exist_ok=True)
-        blobs = open_blobs(self._redis, self._settings.blobs)
+        blobs = open_blobs(self._redis, self._settings.blobs, self._registry)
         return JobContext(
             job_id=record.id,
             spec=spec,
@@ -186,7 +189,9 @@ class Runner:
             inputs=Inputs(record.id, blobs),
             store=self._store,
             fleet=self._fleet,
-            rewards=RewardPlane(spec.rewards, self._directory, spec.timeouts.score_s, modality_of(spec)),
+            rewards=RewardPlane(
+                spec.rewards, self._directory, spec.timeouts.score_s, modality_of(spec), self._reward_calls
+            ),
             launcher=self._launcher,
             directory=directory,
             training_prompts=load_prompts(spec.data.train, spec.method.data),

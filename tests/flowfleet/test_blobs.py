@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import redis
+from prometheus_client import CollectorRegistry
 
 from flowfleet import blobs, keys
 from flowfleet.errors import DataLoss, NotFound
@@ -211,16 +212,41 @@ def test_the_setting_chooses_the_store(redis_url: str, tmp_path: Path, monkeypat
     async_client = connect(redis_url)
     with connect_sync(redis_url) as client:
         monkeypatch.delenv("FLOWFLEET_BLOBS", raising=False)
-        assert isinstance(blobs.open_blobs(async_client), blobs.RedisBlobs)
-        assert isinstance(blobs.open_blobs_sync(client), blobs.SyncRedisBlobs)
+        assert isinstance(blobs.open_blobs(async_client).store, blobs.RedisBlobs)
+        assert isinstance(blobs.open_blobs_sync(client).store, blobs.SyncRedisBlobs)
         monkeypatch.setenv("FLOWFLEET_BLOBS", f"file://{tmp_path}")
-        assert isinstance(blobs.open_blobs(async_client), blobs.ThreadedBlobs)
+        assert isinstance(blobs.open_blobs(async_client).store, blobs.ThreadedBlobs)
         ref = blobs.open_blobs_sync(client).put(KEY, b"1")
         assert ref.uri == f"file://{tmp_path}/ff/job/blob/trajectory/0/1/2"
-        assert isinstance(blobs.open_blobs_sync(client, "redis"), blobs.SyncRedisBlobs)
+        assert isinstance(blobs.open_blobs_sync(client, "redis").store, blobs.SyncRedisBlobs)
 
 
 def test_large_blobs_are_hashed_in_parallel_by_the_same_rule() -> None:
     data: Iterable[int] = os.urandom(64 * CHUNK + 3)
     assert blobs.digest(bytes(data), CHUNK) == expected_hash(bytes(data))
     assert blobs.digest(bytes(data)) == hashlib.sha256(bytes(data)).hexdigest()
+
+
+def test_what_is_read_and_written_is_counted(redis_url: str) -> None:
+    registry = CollectorRegistry()
+
+    async def use() -> None:
+        client = connect(redis_url)
+        store, again = (blobs.open_blobs(client, "redis", registry) for _ in range(2))
+        ref = await store.put(KEY, b"12345")
+        assert await again.get(ref) == await store.get(ref) == b"12345"
+        await store.delete([ref])
+        with pytest.raises(NotFound):
+            await store.get(ref)
+        await client.aclose()
+
+    asyncio.run(use())
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"flowfleet_blob_{name}", labels)
+
+    assert value("bytes_total", operation="put") == 5
+    assert value("bytes_total", operation="get") == 2 * 5
+    assert value("operations_total", operation="get", result="ok") == 2
+    assert value("operations_total", operation="get", result="error") == 1
+    assert value("operation_seconds_count", operation="get") == 2 + 1

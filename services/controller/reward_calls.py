@@ -1,0 +1,50 @@
+"""How the rewards answer, as the controller sees them: with the network and the wait in between."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from flowfleet.errors import grpc_code
+
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+class RewardCalls:
+    """Counters of a registry, made once; every job's calls go there."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._calls = Counter(
+            "flowfleet_reward_calls", "Score calls of the controller by code", ["reward", "code"], registry=registry
+        )
+        self._seconds = Histogram(
+            "flowfleet_reward_call_seconds",
+            "Seconds from call to answer, as the controller sees them",
+            ["reward"],
+            buckets=SECONDS,
+            registry=registry,
+        )
+
+    @contextmanager
+    def call(self, reward: str) -> Iterator[None]:
+        """Counts one Score call, and its seconds, under the code that it ends with."""
+        start, code = time.perf_counter(), "OK"
+        try:
+            yield
+        except asyncio.CancelledError:
+            code = "CANCELLED"
+            raise
+        except grpc.aio.AioRpcError as error:
+            code = error.code().name
+            raise
+        except Exception as error:
+            code = grpc_code(error).name
+            raise
+        finally:
+            self._calls.labels(reward=reward, code=code).inc()
+            self._seconds.labels(reward=reward).observe(time.perf_counter() - start)
