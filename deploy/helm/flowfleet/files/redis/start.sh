@@ -1,0 +1,12 @@
+# Starts Redis with its configuration by stdin, so that the password is in no file and no argument list.
+case "$REDISCLI_AUTH" in
+  "" | *[!A-Za-z0-9._~-]*)
+    echo "redis.auth: the password must be letters, digits and -._~ alone, for it goes into a URL" >&2
+    exit 2
+    ;;
+esac
+if [ -f /etc/flowfleet/tls/tls.crt ]; then cp /etc/flowfleet/tls/tls.crt /tmp/loaded.crt; fi
+exec redis-server - <<END
+$(cat /etc/redis/redis.conf)
+requirepass $REDISCLI_AUTH
+END

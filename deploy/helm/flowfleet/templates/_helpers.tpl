@@ -1,0 +1,320 @@
+{{/* Names. The longest object name is "<fullname>-rollout-<pool>": 30 + 9 + 24 characters. */}}
+{{- define "flowfleet.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 30 | trimSuffix "-" }}
+{{- end }}
+
+{{- define "flowfleet.fullname" -}}
+{{- if .Values.fullnameOverride }}
+{{- .Values.fullnameOverride | trunc 30 | trimSuffix "-" }}
+{{- else if contains (include "flowfleet.name" .) .Release.Name }}
+{{- .Release.Name | trunc 30 | trimSuffix "-" }}
+{{- else }}
+{{- printf "%s-%s" .Release.Name (include "flowfleet.name" .) | trunc 30 | trimSuffix "-" }}
+{{- end }}
+{{- end }}
+
+{{/* Part of an object's name that stands for a reward: Kubernetes takes no underscores. */}}
+{{- define "flowfleet.suffix" -}}
+{{- . | replace "_" "-" }}
+{{- end }}
+
+{{/* Labels that select the pods of a component: (list root component). */}}
+{{- define "flowfleet.selector" -}}
+{{- $root := index . 0 -}}
+app.kubernetes.io/name: {{ include "flowfleet.name" $root }}
+app.kubernetes.io/instance: {{ $root.Release.Name }}
+app.kubernetes.io/component: {{ index . 1 }}
+{{- end }}
+
+{{/* Labels of a pod: (list root component podLabels). None that an upgrade of the chart alone would change. */}}
+{{- define "flowfleet.podLabels" -}}
+{{- $root := index . 0 -}}
+{{ include "flowfleet.selector" . }}
+app.kubernetes.io/part-of: flowfleet
+app.kubernetes.io/managed-by: {{ $root.Release.Service }}
+{{- with $root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- with index . 2 }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Labels of an object: (list root component). */}}
+{{- define "flowfleet.labels" -}}
+{{- $root := index . 0 -}}
+helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name ($root.Chart.Version | replace "+" "_") }}
+{{ include "flowfleet.selector" . }}
+app.kubernetes.io/part-of: flowfleet
+app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ $root.Release.Service }}
+{{- with $root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* "annotations:" of an object, where it has any: (list root annotations). */}}
+{{- define "flowfleet.annotations" -}}
+{{- $root := index . 0 -}}
+{{- with merge (dict) (index . 1) $root.Values.commonAnnotations -}}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{/* Settings of one pool or reward, written into the first: (list result defaults own). Gives no text. */}}
+{{- define "flowfleet.settings" -}}
+{{- $result := index . 0 }}
+{{- range $key, $value := index . 1 }}
+{{- $_ := set $result $key (kindIs "map" $value | ternary (deepCopy $value) $value) }}
+{{- end }}
+{{- range $key, $value := index . 2 }}
+{{- if has $key (list "autoscaling" "podDisruptionBudget") }}
+{{- range $name, $inner := $value }}
+{{- $_ := set (get $result $key) $name $inner }}
+{{- end }}
+{{- else }}
+{{- $_ := set $result $key $value }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Reference of one of the four images: (list root component). */}}
+{{- define "flowfleet.image" -}}
+{{- $images := (index . 0).Values.images -}}
+{{- with $images.registry }}{{ trimSuffix "/" . }}/{{ end -}}
+{{ get $images (index . 1) }}:{{ $images.tag | default (index . 0).Chart.AppVersion }}
+{{- end }}
+
+{{/* What a backend means for torch: FLOWFLEET_DEVICE. (list root accelerators) */}}
+{{- define "flowfleet.device" -}}
+{{- $backend := (index . 0).Values.accelerator.backend -}}
+{{- if index . 1 }}{{ get (dict "nccl" "cuda" "hccl" "npu" "gloo" "cpu") $backend }}{{ else }}cpu{{ end }}
+{{- end }}
+
+{{/* Security. */}}
+{{- define "flowfleet.podSecurityContext" -}}
+{{- $root := index . 0 -}}
+runAsNonRoot: true
+{{- range $key := list "runAsUser" "runAsGroup" "fsGroup" }}
+{{- $value := get $root.Values.podSecurity $key }}
+{{- if not (kindIs "invalid" $value) }}{{ if ne (toString $value) "" }}
+{{ $key }}: {{ int64 $value }}
+{{- end }}{{ end }}
+{{- end }}
+fsGroupChangePolicy: OnRootMismatch
+{{- with index . 1 }}
+supplementalGroups: {{ toJson . }}
+{{- end }}
+seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "flowfleet.securityContext" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end }}
+
+{{/* Where pods go: (list root settings selectorLabels accelerators). Selector labels fill constraints without one. */}}
+{{- define "flowfleet.placement" -}}
+{{- $root := index . 0 }}{{ $settings := index . 1 }}{{ $selector := index . 2 }}
+{{- $accelerator := index . 3 | ternary $root.Values.accelerator (dict) }}
+{{- with merge (dict) $settings.nodeSelector ($accelerator.nodeSelector | default dict) }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with concat $settings.tolerations ($accelerator.tolerations | default list) }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $settings.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $settings.topologySpreadConstraints }}
+topologySpreadConstraints:
+  {{- range . }}
+  - {{- toYaml . | nindent 4 }}
+    {{- if not .labelSelector }}
+    labelSelector:
+      matchLabels:
+        {{- $selector | nindent 8 }}
+    {{- end }}
+  {{- end }}
+{{- end }}
+{{- with $settings.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- end }}
+
+{{- define "flowfleet.imagePullSecrets" -}}
+{{- with .Values.images.pullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{/* Secrets: names of those that are given or generated. */}}
+{{- define "flowfleet.apiKeySecret" -}}
+{{- .Values.secrets.apiKey.existingSecret | default (printf "%s-secrets" (include "flowfleet.fullname" .)) }}
+{{- end }}
+
+{{- define "flowfleet.rpcTokenSecret" -}}
+{{- .Values.secrets.rpcToken.existingSecret | default (printf "%s-secrets" (include "flowfleet.fullname" .)) }}
+{{- end }}
+
+{{- define "flowfleet.redisSecret" -}}
+{{- .Values.redis.auth.existingSecret | default (printf "%s-redis" (include "flowfleet.fullname" .)) }}
+{{- end }}
+
+{{/* A generated value, kept when its Secret is there: (list root secretName key length). */}}
+{{- define "flowfleet.generated" -}}
+{{- $root := index . 0 -}}
+{{- $there := lookup "v1" "Secret" $root.Release.Namespace (index . 1) -}}
+{{- get (($there | default dict).data | default dict) (index . 2) | default (randAlphaNum (int (index . 3)) | b64enc) }}
+{{- end }}
+
+{{/* TLS: the Secret of a component. (list root component) */}}
+{{- define "flowfleet.tlsSecret" -}}
+{{- $root := index . 0 -}}
+{{- if $root.Values.tls.certManager.enabled -}}
+{{- printf "%s-tls-%s" (include "flowfleet.fullname" $root) (index . 1) }}
+{{- else -}}
+{{- get $root.Values.tls.existingSecrets (index . 1) }}
+{{- end }}
+{{- end }}
+
+{{- define "flowfleet.tlsDir" -}}/etc/flowfleet/tls{{- end }}
+
+{{- define "flowfleet.scheme" -}}
+{{- .Values.tls.enabled | ternary "HTTPS" "HTTP" }}
+{{- end }}
+
+{{/* Environment that every process has: (list root). */}}
+{{- define "flowfleet.baseEnv" -}}
+- name: HOME
+  value: /tmp
+- name: POD_NAME
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- name: POD_NAMESPACE
+  valueFrom: {fieldRef: {fieldPath: metadata.namespace}}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+- name: FLOWFLEET_RPC_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ include "flowfleet.rpcTokenSecret" . }}, key: {{ .Values.secrets.rpcToken.key }}}}
+{{- if .Values.tls.enabled }}
+- name: FLOWFLEET_TLS_DIR
+  value: {{ include "flowfleet.tlsDir" . }}
+- name: FLOWFLEET_TLS_NAME
+  value: {{ .Values.tls.name }}
+{{- end }}
+{{- end }}
+
+{{/* Environment of what reads Redis and blobs: controller, rollouts, trainers. */}}
+{{- define "flowfleet.dataEnv" -}}
+{{- if .Values.redis.enabled }}
+- name: FLOWFLEET_REDIS_PASSWORD
+  valueFrom: {secretKeyRef: {name: {{ include "flowfleet.redisSecret" . }}, key: {{ .Values.redis.auth.key }}}}
+- name: FLOWFLEET_REDIS_URL
+  {{- if .Values.tls.enabled }}
+  {{- $dir := include "flowfleet.tlsDir" . }}
+  value: rediss://:$(FLOWFLEET_REDIS_PASSWORD)@{{ include "flowfleet.fullname" . }}-redis:6379/0?ssl_ca_certs={{ $dir }}/ca.crt&ssl_certfile={{ $dir }}/tls.crt&ssl_keyfile={{ $dir }}/tls.key
+  {{- else }}
+  value: redis://:$(FLOWFLEET_REDIS_PASSWORD)@{{ include "flowfleet.fullname" . }}-redis:6379/0
+  {{- end }}
+{{- else }}
+- name: FLOWFLEET_REDIS_URL
+  valueFrom: {secretKeyRef: {name: {{ .Values.redis.external.existingSecret }}, key: {{ .Values.redis.external.key }}}}
+{{- end }}
+- name: FLOWFLEET_BLOBS
+  value: {{ .Values.blobs.url }}
+{{- with .Values.env }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Mounts and volumes that every pod has, and TLS: the second by component. */}}
+{{- define "flowfleet.baseMounts" -}}
+- name: tmp
+  mountPath: /tmp
+{{- if .Values.tls.enabled }}
+- name: tls
+  mountPath: {{ include "flowfleet.tlsDir" . }}
+  readOnly: true
+{{- end }}
+{{- end }}
+
+{{- define "flowfleet.baseVolumes" -}}
+{{- $root := index . 0 -}}
+- name: tmp
+  emptyDir: {}
+{{- if $root.Values.tls.enabled }}
+- name: tls
+  secret:
+    secretName: {{ include "flowfleet.tlsSecret" . }}
+    defaultMode: 0440
+{{- end }}
+{{- end }}
+
+{{- define "flowfleet.stateClaim" -}}
+{{- .Values.state.existingClaim | default (printf "%s-state" (include "flowfleet.fullname" .)) }}
+{{- end }}
+
+{{- define "flowfleet.budget" -}}
+{{- $root := index . 0 }}{{ $name := index . 1 }}{{ $labels := index . 2 }}{{ $selector := index . 3 }}{{ $budget := index . 4 }}
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  name: {{ $name }}
+  labels:
+    {{- $labels | nindent 4 }}
+  {{- with include "flowfleet.annotations" (list $root dict) }}{{ . | trim | nindent 2 }}{{ end }}
+spec:
+  maxUnavailable: {{ $budget.maxUnavailable }}
+  unhealthyPodEvictionPolicy: AlwaysAllow
+  selector:
+    matchLabels:
+      {{- $selector | nindent 6 }}
+{{- end }}
+
+{{/* A ScaledObject for a pool or reward: (list root name labels component own settings). */}}
+{{- define "flowfleet.scaledObject" -}}
+{{- $root := index . 0 }}{{ $name := index . 1 }}{{ $labels := index . 2 }}{{ $component := index . 3 }}{{ $settings := index . 4 }}
+{{- $scaling := $settings.autoscaling }}
+apiVersion: keda.sh/v1alpha1
+kind: ScaledObject
+metadata:
+  name: {{ $name }}
+  labels:
+    {{- $labels | nindent 4 }}
+  {{- with include "flowfleet.annotations" (list $root dict) }}{{ . | trim | nindent 2 }}{{ end }}
+spec:
+  scaleTargetRef:
+    name: {{ $name }}
+  minReplicaCount: {{ int $scaling.minReplicas }}
+  maxReplicaCount: {{ int $scaling.maxReplicas }}
+  pollingInterval: {{ int $scaling.pollingSeconds }}
+  cooldownPeriod: {{ int $scaling.cooldownSeconds }}
+  advanced:
+    horizontalPodAutoscalerConfig:
+      behavior:
+        scaleUp:
+          stabilizationWindowSeconds: 0
+        scaleDown:
+          stabilizationWindowSeconds: {{ int $scaling.scaleDownStabilizationSeconds }}
+  triggers:
+    - type: external-push
+      metricType: AverageValue
+      metadata:
+        scalerAddress: {{ include "flowfleet.fullname" $root }}-scaler.{{ $root.Release.Namespace }}.svc:8471
+        component: {{ $component }}
+        name: {{ $settings.name }}
+        maxReplicas: {{ int $scaling.maxReplicas | quote }}
+        {{- if $root.Values.tls.enabled }}
+        enableTLS: "true"
+        {{- end }}
+      {{- if $root.Values.tls.enabled }}
+      authenticationRef:
+        name: {{ include "flowfleet.fullname" $root }}-scaler
+      {{- end }}
+{{- end }}
