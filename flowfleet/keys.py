@@ -51,6 +51,26 @@ def replica_pattern() -> str:
     return fleet_key("replica") + ":*"
 
 
+def leader() -> str:
+    """Lease of the controller that runs jobs."""
+    return fleet_key("leader")
+
+
+def leader_term() -> str:
+    """Who took the lease last, whether or not it still holds it: the fencing token."""
+    return fleet_key("leader", "term")
+
+
+def demand() -> str:
+    """Hash: "component/name" → replicas wanted, as JSON."""
+    return fleet_key("demand")
+
+
+def changes() -> str:
+    """Pub/sub channel on which controllers tell each other to look again: jobs, or demand."""
+    return fleet_key("changes")
+
+
 def jobs() -> str:
     """Index of all jobs."""
     return fleet_key("jobs")

@@ -16,6 +16,7 @@ from services.controller.auth import Guard
 from services.controller.concurrency import end
 from services.controller.gauges import count_jobs
 from services.controller.platform import open_platform
+from services.controller.scaler import Scaler, serve_scaler
 from services.controller.seam import RunnerFactory
 from services.controller.services import Services
 from services.controller.settings import ControllerSettings
@@ -57,12 +58,25 @@ async def _start(settings: ControllerSettings, runner_factory: RunnerFactory, st
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     store = JobStore(redis)
-    counting = asyncio.create_task(count_jobs(store, registry), name="count jobs")
-    stack.push_async_callback(end, [counting])
     platform = open_platform(settings, registry)
     await platform.directory.start()
     stack.push_async_callback(platform.directory.stop)
     runner = runner_factory(settings, redis, store, registry, platform.launcher, platform.directory)
     await runner.start()
     stack.push_async_callback(runner.stop)
-    return Services(settings, redis, store, open_blobs(redis, settings.blobs, registry), platform.directory, runner, registry)
+    counting = asyncio.create_task(count_jobs(store, registry, lambda: runner.leads), name="count jobs")
+    stack.push_async_callback(end, [counting])
+    if settings.scaler_port is not None:
+        scaler = Scaler(redis, store, platform.directory)
+        await stack.enter_async_context(serve_scaler(scaler, settings.host, settings.scaler_port))
+    blobs = open_blobs(redis, settings.blobs, registry)
+    services = Services(settings, redis, store, blobs, platform.directory, runner, registry)
+    leaving = asyncio.create_task(_leave(services), name="hand over at once")
+    stack.push_async_callback(end, [leaving])
+    return services
+
+
+async def _leave(services: Services) -> None:
+    """Another controller leads while this one still answers its last requests."""
+    await services.closing.wait()
+    await services.runner.stop()

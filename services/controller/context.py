@@ -116,8 +116,9 @@ class JobContext:
     def train_key(self, step: int) -> str:
         return keys.job_key(self.job_id, "train", step)
 
-    async def store_train_request(self, request: trainer_pb2.TrainStepRequest) -> None:
-        await self.redis.set(self.train_key(request.step), request.SerializeToString())
+    async def store_train_request(self, request: trainer_pb2.TrainStepRequest, pipe: Any) -> None:
+        """Adds it to a transaction."""
+        pipe.set(self.train_key(request.step), request.SerializeToString())
 
     async def load_train_request(self, step: int) -> trainer_pb2.TrainStepRequest:
         stored = await self.redis.get(self.train_key(step))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Gauge
 from redis.exceptions import RedisError
@@ -15,12 +16,15 @@ log = logging.getLogger(__name__)
 PERIOD_S = 5.0
 
 
-async def count_jobs(store: JobStore, registry: CollectorRegistry) -> None:
-    """Keeps `flowfleet_controller_jobs{status}` true, until cancelled."""
+async def count_jobs(store: JobStore, registry: CollectorRegistry, leads: Callable[[], bool]) -> None:
+    """Keeps `flowfleet_controller_jobs{status}` true, until cancelled. Only the controller that leads shows it, so that
+    a sum over controllers counts each job once."""
     gauge = Gauge("flowfleet_controller_jobs", "Jobs by status", ["status"], registry=registry)
     while True:
         try:
-            for status, count in (await store.counts()).items():
+            counts = await store.counts() if leads() else {}
+            gauge.clear()
+            for status, count in counts.items():
                 gauge.labels(status=str(status)).set(count)
         except RedisError as error:
             log.warning("jobs cannot be counted: %s", error)

@@ -2,7 +2,8 @@
 controller.
 
 An event is recorded before it takes effect, in one transaction with what belongs to it (references of samples, the
-acknowledgement of stream entries), so nothing is acknowledged and lost.
+acknowledgement of stream entries), so nothing is acknowledged and lost. Only the controller that leads writes: a
+transaction of one that another has taken over from raises LeaseLost and changes nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from flowfleet import keys
 from flowfleet.jobs import JobSpec
 from services.controller.events import VOLATILE, Event, event_from_json, event_to_json
+from services.controller.leadership import Lease
 from services.controller.machine import Machine, State
 
 Also = Callable[[Any], Awaitable[None]]
@@ -20,8 +22,9 @@ Also = Callable[[Any], Awaitable[None]]
 
 
 class Ledger:
-    def __init__(self, redis: Any, job_id: str) -> None:
+    def __init__(self, redis: Any, lease: Lease, job_id: str) -> None:
         self._redis = redis
+        self._lease = lease
         self._snapshot_key = keys.job_key(job_id, "state")
         self._events_key = keys.job_key(job_id, "ledger")
 
@@ -39,12 +42,15 @@ class Ledger:
         durable = [event_to_json(event) for event in events if not isinstance(event, VOLATILE)]
         if not durable and also is None:
             return
-        async with self._redis.pipeline(transaction=True) as pipe:
+
+        async def fill(pipe: Any) -> None:
+            pipe.multi()
             if durable:
                 pipe.rpush(self._events_key, *durable)
             if also is not None:
                 await also(pipe)
-            await pipe.execute()
+
+        await self._lease.transaction(fill)
 
     async def forget(self) -> None:
         """The job has ended, and its record says so."""
@@ -52,9 +58,11 @@ class Ledger:
 
     async def snapshot(self, state: State) -> None:
         """Replaces snapshot and journal by the state."""
-        async with self._redis.pipeline(transaction=True) as pipe:
-            await (
-                pipe.set(self._snapshot_key, state.without_volatile().model_dump_json())
-                .delete(self._events_key)
-                .execute()
-            )
+        text = state.without_volatile().model_dump_json()
+
+        async def fill(pipe: Any) -> None:
+            pipe.multi()
+            pipe.set(self._snapshot_key, text)
+            pipe.delete(self._events_key)
+
+        await self._lease.transaction(fill)

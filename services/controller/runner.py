@@ -1,11 +1,13 @@
 """Takes up queued jobs, those of one rollout pool one after the other, and keeps the running ones going, across faults
-and restarts of the controller."""
+and restarts of the controller. Of several controllers only the one that holds the lease does (leadership.py)."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -14,15 +16,19 @@ from redis.exceptions import RedisError
 
 from flowfleet.blobs import open_blobs
 from flowfleet.errors import Conflict
+from flowfleet.jobs import JobSpec
 from flowfleet.telemetry import JobMetrics
+from services.controller.changes import listen, tell
 from services.controller.concurrency import end
 from services.controller.context import JobContext
 from services.controller.data import load_prompts
+from services.controller.demand import DemandHash, demand, work_of
 from services.controller.directory import Directory, StaticDirectory
 from services.controller.fleet import FleetWatch, Replica
 from services.controller.inputs import Inputs
 from services.controller.job_runner import JobRunner
 from services.controller.launcher import Launcher, LocalLauncher
+from services.controller.leadership import Lease, LeaseLost
 from services.controller.ledger import Ledger
 from services.controller.machine import Machine
 from services.controller.monitor import Monitor
@@ -52,12 +58,13 @@ class Runner:
         launcher: Launcher | None = None,
         directory: Directory | None = None,
     ) -> None:
+        launcher = launcher or LocalLauncher(settings.state_dir, settings.trainer_python, settings.trainer_devices)
         self._settings = settings
         self._redis = redis
-        self._store = store
-        self._launcher = launcher or LocalLauncher(
-            settings.state_dir, settings.trainer_python, settings.trainer_devices
-        )
+        self._lease = Lease(redis, registry)
+        self._store = store.fenced_by(self._lease)
+        self._launcher = FencedLauncher(launcher, self._lease)
+        self._demand = DemandHash(redis)
         self._directory = directory or StaticDirectory(settings.rewards)
         self._fleet = FleetWatch(redis)
         self._registry = registry
@@ -73,23 +80,26 @@ class Runner:
 
     async def start(self) -> None:
         await self._fleet.start()
-        await self._monitor.start()
         self._task = asyncio.create_task(self._run(), name="runner")
 
     async def stop(self) -> None:
-        """Leaves a running job to the next controller; its trainer lives on."""
+        """Leaves a running job to the next controller, which may lead when this returns; its trainer lives on."""
         if self._task is not None:
             await end([self._task])
-        await self._monitor.stop()
         await self._fleet.stop()
 
     async def notify(self) -> None:
         """Something was submitted or asked for."""
         self._wake.set()
+        await tell(self._redis)
 
     @property
     def alive(self) -> bool:
         return self._task is not None and not self._task.done() and self._fleet.alive
+
+    @property
+    def leads(self) -> bool:
+        return self._lease.held
 
     def fleet_view(self) -> Sequence[Replica]:
         """The replicas as the controller knows them."""
@@ -99,17 +109,50 @@ class Runner:
         return {job_id: runner.machine for job_id, runner in self._running.items()}
 
     async def _run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(listen(self._redis, self._wake.set), name="changes of jobs")
+            group.create_task(self._lease.run(self._lead), name="leadership")
+
+    async def _lead(self) -> None:
+        """Until another controller leads. What belongs to the leader alone begins and ends here."""
+        await self._monitor.start()
+        try:
+            await self._run_jobs()
+        except* LeaseLost:
+            log.warning("another controller leads: the jobs are its own")
+        finally:
+            await self._monitor.stop()
+            for job_id in self._jobs.values():
+                self._metrics.forget(job_id)
+            self._jobs.clear()
+
+    async def _run_jobs(self) -> None:
         """One job at a time in each pool, oldest first; wishes of those that wait are heard meanwhile."""
         async with asyncio.TaskGroup() as group:
             tasks: dict[str, asyncio.Task[None]] = {}
             while True:
                 self._wake.clear()
-                for pool, job_id in (await self._next_jobs()).items():
-                    if pool not in tasks or tasks[pool].done():
-                        self._take_up(pool, job_id)
-                        tasks[pool] = group.create_task(self._run_job(job_id), name=f"job {job_id}")
-                        tasks[pool].add_done_callback(lambda _: self._wake.set())
+                with _redis_may_be_away():
+                    first = await self._first_of_pools(await self._store.active())
+                    for pool, record in first.items():
+                        if pool not in tasks or tasks[pool].done():
+                            self._take_up(pool, record.id)
+                            tasks[pool] = group.create_task(self._run_job(record.id), name=f"job {record.id}")
+                            tasks[pool].add_done_callback(lambda _: self._wake.set())
+                    await self._tell_demand(first.values())
                 await _wait(self._wake, POLL_S)
+
+    async def _tell_demand(self, first: Iterable[JobRecord]) -> None:
+        """How many replicas the first jobs of the pools need now."""
+        works = []
+        for record in first:
+            runner = self._running.get(record.id)
+            state = () if runner is None else (runner.machine, len(runner.job.held_out))
+            works.append(work_of(record, *state))
+        in_flight = Counter[str]()
+        for replica in self._fleet.fleet.all():
+            in_flight[replica.pool] += replica.outstanding
+        await self._demand.write(self._lease, demand(filter(None, works), in_flight))
 
     def _take_up(self, pool: str, job_id: str) -> None:
         """Metrics of an ended job stay until the next one of its pool begins: Prometheus reads the last."""
@@ -117,24 +160,16 @@ class Runner:
             self._metrics.forget(before)
         self._jobs[pool] = job_id
 
-    async def _next_jobs(self) -> dict[str, str]:
-        """Rollout pool → its oldest job that has not ended."""
-        try:
-            return await self._first_of_pools(await self._store.active())
-        except RedisError as error:
-            log.warning("no list of jobs: %s", error)
-            return {}
-
-    async def _first_of_pools(self, active: list[str]) -> dict[str, str]:
-        """Ends the queued jobs that nobody wants any more."""
-        first: dict[str, str] = {}
+    async def _first_of_pools(self, active: list[str]) -> dict[str, JobRecord]:
+        """Rollout pool → its oldest job that has not ended. Ends the queued jobs that nobody wants any more."""
+        first: dict[str, JobRecord] = {}
         for job_id in active:
             record = await self._store.get(job_id)
             unwanted = record.status is JobStatus.QUEUED and record.desired is Desired.CANCELLED
             if unwanted and job_id not in self._jobs.values():
                 await self._store.set_status(job_id, JobStatus.CANCELLED, "cancelled before it started")
             else:
-                first.setdefault(record.pool, job_id)
+                first.setdefault(record.pool, record)
         return first
 
     async def _run_job(self, job_id: str) -> None:
@@ -147,6 +182,8 @@ class Runner:
                 if not record.status.terminal:
                     await self._drive(record)
                 return
+            except LeaseLost:
+                raise
             except RedisError as error:
                 log.warning("Redis is away; the job waits: %s", error, extra={"job": job_id})
             except ValueError as error:
@@ -161,7 +198,7 @@ class Runner:
 
     async def _drive(self, record: JobRecord) -> None:
         spec = record.job_spec()
-        ledger = Ledger(self._redis, record.id)
+        ledger = Ledger(self._redis, self._lease, record.id)
         machine = await ledger.restore(spec)
         runner = JobRunner(ledger, machine, lambda *parts: self._context(record, *parts))
         runner.job.reports = Reports(runner.job, self._metrics)
@@ -204,6 +241,32 @@ class Runner:
             await self._store.set_status(job_id, JobStatus.FAILED, reason)
         except (Conflict, RedisError) as error:
             log.error("cannot record the job's failure: %s", error, extra={"job": job_id})
+
+
+class FencedLauncher:
+    """A launcher that starts and ends trainers only while this controller leads."""
+
+    def __init__(self, launcher: Launcher, lease: Lease) -> None:
+        self._launcher, self._lease = launcher, lease
+
+    async def ensure(self, job_id: str, spec: JobSpec) -> str:
+        await self._lease.confirm()
+        return await self._launcher.ensure(job_id, spec)
+
+    async def alive(self, job_id: str) -> bool:
+        return await self._launcher.alive(job_id)
+
+    async def stop(self, job_id: str) -> None:
+        await self._lease.confirm()
+        await self._launcher.stop(job_id)
+
+
+@contextmanager
+def _redis_may_be_away() -> Iterator[None]:
+    try:
+        yield
+    except RedisError as error:
+        log.warning("jobs are not looked at: %s", error)
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

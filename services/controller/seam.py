@@ -17,17 +17,23 @@ from services.controller.store import JobStore
 
 class Runner(Protocol):
     async def start(self) -> None:
-        """Takes up every job of `store.active()`; returns once it watches, not once they ended."""
+        """Takes up every job of `store.active()` when this controller leads; returns once it watches, not once they
+        ended."""
 
     async def stop(self) -> None:
         """Leaves the jobs as they are, for the next controller to take up."""
 
     async def notify(self) -> None:
-        """A job was submitted, or a wish of its record changed. Returns at once. It polls too, so nothing is lost."""
+        """A job was submitted, or a wish of its record changed; whichever controller leads hears it. Returns at once.
+        It polls too, so nothing is lost."""
 
     @property
     def alive(self) -> bool:
         """Its tasks run."""
+
+    @property
+    def leads(self) -> bool:
+        """It runs jobs; of several controllers one does."""
 
     def fleet_view(self) -> Sequence[Replica]:
         """The rollout replicas known now."""

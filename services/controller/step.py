@@ -111,8 +111,9 @@ class TrainingStep:
             await job.emit(ev.Failed(reason=f"step {step}: no sample has a score; see samples_dropped for the reasons"))
             return
         credits, _ = credits_of(job.spec, scored)
-        await job.store_train_request(await requests.train_step(job, step, credits))
-        await job.emit(ev.AdvantagesReady(step=step, num_samples=len(credits)))
+        request = await requests.train_step(job, step, credits)
+        store = partial(job.store_train_request, request)
+        await job.emit(ev.AdvantagesReady(step=step, num_samples=len(credits)), also=store)
 
     async def train(self, step: int) -> None:
         """One update; the trainer keeps a record, so a repeated request changes nothing."""
@@ -139,6 +140,7 @@ class TrainingStep:
         request = trainer_pb2.PublishWeightsRequest(job_id=job.job_id, version=version)
         request.replicas.extend(trainer_pb2.Replica(replica_id=r.replica_id, address=r.address) for r in live)
         response = await job.trainer().PublishWeights(request, timeout=spec.timeouts.publish_s)
+        job.fleet.doubt(result.replica_id for result in response.results if not result.ok)
         await job.fleet.refresh()
         job.reports.published(response, time.monotonic() - started)
         if not any(result.ok for result in response.results):

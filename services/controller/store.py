@@ -19,6 +19,7 @@ from flowfleet.errors import Conflict, NotFound
 from flowfleet.jobs import JobSpec
 from services.controller.history import History, Pipe, add_event, encode
 from services.controller.ids import new_job_id
+from services.controller.leadership import Lease
 from services.controller.records import Action, Desired, JobRecord, JobStatus, Progress, from_epoch, next_desired
 from services.controller.samples import SampleShelf
 
@@ -31,9 +32,14 @@ if redis.call('HGET', KEYS[1], 'desired') == ARGV[1] then redis.call('HSET', KEY
 class JobStore(History, SampleShelf):
     """`redis` decodes no responses; `clock` gives seconds since the epoch."""
 
-    def __init__(self, redis: Redis, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, redis: Redis, clock: Callable[[], float] = time.time, lease: Lease | None = None) -> None:
         self._redis = redis
         self._clock = clock
+        self._lease = lease
+
+    def fenced_by(self, lease: Lease) -> JobStore:
+        """The same store, whose changes of status raise LeaseLost once another controller leads."""
+        return JobStore(self._redis, self._clock, lease)
 
     async def create(self, spec: JobSpec, idempotency_key: str | None = None) -> tuple[JobRecord, bool]:
         """Queues a job. The same key with the same job gives the first one and False; with another job, Conflict."""
@@ -157,6 +163,8 @@ class JobStore(History, SampleShelf):
         await self._redis.hset(keys.job(job_id), "results", encode(results))
 
     async def _transaction(self, attempt: Callable[[Pipe], Awaitable[Any]], watched: str) -> Any:
+        if self._lease is not None:
+            return await self._lease.transaction(attempt, watched)
         return await self._redis.transaction(attempt, watched, value_from_callable=True)
 
     def _first_fields(self, spec: JobSpec) -> dict[str, str]:

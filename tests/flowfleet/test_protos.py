@@ -18,7 +18,7 @@ def stubs(folder: Path) -> dict[str, str]:
 def test_generated_stubs_match_the_contracts(tmp_path: Path) -> None:
     subprocess.run([ROOT / "protos" / "generate.sh", sys.executable, tmp_path], check=True, timeout=60)
     fresh, checked_in = stubs(tmp_path / "flowfleet" / "proto"), stubs(ROOT / "flowfleet" / "proto")
-    contracts = [path.stem for path in (ROOT / "protos" / "flowfleet" / "v1").glob("*.proto")]
+    contracts = [path.stem for path in (ROOT / "protos").rglob("*.proto")]
     assert len(fresh) == 4 * len(contracts) > 0
     assert sorted(fresh) == sorted(checked_in)
     different = [name for name in fresh if fresh[name] != checked_in[name]]

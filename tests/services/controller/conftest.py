@@ -42,6 +42,7 @@ class IdleRunner:
         directory: Directory,
     ) -> None:
         self.alive = False
+        self.leads = True
         self.notified = 0
 
     async def start(self) -> None:
