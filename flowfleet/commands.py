@@ -3,12 +3,42 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 from flowfleet.jobs import JobSpec
+
+POD_PORT: Final = 7000
+"""gRPC of rollouts, rewards and the trainer's rank 0 in pods."""
+HEALTH_PORT: Final = 7001
+METRICS_PORT: Final = 9470
+RENDEZVOUS_PORT: Final = 29500
+RENDEZVOUS_TIMEOUT_S: Final = 86_400
+"""Pods that have a node wait so long for those that have none yet; the controller tells meanwhile what is missing."""
 
 
 def trainer_command(spec: JobSpec, *, python: str, port_file: Path, host: str = "127.0.0.1") -> list[str]:
     """The command line of a job's trainer: torchrun on this machine, one rank an accelerator."""
     torchrun = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec.trainer.world_size}"]
     flags = ["--host", host, "--port-file", str(port_file), "--metrics-port", "0"]
-    return [*torchrun, "--max-restarts=0", "-m", "services.trainer", *flags]
+    return [*torchrun, *_trainer(*flags)]
+
+
+def trainer_pod_command(*, pods: int, ranks_per_pod: int, master: str) -> list[str]:
+    """What follows `python -m torch.distributed.run` in each pod of an Indexed Job: Kubernetes puts the values of
+    $(JOB_COMPLETION_INDEX) and $(POD_IP) in. `master` is the name of the first pod."""
+    torchrun = [
+        f"--nnodes={pods}",
+        f"--nproc-per-node={ranks_per_pod}",
+        "--node-rank=$(JOB_COMPLETION_INDEX)",
+        "--rdzv-backend=static",
+        f"--rdzv-conf=timeout={RENDEZVOUS_TIMEOUT_S}",
+        f"--master-addr={master}",
+        f"--master-port={RENDEZVOUS_PORT}",
+    ]
+    ports = ["--port", str(POD_PORT), "--health-port", str(HEALTH_PORT), "--metrics-port", str(METRICS_PORT)]
+    return [*torchrun, *_trainer("--host", "0.0.0.0", *ports, "--transfer-host", "$(POD_IP)")]
+
+
+def _trainer(*flags: str) -> list[str]:
+    """torchrun never restarts ranks: a new trainer resumes from the last checkpoint."""
+    return ["--max-restarts=0", "-m", "services.trainer", *flags]

@@ -19,7 +19,21 @@ class Platform:
 
 def open_platform(settings: ControllerSettings, registry: CollectorRegistry) -> Platform:
     """Start its directory before use, and stop it in the end. Raises ValueError for what cannot work."""
+    if settings.kubernetes:
+        return _kubernetes(settings, registry)
     return Platform(
         StaticDirectory(settings.rewards),
         LocalLauncher(settings.state_dir, settings.trainer_python, settings.trainer_devices),
     )
+
+
+def _kubernetes(settings: ControllerSettings, registry: CollectorRegistry) -> Platform:
+    """Its client is large: it is imported only where it is used."""
+    from services.controller.kubernetes_directory import KubernetesDirectory
+    from services.controller.kubernetes_launcher import KubernetesLauncher
+
+    assert settings.trainer_template is not None
+    release, namespace = settings.kubernetes, settings.namespace
+    directory = KubernetesDirectory(release, namespace, registry)
+    launcher = KubernetesLauncher(directory, release, namespace, settings.trainer_template, settings.owner)
+    return Platform(directory, launcher)
