@@ -41,14 +41,9 @@ def fleet_key(*parts: str | int) -> str:
     return ":".join(["ff-fleet", *(_checked(part) for part in parts)])
 
 
-def replica(replica_id: str) -> str:
-    """Registration of a rollout replica: JSON that expires unless renewed."""
-    return fleet_key("replica", replica_id)
-
-
-def replica_pattern() -> str:
-    """SCAN pattern of all registrations."""
-    return fleet_key("replica") + ":*"
+def replicas(part: str) -> str:
+    """The rollout replicas; `part` is "records", "renewed", "changed" or "revision" (replicas.py)."""
+    return fleet_key("replicas", part)
 
 
 def leader() -> str:

@@ -19,6 +19,8 @@ from redis.backoff import EqualJitterBackoff
 SOCKET_TIMEOUT_S: Final = 30.0
 """Longest silence of the server; a blocking read must block for less."""
 CONNECT_TIMEOUT_S: Final = 5.0
+MAX_CONNECTIONS: Final = 10_000
+"""Of one client: each blocking read holds one, and a controller has one a job."""
 _RETRIES: Final = 45  # 4 short pauses, then 0.5 to 1 s each: 22 s at least, 32 s on average
 _BACKOFF_BASE_S: Final = 0.05
 _BACKOFF_CAP_S: Final = 1.0
@@ -57,6 +59,7 @@ def _settings() -> dict[str, Any]:
         "socket_timeout": SOCKET_TIMEOUT_S,
         "socket_connect_timeout": CONNECT_TIMEOUT_S,
         "socket_keepalive": True,
+        "max_connections": MAX_CONNECTIONS,
     }
 
 

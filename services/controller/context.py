@@ -17,7 +17,7 @@ from flowfleet.proto import common_pb2, reward_pb2, trainer_pb2, trainer_pb2_grp
 from flowfleet.rpc import open_channel
 from services.controller.concurrency import Budget
 from services.controller.data import Prompt, prompts_of_step
-from services.controller.fleet import FleetWatch
+from services.controller.fleet_watch import FleetWatch
 from services.controller.inputs import Inputs
 from services.controller.launcher import Launcher
 from services.controller.machine import Machine

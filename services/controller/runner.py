@@ -24,7 +24,8 @@ from services.controller.context import JobContext
 from services.controller.data import load_prompts
 from services.controller.demand import DemandHash, demand, work_of
 from services.controller.directory import Directory, StaticDirectory
-from services.controller.fleet import FleetWatch, Replica
+from services.controller.fleet import Replica
+from services.controller.fleet_watch import FleetWatch
 from services.controller.inputs import Inputs
 from services.controller.job_runner import JobRunner
 from services.controller.launcher import Launcher, LocalLauncher

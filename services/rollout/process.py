@@ -18,7 +18,7 @@ from services.rollout.engines.base import RolloutEngine
 from services.rollout.media import MediaReader
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.publisher import Publisher
-from services.rollout.registration import Membership, ReplicaRecord
+from services.rollout.registration import Membership
 from services.rollout.server import RolloutService
 
 SERVICE = "flowfleet.v1.RolloutService"
@@ -53,16 +53,16 @@ async def _serve(
     blobs = open_blobs(client)
     publisher = Publisher(client, blobs, replica_id, pool)
     media = MediaReader(blobs, pool)
-    service = RolloutService(
-        engine, publisher, media, blobs, RolloutMetrics(), replica_id=replica_id, incarnation=incarnation
-    )
     server, health = rpc.make_server(), rpc.HealthState(SERVICE)
-    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, server)
     membership = Membership(client, engine, health, stall_s=options.stall_s)
+    service = RolloutService(
+        engine, publisher, media, blobs, RolloutMetrics(), membership, replica_id=replica_id, incarnation=incarnation
+    )
+    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, server)
 
     async def join(address: str) -> None:
         reached_at = options.advertise or address
-        await membership.join(ReplicaRecord(replica_id, reached_at, incarnation, options.model or "", options.pool))
+        await membership.join(lambda: service.record(reached_at, options.model or "", options.pool))
 
     async def drain() -> None:
         unfinished, _ = await asyncio.gather(service.drain(options.drain_s), membership.leave())

@@ -1,40 +1,23 @@
-"""A replica's entry in the fleet: a Redis key that expires unless renewed, so that a dead replica leaves by itself."""
+"""A replica's entry in the fleet: renewed while its engine works and written anew whenever it changes, it is gone soon
+after its replica."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from contextlib import suppress
 
 import redis
 import redis.asyncio
 
-from flowfleet import keys
+from flowfleet.replicas import EXPIRES_S, RENEW_EVERY_S, ReplicaDirectory, ReplicaRecord
 from flowfleet.rpc import HealthState
 from services.rollout.engines.base import RolloutEngine
 
-EXPIRES_S = 15
-RENEW_EVERY_S = 3.0
-_REMOVE_DEADLINE_S = 3.0
+_DEADLINE_S = 3.0
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaRecord:
-    replica_id: str
-    address: str
-    """host:port at which the fleet reaches its RolloutService."""
-    incarnation: str
-    """New at every process start."""
-    model: str
-    """Preloaded model, empty for none."""
-    pool: str
-    """Rollout pool; a job samples on the replicas of one."""
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
 
 
 class Membership:
@@ -44,17 +27,19 @@ class Membership:
     def __init__(
         self, client: redis.asyncio.Redis, engine: RolloutEngine, health: HealthState, *, stall_s: float
     ) -> None:
-        self._redis = client
+        self._directory = ReplicaDirectory(client)
         self._engine = engine
         self._health = health
         self._stall_s = stall_s
-        self._record: ReplicaRecord | None = None
+        self._record: Callable[[], ReplicaRecord] | None = None
+        self._writing = asyncio.Lock()
+        self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    async def join(self, record: ReplicaRecord) -> None:
-        """Registers, then renews from a task until `leave`."""
+    async def join(self, record: Callable[[], ReplicaRecord]) -> None:
+        """Registers, then keeps the entry from a task until `leave`. `record` tells what it says now."""
         self._record = record
-        await self._renew(record)
+        await self._write(record)
         self._task = asyncio.create_task(self._keep(record), name="membership")
 
     async def leave(self) -> None:
@@ -63,37 +48,51 @@ class Membership:
         if self._record is None:
             return
         try:
-            await asyncio.wait_for(self._delete(self._record), _REMOVE_DEADLINE_S)
+            await asyncio.wait_for(self._directory.remove(self._record()), _DEADLINE_S)
         except (TimeoutError, redis.RedisError) as error:
-            log.warning("the registration could not be removed and expires in %d s: %s", EXPIRES_S, error)
+            log.warning("the registration could not be removed and expires in %.0f s: %s", EXPIRES_S, error)
 
-    async def _keep(self, record: ReplicaRecord) -> None:
+    def changed(self) -> None:
+        """The record says something else: it is written soon."""
+        self._changed.set()
+
+    async def tell(self) -> None:
+        """Writes the record before it returns, so that whoever asks next knows, unless Redis is away."""
+        if self._task is not None and not self._is_stuck:
+            with suppress(TimeoutError, redis.RedisError):
+                await asyncio.wait_for(self._write(self._record), _DEADLINE_S)
+
+    @property
+    def _is_stuck(self) -> bool:
+        return self._engine.stalled_s() >= self._stall_s
+
+    async def _keep(self, record: Callable[[], ReplicaRecord]) -> None:
         """A Redis that is away for longer than its client retries must not end the heartbeat."""
         while True:
-            await asyncio.sleep(RENEW_EVERY_S)
-            is_alive = self._engine.stalled_s() < self._stall_s
+            with suppress(TimeoutError):
+                async with asyncio.timeout(RENEW_EVERY_S):
+                    await self._changed.wait()
+            self._changed.clear()
+            is_alive = not self._is_stuck
             await self._health.set_alive(is_alive)
             await self._health.set_serving(is_alive and await self._renewed(record))
 
-    async def _renewed(self, record: ReplicaRecord) -> bool:
+    async def _renewed(self, record: Callable[[], ReplicaRecord]) -> bool:
         try:
-            await self._renew(record)
+            await self._write(record)
         except redis.RedisError as error:
             log.warning("the registration could not be renewed: %s", error)
             return False
         return True
+
+    async def _write(self, record: Callable[[], ReplicaRecord] | None) -> None:
+        """One after the other: an older record never replaces a newer one."""
+        assert record is not None
+        async with self._writing:
+            await self._directory.put(record())
 
     async def _stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
-
-    async def _renew(self, record: ReplicaRecord) -> None:
-        await self._redis.set(keys.replica(record.replica_id), record.to_json(), ex=EXPIRES_S)
-
-    async def _delete(self, record: ReplicaRecord) -> None:
-        """A successor under the same id may have registered already: its entry stays."""
-        key = keys.replica(record.replica_id)
-        if await self._redis.get(key) == record.to_json().encode():
-            await self._redis.delete(key)

@@ -16,12 +16,14 @@ from typing import Any
 from flowfleet import devices
 from flowfleet.blobs import BlobStore
 from flowfleet.proto import rollout_pb2, rollout_pb2_grpc
+from flowfleet.replicas import ReplicaRecord
 from services.rollout.engines.base import RolloutEngine
 from services.rollout.generation import Generation
 from services.rollout.media import MediaReader
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.publisher import Publisher
 from services.rollout.receiver import WeightReceiver
+from services.rollout.registration import Membership
 from services.rollout.requests import generation_request
 from services.rollout.weights import Phase, WeightState
 
@@ -42,6 +44,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         media: MediaReader,
         blobs: BlobStore,
         metrics: RolloutMetrics,
+        membership: Membership,
         *,
         replica_id: str,
         incarnation: str,
@@ -50,10 +53,12 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self._publisher = publisher
         self._media = media
         self._metrics = metrics
+        self._membership = membership
         self._replica_id = replica_id
         self._incarnation = incarnation
+        self._device_id = devices.identity(engine.device)
         self._samples_total = 0
-        self._state = WeightState()
+        self._state = WeightState(membership.changed)
         self._idle = asyncio.Event()
         self._idle.set()
         self._receiver = WeightReceiver(engine, self._state, blobs, self._idle.wait)
@@ -101,7 +106,26 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> rollout_pb2.FinishWeightUpdateResponse:
         await self._receiver.finish(request)
         self._changed()
+        await self._membership.tell()
         return rollout_pb2.FinishWeightUpdateResponse()
+
+    def record(self, address: str, model: str, pool: str) -> ReplicaRecord:
+        """What the fleet is told: where this replica is, and its status."""
+        state = self._state
+        return ReplicaRecord(
+            replica_id=self._replica_id,
+            address=address,
+            incarnation=self._incarnation,
+            model=model,
+            pool=pool,
+            state="draining" if state.draining else state.phase.value,
+            job_id=state.job_id,
+            version=state.version,
+            digest=state.digest,
+            samples_total=self._samples_total,
+            device=str(self._engine.device),
+            device_id=self._device_id,
+        )
 
     async def GetStatus(self, request: rollout_pb2.GetRolloutStatusRequest, context: Any) -> rollout_pb2.RolloutStatus:
         state = self._state
@@ -116,7 +140,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             samples_total=self._samples_total,
             engine=self._engine.name,
             device=str(self._engine.device),
-            device_id=devices.identity(self._engine.device),
+            device_id=self._device_id,
         )
 
     async def Drain(self, request: rollout_pb2.DrainRequest, context: Any) -> rollout_pb2.DrainResponse:
@@ -124,7 +148,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def drain(self, timeout_s: float) -> int:
         """Refuses new work and waits for what runs; returns the samples still running at the deadline."""
-        self._state.draining = True
+        self._state.drain()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         return self._state.in_flight

@@ -13,6 +13,7 @@ the next `finish`, never while samples are in flight; `epoch` rises at each `tou
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import NoReturn
@@ -39,9 +40,11 @@ class Ticket:
 
 
 class WeightState:
-    """Phase, binding and version of one replica. Its methods are the events; illegal ones raise Conflict."""
+    """Phase, binding and version of one replica. Its methods are the events; illegal ones raise Conflict. `on_change`
+    is called when the replica says something else of itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
+        self._on_change = on_change
         self.phase = Phase.IDLE
         self.draining = False
         self.job_id = ""
@@ -86,12 +89,18 @@ class WeightState:
 
     def bind(self, job_id: str) -> None:
         """The replica now belongs to a job: it has the base model, and no verified weights. "" is none."""
-        self.forget()
         self.job_id, self.version = job_id, 0
+        self.forget()
 
     def forget(self) -> None:
         """Stops admission; the live weights are unknown, or about to be."""
         self.phase, self.digest, self._loaded = Phase.IDLE, "", False
+        self._on_change()
+
+    def drain(self) -> None:
+        """Refuses work from now on."""
+        self.draining = True
+        self._on_change()
 
     def touch(self) -> None:
         """Live weights change from now on. Raises Conflict while samples still run on them."""
@@ -131,6 +140,7 @@ class WeightState:
         assert self.phase is Phase.UPDATING
         assert self._loaded
         self.phase, self.digest = Phase.SERVING, digest
+        self._on_change()
 
     def _not_updating(self, job_id: str, version: int) -> NoReturn:
         now = f"{self.phase.value} version {self.version} of job {self.job_id}" if self.job_id else "bound to no job"

@@ -16,7 +16,7 @@ def test_keys_of_a_job() -> None:
 def test_no_job_id_collides_with_the_fleet() -> None:
     for job_id in ("replica", "jobs", "-fleet", "fleet"):
         assert not keys.job_prefix(job_id).startswith(keys.fleet_key("replica")[:9])
-    assert keys.replica("r0") == "ff-fleet:replica:r0"
+    assert keys.replicas("records") == "ff-fleet:replicas:records"
 
 
 @pytest.mark.parametrize("part", ["", "a:b", "a b", "a*", "a/b", "a\n", "ä", "[x]"])
@@ -26,7 +26,7 @@ def test_a_part_cannot_smuggle_in_another_key_or_a_pattern(part: str) -> None:
     with pytest.raises(ValueError, match="use letters"):
         keys.blob("job", part)
     with pytest.raises(ValueError, match="use letters"):
-        keys.replica(part)
+        keys.replicas(part)
 
 
 def test_idempotency_keys_may_have_any_characters() -> None:

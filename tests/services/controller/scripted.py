@@ -4,7 +4,6 @@ rewards do what the protocol wants and keep what they were asked."""
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from flowfleet.proto import (
     trainer_pb2_grpc,
 )
 from flowfleet.redis_client import connect
+from flowfleet.replicas import ReplicaDirectory, ReplicaRecord
 from flowfleet.streams import TrajectoryStream
 from services.controller.records import JobRecord, JobStatus
 from services.controller.runner import Runner
@@ -46,6 +46,7 @@ class ScriptedRollout(rollout_pb2_grpc.RolloutServiceServicer):
     def __init__(self, redis: Redis, blobs: BlobStore) -> None:
         self.redis, self.blobs = redis, blobs
         self.job_id, self.version = "", -1
+        self.address = ""
         self.refuses = False
         self.broken = b""
         """Content of files that it cannot read."""
@@ -96,6 +97,16 @@ class ScriptedRollout(rollout_pb2_grpc.RolloutServiceServicer):
         purpose = request.purpose
         return await self.blobs.put(keys.blob(request.job_id, kind, purpose, request.step, group.group, index), data)
 
+    async def announce(self) -> None:
+        serves = {"state": "idle" if self.version < 0 else "serving", "job_id": self.job_id}
+        record = ReplicaRecord("r0", self.address, "i", "", "default", version=max(0, self.version), **serves)
+        await ReplicaDirectory(self.redis).put(record)
+
+    async def renew(self) -> None:
+        while True:
+            await self.announce()
+            await asyncio.sleep(1)
+
     async def GetStatus(self, request: Any, context: Any) -> rollout_pb2.RolloutStatus:
         serving, idle = rollout_pb2.ROLLOUT_STATE_SERVING, rollout_pb2.ROLLOUT_STATE_IDLE
         return rollout_pb2.RolloutStatus(
@@ -128,6 +139,7 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def PublishWeights(self, request: Any, context: Any) -> trainer_pb2.PublishWeightsResponse:
         self.rollout.job_id, self.rollout.version = request.job_id, request.version
+        await self.rollout.announce()
         results = [trainer_pb2.PublishResult(replica_id=replica.replica_id, ok=True) for replica in request.replicas]
         return trainer_pb2.PublishWeightsResponse(version=request.version, results=results)
 
@@ -224,8 +236,8 @@ async def scripted_fleet(
         servers.append(server)
         return f"127.0.0.1:{port}"
 
-    address = await serve(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, rollout)
-    await redis.set(keys.replica("r0"), json.dumps({"replica_id": "r0", "address": address, "pool": "default"}))
+    rollout.address = await serve(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, rollout)
+    renewing = asyncio.create_task(rollout.renew())
     add_reward = reward_pb2_grpc.add_RewardServiceServicer_to_server
     addresses = {name: await serve(add_reward, reward) for name, reward in rewards.items()}
     launcher = ScriptedLauncher(await serve(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, trainer))
@@ -236,6 +248,7 @@ async def scripted_fleet(
     try:
         yield ScriptedFleet(rollout, trainer, dict(rewards), store, runner, blobs, redis)
     finally:
+        renewing.cancel()
         await runner.stop()
         await asyncio.gather(*(server.stop(None) for server in servers))
         await redis.aclose()

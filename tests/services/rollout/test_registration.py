@@ -10,8 +10,9 @@ import pytest
 import redis
 
 from flowfleet import rpc
+from flowfleet.replicas import ReplicaRecord
 from services.rollout import registration
-from services.rollout.registration import Membership, ReplicaRecord
+from services.rollout.registration import Membership
 
 RECORD = ReplicaRecord("r0", "127.0.0.1:7000", "incarnation", "", "default")
 STALL_S = 900.0
@@ -32,7 +33,10 @@ class Registry:
     def __init__(self) -> None:
         self.num_renewals = 0
 
-    async def set(self, *_: Any, **__: Any) -> None:
+    def register_script(self, _: str) -> Any:
+        return self._call
+
+    async def _call(self, **_: Any) -> None:
         if self.is_away:
             raise redis.ConnectionError("away")
         self.num_renewals += 1
@@ -58,7 +62,7 @@ def test_only_a_stuck_engine_denies_liveness(monkeypatch: pytest.MonkeyPatch) ->
 
     async def scenario() -> None:
         membership = Membership(registry, engine, health, stall_s=STALL_S)  # type: ignore[arg-type]
-        await membership.join(RECORD)
+        await membership.join(lambda: RECORD)
         engine.stall = STALL_S - 1  # it compiles, or takes 41 GB of weights
         await until(lambda: health.says == {"": True, "liveness": True})
         registry.is_away = True
@@ -70,6 +74,28 @@ def test_only_a_stuck_engine_denies_liveness(monkeypatch: pytest.MonkeyPatch) ->
         renewals = registry.num_renewals
         await asyncio.sleep(0.02)
         assert registry.num_renewals == renewals  # its entry expires
+        await membership._stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_change_is_written_at_once_and_told_before_an_answer() -> None:
+    registry = Registry()
+
+    async def scenario() -> None:
+        membership = Membership(registry, Engine(), Health(), stall_s=STALL_S)  # type: ignore[arg-type]
+        membership.changed()
+        await membership.tell()
+        assert registry.num_renewals == 0  # it has not joined
+        await membership.join(lambda: RECORD)
+        for _ in range(3):
+            membership.changed()
+        await asyncio.sleep(0.1)
+        assert registry.num_renewals == 1 + 1
+        await membership.tell()
+        assert registry.num_renewals == 1 + 1 + 1
+        registry.is_away = True
+        await membership.tell()
         await membership._stop()
 
     asyncio.run(scenario())

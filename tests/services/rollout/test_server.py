@@ -2,7 +2,6 @@
 
 import asyncio
 import io
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from PIL import Image
 from flowfleet import keys, weights
 from flowfleet.proto import common_pb2, rollout_pb2, rollout_pb2_grpc
 from flowfleet.proto.rollout_pb2 import ModelSpec
+from flowfleet.replicas import ReplicaDirectory
 from flowfleet.streams import TrajectoryConsumer
 from flowfleet.trajectories import EmbedsBlob, Trajectory
 from services.rollout.__main__ import parser
@@ -74,12 +74,12 @@ def long_generate(job_id: str, version: int) -> rollout_pb2.GenerateRequest:
 def test_a_fresh_replica_is_registered_healthy_and_takes_no_prompt(client: Any) -> None:
     async def scenario() -> None:
         async with client() as c:
-            record = json.loads(await c.redis.get(keys.replica("r0")))
-            assert (record["replica_id"], record["address"]) == ("r0", c.address)
-            assert 0 < await c.redis.ttl(keys.replica("r0")) <= 15
+            record = await ReplicaDirectory(c.redis).get("r0")
+            assert record is not None
+            assert (record.address, record.state, record.device) == (c.address, "idle", "cpu")
             status = await c.status()
             assert (status.state, status.job_id, status.in_flight) == (IDLE, "", 0)
-            assert status.incarnation == record["incarnation"]
+            assert status.incarnation == record.incarnation
             assert (status.engine, status.device, status.device_id) == ("diffusers", "cpu", "")
             health = await health_pb2_grpc.HealthStub(c.channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
             assert health.status == health_pb2.HealthCheckResponse.SERVING
@@ -448,7 +448,9 @@ def test_sigterm_finishes_what_runs_and_takes_no_more(client: Any, model: ModelS
     async def scenario() -> None:
         async with client() as c:
             await c.publish_adapter("job-h", 0, model, LORA, seed=1)
-            assert await c.redis.exists(keys.replica("r0"))
+            record = await ReplicaDirectory(c.redis).get("r0")
+            assert record is not None
+            assert (record.state, record.job_id, record.version) == ("serving", "job-h", 0)
             running = asyncio.create_task(c.generate(long_generate("job-h", 0)))
             while not (await c.status()).in_flight:
                 await asyncio.sleep(0.01)
@@ -461,7 +463,7 @@ def test_sigterm_finishes_what_runs_and_takes_no_more(client: Any, model: ModelS
                 code, message = await c.refusal(anext(aiter(late)))
             assert (code, "draining" in message) == (Code.UNAVAILABLE, True)
             assert len(await running) == 6
-            assert not await c.redis.exists(keys.replica("r0"))
+            assert await ReplicaDirectory(c.redis).get("r0") is None
 
     asyncio.run(scenario())
     assert replica.wait() == 0, replica.log.read_text()

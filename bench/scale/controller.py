@@ -1,0 +1,76 @@
+"""The controller as it is, whose jobs find their trainers among the simulated ones. Notes how late its event loop is.
+
+python -m bench.scale.controller LOAD_JSON LAG_FILE PROFILE_FILE|- FLAGS…
+"""
+
+from __future__ import annotations
+
+import asyncio
+import cProfile
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.scale.load import Load
+from flowfleet import service
+from flowfleet.jobs import JobSpec
+from services.controller.__main__ import main as controller_main
+from services.controller.runner import Runner
+
+BEAT_S = 0.05
+
+
+class SimulatedLauncher:
+    """The trainer of a job's pool is always there."""
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+
+    async def ensure(self, job_id: str, spec: JobSpec) -> str:
+        return self._load.trainer_address(int(spec.rollout.pool.rpartition("-")[2]))
+
+    async def alive(self, job_id: str) -> bool:
+        return True
+
+    async def stop(self, job_id: str) -> None:
+        return
+
+
+class LagNotes:
+    """[Unix seconds, seconds late] of every beat."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[float, float]] = []
+
+    async def beat(self) -> None:
+        while True:
+            due = time.monotonic() + BEAT_S
+            await asyncio.sleep(BEAT_S)
+            self.rows.append((time.time(), time.monotonic() - due))
+
+
+def main() -> int:
+    service.end_with_parent()
+    load, lag_file, profile_file = Load(**json.loads(sys.argv[1])), Path(sys.argv[2]), sys.argv[3]
+    lag = LagNotes()
+    tasks: list[asyncio.Task[None]] = []
+
+    def make(*parts: Any) -> Runner:
+        tasks.append(asyncio.get_running_loop().create_task(lag.beat()))
+        return Runner(*parts, launcher=SimulatedLauncher(load))
+
+    profile = cProfile.Profile()
+    if profile_file != "-":
+        profile.enable()
+    code = controller_main(sys.argv[4:], make)
+    if profile_file != "-":
+        profile.disable()
+        profile.dump_stats(profile_file)
+    lag_file.write_text(json.dumps(lag.rows))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

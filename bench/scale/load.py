@@ -1,0 +1,117 @@
+"""What is rehearsed: how many of each, how long things take, and where each one is."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+PORT = 7000
+"""Of every simulated service: like pods, they differ by address."""
+REWARD = "score"
+
+
+@dataclass(frozen=True)
+class Load:
+    """`replicas` are shared evenly by `pools`; each pool has one job at a time."""
+
+    replicas: int = 1000
+    servers: int = 0
+    """Replicas that are real servers; the others are only registered. 0: all."""
+    jobs: int = 100
+    seconds: float = 120.0
+    """Measured, once every job has made a step."""
+    warm_up_s: float = 180.0
+    """At most, until every job has made a step."""
+    generate_s: float = 20.0
+    """A Generate call takes, ± a fifth."""
+    train_s: float = 5.0
+    publish_s: float = 0.5
+    """What a replica takes to load weights."""
+    prompts: int = 10
+    group_size: int = 8
+    media_bytes: int = 4096
+    """Size of a picture."""
+    max_staleness: int = 0
+    processes: int = 2
+    """Of simulated replicas."""
+    net: int = 64
+    """Second byte of the addresses: rehearsals side by side need their own."""
+
+    @property
+    def served(self) -> int:
+        """Replicas that are servers."""
+        return self.servers or self.replicas
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    def replica_address(self, index: int) -> str:
+        return self._address(0, index)
+
+    def trainer_address(self, pool: int) -> str:
+        return self._address(1, pool)
+
+    @property
+    def reward_address(self) -> str:
+        return self._address(2, 0)
+
+    def pool_of(self, index: int) -> str:
+        """Of a replica: those of a pool are spread over all processes."""
+        return pool_name(index % self.jobs)
+
+    def duration_s(self, base_s: float, *what: object) -> float:
+        """`base_s` ± a fifth, the same for the same thing, so that jobs fall out of step."""
+        digest = hashlib.sha256(repr(what).encode()).digest()
+        return base_s * (0.8 + 0.4 * digest[0] / 255)
+
+    def job(self, pool: int, folder: Path) -> dict[str, Any]:
+        """The job of a pool. Its model is a name and its prompts are few: nobody samples."""
+        return {
+            "name": pool_name(pool),
+            "seed": pool,
+            "model": {"path": str(folder / "model")},
+            "data": {"train": str(folder / "prompts.txt")},
+            "rewards": {REWARD: {}},
+            "rollout": {
+                "pool": pool_name(pool),
+                "prompts_per_step": self.prompts,
+                "group_size": self.group_size,
+                "batch_size": self.group_size,
+            },
+            "schedule": {"steps": 1_000_000, "save_every": 2, "max_staleness": self.max_staleness},
+        }
+
+    def _address(self, kind: int, index: int) -> str:
+        return f"127.{self.net + kind}.{index // 250}.{1 + index % 250}:{PORT}"
+
+
+def pool_name(pool: int) -> str:
+    return f"pool-{pool}"
+
+
+def write_inputs(folder: Path) -> None:
+    """The files that every job names."""
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "model_index.json").write_text('{"_class_name": "QwenImagePipeline"}')
+    (folder / "prompts.txt").write_text("".join(f'A sign that says "{number}"\n' for number in range(1000)))
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """One flag a setting."""
+    for item in fields(Load):
+        kind = int if item.type == "int" else float
+        parser.add_argument(
+            f"--{item.name.replace('_', '-')}", type=kind, default=item.default, help=f"({item.default})"
+        )
+
+
+def from_flags(options: argparse.Namespace) -> Load:
+    """ValueError for what cannot be rehearsed."""
+    load = Load(**{item.name: getattr(options, item.name) for item in fields(Load)})
+    if load.jobs < 1 or load.served < load.jobs or load.served > load.replicas or load.processes < 1:
+        raise ValueError("give at least one job and process, a served replica a job, and no more servers than replicas")
+    return load

@@ -1,0 +1,108 @@
+"""A process of simulated trainers, one a pool, and of the one reward.
+
+python -m bench.scale.trainers LOAD_JSON NOTES_FILE
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from bench.scale.load import Load
+from bench.scale.simulation import Notes, listen, until_stopped
+from flowfleet import service
+from flowfleet.proto import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+
+DEADLINE_S = 60.0
+METRICS = {f"actor/metric_{number}": float(number) for number in range(30)}
+"""About as many as a trainer's step has."""
+
+
+class Trainer(trainer_pb2_grpc.TrainerServiceServicer):
+    """Counts steps, and gives replicas each version by the calls of a real publication."""
+
+    def __init__(self, load: Load, notes: Notes) -> None:
+        self._load, self._notes = load, notes
+        self._applied = 0
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def Configure(self, request: trainer_pb2.ConfigureRequest, context: Any) -> trainer_pb2.ConfigureResponse:
+        self._notes.add("configure", request.job_id, self._applied)
+        return trainer_pb2.ConfigureResponse(applied_steps=self._applied, world_size=1)
+
+    async def TrainStep(self, request: trainer_pb2.TrainStepRequest, context: Any) -> trainer_pb2.TrainStepResponse:
+        self._notes.add("train", request.job_id, request.step)
+        if request.step == self._applied:
+            await asyncio.sleep(self._load.duration_s(self._load.train_s, request.job_id, request.step))
+            self._applied += 1
+            self._notes.add("trained", request.job_id, request.step)
+        return trainer_pb2.TrainStepResponse(step=request.step, policy_version=request.step + 1, metrics=METRICS)
+
+    async def PublishWeights(
+        self, request: trainer_pb2.PublishWeightsRequest, context: Any
+    ) -> trainer_pb2.PublishWeightsResponse:
+        self._notes.add("publish", request.job_id, request.version)
+        results = await asyncio.gather(*(self._give(request, replica) for replica in request.replicas))
+        self._notes.add("published", request.job_id, request.version)
+        return trainer_pb2.PublishWeightsResponse(version=request.version, results=results, bytes=1)
+
+    async def SaveCheckpoint(self, request: Any, context: Any) -> trainer_pb2.SaveCheckpointResponse:
+        return trainer_pb2.SaveCheckpointResponse(applied_steps=self._applied, path=f"checkpoint-{self._applied}")
+
+    async def ExportModel(self, request: Any, context: Any) -> trainer_pb2.ExportModelResponse:
+        return trainer_pb2.ExportModelResponse(path="model")
+
+    async def GetStatus(self, request: Any, context: Any) -> trainer_pb2.TrainerStatus:
+        return trainer_pb2.TrainerStatus(state=trainer_pb2.TRAINER_STATE_READY)
+
+    async def _give(
+        self, request: trainer_pb2.PublishWeightsRequest, replica: trainer_pb2.Replica
+    ) -> trainer_pb2.PublishResult:
+        if replica.address not in self._channels:
+            self._channels[replica.address] = grpc.aio.insecure_channel(replica.address)
+        stub = rollout_pb2_grpc.RolloutServiceStub(self._channels[replica.address])
+        which: dict[str, Any] = {"job_id": request.job_id, "version": request.version}
+        try:
+            if request.version == 0:
+                init = rollout_pb2.InitWeightTransferRequest(job_id=request.job_id)
+                await stub.InitWeightTransfer(init, timeout=DEADLINE_S)
+            await stub.StartWeightUpdate(rollout_pb2.StartWeightUpdateRequest(**which), timeout=DEADLINE_S)
+            await stub.UpdateWeights(rollout_pb2.UpdateWeightsRequest(**which), timeout=DEADLINE_S)
+            await stub.FinishWeightUpdate(rollout_pb2.FinishWeightUpdateRequest(**which), timeout=DEADLINE_S)
+        except grpc.aio.AioRpcError as error:
+            return trainer_pb2.PublishResult(replica_id=replica.replica_id, error=error.code().name)
+        return trainer_pb2.PublishResult(replica_id=replica.replica_id, ok=True)
+
+
+class Reward(reward_pb2_grpc.RewardServiceServicer):
+    """A number that differs inside a group."""
+
+    async def Describe(self, request: Any, context: Any) -> reward_pb2.DescribeResponse:
+        return reward_pb2.DescribeResponse(name="score", version="1")
+
+    async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
+        names = [sample.sample_id for sample in request.samples]
+        scores = [reward_pb2.RewardScore(sample_id=n, score=int(n.rpartition("/")[2]) / 4) for n in names]
+        return reward_pb2.ScoreResponse(scores=scores)
+
+
+async def serve(load: Load, path: Path) -> None:
+    notes = Notes()
+    add = trainer_pb2_grpc.add_TrainerServiceServicer_to_server
+    servers = [await listen(add, Trainer(load, notes), load.trainer_address(pool)) for pool in range(load.jobs)]  # type: ignore[abstract]
+    servers.append(await listen(reward_pb2_grpc.add_RewardServiceServicer_to_server, Reward(), load.reward_address))  # type: ignore[abstract]
+    await until_stopped(notes, path)
+
+
+def main() -> None:
+    service.end_with_parent()
+    asyncio.run(serve(Load(**json.loads(sys.argv[1])), Path(sys.argv[2])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Where the rollout replicas are and what each serves, in Redis: replicas write, the controller reads what changed.
+
+    records    hash: replica → `ReplicaRecord` as JSON
+    renewed    sorted set: replica → when it was renewed last, in ms of the server's clock
+    changed    sorted set: replica → revision at which its record changed last
+    revision   counts the changes of all records
+
+A replica writes its record every few seconds and whenever it changes; one that is not renewed for `EXPIRES_S` is gone.
+A look costs what changed since the one before, however many replicas there are. Each call is one script, so that a
+reader never sees half of a change.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from flowfleet import keys
+
+EXPIRES_S: Final = 15.0
+RENEW_EVERY_S: Final = 3.0
+STALE_S: Final = 4.5
+"""A record that is older was not renewed when it should have been."""
+LOOK_COUNT: Final = 1000
+"""Changes that one look gives at most: a script holds up everybody else's commands."""
+
+_PUT = """
+local now = redis.call('TIME')
+redis.call('ZADD', KEYS[2], now[1] * 1000 + math.floor(now[2] / 1000), ARGV[1])
+if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then
+  redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+  redis.call('ZADD', KEYS[3], redis.call('INCR', KEYS[4]), ARGV[1])
+end
+"""
+_REMOVE = """
+local held = redis.call('HGET', KEYS[1], ARGV[1])
+if held and cjson.decode(held).incarnation == ARGV[2] then
+  redis.call('HDEL', KEYS[1], ARGV[1])
+  redis.call('ZREM', KEYS[2], ARGV[1])
+  redis.call('ZREM', KEYS[3], ARGV[1])
+end
+"""
+_LOOK = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local function older(ms) return redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', string.format('(%.0f', now - ms)) end
+for _, id in ipairs(older(ARGV[3])) do
+  redis.call('HDEL', KEYS[1], id)
+  redis.call('ZREM', KEYS[2], id)
+  redis.call('ZREM', KEYS[3], id)
+end
+local revision, since = tonumber(redis.call('GET', KEYS[4]) or '0'), tonumber(ARGV[1])
+if since > revision then since = 0 end
+local found = redis.call('ZRANGEBYSCORE', KEYS[3], '(' .. since, '+inf', 'WITHSCORES', 'LIMIT', 0, ARGV[2])
+local records = {}
+for place = 1, #found, 2 do
+  records[#records + 1] = redis.call('HGET', KEYS[1], found[place])
+  since = tonumber(found[place + 1])
+end
+return {since, redis.call('ZCARD', KEYS[2]), records, older(ARGV[4])}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaRecord:
+    """What a replica says of itself."""
+
+    replica_id: str
+    address: str
+    """host:port at which the fleet reaches its RolloutService."""
+    incarnation: str
+    """New at every process start."""
+    model: str
+    """Preloaded model, empty for none."""
+    pool: str
+    """Rollout pool; a job samples on the replicas of one."""
+    state: str = "idle"
+    """idle, serving, updating or draining: RolloutState of rollout.proto."""
+    job_id: str = ""
+    version: int = 0
+    """Of the policy; meaningful while serving."""
+    digest: str = ""
+    samples_total: int = 0
+    """Since its start."""
+    device: str = ""
+    device_id: str = ""
+    """Of the accelerator, the same in every process; empty on the CPU."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a look found."""
+
+    revision: int
+    """Up to which changes are in; give it to the next look."""
+    number: int
+    """Of all replicas."""
+    changed: tuple[ReplicaRecord, ...]
+    """Oldest change first; with `LOOK_COUNT` of them there may be more."""
+    stale: frozenset[str]
+    """Replicas whose record was not renewed in time."""
+
+
+class ReplicaDirectory:
+    """`client` decodes no replies."""
+
+    def __init__(self, client: Any) -> None:
+        self._redis = client
+        names = ("records", "renewed", "changed", "revision")
+        self._keys = [keys.replicas(name) for name in names]
+        self._put, self._remove, self._look = (client.register_script(text) for text in (_PUT, _REMOVE, _LOOK))
+
+    async def put(self, record: ReplicaRecord, pipe: Any = None) -> None:
+        """Writes or renews, now or as part of a pipeline."""
+        await self._put(keys=self._keys, args=[record.replica_id, record.to_json()], client=pipe)
+
+    async def remove(self, record: ReplicaRecord) -> None:
+        """A successor under the same id may be there already: it stays."""
+        await self._remove(keys=self._keys, args=[record.replica_id, record.incarnation])
+
+    async def get(self, replica_id: str) -> ReplicaRecord | None:
+        """Also of one that is not renewed any more, until somebody looks."""
+        found = await self._redis.hget(self._keys[0], replica_id)
+        return None if found is None else ReplicaRecord(**json.loads(found))
+
+    async def look(self, revision: int = 0) -> Look:
+        """What changed after a revision. Forgets those that are gone."""
+        ages = [int(1000 * EXPIRES_S), int(1000 * STALE_S)]
+        found = await self._look(keys=self._keys, args=[revision, LOOK_COUNT, *ages])
+        reached, number, records, stale = found
+        changed = tuple(ReplicaRecord(**json.loads(record)) for record in records)
+        return Look(reached, number, changed, frozenset(name.decode() for name in stale))
+
+    async def members(self) -> Collection[str]:
+        """Ids of all replicas."""
+        return {name.decode() for name in await self._redis.zrange(self._keys[1], 0, -1)}

@@ -1,0 +1,115 @@
+"""The directory of replicas in a real Redis: what a look sees, and who is gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from flowfleet import replicas
+from flowfleet.redis_client import connect
+from flowfleet.replicas import ReplicaDirectory, ReplicaRecord
+
+Use = Callable[[ReplicaDirectory, Any], Awaitable[None]]
+
+
+def record(name: str, **said: Any) -> ReplicaRecord:
+    return ReplicaRecord(name, f"{name}:1", **{"incarnation": "1", "model": "", "pool": "default", **said})
+
+
+@pytest.fixture
+def run(redis_url: str) -> Callable[[Use], None]:
+    def start(use: Use) -> None:
+        async def scenario() -> None:
+            redis = connect(redis_url)
+            await use(ReplicaDirectory(redis), redis)
+            await redis.aclose()
+
+        asyncio.run(scenario())
+
+    return start
+
+
+def test_a_look_gives_what_changed_since_the_one_before_in_order(run: Callable[[Use], None]) -> None:
+    async def use(directory: ReplicaDirectory, redis: Any) -> None:
+        empty = await directory.look()
+        assert (empty.revision, empty.number, empty.changed) == (0, 0, ())
+        a, b = record("a"), record("b")
+        await directory.put(a)
+        await directory.put(b)
+        await directory.put(a)  # renewed, not changed
+        look = await directory.look()
+        assert (look.number, look.changed, look.stale) == (2, (a, b), frozenset())
+        assert (await directory.look(look.revision)).changed == ()
+        served = replace(a, state="serving", job_id="job", version=3)
+        await directory.put(served)
+        assert (await directory.look(look.revision)).changed == (served,)
+        assert (await directory.look()).changed == (b, served)
+        assert await directory.get("a") == served
+
+    run(use)
+
+
+def test_many_changes_come_in_parts(run: Callable[[Use], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "LOOK_COUNT", 2)
+
+    async def use(directory: ReplicaDirectory, redis: Any) -> None:
+        async with redis.pipeline(transaction=False) as pipe:
+            for name in "abc":
+                await directory.put(record(name), pipe)
+            await pipe.execute()
+        first = await directory.look()
+        second = await directory.look(first.revision)
+        assert [len(first.changed), len(second.changed), second.number] == [2, 1, 3]
+
+    run(use)
+
+
+def test_one_that_leaves_is_gone_but_not_its_successor(run: Callable[[Use], None]) -> None:
+    async def use(directory: ReplicaDirectory, redis: Any) -> None:
+        await directory.put(record("a"))
+        await directory.put(record("a", incarnation="2"))
+        await directory.remove(record("a"))
+        assert await directory.members() == {"a"}
+        await directory.remove(record("a", incarnation="2"))
+        assert await directory.members() == set()
+        assert (await directory.look()).number == 0
+        assert await directory.get("a") is None
+
+    run(use)
+
+
+def test_one_that_is_not_renewed_is_stale_and_then_gone(
+    run: Callable[[Use], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "STALE_S", 0.2)
+    monkeypatch.setattr(replicas, "EXPIRES_S", 0.6)
+
+    async def use(directory: ReplicaDirectory, redis: Any) -> None:
+        await directory.put(record("a"))
+        assert (await directory.look()).stale == frozenset()
+        await asyncio.sleep(0.3)
+        await directory.put(record("b"))
+        assert (await directory.look()).stale == {"a"}
+        await asyncio.sleep(0.4)
+        assert await directory.members() == {"a", "b"}
+        assert [one.replica_id for one in (await directory.look()).changed] == ["b"]
+        assert await directory.members() == {"b"}
+
+    run(use)
+
+
+def test_a_server_that_lost_its_data_is_read_from_the_start(run: Callable[[Use], None]) -> None:
+    async def use(directory: ReplicaDirectory, redis: Any) -> None:
+        for name in "abc":
+            await directory.put(record(name))
+        look = await directory.look()
+        await redis.flushdb()
+        await directory.put(record("a"))
+        again = await directory.look(look.revision)
+        assert (again.number, again.changed, again.revision) == (1, (record("a"),), 1)
+
+    run(use)
