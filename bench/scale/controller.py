@@ -11,13 +11,19 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+
+from prometheus_client import CollectorRegistry
+from redis.asyncio import Redis
 
 from bench.scale.load import Load
 from flowfleet import service
 from flowfleet.jobs import JobSpec
 from services.controller.__main__ import main as controller_main
+from services.controller.directory import Directory
+from services.controller.launcher import Launcher
 from services.controller.runner import Runner
+from services.controller.settings import ControllerSettings
+from services.controller.store import JobStore
 
 BEAT_S = 0.05
 
@@ -57,9 +63,16 @@ def main() -> int:
     lag = LagNotes()
     tasks: list[asyncio.Task[None]] = []
 
-    def make(*parts: Any) -> Runner:
+    def make(
+        settings: ControllerSettings,
+        redis: Redis,
+        store: JobStore,
+        registry: CollectorRegistry,
+        launcher: Launcher,
+        directory: Directory,
+    ) -> Runner:
         tasks.append(asyncio.get_running_loop().create_task(lag.beat()))
-        return Runner(*parts, launcher=SimulatedLauncher(load))
+        return Runner(settings, redis, store, registry, SimulatedLauncher(load), directory)
 
     profile = cProfile.Profile()
     if profile_file != "-":
