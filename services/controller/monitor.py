@@ -44,6 +44,7 @@ class Monitor:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
+        self._totals = Totals()
         self._tasks = [asyncio.create_task(part(), name=part.__name__) for part in (self._watch, self._watch_redis)]
 
     async def stop(self) -> None:
