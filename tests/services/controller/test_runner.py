@@ -85,7 +85,7 @@ def test_each_pool_runs_a_job_of_its_own(redis_url: str, tmp_path: Path) -> None
         assert (await store.get(second)).status is JobStatus.QUEUED
         runner.gate.set()
         await reached(store, second, JobStatus.SUCCEEDED)
-        assert runner.order == [first, elsewhere.id, second]
+        assert (set(runner.order[:2]), runner.order[2:]) == ({first, elsewhere.id}, [second])
 
     with_runner(redis_url, tmp_path, use)
 
