@@ -14,6 +14,7 @@ from flowfleet.redis_client import connect
 from services.controller import api_history, api_jobs, api_system, openapi, problems
 from services.controller.auth import Guard
 from services.controller.concurrency import end
+from services.controller.deletion_cost import keep_deletion_costs
 from services.controller.gauges import count_jobs
 from services.controller.platform import open_platform
 from services.controller.scaler import Scaler, serve_scaler
@@ -66,6 +67,9 @@ async def _start(settings: ControllerSettings, runner_factory: RunnerFactory, st
     stack.push_async_callback(runner.stop)
     counting = asyncio.create_task(count_jobs(store, registry, lambda: runner.leads), name="count jobs")
     stack.push_async_callback(end, [counting])
+    if platform.set_deletion_cost is not None:
+        costs = asyncio.create_task(keep_deletion_costs(runner, platform.set_deletion_cost), name="deletion costs")
+        stack.push_async_callback(end, [costs])
     if settings.scaler_port is not None:
         scaler = Scaler(redis, store, platform.directory)
         await stack.enter_async_context(serve_scaler(scaler, settings.host, settings.scaler_port))

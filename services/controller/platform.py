@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
+from services.controller.deletion_cost import ANNOTATION, SetCost
 from services.controller.directory import Directory, StaticDirectory
 from services.controller.launcher import Launcher, LocalLauncher
 from services.controller.settings import ControllerSettings
@@ -15,6 +16,8 @@ from services.controller.settings import ControllerSettings
 class Platform:
     directory: Directory
     launcher: Launcher
+    set_deletion_cost: SetCost | None = None
+    """Of a rollout's pod; None where nobody scales in."""
 
 
 def open_platform(settings: ControllerSettings, registry: CollectorRegistry) -> Platform:
@@ -29,6 +32,7 @@ def open_platform(settings: ControllerSettings, registry: CollectorRegistry) -> 
 
 def _kubernetes(settings: ControllerSettings, registry: CollectorRegistry) -> Platform:
     """Its client is large: it is imported only where it is used."""
+    from services.controller.kubernetes_api import PODS
     from services.controller.kubernetes_directory import KubernetesDirectory
     from services.controller.kubernetes_launcher import KubernetesLauncher
 
@@ -36,4 +40,8 @@ def _kubernetes(settings: ControllerSettings, registry: CollectorRegistry) -> Pl
     release, namespace = settings.kubernetes, settings.namespace
     directory = KubernetesDirectory(release, namespace, registry)
     launcher = KubernetesLauncher(directory, release, namespace, settings.trainer_template, settings.owner)
-    return Platform(directory, launcher)
+
+    async def set_cost(pod: str, cost: int) -> None:
+        await directory.api.patch(PODS, pod, {"metadata": {"annotations": {ANNOTATION: str(cost)}}})
+
+    return Platform(directory, launcher, set_cost)
