@@ -170,7 +170,9 @@ async def connect(namespace: str) -> KubernetesApi:
         if os.environ.get("KUBERNETES_SERVICE_HOST"):
             config.load_incluster_config(client_configuration=settings)
         else:
-            await config.load_kube_config(client_configuration=settings, persist_config=False)
+            await config.load_kube_config(
+                os.environ.get("KUBECONFIG"), client_configuration=settings, persist_config=False
+            )
     except (ConfigException, OSError) as error:
         raise ValueError(
             f"--kubernetes: no way to the Kubernetes API ({error}): run in a pod with a service account, or set "

@@ -17,14 +17,14 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from flowfleet.commands import POD_PORT
-from flowfleet.errors import Conflict, NotFound, Unavailable
+from flowfleet.errors import NotFound, Unavailable
 from flowfleet.jobs import JobSpec
 from flowfleet.rpc import open_channel
 from flowfleet.service import format_address
 from services.controller import kubernetes_pods as pods
 from services.controller.kubernetes_api import DEPLOYMENTS, JOBS, Object
 from services.controller.kubernetes_directory import COMPONENT, INSTANCE, KubernetesDirectory
-from services.controller.trainer_template import JOB, QUEUE, job_prefix, load_template
+from services.controller.trainer_template import JOB, QUEUE, attempt_name, load_template
 from services.controller.waiting import NotYet
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class KubernetesLauncher:
     def _attempts(self, job_id: str) -> list[Object]:
         """Oldest first, those that are being deleted too."""
         found = [job for job in self._directory.jobs.objects.values() if _job_id(job) == job_id]
-        return sorted(found, key=_number)
+        return sorted(found, key=lambda job: str(job["metadata"]["creationTimestamp"]))
 
     def _newest(self, job_id: str) -> Object | None:
         """None when there is none, or it is being deleted."""
@@ -131,25 +131,21 @@ class KubernetesLauncher:
     async def _create(self, job_id: str, spec: JobSpec) -> Object:
         """Asks the API server first: a mirror may lag behind what another controller did."""
         api, jobs = self._directory.api, self._directory.jobs
-        before, _ = await api.list(JOBS, f"{INSTANCE}={self._release},{JOB}={job_id}")
-        for attempt in before:
+        found, _ = await api.list(JOBS, f"{INSTANCE}={self._release},{JOB}={job_id}")
+        for attempt in found:
             if not pods.terminating(attempt):
                 jobs.put(attempt)
                 return attempt
         await self.stop(job_id)
         template = load_template(self._template)
-        number = max(map(_number, before), default=0) + 1
         body = template.render(
             job_id,
             spec,
-            name=f"{job_prefix(self._release, job_id)}{number}",
+            name=attempt_name(self._release, job_id),
             labels={INSTANCE: self._release, COMPONENT: "trainer"},
             owner=await self._owner_reference(),
         )
-        try:
-            made = await api.create(JOBS, body)
-        except Conflict as error:
-            raise NotYet(f"trainer: {error}") from None
+        made = await api.create(JOBS, body)
         jobs.put(made)
         log.info("created trainer", extra={"job": job_id, "name": made["metadata"]["name"]})
         return made
@@ -245,10 +241,6 @@ def _spec_of_pods(attempt: Object) -> Mapping[str, Any]:
 
 def _job_id(item: Object) -> str:
     return str((item["metadata"].get("labels") or {}).get(JOB, ""))
-
-
-def _number(attempt: Object) -> int:
-    return int(attempt["metadata"]["name"].rpartition("-")[2])
 
 
 def _index(pod: Object) -> str:

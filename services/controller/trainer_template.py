@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,10 +109,11 @@ def parse_template(job: Any) -> TrainerTemplate:
     return TrainerTemplate(job, int(ranks), accelerator, subdomain)
 
 
-def job_prefix(release: str, job_id: str) -> str:
-    """What the names of a job's trainers begin with. The end of a UUIDv7 is random, its beginning is the time."""
-    suffix = f"-trainer-{job_id[-12:]}-"
-    return release[: MAX_NAME - len(suffix) - len("999-9999")].rstrip("-") + suffix
+def attempt_name(release: str, job_id: str) -> str:
+    """Of a new Job, and new each time, so that nobody takes the last attempt's address for this one's. Of a UUIDv7 the
+    end is random, the beginning is the time."""
+    suffix = f"-trainer-{job_id[-12:]}-{secrets.token_hex(3)}"
+    return release[: MAX_NAME - len(suffix) - len("-9999")].rstrip("-") + suffix
 
 
 def _container(pod: Mapping[str, Any]) -> dict[str, Any]:

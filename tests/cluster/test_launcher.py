@@ -1,0 +1,171 @@
+"""Trainers as Jobs of a real cluster: made, followed, made again after what can happen to pods, and cleaned up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowfleet.errors import Unavailable
+from services.controller.kubernetes_launcher import KubernetesLauncher
+from tests.cluster.conftest import Cluster
+from tests.cluster.stand_in import RELEASE, Release, directory_of, job_of, release, trainer_template, until
+
+Scenario = Callable[[Release], Awaitable[None]]
+
+
+def run(cluster: Cluster, folder: Path, scenario: Scenario, template: dict[str, Any] | None = None) -> None:
+    async def main() -> None:
+        async with release(cluster, folder, template) as made:
+            await scenario(made)
+
+    asyncio.run(asyncio.wait_for(main(), 240))
+
+
+async def replaced(made: Release, spec: Any, before: str, reason: str, error: type[Exception]) -> None:
+    """The attempt is not alive any more, says why, and the next one serves."""
+    await until(lambda: _dead(made))
+    with pytest.raises(error, match=reason):
+        await made.launcher.ensure(made.job_id, spec)
+    assert await made.served(spec) != before
+    assert await made.launcher.alive(made.job_id)
+
+
+async def _dead(made: Release) -> bool:
+    return not await made.launcher.alive(made.job_id)
+
+
+def test_a_job_of_two_pods_serves_and_leaves_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    async def scenario(made: Release) -> None:
+        address = await made.served(job_of(4), 60)
+        assert await made.launcher.alive(made.job_id)
+        assert await made.launcher.ensure(made.job_id, job_of(4)) == address
+        [job] = await made.get("jobs")
+        name = job["metadata"]["name"]
+        assert address == f"{name}-0.{RELEASE}-trainer.{made.cluster.namespace}.svc:7000"
+        assert job["metadata"]["ownerReferences"][0]["name"] == f"{RELEASE}-controller"
+        for index in range(2):
+            said = await made.kubectl("logs", await made.pod(index))
+            assert f"'--node-rank={index}'" in said, "Kubernetes puts the index in"
+            assert "'--nnodes=2', '--nproc-per-node=2'" in said
+            assert "$(POD_IP)" not in said
+        await made.launcher.stop(made.job_id)
+        assert not await made.launcher.alive(made.job_id)
+        assert await made.get("jobs,pods") == []
+
+    run(cluster, tmp_path, scenario, trainer_template(ranks_per_pod=2))
+
+
+def test_a_failed_rank_ends_the_attempt_and_the_next_one_serves(cluster: Cluster, tmp_path: Path) -> None:
+    async def scenario(made: Release) -> None:
+        before = await made.served(job_of(2))
+        await made.kubectl("exec", await made.pod(1), "--", "sh", "-c", "echo 3 > /tmp/exit")
+        reason = r"the trainer ended: pod 1: exit code 3: the rank was told to fail"
+        await replaced(made, job_of(2), before, reason, RuntimeError)
+
+    run(cluster, tmp_path, scenario)
+
+
+def test_an_evicted_pod_ends_the_attempt_and_the_next_one_serves(cluster: Cluster, tmp_path: Path) -> None:
+    async def scenario(made: Release) -> None:
+        before = await made.served(job_of(2))
+        pod = await made.pod(0)
+        eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod}}
+        path = f"/api/v1/namespaces/{made.cluster.namespace}/pods/{pod}/eviction"
+        await made.kubectl("create", "--raw", path, "--filename", "-", stdin=json.dumps(eviction))
+        await replaced(made, job_of(2), before, r"pod \d was evicted or deleted", Unavailable)
+
+    run(cluster, tmp_path, scenario)
+
+
+def test_a_deleted_pod_ends_the_attempt_and_the_next_one_serves(cluster: Cluster, tmp_path: Path) -> None:
+    async def scenario(made: Release) -> None:
+        before = await made.served(job_of(1))
+        await made.kubectl("delete", "pod", await made.pod(0), "--wait=false")
+        await replaced(made, job_of(1), before, "deleted", Unavailable)
+
+    run(cluster, tmp_path, scenario)
+
+
+def test_a_new_controller_adopts_the_trainer_and_deletes_those_of_ended_jobs(cluster: Cluster, tmp_path: Path) -> None:
+    async def scenario(made: Release) -> None:
+        address = await made.served(job_of(1))
+        async with directory_of(made.cluster) as directory:
+            owner = f"{RELEASE}-controller"
+            other = KubernetesLauncher(directory, RELEASE, made.cluster.namespace, made.template, owner)
+            assert await other.alive(made.job_id)
+            assert await other.ensure(made.job_id, job_of(1)) == address
+            await other.keep_only([made.job_id])
+            assert await other.alive(made.job_id)
+            await other.keep_only([])
+            await until(lambda: _dead(made))
+        await until(lambda: not made.directory.jobs.objects, 60)
+
+    run(cluster, tmp_path, scenario)
+
+
+def test_trainers_of_another_release_are_not_touched(cluster: Cluster, tmp_path: Path) -> None:
+    async def scenario(made: Release) -> None:
+        await made.served(job_of(1))
+        async with directory_of(made.cluster, "another") as directory:
+            other = KubernetesLauncher(directory, "another", made.cluster.namespace, made.template, "none")
+            assert not await other.alive(made.job_id)
+            await other.keep_only([])
+            await other.stop(made.job_id)
+        assert await made.launcher.alive(made.job_id)
+
+    run(cluster, tmp_path, scenario)
+
+
+def test_a_deleted_release_takes_its_trainers_along(cluster: Cluster, tmp_path: Path) -> None:
+    async def scenario(made: Release) -> None:
+        await made.served(job_of(1))
+        await made.kubectl("delete", "deployment", f"{RELEASE}-controller")
+        await until(lambda: not made.directory.jobs.objects, 60)
+
+    run(cluster, tmp_path, scenario)
+
+
+def test_a_job_too_large_for_the_cluster_waits_with_the_reason(cluster: Cluster, tmp_path: Path) -> None:
+    async def scenario(made: Release) -> None:
+        await made.waits(job_of(16), "nodes are available: 1 Insufficient example.com/gpu")
+        await made.waits(job_of(16), "(2 of 2 pods); 2 pods of 8 example.com/gpu")
+        assert await made.launcher.alive(made.job_id), "it waits, nobody starts it anew"
+        assert "Insufficient example.com/gpu" in made.directory.shortage("trainer", made.job_id)
+
+    run(cluster, tmp_path, scenario, trainer_template(ranks_per_pod=8, accelerator="example.com/gpu"))
+
+
+def test_a_job_in_a_queue_waits_until_it_is_admitted(cluster: Cluster, tmp_path: Path) -> None:
+    async def scenario(made: Release) -> None:
+        await made.waits(job_of(1), "trainer: waits in queue team-a")
+        [job] = await made.get("jobs")
+        await made.kubectl("patch", "job", job["metadata"]["name"], "--patch", '{"spec": {"suspend": false}}')
+        await made.served(job_of(1))
+
+    run(cluster, tmp_path, scenario, trainer_template(queue="team-a"))
+
+
+def test_an_image_that_is_not_there_is_told(cluster: Cluster, tmp_path: Path) -> None:
+    async def scenario(made: Release) -> None:
+        await made.waits(job_of(1), "ErrImageNeverPull: Container image")
+
+    template = trainer_template()
+    trainer = template["spec"]["template"]["spec"]["containers"][0]
+    trainer |= {"image": "localhost/none:1", "imagePullPolicy": "Never"}
+    run(cluster, tmp_path, scenario, template)
+
+
+def test_pods_that_a_quota_refuses_are_told(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.controller.kubernetes_launcher.NO_PODS_S", 1.0)
+
+    async def scenario(made: Release) -> None:
+        await made.waits(job_of(1), "no pod was created: a quota or admission")
+
+    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "none"}, "spec": {"hard": {"pods": "0"}}}
+    cluster.apply(quota)
+    run(cluster, tmp_path, scenario)
