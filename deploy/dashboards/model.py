@@ -57,6 +57,8 @@ class Panel:
     minimum: float | None = None
     maximum: float | None = None
     stacked: bool = False
+    colours: tuple[tuple[str, str], ...] = ()
+    """Legend → colour, where it has a meaning."""
     key: bool = False
     """Drawn where a board becomes a picture."""
     empty_because: str = ""
@@ -155,7 +157,7 @@ def _panel(panel: Panel, number: int, place: Mapping[str, int]) -> dict[str, Any
         "datasource": _DATASOURCE,
         "gridPos": dict(place),
         "targets": [_target(panel, index, query) for index, query in enumerate(panel.queries)],
-        "fieldConfig": {"defaults": _defaults(panel), "overrides": []},
+        "fieldConfig": {"defaults": _defaults(panel), "overrides": _overrides(panel)},
         "options": _OPTIONS[panel.kind],
     }
 
@@ -186,6 +188,16 @@ def _defaults(panel: Panel) -> dict[str, Any]:
     if panel.maximum is not None:
         found["max"] = panel.maximum
     return found
+
+
+def _overrides(panel: Panel) -> list[dict[str, Any]]:
+    return [
+        {
+            "matcher": {"id": "byName", "options": legend},
+            "properties": [{"id": "color", "value": {"mode": "fixed", "fixedColor": colour}}],
+        }
+        for legend, colour in panel.colours
+    ]
 
 
 def _lines(panel: Panel) -> dict[str, Any]:

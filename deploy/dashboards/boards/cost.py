@@ -48,7 +48,6 @@ COST = Board(
                     per_image("job"),
                     unit="s",
                     legend="{{job}}",
-                    key=False,
                 ),
                 stat(
                     "Accelerator-hours",
@@ -124,6 +123,7 @@ COST = Board(
                     unit="percentunit",
                     minimum=0,
                     maximum=1,
+                    key=True,
                 ),
                 chart(
                     "Accelerators held",
@@ -149,6 +149,7 @@ COST = Board(
                     width=12,
                     stacked=True,
                     minimum=0,
+                    key=True,
                 ),
             ),
         ),

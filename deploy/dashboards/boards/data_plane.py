@@ -132,9 +132,8 @@ DATA_PLANE = Board(
             (
                 chart(
                     "Redis memory",
-                    "Used, and what it may use.",
+                    "Used. What it may use is its maxmemory, or the host's memory: the share of it is at the top.",
                     ("max(flowfleet_redis_memory_bytes{@all})", "used"),
-                    ("max(flowfleet_redis_memory_limit_bytes{@all})", "limit"),
                     unit="bytes",
                     minimum=0,
                     key=True,

@@ -11,6 +11,15 @@ PHASES = (
     ("train", "training"),
     ("update_weights", "publishing"),
 )
+HEALTH = (
+    ("serving", "green"),
+    ("updating", "blue"),
+    ("idle", "yellow"),
+    ("draining", "purple"),
+    ("unknown", "gray"),
+    ("lost", "red"),
+)
+LAG = (("0", "green"), ("1", "yellow"), ("2", "orange"), ("3+", "red"), ("none", "gray"))
 UTILISATION = (
     "sum by (pool) (rate(flowfleet_fleet_busy_seconds_total{@pool}[$__rate_interval]))"
     " / (sum by (pool) (rate(flowfleet_fleet_replica_seconds_total{@pool}[$__rate_interval])) > 0)"
@@ -62,6 +71,7 @@ FLEET = Board(
                     "As the controller sees them. Lost: did not answer several times.",
                     ("sum by (health) (flowfleet_fleet_replicas{@pool})", "{{health}}"),
                     stacked=True,
+                    colours=HEALTH,
                     minimum=0,
                     key=True,
                 ),
@@ -72,6 +82,7 @@ FLEET = Board(
                     "weights, or serve another job.",
                     ("sum by (version_lag) (flowfleet_fleet_replicas_at_version{@pool})", "{{version_lag}}"),
                     stacked=True,
+                    colours=LAG,
                     minimum=0,
                     key=True,
                 ),
