@@ -56,6 +56,9 @@ Url = Annotated[
     str | None,
     typer.Option(help=f"Of the REST API; else FLOWFLEET_URL, else the local stack's, else {DEFAULT_URL}."),
 ]
+Ca = Annotated[
+    Path | None, typer.Option(help="PEM file of the CA of an https URL; else FLOWFLEET_CA, else the system's.")
+]
 JobId = Annotated[str, typer.Argument(metavar="ID", help="A job's id, or the start of one.")]
 StackDir = Annotated[Path, typer.Option(help="Directory of the stack: addresses, logs, data.")]
 
@@ -158,9 +161,10 @@ def submit(
     ] = None,
     idempotency_key: Annotated[str | None, typer.Option(help="Submitting again with it gives the same job.")] = None,
     url: Url = None,
+    ca: Ca = None,
 ) -> None:
     """Submit a job."""
-    with _client(url) as client:
+    with _client(url, ca) as client:
         spec = prepare_job(file, set_ or (), same_machine=client.on_this_machine)
         if dry_run:
             from flowfleet.dry_run import explain
@@ -201,23 +205,24 @@ def jobs(
     status: Annotated[str | None, typer.Option(help="Only jobs of this status.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="At most so many, newest first.")] = 20,
     url: Url = None,
+    ca: Ca = None,
 ) -> None:
     """List jobs."""
-    with _client(url) as client:
+    with _client(url, ca) as client:
         out.print(views.jobs_table(islice(client.jobs(status), limit)))
 
 
 @app.command()
-def show(job_id: JobId, url: Url = None) -> None:
+def show(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
     """Show a job: status, progress, results, settings."""
-    with _client(url) as client:
+    with _client(url, ca) as client:
         views.show_job(client.find(job_id), out)
 
 
 @app.command()
-def watch(job_id: JobId, url: Url = None) -> None:
+def watch(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
     """Follow a job until it ends."""
-    with _client(url) as client:
+    with _client(url, ca) as client:
         _watch(client, client.find(job_id))
 
 
@@ -230,9 +235,10 @@ def samples(
     order: Annotated[str, typer.Option(help="newest, oldest, best or worst.")] = "newest",
     limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 16,
     url: Url = None,
+    ca: Ca = None,
 ) -> None:
     """Download a job's pictures, and print their prompts and scores."""
-    with _client(url) as client:
+    with _client(url, ca) as client:
         job = client.find(job_id)
         found = list(islice(client.samples(job.id, purpose=purpose, step=step, order=order), limit))
         directory = to or Path("runs/samples") / job.id[: views.SHORT_ID]
@@ -241,23 +247,23 @@ def samples(
 
 
 @app.command()
-def cancel(job_id: JobId, url: Url = None) -> None:
+def cancel(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
     """Stop a job for good; what it has written stays."""
-    with _client(url) as client:
+    with _client(url, ca) as client:
         _say(client.cancel(client.find(job_id).id))
 
 
 @app.command()
-def pause(job_id: JobId, url: Url = None) -> None:
+def pause(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
     """Hold a job: what runs now ends, nothing else starts. Other jobs wait behind it."""
-    with _client(url) as client:
+    with _client(url, ca) as client:
         _say(client.pause(client.find(job_id).id))
 
 
 @app.command()
-def resume(job_id: JobId, url: Url = None) -> None:
+def resume(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
     """Let a paused job go on."""
-    with _client(url) as client:
+    with _client(url, ca) as client:
         _say(client.resume(client.find(job_id).id))
 
 
@@ -269,9 +275,9 @@ def _devices(text: str) -> tuple[str, ...] | None:
 
 
 @contextlib.contextmanager
-def _client(url: str | None) -> Iterator[Client]:
+def _client(url: str | None, ca: Path | None) -> Iterator[Client]:
     local = None if url or os.environ.get("FLOWFLEET_URL") else StateDir(DEFAULT_STATE_DIR).read()
-    with Client(url or (local.url if local else None)) as client:
+    with Client(url or (local.url if local else None), ca=ca) as client:
         yield client
 
 

@@ -14,6 +14,7 @@ since each carries an Idempotency-Key.
 from __future__ import annotations
 
 import os
+import ssl
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,7 @@ from flowfleet.job_files import prepare_job
 from flowfleet.jobs import JobSpec
 from flowfleet.sse import parse_events
 
+CA = "FLOWFLEET_CA"
 DEFAULT_URL = "http://127.0.0.1:8470"
 TIMEOUT_S = 30.0
 STREAM_SILENCE_S = 60.0
@@ -43,23 +45,29 @@ Query = dict[str, str | int]
 
 
 class Client:
-    """Synchronous; one connection pool, closed at the end of a `with` block. `transport` is for tests."""
+    """Synchronous; one connection pool, closed at the end of a `with` block. `transport` is for tests.
+
+    Of https URLs `ca` (else FLOWFLEET_CA) is the PEM file of a private CA, trusted in place of the system's.
+    """
 
     def __init__(
         self,
         url: str | None = None,
         api_key: str | None = None,
         *,
+        ca: Path | str | None = None,
         timeout_s: float = TIMEOUT_S,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self.url = (url or os.environ.get("FLOWFLEET_URL") or DEFAULT_URL).rstrip("/")
-        key = api_key or os.environ.get("FLOWFLEET_API_KEY")
+        key = (api_key or os.environ.get("FLOWFLEET_API_KEY", "")).strip()
+        ca = ca or os.environ.get(CA)
         self._http = httpx.Client(
             base_url=self.url,
             headers={"authorization": f"Bearer {key}"} if key else {},
             timeout=timeout_s,
             transport=transport,
+            verify=_trusting(ca) if ca else True,
             trust_env=not self.on_this_machine,  # no proxy stands between here and loopback
         )
         self._reached = False
@@ -227,9 +235,22 @@ class Client:
                 yield JobEvent.model_validate_json(event.data)
 
     def _away(self, error: httpx.TransportError) -> ApiError:
-        return ApiError(
-            0, f"no controller answers at {self.url} ({error or type(error).__name__}); start one with `flowfleet up`"
-        )
+        text = str(error) or type(error).__name__
+        advice = "start one with `flowfleet up`"
+        if "CERTIFICATE_VERIFY_FAILED" in text:
+            advice = f"its certificate is not trusted: give the CA that signed it by --ca or {CA}"
+        elif "WRONG_VERSION_NUMBER" in text:
+            advice = "it speaks no TLS: use http://"
+        elif isinstance(error, httpx.RemoteProtocolError | httpx.ReadError) and self.url.startswith("http://"):
+            advice = "if it speaks TLS, use https://"
+        return ApiError(0, f"no controller answers at {self.url} ({text}); {advice}")
+
+
+def _trusting(ca: Path | str) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=str(ca))
+    except OSError as error:
+        raise ValueError(f"{ca}, given by --ca or {CA}, holds no PEM certificates ({error})") from None
 
 
 def _checked(response: httpx.Response) -> httpx.Response:

@@ -2,12 +2,18 @@
 
 A command is repeated while the server cannot be reached or still loads its data, so it may run twice: the reply to the
 first may have been lost. Callers must not mind; duplicates of a sample are recognised by its identity.
+
+`rediss://` is TLS. FLOWFLEET_REDIS_CA names the PEM file of a private CA that signed the server's certificate, in place
+of the system's CAs; the certificate must be for the host of the URL. Client certificates and more go into the URL, by
+redis-py's names (`?ssl_certfile=…&ssl_keyfile=…`).
 """
 
 from __future__ import annotations
 
 import os
+import ssl
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import redis
@@ -16,6 +22,7 @@ import redis.asyncio.retry
 import redis.retry
 from redis.backoff import EqualJitterBackoff
 
+REDIS_CA: Final = "FLOWFLEET_REDIS_CA"
 SOCKET_TIMEOUT_S: Final = 30.0
 """Longest silence of the server; a blocking read must block for less."""
 CONNECT_TIMEOUT_S: Final = 5.0
@@ -30,7 +37,7 @@ _FATAL: Final = (redis.AuthenticationError, redis.exceptions.AuthorizationError)
 
 def redis_url() -> str:
     """`FLOWFLEET_REDIS_URL`. ValueError when it is unset: a URL has a password and never goes into argv."""
-    url = os.environ.get("FLOWFLEET_REDIS_URL")
+    url = os.environ.get("FLOWFLEET_REDIS_URL", "").strip()
     if not url:
         raise ValueError("set FLOWFLEET_REDIS_URL, e.g. redis://:password@127.0.0.1:6379/0")
     return url
@@ -38,12 +45,12 @@ def redis_url() -> str:
 
 def connect(url: str) -> redis.asyncio.Redis:
     """Client for asyncio; replies are bytes. Nothing is sent yet. ValueError on a malformed URL."""
-    return redis.asyncio.from_url(url, retry=_AsyncRetry(**_policy()), **_settings())
+    return redis.asyncio.from_url(url, retry=_AsyncRetry(**_policy()), **_settings(url))
 
 
 def connect_sync(url: str) -> redis.Redis:
     """Client for threads; replies are bytes. Nothing is sent yet. ValueError on a malformed URL."""
-    return redis.from_url(url, retry=_SyncRetry(**_policy()), **_settings())
+    return redis.from_url(url, retry=_SyncRetry(**_policy()), **_settings(url))
 
 
 def _policy() -> dict[str, Any]:
@@ -52,8 +59,12 @@ def _policy() -> dict[str, Any]:
     return {"backoff": backoff, "retries": _RETRIES, "supported_errors": _TRANSIENT}
 
 
-def _settings() -> dict[str, Any]:
+def _settings(url: str) -> dict[str, Any]:
+    ca = os.environ.get(REDIS_CA) if url.startswith("rediss://") else None
+    if ca and not Path(ca).is_file():
+        raise ValueError(f"{REDIS_CA}={ca}: no such file; it must hold the CA of the Redis server's certificate")
     return {
+        **({"ssl_ca_certs": ca} if ca else {}),
         "protocol": 2,
         "decode_responses": False,
         "socket_timeout": SOCKET_TIMEOUT_S,
@@ -61,6 +72,11 @@ def _settings() -> dict[str, Any]:
         "socket_keepalive": True,
         "max_connections": MAX_CONNECTIONS,
     }
+
+
+def _is_fatal(error: BaseException) -> bool:
+    """Whether no repetition cures it: a wrong password, a certificate that is not trusted."""
+    return isinstance(error, _FATAL) or isinstance(error.__context__, ssl.SSLCertVerificationError)
 
 
 class _Fatal(Exception):
@@ -87,8 +103,10 @@ class _AsyncRetry(redis.asyncio.retry.Retry):
         async def attempt() -> Any:
             try:
                 return await do()
-            except _FATAL as error:
-                raise _Fatal(error) from None
+            except redis.RedisError as error:
+                if _is_fatal(error):
+                    raise _Fatal(error) from None
+                raise
 
         self._running = True
         try:
@@ -111,8 +129,10 @@ class _SyncRetry(redis.retry.Retry):
         def attempt() -> Any:
             try:
                 return do()
-            except _FATAL as error:
-                raise _Fatal(error) from None
+            except redis.RedisError as error:
+                if _is_fatal(error):
+                    raise _Fatal(error) from None
+                raise
 
         self._running = True
         try:

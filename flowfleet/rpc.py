@@ -1,10 +1,10 @@
-"""gRPC as every service speaks it: asyncio, explicit message limits, deadlines, retries, tokens, canonical errors.
+"""gRPC as every service speaks it: asyncio, message limits, deadlines, retries, TLS, tokens, canonical errors.
 
 Client: `open_channel`. Every call needs `timeout=`; UNAVAILABLE is retried by service config, at most four attempts (a
 stream only before its first message). Server: `make_server`, then `serve`, which runs until SIGTERM or SIGINT and
 drains. An exception of `flowfleet.errors`, or a ValueError, reaches the caller as its code and message; any
 other one as INTERNAL without its text, which is logged. With a token set, every call but the health check must carry
-it.
+it. With FLOWFLEET_TLS_DIR set, both ends show a certificate (flowfleet/tls.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import hmac
 import inspect
 import json
 import logging
-import os
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -25,7 +25,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
-from flowfleet import service
+from flowfleet import service, tls
 from flowfleet.errors import Unavailable, grpc_code
 
 LIVENESS: Final = "liveness"
@@ -58,6 +58,7 @@ _CLIENT_OPTIONS: Final = [
     ("grpc.max_reconnect_backoff_ms", 2 * _MS),
     ("grpc.enable_http_proxy", 0),  # the fleet is never behind the proxy that reaches the internet
 ]
+_RETIRE_S: Final = 24 * 3600.0  # a channel of old certificates serves the calls that it has for so long
 _SERVER_OPTIONS: Final = [
     *_LIMITS,
     ("grpc.http2.min_ping_interval_without_data_ms", 5 * _MS),
@@ -65,24 +66,39 @@ _SERVER_OPTIONS: Final = [
     ("grpc.so_reuseport", 0),  # two servers on one port would share its calls silently
 ]
 
+_UNTRUSTED: Final = re.compile(r"CERTIFICATE_VERIFY_FAILED: (.+?)(: OK)?$")
+_CLOSED: Final = ("Socket closed", "Connection reset", "Broken pipe")
+
 log = logging.getLogger(__name__)
 
 
-def token_from_env() -> str | None:
-    """`FLOWFLEET_RPC_TOKEN`, None when unset or empty."""
-    return os.environ.get(service.RPC_TOKEN) or None
-
-
 def open_channel(address: str, *, token: str | None = None) -> grpc.aio.Channel:
-    """A channel to host:port; the token comes from the environment unless given. Close it with `await close()`."""
-    token = token or token_from_env()
-    interceptors: list[Any] = [_UnaryRules(token), _StreamRules(token)]
-    return grpc.aio.insecure_channel(address, options=_CLIENT_OPTIONS, interceptors=interceptors)
+    """A channel to host:port; the token comes from the environment unless given. Close it with `await close()`.
+
+    ValueError for certificates that cannot work.
+    """
+    token, certificates = token or service.secret(service.RPC_TOKEN), tls.from_env()
+    interceptors: list[Any] = [_UnaryRules(token, address, certificates), _StreamRules(token)]
+    if certificates is None:
+        return grpc.aio.insecure_channel(address, options=_CLIENT_OPTIONS, interceptors=interceptors)
+    options = [*_CLIENT_OPTIONS, ("grpc.ssl_target_name_override", certificates.name)]
+
+    def connect(identity: tls.Identity) -> grpc.aio.Channel:
+        credentials = grpc.ssl_channel_credentials(identity.ca, identity.key, identity.chain)
+        return grpc.aio.secure_channel(address, credentials, options=options, interceptors=interceptors)
+
+    return _RenewedChannel(connect, certificates)
 
 
-def make_server(interceptors: Sequence[Any] = (), *, token: str | None = None) -> grpc.aio.Server:
-    """A server without services and without an address. The token comes from the environment unless given."""
-    guard = _Guard(token or token_from_env())
+def make_server(interceptors: Sequence[Any] = (), *, token: str | None = None, guarded: bool = True) -> grpc.aio.Server:
+    """A server without services and without an address. The token comes from the environment unless given.
+
+    `guarded=False`, which `listen` must be told as well: neither a token nor the fleet's name in a client's certificate
+    is asked for. For protocols of others, as KEDA's; with TLS their clients need a certificate of the CA all the same.
+    """
+    certificates = tls.from_env()
+    name = certificates.name if certificates and guarded else None
+    guard = _Guard(token or service.secret(service.RPC_TOKEN) if guarded else None, name)
     return grpc.aio.server(interceptors=[guard, *interceptors], options=_SERVER_OPTIONS)
 
 
@@ -167,24 +183,45 @@ async def serve(
 async def _serve_probes(health: HealthState, host: str, port: int) -> grpc.aio.Server:
     server = grpc.aio.server(options=_SERVER_OPTIONS)
     await health.register(server)
-    bound = _bind(server, host, port, "--health-port")
+    bound = _bind(server, host, port, None, "--health-port")
     await server.start()
     log.info("health on %s", service.format_address(host, bound))
     return server
 
 
-def listen(server: grpc.aio.Server, host: str, port: int) -> int:
-    """Binds the server and returns the port. For tests and `serve`."""
-    service.require_secret(host, service.RPC_TOKEN)
-    return _bind(server, host, port, "--port")
+def listen(server: grpc.aio.Server, host: str, port: int, *, guarded: bool = True) -> int:
+    """Binds the server and returns the port. For `serve`, for tests, and for servers that are not `guarded`."""
+    if guarded:
+        service.require_secret(host, service.RPC_TOKEN)
+    return _bind(server, host, port, tls.from_env(), "--port")
 
 
-def _bind(server: grpc.aio.Server, host: str, port: int, flag: str) -> int:
+def _bind(server: grpc.aio.Server, host: str, port: int, certificates: tls.Certificates | None, flag: str) -> int:
     address = service.format_address(host, port)
     try:
-        return server.add_insecure_port(address)
+        if certificates is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, _server_credentials(certificates))
     except RuntimeError as error:
         raise Unavailable(f"cannot listen on {address}: choose another --host or {flag} ({error})") from None
+
+
+def _server_credentials(certificates: tls.Certificates) -> grpc.ServerCredentials:
+    """Asks clients for certificates; each connection is made with the files of that moment."""
+    shown = certificates.current()
+
+    def configuration(identity: tls.Identity) -> Any:
+        return grpc.ssl_server_certificate_configuration([(identity.key, identity.chain)], identity.ca)
+
+    def renewed() -> Any:
+        """None while nothing has changed. Called by gRPC's threads before each handshake."""
+        nonlocal shown
+        if (identity := certificates.current()) is shown:
+            return None
+        shown = identity
+        return configuration(identity)
+
+    return grpc.dynamic_ssl_server_credentials(configuration(shown), renewed, require_client_authentication=True)
 
 
 def rpc_error_message(error: BaseException) -> str:
@@ -212,8 +249,38 @@ class _Rules:
 
 
 class _UnaryRules(_Rules, grpc.aio.UnaryUnaryClientInterceptor):
+    """Says as well what is wrong where the two ends do not agree on TLS, which gRPC tells in riddles or not at all."""
+
+    def __init__(self, token: str | None, address: str, certificates: tls.Certificates | None) -> None:
+        super().__init__(token)
+        self._address = address
+        self._certificates = certificates
+
     async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        return await continuation(self._apply(client_call_details), request)
+        call = await continuation(self._apply(client_call_details), request)
+        try:
+            await call
+        except grpc.aio.AioRpcError as error:
+            reason = await self._tls_problem(error) if error.code() is grpc.StatusCode.UNAVAILABLE else None
+            if reason is None:
+                raise
+            raise grpc.aio.AioRpcError(
+                error.code(), error.initial_metadata(), error.trailing_metadata(), details=reason
+            ) from None
+        return call
+
+    async def _tls_problem(self, error: grpc.aio.AioRpcError) -> str | None:
+        details = error.details() or ""
+        if found := _UNTRUSTED.search(details):
+            return f"the certificate of {self._address} is refused: {found[1]}"
+        if "Hostname Verification" in details and self._certificates:
+            name = self._certificates.name
+            return f"the certificate of {self._address} is not for {name}: reissue it, or set {tls.TLS_NAME}"
+        if "WRONG_VERSION_NUMBER" in details:
+            return f"{self._address} speaks no TLS: set {tls.TLS_DIR} for that service as well"
+        if any(sign in details for sign in _CLOSED):
+            return await asyncio.to_thread(tls.why_closed, self._address, self._certificates)
+        return None
 
 
 class _StreamRules(_Rules, grpc.aio.UnaryStreamClientInterceptor):
@@ -221,11 +288,63 @@ class _StreamRules(_Rules, grpc.aio.UnaryStreamClientInterceptor):
         return await continuation(self._apply(client_call_details), request)
 
 
-class _Guard(grpc.aio.ServerInterceptor):
-    """Checks the token, and turns exceptions into canonical codes."""
+class _RenewedChannel(grpc.aio.Channel):
+    """Opened anew once the certificates have changed. Calls under way end on the channel that they began on."""
 
-    def __init__(self, token: str | None) -> None:
+    def __init__(self, connect: Callable[[tls.Identity], grpc.aio.Channel], certificates: tls.Certificates) -> None:
+        self._connect = connect
+        self._certificates = certificates
+        self._identity = certificates.current()
+        self._channel = connect(self._identity)
+        self._retiring: set[asyncio.Task[None]] = set()
+
+    def current(self) -> grpc.aio.Channel:
+        if (identity := self._certificates.current()) is not self._identity:
+            retiring = asyncio.ensure_future(self._channel.close(_RETIRE_S))
+            self._retiring.add(retiring)
+            retiring.add_done_callback(self._retiring.discard)
+            self._identity, self._channel = identity, self._connect(identity)
+        return self._channel
+
+    async def __aenter__(self) -> _RenewedChannel:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self, grace: float | None = None) -> None:
+        for retiring in self._retiring:
+            retiring.cancel()
+        await self._channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self.current().get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self.current().channel_ready()
+
+    def unary_unary(self, *method: Any, **options: Any) -> Any:
+        return lambda *call, **more: self.current().unary_unary(*method, **options)(*call, **more)
+
+    def unary_stream(self, *method: Any, **options: Any) -> Any:
+        return lambda *call, **more: self.current().unary_stream(*method, **options)(*call, **more)
+
+    def stream_unary(self, *method: Any, **options: Any) -> Any:
+        return lambda *call, **more: self.current().stream_unary(*method, **options)(*call, **more)
+
+    def stream_stream(self, *method: Any, **options: Any) -> Any:
+        return lambda *call, **more: self.current().stream_stream(*method, **options)(*call, **more)
+
+
+class _Guard(grpc.aio.ServerInterceptor):
+    """Checks the token and the name in the client's certificate, and turns exceptions into canonical codes."""
+
+    def __init__(self, token: str | None, name: str | None) -> None:
         self._expected = f"Bearer {token}".encode() if token else None
+        self._name = name
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
@@ -240,7 +359,7 @@ class _Guard(grpc.aio.ServerInterceptor):
         behaviour = handler.unary_stream or handler.unary_unary
         if not self._admits(method, handler_call_details.invocation_metadata):
             behaviour = _refuse
-        return make(wrap(behaviour, method), handler.request_deserializer, handler.response_serializer)
+        return make(wrap(behaviour, method, self._name), handler.request_deserializer, handler.response_serializer)
 
     def _admits(self, method: str, metadata: Any) -> bool:
         """Probes carry no token, so the health check needs none."""
@@ -255,11 +374,19 @@ async def _refuse(_request: Any, context: Any) -> None:
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
 
 
-def _guard_unary(behaviour: Callable[..., Any], method: str) -> Callable[..., Awaitable[Any]]:
+async def _check_name(context: Any, name: str | None) -> None:
+    """Ends the call unless the client's certificate carries the name; None takes any."""
+    if name is not None and name.encode() not in context.auth_context().get("x509_subject_alternative_name", ()):
+        message = f"the client's certificate is not for {name}: reissue it, or set {tls.TLS_NAME}"
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
+
+
+def _guard_unary(behaviour: Callable[..., Any], method: str, name: str | None) -> Callable[..., Awaitable[Any]]:
     """For coroutine functions, and for plain functions, which run in a thread."""
 
     async def guarded(request: Any, context: Any) -> Any:
         try:
+            await _check_name(context, name)
             if inspect.iscoroutinefunction(behaviour):
                 return await behaviour(request, context)
             return await asyncio.to_thread(behaviour, request, context)
@@ -269,11 +396,12 @@ def _guard_unary(behaviour: Callable[..., Any], method: str) -> Callable[..., Aw
     return guarded
 
 
-def _guard_stream(behaviour: Callable[..., Any], method: str) -> Callable[..., AsyncIterator[Any]]:
+def _guard_stream(behaviour: Callable[..., Any], method: str, name: str | None) -> Callable[..., AsyncIterator[Any]]:
     """For async generators, and for coroutine functions, which use `context.write`."""
 
     async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
         try:
+            await _check_name(context, name)
             if not inspect.isasyncgenfunction(behaviour):
                 await behaviour(request, context)
                 return

@@ -98,9 +98,20 @@ def run_service(
     return 0
 
 
+def secret(variable: str) -> str | None:
+    """The secret in an environment variable; None when it is unset or empty. What a file adds around it is dropped.
+
+    ValueError for one that no header can carry.
+    """
+    text = os.environ.get(variable, "").strip()
+    if not text.isascii() or not all(character.isprintable() for character in text):
+        raise ValueError(f"{variable} must be printable ASCII in one line")
+    return text or None
+
+
 def require_secret(host: str, variable: str) -> None:
     """ValueError when `host` is beyond loopback and the environment variable with the secret is not set."""
-    if not is_loopback(host) and not os.environ.get(variable):
+    if not is_loopback(host) and not secret(variable):
         raise ValueError(
             f"--host {host} can be reached from other machines: set {variable} to a secret that clients must send, "
             "or bind --host 127.0.0.1"

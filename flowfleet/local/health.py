@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import grpc
 import httpx
 import redis
@@ -39,13 +37,9 @@ def _http_serves(url: str) -> bool:
 
 
 def _grpc_serves(address: str) -> bool:
-    token = os.environ.get("FLOWFLEET_RPC_TOKEN")
-    metadata = [("authorization", f"Bearer {token}")] if token else []
     with grpc.insecure_channel(address) as channel:
         try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT_S, metadata=metadata
-            )
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT_S)
         except grpc.RpcError:
             return False
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

@@ -20,6 +20,7 @@ from flowfleet.local.ports import free_ports, is_free
 from flowfleet.local.stack import Stack, StackError, StateDir
 from flowfleet.local.supervisor import Supervisor
 from flowfleet.redis_server import command, new_password, server_url
+from flowfleet.tls import TLS_DIR
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ def run_stack(options: StackOptions, stop: threading.Event, on_ready: Callable[[
 
 def plan_stack(options: StackOptions) -> Plan:
     """The plan with free ports, this machine's accelerators and a fresh Redis password."""
+    if os.environ.get(TLS_DIR):
+        raise StackError(f"a stack on one machine speaks on loopback alone, without TLS: unset {TLS_DIR}")
     if options.port and not is_free(options.port):
         raise StackError(f"port {options.port} is taken; give another --port (0 takes a free one)")
     ports = free_ports(ports_needed(options))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from flowfleet import tls
 from flowfleet.telemetry import configure_logging
 from services.controller.app import create_app
 from services.controller.runner import Runner
@@ -19,11 +20,12 @@ from services.controller.settings import ControllerSettings
 def main(argv: Sequence[str], runner_factory: RunnerFactory = Runner) -> int:
     try:
         settings = ControllerSettings.from_command_line(argv)
+        configure_logging("controller", settings.log_level)
+        certificates = tls.from_env()
     except ValueError as error:
         print(f"services.controller: error: {error}", file=sys.stderr)
         return 2
-    configure_logging("controller", settings.log_level)
-    server = Server(create_app(settings, runner_factory), settings)
+    server = Server(create_app(settings, runner_factory), settings, certificates)
     try:
         server.run()
     except SystemExit:  # uvicorn's way to say that it could not start; it has logged why

@@ -1,10 +1,15 @@
-"""uvicorn, taught two things: to say where it serves, and to end open event streams before it waits for connections."""
+"""uvicorn, taught three things: to say where it serves, to end open event streams before it waits for connections, and
+to go on with new certificates.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 import signal
 import socket
+import ssl
 from collections.abc import Iterator
 
 import uvicorn
@@ -12,16 +17,28 @@ from fastapi import FastAPI
 
 from flowfleet.service import format_address, write_port_file
 from flowfleet.telemetry import start_metrics_server
+from flowfleet.tls import Certificates
 from services.controller.services import Services
 from services.controller.settings import ControllerSettings
 
 GRACE_S = 10
+RENEW_EVERY_S = 30.0
+
+log = logging.getLogger(__name__)
 
 
 class Server(uvicorn.Server):
-    """SIGTERM and SIGINT: streams end, running requests finish, the runner stops, the process exits 0."""
+    """SIGTERM and SIGINT: streams end, running requests finish, the runner stops, the process exits 0.
 
-    def __init__(self, app: FastAPI, settings: ControllerSettings) -> None:
+    With certificates it speaks HTTPS alone. Clients prove themselves by the API key, and need no certificate.
+    """
+
+    def __init__(self, app: FastAPI, settings: ControllerSettings, certificates: Certificates | None = None) -> None:
+        self._certificates = certificates
+        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._renewing: asyncio.Task[None] | None = None
+        if certificates is not None:
+            certificates.load_pair(self._context)
         config = uvicorn.Config(
             app,
             host=settings.host,
@@ -31,6 +48,7 @@ class Server(uvicorn.Server):
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=GRACE_S,
+            ssl_context_factory=None if certificates is None else lambda *_: self._context,
         )
         super().__init__(config)
         self._app = app
@@ -54,6 +72,8 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if not self.started:
             return
+        if self._certificates is not None:
+            self._renewing = asyncio.create_task(self._renew(self._certificates), name="certificates")
         port = self.servers[0].sockets[0].getsockname()[1]
         if self._settings.metrics_port is not None:
             start_metrics_server(self._settings.host, self._settings.metrics_port, self._services.registry)
@@ -61,4 +81,18 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._services.closing.set()
+        if self._renewing is not None:
+            self._renewing.cancel()
         await super().shutdown(sockets)
+
+    async def _renew(self, certificates: Certificates) -> None:
+        """New connections get the certificate that the folder has."""
+        shown = certificates.current()
+        while True:
+            await asyncio.sleep(RENEW_EVERY_S)
+            try:
+                if (current := certificates.current()) is not shown:
+                    certificates.load_pair(self._context)
+                    shown = current
+            except ValueError as error:  # they changed once more meanwhile
+                log.warning("HTTPS goes on with its last certificate: %s", error)

@@ -127,8 +127,8 @@ class ControllerSettings(BaseModel):
             raise ValueError(f"--reward is given twice for {', '.join({n for n in names if names.count(n) > 1})}")
         try:
             return cls(
-                redis_url=SecretStr(env.get("FLOWFLEET_REDIS_URL", "")),
-                api_key=SecretStr(env[API_KEY]) if env.get(API_KEY) else None,
+                redis_url=SecretStr(env.get("FLOWFLEET_REDIS_URL", "").strip()),
+                api_key=SecretStr(env[API_KEY].strip()) if env.get(API_KEY) else None,
                 blobs=env.get("FLOWFLEET_BLOBS") or "redis",
                 namespace=env.get("POD_NAMESPACE", ""),
                 rewards={name: address for name, _, address in rewards},

@@ -206,15 +206,15 @@ def test_the_surface_is_what_users_know() -> None:
         ],
         "down": ["--state-dir"],
         "demo": ["--recipe", "--seed", "--set", "--state-dir"],
-        "submit": ["--dry-run", "--follow", "--idempotency-key", "--set", "--url"],
+        "submit": ["--ca", "--dry-run", "--follow", "--idempotency-key", "--set", "--url"],
         "plan": ["--device-memory", "--json", "--set", "--text-tokens"],
-        "jobs": ["--limit", "--status", "--url"],
-        "show": ["--url"],
-        "watch": ["--url"],
-        "samples": ["--limit", "--order", "--out", "--purpose", "--step", "--url"],
-        "cancel": ["--url"],
-        "pause": ["--url"],
-        "resume": ["--url"],
+        "jobs": ["--ca", "--limit", "--status", "--url"],
+        "show": ["--ca", "--url"],
+        "watch": ["--ca", "--url"],
+        "samples": ["--ca", "--limit", "--order", "--out", "--purpose", "--step", "--url"],
+        "cancel": ["--ca", "--url"],
+        "pause": ["--ca", "--url"],
+        "resume": ["--ca", "--url"],
     }
 
 

@@ -1,0 +1,13 @@
+"""As serve_idle, with certificates looked at ten times a second."""
+
+from __future__ import annotations
+
+import sys
+
+from services.controller import server
+from services.controller.__main__ import main
+from tests.services.controller.conftest import IdleRunner
+
+if __name__ == "__main__":
+    server.RENEW_EVERY_S = 0.1  # type: ignore[misc]
+    sys.exit(main(sys.argv[1:], IdleRunner))
