@@ -10,6 +10,7 @@ import cProfile
 import json
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -41,6 +42,9 @@ class SimulatedLauncher:
         return True
 
     async def stop(self, job_id: str) -> None:
+        return
+
+    async def keep_only(self, job_ids: Collection[str]) -> None:
         return
 
 

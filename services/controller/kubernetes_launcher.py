@@ -8,6 +8,7 @@ while after their Job was deleted: a node that went away tells nobody when its p
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -83,7 +84,8 @@ class KubernetesLauncher:
             job_id = _job_id(attempt)
             if job_id and job_id not in job_ids and not pods.terminating(attempt):
                 log.warning("the trainer of an ended job is deleted", extra={"job": job_id})
-                await self._delete(attempt)
+                with contextlib.suppress(Unavailable):  # the next controller to lead tries again
+                    await self._delete(attempt)
 
     # -- attempts ------------------------------------------------------------------------------------------------
 

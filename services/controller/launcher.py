@@ -14,7 +14,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
@@ -45,6 +45,9 @@ class Launcher(Protocol):
 
     async def stop(self, job_id: str) -> None:
         """Ends the trainer, if there is one."""
+
+    async def keep_only(self, job_ids: Collection[str]) -> None:
+        """Ends the trainers of all other jobs: those of ended ones, which a killed controller left."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,12 @@ class LocalLauncher:
         if process is not None:
             await _end_group(process)
             self._file(job_id).unlink(missing_ok=True)
+
+    async def keep_only(self, job_ids: Collection[str]) -> None:
+        for path in self._directory.glob("*.json"):
+            if path.stem not in job_ids:
+                log.warning("the trainer of an ended job is stopped", extra={"job": path.stem})
+                await self.stop(path.stem)
 
     def _start(self, job_id: str, spec: JobSpec) -> TrainerProcess:
         self._directory.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -134,7 +134,10 @@ class Runner:
             while True:
                 self._wake.clear()
                 with _redis_may_be_away():
-                    first = await self._first_of_pools(await self._store.active())
+                    active = await self._store.active()
+                    if not tasks:
+                        await self._launcher.keep_only(active)
+                    first = await self._first_of_pools(active)
                     for pool, record in first.items():
                         if pool not in tasks or tasks[pool].done():
                             self._take_up(pool, record.id)
@@ -260,6 +263,10 @@ class FencedLauncher:
     async def stop(self, job_id: str) -> None:
         await self._lease.confirm()
         await self._launcher.stop(job_id)
+
+    async def keep_only(self, job_ids: Collection[str]) -> None:
+        await self._lease.confirm()
+        await self._launcher.keep_only(job_ids)
 
 
 @contextmanager

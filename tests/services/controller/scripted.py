@@ -4,7 +4,7 @@ rewards do what the protocol wants and keep what they were asked."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,6 +182,9 @@ class ScriptedLauncher:
         return True
 
     async def stop(self, job_id: str) -> None:
+        return
+
+    async def keep_only(self, job_ids: Collection[str]) -> None:
         return
 
 

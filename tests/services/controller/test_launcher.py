@@ -79,6 +79,19 @@ def test_stopping_ends_the_whole_group(launcher: LocalLauncher, spec: JobSpec, t
     asyncio.run(scenario())
 
 
+def test_trainers_of_other_jobs_are_ended(launcher: LocalLauncher, spec: JobSpec, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        await launcher.ensure("kept", spec)
+        await launcher.ensure("left", spec)
+        await LocalLauncher(tmp_path).keep_only(["kept", "queued"])
+        assert await launcher.alive("kept")
+        assert not await launcher.alive("left")
+        await launcher.keep_only([])
+        assert not await launcher.alive("kept")
+
+    asyncio.run(scenario())
+
+
 def test_a_trainer_that_ends_while_starting_names_its_log(
     launcher: LocalLauncher, spec: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
