@@ -41,7 +41,7 @@ def main() -> int:
         finally:
             if options.keep:
                 shutil.copytree(Path(folder) / "run", options.keep, dirs_exist_ok=True)
-        if options.profile:
+        if options.profile and (Path(folder) / "run" / "controller.prof").exists():
             shutil.copy(Path(folder) / "run" / "controller.prof", options.profile)
             pstats.Stats(str(options.profile)).sort_stats("tottime").print_stats(45)
     print(figures.table(result))

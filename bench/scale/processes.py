@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 READY_S = 300.0
-END_S = 60.0
+END_S = 120.0
 
 
 @dataclass

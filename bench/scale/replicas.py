@@ -17,12 +17,12 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
 from redis.asyncio import Redis
 
 from bench.scale.load import Load
 from bench.scale.simulation import Notes, listen, until_stopped
 from flowfleet import keys, service
-from flowfleet.errors import Conflict
 from flowfleet.proto import common_pb2, rollout_pb2, rollout_pb2_grpc
 from flowfleet.redis_client import connect, redis_url
 from flowfleet.replicas import RENEW_EVERY_S, ReplicaDirectory, ReplicaRecord
@@ -73,7 +73,7 @@ class Replica(rollout_pb2_grpc.RolloutServiceServicer):
         serving = self._state == rollout_pb2.ROLLOUT_STATE_SERVING
         if not serving or (request.job_id, request.policy_version) != (self._job_id, self._version):
             self._notes.add("refused", request.job_id, request.step)
-            await context.abort(Conflict.code, "this replica does not serve this version")
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this replica does not serve this version")
         groups = [group.group for group in request.groups]
         self._running += 1
         try:

@@ -30,6 +30,8 @@ class Trainer(trainer_pb2_grpc.TrainerServiceServicer):
         self._load, self._notes = load, notes
         self._applied = 0
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._given: dict[str, int] = {}
+        """Replica → version that it holds: it is not given that again."""
 
     async def Configure(self, request: trainer_pb2.ConfigureRequest, context: Any) -> trainer_pb2.ConfigureResponse:
         self._notes.add("configure", request.job_id, self._applied)
@@ -63,6 +65,8 @@ class Trainer(trainer_pb2_grpc.TrainerServiceServicer):
     async def _give(
         self, request: trainer_pb2.PublishWeightsRequest, replica: trainer_pb2.Replica
     ) -> trainer_pb2.PublishResult:
+        if self._given.get(replica.replica_id) == request.version:
+            return trainer_pb2.PublishResult(replica_id=replica.replica_id, ok=True)
         if replica.address not in self._channels:
             self._channels[replica.address] = grpc.aio.insecure_channel(replica.address)
         stub = rollout_pb2_grpc.RolloutServiceStub(self._channels[replica.address])
@@ -76,6 +80,7 @@ class Trainer(trainer_pb2_grpc.TrainerServiceServicer):
             await stub.FinishWeightUpdate(rollout_pb2.FinishWeightUpdateRequest(**which), timeout=DEADLINE_S)
         except grpc.aio.AioRpcError as error:
             return trainer_pb2.PublishResult(replica_id=replica.replica_id, error=error.code().name)
+        self._given[replica.replica_id] = request.version
         return trainer_pb2.PublishResult(replica_id=replica.replica_id, ok=True)
 
 

@@ -191,8 +191,8 @@ class Fleet:
 
 
 def _with_record(known: Replica, record: ReplicaRecord) -> Replica:
-    """What it says of itself counts, but while we know better: that it does not answer us."""
-    if known.doubted and known.incarnation == record.incarnation:
+    """What it says of itself counts, but while we know better: that it does not answer us when asked."""
+    if known.missed and known.incarnation == record.incarnation:
         return replace(known, pool=record.pool, samples_total=record.samples_total)
     health = Health(record.state) if record.state in set(Health) else Health.UNKNOWN
     return replace(

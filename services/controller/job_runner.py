@@ -249,7 +249,7 @@ class JobRunner:
 
     async def _look_at_wishes(self) -> None:
         paused = self.machine.state.status is Status.PAUSED  # before the wish is read: see JobStore.hold
-        desired = (await self.job.store.get(self.job.job_id)).desired
+        desired = await self.job.store.desired(self.job.job_id)
         if desired is Desired.CANCELLED:
             await self.emit(ev.CancelRequested())
         elif desired is Desired.PAUSED and not paused:

@@ -43,6 +43,8 @@ from services.controller.store import JobStore
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
+REST_S = 0.1
+"""At least, from look to look: of many jobs one always wakes the runner, as does the demand that it tells itself."""
 RESTART_DELAY_S = 1.0
 MAX_CRASHES = 20
 
@@ -74,6 +76,8 @@ class Runner:
         self._wake = asyncio.Event()
         self._jobs: dict[str, str] = {}
         """Rollout pool → the job that it ran last, or runs."""
+        self._records: dict[str, JobRecord] = {}
+        """Of the jobs that have not ended, as seen at the last look; what they were submitted as never changes."""
         self._running: dict[str, JobRunner] = {}
         """By job, while its driver runs."""
         self._monitor = Monitor(registry, redis, self._machines, self.fleet_view)
@@ -145,6 +149,7 @@ class Runner:
                             tasks[pool].add_done_callback(lambda _: self._wake.set())
                     await self._tell_demand(first.values())
                 await _wait(self._wake, POLL_S)
+                await asyncio.sleep(REST_S)
 
     async def _tell_demand(self, first: Iterable[JobRecord]) -> None:
         """How many replicas the first jobs of the pools need now."""
@@ -167,8 +172,10 @@ class Runner:
     async def _first_of_pools(self, active: list[str]) -> dict[str, JobRecord]:
         """Rollout pool → its oldest job that has not ended. Ends the queued jobs that nobody wants any more."""
         first: dict[str, JobRecord] = {}
-        for job_id in active:
-            record = await self._store.get(job_id)
+        known, self._records = self._records, {}
+        for job_id, (status, desired) in zip(active, await self._store.glance(active), strict=True):
+            record = known.get(job_id) or await self._store.get(job_id)
+            self._records[job_id] = record = record.model_copy(update={"status": status, "desired": desired})
             unwanted = record.status is JobStatus.QUEUED and record.desired is Desired.CANCELLED
             if unwanted and job_id not in self._jobs.values():
                 await self._store.set_status(job_id, JobStatus.CANCELLED, "cancelled before it started")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from redis.asyncio import Redis
@@ -69,6 +69,21 @@ class JobStore(History, SampleShelf):
     async def get(self, job_id: str) -> JobRecord:
         """Raises NotFound."""
         return _record(job_id, await self._redis.hgetall(keys.job(job_id)))
+
+    async def glance(self, job_ids: Sequence[str]) -> list[tuple[JobStatus, Desired]]:
+        """What changes of running jobs, in one round trip. Raises NotFound."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for job_id in job_ids:
+                pipe.hmget(keys.job(job_id), "status", "desired")
+            rows = await pipe.execute()
+        return [
+            (JobStatus(_present(job_id, status)), Desired(desired.decode()))
+            for job_id, (status, desired) in zip(job_ids, rows, strict=True)
+        ]
+
+    async def desired(self, job_id: str) -> Desired:
+        """Raises NotFound."""
+        return Desired(_present(job_id, await self._redis.hget(keys.job(job_id), "desired")))
 
     async def jobs(
         self, cursor: str | None = None, limit: int = 50, status: JobStatus | None = None

@@ -1,0 +1,62 @@
+"""The scale rehearsal: its figures from notes, and a whole one, small."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.scale.figures import latencies, percentiles, starts
+from bench.scale.load import Load
+
+
+def test_percentiles_are_values_that_were_there() -> None:
+    assert percentiles(range(101)) == {"n": 101, "p50": 50, "p99": 99, "max": 100}
+    assert percentiles([]) == {"n": 0}
+
+
+def test_latencies_are_between_what_the_services_noted() -> None:
+    step = [
+        ("published", "job", 0, 100.0),
+        ("generate", "job", 0, 100.1),
+        ("generate", "job", 0, 100.3),
+        ("generated", "job", 0, 110.0),
+        ("generated", "job", 0, 111.0),
+        ("train", "job", 0, 111.5),
+        ("trained", "job", 0, 113.5),
+        ("publish", "job", 1, 113.6),
+        ("published", "job", 1, 114.0),
+    ]
+    found = latencies(step, 99.0, 113.0, simulated_s=12.0)
+    assert found["scheduling"] == pytest.approx({"n": 2, "p50": 0.1, "p99": 0.3, "max": 0.3})
+    assert [found[name]["p50"] for name in ("turnaround", "publishing", "step", "overhead")] == pytest.approx(
+        [0.5, 0.1, 14.0, 2.0]
+    )
+    assert latencies(step, 120.0, 130.0, simulated_s=12.0)["step"] == {"n": 0}
+    assert starts(step, {"job": 99.0})["generate"]["p50"] == pytest.approx(1.1)
+
+
+def test_every_replica_has_an_address_and_a_pool_with_one_job() -> None:
+    load = Load(replicas=10_000, jobs=100)
+    addresses = {load.replica_address(index) for index in range(load.replicas)}
+    assert len(addresses) == load.replicas
+    assert {load.pool_of(index) for index in range(load.replicas)} == {load.job(k, Path())["name"] for k in range(100)}
+
+
+def test_a_small_rehearsal_makes_steps(tmp_path: Path) -> None:
+    sizes = "--replicas 4 --jobs 2 --processes 1 --prompts 2 --group-size 2 --net 80"
+    times = "--seconds 3 --generate-s 0.3 --train-s 0.1 --publish-s 0.05"
+    output = tmp_path / "scale.json"
+    command = [sys.executable, "-m", "bench.scale", *sizes.split(), *times.split(), "--json", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(output.read_text())
+    assert result["warm_up"]["jobs_at_work"] == 2
+    assert result["latency"]["scheduling"]["n"] > 0
+    assert result["samples_per_s"] > 0
+    assert result["status_calls_per_s"] == 0
+    assert result["processes"]["controller"]["cpu"] > 0
+    assert "scheduling" in done.stdout
