@@ -1,0 +1,162 @@
+"""Boards, rules, documentation and code agree: what is charted or alerted on is exported, and what is exported is
+documented."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry
+
+from deploy.dashboards import BOARDS, DIRECTORY
+from deploy.dashboards.model import Board, Panel, dashboard, to_json
+from deploy.dashboards.promql import filled, metrics
+from flowfleet.blob_metrics import BlobMetrics
+from flowfleet.telemetry import metric_name
+from services.controller.metric_families import DESCRIPTIONS
+from services.controller.reward_calls import RewardCalls
+from services.reward.metrics import RewardMetrics
+from services.rollout.metrics import RolloutMetrics
+
+ROOT = Path(__file__).parents[2]
+RULES = ROOT / "deploy" / "helm" / "flowfleet" / "files" / "alerts.yaml"
+DOCS = ROOT / "docs" / "metrics.md"
+OF_CONTROLLER = {"flowfleet_controller_jobs", "flowfleet_controller_leader", "flowfleet_unschedulable_pods"}
+STEP_NAME = re.compile(r'"((?:actor|critic|rollout_corr|training|perf|timing_s|timing_per_image_ms|val)/[a-z0-9_/]+)"')
+CHOICE = {"namespace": "ns", "job": ".*", "pool": ".*"}
+PANELS = [pytest.param(board, panel, id=f"{board.name}: {panel.title}") for board in BOARDS for panel in board.panels]
+
+
+def sources() -> Iterator[str]:
+    for folder in ("flowfleet", "services"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield path.read_text(encoding="utf-8")
+
+
+def step_metrics() -> set[str]:
+    """Names in the code of what is measured a step."""
+    found: set[str] = set()
+    for text in sources():
+        found |= set(STEP_NAME.findall(text))
+        found |= {f"timing_s/{name}" for name in re.findall(r'timings\("(\w+)"\)', text)}
+    return found
+
+
+def service_metrics() -> set[str]:
+    """As services export them; a histogram by its own name."""
+    registry = CollectorRegistry()
+    RolloutMetrics(registry)
+    RewardMetrics("ocr", (0.0, 1.0), registry)
+    RewardCalls(registry)
+    BlobMetrics(registry)
+    text = "".join(sources())
+    assert all(f'"{name}"' in text for name in OF_CONTROLLER)
+    return {_exposed(family) for family in registry.collect()} | set(DESCRIPTIONS) | OF_CONTROLLER
+
+
+def _exposed(family: Any) -> str:
+    return f"{family.name}_total" if family.type == "counter" else str(family.name)
+
+
+def documented() -> tuple[set[str], set[str]]:
+    """Of steps, and of services. `a/b/mean`, `max` in one cell is a/b/mean and a/b/max."""
+    steps, services = set(), set()
+    for cell in re.findall(r"^\| (`.*?) \|", DOCS.read_text(encoding="utf-8"), re.MULTILINE):
+        names = re.findall(r"`([^`]+)`", cell)
+        if names[0].startswith("flowfleet_"):
+            services |= set(names)
+        else:
+            prefix = names[0].rpartition("/")[0]
+            steps |= {name if "/" in name else f"{prefix}/{name}" for name in names}
+    return steps, services
+
+
+def alerts() -> list[dict[str, Any]]:
+    text = RULES.read_text(encoding="utf-8").replace("@namespace", 'namespace="ns"')
+    return [rule for group in yaml.safe_load(text)["groups"] for rule in group["rules"]]
+
+
+def family(name: str) -> str:
+    """Of a series of a histogram its own name."""
+    return re.sub(r"_(bucket|sum|count)$", "", name)
+
+
+def test_every_step_metric_is_documented_and_nothing_else() -> None:
+    assert documented()[0] == step_metrics()
+
+
+def test_every_service_metric_is_documented_and_nothing_else() -> None:
+    assert documented()[1] == service_metrics()
+
+
+@pytest.mark.parametrize(("board", "panel"), PANELS)
+def test_a_panel_reads_only_what_is_exported_and_says_what_it_shows(board: Board, panel: Panel) -> None:
+    exported = service_metrics() | {metric_name(name) for name in step_metrics()}
+    for query in panel.queries:
+        read = metrics(filled(query.expression, CHOICE))
+        assert read
+        assert {family(name) for name in read} <= exported
+        assert "@" not in query.expression
+    assert panel.description.endswith(".")
+    assert panel.unit
+
+
+def test_every_alert_reads_only_what_is_exported_and_says_what_to_do() -> None:
+    exported = service_metrics() | {metric_name(name) for name in step_metrics()}
+    names = [rule["alert"] for rule in alerts()]
+    assert len(set(names)) == len(names)
+    for rule in alerts():
+        read = metrics(rule["expr"])
+        assert read, rule["alert"]
+        assert {family(name) for name in read} <= exported, rule["alert"]
+        assert rule["expr"].count("namespace=") >= len(read), rule["alert"]
+        assert rule["labels"]["severity"] in ("info", "warning", "critical")
+        assert rule["annotations"]["summary"]
+        assert rule["annotations"]["description"]
+        assert rule["annotations"]["runbook_url"] == f"docs/operations.md#{rule['alert'].lower()}"
+
+
+def test_the_chart_has_the_boards_as_they_are_described() -> None:
+    assert {path.stem for path in DIRECTORY.glob("*.json")} == {board.name for board in BOARDS}
+    for board in BOARDS:
+        written = (DIRECTORY / f"{board.name}.json").read_text(encoding="utf-8")
+        assert written == to_json(board), "run `python -m deploy.dashboards`"
+
+
+@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)
+def test_a_board_is_laid_out_without_overlaps(board: Board) -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in dashboard(board)["panels"]:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert place["x"] + place["w"] <= 24
+        assert not cells & taken, panel["title"]
+        taken |= cells
+
+
+@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)
+def test_a_board_has_the_variables_that_its_queries_use(board: Board) -> None:
+    written = dashboard(board)
+    names = {variable["name"] for variable in written["templating"]["list"]}
+    used = set(re.findall(r"\$\{?(\w+)", json.dumps(written["panels"])))
+    assert {name for name in used if not name.startswith("__")} <= names
+    identifiers = [panel["id"] for panel in written["panels"]]
+    assert len(set(identifiers)) == len(identifiers)
+
+
+def test_metrics_of_an_expression() -> None:
+    text = (
+        'histogram_quantile(0.9, sum by (le) (rate(a_bucket{x="y"}[5m]))) / -(b > 0) or on (j) max_over_time(c[1h:1m])'
+    )
+    assert metrics(text) == {"a_bucket", "b", "c"}
+    with pytest.raises(ValueError, match="parenthesis"):
+        metrics("sum(")
