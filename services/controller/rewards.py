@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 import grpc
@@ -32,6 +32,7 @@ AVOID_S = 5.0
 MAX_CALL_BYTES = MAX_MESSAGE_BYTES // 2
 """Of the samples of one call: well below what a message may have."""
 
+_AWAY = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
 _KIND = {reward_pb2.MODALITY_IMAGE: "pictures", reward_pb2.MODALITY_VIDEO: "videos"}
 
 
@@ -75,6 +76,23 @@ class _Replica:
         """Ascending: the one to ask first."""
         return time.monotonic() - self.broke_at < AVOID_S, self.outstanding
 
+    async def describe(self) -> reward_pb2.DescribeResponse:
+        """Asked once."""
+        if self.described is None:
+            with self.noting_breaks():
+                request = reward_pb2.DescribeRequest()
+                self.described = await self.stub.Describe(request, timeout=DESCRIBE_DEADLINE_S)
+        return self.described
+
+    @contextmanager
+    def noting_breaks(self) -> Iterator[None]:
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            if error.code() in _AWAY:
+                self.broke_at = time.monotonic()
+            raise
+
 
 class _Service:
     """A reward of the job: a channel to each replica that is ready, or still has calls."""
@@ -114,13 +132,22 @@ class _Service:
         replica = min(await self.ready(), key=lambda replica: replica.rank)
         replica.outstanding += 1
         try:
-            yield replica
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNAVAILABLE:
-                replica.broke_at = time.monotonic()
-            raise
+            with replica.noting_breaks():
+                yield replica
         finally:
             replica.outstanding -= 1
+
+    async def descriptions(self) -> list[reward_pb2.DescribeResponse]:
+        """Of the replicas that answer; raises what one of them raised where none does. Of different versions there may
+        be some at once, while they are replaced."""
+        ready = await self.ready()
+        asked = [replica for replica in ready if not replica.rank[0]] or ready
+        answers = await asyncio.gather(*(replica.describe() for replica in asked), return_exceptions=True)
+        given = [answer for answer in answers if isinstance(answer, reward_pb2.DescribeResponse)]
+        for answer in answers:
+            if isinstance(answer, BaseException) and not (given and isinstance(answer, grpc.aio.AioRpcError)):
+                raise answer
+        return given
 
     async def close(self) -> None:
         await asyncio.gather(*(replica.channel.close(None) for replica in self._replicas.values()))
@@ -161,7 +188,8 @@ class RewardPlane:
     async def _ask(
         self, service: _Service, samples: Sequence[reward_pb2.RewardSample]
     ) -> dict[str, reward_pb2.RewardScore]:
-        described = await gather_or_cancel(self._description(service, replica) for replica in await service.ready())
+        described = await service.descriptions()
+        self._check_modality(service, described)
         limit = min(one.max_batch_size or len(samples) for one in described)
         cut = whole_groups if any(one.needs_group for one in described) else chunks
         try:
@@ -177,17 +205,13 @@ class RewardPlane:
             with self._calls.call(service.name):
                 return await replica.stub.Score(request, timeout=self._deadline_s)
 
-    async def _description(self, service: _Service, replica: _Replica) -> reward_pb2.DescribeResponse:
-        """Each replica is asked once. Raises ValueError for a reward that cannot score what the job makes."""
-        if replica.described is None:
-            described = await replica.stub.Describe(reward_pb2.DescribeRequest(), timeout=DESCRIBE_DEADLINE_S)
-            known = described.modalities or [reward_pb2.MODALITY_IMAGE]
-            if self._modality not in known:
+    def _check_modality(self, service: _Service, described: Sequence[reward_pb2.DescribeResponse]) -> None:
+        """Raises ValueError for a reward that cannot score what the job makes."""
+        for one in described:
+            if self._modality not in (one.modalities or [reward_pb2.MODALITY_IMAGE]):
                 raise ValueError(
                     f"rewards.{service.name} does not score {_KIND[self._modality]}: leave it out of this job"
                 )
-            replica.described = described
-        return replica.described
 
     def _join(self, sample_id: str, answers: Sequence[Mapping[str, reward_pb2.RewardScore]]) -> Verdict:
         total = 0.0

@@ -13,6 +13,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
 from flowfleet.service import API_KEY, is_loopback, service_parser
+from services.controller.trainer_template import load_template
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
@@ -110,6 +111,8 @@ class ControllerSettings(BaseModel):
         for flag, here in (("--reward", self.rewards), ("--trainer-devices", self.trainer_devices)):
             if here:
                 raise ValueError(f"{flag} is for one machine: with --kubernetes leave it out, the release's pods tell")
+        if self.trainer_template is not None:
+            load_template(self.trainer_template)  # read again for each trainer: this one is for the error
         return self
 
     @property

@@ -102,6 +102,11 @@ ON_KUBERNETES = ("--kubernetes", "f", "--owner", "c", "--trainer-template", "tra
             {"FLOWFLEET_REDIS_URL": "redis://x", "POD_NAMESPACE": "n"},
             "--reward is for one machine: with --kubernetes leave it out",
         ),
+        (
+            [*ON_KUBERNETES],
+            {"FLOWFLEET_REDIS_URL": "redis://x", "POD_NAMESPACE": "n"},
+            "--trainer-template trainer.yaml cannot be read: No such file",
+        ),
     ],
 )
 def test_a_wrong_command_line_says_what_to_change(argv: list[str], env: dict[str, str], message: str) -> None:

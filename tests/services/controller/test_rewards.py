@@ -13,6 +13,7 @@ from flowfleet.jobs import RewardPart, parse_job
 from flowfleet.proto import reward_pb2, reward_pb2_grpc
 from services.controller.directory import StaticDirectory
 from services.controller.rewards import RewardPlane, chunks, modality_of, preference, whole_groups
+from services.controller.waiting import NotYet
 
 Answer = Callable[[reward_pb2.RewardSample], reward_pb2.RewardScore | None]
 
@@ -23,12 +24,15 @@ class Scripted(reward_pb2_grpc.RewardServiceServicer):
     def __init__(self, answer: Answer, max_batch: int = 100, **described: Any) -> None:
         self.answer, self.sizes = answer, list[int]()
         self.described = {"max_batch_size": max_batch, **described}
+        self.gate: asyncio.Event | None = None
 
     async def Describe(self, request: Any, context: Any) -> reward_pb2.DescribeResponse:
         return reward_pb2.DescribeResponse(name="scripted", **self.described)
 
     async def Score(self, request: Any, context: Any) -> reward_pb2.ScoreResponse:
         self.sizes.append(len(request.samples))
+        if self.gate is not None:
+            await self.gate.wait()
         answers = [self.answer(sample) for sample in reversed(request.samples)]
         return reward_pb2.ScoreResponse(scores=[answer for answer in answers if answer is not None])
 
@@ -203,3 +207,140 @@ def test_an_overflowing_sum_is_no_score() -> None:
         assert verdicts["0"].reason == "non_finite_sum"
 
     with_plane({"ocr": Scripted(scored(1e308))}, {"ocr": RewardPart(weight=1e10)}, use)
+
+
+# -- replicas that come and go ---------------------------------------------------------------------------------------
+
+
+class Changing(StaticDirectory):
+    """What there is of one reward, as a test says."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.why = ""
+
+    def shortage(self, component: str, name: str) -> str:
+        assert component == "reward"
+        return self.why
+
+
+class Replicas:
+    """Real servers of one reward, each with its calls."""
+
+    def __init__(self) -> None:
+        self.directory = Changing()
+        self.services: list[Scripted] = []
+        self.servers: list[grpc.aio.Server] = []
+
+    async def add(self, **described: Any) -> str:
+        service, server = Scripted(scored(1.0), **described), grpc.aio.server()
+        reward_pb2_grpc.add_RewardServiceServicer_to_server(service, server)
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        self.services.append(service)
+        self.servers.append(server)
+        return address
+
+    def show(self, *addresses: str) -> None:
+        self.directory.rewards = {"ocr": addresses}
+
+    @property
+    def calls(self) -> list[int]:
+        return [len(service.sizes) for service in self.services]
+
+
+def with_replicas(use: Callable[[RewardPlane, Replicas], Awaitable[None]]) -> None:
+    async def scenario() -> None:
+        replicas = Replicas()
+        plane = RewardPlane({"ocr": RewardPart()}, replicas.directory, deadline_s=5.0)
+        try:
+            await use(plane, replicas)
+        finally:
+            await plane.close()
+            await asyncio.gather(*(server.stop(None) for server in replicas.servers))
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_calls_are_spread_over_the_replicas_and_a_new_one_gets_its_share() -> None:
+    async def use(plane: RewardPlane, replicas: Replicas) -> None:
+        one, two, three = [await replicas.add(max_batch=1) for _ in range(3)]
+        replicas.show(one, two)
+        assert len(await plane.score(samples(8))) == 8
+        assert replicas.calls == [4, 4, 0]
+        replicas.show(two, three)
+        assert len(await plane.score(samples(8))) == 8
+        assert replicas.calls == [4, 8, 4]
+
+    with_replicas(use)
+
+
+def test_without_a_replica_a_job_waits_and_says_for_what() -> None:
+    async def use(plane: RewardPlane, replicas: Replicas) -> None:
+        replicas.directory.rewards = {"jpeg": ()}
+        with pytest.raises(NotYet, match=r"^reward 'ocr' is gone; there are: jpeg$"):
+            await plane.score(samples(1))
+        replicas.show()
+        with pytest.raises(NotYet, match=r"^reward 'ocr' has no replica that is ready$"):
+            await plane.score(samples(1))
+        replicas.directory.why = "0/3 nodes are available: 3 Insufficient cpu."
+        with pytest.raises(NotYet, match="no replica that is ready: 0/3 nodes are available: 3 Insufficient cpu"):
+            await plane.score(samples(1))
+        replicas.show(await replicas.add())
+        assert len(await plane.score(samples(1))) == 1
+
+    with_replicas(use)
+
+
+def test_a_replica_that_is_gone_but_still_shown_is_asked_last() -> None:
+    async def use(plane: RewardPlane, replicas: Replicas) -> None:
+        one, two = await replicas.add(max_batch=1), await replicas.add(max_batch=1)
+        replicas.show(one, two)
+        await plane.score(samples(2))
+        await replicas.servers[0].stop(None)
+        with pytest.raises(grpc.aio.AioRpcError) as broke:
+            await plane.score(samples(4))
+        assert broke.value.code() is grpc.StatusCode.UNAVAILABLE, "which the retry table asks again"
+        assert len(await plane.score(samples(4))) == 4
+        assert replicas.calls[0] == 1
+
+    with_replicas(use)
+
+
+def test_a_dead_replica_that_was_never_asked_keeps_nobody_waiting() -> None:
+    async def use(plane: RewardPlane, replicas: Replicas) -> None:
+        dead, alive = await replicas.add(), await replicas.add(max_batch=2)
+        await replicas.servers[0].stop(None)
+        replicas.show(dead, alive)
+        assert len(await plane.score(samples(4))) == 4
+        replicas.show(dead)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await plane.score(samples(1))
+
+    with_replicas(use)
+
+
+def test_a_call_ends_well_though_its_replica_is_no_longer_shown() -> None:
+    async def use(plane: RewardPlane, replicas: Replicas) -> None:
+        gate = asyncio.Event()
+        one, two = await replicas.add(), await replicas.add()
+        replicas.services[0].gate = gate
+        replicas.show(one)
+        draining = asyncio.create_task(plane.score(samples(1)))
+        while not replicas.calls[0]:
+            await asyncio.sleep(0.01)
+        replicas.show(two)
+        assert len(await plane.score(samples(1))) == 1
+        gate.set()
+        assert (await draining)["0"].score == 1.0
+
+    with_replicas(use)
+
+
+def test_while_versions_are_mixed_calls_suit_all_of_them() -> None:
+    async def use(plane: RewardPlane, replicas: Replicas) -> None:
+        replicas.show(await replicas.add(max_batch=8), await replicas.add(max_batch=2))
+        await plane.score(samples(8))
+        assert max(size for service in replicas.services for size in service.sizes) == 2
+
+    with_replicas(use)
