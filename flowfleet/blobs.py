@@ -25,6 +25,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Protocol, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import redis
 import redis.asyncio
@@ -38,7 +39,11 @@ CHUNK_BYTES: Final = 256 * 2**20
 _INLINE_HASH_BYTES: Final = 4 * 2**20  # a few ms: not worth a thread
 _SCAN_COUNT: Final = 1000
 
+_READS_AT_ONCE: Final = 32  # of a client: each takes a connection, and to make one costs more than to wait
+
 T = TypeVar("T")
+
+_turns: WeakKeyDictionary[redis.asyncio.Redis, asyncio.Semaphore] = WeakKeyDictionary()
 
 
 class BlobStore(Protocol):
@@ -146,6 +151,7 @@ class RedisBlobs(_RedisLayout):
     def __init__(self, client: redis.asyncio.Redis, chunk_bytes: int = CHUNK_BYTES) -> None:
         super().__init__(chunk_bytes)
         self._redis = client
+        self._turn = _turns.setdefault(client, asyncio.Semaphore(_READS_AT_ONCE))
 
     async def put(self, key: str, data: bytes, *, ttl_s: int | None = None) -> BlobRef:
         ref = await _offload(len(data), self._ref, key, data)
@@ -154,7 +160,8 @@ class RedisBlobs(_RedisLayout):
         return ref
 
     async def get(self, ref: BlobRef) -> bytes:
-        chunks = [cast(bytes | None, await self._redis.get(name)) for name in self._keys(ref)]
+        async with self._turn:
+            chunks = [cast(bytes | None, await self._redis.get(name)) for name in self._keys(ref)]
         return await _offload(ref.size_bytes, self._join, ref, chunks)
 
     async def delete(self, refs: Iterable[BlobRef]) -> None:

@@ -33,6 +33,7 @@ class JobTotals:
     """Step whose samples are kept → when it was opened, Unix seconds."""
 
     def look(self, machine: Machine, replicas: Sequence[Replica], at: float, elapsed_s: float) -> None:
+        """`replicas`: of its pool."""
         self.machine, self.active = machine, not machine.finished
         if (seen := _progress(machine)) != self.seen:
             self.seen, self.progress_at = seen, at
@@ -51,7 +52,8 @@ class Totals:
     """Of all pools and their jobs."""
 
     def __init__(self) -> None:
-        self._replicas: Sequence[Replica] = ()
+        self._members: defaultdict[str, list[Replica]] = defaultdict(list)
+        """Replicas, by pool."""
         self._jobs: dict[str, JobTotals] = {}
         """By pool."""
         self._busy_s: defaultdict[str, float] = defaultdict(float)
@@ -65,8 +67,9 @@ class Totals:
 
     def look(self, machines: Mapping[str, Machine], replicas: Sequence[Replica], at: float, elapsed_s: float) -> None:
         """Takes in the running jobs and the fleet as they are at a Unix time, `elapsed_s` after the last look."""
-        self._replicas, self._at = replicas, at
+        self._members, self._at = defaultdict(list), at
         for replica in replicas:
+            self._members[replica.pool].append(replica)
             self._live_s[replica.pool] += elapsed_s if replica.live else 0.0
             self._busy_s[replica.pool] += elapsed_s if replica.live and replica.outstanding else 0.0
         for job in self._jobs.values():
@@ -75,7 +78,7 @@ class Totals:
             pool = machine.spec.rollout.pool
             if pool not in self._jobs or self._jobs[pool].job_id != job_id:
                 self._jobs[pool] = JobTotals(job_id, machine)
-            self._jobs[pool].look(machine, replicas, at, elapsed_s)
+            self._jobs[pool].look(machine, self._members.get(pool, ()), at, elapsed_s)
 
     def release_before(self, job_id: str, step: int) -> None:
         for job in self._jobs.values():
@@ -91,9 +94,8 @@ class Totals:
                 yield from self._gauges(pool, job)
 
     def _fleet(self) -> Iterator[Sample]:
-        pools = {replica.pool for replica in self._replicas} | set(self._live_s) | set(self._jobs)
-        for pool in sorted(pools):
-            members = [replica for replica in self._replicas if replica.pool == pool]
+        for pool in sorted({*self._members, *self._live_s, *self._jobs}):
+            members = self._members.get(pool, ())
             healths = Counter(replica.health for replica in members)
             for health in Health:
                 yield Sample("flowfleet_fleet_replicas", (pool, str(health)), healths[health])
@@ -104,7 +106,7 @@ class Totals:
 
     def _versions(self, pool: str, job: JobTotals) -> Iterator[Sample]:
         published = job.machine.state.published
-        live = [replica for replica in self._replicas if replica.live and replica.pool == pool]
+        live = [replica for replica in self._members.get(pool, ()) if replica.live]
         lags = Counter(_lag(replica, job.job_id, published) for replica in live)
         for lag in (*map(str, range(MAX_LAG)), f"{MAX_LAG}+", "none"):
             yield Sample("flowfleet_fleet_replicas_at_version", (pool, job.job_id, lag), lags[lag])
@@ -128,7 +130,7 @@ class Totals:
         yield Sample("flowfleet_job_step", (job_id,), state.version)
         yield Sample("flowfleet_job_steps", (job_id,), spec.schedule.steps)
         yield Sample("flowfleet_job_last_progress_timestamp_seconds", (job_id,), job.progress_at)
-        yield Sample("flowfleet_job_waiting_samples", (job_id, pool), self._waiting(job))
+        yield Sample("flowfleet_job_waiting_samples", (job_id, pool), self._waiting(pool, job))
         yield Sample("flowfleet_job_staleness_limit", (job_id,), spec.schedule.max_staleness)
         if spec.rollout.max_log_prob_gap is not None:
             yield Sample("flowfleet_job_log_prob_gap_limit", (job_id,), spec.rollout.max_log_prob_gap)
@@ -136,14 +138,14 @@ class Totals:
         age = max(0.0, self._at - min(job.opened.values(), default=self._at))
         yield Sample("flowfleet_job_oldest_held_step_age_seconds", (job_id,), age)
 
-    def _waiting(self, job: JobTotals) -> int:
+    def _waiting(self, pool: str, job: JobTotals) -> int:
         """Samples wanted by steps that may be sampled now, less what the job's replicas were asked for."""
         machine = job.machine
         if not machine.commands():
             return 0
         earliest = machine.state.published + machine.spec.schedule.max_staleness
         open_now = (batch for batch in machine.state.batches.values() if batch.step <= earliest)
-        asked = sum(replica.outstanding for replica in self._replicas if replica.job_id == job.job_id)
+        asked = sum(replica.outstanding for replica in self._members.get(pool, ()) if replica.job_id == job.job_id)
         return max(0, sum(batch.count("wanted") for batch in open_now) - asked)
 
 
