@@ -1,0 +1,676 @@
+"""What the chart renders: objects of each template, for each profile and variant."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowfleet.devices import _BACKENDS as BACKENDS
+from tests.deploy.conftest import (
+    ALL,
+    CHART,
+    FULLNAME,
+    Object,
+    Rendered,
+    container,
+    environment,
+    flags,
+    helm,
+    selects,
+    values_of,
+)
+
+SECRETS = ("FLOWFLEET_API_KEY", "FLOWFLEET_RPC_TOKEN", "FLOWFLEET_REDIS_PASSWORD", "REDISCLI_AUTH")
+"""Environment variables that hold one."""
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_lint_is_content(name: str) -> None:
+    done = helm("lint", "--strict", str(CHART), *values_of(name))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# -- every object ----------------------------------------------------------------------------------------------------
+
+
+def test_objects_are_labelled_by_convention_and_named_once(any_profile: Rendered) -> None:
+    names = [(doc["kind"], doc["metadata"]["name"]) for doc in any_profile.objects]
+    assert len(set(names)) == len(names)
+    for doc in any_profile.objects:
+        labels = doc["metadata"]["labels"]
+        assert labels["app.kubernetes.io/name"] == "flowfleet"
+        assert labels["app.kubernetes.io/instance"] == "fleet"
+        assert labels["app.kubernetes.io/part-of"] == "flowfleet"
+        assert labels["app.kubernetes.io/managed-by"] == "Helm"
+        assert "app.kubernetes.io/component" in labels
+        if doc["kind"] != "Pod":
+            assert labels["helm.sh/chart"] == "flowfleet-0.1.0"
+            assert labels["app.kubernetes.io/version"] == "0.1.0"
+
+
+def test_common_labels_and_annotations_are_on_every_object() -> None:
+    for doc in Rendered("everything").objects:
+        assert doc["metadata"]["labels"]["team"] == "images", doc["metadata"]["name"]
+        assert doc["metadata"]["annotations"]["example.com/owner"] == "images", doc["metadata"]["name"]
+
+
+def test_names_stay_within_63_characters() -> None:
+    longest = "p" * 24
+    rendered = Rendered(
+        "nvidia",
+        f'pools=[{{"name":"{longest}"}}]',
+        f'fullnameOverride="{"f" * 40}"',
+        f'rewards=[{{"name":"{longest}","scorer":"ocr"}}]',
+    )
+    assert max(len(doc["metadata"]["name"]) for doc in rendered.objects) == 63
+
+
+# -- every pod -------------------------------------------------------------------------------------------------------
+
+
+def test_pods_meet_the_restricted_standard(any_profile: Rendered) -> None:
+    for name, pod in any_profile.pods():
+        spec = pod["spec"]
+        assert spec["securityContext"]["runAsNonRoot"] is True, name
+        assert spec["securityContext"]["runAsUser"] == spec["securityContext"]["runAsGroup"] == 10001
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not {"hostNetwork", "hostPID", "hostIPC", "initContainers"} & spec.keys()
+        assert spec["enableServiceLinks"] is False
+        assert not any("hostPath" in volume for volume in spec["volumes"])
+        assert container(pod)["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+
+
+def test_only_the_controller_gets_a_token_of_the_api_server(any_profile: Rendered) -> None:
+    for name, pod in any_profile.pods():
+        is_controller = name == f"{FULLNAME}-controller"
+        assert pod["spec"]["automountServiceAccountToken"] is is_controller, name
+        assert pod["spec"]["serviceAccountName"] == (name if is_controller else FULLNAME)
+    assert all(account["automountServiceAccountToken"] is False for account in any_profile.kind("ServiceAccount"))
+
+
+def test_secrets_come_from_secrets_alone(any_profile: Rendered) -> None:
+    for name, pod in any_profile.pods():
+        for variable, value in environment(pod).items():
+            if variable in SECRETS:
+                assert list(value) == ["secretKeyRef"], f"{name}: {variable}"
+        text = json.dumps(container(pod).get("args", []) + container(pod).get("command", []))
+        assert not any(f"$({variable})" in text for variable in SECRETS), name
+    secret_values = [value for doc in any_profile.kind("Secret") for value in doc["data"].values()]
+    others = json.dumps([doc for doc in any_profile.objects if doc["kind"] != "Secret"])
+    assert not any(value in others for value in secret_values)
+
+
+def test_pods_write_to_tmp_and_their_volumes_are_there(any_profile: Rendered) -> None:
+    for name, pod in any_profile.pods():
+        volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
+        mounts = {mount["name"]: mount["mountPath"] for mount in container(pod)["volumeMounts"]}
+        claimed = {"data"} if name.endswith("-redis") else set()
+        assert mounts["tmp"] == "/tmp"
+        assert mounts.keys() <= volumes | claimed, name
+        assert len(pod["spec"]["volumes"]) == len(volumes)
+        assert len(set(mounts.values())) == len(mounts)
+        if name.removesuffix("-redis") == name:
+            assert environment(pod)["HOME"] == "/tmp"
+
+
+def test_images_are_pinned(any_profile: Rendered) -> None:
+    for name, pod in any_profile.pods():
+        image = container(pod)["image"]
+        _, _, tag = image.rpartition("/")[2].partition(":")
+        assert tag not in ("", "latest"), f"{name}: {image}"
+
+
+def test_images_take_registry_and_tag_and_a_pool_its_own() -> None:
+    rendered = Rendered("everything")
+    images = {name.removeprefix(f"{FULLNAME}-"): container(pod)["image"] for name, pod in rendered.pods()}
+    assert images["controller"] == images["test"] == "registry.example.com/ml/flowfleet-controller:0.1.0-cuda"
+    assert images["rollout-default"] == "registry.example.com/ml/flowfleet-rollout:0.1.0-cuda"
+    assert images["rollout-large"] == "registry.example.com/ml/rollout:next"
+    assert images["trainer"] == "registry.example.com/ml/flowfleet-trainer:0.1.0-cuda"
+    assert images["reward-own"] == "registry.example.com/ml/own-reward:3"
+    assert all(pod["spec"]["imagePullSecrets"] == [{"name": "registry"}] for _, pod in rendered.pods())
+
+
+def test_probes_are_grpc_on_the_health_port_and_http_for_the_controller(any_profile: Rendered) -> None:
+    for name, pod in any_profile.pods():
+        spec = container(pod)
+        probes = [spec.get(f"{probe}Probe", {}) for probe in ("startup", "liveness", "readiness")]
+        if pod["metadata"]["labels"]["app.kubernetes.io/component"] in ("rollout", "reward"):
+            assert all(probe["grpc"] == {"port": 7001} for probe in probes), name
+        elif name.endswith("-controller"):
+            scheme = "HTTPS" if "FLOWFLEET_TLS_DIR" in environment(pod) else "HTTP"
+            assert [probe["httpGet"]["path"] for probe in probes] == ["/healthz", "/healthz", "/readyz"]
+            assert all(probe["httpGet"]["scheme"] == scheme for probe in probes)
+
+
+def test_a_pool_may_start_and_drain_for_as_long_as_its_values_say() -> None:
+    pod = Rendered("nvidia").pod("rollout-default")
+    probe = container(pod)["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] == 1800
+    assert flags(pod)["--drain-s"] == "600"
+    assert pod["spec"]["terminationGracePeriodSeconds"] > 600 + 30  # what running calls get after the drain
+
+
+@pytest.mark.parametrize("suffix", ["controller", "reward-ocr"])
+def test_what_is_reached_by_a_service_leaves_it_before_it_ends(suffix: str) -> None:
+    pod = Rendered("nvidia").pod(suffix)
+    slept = container(pod)["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert 0 < slept < pod["spec"]["terminationGracePeriodSeconds"]
+
+
+# -- services --------------------------------------------------------------------------------------------------------
+
+
+def test_services_select_pods_and_name_their_ports(any_profile: Rendered) -> None:
+    pods = [pod for _, pod in any_profile.pods()]
+    for service in any_profile.kind("Service"):
+        spec, name = service["spec"], service["metadata"]["name"]
+        chosen = [pod for pod in pods if selects({"matchLabels": spec["selector"]}, pod["metadata"]["labels"])]
+        assert len(chosen) == 1, name
+        ports = {port["name"]: port["containerPort"] for port in container(chosen[0])["ports"]}
+        assert all(ports[port["targetPort"]] == port["port"] for port in spec["ports"]), name
+
+
+def test_selectors_match_the_pods_of_their_own_workload_alone(any_profile: Rendered) -> None:
+    workloads = any_profile.kind("Deployment") + any_profile.kind("StatefulSet")
+    labels = {name: pod["metadata"]["labels"] for name, pod in any_profile.pods()}
+    for workload in workloads:
+        chosen = [name for name, own in labels.items() if selects(workload["spec"]["selector"], own)]
+        assert chosen == [workload["metadata"]["name"]]
+
+
+def test_ports_are_those_of_the_contract() -> None:
+    rendered = Rendered("nvidia")
+    ports = {
+        suffix: {port["name"]: port["port"] for port in rendered.get("Service", suffix)["spec"]["ports"]}
+        for suffix in ("controller", "scaler", "rollout-default", "reward-ocr", "trainer", "redis")
+    }
+    assert ports == {
+        "controller": {"http": 8470, "metrics": 9470},
+        "scaler": {"scaler": 8471},
+        "rollout-default": {"grpc": 7000, "metrics": 9470},
+        "reward-ocr": {"grpc": 7000, "metrics": 9470},
+        "trainer": {"grpc": 7000, "metrics": 9470, "rendezvous": 29500},
+        "redis": {"redis": 6379},
+    }
+
+
+def test_endpoints_of_pools_and_rewards_inherit_their_names() -> None:
+    rendered = Rendered("everything")
+    for component, label, names in (
+        ("rollout", "flowfleet.io/pool", ["default", "large", "on-cpus"]),
+        ("reward", "flowfleet.io/reward", ["ocr", "jpeg_compressibility", "own"]),
+    ):
+        for name in names:
+            suffix = f"{component}-{name.replace('_', '-')}"
+            service, deployment = rendered.get("Service", suffix), rendered.get("Deployment", suffix)
+            assert service["spec"]["clusterIP"] == "None"
+            for metadata in (service["metadata"], deployment["metadata"], deployment["spec"]["template"]["metadata"]):
+                assert metadata["labels"][label] == name
+
+
+# -- the controller --------------------------------------------------------------------------------------------------
+
+
+def test_the_controller_is_told_of_the_release() -> None:
+    assert flags(Rendered("nvidia").pod("controller")) == {
+        "--host": "0.0.0.0",
+        "--port": "8470",
+        "--scaler-port": "8471",
+        "--metrics-port": "9470",
+        "--state-dir": "/var/lib/flowfleet",
+        "--kubernetes": "fleet",
+        "--trainer-template": "/etc/flowfleet/trainer/trainer.yaml",
+        "--owner": f"{FULLNAME}-controller",
+        "--log-level": "info",
+    }
+
+
+def test_updates_of_the_controller_leave_no_gap_and_those_of_accelerators_need_none_to_spare() -> None:
+    rendered = Rendered("everything")
+
+    def update(suffix: str) -> Any:
+        return rendered.get("Deployment", suffix)["spec"]["strategy"]["rollingUpdate"]
+
+    assert update("controller") == update("reward-ocr") == update("rollout-on-cpus")
+    assert update("controller") == {"maxSurge": 1, "maxUnavailable": 0}
+    assert update("rollout-default") == {"maxSurge": 0, "maxUnavailable": "25%"}
+
+
+def test_rbac_is_what_the_launcher_and_the_directory_need_and_no_more(any_profile: Rendered) -> None:
+    (role,) = any_profile.kind("Role")
+    rules = {(rule["apiGroups"][0], rule["resources"][0]): rule for rule in role["rules"]}
+    assert {key: rule["verbs"] for key, rule in rules.items()} == {
+        ("batch", "jobs"): ["get", "list", "watch", "create", "delete"],
+        ("", "pods"): ["get", "list", "watch", "patch"],
+        ("discovery.k8s.io", "endpointslices"): ["get", "list", "watch"],
+        ("apps", "deployments"): ["get"],
+    }
+    assert all(len(rule["apiGroups"]) == len(rule["resources"]) == 1 for rule in role["rules"])
+    assert rules["apps", "deployments"]["resourceNames"] == [f"{FULLNAME}-controller"]
+    (binding,) = any_profile.kind("RoleBinding")
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": f"{FULLNAME}-controller", "namespace": "ns"}]
+    assert not any(doc["kind"].startswith("ClusterRole") for doc in any_profile.objects)
+
+
+# -- upgrades --------------------------------------------------------------------------------------------------------
+
+_OCR = '{"name":"ocr","scorer":"ocr"}'
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "changed"),
+    [
+        ('pools=[{"name":"a"}]', 'pools=[{"name":"a"},{"name":"b"}]', {"rollout-b"}),
+        ('pools=[{"name":"a"},{"name":"b"}]', 'pools=[{"name":"b"}]', {"rollout-a"}),
+        ('pools=[{"name":"a"},{"name":"b"}]', 'pools=[{"name":"a"},{"name":"b","image":"x:2"}]', {"rollout-b"}),
+        (f"rewards=[{_OCR}]", f'rewards=[{_OCR},{{"name":"m","scorer":"motion"}}]', {"reward-m"}),
+        (f"rewards=[{_OCR}]", "rewards=[]", {"reward-ocr"}),
+        (f"rewards=[{_OCR}]", 'rewards=[{"name":"ocr","scorer":"ocr","image":"x:2"}]', {"reward-ocr"}),
+        ("trainer.ranksPerPod=8", "trainer.ranksPerPod=4", {"trainer"}),  # read when the next job starts
+        ('redis.config=""', 'redis.config="io-threads 2"', {"redis"}),
+    ],
+)
+@pytest.mark.parametrize("name", ["nvidia", "mtls", "no-keda"])
+def test_a_change_restarts_what_it_changes_alone(name: str, before: str, after: str, changed: set[str]) -> None:
+    """A Deployment restarts when, and only when, its pod template differs."""
+    first, second = (_restarting(Rendered(name, setting)) for setting in (before, after))
+    differing = {suffix for suffix in first.keys() | second.keys() if first.get(suffix) != second.get(suffix)}
+    assert differing == (changed - {"trainer"})
+
+
+def _restarting(rendered: Rendered) -> dict[str, Object]:
+    workloads = rendered.kind("Deployment") + rendered.kind("StatefulSet")
+    return {doc["metadata"]["name"].removeprefix(f"{FULLNAME}-"): doc["spec"]["template"] for doc in workloads}
+
+
+def test_a_new_version_of_the_chart_alone_restarts_nothing(any_profile: Rendered) -> None:
+    for name, pod in any_profile.pods():
+        assert not {"helm.sh/chart", "app.kubernetes.io/version"} & pod["metadata"]["labels"].keys(), name
+
+
+# -- accelerators ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("profile", "resource", "device"),
+    [("nvidia", "nvidia.com/gpu", "cuda"), ("ascend", "huawei.com/Ascend910", "npu"), ("cpu", "", "cpu")],
+)
+def test_accelerators_are_values(profile: str, resource: str, device: str) -> None:
+    rendered = Rendered(profile)
+    rollout, trainer = rendered.pod("rollout-default"), rendered.trainer["spec"]["template"]
+    assert environment(rollout)["FLOWFLEET_DEVICE"] == environment(trainer)["FLOWFLEET_DEVICE"] == device
+    assert device in BACKENDS
+    limits = container(rollout)["resources"]["limits"]
+    assert limits.get(resource) == (1 if resource else None)
+    assert rendered.trainer["metadata"]["annotations"]["flowfleet.io/accelerator"] == resource
+    assert [item["key"] for item in rollout["spec"].get("tolerations", [])] == ([resource] if resource else [])
+    for suffix in ("controller", "reward-ocr", "redis"):
+        assert "tolerations" not in rendered.pod(suffix)["spec"]
+
+
+def test_accelerator_settings_reach_pods_with_accelerators_alone() -> None:
+    rendered = Rendered("everything")
+    trainer = rendered.trainer["spec"]["template"]
+    for pod in (rendered.pod("rollout-default"), rendered.pod("rollout-large"), trainer):
+        assert pod["spec"]["runtimeClassName"] == "nvidia"
+        assert pod["spec"]["securityContext"]["supplementalGroups"] == [44]
+        assert pod["spec"]["nodeSelector"]["accelerator"] == "h200"
+        assert environment(pod)["NCCL_DEBUG"] == "WARN"
+        assert {"name": "topology", "mountPath": "/etc/nccl", "readOnly": True} in container(pod)["volumeMounts"]
+    on_cpus = rendered.pod("rollout-on-cpus")
+    assert "runtimeClassName" not in on_cpus["spec"]
+    assert "NCCL_DEBUG" not in environment(on_cpus)
+    assert environment(on_cpus)["FLOWFLEET_DEVICE"] == "cpu"
+    assert "limits" in container(on_cpus)["resources"]
+    assert "nvidia.com/gpu" not in container(on_cpus)["resources"]["limits"]
+
+
+def test_a_pool_sets_what_it_wants_and_keeps_the_other_defaults() -> None:
+    rendered = Rendered("everything")
+    large, default = rendered.pod("rollout-large"), rendered.pod("rollout-default")
+    assert container(large)["resources"] == {
+        "requests": {"cpu": "8"},
+        "limits": {"memory": "256Gi", "nvidia.com/gpu": 2},
+    }
+    assert flags(large)["--engine"] == "diffusers"
+    assert flags(default)["--engine"] == "vllm-omni"
+    assert flags(large)["--model"] == "/models/Qwen Image Edit"
+    assert flags(default)["--max-batch"] == "64"
+    assert "--max-batch" not in flags(large)
+    assert flags(large)["--stall-s"] == "1200"
+    assert large["spec"]["nodeSelector"] == {"accelerator": "h200", "size": "large"}
+    assert [item["key"] for item in large["spec"]["tolerations"]] == ["large", "nvidia.com/gpu"]
+    (spread,) = large["spec"]["topologySpreadConstraints"]
+    assert selects(spread["labelSelector"], large["metadata"]["labels"])
+    assert not selects(spread["labelSelector"], default["metadata"]["labels"])
+    assert rendered.get("PodDisruptionBudget", "rollout-large")["spec"]["maxUnavailable"] == "25%"
+    assert rendered.get("ScaledObject", "rollout-large")["spec"]["cooldownPeriod"] == 300  # merged key by key
+    assert [doc for doc in rendered.kind("PodDisruptionBudget") if doc["metadata"]["name"].endswith("on-cpus")] == []
+
+
+def test_values_of_nothing_override() -> None:
+    """0, false and "" of a pool are values too."""
+    rendered = Rendered(
+        "nvidia",
+        "rollout.autoscaling.minReplicas=2",
+        'rollout.model="/m"',
+        'pools=[{"name":"a","accelerators":0,"model":"","autoscaling":{"minReplicas":0},"podDisruptionBudget":{"enabled":false}}]',
+    )
+    assert rendered.get("ScaledObject", "rollout-a")["spec"]["minReplicaCount"] == 0
+    assert "--model" not in flags(rendered.pod("rollout-a"))
+    assert environment(rendered.pod("rollout-a"))["FLOWFLEET_DEVICE"] == "cpu"
+    assert not any(doc["metadata"]["name"].endswith("rollout-a") for doc in rendered.kind("PodDisruptionBudget"))
+
+
+# -- the trainer -----------------------------------------------------------------------------------------------------
+
+
+def test_the_trainer_is_an_indexed_job_of_one_attempt(any_profile: Rendered) -> None:
+    job = any_profile.trainer
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    assert (job["apiVersion"], job["kind"], spec["completionMode"]) == ("batch/v1", "Job", "Indexed")
+    assert (spec["backoffLimit"], pod["restartPolicy"]) == (0, "Never")
+    assert container(spec["template"])["name"] == "trainer"
+    assert "args" not in container(spec["template"])
+    assert "command" not in container(spec["template"])
+    service = any_profile.get("Service", "trainer")
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    assert {"name": "state", "mountPath": "/var/lib/flowfleet"} in container(spec["template"])["volumeMounts"]
+
+
+def test_kueue_admits_trainers_where_a_queue_is_named() -> None:
+    job = Rendered("everything").trainer
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "fleet"
+    assert job["spec"]["suspend"] is True
+    plain = Rendered("nvidia").trainer
+    assert "suspend" not in plain["spec"]
+    assert "kueue.x-k8s.io/queue-name" not in plain["metadata"]["labels"]
+
+
+def test_trainers_of_one_job_spread_among_themselves() -> None:
+    (spread,) = Rendered("everything").trainer["spec"]["template"]["spec"]["topologySpreadConstraints"]
+    assert spread["matchLabelKeys"] == ["flowfleet.io/job"]
+    assert spread["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == "trainer"
+
+
+@pytest.mark.parametrize(("profile", "ranks"), [("nvidia", "8"), ("cpu", "1")])
+def test_a_pod_of_a_trainer_has_the_ranks_of_a_node(profile: str, ranks: str) -> None:
+    assert Rendered(profile).trainer["metadata"]["annotations"]["flowfleet.io/ranks-per-pod"] == ranks
+
+
+# -- Redis, state, blobs ---------------------------------------------------------------------------------------------
+
+
+def test_all_who_need_redis_are_given_it(any_profile: Rendered) -> None:
+    bundled = bool(any_profile.kind("StatefulSet"))
+    for name, pod in any_profile.pods():
+        component = pod["metadata"]["labels"]["app.kubernetes.io/component"]
+        url = environment(pod).get("FLOWFLEET_REDIS_URL")
+        if component in ("controller", "rollout", "trainer"):
+            assert url, name
+            assert isinstance(url, str) == bundled
+            if bundled:
+                names = [item["name"] for item in container(pod)["env"]]
+                assert names.index("FLOWFLEET_REDIS_PASSWORD") < names.index("FLOWFLEET_REDIS_URL")  # it refers to it
+                assert f":$(FLOWFLEET_REDIS_PASSWORD)@{FULLNAME}-redis:6379/0" in url
+        else:
+            assert url is None, name
+
+
+def test_an_external_redis_leaves_nothing_of_the_bundled_one() -> None:
+    rendered = Rendered("external-redis")
+    assert rendered.kind("StatefulSet") == []
+    assert not any(doc["metadata"]["name"].endswith("-redis") for doc in rendered.objects)
+    url = environment(rendered.pod("controller"))["FLOWFLEET_REDIS_URL"]
+    assert url == {"secretKeyRef": {"name": "fleet-redis", "key": "url"}}
+
+
+def test_redis_gets_its_password_by_stdin_alone() -> None:
+    rendered = Rendered("nvidia")
+    pod = rendered.pod("redis")
+    files = rendered.get("ConfigMap", "redis")["data"]
+    assert container(pod)["command"] == ["sh", "/etc/redis/start.sh"]
+    assert "requirepass" not in files["redis.conf"]
+    assert "exec redis-server - <<END" in files["start.sh"]
+    assert environment(pod)["REDISCLI_AUTH"] == {"secretKeyRef": {"name": f"{FULLNAME}-redis", "key": "password"}}
+    assert "appendonly yes" in files["redis.conf"]
+
+
+def test_claims_go_with_the_release_or_stay_as_the_values_say() -> None:
+    def kept(rendered: Rendered) -> tuple[str, str | None]:
+        redis = rendered.get("StatefulSet", "redis")["spec"]["persistentVolumeClaimRetentionPolicy"]["whenDeleted"]
+        state = rendered.get("PersistentVolumeClaim", "state")["metadata"]
+        return redis, state.get("annotations", {}).get("helm.sh/resource-policy")
+
+    assert kept(Rendered("nvidia")) == ("Delete", "keep")
+    assert kept(Rendered("cpu")) == ("Delete", None)
+    assert kept(Rendered("everything")) == ("Retain", "keep")
+
+
+def test_an_existing_claim_is_used_as_it_is() -> None:
+    rendered = Rendered("nvidia", 'state.existingClaim="mine"')
+    assert rendered.kind("PersistentVolumeClaim") == []
+    for pod in (rendered.pod("controller"), rendered.trainer["spec"]["template"]):
+        assert {"name": "state", "persistentVolumeClaim": {"claimName": "mine"}} in pod["spec"]["volumes"]
+
+
+def test_models_and_stores_reach_controller_rollouts_and_trainers() -> None:
+    rendered = Rendered("everything")
+    for name, pod in rendered.pods():
+        component = pod["metadata"]["labels"]["app.kubernetes.io/component"]
+        has_models = any(mount["mountPath"] == "/models" for mount in container(pod)["volumeMounts"])
+        assert has_models == (component in ("controller", "rollout", "trainer")), name
+        if has_models:
+            assert environment(pod)["FLOWFLEET_BLOBS"] == "s3://fleet-blobs/run"
+            assert environment(pod)["AWS_REGION"] == "eu-west-1"
+            assert container(pod)["envFrom"] == [{"secretRef": {"name": "object-store"}}]
+
+
+# -- secrets ---------------------------------------------------------------------------------------------------------
+
+
+def test_generated_secrets_are_long_and_different() -> None:
+    first, second = Rendered("nvidia"), Rendered("nvidia", "commonLabels={}")
+    values = [
+        value for rendered in (first, second) for doc in rendered.kind("Secret") for value in doc["data"].values()
+    ]
+    assert len(set(values)) == len(values) == 6
+    assert all(len(value) >= 40 for value in values)
+
+
+def test_secrets_that_are_given_are_not_made() -> None:
+    rendered = Rendered("everything")
+    assert rendered.kind("Secret") == []
+    controller = environment(rendered.pod("controller"))
+    assert controller["FLOWFLEET_API_KEY"]["secretKeyRef"] == {"name": "fleet", "key": "api.key"}
+    assert controller["FLOWFLEET_RPC_TOKEN"]["secretKeyRef"] == {"name": "fleet", "key": "rpc-token"}
+    assert controller["FLOWFLEET_REDIS_PASSWORD"]["secretKeyRef"] == {"name": "fleet", "key": "redis"}
+
+
+def test_the_api_key_is_given_to_none_but_the_controller_and_the_test(any_profile: Rendered) -> None:
+    have = {name for name, pod in any_profile.pods() if "FLOWFLEET_API_KEY" in environment(pod)}
+    assert have == {f"{FULLNAME}-controller", "test"}
+
+
+# -- scaling ---------------------------------------------------------------------------------------------------------
+
+
+def test_without_keda_replicas_are_static() -> None:
+    rendered = Rendered("no-keda")
+    assert rendered.kind("ScaledObject") == []
+    assert rendered.get("Deployment", "rollout-default")["spec"]["replicas"] == 3
+    assert rendered.get("Deployment", "reward-ocr")["spec"]["replicas"] == 2
+
+
+@pytest.mark.parametrize("name", ["nvidia", "ascend", "mtls", "everything"])
+def test_with_keda_each_pool_and_reward_has_a_scaled_object_and_no_replicas(name: str) -> None:
+    rendered = Rendered(name)
+    scaled = {doc["spec"]["scaleTargetRef"]["name"]: doc["spec"] for doc in rendered.kind("ScaledObject")}
+    deployments = [doc for doc in rendered.kind("Deployment") if not doc["metadata"]["name"].endswith("-controller")]
+    assert scaled.keys() == {doc["metadata"]["name"] for doc in deployments}
+    for deployment in deployments:
+        assert "replicas" not in deployment["spec"]
+        spec = scaled[deployment["metadata"]["name"]]
+        (trigger,) = spec["triggers"]
+        labels = deployment["metadata"]["labels"]
+        own = labels.get("flowfleet.io/pool") or labels["flowfleet.io/reward"]
+        assert (trigger["type"], trigger["metricType"]) == ("external-push", "AverageValue")
+        metadata = trigger["metadata"]
+        assert metadata["scalerAddress"] == f"{FULLNAME}-scaler.ns.svc:8471"
+        assert (metadata["component"], metadata["name"]) == (labels["app.kubernetes.io/component"], own)
+        assert metadata["maxReplicas"] == str(spec["maxReplicaCount"])
+        assert all(isinstance(value, str) for value in metadata.values())
+        assert spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]["scaleDown"]["stabilizationWindowSeconds"]
+
+
+def test_budgets_cover_controller_pools_and_rewards(any_profile: Rendered) -> None:
+    for budget in any_profile.kind("PodDisruptionBudget"):
+        deployment = next(
+            d for d in any_profile.kind("Deployment") if d["metadata"]["name"] == budget["metadata"]["name"]
+        )
+        assert budget["spec"]["selector"] == deployment["spec"]["selector"]
+        assert budget["spec"]["maxUnavailable"]
+    covered = {budget["metadata"]["name"] for budget in any_profile.kind("PodDisruptionBudget")}
+    assert f"{FULLNAME}-controller" in covered
+
+
+# -- TLS -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mtls", "mtls-existing", "everything"])
+def test_tls_is_everywhere(name: str) -> None:
+    rendered = Rendered(name)
+    for workload, pod in rendered.pods():
+        component = pod["metadata"]["labels"]["app.kubernetes.io/component"]
+        mounts = {mount["name"]: mount["mountPath"] for mount in container(pod)["volumeMounts"]}
+        (volume,) = [volume for volume in pod["spec"]["volumes"] if volume["name"] == "tls"]
+        owner = "controller" if component == "test" else component
+        expected = f"tls-{owner}" if name == "mtls-existing" else f"{FULLNAME}-tls-{owner}"
+        assert volume["secret"]["secretName"] == expected
+        assert mounts["tls"] == "/etc/flowfleet/tls"
+        if component == "test":
+            assert environment(pod)["FLOWFLEET_CA"] == "/etc/flowfleet/tls/ca.crt"
+            assert volume["secret"]["items"] == [{"key": "ca.crt", "path": "ca.crt"}]
+        elif component != "redis":
+            assert environment(pod)["FLOWFLEET_TLS_DIR"] == "/etc/flowfleet/tls", workload
+            assert environment(pod)["FLOWFLEET_TLS_NAME"] == "flowfleet"
+        if component in ("controller", "rollout", "trainer"):
+            assert environment(pod)["FLOWFLEET_REDIS_URL"].startswith("rediss://")
+    assert "\nport 0\n" in rendered.get("ConfigMap", "redis")["data"]["redis.conf"]
+    authentication = rendered.get("TriggerAuthentication", "scaler")
+    assert [item["parameter"] for item in authentication["spec"]["secretTargetRef"]] == [
+        "caCert",
+        "tlsClientCert",
+        "tlsClientKey",
+    ]
+    assert all(
+        doc["spec"]["triggers"][0]["authenticationRef"] == {"name": f"{FULLNAME}-scaler"}
+        for doc in rendered.kind("ScaledObject")
+    )
+
+
+def test_certificates_are_one_a_component_with_the_names_by_which_it_is_reached() -> None:
+    rendered = Rendered("mtls")
+    certificates = {doc["metadata"]["name"]: doc["spec"] for doc in rendered.kind("Certificate")}
+    components = ("controller", "rollout", "trainer", "reward", "redis", "keda")
+    assert certificates.keys() == {f"{FULLNAME}-ca", *(f"{FULLNAME}-tls-{component}" for component in components)}
+    for component in components:
+        spec = certificates[f"{FULLNAME}-tls-{component}"]
+        assert spec["dnsNames"][0] == "flowfleet"
+        assert {"server auth", "client auth"} <= set(spec["usages"])
+        assert spec["issuerRef"] == {"name": f"{FULLNAME}-ca", "kind": "Issuer", "group": "cert-manager.io"}
+    assert f"{FULLNAME}-scaler.ns.svc" in certificates[f"{FULLNAME}-tls-controller"]["dnsNames"]
+    assert f"{FULLNAME}-redis" in certificates[f"{FULLNAME}-tls-redis"]["dnsNames"]
+    assert f"{FULLNAME}-reward-ocr.ns.svc" in certificates[f"{FULLNAME}-tls-reward"]["dnsNames"]
+    assert certificates[f"{FULLNAME}-ca"]["isCA"] is True
+    assert {doc["metadata"]["name"] for doc in rendered.kind("Issuer")} == {f"{FULLNAME}-ca", f"{FULLNAME}-self-signed"}
+
+
+def test_an_issuer_that_is_named_signs_all() -> None:
+    rendered = Rendered("everything")
+    assert rendered.kind("Issuer") == []
+    issuer = {"name": "fleet", "kind": "ClusterIssuer", "group": "cert-manager.io"}
+    assert all(doc["spec"]["issuerRef"] == issuer for doc in rendered.kind("Certificate"))
+    assert "fleet.example.com" in rendered.get("Certificate", "tls-controller")["spec"]["dnsNames"]
+
+
+def test_certificates_of_your_own_need_no_cert_manager() -> None:
+    rendered = Rendered("mtls-existing")
+    assert rendered.kind("Certificate") == rendered.kind("Issuer") == []
+
+
+# -- what users see --------------------------------------------------------------------------------------------------
+
+
+def test_an_ingress_leads_to_rest() -> None:
+    assert Rendered("nvidia").kind("Ingress") == []
+    spec = Rendered("everything").get("Ingress", "controller")["spec"]
+    (rule,) = spec["rules"]
+    assert rule["host"] == "fleet.example.com"
+    backend = rule["http"]["paths"][0]["backend"]["service"]
+    assert backend == {"name": f"{FULLNAME}-controller", "port": {"name": "http"}}
+    assert spec["tls"] == [{"hosts": ["fleet.example.com"], "secretName": "fleet-example-com"}]
+
+
+def test_helm_test_runs_the_tiny_job_where_the_profile_has_one() -> None:
+    cpu, nvidia = environment(Rendered("cpu").get("Pod", "test")), environment(Rendered("nvidia").get("Pod", "test"))
+    assert cpu["JOB"] == "recipes/tiny_ocr.toml"
+    assert nvidia["JOB"] == ""
+    assert json.loads(nvidia["REWARDS"]) == ["ocr"]
+    assert cpu["FLOWFLEET_URL"] == f"http://{FULLNAME}-controller:8470"
+    assert environment(Rendered("mtls").get("Pod", "test"))["FLOWFLEET_URL"].startswith("https://")
+
+
+def test_the_job_of_helm_test_is_valid_and_has_one_step() -> None:
+    from flowfleet.job_files import prepare_job
+
+    settings = environment(Rendered("cpu").get("Pod", "test"))
+    root = Path(CHART).parents[2]
+    job = prepare_job(root / settings["JOB"], json.loads(settings["SET"]), same_machine=False)
+    assert job.schedule.steps == 1
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_notes_say_what_to_do_next(name: str) -> None:
+    done = helm("install", "fleet", str(CHART), "--namespace", "ns", "--dry-run=client", *values_of(name))
+    assert done.returncode == 0, done.stderr
+    notes = done.stdout.partition("\nNOTES:\n")[2]
+    assert "FLOWFLEET_URL=" in notes
+    assert "FLOWFLEET_API_KEY=" in notes
+    assert "flowfleet submit" in notes
+    assert ("port-forward" in notes) == (name != "everything")
+
+
+def test_pairs_of_settings_that_cannot_work_are_told() -> None:
+    refused = {
+        'accelerator.resource=""': "accelerator.resource",
+        "redis.enabled=false": "redis.external.existingSecret",
+        'tls={"enabled":true,"certManager":{"enabled":false}}': "tls.existingSecrets.controller",
+        "ingress.enabled=true": "ingress.host",
+        'pools=[{"name":"a"},{"name":"a"}]': "pools[1] (a)",
+        'rewards=[{"name":"a-b","scorer":"ocr"},{"name":"a_b","scorer":"ocr"}]': "rewards[1] (a_b)",
+        'rewards=[{"name":"a"}]': "rewards[0] (a): give scorer",
+        'pools=[{"name":"a","autoscaling":{"minReplicas":5}}]': "autoscaling.maxReplicas",
+        'accelerator={"resource":"","backend":"gloo"}': "pools[0] (default): accelerators=1",
+    }
+    for setting, message in refused.items():
+        done = helm("template", "fleet", str(CHART), "--set-json", setting)
+        assert done.returncode != 0, setting
+        assert message in done.stderr, f"{setting}: {done.stderr}"
+
+
+def test_monitoring_is_rendered_where_it_is_switched_on() -> None:
+    kinds = ("ServiceMonitor", "PodMonitor", "PrometheusRule")
+    assert not any(itertools.chain.from_iterable(Rendered("nvidia").kind(kind) for kind in kinds))

@@ -1,0 +1,109 @@
+"""Values that the schema refuses, and how it says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.helm.values_table import README, comments, parts
+from flowfleet.docs_tables import outdated
+from tests.deploy.conftest import CHART, helm
+
+SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
+
+
+@pytest.mark.parametrize(
+    ("setting", "place", "what"),
+    [
+        ("bogus=1", "", "bogus"),
+        ("controller.bogus=1", "/controller", "bogus"),
+        ('pools=[{"name":"a","bogus":1}]', "/pools/0", "bogus"),
+        ('pools=[{"name":"a","autoscaling":{"min":1}}]', "/pools/0/autoscaling", "min"),
+        ('rewards=[{"name":"a","scorer":"ocr","accelerators":1}]', "/rewards/0", "accelerators"),
+        ("tls.certManager.issuerRef.nome=1", "/tls/certManager/issuerRef", "nome"),
+        ("networkPolicy.egress.redis=[]", "/networkPolicy/egress", "redis"),
+        ("controller.resources.requests.cpu=[]", "/controller/resources/requests/cpu", "array"),
+        ('controller.replicas="2"', "/controller/replicas", "string"),
+        ("controller.replicas=-1", "/controller/replicas", "minimum"),
+        ("keda.enabled=1", "/keda/enabled", "number"),
+        ('controller.logLevel="loud"', "/controller/logLevel", "'info'"),
+        ('accelerator.backend="mpi"', "/accelerator/backend", "'nccl'"),
+        ("controller.nodeSelector.gpu=true", "/controller/nodeSelector/gpu", "boolean"),
+        ('pools=[{"name":"Big_Pool"}]', "/pools/0/name", "pattern"),
+        ('pools=[{"engine":"diffusers"}]', "/pools/0", "name"),
+        ('rewards=[{"name":"a","scorer":"b","extraArgs":"--x"}]', "/rewards/0/extraArgs", "string"),
+        ('volumes=[{"name":"a","hostPath":{"path":"/"}}]', "/volumes/0", "not"),
+        ('images.tag="latest"', "/images/tag", "not"),
+        ("podSecurity.runAsUser=0", "/podSecurity/runAsUser", "minimum"),
+        ('redis.persistence.size="ten"', "/redis/persistence/size", "pattern"),
+        ('env=[{"name":"A","valu":"b"}]', "/env/0", "valu"),
+    ],
+)
+def test_the_error_names_the_key(setting: str, place: str, what: str) -> None:
+    done = helm("template", "fleet", str(CHART), "--set-json", setting)
+    assert done.returncode != 0
+    assert f"at '{place}'" in done.stderr, done.stderr
+    assert what in done.stderr
+
+
+def test_every_object_of_the_schema_is_closed() -> None:
+    """But those whose keys are the user's or Kubernetes's."""
+    opened = {path for path, node in _objects(SCHEMA, "") if "properties" in node and not _is_closed(node)}
+    assert opened == {"/definitions/volumes/items"}
+
+
+def test_the_schema_has_every_value_and_no_other() -> None:
+    assert _keys(VALUES, SCHEMA) == []
+
+
+def test_a_pool_may_set_what_the_defaults_set() -> None:
+    for defaults, items, own in (("rollout", "pools", {"name"}), ("reward", "rewards", {"name", "scorer"})):
+        one = SCHEMA["properties"][defaults]["properties"]
+        many = SCHEMA["properties"][items]["items"]["properties"]
+        assert {key: value for key, value in many.items() if key not in own} == one
+
+
+def test_the_readme_has_the_values_as_they_are() -> None:
+    stale = outdated(README, parts())
+    assert not stale, "run `python -m deploy.helm.values_table`"
+
+
+def test_every_comment_belongs_to_a_value() -> None:
+    for path in comments((CHART / "values.yaml").read_text()):
+        node: Any = VALUES
+        for name in path.split("."):
+            assert name in node, path
+            node = node[name]
+
+
+def _is_closed(node: dict[str, Any]) -> bool:
+    return node.get("additionalProperties") is False
+
+
+def _objects(node: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    if isinstance(node, dict):
+        if node.get("type") == "object":
+            yield path, node
+        for key, value in node.items():
+            yield from _objects(value, f"{path}/{key}")
+
+
+def _keys(values: dict[str, Any], schema: dict[str, Any], path: str = "") -> list[str]:
+    """Paths that values.yaml or the schema has alone."""
+    if "$ref" in schema:
+        schema = SCHEMA["definitions"][schema["$ref"].rpartition("/")[2]]
+    if "properties" not in schema or schema.get("type") != "object" or not _is_closed(schema) or not values:
+        return []
+    if path.endswith((".resources", ".issuerRef", ".affinity")):
+        return []
+    known = schema["properties"].keys() - {"global"}
+    wrong = [f"{path}.{key}" for key in known ^ values.keys()]
+    for key in known & values.keys():
+        if isinstance(values[key], dict):
+            wrong += _keys(values[key], schema["properties"][key], f"{path}.{key}")
+    return wrong
