@@ -12,7 +12,7 @@ CODE := flowfleet services recipes bench examples tests
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo vllm-omni vllm-omni-cuda test test-all lint protos bench clean
+.PHONY: help setup demo vllm-omni vllm-omni-cuda test test-all lint protos bench images clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -43,6 +43,9 @@ protos: $(VENV)/.dev  ## generate flowfleet/proto from protos/
 
 bench: $(VENV)/.dev  ## time a job as services against the same job in one process
 	$(BIN)/python -m bench.step $(BENCH_FLAGS)
+
+images:  ## build the container images; see docker/README.md
+	docker/build $(IMAGES)
 
 clean:  ## remove .venv, caches and runs/
 	rm -rf $(VENV) runs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,32 @@
+# The control plane: REST, jobs, KEDA's scaler. Without torch and CUDA.
+ARG BASE=python:3.11-slim-bookworm
+
+FROM ${BASE} AS packages
+RUN echo 'flowfleet:x:10001:' >>/etc/group && echo 'flowfleet:x:10001:10001::/tmp:/usr/sbin/nologin' >>/etc/passwd
+WORKDIR /app
+COPY pyproject.toml ./
+# The project's metadata, and by it the dependencies. pip is gone when the layer ends. Bytecode is made of what the
+# service imports; at run time none can be written.
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
+    python3 -m venv /opt/pip && python3 -m venv --without-pip /opt/flowfleet && \
+    mkdir /tmp/flowfleet && cp pyproject.toml /tmp/flowfleet && touch /tmp/flowfleet/README.md && \
+    /opt/pip/bin/pip --python /opt/flowfleet/bin/python install --quiet --no-cache-dir --no-compile \
+        "/tmp/flowfleet[controller]" && \
+    rm -r /opt/pip /tmp/flowfleet && \
+    /opt/flowfleet/bin/python -c "import \
+        av, fastapi, fsspec.implementations.local, grpc.aio, grpc_health.v1.health, httpx, numpy, \
+        prometheus_client, pydantic, redis.asyncio, PIL.Image, typer, uvicorn.protocols.http.h11_impl"
+
+FROM packages
+ENV PATH=/opt/flowfleet/bin:$PATH PYTHONPATH=/app \
+    PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
+USER 10001:10001
+ENTRYPOINT ["python", "-m", "services.controller"]
+ARG VERSION=0.1.0
+LABEL org.opencontainers.image.title="flowfleet-controller" \
+      org.opencontainers.image.description="The control plane of Flowfleet" \
+      org.opencontainers.image.version="${VERSION}"
+COPY recipes recipes
+COPY services/__init__.py services/
+COPY flowfleet flowfleet
+COPY services/controller services/controller

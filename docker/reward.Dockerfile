@@ -1,0 +1,31 @@
+# The rewards: one scorer a service. Without torch and CUDA. OCR's models are in the wheel of rapidocr.
+ARG BASE=python:3.11-slim-bookworm
+
+FROM ${BASE} AS packages
+RUN echo 'flowfleet:x:10001:' >>/etc/group && echo 'flowfleet:x:10001:10001::/tmp:/usr/sbin/nologin' >>/etc/passwd
+WORKDIR /app
+COPY pyproject.toml ./
+# The project's metadata, and by it the dependencies. pip is gone when the layer ends. Bytecode is made of what the
+# service imports; at run time none can be written.
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
+    python3 -m venv /opt/pip && python3 -m venv --without-pip /opt/flowfleet && \
+    mkdir /tmp/flowfleet && cp pyproject.toml /tmp/flowfleet && touch /tmp/flowfleet/README.md && \
+    /opt/pip/bin/pip --python /opt/flowfleet/bin/python install --quiet --no-cache-dir --no-compile \
+        "/tmp/flowfleet[reward]" && \
+    rm -r /opt/pip /tmp/flowfleet && \
+    /opt/flowfleet/bin/python -c "import \
+        av, cv2, fsspec.implementations.local, grpc.aio, grpc_health.v1.health, httpx, numpy, prometheus_client, \
+        pydantic, redis.asyncio, onnxruntime, PIL.Image, rapidocr, shapely"
+
+FROM packages
+ENV PATH=/opt/flowfleet/bin:$PATH PYTHONPATH=/app \
+    PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
+USER 10001:10001
+ENTRYPOINT ["python", "-m", "services.reward"]
+ARG VERSION=0.1.0
+LABEL org.opencontainers.image.title="flowfleet-reward" \
+      org.opencontainers.image.description="The reward services of Flowfleet" \
+      org.opencontainers.image.version="${VERSION}"
+COPY services/__init__.py services/
+COPY flowfleet flowfleet
+COPY services/reward services/reward

@@ -1,0 +1,191 @@
+"""What the Dockerfiles, the build context and the compose file promise, read from their text; nothing is built here."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import shlex
+import subprocess
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DOCKER = ROOT / "docker"
+DOCKERFILES = [*sorted(DOCKER.glob("*.Dockerfile")), ROOT / "tests" / "cluster" / "redis.Dockerfile"]
+SERVICES = ("controller", "rollout", "trainer", "reward")
+USER = "10001:10001"
+
+
+@pytest.fixture(params=DOCKERFILES, ids=lambda path: path.name)
+def dockerfile(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.param
+    return path
+
+
+def instructions(path: Path) -> list[tuple[str, str]]:
+    """(instruction, its arguments) in order, without comments, continued lines joined."""
+    lines = [line for line in path.read_text().splitlines() if not line.lstrip().startswith("#")]
+    whole = re.sub(r"\\\n", " ", "\n".join(lines))
+    words = [line.partition(" ") for line in whole.splitlines() if line.strip()]
+    return [(word.upper(), rest.strip()) for word, _, rest in words]
+
+
+def last_stage(path: Path) -> list[tuple[str, str]]:
+    found = instructions(path)
+    return found[max(at for at, (word, _) in enumerate(found) if word == "FROM") :]
+
+
+def test_every_service_has_a_dockerfile() -> None:
+    assert {f"{name}.Dockerfile" for name in SERVICES} <= {path.name for path in DOCKERFILES}
+
+
+def test_the_base_is_an_argument_with_a_pinned_default(dockerfile: Path) -> None:
+    (word, argument), (_, first) = instructions(dockerfile)[:2]
+    name, _, default = argument.partition("=")
+    assert word == "ARG"
+    assert first.split()[0] == f"${{{name}}}"
+    assert re.search(r":\d", default), f"{default} names no version"
+    stages = {rest.split()[-1] for word, rest in instructions(dockerfile) if word == "FROM"}
+    assert all(
+        rest.split()[0] in {f"${{{name}}}", *stages} for word, rest in instructions(dockerfile) if word == "FROM"
+    )
+
+
+def test_it_runs_as_one_user_without_rights_and_gets_signals(dockerfile: Path) -> None:
+    """An entry point in exec form is process 1 itself; a shell there would keep SIGTERM from it."""
+    last = dict(last_stage(dockerfile))
+    assert last["USER"] == USER
+    assert last["ENTRYPOINT"].startswith('["')
+
+
+def test_nothing_floats_and_nothing_is_secret(dockerfile: Path) -> None:
+    text = dockerfile.read_text()
+    assert "latest" not in text
+    declared = [rest for word, rest in instructions(dockerfile) if word in ("ARG", "ENV")]
+    assert not [rest for rest in declared if re.search(r"TOKEN|PASSWORD|SECRET|API_KEY", rest, re.IGNORECASE)]
+    installs = [
+        rest for word, rest in instructions(dockerfile) if word == "RUN" and re.search(r"\binstall --quiet", rest)
+    ]
+    assert all("id=pip,target=/etc/pip.conf" in rest for rest in installs)
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_dependencies_come_before_code_and_only_from_the_project(name: str) -> None:
+    found = instructions(DOCKER / f"{name}.Dockerfile")
+    installed = max(at for at, (word, rest) in enumerate(found) if word == "RUN")
+    copied = {rest: at for at, (word, rest) in enumerate(found) if word == "COPY"}
+    assert copied[f"services/{name} services/{name}"] > installed
+    assert copied["flowfleet flowfleet"] > installed
+    pins = [rest for word, rest in found if word == "RUN" and re.search(r"[a-z]==\d", rest)]
+    assert not pins
+    assert not [other for other in set(SERVICES) - {name} if f"services/{other}" in " ".join(copied)]
+
+
+def test_rollout_and_trainer_share_their_large_layers() -> None:
+    def shared(name: str) -> list[tuple[str, str]]:
+        found = instructions(DOCKER / f"{name}.Dockerfile")
+        return found[: [rest for _, rest in found].index("packages AS engine" if name == "rollout" else "packages")]
+
+    assert shared("rollout") == shared("trainer")
+    assert len(shared("rollout")) > 8
+
+
+@pytest.mark.parametrize("name", ["controller", "reward"])
+def test_controller_and_rewards_have_no_torch(name: str) -> None:
+    assert not re.search(
+        r"\b(torch|diffusers|transformers)\b", " ".join(rest for _, rest in instructions(DOCKER / f"{name}.Dockerfile"))
+    )
+
+
+def test_torch_is_what_make_installs() -> None:
+    (pin,) = re.findall(r"^TORCH\s*\?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for name in ("rollout", "trainer"):
+        assert ("ARG", f"TORCH={pin}") in instructions(DOCKER / f"{name}.Dockerfile")
+
+
+def _in_context(path: PurePosixPath) -> bool:
+    """As .dockerignore has it: of the patterns that match the path or a folder above it the last decides."""
+    kept = True
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        pattern = line.strip().removeprefix("!")
+        if not pattern or pattern.startswith("#"):
+            continue
+        forms = [pattern, pattern.removeprefix("**/")]
+        if any(fnmatch.fnmatch(str(part), form) for part in (path, *path.parents[:-1]) for form in forms):
+            kept = line.startswith("!")
+    return kept
+
+
+def test_the_context_holds_what_images_need_and_no_more() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    kept = [name for name in listed if _in_context(PurePosixPath(name))]
+    assert {name.partition("/")[0] for name in kept} == {
+        "pyproject.toml",
+        "requirements",
+        "flowfleet",
+        "services",
+        "recipes",
+    }
+    assert {"recipes/tiny_ocr.toml", "recipes/tiny/model/model_index.json", "recipes/tiny/prompts/train.txt"} <= set(
+        kept
+    )
+    for name in (
+        "recipes/tiny/training.py",
+        ".git/config",
+        "docker/.env",
+        ".venv/bin/python",
+        "runs/demo/summary.json",
+    ):
+        assert not _in_context(PurePosixPath(name)), name
+    assert not _in_context(PurePosixPath("flowfleet/__pycache__/jobs.cpython-311.pyc"))
+    assert sum((ROOT / name).stat().st_size for name in kept if (ROOT / name).exists()) < 32 * 2**20
+
+
+@pytest.fixture
+def compose() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+    return loaded
+
+
+def test_compose_runs_images_that_are_built_here_or_pinned(compose: dict[str, Any]) -> None:
+    assert set(compose["services"]) == {"redis", "controller", "rollout", "reward-ocr"}
+    for service in compose["services"].values():
+        own = re.fullmatch(r"\$\{PREFIX:-\}flowfleet-(\w+):\$\{TAG:-(.+)\}", service["image"])
+        if own:
+            assert (DOCKER / f"{own[1]}.Dockerfile").exists()
+            assert f'version = "{own[2]}"' in (ROOT / "pyproject.toml").read_text()
+        else:
+            assert re.fullmatch(r"redis:\d+\.\d+\.\d+-\w+", service["image"])
+
+
+def test_compose_has_no_default_secret(compose: dict[str, Any]) -> None:
+    text = (DOCKER / "compose.yaml").read_text()
+    for name in ("REDIS_PASSWORD", "FLOWFLEET_RPC_TOKEN", "FLOWFLEET_API_KEY"):
+        assert f"${{{name}:?" in text
+        assert f"${{{name}:-" not in text
+
+
+def test_compose_is_closed_to_other_machines_and_confined(compose: dict[str, Any]) -> None:
+    for service in compose["services"].values():
+        assert "ports" not in service
+        assert "0.0.0.0" not in " ".join(service["command"])
+        assert service["read_only"]
+        assert service["cap_drop"] == ["ALL"]
+        assert "healthcheck" in service
+
+
+def test_the_build_script_refuses_what_it_cannot_build() -> None:
+    for environment, argument, told in (
+        ("DEVICE=tpu", "rollout", "use cuda, cpu or ascend"),
+        ("DEVICE=ascend", "rollout", "set BASE"),
+        ("DEVICE=cpu", "nothing", 'no image "nothing"'),
+    ):
+        command = ["env", environment, *shlex.split("PATH=/usr/bin:/bin docker/build"), argument]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 2
+        assert told in done.stderr
