@@ -30,7 +30,7 @@ from services.controller.waiting import NotYet
 
 log = logging.getLogger(__name__)
 
-STOP_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 90.0
 SEEN_TIMEOUT_S = 5.0
 """For the mirrors to show what the API server has done."""
 HEALTH_DEADLINE_S = 2.0
