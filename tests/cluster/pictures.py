@@ -109,6 +109,9 @@ def _heatmap(axes: Axes, panel: Panel, server: Server) -> None:
         rows.append([here - under for here, under in zip(row, below, strict=True)])
         below = row
     _frame(axes, panel, "")
+    if not times:
+        axes.text(0.5, 0.5, "no data", ha="center", color="#9fa7b3", transform=axes.transAxes)
+        return
     if not any(value > 0 for value in rows[-1]):  # beyond the last bound
         buckets, rows = buckets[:-1], rows[:-1]
     moments = [moment - server.started for moment in times]

@@ -61,7 +61,8 @@ class Server:
     def __enter__(self) -> Self:
         binary = shutil.which("prometheus")
         assert binary is not None, "no prometheus on PATH: install Debian's package"
-        config = {"global": {"scrape_interval": f"{SCRAPE_S}s"}, "scrape_configs": list(self._jobs)}
+        intervals = {"scrape_interval": f"{SCRAPE_S}s", "evaluation_interval": f"{SCRAPE_S}s"}
+        config = {"global": intervals, "scrape_configs": list(self._jobs)}
         if self._rules is not None:
             (self._directory / "rules.yml").write_text(yaml.safe_dump(dict(self._rules)))
             config |= {"rule_files": ["rules.yml"]}

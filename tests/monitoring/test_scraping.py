@@ -1,0 +1,104 @@
+"""The parts of tests/cluster/prometheus.py that need no cluster, against a real Prometheus."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry, Gauge
+
+from deploy.dashboards import BOARDS
+from deploy.dashboards.model import Query
+from flowfleet.telemetry import start_metrics_server
+from tests.cluster import prometheus
+from tests.cluster.pictures import draw
+from tests.cluster.prometheus import Server, static_jobs
+from tests.monitoring.test_agreement import RULES
+
+pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not on PATH")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """Scrapes one process that says that Redis is down."""
+    registry = CollectorRegistry()
+    Gauge("flowfleet_redis_up", "", registry=registry).set(0)
+    Gauge("flowfleet_job_step", "", ["job"], registry=registry).labels(job="a").set(3)
+    port = start_metrics_server("127.0.0.1", 0, registry)
+    rules = yaml.safe_load(RULES.read_text(encoding="utf-8").replace("@namespace", 'namespace="here"'))
+    with Server(static_jobs({"controller": f"127.0.0.1:{port}"}, "here"), "here", rules) as made:
+        made.wait_for("flowfleet_redis_up")
+        time.sleep(prometheus.SCRAPE_S)  # ranges have a point each so many seconds
+        yield made
+
+
+def test_labels_of_ours_stay_as_they_are(server: Server) -> None:
+    (found,) = server.query("flowfleet_job_step")
+    assert found["metric"]["job"] == "a"
+    assert (found["metric"]["namespace"], found["metric"]["pod"]) == ("here", "controller")
+    assert [target["health"] for target in server.targets()] == ["up"]
+
+
+def test_variables_of_boards_are_filled_in(server: Server) -> None:
+    (found,) = server.series(Query("max by (job) (flowfleet_job_step{@job})"))
+    assert {value for _, value in found["values"]} == {"3"}
+
+
+def test_the_rules_are_taken_and_evaluated(server: Server) -> None:
+    server.check_rules()
+    server.wait_for('ALERTS{alertname="FlowfleetRedisDown"}')
+    assert "FlowfleetRedisDown" in server.firing()
+
+
+def test_a_wrong_query_is_an_error(server: Server) -> None:
+    with pytest.raises(AssertionError, match="parse error"):
+        server.query("sum(")
+
+
+def test_panels_without_data_are_named(server: Server) -> None:
+    with pytest.raises(AssertionError, match="panels without data: Training / Reward of the last step"):
+        server.check_boards()
+
+
+def test_a_board_without_data_is_drawn_too(server: Server, tmp_path: Path) -> None:
+    (rewards,) = [board for board in BOARDS if board.name == "rewards"]
+    assert draw(server, rewards, tmp_path / "rewards.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_monitors_become_service_discovery(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", "/config")
+    monitor = {
+        "metadata": {"name": "m"},
+        "spec": {
+            "selector": {
+                "matchLabels": {"app.kubernetes.io/name": "flowfleet"},
+                "matchExpressions": [{"key": "part", "operator": "In", "values": ["a", "b"]}],
+            },
+            "namespaceSelector": {"matchNames": ["ns"]},
+            "endpoints": [
+                {
+                    "port": "metrics",
+                    "path": "/metrics",
+                    "honorLabels": True,
+                    "relabelings": [{"sourceLabels": ["x"], "regex": "(.+)", "targetLabel": "pool"}],
+                }
+            ],
+        },
+    }
+    found = prometheus._service_job(monitor)
+    (discovery,) = found["kubernetes_sd_configs"]
+    assert discovery == {"role": "endpointslice", "namespaces": {"names": ["ns"]}, "kubeconfig_file": "/config"}
+    kept = {
+        rule["source_labels"][0]: rule["regex"] for rule in found["relabel_configs"] if rule.get("action") == "keep"
+    }
+    assert kept == {
+        "__meta_kubernetes_service_label_app_kubernetes_io_name": "flowfleet",
+        "__meta_kubernetes_service_label_part": "a|b",
+        "__meta_kubernetes_endpointslice_port_name": "metrics",
+    }
+    assert found["relabel_configs"][-1] == {"source_labels": ["x"], "regex": "(.+)", "target_label": "pool"}
+    assert found["honor_labels"] is True
