@@ -6,15 +6,15 @@
         prometheus.check_rules()
         prometheus.render(directory)          # one PNG a board
 
-What it scrapes is read from the release's ServiceMonitors and PodMonitors, whose selectors, ports and relabelings
-become Kubernetes service discovery; pods must be reachable from this host. `Server` is the part that knows no cluster.
+What it scrapes is read from the release's ServiceMonitor and PodMonitor, whose selectors, ports and relabelings become
+Prometheus's own, over what discovery.py finds in the cluster; pods must be reachable from this host. `Server` is the
+part that knows no cluster.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 import socket
@@ -34,6 +34,7 @@ from deploy.dashboards import BOARDS
 from deploy.dashboards.model import Query
 from deploy.dashboards.promql import filled
 from tests.cluster.conftest import CHART, Cluster
+from tests.cluster.discovery import Discovery, sanitised
 
 SCRAPE_S = 2
 RATE = "30s"
@@ -185,8 +186,17 @@ class Prometheus(Server):
 
     def __init__(self, cluster: Cluster, release: str) -> None:
         found = {item["kind"]: item for item in _monitoring(cluster, release)}
-        jobs = [_service_job(found["ServiceMonitor"]), _pod_job(found["PodMonitor"])]
+        jobs = [service_job(found["ServiceMonitor"]), pod_job(found["PodMonitor"])]
         super().__init__(jobs, cluster.namespace, found["PrometheusRule"]["spec"])
+        self._discovery = Discovery(cluster, self._directory)
+
+    def __enter__(self) -> Self:
+        self._discovery.start()
+        return super().__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._discovery.stop()
+        super().__exit__()
 
 
 def _monitoring(cluster: Cluster, release: str) -> list[dict[str, Any]]:
@@ -202,14 +212,14 @@ def _monitoring(cluster: Cluster, release: str) -> list[dict[str, Any]]:
     return [item for item in yaml.safe_load_all(text) if item]
 
 
-def _service_job(monitor: Mapping[str, Any]) -> dict[str, Any]:
+def service_job(monitor: Mapping[str, Any]) -> dict[str, Any]:
     """As the Prometheus operator does it: every endpoint of the selected Services whose port has the name."""
     (endpoint,) = monitor["spec"]["endpoints"]
     port = _keep("__meta_kubernetes_endpointslice_port_name", endpoint["port"])
     return _job(monitor, endpoint, "endpointslice", "service", port)
 
 
-def _pod_job(monitor: Mapping[str, Any]) -> dict[str, Any]:
+def pod_job(monitor: Mapping[str, Any]) -> dict[str, Any]:
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     running = [
         _keep("__meta_kubernetes_pod_container_port_name", endpoint["port"]),
@@ -226,14 +236,14 @@ def _job(
     for expression in selector.get("matchExpressions", ()):
         assert expression["operator"] == "In", expression
         chosen.append(_keep(_label(of, expression["key"]), "|".join(expression["values"])))
-    namespaces = {"names": monitor["spec"]["namespaceSelector"]["matchNames"]}
-    discovery = {"role": role, "namespaces": namespaces, "kubeconfig_file": os.environ["KUBECONFIG"]}
+    namespaces = "|".join(monitor["spec"]["namespaceSelector"]["matchNames"])
     return {
         "job_name": monitor["metadata"]["name"],
         "honor_labels": endpoint["honorLabels"],
         "metrics_path": endpoint["path"],
-        "kubernetes_sd_configs": [discovery],
+        "file_sd_configs": [{"files": [f"{role}.json"], "refresh_interval": "5s"}],
         "relabel_configs": [
+            _keep("__meta_kubernetes_namespace", namespaces),
             *chosen,
             *keep,
             {"source_labels": ["__meta_kubernetes_namespace"], "target_label": "namespace"},
@@ -248,7 +258,7 @@ def _keep(source: str, regex: str) -> dict[str, Any]:
 
 
 def _label(of: str, name: str) -> str:
-    return f"__meta_kubernetes_{of}_label_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}"
+    return f"__meta_kubernetes_{of}_label_{sanitised(name)}"
 
 
 def _snake(rule: Mapping[str, Any]) -> dict[str, Any]:

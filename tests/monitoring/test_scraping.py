@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from deploy.dashboards import BOARDS
 from deploy.dashboards.model import Query
 from flowfleet.telemetry import start_metrics_server
-from tests.cluster import prometheus
+from tests.cluster import discovery, prometheus
 from tests.cluster.pictures import draw
 from tests.cluster.prometheus import Server, static_jobs
 from tests.monitoring.test_agreement import RULES
@@ -69,8 +69,7 @@ def test_a_board_without_data_is_drawn_too(server: Server, tmp_path: Path) -> No
     assert draw(server, rewards, tmp_path / "rewards.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_monitors_become_service_discovery(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KUBECONFIG", "/config")
+def test_monitors_choose_among_what_is_discovered() -> None:
     monitor = {
         "metadata": {"name": "m"},
         "spec": {
@@ -89,16 +88,46 @@ def test_monitors_become_service_discovery(monkeypatch: pytest.MonkeyPatch) -> N
             ],
         },
     }
-    found = prometheus._service_job(monitor)
-    (discovery,) = found["kubernetes_sd_configs"]
-    assert discovery == {"role": "endpointslice", "namespaces": {"names": ["ns"]}, "kubeconfig_file": "/config"}
+    found = prometheus.service_job(monitor)
     kept = {
         rule["source_labels"][0]: rule["regex"] for rule in found["relabel_configs"] if rule.get("action") == "keep"
     }
     assert kept == {
+        "__meta_kubernetes_namespace": "ns",
         "__meta_kubernetes_service_label_app_kubernetes_io_name": "flowfleet",
         "__meta_kubernetes_service_label_part": "a|b",
         "__meta_kubernetes_endpointslice_port_name": "metrics",
     }
     assert found["relabel_configs"][-1] == {"source_labels": ["x"], "regex": "(.+)", "target_label": "pool"}
     assert found["honor_labels"] is True
+
+
+def test_what_is_discovered_has_the_labels_of_service_and_pod() -> None:
+    pod = {
+        "kind": "Pod",
+        "metadata": {"name": "p-0", "namespace": "ns", "labels": {"flowfleet.io/pool": "wide"}},
+        "spec": {"containers": [{"ports": [{"name": "metrics", "containerPort": 9470}]}]},
+        "status": {"phase": "Running", "podIP": "10.0.0.1"},
+    }
+    service = {"kind": "Service", "metadata": {"name": "s", "labels": {"app.kubernetes.io/component": "rollout"}}}
+    piece = {
+        "kind": "EndpointSlice",
+        "metadata": {"name": "s-x", "labels": {"kubernetes.io/service-name": "s"}},
+        "endpoints": [{"addresses": ["10.0.0.1"], "targetRef": {"kind": "Pod", "name": "p-0"}}],
+        "ports": [{"name": "metrics", "port": 9470}],
+    }
+    of_pod = {
+        "__meta_kubernetes_namespace": "ns",
+        "__meta_kubernetes_pod_name": "p-0",
+        "__meta_kubernetes_pod_phase": "Running",
+        "__meta_kubernetes_pod_label_flowfleet_io_pool": "wide",
+    }
+    (by_service,) = discovery.endpointslice_targets([pod, service, piece])
+    assert by_service["targets"] == ["10.0.0.1:9470"]
+    assert by_service["labels"] == {
+        **of_pod,
+        "__meta_kubernetes_endpointslice_port_name": "metrics",
+        "__meta_kubernetes_service_label_app_kubernetes_io_component": "rollout",
+    }
+    (by_pod,) = discovery.pod_targets([pod, service, piece])
+    assert by_pod["labels"] == {**of_pod, "__meta_kubernetes_pod_container_port_name": "metrics"}
