@@ -14,7 +14,8 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
         "/tmp/flowfleet[controller]" && \
     rm -r /opt/pip /tmp/flowfleet && \
     /opt/flowfleet/bin/python -c "import \
-        av, fastapi, fsspec.implementations.local, grpc.aio, grpc_health.v1.health, httpx, numpy, \
+        av, fastapi, fsspec.implementations.local, grpc.aio, grpc_health.v1.health, httpx, kubernetes.aio.client, \
+        kubernetes.aio.config, numpy, \
         prometheus_client, pydantic, redis.asyncio, PIL.Image, typer, uvicorn.protocols.http.h11_impl"
 
 FROM packages
