@@ -56,7 +56,7 @@ if since > revision then since = 0 end
 local found = redis.call('ZRANGEBYSCORE', KEYS[3], '(' .. since, '+inf', 'WITHSCORES', 'LIMIT', 0, ARGV[2])
 local records = {}
 for place = 1, #found, 2 do
-  records[#records + 1] = redis.call('HGET', KEYS[1], found[place])
+  records[#records + 1] = redis.call('HGET', KEYS[1], found[place]) or nil
   since = tonumber(found[place + 1])
 end
 return {since, redis.call('ZCARD', KEYS[2]), records, older(ARGV[4])}

@@ -60,8 +60,8 @@ class Load:
         return self._address(2, 0)
 
     def pool_of(self, index: int) -> str:
-        """Of a replica: those of a pool are spread over all processes."""
-        return pool_name(index % self.jobs)
+        """Of a replica. Those without a server are in pools that no job samples on."""
+        return pool_name(index % self.jobs) if index < self.served else f"spare-{index % self.jobs}"
 
     def duration_s(self, base_s: float, *what: object) -> float:
         """`base_s` ± a fifth, the same for the same thing, so that jobs fall out of step."""
