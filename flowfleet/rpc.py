@@ -28,8 +28,6 @@ from grpc_health.v1.health import aio as health_aio
 from flowfleet import service, tls
 from flowfleet.errors import Unavailable, grpc_code
 
-LIVENESS: Final = "liveness"
-"""What a liveness probe asks the health service for."""
 MAX_MESSAGE_BYTES: Final = 64 * 2**20
 MAX_ERROR_LENGTH: Final = 2000  # a status travels in trailers, which are limited to 8 KiB
 _MS: Final = 1000
@@ -103,40 +101,30 @@ def make_server(interceptors: Sequence[Any] = (), *, token: str | None = None, g
 
 
 class HealthState:
-    """The standard health service. Starts alive and not serving.
+    """The standard health service for "" and each full name, as "flowfleet.v1.RewardService". Starts not serving.
 
-    "" and each full name, as "flowfleet.v1.RewardService": it takes calls, which readiness probes ask for. "liveness":
-    it is not stuck. Only what a restart cures may deny that: not work that takes long, nor another service's absence.
+    Kubelets ask for "" in every probe, and restart what denies it for long: only what a restart cures may deny it while
+    the service runs, not work that takes long, nor another service's absence.
     """
 
     def __init__(self, *services: str) -> None:
         self._names = ("", *services)
         self._servicer = health_aio.HealthServicer()
-        self._is_over = False
 
     async def register(self, server: grpc.aio.Server) -> None:
         """Adds the health service to a server that has not started."""
         await self.set_serving(False)
-        await self.set_alive(True)
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     async def set_serving(self, serving: bool) -> None:
         """Tells all watchers."""
+        status = health_pb2.HealthCheckResponse
         for name in self._names:
-            await self._set(name, serving and not self._is_over)
-
-    async def set_alive(self, alive: bool) -> None:
-        """Tells all watchers."""
-        await self._set(LIVENESS, alive)
+            await self._servicer.set(name, status.SERVING if serving else status.NOT_SERVING)
 
     async def shut_down(self) -> None:
-        """Not serving, for good, and still alive."""
-        self._is_over = True
-        await self.set_serving(False)
-
-    async def _set(self, name: str, good: bool) -> None:
-        status = health_pb2.HealthCheckResponse
-        await self._servicer.set(name, status.SERVING if good else status.NOT_SERVING)
+        """Not serving, for good."""
+        await self._servicer.enter_graceful_shutdown()
 
 
 async def serve(

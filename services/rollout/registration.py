@@ -21,8 +21,10 @@ log = logging.getLogger(__name__)
 
 
 class Membership:
-    """Joins and leaves the fleet. In between it is alive while the engine makes progress, and serves while the fleet
-    can find it as well. A Redis that is away ends no process."""
+    """Joins and leaves the fleet. In between, entry and health stay while the engine makes progress.
+
+    A Redis that is away denies no health: a restart would not cure it.
+    """
 
     def __init__(
         self, client: redis.asyncio.Redis, engine: RolloutEngine, health: HealthState, *, stall_s: float
@@ -74,16 +76,12 @@ class Membership:
                     await self._changed.wait()
             self._changed.clear()
             is_alive = not self._is_stuck
-            await self._health.set_alive(is_alive)
-            await self._health.set_serving(is_alive and await self._renewed(record))
-
-    async def _renewed(self, record: Callable[[], ReplicaRecord]) -> bool:
-        try:
-            await self._write(record)
-        except redis.RedisError as error:
-            log.warning("the registration could not be renewed: %s", error)
-            return False
-        return True
+            await self._health.set_serving(is_alive)
+            try:
+                if is_alive:
+                    await self._write(record)
+            except redis.RedisError as error:
+                log.warning("the registration could not be renewed: %s", error)
 
     async def _write(self, record: Callable[[], ReplicaRecord] | None) -> None:
         """One after the other: an older record never replaces a newer one."""

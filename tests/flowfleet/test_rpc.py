@@ -411,8 +411,8 @@ def test_a_service_drains_on_sigterm(tmp_path: Path) -> None:
     assert re.search(r"metrics on http://127\.0\.0\.1:\d+/metrics", err)
 
 
-def test_the_health_port_tells_a_kubelet_readiness_and_liveness_and_nothing_else(tmp_path: Path) -> None:
-    """A call in flight holds the drain open: then it is alive and no longer ready."""
+def test_the_health_port_answers_kubelets_and_nothing_else(tmp_path: Path) -> None:
+    """A call in flight holds the drain open: then it takes no more."""
     port_file = tmp_path / "port"
     process = subprocess.Popen(
         [sys.executable, "-c", SERVICE, "--port-file", str(port_file), "--health-port", "0"],
@@ -436,7 +436,7 @@ def test_the_health_port_tells_a_kubelet_readiness_and_liveness_and_nothing_else
         return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
 
     async def call(address: str) -> list[str]:
-        before = [await probe(address, name) for name in ("", REWARD, rpc.LIVENESS)]
+        before = [await probe(address, name) for name in ("", REWARD)]
         async with grpc.aio.insecure_channel(address) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await reward_pb2_grpc.RewardServiceStub(channel).Describe(reward_pb2.DescribeRequest(), timeout=5)
@@ -447,12 +447,12 @@ def test_the_health_port_tells_a_kubelet_readiness_and_liveness_and_nothing_else
             await asyncio.sleep(0.3)
             process.send_signal(signal.SIGTERM)
             await asyncio.sleep(0.2)
-            after = [await probe(address, name) for name in ("", REWARD, rpc.LIVENESS)]
+            after = [await probe(address, name) for name in ("", REWARD)]
             await pending
         return before + after
 
     states = asyncio.run(call(found[1]))
-    assert states == ["SERVING", "SERVING", "SERVING", "NOT_SERVING", "NOT_SERVING", "SERVING"]
+    assert states == ["SERVING", "SERVING", "NOT_SERVING", "NOT_SERVING"]
     process.communicate(timeout=20)
     assert process.returncode == 0
 
