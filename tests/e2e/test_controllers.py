@@ -80,10 +80,10 @@ def leader(fleet: Fleet) -> int:
 @pytest.mark.parametrize(
     ("number", "phase", "within_s"),
     [
-        (signal.SIGTERM, "rollout", 1.5),
-        (signal.SIGKILL, "rollout", 1.5),
-        (signal.SIGKILL, "train", 1.5),
-        (signal.SIGSTOP, "rollout", TTL_S + 1.5),
+        (signal.SIGTERM, "rollout", TTL_S / 2),
+        (signal.SIGKILL, "rollout", TTL_S / 2),
+        (signal.SIGKILL, "train", TTL_S / 2),
+        (signal.SIGSTOP, "rollout", 1.5 * TTL_S),
     ],
 )
 def test_the_other_controller_takes_over(

@@ -1,0 +1,20 @@
+"""`python -m tests.services.controller.scripted_controller FLAGS`: the real controller and its real runner, whose jobs
+train on the scripted trainer at TRAINER."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from services.controller.__main__ import main
+from services.controller.runner import Runner
+from tests.services.controller.scripted import ScriptedLauncher
+
+
+def runner(settings: Any, redis: Any, store: Any, registry: Any, launcher: Any, directory: Any) -> Runner:
+    return Runner(settings, redis, store, registry, ScriptedLauncher(os.environ["TRAINER"]), directory)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], runner))
