@@ -7,6 +7,7 @@ What `helm upgrade` adds, replaces or removes is seen by a watch: the controller
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
@@ -20,6 +21,8 @@ from services.controller import kubernetes_pods as pods
 from services.controller.concurrency import end
 from services.controller.kubernetes_api import ENDPOINT_SLICES, JOBS, PODS, KubernetesApi, Object, connect
 from services.controller.kubernetes_mirror import Mirror
+
+log = logging.getLogger(__name__)
 
 INSTANCE = "app.kubernetes.io/instance"
 COMPONENT = "app.kubernetes.io/component"
@@ -73,6 +76,7 @@ class KubernetesDirectory(Collector):
         except TimeoutError:
             why = "; ".join({mirror.problem for mirror in mirrors if mirror.problem}) or "no answer"
             await self.stop()
+            log.error("--kubernetes %s: what there is cannot be listed: %s", self._release, why)
             raise Unavailable(f"--kubernetes {self._release}: {why}") from None
         self._registry.register(self)
 

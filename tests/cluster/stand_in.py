@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,7 +23,8 @@ from services.controller.kubernetes_launcher import KubernetesLauncher
 from services.controller.waiting import NotYet
 from tests.cluster.conftest import Cluster
 
-IMAGE = "localhost/flowfleet-controller:0.1.0"
+PREFIX, TAG = os.environ.get("PREFIX", "localhost/"), os.environ.get("TAG", "0.1.0")
+IMAGE = f"{PREFIX}flowfleet-controller:{TAG}"
 PYTHON = "/opt/flowfleet/bin/python"
 RELEASE = "ff"
 RESTRICTED = {
@@ -69,6 +71,12 @@ PROGRAM = f"{inspect.getsource(_seem_to_train)}\n_seem_to_train()"
 def container(name: str, **parts: Any) -> dict[str, Any]:
     made = {"name": name, "image": IMAGE, "imagePullPolicy": "IfNotPresent", "resources": TINY}
     return {**made, "securityContext": RESTRICTED, **parts}
+
+
+def idle(name: str, **limits: str) -> dict[str, Any]:
+    """A container that does nothing."""
+    resources = {"requests": {"cpu": "1m", "memory": "4Mi"}, "limits": limits}
+    return container(name, command=["sleep", "infinity"], resources=resources)
 
 
 def trainer_template(*, ranks_per_pod: int = 1, accelerator: str = "", queue: str = "") -> dict[str, Any]:

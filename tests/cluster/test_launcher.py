@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from flowfleet.errors import Unavailable
 from services.controller.kubernetes_launcher import KubernetesLauncher
-from tests.cluster.conftest import Cluster
-from tests.cluster.stand_in import RELEASE, Release, directory_of, job_of, release, trainer_template, until
+from tests.cluster.conftest import CHART, Cluster
+from tests.cluster.conftest import run as command_of
+from tests.cluster.stand_in import PREFIX, RELEASE, TAG, Release, directory_of, job_of, release, trainer_template, until
 
 Scenario = Callable[[Release], Awaitable[None]]
 
@@ -132,7 +135,7 @@ def test_a_deleted_release_takes_its_trainers_along(cluster: Cluster, tmp_path: 
 
 def test_a_job_too_large_for_the_cluster_waits_with_the_reason(cluster: Cluster, tmp_path: Path) -> None:
     async def scenario(made: Release) -> None:
-        await made.waits(job_of(16), "nodes are available: 1 Insufficient example.com/gpu")
+        await made.waits(job_of(16), "Insufficient example.com/gpu")
         await made.waits(job_of(16), "(2 of 2 pods); 2 pods of 8 example.com/gpu")
         assert await made.launcher.alive(made.job_id), "it waits, nobody starts it anew"
         assert "Insufficient example.com/gpu" in made.directory.shortage("trainer", made.job_id)
@@ -169,3 +172,53 @@ def test_pods_that_a_quota_refuses_are_told(cluster: Cluster, tmp_path: Path, mo
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "none"}, "spec": {"hard": {"pods": "0"}}}
     cluster.apply(quota)
     run(cluster, tmp_path, scenario)
+
+
+@pytest.mark.long
+def test_the_trainer_of_the_chart_serves_from_two_pods(cluster: Cluster, tmp_path: Path) -> None:
+    """Its own image: torchrun's ranks find each other by the headless Service's names, and rank 0 serves."""
+
+    async def scenario(made: Release) -> None:
+        await made.served(job_of(2), 200)
+        for index in range(2):
+            pod = await made.get("pod", await made.pod(index))
+            assert pod["spec"]["containers"][0]["image"].endswith(f"flowfleet-trainer:{TAG}")
+            assert pod["status"]["containerStatuses"][0]["restartCount"] == 0
+        begun = time.monotonic()
+        await made.launcher.stop(made.job_id)
+        assert await made.get("jobs") == []
+        print(f"ends within {time.monotonic() - begun:.1f} s")
+
+    objects = chart(cluster, "rbac", "secrets", "trainer", "redis")
+    template = None
+    for item in objects:
+        if item["kind"] == "StatefulSet":
+            _without_claim(item["spec"]["template"]["spec"], item["spec"].pop("volumeClaimTemplates")[0])
+        if item["metadata"]["name"] == f"{RELEASE}-trainer" and item["kind"] == "ConfigMap":
+            template = yaml.safe_load(item["data"]["trainer.yaml"])
+        elif item["kind"] != "Service" or item["metadata"]["name"] != f"{RELEASE}-trainer":
+            cluster.apply(item)
+    assert template is not None
+    pod = template["spec"]["template"]["spec"]
+    pod["volumes"] = [
+        {"name": volume["name"], "emptyDir": {}} if "persistentVolumeClaim" in volume else volume
+        for volume in pod["volumes"]
+    ]
+    run(cluster, tmp_path, scenario, template)
+
+
+def chart(cluster: Cluster, *templates: str) -> list[dict[str, Any]]:
+    """Objects of the CPU profile."""
+    values = {
+        "fullnameOverride": RELEASE,
+        "images": {"registry": PREFIX.rstrip("/"), "tag": TAG, "redis": f"{PREFIX}flowfleet-redis:{TAG}"},
+    }
+    shown = [flag for name in templates for flag in ("--show-only", f"templates/{name}.yaml")]
+    files = ("--values", str(CHART / "values-cpu.yaml"), "--values", "-")
+    command = ("helm", "template", RELEASE, str(CHART), "--namespace", cluster.namespace, *files, *shown)
+    return [found for found in yaml.safe_load_all(command_of(*command, stdin=json.dumps(values))) if found]
+
+
+def _without_claim(pod: dict[str, Any], claim: dict[str, Any]) -> None:
+    """Not every cluster has a class of storage to give."""
+    pod.setdefault("volumes", []).append({"name": claim["metadata"]["name"], "emptyDir": {}})
