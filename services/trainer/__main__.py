@@ -14,9 +14,11 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 import uuid
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from flowfleet import redis_client, rpc, telemetry
 from flowfleet.blobs import SyncBlobs, open_blobs_sync
@@ -33,6 +35,7 @@ from services.trainer.worker import Worker
 SERVICE = "flowfleet.v1.TrainerService"
 _EVERYWHERE = ("0.0.0.0", "::")
 _WATCH_EVERY_S = 1.0
+_STOP_S = 3.0  # from the end of rank 0's drain until its word has come
 
 log = logging.getLogger(__name__)
 
@@ -100,10 +103,9 @@ async def lead(options: argparse.Namespace) -> None:
 
 
 def follow(options: argparse.Namespace) -> int:
-    """Any other rank: does what rank 0 says until it says stop. SIGTERM is rank 0's business."""
+    """Any other rank: does what rank 0 says until it says stop."""
     telemetry.configure_logging(f"trainer-rank{os.environ['RANK']}", options.log_level)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    _stop_after_signals(options.drain_s + _STOP_S)
     ranks = Ranks()
     worker = Worker(ranks, _blobs())
     while True:
@@ -111,7 +113,7 @@ def follow(options: argparse.Namespace) -> int:
             command = Command.from_bytes(ranks.broadcast())
         except RuntimeError as error:
             log.error("rank 0 is gone: %s", error)
-            return 1
+            _end_at_once(1)
         if command.kind is Kind.STOP:
             ranks.close()
             return 0
@@ -127,6 +129,27 @@ async def stop_when_idle(service: _Calls, limit_s: float, stop: asyncio.Event) -
     stop.set()
 
 
+def _stop_after_signals(limit_s: float) -> None:
+    """SIGTERM is rank 0's business while it drains; a pod of its own, which rank 0 knows nothing of, ends after that.
+
+    A thread sees to it: no handler of Python's runs while the main thread waits inside a collective.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+        signal.siginterrupt(number, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def end() -> None:
+        os.read(reader, 1)
+        time.sleep(limit_s)
+        log.error("rank 0 did not say stop within %.0f s of the signal: ends", limit_s)
+        _end_at_once(1)
+
+    threading.Thread(target=end, name="signals", daemon=True).start()
+
+
 def _blobs() -> SyncBlobs:
     return open_blobs_sync(redis_client.connect_sync(redis_client.redis_url()))
 
@@ -136,8 +159,9 @@ def _transfer_host(options: argparse.Namespace) -> str:
     return socket.gethostbyname(socket.gethostname()) if host in _EVERYWHERE else host
 
 
-def _end_at_once(code: int) -> None:
-    """A command still runs on a thread that nothing can interrupt; the job goes on from its last checkpoint."""
+def _end_at_once(code: int) -> NoReturn:
+    """Without the libraries' own tidying, which can take long or wait for a command that nothing can interrupt; the job
+    goes on from its last checkpoint."""
     logging.shutdown()
     sys.stderr.flush()
     os._exit(code)

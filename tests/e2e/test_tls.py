@@ -1,0 +1,92 @@
+"""A job on a stack whose every process speaks mutual TLS, and what it makes of strangers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from flowfleet import rpc
+from flowfleet.client import Client
+from flowfleet.proto import rollout_pb2, rollout_pb2_grpc
+from tests.certificates import Authority
+from tests.e2e.conftest import ROOT, assert_accounted
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+
+KEY, TOKEN = "a-key-of-sixteen-characters", "token-of-the-test"
+
+
+@contextmanager
+def running(name: str, directory: Path, environment: dict[str, str], *flags: str) -> Iterator[str]:
+    """A service of ours; gives host:port."""
+    port_file, log = directory / f"{name}.port", directory / f"{name}.log"
+    with log.open("wb") as output:
+        argv = [sys.executable, "-m", f"services.{name}", "--port-file", str(port_file), *flags]
+        process = subprocess.Popen(argv, env={**os.environ, **environment}, stdout=output, stderr=output, cwd=ROOT)
+    try:
+        deadline = time.monotonic() + 180
+        while not port_file.exists():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        yield port_file.read_text()
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def test_a_job_runs_under_mutual_tls(
+    redis_url: str, tmp_path: Path, small_job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ca = Authority()
+    files = ca.issue(tmp_path / "tls")
+    environment = {
+        "FLOWFLEET_REDIS_URL": redis_url,
+        "FLOWFLEET_TLS_DIR": str(files),
+        "FLOWFLEET_RPC_TOKEN": TOKEN + "\n",
+        "FLOWFLEET_API_KEY": KEY + "\n",
+        "FLOWFLEET_DEVICE": "cpu",
+    }
+    with ExitStack() as stack:
+        reward = stack.enter_context(running("reward", tmp_path, environment, "--scorer", "ocr", "--port", "0"))
+        rollout = stack.enter_context(running("rollout", tmp_path, environment, "--port", "0", "--device", "cpu"))
+        flags = ("--port", "0", "--reward", f"ocr={reward}", "--state-dir", str(tmp_path / "state"))
+        controller = stack.enter_context(running("controller", tmp_path, environment, *flags))
+        with Client(f"https://{controller}", KEY, ca=files / "ca.crt") as client:
+            job = client.wait(client.submit(small_job(**{"schedule.steps": 2})).id, 480)
+        assert_accounted(job, 2 * 4 * 6)
+
+        monkeypatch.setenv("FLOWFLEET_RPC_TOKEN", TOKEN)
+        for address in (reward, rollout):
+            code, message = asyncio.run(asked(address))
+            assert (code, message) == (grpc.StatusCode.UNAVAILABLE, f"{address} speaks TLS: set FLOWFLEET_TLS_DIR")
+        monkeypatch.setenv("FLOWFLEET_TLS_DIR", str(Authority().issue(tmp_path / "other")))
+        assert "CERTIFICATE_VERIFY_FAILED" not in asyncio.run(asked(rollout))[1]
+        assert "is refused: unable to get local issuer" in asyncio.run(asked(rollout))[1]
+        monkeypatch.setenv("FLOWFLEET_TLS_DIR", str(files))
+        assert asyncio.run(asked(rollout))[0] is grpc.StatusCode.OK
+        with socket.create_connection(("127.0.0.1", int(controller.rpartition(":")[2])), 10) as plain:
+            plain.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b"HTTP/1.1 200" not in plain.recv(100)
+
+
+async def asked(address: str) -> tuple[grpc.StatusCode, str]:
+    """What the holder of this process's certificates is answered."""
+    async with rpc.open_channel(address) as channel:
+        stub: Any = rollout_pb2_grpc.RolloutServiceStub(channel)
+        try:
+            await stub.GetStatus(rollout_pb2.GetRolloutStatusRequest(), timeout=20)
+        except grpc.aio.AioRpcError as error:
+            return error.code(), error.details() or ""
+    return grpc.StatusCode.OK, ""

@@ -1,0 +1,74 @@
+"""A trainer in two pods: each of them may end in any way, and the Job ends as it should, soon."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from flowfleet.blobs import SyncBlobs
+from tests.services.trainer.pods import TOKEN, Pods
+from tests.services.trainer.processes import Launch
+from tests.services.trainer.steps import Drawer, make_spec
+
+pytestmark = pytest.mark.long
+
+SOON_S = 30.0
+"""terminationGracePeriodSeconds of pods that do not set it."""
+
+
+@pytest.fixture(autouse=True)
+def _token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOWFLEET_RPC_TOKEN", TOKEN)
+    monkeypatch.delenv("FLOWFLEET_TLS_DIR", raising=False)
+
+
+def test_two_pods_train_and_complete_when_nobody_calls(
+    tiny_qwen_image: Path, launch: Launch, blobs: SyncBlobs, tmp_path: Path
+) -> None:
+    """Exit code 0 of both completes the Job."""
+    spec = make_spec(tiny_qwen_image, trainer={"world_size": 2})
+    pods = Pods(launch, tmp_path, flags=("--idle-exit-s", "5"))
+    assert pods.configure(spec).world_size == 2
+    response = pods.call("TrainStep", Drawer(spec).draw(blobs, 0))
+    assert response.metrics["actor/grad_norm"] > 0
+    assert pods.codes(SOON_S, lambda: None) == [0, 0]
+
+
+@pytest.mark.parametrize("victim", ["rank 0", "torchrun of rank 0"])
+def test_the_other_pod_ends_with_rank_0(victim: str, launch: Launch, tmp_path: Path) -> None:
+    pods = Pods(launch, tmp_path)
+    process = pods.pods[0].rank if victim == "rank 0" else pods.pods[0].agent
+    first, second = pods.codes(SOON_S, process.kill)
+    assert first not in (0, None)
+    assert second == 1
+    assert "rank 0 is gone" in pods.pods[1].log.read_text()
+
+
+def test_rank_0_ends_at_the_next_command_after_the_other_pod(
+    tiny_qwen_image: Path, launch: Launch, tmp_path: Path
+) -> None:
+    """Idle, it does not hear of it; the Job fails by the dead pod, and its controller ends rank 0's."""
+    pods = Pods(launch, tmp_path)
+    assert pods.codes(5.0, pods.pods[1].rank.kill)[1] == 1
+    began = time.monotonic()
+    with pytest.raises(Exception, match="failed inside"):
+        pods.configure(make_spec(tiny_qwen_image, trainer={"world_size": 2}))
+    assert time.monotonic() - began < SOON_S
+    assert pods.codes(SOON_S, lambda: None) == [1, 1]
+
+
+@pytest.mark.parametrize("evicted", [0, 1])
+def test_an_evicted_pod_ends_in_time_and_fails_the_job(evicted: int, launch: Launch, tmp_path: Path) -> None:
+    pods = Pods(launch, tmp_path)
+    began = time.monotonic()
+    pods.pods[evicted].agent.terminate()
+    assert pods.pods[evicted].ended_within(SOON_S) != 0
+    assert time.monotonic() - began < SOON_S
+    other = pods.pods[1 - evicted]
+    if evicted == 0:
+        assert other.ended_within(SOON_S) == 0  # rank 0 told it to stop
+    else:
+        other.agent.terminate()  # as the Job's controller does
+        other.ended_within(SOON_S)
