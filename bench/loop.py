@@ -43,10 +43,11 @@ STEP_LIMIT_S = 900.0
 
 @dataclass
 class Kill:
-    """A rollout that is killed at a step, and how long until it serves again."""
+    """A rollout that is killed at a step, and how long until it serves again: that version, or a newer one."""
 
     step: int
     at: float = 0.0
+    version: int = 0
     back_after_s: float | None = None
 
 
@@ -69,6 +70,7 @@ def main() -> int:
         if options.compare:
             from bench.monolith import run_in_one_process  # torch only now: a forked stack needs none of it
 
+            print(summary(figures), file=sys.stderr, flush=True)
             rows = run_in_one_process(spec, options.warm_up + options.steps)[options.warm_up :]
             figures["one_process"] = loop_figures(rows, spec.samples_per_step, gpus(options), {}, 1.0)
             figures["ratio"] = figures["services"]["images_per_s"] / figures["one_process"]["images_per_s"]
@@ -174,10 +176,11 @@ def _kill(kill: Kill, stack: Stack, steps_done: int) -> None:
     if not kill.at and steps_done >= kill.step:
         current = StateDir(Path(stack.state_dir)).read()
         assert current is not None
+        kill.version = max(1, policy_version(_metrics(stack, name)))
         kill.at = time.monotonic()
         os.kill(current.processes[name].pid, signal.SIGKILL)
         print(f"killed {name}", file=sys.stderr, flush=True)
-    elif kill.at and kill.back_after_s is None and policy_version(_metrics(stack, name)) >= 0:
+    elif kill.at and kill.back_after_s is None and policy_version(_metrics(stack, name)) >= kill.version:
         kill.back_after_s = time.monotonic() - kill.at
         print(f"{name} serves again after {kill.back_after_s:.1f} s", file=sys.stderr, flush=True)
 

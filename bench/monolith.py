@@ -5,15 +5,18 @@ trainer, threads and accelerators. Pictures go to the scorer as the services' fi
 
 `Monolith.step` runs the phases one after the other, as services do that are strictly on-policy. `Overlap` runs them as
 services do with `max_staleness = 1`: one thread samples step s + 1 while this one trains on step s, and new weights are
-copied from device to device between two batches.
+copied from device to device between two batches. After the last step the sampler is at work on the next, as in a job
+that goes on: a step is measured whole, with its wait for a batch of the sampler's. The first step is over before the
+second is sampled: while one thread compiles, torch lets no other call what is compiled.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -58,6 +61,7 @@ from services.trainer.update import StepTrainer
 
 REWARD = "ocr"
 Samples = list[tuple[GeneratedBatch, GeneratedSample]]
+Rows = list[dict[str, float]]
 Rewards = Sequence[float | None]
 """A sample's; none where the scorer gave none: it is left out of the update, as the services do."""
 
@@ -198,23 +202,30 @@ class Overlap:
         self._monolith = monolith
         self._version = 0
         self._is_publishing = False
+        self._is_done = False
         self._changed = threading.Condition()
         self._device = threading.Lock()
 
-    def run(self, num_steps: int) -> list[dict[str, float]]:
-        """Rows of metrics by the services' names."""
+    def run(self, num_steps: int, told: Callable[[int, float], None] = lambda step, seconds: None) -> Rows:
+        """Rows of metrics by the services' names. `told`: a step that is done, and its seconds."""
         rows, ended = [], time.perf_counter()
         with ThreadPoolExecutor(1, "sampling") as sampling:
-            pending = [sampling.submit(self._sample, step) for step in range(num_steps)]
-            for step, made in enumerate(pending):
-                rendered, scores = made.result()
-                rewards = [value for score in scores for value in score.result()]
-                row = self._monolith.train(step, rendered, rewards)
-                start = time.perf_counter()
-                self._publish()
-                row["update_weights"] = time.perf_counter() - start
-                ended, begun = time.perf_counter(), ended
-                rows.append({f"timing_s/{name}": value for name, value in (row | {"step": ended - begun}).items()})
+            pending = [sampling.submit(self._sample, step) for step in range(num_steps + 1)]
+            try:
+                for step, made in enumerate(pending[:num_steps]):
+                    rendered, scores = made.result()
+                    rewards = [value for score in scores for value in score.result()]
+                    row = self._monolith.train(step, rendered, rewards)
+                    start = time.perf_counter()
+                    self._publish()
+                    row["update_weights"] = time.perf_counter() - start
+                    ended, begun = time.perf_counter(), ended
+                    rows.append({f"timing_s/{name}": value for name, value in (row | {"step": ended - begun}).items()})
+                    told(step, ended - begun)
+            finally:
+                with self._changed:
+                    self._is_done = True
+                    self._changed.notify_all()
         return rows
 
     def _sample(self, step: int) -> tuple[list[GeneratedBatch], list[Future[Rewards]]]:
@@ -222,13 +233,16 @@ class Overlap:
         batches_left = self._monolith.sample(step)
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: not self._is_publishing and self._version >= step - 1)
+                self._changed.wait_for(lambda: self._is_done or self._may_sample(step))
             with self._device:
-                batch = next(batches_left, None)
+                batch = None if self._is_done else next(batches_left, None)
             if batch is None:
                 return made, scores
             made.append(batch)
             scores.append(self._monolith.score(step, batch))
+
+    def _may_sample(self, step: int) -> bool:
+        return not self._is_publishing and self._version >= max(step - 1, min(step, 1))
 
     def _publish(self) -> None:
         """Between two batches of the sampler."""
@@ -241,12 +255,17 @@ class Overlap:
             self._changed.notify_all()
 
 
-def run_in_one_process(spec: JobSpec, num_steps: int) -> list[dict[str, float]]:
-    """Rows of metrics of a job with `max_staleness = 1`, by the services' names. Needs `trainer.world_size = 1`."""
+def run_in_one_process(spec: JobSpec, num_steps: int) -> Rows:
+    """Rows of metrics of a job with `max_staleness = 1`, by the services' names, told on stderr as they come. Needs
+    `trainer.world_size = 1`."""
     if spec.trainer.world_size != 1 or spec.schedule.max_staleness != 1:
         raise ValueError("in one process there is one trainer rank, and samples are up to one version stale")
     monolith = Monolith(spec, Path(spec.data.train).read_text().splitlines(), usable_cpus())
-    return Overlap(monolith).run(num_steps)
+    return Overlap(monolith).run(num_steps, _told)
+
+
+def _told(step: int, seconds: float) -> None:
+    print(f"in one process, step {step}: {seconds:.1f} s", file=sys.stderr, flush=True)
 
 
 def _evaluator(num_threads: int) -> Evaluator[object] | ProcessPool:

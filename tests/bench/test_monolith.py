@@ -1,16 +1,18 @@
 """A job in one process: what is trained on, at a tiny size."""
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from bench import monolith
 from bench.full_size import PROMPTS, write_checkpoint
-from bench.monolith import Monolith
+from bench.monolith import Monolith, Overlap
 from flowfleet.jobs import JobSpec, parse_job
 from services.reward.scorers.base import Problem, Score
 
@@ -83,3 +85,52 @@ def test_a_problem_is_no_score(spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -
         assert one.score(0, batch).result() == [None, *REWARDS[1:]]
         with pytest.raises(ValueError, match="step 0: no sample has a score"):
             one.train(0, [batch], [None] * 4)
+
+
+class Recorded:
+    """Stands in for a job in one process: two batches a step, and no work."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.last = num_steps - 1
+        self.version = -1
+        self.sampled_at: dict[int, int] = {}
+        self.is_ahead = threading.Event()
+
+    def sample(self, step: int) -> Iterator[int]:
+        for number in range(2):
+            self.sampled_at.setdefault(step, max(0, self.version))
+            if step > self.last:
+                self.is_ahead.set()
+            yield number
+
+    def score(self, step: int, batch: int) -> Future[list[float]]:
+        done = Future[list[float]]()
+        done.set_result([1.0])
+        return done
+
+    def train(self, step: int, made: list[int], rewards: list[float]) -> dict[str, float]:
+        assert len(made) == len(rewards) == 2
+        if step == self.last:
+            assert self.is_ahead.wait(30), "nothing is sampled beside the last step"
+        return {"update_actor": 1.0}
+
+    def publish(self) -> None:
+        self.version += 1 if self.version >= 0 else 2
+
+
+def test_every_step_is_trained_beside_the_sampling_of_the_next() -> None:
+    """The last one too; each step is sampled with weights at most one version old."""
+    recorded, told = Recorded(4), list[int]()
+    rows = Overlap(cast(Monolith, recorded)).run(4, lambda step, seconds: told.append(step))
+    assert told == [0, 1, 2, 3]
+    assert [row["timing_s/update_actor"] for row in rows] == [1.0] * 4
+    assert all(row["timing_s/step"] > 0 for row in rows)
+    assert recorded.sampled_at[1] == 1, "the first step compiles, with nothing beside it"
+    assert all(version >= step - 1 for step, version in recorded.sampled_at.items())
+
+
+def test_a_failure_ends_the_sampling_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = Recorded(4)
+    monkeypatch.setattr(recorded, "train", lambda step, made, rewards: {"update_actor": 1 / (1 - step)})
+    with pytest.raises(ZeroDivisionError):
+        Overlap(cast(Monolith, recorded)).run(4)
