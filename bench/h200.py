@@ -1,7 +1,7 @@
 """Measures docs/performance.md on one machine of several GPUs: rows side by side, each on GPUs and cores of its own.
 
     python -m bench.h200 --list
-    python -m bench.h200 --only rollout,train --out DIRECTORY     stages or rows by name
+    python -m bench.h200 --only rollout,train --out DIRECTORY     stages or rows by name, in this order
     python -m bench.h200 --tiny --gpus 1 --only loop              what works on a laptop, at a tiny size
 
 A row starts when enough GPUs are free, and is ended at its limit; a failure of one row stops no other. After each one
@@ -75,6 +75,7 @@ MEASUREMENTS = (
         1,
         420,
         "bench.rollout --compile --quantization fp8 --images 96 --warm-up 2 --rows service",
+        tiny=None,
     ),
     Measurement(
         "rollout-omni",
@@ -82,6 +83,23 @@ MEASUREMENTS = (
         1,
         420,
         "bench.rollout --engine vllm-omni --compile --images 96 --warm-up 2 --rows service",
+        tiny=None,
+    ),
+    Measurement(
+        "rollout-omni-cfg",
+        "omni",
+        1,
+        420,
+        "bench.rollout --engine vllm-omni --compile --guidance 4 --images 64 --warm-up 2 --rows service",
+        tiny=None,
+    ),
+    Measurement(
+        "rollout-omni-fp8",
+        "omni",
+        1,
+        420,
+        "bench.rollout --engine vllm-omni --compile --quantization fp8 --images 96 --warm-up 2 --rows service",
+        tiny=None,
     ),
     Measurement("train-lora-1", "train", 1, 300, "bench.train --compile --batch 8 --micro-batches 4"),
     Measurement("train-lora-4", "train4", 4, 240, "bench.train --compile --batch 16 --micro-batches 2", ranks=4),
@@ -97,8 +115,12 @@ MEASUREMENTS = (
     ),
     Measurement("publish", "publish", 3, 300, "bench.publish --ranks 1 2"),
     Measurement("gap", "gap", 1, 300, "bench.gap"),
+    Measurement(
+        "gap-omni", "gap", 1, 400, "bench.gap --variants vllm-omni,vllm-omni-compiled,vllm-omni-fp8", tiny=None
+    ),
     Measurement("loop-lora", "loop", 2, 480, f"{LOOP} --images 128 --steps 4", tiny=TINY_LOOP),
     Measurement("loop-lora-cfg", "loop", 2, 500, f"{LOOP} --guidance 4 --images 64 --micro-batch 4", tiny=TINY_LOOP),
+    Measurement("loop-omni", "loop-omni", 2, 480, f"{LOOP} --engine vllm-omni --images 64 --steps 3", tiny=None),
     Measurement(
         "loop-full",
         "loop-full",
@@ -148,6 +170,7 @@ def main() -> int:
         raise SystemExit("no GPUs are visible: for a laptop give --tiny --gpus 1")
     options.out.mkdir(parents=True, exist_ok=True)
     options.work.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     done = run_all(chosen, gpus, options)
     for run in done:
         print(f"\n== {run.row.name}: {run.outcome}\n{_tail(options.work, run)}")
@@ -155,37 +178,44 @@ def main() -> int:
 
 
 def select(names: Sequence[str]) -> list[Measurement]:
-    """Rows by their own names or their stages', in order; all without names. Raises ValueError for an unknown one."""
+    """Rows by their own names or their stages', each once, in the order of the names; all without names. Raises
+    ValueError for an unknown one."""
     known = {name for row in MEASUREMENTS for name in (row.name, row.stage)}
     if unknown := sorted(set(names) - known):
         raise ValueError(f"--only {','.join(unknown)}: take of {', '.join(sorted(known))}")
-    return [row for row in MEASUREMENTS if not names or row.name in names or row.stage in names]
+    if not names:
+        return [*MEASUREMENTS]
+    return [*dict.fromkeys(row for name in names for row in MEASUREMENTS if name in (row.name, row.stage))]
 
 
 def run_all(rows: Sequence[Measurement], gpus: Sequence[str], options: argparse.Namespace) -> list[Run]:
-    """The first row that fits the free GPUs goes first; one that needs more than there are is told and left out."""
-    waiting = [row for row in rows if row.gpus <= len(gpus) or options.tiny]
+    """The first row that fits the free GPUs goes first; one that cannot run here is told and left out."""
+    waiting = [row for row in rows if (row.tiny is not None if options.tiny else row.gpus <= len(gpus))]
     for row in rows:
         if row not in waiting:
-            print(f"{row.name} needs {row.gpus} GPUs; there are {len(gpus)}", flush=True)
+            print(f"{row.name} needs {row.gpus} GPUs; there are {0 if options.tiny else len(gpus)}", flush=True)
     cores = share_cores(sorted(os.sched_getaffinity(0)), gpus)
     free, running, done = [*gpus], list[Run](), list[Run]()
     began, measured_on = time.monotonic(), machine()
-    while waiting or running:
-        for row in [*waiting]:
-            needed = min(row.gpus, len(gpus))
-            if needed <= len(free):
-                taken, free = tuple(free[:needed]), free[needed:]
-                waiting.remove(row)
-                running.append(start(row, taken, tuple(core for gpu in taken for core in cores[gpu]), options))
-        time.sleep(POLL_S)
-        for run in [*running]:
-            if _ended(run):
-                running.remove(run)
-                done.append(run)
-                free = sorted([*free, *run.gpus])
-                print(f"[{time.monotonic() - began:.0f} s] {run.row.name}: {run.outcome}", flush=True)
-                keep(done, measured_on, options.work, options.out)
+    try:
+        while waiting or running:
+            for row in [*waiting]:
+                needed = min(row.gpus, len(gpus))
+                if needed <= len(free):
+                    taken, free = tuple(free[:needed]), free[needed:]
+                    waiting.remove(row)
+                    running.append(start(row, taken, tuple(core for gpu in taken for core in cores[gpu]), options))
+            time.sleep(POLL_S)
+            for run in [*running]:
+                if _ended(run):
+                    running.remove(run)
+                    done.append(run)
+                    free = sorted([*free, *run.gpus])
+                    print(f"[{time.monotonic() - began:.0f} s] {run.row.name}: {run.outcome}", flush=True)
+                    keep(done, measured_on, options.work, options.out)
+    finally:
+        for run in running:  # whatever ended this: they would keep their GPUs
+            _kill(run)
     return done
 
 
@@ -274,10 +304,14 @@ def _ended(run: Run) -> bool:
         run.outcome = f"failed: not done after {run.row.limit_s:.0f} s"
     else:
         run.outcome = f"done in {seconds:.0f} s" if code == 0 else f"failed with {code} after {seconds:.0f} s"
+    _kill(run)
+    return True
+
+
+def _kill(run: Run) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(run.process.pid, signal.SIGKILL)
     run.process.wait()
-    return True
 
 
 def _tail(directory: Path, run: Run) -> str:

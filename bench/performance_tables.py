@@ -53,12 +53,17 @@ GOALS = (
     Goal("1", "rollout, no CFG, bf16", "rollout", _service("images_per_s"), 2.8, IMAGES, "kernels' bound 3.3–3.45"),
     Goal("1 (vLLM-Omni)", "rollout, no CFG, bf16", "rollout-omni", _service("images_per_s"), 2.8, IMAGES, ""),
     Goal("1b", "rollout, no CFG, fp8 linears", "rollout-fp8", _service("images_per_s"), 4.0, IMAGES, ""),
+    Goal(
+        "1b (vLLM-Omni)", "rollout, no CFG, fp8 linears", "rollout-omni-fp8", _service("images_per_s"), 4.0, IMAGES, ""
+    ),
     Goal("2", "rollout, CFG 4", "rollout-cfg", _service("images_per_s"), 1.4, IMAGES, "published 1.19 (H800)"),
+    Goal("2 (vLLM-Omni)", "rollout, CFG 4", "rollout-omni-cfg", _service("images_per_s"), 1.4, IMAGES, ""),
     Goal(
         "3", "LoRA r64 update, 1 GPU", "train-lora-1", _first("images_per_s_and_rank"), 5.0, PER_GPU, "82–93 ms a row"
     ),
     Goal("3", "LoRA r64 update, 4 GPUs", "scaling-4", _first("images_per_s_and_rank"), 5.0, PER_GPU, ""),
     Goal("4", "loop, LoRA, no CFG, 1 + 1 GPUs", "loop-lora", _first(*LOOP), 1.3, PER_GPU, "bound 1.65–1.72"),
+    Goal("4 (vLLM-Omni)", "loop, LoRA, no CFG, 1 + 1 GPUs", "loop-omni", _first(*LOOP), 1.3, PER_GPU, ""),
     Goal("5", "loop, LoRA, CFG 4, 1 + 1 GPUs", "loop-lora-cfg", _first(*LOOP), 0.65, PER_GPU, "published 0.305"),
     Goal("6", "loop, full, no CFG, 2 + 2 GPUs", "loop-full", _first(*LOOP), 1.1, PER_GPU, "published 0.510"),
     Goal("7", "publish 41 GB, verified", "publish", _verified("full"), 0.8, "s", "naive 0.41 on 4 GPUs", True),
@@ -200,7 +205,7 @@ def published(rows: Rows) -> str:
 
 def loops(rows: Rows) -> str:
     lines = []
-    for name in ("loop-lora", "loop-lora-cfg", "loop-full"):
+    for name in ("loop-lora", "loop-omni", "loop-lora-cfg", "loop-full"):
         for it in rows[name]["figures"][:1] if name in rows else ():
             seen, settings = it["services"], it["settings"]
             lines.append(
@@ -237,7 +242,7 @@ def compared(rows: Rows) -> str:
     ]
     return (
         table(["how", "step s", PER_GPU, *PHASES[3:]], lines)
-        + f"\n\nServices have {it['ratio']:.3f} of its throughput."
+        + f"\n\nServices have {it['ratio']:.3f} of its throughput, at {it['settings']['images']} images a step."
     )
 
 
@@ -289,7 +294,8 @@ def _beside(after: float, seeds: Mapping[str, float]) -> str:
 
 
 def gaps(rows: Rows) -> str:
-    figures = [it for it in (rows["gap"]["figures"] if "gap" in rows else ()) if "rollout" in it]
+    measured = [rows[name]["figures"] for name in ("gap", "gap-omni") if name in rows]
+    figures = [it for found in measured for it in found if "rollout" in it]
     if not figures:
         return "Not measured."
     names = ("mean", "p99", "max", "beyond_clip", "exact")

@@ -172,7 +172,8 @@ def test_every_goal_is_a_row_of_the_driver() -> None:
 
 
 def test_rows_are_chosen_by_stage_and_name() -> None:
-    assert [row.name for row in select(["train", "rollout-fp8"])] == ["rollout-fp8", "train-lora-1"]
+    assert [row.name for row in select(["train", "rollout-fp8", "train"])] == ["train-lora-1", "rollout-fp8"]
+    assert select([]) == [*h200.MEASUREMENTS]
     with pytest.raises(ValueError, match="nonsense"):
         select(["nonsense"])
 
@@ -209,6 +210,27 @@ def test_rows_run_side_by_side_and_fail_alone(tmp_path: Path, monkeypatch: pytes
     kept = written["rows"]
     assert kept["good"]["printed"] == ['{"bench": 1} 0,1']
     assert (out / "logs.tar.gz").stat().st_size > 0
+
+
+def test_no_row_outlives_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fake.py").write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    started: list[h200.Run] = []
+    start = h200.start
+
+    def then_end(*given: Any) -> h200.Run:
+        started.append(start(*given))
+        return started[0]
+
+    def end(seconds: float) -> None:
+        sys.exit("terminated")
+
+    monkeypatch.setattr(h200, "start", then_end)
+    monkeypatch.setattr(h200.time, "sleep", end)
+    options = argparse.Namespace(tiny=False, out=tmp_path, work=tmp_path, cache=tmp_path)
+    with pytest.raises(SystemExit):
+        run_all([Measurement("a", "s", 1, 30.0, "fake")], ["0"], options)
+    assert started[0].process.poll() is not None
 
 
 def test_seeds_are_read_from_the_page() -> None:
