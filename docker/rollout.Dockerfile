@@ -33,16 +33,18 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     rm -r /opt/pip /tmp/flowfleet && \
     /opt/flowfleet/bin/python -c "import \
         accelerate, av, fsspec.implementations.local, grpc.aio, grpc_health.v1.health, httpx, numpy, \
-        prometheus_client, pydantic, redis.asyncio, peft, PIL.Image, transformers, diffusers.pipelines.qwenimage"
+        prometheus_client, pydantic, redis.asyncio, peft, PIL.Image, transformers; \
+        from diffusers import QwenImagePipeline"
 
 FROM packages AS engine
 # vLLM-Omni for "cuda" or "cpu", as `make vllm-omni-cuda` and `make vllm-omni` install it, or nothing.
 ARG VLLM_OMNI=cuda
 COPY requirements requirements
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
+    [ -n "${VLLM_OMNI}" ] || exit 0; \
     python3 -m venv /opt/pip && pip="/opt/pip/bin/pip --python /opt/flowfleet/bin/python" && \
     install="install --quiet --no-cache-dir --no-compile --no-deps" && \
-    case "${VLLM_OMNI}" in "") ;; \
+    case "${VLLM_OMNI}" in \
     cuda) $pip $install -r requirements/vllm-omni-cuda.txt ;; \
     cpu) $pip $install setuptools -r requirements/vllm-omni-cpu.txt && \
         version=$(sed -n 's/^vllm-omni==//p' requirements/vllm-omni.txt) && \

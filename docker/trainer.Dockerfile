@@ -33,7 +33,8 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     rm -r /opt/pip /tmp/flowfleet && \
     /opt/flowfleet/bin/python -c "import \
         accelerate, av, fsspec.implementations.local, grpc.aio, grpc_health.v1.health, httpx, numpy, \
-        prometheus_client, pydantic, redis.asyncio, peft, PIL.Image, transformers, diffusers.pipelines.qwenimage"
+        prometheus_client, pydantic, redis.asyncio, peft, PIL.Image, transformers; \
+        from diffusers import QwenImagePipeline"
 
 FROM packages
 ENV PATH=/opt/flowfleet/bin:$PATH PYTHONPATH=/app${PYTHONPATH:+:$PYTHONPATH} \
