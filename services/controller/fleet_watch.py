@@ -196,10 +196,9 @@ class FleetWatch:
 
     async def _ask(self, replica: Replica) -> None:
         """A call that finds nobody was tried several times."""
-        request = rollout_pb2.GetRolloutStatusRequest()
         try:
             async with self._turn:
-                status = await self.stub(replica.address).GetStatus(request, timeout=STATUS_DEADLINE_S)
+                status = await self._status(replica.address)
         except grpc.aio.AioRpcError as error:
             log.info("replica %s: no status: %s", replica.replica_id, error.code().name)
             self.fleet.missed(replica.replica_id, lost=error.code() is grpc.StatusCode.UNAVAILABLE)
@@ -208,6 +207,15 @@ class FleetWatch:
         finally:
             del self._asking[replica.replica_id]
         self._desk.serve_touched()
+
+    async def _status(self, address: str) -> rollout_pb2.RolloutStatus:
+        """Over the replica's channel, if it has one. Else one for this call alone: when Redis was away the whole fleet
+        is in doubt, and has more replicas than this process may open files."""
+        request = rollout_pb2.GetRolloutStatusRequest()
+        if address in self._channels:
+            return await self.stub(address).GetStatus(request, timeout=STATUS_DEADLINE_S)
+        async with open_channel(address) as channel:
+            return await rollout_pb2_grpc.RolloutServiceStub(channel).GetStatus(request, timeout=STATUS_DEADLINE_S)
 
     async def _close_unused(self) -> None:
         """A replica that drains has left the registry and still finishes what it was asked."""
