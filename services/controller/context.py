@@ -48,6 +48,8 @@ class JobContext:
     fleet: FleetWatch
     rewards: RewardPlane
     launcher: Launcher
+    shortage: Callable[[str, str], str]
+    """Why pods of a component and name cannot run, as `Directory.shortage`."""
     directory: Path
     training_prompts: list[Prompt]
     held_out: list[Prompt]

@@ -241,6 +241,7 @@ class Runner:
                 spec.rewards, self._directory, spec.timeouts.score_s, modality_of(spec), self._reward_calls
             ),
             launcher=self._launcher,
+            shortage=self._directory.shortage,
             directory=directory,
             training_prompts=load_prompts(spec.data.train, spec.method.data),
             held_out=load_prompts(spec.data.validation) if spec.data.validation else [],

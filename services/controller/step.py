@@ -135,7 +135,9 @@ class TrainingStep:
         job, spec = self.job, self.job.spec
         live = job.fleet.fleet.live(spec.rollout.pool)
         if not live:
-            raise NotYet(f"pool {spec.rollout.pool!r} has no live rollout replica to publish to")
+            shortage = job.shortage("rollout", spec.rollout.pool)
+            why = f": {shortage}" if shortage else ""
+            raise NotYet(f"pool {spec.rollout.pool!r} has no live rollout replica to publish to{why}")
         started = time.monotonic()
         request = trainer_pb2.PublishWeightsRequest(job_id=job.job_id, version=version)
         request.replicas.extend(trainer_pb2.Replica(replica_id=r.replica_id, address=r.address) for r in live)
