@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,17 @@ def running(name: str, directory: Path, environment: dict[str, str], *flags: str
         process.wait(60)
 
 
+@contextmanager
+def trainers_of(state_dir: Path) -> Iterator[Path]:
+    """Ends the trainers in the end, which outlive their controller."""
+    try:
+        yield state_dir
+    finally:
+        for record in state_dir.glob("trainers/*.json"):
+            with suppress(ProcessLookupError):
+                os.killpg(json.loads(record.read_text())["pid"], signal.SIGKILL)
+
+
 def test_a_job_runs_under_mutual_tls(
     redis_url: str, tmp_path: Path, small_job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,7 +74,8 @@ def test_a_job_runs_under_mutual_tls(
     with ExitStack() as stack:
         reward = stack.enter_context(running("reward", tmp_path, environment, "--scorer", "ocr", "--port", "0"))
         rollout = stack.enter_context(running("rollout", tmp_path, environment, "--port", "0", "--device", "cpu"))
-        flags = ("--port", "0", "--reward", f"ocr={reward}", "--state-dir", str(tmp_path / "state"))
+        state = stack.enter_context(trainers_of(tmp_path / "state"))
+        flags = ("--port", "0", "--reward", f"ocr={reward}", "--state-dir", str(state))
         controller = stack.enter_context(running("controller", tmp_path, environment, *flags))
         with Client(f"https://{controller}", KEY, ca=files / "ca.crt") as client:
             job = client.wait(client.submit(small_job(**{"schedule.steps": 2})).id, 480)
