@@ -8,7 +8,7 @@ OMNI   := $(shell sed -n 's/^vllm-omni==//p' requirements/vllm-omni.txt)
 VENV := .venv
 BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip --disable-pip-version-check --quiet
-CODE := flowfleet services recipes bench examples tests
+CODE := flowfleet services recipes bench deploy examples tests
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:

@@ -32,6 +32,7 @@ class RolloutMetrics:
         self._version = Gauge(
             metric_name("rollout/policy_version"), "Version served, -1 while none is.", registry=registry
         )
+        self.version(None)
 
     def peak_memory(self, size_bytes: int) -> None:
         self._memory.set(size_bytes / 2**30)
