@@ -258,7 +258,7 @@ class SchedulePart(Part):
     """Checkpoints kept."""
     validate_every: int = Field(default=10, ge=1)
     """Steps between validations; there is one before the first step and one after the last as well."""
-    validation_steps: int | None = Field(default=None, ge=1, le=1000)
+    validation_steps: int | None = Field(default=None, ge=2, le=1000)
     """Denoising steps of validation; unset: as in training."""
     max_staleness: int = Field(default=0, ge=0, le=16)
     """Policy versions a sample may be behind the step that trains on it. 0 is strictly on-policy."""

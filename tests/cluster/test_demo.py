@@ -56,8 +56,8 @@ def test_the_demo_in_the_cluster(cluster: Cluster, tmp_path: Path, capsys: pytes
     log = Log(capsys)
     with _storage(cluster) as storage:
         release = Release(cluster, storage, log)
-        release.install()
         try:
+            release.install()
             release.train(tmp_path)
         except BaseException:
             release.tell()
@@ -81,7 +81,7 @@ class Release:
     def install(self) -> None:
         self._helm("install")
         self.log(f"installed: {self._pods_told()}")
-        self.cluster.helm("test", RELEASE, "--timeout", "4m")
+        self.cluster.helm("test", RELEASE, "--logs", "--timeout", "4m")
         self.log("helm test passed")
 
     def train(self, pictures: Path) -> None:
