@@ -149,7 +149,7 @@ class KubernetesLauncher:
         )
         made = await api.create(JOBS, body)
         jobs.put(made)
-        log.info("created trainer", extra={"job": job_id, "name": made["metadata"]["name"]})
+        log.info("created trainer", extra={"job": job_id, "trainer": made["metadata"]["name"]})
         return made
 
     async def _replace(self, job_id: str, attempt: Object) -> None:
