@@ -165,7 +165,7 @@ def submit(
 ) -> None:
     """Submit a job."""
     with _client(url, ca) as client:
-        spec = prepare_job(file, set_ or (), same_machine=client.on_this_machine)
+        spec = prepare_job(file, set_ or (), same_machine=client.same_files)
         if dry_run:
             from flowfleet.dry_run import explain
 

@@ -29,6 +29,7 @@ from pydantic import BaseModel
 from flowfleet.api_types import ApiError, Checkpoint, Fleet, Job, JobEvent, MetricsRow, Sample, SettingProblem
 from flowfleet.job_files import prepare_job
 from flowfleet.jobs import JobSpec
+from flowfleet.machine import filesystem_id
 from flowfleet.sse import parse_events
 
 CA = "FLOWFLEET_CA"
@@ -84,8 +85,13 @@ class Client:
         self._http.close()
 
     @property
+    def same_files(self) -> bool:
+        """Whether the controller sees the files of this process. Asks it, for loopback may be a forwarded port."""
+        return self.on_this_machine and self.version().get("filesystem") == filesystem_id()
+
+    @property
     def on_this_machine(self) -> bool:
-        """Whether the controller is reached by loopback, so that it sees the same files."""
+        """Whether the controller is reached by loopback."""
         host = urlsplit(self.url).hostname or ""
         return host in ("localhost", "::1") or host.startswith("127.")
 
@@ -94,7 +100,7 @@ class Client:
     def submit(self, job: JobSpec | Mapping[str, Any] | Path | str, idempotency_key: str | None = None) -> Job:
         """Queues a job: a spec, a mapping, or a job file. The same key with the same job gives the first one."""
         if isinstance(job, Path | str):
-            job = prepare_job(Path(job), same_machine=self.on_this_machine)
+            job = prepare_job(Path(job), same_machine=self.same_files)
         body = job.model_dump(mode="json") if isinstance(job, JobSpec) else dict(job)
         headers = {"idempotency-key": idempotency_key or str(uuid.uuid4())}
         return Job.model_validate(self._call("POST", "/v1/jobs", json=body, headers=headers).json())

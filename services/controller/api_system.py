@@ -11,6 +11,7 @@ from pydantic import ConfigDict
 from redis.exceptions import RedisError
 
 from flowfleet.errors import Unavailable
+from flowfleet.machine import filesystem_id
 from services.controller.directory import Directory
 from services.controller.fleet import Health
 from services.controller.records import Record
@@ -65,6 +66,8 @@ class Condition(Record):
 class Version(Record):
     version: str
     api: str
+    filesystem: str
+    """Clients that have the same one see the controller's files under the same paths."""
 
 
 @router.get("/v1/fleet")
@@ -84,7 +87,7 @@ def _shortages(directory: Directory) -> list[Shortage]:
 
 @router.get("/v1/version")
 async def version() -> Version:
-    return Version(version=importlib.metadata.version("flowfleet"), api="v1")
+    return Version(version=importlib.metadata.version("flowfleet"), api="v1", filesystem=filesystem_id())
 
 
 @router.get("/healthz")

@@ -13,6 +13,7 @@ import pytest
 from flowfleet.api_types import ApiError, JobEvent
 from flowfleet.client import DEFAULT_URL, Client
 from flowfleet.jobs import parse_job
+from flowfleet.machine import filesystem_id
 from flowfleet.sse import ServerSentEvent, parse_events
 from services.controller.records import Checkpoint, JobStatus, SampleRecord
 from services.controller.store import JobStore
@@ -229,3 +230,13 @@ def test_server_sent_events_are_read_as_the_standard_says() -> None:
         ServerSentEvent("7", "status", "a\nb"),
         ServerSentEvent("7", "message", "c"),
     ]
+
+
+def test_a_controller_behind_a_forwarded_port_does_not_see_our_files() -> None:
+    def client(filesystem: str) -> Client:
+        answer = {"version": "1", "api": "v1", "filesystem": filesystem}
+        return Client(DEFAULT_URL, transport=httpx.MockTransport(lambda _: httpx.Response(200, json=answer)))
+
+    assert client(filesystem_id()).same_files
+    assert not client("another").same_files
+    assert not Client("https://fleet.example").same_files
