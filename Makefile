@@ -12,7 +12,7 @@ CODE := flowfleet services recipes bench deploy examples tests
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo vllm-omni vllm-omni-cuda test test-all lint protos bench images clean
+.PHONY: help setup demo vllm-omni vllm-omni-cuda test test-cluster test-all lint protos bench images clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -28,6 +28,9 @@ vllm-omni-cuda: $(VENV)/.vllm-omni-cuda  ## add the vLLM-Omni engine, for NVIDIA
 
 test: $(VENV)/.dev $(VENV)/.vllm-omni  ## run the tests, without the long ones
 	$(BIN)/python -m pytest -m "not long and not cluster" $(PYTEST_FLAGS)
+
+test-cluster: $(VENV)/.dev  ## run the demo in the Kubernetes cluster that KUBECONFIG names; see tests/cluster/run
+	PYTEST="$(BIN)/python -m pytest" tests/cluster/run $(PYTEST_FLAGS)
 
 test-all: $(VENV)/.dev $(VENV)/.vllm-omni  ## run all tests: kills, matrices and learning too
 	$(BIN)/python -m pytest -m "not cluster" $(PYTEST_FLAGS)

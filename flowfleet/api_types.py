@@ -101,6 +101,7 @@ class Replica(Answer):
 
     replica_id: str
     address: str
+    pool: str = "default"
     health: str
     job_id: str = ""
     version: int | None = None

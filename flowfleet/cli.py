@@ -227,6 +227,13 @@ def watch(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
 
 
 @app.command()
+def fleet(url: Url = None, ca: Ca = None) -> None:
+    """Show rollout replicas, rewards, and what the cluster has no room for."""
+    with _client(url, ca) as client:
+        views.show_fleet(client.fleet(), out)
+
+
+@app.command()
 def samples(
     job_id: JobId,
     to: Annotated[Path | None, typer.Option("--out", help="Directory for the pictures (runs/samples/ID).")] = None,
@@ -255,7 +262,7 @@ def cancel(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
 
 @app.command()
 def pause(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
-    """Hold a job: what runs now ends, nothing else starts. Other jobs wait behind it."""
+    """Hold a job: what runs now ends, nothing else starts. Other jobs of its pool wait behind it."""
     with _client(url, ca) as client:
         _say(client.pause(client.find(job_id).id))
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flowfleet.api_types import Job, Sample
+from flowfleet.api_types import Fleet, Job, Sample
 from flowfleet.local.stack import Stack
 from flowfleet.progress import duration, number
 
@@ -73,6 +73,25 @@ def show_job(job: Job, console: Console) -> None:
             facts.add_row(Text(name, style="bright_black"), value)
     console.print(facts)
     console.print("\n" + as_yaml(job.spec), highlight=False)
+
+
+def show_fleet(fleet: Fleet, console: Console) -> None:
+    """Replicas by pool, rewards, and why pods find no place."""
+    replicas = table("POOL", "REPLICA", "HEALTH", "VERSION", "OUTSTANDING", "DEVICE", "ADDRESS")
+    for replica in sorted(fleet.replicas, key=lambda replica: (replica.pool, replica.replica_id)):
+        version = "" if replica.version is None else str(replica.version)
+        facts = (replica.health, version, str(replica.outstanding), replica.device, replica.address)
+        replicas.add_row(replica.pool, replica.replica_id, *facts)
+    for pool in sorted(set(fleet.pools or ()) - {replica.pool for replica in fleet.replicas}):
+        replicas.add_row(pool, "none")
+    rewards = table("REWARD", "ADDRESSES")
+    for name, addresses in sorted(fleet.rewards.items()):
+        rewards.add_row(name, ", ".join(addresses) or "none")
+    console.print(replicas, rewards, sep="\n\n")
+    for shortage in fleet.shortages:
+        console.print(
+            Text(f"\n{shortage.component} {shortage.name}: {shortage.reason}", style="yellow"), soft_wrap=True
+        )
 
 
 def samples_table(samples: Sequence[Sample], files: Sequence[Path]) -> Table:

@@ -16,9 +16,10 @@ PATH_SETTINGS = (("model", "path"), ("data", "train"), ("data", "validation"))
 def prepare_job(path: Path, changes: Sequence[str] = (), *, same_machine: bool) -> JobSpec:
     """Reads a job file, applies `key=value` changes and validates it. Raises ValueError with what to change.
 
-    Where the controller sees our files relative paths are made absolute: each is looked for in the current directory, then in
-    the job file's directory and the directories above it, and the first that exists is taken. A path found nowhere, and
-    every path for a stack elsewhere, goes as it is written and is read relative to the controller's directory.
+    Where the controller sees our files relative paths are made absolute: each is looked for in the current directory,
+    then in the job file's directory and the directories above it, and the first that exists is taken. A path found
+    nowhere, and every path for a stack elsewhere, goes as it is written and is read relative to the controller's
+    directory.
     """
     data = read_job_file(path)
     for change in changes:

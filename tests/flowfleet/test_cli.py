@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from flowfleet import cli, keys
+from flowfleet import cli, cli_views, keys
+from flowfleet.api_types import Fleet, Replica, Shortage
 from flowfleet.blobs import open_blobs
 from flowfleet.client import Client
 from flowfleet.local.stack import StateDir
@@ -97,6 +99,19 @@ def test_jobs_and_show(run: Run, client: Client, job_file: Path) -> None:
     assert job.id in shown.stdout
     assert "group_size: 16" in shown.stdout
     assert run("jobs", "--status", "failed").stdout.count("\n") == 1
+
+
+def test_fleet(capsys: pytest.CaptureFixture[str]) -> None:
+    shortage = Shortage(component="rollout", name="wide", reason="0/1 nodes are available")
+    replica = Replica(replica_id="r0", address="10.0.0.1:7000", pool="default", health="serving", version=3)
+    known = Fleet(replicas=[replica], rewards={"ocr": []}, pools=["default", "wide"], shortages=[shortage])
+    cli_views.show_fleet(known, Console(width=120))
+
+    shown = capsys.readouterr().out
+    assert re.search(r"default +r0 +serving +3", shown)
+    assert re.search(r"wide +none", shown)
+    assert re.search(r"ocr +none", shown)
+    assert "rollout wide: 0/1 nodes are available" in shown
 
 
 def test_wishes(run: Run, client: Client, job_file: Path) -> None:
@@ -204,6 +219,7 @@ def test_the_surface_is_what_users_know() -> None:
             "--state-dir",
             "--trainer-devices",
         ],
+        "fleet": ["--ca", "--url"],
         "down": ["--state-dir"],
         "demo": ["--recipe", "--seed", "--set", "--state-dir"],
         "submit": ["--ca", "--dry-run", "--follow", "--idempotency-key", "--set", "--url"],
