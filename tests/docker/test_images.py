@@ -170,6 +170,16 @@ def test_compose_has_no_default_secret(compose: dict[str, Any]) -> None:
         assert f"${{{name}:-" not in text
 
 
+def test_compose_gives_redis_its_password_by_stdin_and_a_limit(compose: dict[str, Any]) -> None:
+    redis = compose["services"]["redis"]
+    assert redis["command"][:2] == ["sh", "-c"]
+    assert "${REDIS_PASSWORD}" not in " ".join(redis["command"])
+    lines = redis["command"][2].splitlines()
+    assert lines[0] == "exec redis-server - <<END"
+    assert "requirepass $$REDISCLI_AUTH" in lines
+    assert "maxmemory ${REDIS_MAXMEMORY:-8gb}" in lines
+
+
 def test_compose_is_closed_to_other_machines_and_confined(compose: dict[str, Any]) -> None:
     for service in compose["services"].values():
         assert "ports" not in service
