@@ -23,7 +23,7 @@ def trainer_command(spec: JobSpec, *, python: str, port_file: Path, host: str = 
     return [*torchrun, *_trainer(*flags)]
 
 
-def trainer_pod_command(*, pods: int, ranks_per_pod: int, master: str) -> list[str]:
+def trainer_pod_command(*, pods: int, ranks_per_pod: int, master: str, drain_s: int) -> list[str]:
     """What follows `python -m torch.distributed.run` in each pod of an Indexed Job: Kubernetes puts the values of
     $(JOB_COMPLETION_INDEX) and $(POD_IP) in. `master` is the name of the first pod."""
     torchrun = [
@@ -36,7 +36,8 @@ def trainer_pod_command(*, pods: int, ranks_per_pod: int, master: str) -> list[s
         f"--master-port={RENDEZVOUS_PORT}",
     ]
     ports = ["--port", str(POD_PORT), "--health-port", str(HEALTH_PORT), "--metrics-port", str(METRICS_PORT)]
-    return [*torchrun, *_trainer("--host", "0.0.0.0", *ports, "--transfer-host", "$(POD_IP)")]
+    flags = ["--host", "0.0.0.0", *ports, "--transfer-host", "$(POD_IP)", "--drain-s", str(drain_s)]
+    return [*torchrun, *_trainer(*flags)]
 
 
 def _trainer(*flags: str) -> list[str]:

@@ -68,6 +68,6 @@ async def keep_deletion_costs(runner: Runner, set_cost: SetCost) -> None:
                 log.warning("pods are not told their deletion costs: %s", error)
                 break
             except RuntimeError as error:
-                log.error("idle pods will not be removed first: %s", error)
+                log.warning("idle pods will not be removed first, should pools shrink: %s", error)
                 return
             costs.told(name, number)

@@ -21,6 +21,7 @@ from flowfleet.jobs import JobSpec
 
 RANKS_PER_POD = "flowfleet.io/ranks-per-pod"
 ACCELERATOR = "flowfleet.io/accelerator"
+DRAIN_S = "flowfleet.io/drain-s"
 QUEUE = "kueue.x-k8s.io/queue-name"
 JOB = "flowfleet.io/job"
 CONTAINER = "trainer"
@@ -37,6 +38,8 @@ class TrainerTemplate:
     """At most."""
     accelerator: str
     """Resource of which each rank gets one; "" for CPUs."""
+    drain_s: int
+    """For a running command to end on SIGTERM; torchrun kills ranks after 30 s."""
     subdomain: str
 
     def pods(self, ranks: int) -> int:
@@ -59,7 +62,9 @@ class TrainerTemplate:
         of_pods["labels"] = {**(of_pods.get("labels") or {}), **every}
         container = _container(body["template"]["spec"])
         master = f"{name}-0.{self.subdomain}"
-        container["args"] = trainer_pod_command(pods=pods, ranks_per_pod=ranks // pods, master=master)
+        container["args"] = trainer_pod_command(
+            pods=pods, ranks_per_pod=ranks // pods, master=master, drain_s=self.drain_s
+        )
         if self.accelerator:
             limits = container.setdefault("resources", {}).setdefault("limits", {})
             limits[self.accelerator] = str(ranks // pods)
@@ -96,9 +101,8 @@ def parse_template(job: Any) -> TrainerTemplate:
         if _at(job, place) != value:
             raise ValueError(f"{place} must be {value}")
     annotations = _at(job, "metadata.annotations") or {}
-    ranks = str(annotations.get(RANKS_PER_POD, ""))
-    if not (ranks.isascii() and ranks.isdecimal() and int(ranks) > 0):
-        raise ValueError(f"annotation {RANKS_PER_POD} must be a number above 0, not {ranks!r}")
+    ranks = _number(annotations, RANKS_PER_POD, 1)
+    drain_s = _number(annotations, DRAIN_S, 0)
     accelerator = annotations.get(ACCELERATOR)
     if not isinstance(accelerator, str):
         raise ValueError(f'annotation {ACCELERATOR} must be the name of a resource, as nvidia.com/gpu, or "" for CPUs')
@@ -106,7 +110,7 @@ def parse_template(job: Any) -> TrainerTemplate:
     if not isinstance(subdomain, str) or not subdomain:
         raise ValueError("spec.template.spec.subdomain must name the headless Service of the trainers")
     _container(_at(job, "spec.template.spec"))
-    return TrainerTemplate(job, int(ranks), accelerator, subdomain)
+    return TrainerTemplate(job, ranks, accelerator, drain_s, subdomain)
 
 
 def attempt_name(release: str, job_id: str) -> str:
@@ -114,6 +118,13 @@ def attempt_name(release: str, job_id: str) -> str:
     end is random, the beginning is the time."""
     suffix = f"-trainer-{job_id[-12:]}-{secrets.token_hex(3)}"
     return release[: MAX_NAME - len(suffix) - len("-9999")].rstrip("-") + suffix
+
+
+def _number(annotations: Mapping[str, Any], name: str, least: int) -> int:
+    text = str(annotations.get(name, ""))
+    if not (text.isascii() and text.isdecimal() and int(text) >= least):
+        raise ValueError(f"annotation {name} must be a number, at least {least}, not {text!r}")
+    return int(text)
 
 
 def _container(pod: Mapping[str, Any]) -> dict[str, Any]:

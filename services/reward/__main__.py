@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import sys
 from functools import partial
@@ -18,6 +19,8 @@ from services.reward.metrics import RewardMetrics
 from services.reward.pool import MAX_PROCESSES, ProcessPool, default_processes
 from services.reward.scorers.base import Scorer
 from services.reward.server import SERVICE_NAME, RewardServicer
+
+_ANSWER_S = 5.0  # for answers to leave after the drain
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
         f"Default for heavy scorers (ocr): half of the usable CPUs, at most {MAX_PROCESSES}; for others: 1",
     )
     parser.add_argument("--threads", type=int, default=usable_cpus(), help="CPU threads of the service's own process")
+    parser.add_argument("--drain-s", type=float, default=60.0, help="longest wait for running calls on SIGTERM")
     return parser
 
 
@@ -61,6 +65,13 @@ async def _serve(options: argparse.Namespace) -> None:
     servicer = RewardServicer(scorer, limits, evaluator, metrics)
     servicer.start()
     server = rpc.make_server()
+
+    async def drain() -> None:
+        try:
+            await asyncio.wait_for(servicer.drain(), options.drain_s)
+        except TimeoutError:
+            log.warning("calls were still running after %.0f s", options.drain_s)
+
     add_RewardServiceServicer_to_server(servicer, server)
     await rpc.serve(
         server,
@@ -69,7 +80,8 @@ async def _serve(options: argparse.Namespace) -> None:
         port_file=options.port_file,
         health_port=options.health_port,
         health=rpc.HealthState(SERVICE_NAME),
-        on_drain=servicer.drain,
+        on_drain=drain,
+        grace_s=_ANSWER_S,
     )
 
 

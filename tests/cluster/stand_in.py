@@ -103,6 +103,7 @@ def trainer_template(*, ranks_per_pod: int = 1, accelerator: str = "", queue: st
             "annotations": {
                 "flowfleet.io/ranks-per-pod": str(ranks_per_pod),
                 "flowfleet.io/accelerator": accelerator,
+                "flowfleet.io/drain-s": "1",
             },
         },
         "spec": {

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flowfleet.devices import _BACKENDS as BACKENDS
+from services.controller.trainer_template import parse_template
 from tests.deploy.conftest import (
     ALL,
     CHART,
@@ -159,6 +161,20 @@ def test_a_pool_may_start_and_drain_for_as_long_as_its_values_say() -> None:
     assert pod["spec"]["terminationGracePeriodSeconds"] > 600 + 30  # what running calls get after the drain
 
 
+def test_a_reward_drains_for_as_long_as_its_values_say() -> None:
+    pod = Rendered("nvidia", "reward.preStopSeconds=7", "reward.drainSeconds=40").pod("reward-ocr")
+    assert flags(pod)["--drain-s"] == "40"
+    assert pod["spec"]["terminationGracePeriodSeconds"] == 7 + 40 + 15
+
+
+def test_a_trainer_drains_for_as_long_as_its_values_say(any_profile: Rendered) -> None:
+    job = any_profile.trainer
+    drain_s = int(job["metadata"]["annotations"]["flowfleet.io/drain-s"])
+    assert drain_s <= 25
+    assert job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == drain_s + 15
+    assert parse_template(job).drain_s == drain_s
+
+
 @pytest.mark.parametrize("suffix", ["controller", "reward-ocr"])
 def test_what_is_reached_by_a_service_leaves_it_before_it_ends(suffix: str) -> None:
     pod = Rendered("nvidia").pod(suffix)
@@ -243,6 +259,7 @@ def test_updates_of_the_controller_leave_no_gap_and_those_of_accelerators_need_n
     assert update("controller") == update("reward-ocr") == update("rollout-on-cpus")
     assert update("controller") == {"maxSurge": 1, "maxUnavailable": 0}
     assert update("rollout-default") == {"maxSurge": 0, "maxUnavailable": "25%"}
+    assert update("reward-own") == {"maxSurge": 0, "maxUnavailable": 1}
 
 
 def test_rbac_is_what_the_launcher_and_the_directory_need_and_no_more(any_profile: Rendered) -> None:
@@ -250,7 +267,7 @@ def test_rbac_is_what_the_launcher_and_the_directory_need_and_no_more(any_profil
     rules = {(rule["apiGroups"][0], rule["resources"][0]): rule for rule in role["rules"]}
     assert {key: rule["verbs"] for key, rule in rules.items()} == {
         ("batch", "jobs"): ["get", "list", "watch", "create", "delete"],
-        ("", "pods"): ["get", "list", "watch", "patch"],
+        ("", "pods"): ["get", "list", "watch", *(["patch"] if any_profile.kind("ScaledObject") else [])],
         ("discovery.k8s.io", "endpointslices"): ["get", "list", "watch"],
         ("apps", "deployments"): ["get"],
     }
@@ -448,6 +465,21 @@ def test_redis_gets_its_password_by_stdin_alone() -> None:
     assert "appendonly yes" in files["redis.conf"]
 
 
+def test_redis_gives_data_half_of_its_memory_and_lines_of_the_user_win(tmp_path: Path) -> None:
+    """start.sh as it is, but for its paths, with a redis-server that shows what it is given."""
+    for own, expected in (("", ["maxmemory 512"]), ("maxmemory 7", ["maxmemory 512", "maxmemory 7"])):
+        files = Rendered("nvidia", f"redis.config={json.dumps(own)}").get("ConfigMap", "redis")["data"]
+        for name, text in files.items():
+            (tmp_path / name).write_text(text.replace("/etc/redis", str(tmp_path)))
+        (tmp_path / "redis-server").write_text("#!/bin/sh\nexec cat\n")
+        (tmp_path / "redis-server").chmod(0o755)
+        given = {"PATH": f"{tmp_path}:/usr/bin:/bin", "REDISCLI_AUTH": "secret", "MEMORY_LIMIT_BYTES": "1024"}
+        done = subprocess.run(["sh", str(tmp_path / "start.sh")], env=given, capture_output=True, text=True, check=True)
+        lines = done.stdout.splitlines()
+        assert [line for line in lines if line.startswith("maxmemory ")] == expected
+        assert "requirepass secret" in lines
+
+
 def test_claims_go_with_the_release_or_stay_as_the_values_say() -> None:
     def kept(rendered: Rendered) -> tuple[str, str | None]:
         redis = rendered.get("StatefulSet", "redis")["spec"]["persistentVolumeClaimRetentionPolicy"]["whenDeleted"]
@@ -530,7 +562,7 @@ def test_with_keda_each_pool_and_reward_has_a_scaled_object_and_no_replicas(name
         metadata = trigger["metadata"]
         assert metadata["scalerAddress"] == f"{FULLNAME}-scaler.ns.svc:8471"
         assert (metadata["component"], metadata["name"]) == (labels["app.kubernetes.io/component"], own)
-        assert metadata["maxReplicas"] == str(spec["maxReplicaCount"])
+        assert "maxReplicas" not in metadata  # the HPA sees to it
         assert all(isinstance(value, str) for value in metadata.values())
         assert spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]["scaleDown"]["stabilizationWindowSeconds"]
 
@@ -588,8 +620,10 @@ def test_certificates_are_one_a_component_with_the_names_by_which_it_is_reached(
     assert certificates.keys() == {f"{FULLNAME}-ca", *(f"{FULLNAME}-tls-{component}" for component in components)}
     for component in components:
         spec = certificates[f"{FULLNAME}-tls-{component}"]
-        assert spec["dnsNames"][0] == "flowfleet"
-        assert {"server auth", "client auth"} <= set(spec["usages"])
+        is_server = component != "keda"
+        assert (spec["dnsNames"][0] == "flowfleet") == ("flowfleet" in spec["dnsNames"]) == is_server
+        assert ("server auth" in spec["usages"]) == is_server
+        assert "client auth" in spec["usages"]
         assert spec["issuerRef"] == {"name": f"{FULLNAME}-ca", "kind": "Issuer", "group": "cert-manager.io"}
     assert f"{FULLNAME}-scaler.ns.svc" in certificates[f"{FULLNAME}-tls-controller"]["dnsNames"]
     assert f"{FULLNAME}-redis" in certificates[f"{FULLNAME}-tls-redis"]["dnsNames"]

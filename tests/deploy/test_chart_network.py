@@ -123,17 +123,25 @@ def test_names_are_asked_for_by_those_who_use_names() -> None:
     network = Network(Rendered("nvidia"))
     asking = {component for component in COMPONENTS if network.lets_out(component, ({}, DNS), 53)}
     assert asking == {"controller", "rollout", "trainer", "test"}
+    assert asking == {component for component in COMPONENTS if network.lets_out(component, ({}, DNS), 5353)}
+    calling = Network(Rendered("everything"))  # its rewards call an object store, by name
+    assert calling.lets_out("reward", ({}, DNS), 53)
+    assert not calling.lets_out("redis", ({}, DNS), 53)
 
 
 def test_the_api_server_is_for_the_controller() -> None:
     network = Network(Rendered("everything"))
     assert [c for c in COMPONENTS if network.lets_out_to_address(c, "10.0.0.1/32", 443)] == ["controller"]
+    peer: Peer = ({}, {"kubernetes.io/metadata.name": "default"})
+    assert [c for c in COMPONENTS if network.lets_out(c, peer, 443)] == ["controller"]
 
 
 def test_an_external_redis_and_an_object_store_are_reached_by_address() -> None:
     network = Network(Rendered("external-redis"))
     reached = [c for c in COMPONENTS if c in network.labels and network.lets_out_to_address(c, "10.20.0.0/16", 6380)]
     assert reached == ["controller", "rollout", "trainer"]
+    peer: Peer = ({}, {"kubernetes.io/metadata.name": "redis"})
+    assert reached == [c for c in COMPONENTS if c in network.labels and network.lets_out(c, peer, 6380)]
     network = Network(Rendered("everything"))
     stores = [c for c in COMPONENTS if network.lets_out_to_address(c, "10.30.0.0/16", 443)]
     assert stores == ["controller", "rollout", "reward", "trainer"]

@@ -30,6 +30,7 @@ VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
         ("controller.resources.requests.cpu=[]", "/controller/resources/requests/cpu", "array"),
         ('controller.replicas="2"', "/controller/replicas", "string"),
         ("controller.replicas=-1", "/controller/replicas", "minimum"),
+        ("trainer.drainSeconds=26", "/trainer/drainSeconds", "maximum"),
         ("keda.enabled=1", "/keda/enabled", "number"),
         ('controller.logLevel="loud"', "/controller/logLevel", "'info'"),
         ('accelerator.backend="mpi"', "/accelerator/backend", "'nccl'"),

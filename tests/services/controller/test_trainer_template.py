@@ -21,7 +21,11 @@ TEMPLATE: dict[str, Any] = {
     "metadata": {
         "name": "f-trainer",
         "labels": {"app.kubernetes.io/part-of": "flowfleet"},
-        "annotations": {"flowfleet.io/ranks-per-pod": "8", "flowfleet.io/accelerator": "nvidia.com/gpu"},
+        "annotations": {
+            "flowfleet.io/ranks-per-pod": "8",
+            "flowfleet.io/accelerator": "nvidia.com/gpu",
+            "flowfleet.io/drain-s": "20",
+        },
     },
     "spec": {
         "completionMode": "Indexed",
@@ -82,7 +86,7 @@ def test_what_the_launcher_puts_in() -> None:
         "-m",
         "services.trainer",
         *("--host", "0.0.0.0", "--port", "7000", "--health-port", "7001", "--metrics-port", "9470"),
-        *("--transfer-host", "$(POD_IP)"),
+        *("--transfer-host", "$(POD_IP)", "--drain-s", "20"),
     ]
 
 
@@ -145,12 +149,16 @@ def annotated(annotations: dict[str, Any]) -> dict[str, Any]:
         (without("spec/completionMode"), "spec.completionMode must be Indexed"),
         (without("spec/backoffLimit", 3), "spec.backoffLimit must be 0"),
         (without("spec/template/spec/restartPolicy"), "spec.template.spec.restartPolicy must be Never"),
-        (without("metadata/annotations"), "annotation flowfleet.io/ranks-per-pod must be a number above 0"),
+        (without("metadata/annotations"), "annotation flowfleet.io/ranks-per-pod must be a number, at least 1"),
         (
             annotated({"flowfleet.io/ranks-per-pod": "0"}),
-            "flowfleet.io/ranks-per-pod must be a number above 0, not '0'",
+            "flowfleet.io/ranks-per-pod must be a number, at least 1, not '0'",
         ),
-        (annotated({"flowfleet.io/ranks-per-pod": 8}), "annotation flowfleet.io/accelerator must be the name"),
+        (annotated({"flowfleet.io/ranks-per-pod": 8}), "annotation flowfleet.io/drain-s must be a number, at least 0"),
+        (
+            annotated({"flowfleet.io/ranks-per-pod": 8, "flowfleet.io/drain-s": 0}),
+            "annotation flowfleet.io/accelerator must be the name",
+        ),
         (without("spec/template/spec/subdomain"), "must name the headless Service"),
         (without("spec/template/spec/containers", []), "must have one named trainer"),
         (without("spec", "x"), "spec.completionMode must be Indexed"),

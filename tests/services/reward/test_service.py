@@ -209,6 +209,24 @@ def test_sigterm_finishes_what_was_admitted(tmp_path: Path) -> None:
         assert {line["service"] for line in lines} == {"reward"}
 
 
+def test_a_drain_ends_when_its_time_is_over(tmp_path: Path) -> None:
+    """The call waits a minute for company, and the drain has no time to send it off."""
+    flags = ("--scorer", "jpeg_compressibility", "--max-wait-ms", "60000", "--drain-s", "0")
+    with reward_process(tmp_path, *flags) as service:
+
+        async def during(stub: RewardServiceAsyncStub) -> grpc.StatusCode:
+            call = stub.Score(ScoreRequest(samples=[sign_sample("a", "AB3")]), timeout=30)
+            while not service.metric("flowfleet_reward_queued_samples"):
+                await asyncio.sleep(0.02)
+            service.process.send_signal(signal.SIGTERM)
+            code: grpc.StatusCode = await call.code()
+            return code
+
+        assert ask(service.address, during) in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        assert service.process.wait(10) == 0
+        assert "calls were still running after 0 s" in service.log.read_text()
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

@@ -36,7 +36,7 @@ class Pod(Process):
             f"--master-port={RENDEZVOUS_PORT}": f"--master-port={rendezvous_port}",
             **{str(port): "0" for port in (POD_PORT, HEALTH_PORT, METRICS_PORT)},
         }
-        command = trainer_pod_command(pods=2, ranks_per_pod=1, master=HOSTS[0])
+        command = trainer_pod_command(pods=2, ranks_per_pod=1, master=HOSTS[0], drain_s=10)
         for name, value in values.items():
             command = [
                 value if part == name else part.replace(name, value) if "$" in name else part for part in command

@@ -92,6 +92,11 @@ annotations:
 {{- if index . 1 }}{{ get (dict "nccl" "cuda" "hccl" "npu" "gloo" "cpu") $backend }}{{ else }}cpu{{ end }}
 {{- end }}
 
+{{/* Whether resources name an accelerator, as nvidia.com/gpu: "true" or "". (resources) */}}
+{{- define "flowfleet.extended" -}}
+{{- range $name, $_ := .limits }}{{ if contains "/" $name }}true{{ end }}{{ end }}
+{{- end }}
+
 {{/* Security. */}}
 {{- define "flowfleet.podSecurityContext" -}}
 {{- $root := index . 0 -}}
@@ -309,7 +314,6 @@ spec:
         scalerAddress: {{ include "flowfleet.fullname" $root }}-scaler.{{ $root.Release.Namespace }}.svc:8471
         component: {{ $component }}
         name: {{ $settings.name }}
-        maxReplicas: {{ int $scaling.maxReplicas | quote }}
         {{- if $root.Values.tls.enabled }}
         enableTLS: "true"
         {{- end }}
