@@ -13,11 +13,14 @@ reader never sees half of a change.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 from flowfleet import keys
+
+log = logging.getLogger(__name__)
 
 EXPIRES_S: Final = 15.0
 RENEW_EVERY_S: Final = 3.0
@@ -56,7 +59,11 @@ if since > revision then since = 0 end
 local found = redis.call('ZRANGEBYSCORE', KEYS[3], '(' .. since, '+inf', 'WITHSCORES', 'LIMIT', 0, ARGV[2])
 local records = {}
 for place = 1, #found, 2 do
-  records[#records + 1] = redis.call('HGET', KEYS[1], found[place]) or nil
+  local record = redis.call('HGET', KEYS[1], found[place])
+  if record then
+    records[#records + 1] = found[place]
+    records[#records + 1] = record
+  end
   since = tonumber(found[place + 1])
 end
 return {since, redis.call('ZCARD', KEYS[2]), records, older(ARGV[4])}
@@ -91,6 +98,21 @@ class ReplicaRecord:
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
 
+    @classmethod
+    def from_json(cls, text: str | bytes) -> ReplicaRecord:
+        """Fields that we do not know, as a newer replica may have, are passed over. Raises ValueError for what is no
+        record."""
+        said = json.loads(text)
+        if not isinstance(said, dict):
+            raise ValueError("it is no object")
+        known = {field.name: said[field.name] for field in fields(cls) if field.name in said}
+        wrong = [
+            field.name for field in fields(cls) if type(known.get(field.name, field.default)).__name__ != field.type
+        ]
+        if wrong:
+            raise ValueError(f"missing, or of another type: {', '.join(wrong)}")
+        return cls(**known)
+
 
 @dataclass(frozen=True, slots=True)
 class Look:
@@ -104,6 +126,8 @@ class Look:
     """Oldest change first; with `LOOK_COUNT` of them there may be more."""
     stale: frozenset[str]
     """Replicas whose record was not renewed in time."""
+    unreadable: frozenset[str] = frozenset()
+    """Replicas whose changed record is none that we can read; they count in `number`."""
 
 
 class ReplicaDirectory:
@@ -126,15 +150,22 @@ class ReplicaDirectory:
     async def get(self, replica_id: str) -> ReplicaRecord | None:
         """Also of one that is not renewed any more, until somebody looks."""
         found = await self._redis.hget(self._keys[0], replica_id)
-        return None if found is None else ReplicaRecord(**json.loads(found))
+        return None if found is None else ReplicaRecord.from_json(found)
 
     async def look(self, revision: int = 0) -> Look:
         """What changed after a revision. Forgets those that are gone."""
         ages = [int(1000 * EXPIRES_S), int(1000 * STALE_S)]
         found = await self._look(keys=self._keys, args=[revision, LOOK_COUNT, *ages])
         reached, number, records, stale = found
-        changed = tuple(ReplicaRecord(**json.loads(record)) for record in records)
-        return Look(reached, number, changed, frozenset(name.decode() for name in stale))
+        changed, unreadable = [], []
+        for name, record in zip(records[::2], records[1::2], strict=True):
+            try:
+                changed.append(ReplicaRecord.from_json(record))
+            except ValueError as error:
+                log.error("replica %s is passed over, its record cannot be read: %s", name.decode(), error)
+                unreadable.append(name.decode())
+        stale_names = frozenset(name.decode() for name in stale)
+        return Look(reached, number, tuple(changed), stale_names, frozenset(unreadable))
 
     async def members(self) -> Collection[str]:
         """Ids of all replicas."""

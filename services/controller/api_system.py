@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.metadata
 
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import ConfigDict
-from redis.exceptions import RedisError
 
 from flowfleet.errors import Unavailable
 from flowfleet.machine import filesystem_id
 from services.controller.directory import Directory
 from services.controller.fleet import Health
 from services.controller.records import Record
-from services.controller.services import Use
+from services.controller.services import Services, Use
 
 router = APIRouter(tags=["system"])
-
-READY_TIMEOUT_S = 2.0
 
 
 class ReplicaView(Record):
@@ -91,21 +87,23 @@ async def version() -> Version:
 
 
 @router.get("/healthz")
-async def healthz() -> Condition:
-    """The process answers."""
+async def healthz(use: Use) -> Condition:
+    """The process answers, and its runner has not ended by itself; 503 asks for a new start."""
+    if not use.closing.is_set():
+        _check_runner(use)
     return Condition(status="ok")
 
 
 @router.get("/readyz")
 async def readyz(use: Use) -> Condition:
-    """Redis answers and the runner runs; 503 says which does not."""
+    """The runner runs. While Redis is away all controllers are without it, and each call says so itself."""
+    _check_runner(use)
+    return Condition(status="ok")
+
+
+def _check_runner(use: Services) -> None:
     if not use.runner.alive:
         raise Unavailable("the runner has stopped; restart the controller")
-    try:
-        await asyncio.wait_for(use.redis.ping(), READY_TIMEOUT_S)
-    except (RedisError, TimeoutError):
-        raise Unavailable("Redis does not answer") from None
-    return Condition(status="ok")
 
 
 @router.get("/metrics", response_class=Response)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ from flowfleet.proto import common_pb2, reward_pb2, trainer_pb2, trainer_pb2_grp
 from flowfleet.rpc import open_channel
 from services.controller.concurrency import Budget
 from services.controller.data import Prompt, prompts_of_step
-from services.controller.fleet_watch import FleetWatch
+from services.controller.fleet import Replica
+from services.controller.fleet_watch import FleetWatch, NobodyThere, Want
 from services.controller.inputs import Inputs
 from services.controller.launcher import Launcher
 from services.controller.machine import Machine
 from services.controller.rewards import RewardPlane, Verdict
 from services.controller.store import JobStore
-from services.controller.waiting import NotYet
+from services.controller.waiting import NotYet, WaitedInVain
 
 MAX_SCORING = 128
 """Samples at the rewards at once: enough for 16 processes of one, and a reward of one picture a second answers the
@@ -69,6 +71,22 @@ class JobContext:
 
     async def close(self) -> None:
         await asyncio.gather(self.rewards.close(), *(channel.close(None) for channel in self._channels.values()))
+
+    @asynccontextmanager
+    async def replica(self, low: int, high: int, samples: int) -> AsyncIterator[Replica]:
+        """Lent from the job's pool, as `FleetWatch.lease`. Raises WaitedInVain while the pool has no live replica."""
+        want = Want(low, high, 2 * self.spec.rollout.batch_size)
+        try:
+            async with self.fleet.lease(self.spec.rollout.pool, self.job_id, want, samples) as replica:
+                yield replica
+        except NobodyThere:
+            raise WaitedInVain(self.nobody_there()) from None
+
+    def nobody_there(self) -> str:
+        """What to say of a pool without live replicas."""
+        pool = self.spec.rollout.pool
+        shortage = self.shortage("rollout", pool)
+        return f"pool {pool!r} has no live rollout replica" + (f": {shortage}" if shortage else "")
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Waits for the machine's state to fulfil a condition."""

@@ -91,8 +91,12 @@ class Fleet:
 
     def keep(self, replica_ids: Collection[str]) -> None:
         """Forgets all others."""
-        for replica_id in self._replicas.keys() - set(replica_ids):
-            self._forget(replica_id)
+        self.forget(self._replicas.keys() - set(replica_ids))
+
+    def forget(self, replica_ids: Iterable[str]) -> None:
+        for replica_id in replica_ids:
+            if replica_id in self._replicas:
+                self._forget(replica_id)
 
     def doubt(self, replica_ids: Iterable[str]) -> None:
         """They go on as they were until they answer, or do not."""
@@ -156,6 +160,9 @@ class Fleet:
         """Of a pool, by name."""
         of_pool = (r for r in self._by_pool.get(pool, {}).values() if r.live)
         return sorted(of_pool, key=lambda r: r.replica_id)
+
+    def any_live(self, pool: str) -> bool:
+        return any(r.live for r in self._by_pool.get(pool, {}).values())
 
     def doubted(self) -> list[Replica]:
         return [self._replicas[replica_id] for replica_id in self._doubted]

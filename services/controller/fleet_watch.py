@@ -31,7 +31,15 @@ log = logging.getLogger(__name__)
 STATUS_DEADLINE_S = 3.0
 ASKED_AT_ONCE = 100
 TIDY_EVERY_S = 10.0
+EMPTY_S = 5.0
+"""A pool without a live replica for so long is told to those who wait for one."""
+EMPTY_LOOK_S = 0.5
+RETRY_S = 2.0
 _DOUBTFUL = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+class NobodyThere(Exception):
+    """The pool has had no live replica for a while."""
 
 
 class Want(NamedTuple):
@@ -112,6 +120,8 @@ class FleetWatch:
         self._directory = ReplicaDirectory(redis)
         self._poll_s = poll_s
         self._revision = 0
+        self._unreadable: set[str] = set()
+        """Replicas that are there, and that nobody here can use."""
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._leases: Counter[str] = Counter()
         self._looking = asyncio.Lock()
@@ -151,9 +161,10 @@ class FleetWatch:
         return rollout_pb2_grpc.RolloutServiceStub(self._channels[address])
 
     @asynccontextmanager
-    async def lease(self, job_id: str, low: int, high: int, samples: int, limit: int) -> AsyncIterator[Replica]:
-        """Waits for a replica at an admissible version, charges it with `samples`, and frees it at the end."""
-        replica = await self._desk.take(job_id, Want(low, high, limit), samples)
+    async def lease(self, pool: str, job_id: str, want: Want, samples: int) -> AsyncIterator[Replica]:
+        """Waits for a replica at an admissible version, charges it with `samples`, and frees it at the end. Waits for
+        as long as replicas of the pool are busy or behind; raises NobodyThere when there are none."""
+        replica = await self._take(pool, job_id, want, samples)
         self._leases[replica.address] += 1
         try:
             yield replica
@@ -167,6 +178,26 @@ class FleetWatch:
             self._leases[replica.address] -= 1
             self._desk.give_back(job_id, replica, samples)
 
+    async def _take(self, pool: str, job_id: str, want: Want, samples: int) -> Replica:
+        try:
+            async with asyncio.timeout(None) as limit:
+                looking = asyncio.create_task(self._end_when_empty(limit, pool))
+                try:
+                    return await self._desk.take(job_id, want, samples)
+                finally:
+                    looking.cancel()
+        except TimeoutError:
+            raise NobodyThere(f"pool {pool!r} has no live rollout replica") from None
+
+    async def _end_when_empty(self, wait: asyncio.Timeout, pool: str) -> None:
+        """Lets a wait time out once the pool has been without a live replica for a while."""
+        lived = time.monotonic()
+        while time.monotonic() - lived < EMPTY_S:
+            await asyncio.sleep(EMPTY_LOOK_S)
+            if self.fleet.any_live(pool):
+                lived = time.monotonic()
+        wait.reschedule(asyncio.get_running_loop().time())
+
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(self._poll_s)
@@ -174,18 +205,26 @@ class FleetWatch:
                 await self.refresh()
             except RedisError as error:
                 log.warning("no list of replicas: %s", error)
+            except Exception:  # without this watch no job would get a replica any more
+                log.exception("no list of replicas")
+                await asyncio.sleep(RETRY_S)
 
     async def _look(self) -> None:
         """Changes, until there are no more; then who left: a look counts all replicas, and knows every new one."""
         while True:
             look = await self._directory.look(self._revision)
             self.fleet.update(look.changed)
+            self.fleet.forget(look.unreadable)
+            self._unreadable -= {record.replica_id for record in look.changed}
+            self._unreadable |= look.unreadable
             self._revision = look.revision
-            if len(look.changed) < LOOK_COUNT:
+            if len(look.changed) + len(look.unreadable) < LOOK_COUNT:
                 break
-        if look.number != len(self.fleet):
-            self.fleet.keep(await self._directory.members())
-            if look.number > len(self.fleet):
+        if look.number != len(self.fleet) + len(self._unreadable):
+            members = await self._directory.members()
+            self.fleet.keep(members)
+            self._unreadable.intersection_update(members)
+            if look.number > len(self.fleet) + len(self._unreadable):
                 self._revision = 0  # the server lost data: its revisions are not those that we know
         self.fleet.doubt(look.stale)
 

@@ -26,12 +26,13 @@ from services.controller import events as ev
 from services.controller.concurrency import end, gather_or_cancel
 from services.controller.context import JobContext, sample_field
 from services.controller.inputs import BLOB_TTL_S
+from services.controller.launcher import stop_for_good, stopped
 from services.controller.ledger import Also, Ledger
 from services.controller.machine import Command, EnsureTrainer, Generate, Machine, Score, Status, TrainStep, Validate
 from services.controller.records import Desired, JobStatus
 from services.controller.retries import MAX_FAILURES, Decision, Verdict, decide
 from services.controller.step import TrainingStep
-from services.controller.waiting import NotYet
+from services.controller.waiting import NotYet, WaitedInVain
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +111,8 @@ class JobRunner:
         except NotYet as waiting:
             log.info("%s: %s", command, waiting, extra={"job": self.job.job_id})
             self._waits[command] += 1
-            self._explain(command, self._waits[command], str(waiting))
+            tries = MAX_FAILURES if isinstance(waiting, WaitedInVain) else self._waits[command]
+            self._explain(command, tries, str(waiting))
             await asyncio.sleep(NOT_YET_S)
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is None or task.cancelling():
@@ -151,7 +153,7 @@ class JobRunner:
             case Verdict.RESYNC:
                 await asyncio.sleep(decision.delay_s)
                 if self._failures[command] >= MAX_FAILURES and isinstance(command, EnsureTrainer | TrainStep):
-                    await self.job.launcher.stop(self.job.job_id)  # it answers, but cannot do this: start afresh
+                    await stopped(self.job.launcher, self.job.job_id)  # it answers, but cannot do this: start afresh
                 await self.emit(ev.TrainerLost())
             case Verdict.RETRY:
                 await asyncio.sleep(decision.delay_s)
@@ -290,7 +292,7 @@ class JobRunner:
     async def _report_end(self) -> None:
         """Results, then the status, with which the job's events end, then what nobody needs any more."""
         state, job = self.machine.state, self.job
-        await job.launcher.stop(job.job_id)
+        await stop_for_good(job.launcher, job.job_id)
         results = {
             "model": str(job.directory / "model") if state.exported else None,
             "held_out_reward": state.held_out_reward,

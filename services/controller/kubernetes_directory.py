@@ -55,7 +55,10 @@ class KubernetesDirectory(Collector):
         return ready_addresses(self.slices.objects.values(), "rollout").keys()
 
     def shortage(self, component: str, name: str) -> str:
-        return pods.shortage(self.pods_of(component, name))
+        if shortage := pods.shortage(self.pods_of(component, name)):
+            return shortage
+        gone = component == "rollout" and name not in (self.pools or ())
+        return f"release {self._release} has no such pool any more" if gone else ""
 
     def pods_of(self, component: str, name: str) -> list[Object]:
         wanted = (component, name)
@@ -96,6 +99,14 @@ class KubernetesDirectory(Collector):
         for component, name in sorted(known | counts.keys()):
             gauge.add_metric([component, name], counts[component, name])
         yield gauge
+        stale = GaugeMetricFamily(
+            "flowfleet_kubernetes_stale_seconds",
+            "Since when objects of the cluster cannot be followed; 0 while they are",
+            labels=["kind"],
+        )
+        for mirror in (self.slices, self.pods, self.jobs):
+            stale.add_metric([mirror.kind], mirror.stale_s)
+        yield stale
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
         """Nothing is collected at registration."""

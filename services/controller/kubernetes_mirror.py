@@ -1,7 +1,7 @@
 """A copy of some objects of the cluster that follows them: list once, then watch, for as long as it runs.
 
-A watch that ends is taken up where it was. One that is too old, and one that broke, begins with a new list, after a
-growing delay while nobody answers; until then the copy stays as it was.
+A watch that ends is taken up where it was. One that is too old, and one that broke by whatever it met, begins with a
+new list, after a growing delay while that does not help; until then the copy stays as it was.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import asyncio
 import contextlib
 import logging
 import random
+import time
 from collections.abc import Callable
 
 from flowfleet.errors import FlowfleetError
-from services.controller.kubernetes_api import Gone, KubernetesApi, Object, Refused, Resource
+from services.controller.kubernetes_api import KubernetesApi, Object, Refused, Resource
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,16 @@ class Mirror:
         """The first list is here."""
         self.problem = ""
         """Why it could not be read the last time."""
+        self._broken_at: float | None = None
+
+    @property
+    def kind(self) -> str:
+        return self._resource.plural
+
+    @property
+    def stale_s(self) -> float:
+        """For how long it has not followed; 0 while all is well."""
+        return 0.0 if self._broken_at is None else time.monotonic() - self._broken_at
 
     async def run(self) -> None:
         """Follows until cancelled."""
@@ -46,11 +57,11 @@ class Mirror:
                     await self._list()
                 await self._watch()
                 delay_s = MIN_DELAY_S
-            except Gone:
-                self._version = ""
-            except (FlowfleetError, Refused, ValueError) as error:
-                log.warning("cannot follow %s: %s", self._resource.plural, error)
-                self.problem, self._version = str(error), ""
+            except Exception as error:  # what is waited for on a copy that stands still is waited for in vain
+                unknown = not isinstance(error, FlowfleetError | Refused | ValueError)
+                log.warning("cannot follow %s: %s", self.kind, error, exc_info=unknown)
+                self.problem, self._version = str(error) or type(error).__name__, ""
+                self._broken_at = self._broken_at or time.monotonic()
                 await asyncio.sleep(delay_s * random.uniform(0.5, 1.5))
                 delay_s = min(2 * delay_s, MAX_DELAY_S)
 
@@ -70,7 +81,7 @@ class Mirror:
     async def _list(self) -> None:
         items, self._version = await self._api.list(self._resource, self._selector)
         self.objects = {item["metadata"]["name"]: item for item in items}
-        self.problem = ""
+        self.problem, self._broken_at = "", None
         self.synced.set()
         self._tell()
 

@@ -23,12 +23,15 @@ from flowfleet.accelerators import show_only
 from flowfleet.commands import trainer_command
 from flowfleet.jobs import JobSpec
 from flowfleet.service import PATIENT_THREADS, usable_cpus
+from services.controller.leadership import LeaseLost
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 15.0
+STOP_TRIES = 5
+STOP_DELAY_S = 1.0
 
 
 class Launcher(Protocol):
@@ -48,6 +51,27 @@ class Launcher(Protocol):
 
     async def keep_only(self, job_ids: Collection[str]) -> None:
         """Ends the trainers of all other jobs: those of ended ones, which a killed controller left."""
+
+
+async def stopped(launcher: Launcher, job_id: str) -> bool:
+    """Ends the trainer; False, and said in the log, if that did not work. Raises nothing but LeaseLost."""
+    try:
+        await launcher.stop(job_id)
+    except LeaseLost:
+        raise
+    except Exception as error:  # of whatever there is between us and it: no job ends otherwise because of that
+        log.warning("the trainer is not ended: %s: %s", type(error).__name__, error, extra={"job": job_id})
+        return False
+    return True
+
+
+async def stop_for_good(launcher: Launcher, job_id: str) -> None:
+    """As `stopped`, several times. What is then left hears nothing more and ends by itself, or by `keep_only`."""
+    for _ in range(STOP_TRIES):
+        if await stopped(launcher, job_id):
+            return
+        await asyncio.sleep(STOP_DELAY_S)
+    log.error("the trainer of an ended job is left behind", extra={"job": job_id})
 
 
 @dataclass(frozen=True)

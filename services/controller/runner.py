@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from flowfleet.blobs import open_blobs
-from flowfleet.errors import Conflict
+from flowfleet.errors import Conflict, NotFound, Unavailable
 from flowfleet.jobs import JobSpec
 from flowfleet.telemetry import JobMetrics
 from services.controller.changes import listen, tell
@@ -28,7 +29,7 @@ from services.controller.fleet import Replica
 from services.controller.fleet_watch import FleetWatch
 from services.controller.inputs import Inputs
 from services.controller.job_runner import JobRunner
-from services.controller.launcher import Launcher, LocalLauncher
+from services.controller.launcher import Launcher, LocalLauncher, stop_for_good
 from services.controller.leadership import Lease, LeaseLost
 from services.controller.ledger import Ledger
 from services.controller.machine import Machine
@@ -47,6 +48,8 @@ REST_S = 0.1
 """At least, from look to look: of many jobs one always wakes the runner, as does the demand that it tells itself."""
 RESTART_DELAY_S = 1.0
 MAX_CRASHES = 20
+STEADY_S = 600.0
+"""A driver that ran for so long was well: crashes before it do not count any more."""
 
 
 class Runner:
@@ -86,6 +89,7 @@ class Runner:
     async def start(self) -> None:
         await self._fleet.start()
         self._task = asyncio.create_task(self._run(), name="runner")
+        self._task.add_done_callback(_tell_end)
 
     async def stop(self) -> None:
         """Leaves a running job to the next controller, which may lead when this returns; its trainer lives on."""
@@ -137,10 +141,10 @@ class Runner:
             tasks: dict[str, asyncio.Task[None]] = {}
             while True:
                 self._wake.clear()
-                with _redis_may_be_away():
+                with _may_fail():
                     active = await self._store.active()
                     if not tasks:
-                        await self._launcher.keep_only(active)
+                        await self._end_others(active)
                     first = await self._first_of_pools(active)
                     for pool, record in first.items():
                         if pool not in tasks or tasks[pool].done():
@@ -150,6 +154,15 @@ class Runner:
                     await self._tell_demand(first.values())
                 await _wait(self._wake, POLL_S)
                 await asyncio.sleep(REST_S)
+
+    async def _end_others(self, active: Collection[str]) -> None:
+        """Trainers of ended jobs. Where they cannot be ended jobs run all the same."""
+        try:
+            await self._launcher.keep_only(active)
+        except (LeaseLost, RedisError):
+            raise
+        except Exception as error:
+            log.warning("trainers of ended jobs are not ended: %s: %s", type(error).__name__, error)
 
     async def _tell_demand(self, first: Iterable[JobRecord]) -> None:
         """How many replicas the first jobs of the pools need now."""
@@ -185,9 +198,10 @@ class Runner:
 
     async def _run_job(self, job_id: str) -> None:
         """One job to its end. An error of ours is logged and the job continued from its ledger, a limited number of
-        times."""
+        times in a row; who is away is waited for."""
         crash = 0
         while crash < MAX_CRASHES:
+            began = time.monotonic()
             try:
                 record = await self._store.get(job_id)
                 if not record.status.terminal:
@@ -197,11 +211,13 @@ class Runner:
                 raise
             except RedisError as error:
                 log.warning("Redis is away; the job waits: %s", error, extra={"job": job_id})
+            except Unavailable as error:
+                log.warning("the job waits: %s", error, extra={"job": job_id})
             except ValueError as error:
                 await self._fail(job_id, str(error))
                 return
             except Exception as error:
-                crash += 1
+                crash = 1 if time.monotonic() - began > STEADY_S else crash + 1
                 log.exception("the job's driver crashed (%d)", crash, extra={"job": job_id})
                 reason = f"controller error: {type(error).__name__}: {error}"
             await asyncio.sleep(RESTART_DELAY_S)
@@ -248,10 +264,10 @@ class Runner:
         )
 
     async def _fail(self, job_id: str, reason: str) -> None:
-        await self._launcher.stop(job_id)
+        await stop_for_good(self._launcher, job_id)
         try:
             await self._store.set_status(job_id, JobStatus.FAILED, reason)
-        except (Conflict, RedisError) as error:
+        except (Conflict, NotFound, RedisError) as error:
             log.error("cannot record the job's failure: %s", error, extra={"job": job_id})
 
 
@@ -278,11 +294,22 @@ class FencedLauncher:
 
 
 @contextmanager
-def _redis_may_be_away() -> Iterator[None]:
+def _may_fail() -> Iterator[None]:
+    """A look at the jobs, of which there is another one soon: whatever it meets, the jobs that run go on."""
     try:
         yield
+    except LeaseLost:
+        raise
     except RedisError as error:
         log.warning("jobs are not looked at: %s", error)
+    except Exception:
+        log.exception("jobs are not looked at")
+
+
+def _tell_end(task: asyncio.Task[None]) -> None:
+    """Of the runner. One that ends by itself makes /healthz fail, so that the controller is started anew."""
+    if not task.cancelled():
+        log.critical("the runner has ended", exc_info=task.exception())
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

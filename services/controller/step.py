@@ -75,12 +75,10 @@ class TrainingStep:
         job, spec = self.job, self.job.spec
         wanted = {group: job.machine.wanted(step, group) for group in groups}
         request, prompts = requests.generate(job, step, wanted), job.prompts(step)
-        rows, limit = sum(map(len, wanted.values())), 2 * spec.rollout.batch_size
+        rows = sum(map(len, wanted.values()))
         if not rows:
             return
-        async with job.fleet.lease(
-            job.job_id, max(0, step - spec.schedule.max_staleness), step, rows, limit
-        ) as replica:
+        async with job.replica(max(0, step - spec.schedule.max_staleness), step, rows) as replica:
             request.policy_version = replica.version or 0
             await job.inputs.attach(request, [prompts[group.group] for group in request.groups])
             call = job.fleet.stub(replica.address).Generate(request, timeout=spec.timeouts.generate_s)
@@ -135,9 +133,7 @@ class TrainingStep:
         job, spec = self.job, self.job.spec
         live = job.fleet.fleet.live(spec.rollout.pool)
         if not live:
-            shortage = job.shortage("rollout", spec.rollout.pool)
-            why = f": {shortage}" if shortage else ""
-            raise NotYet(f"pool {spec.rollout.pool!r} has no live rollout replica to publish to{why}")
+            raise NotYet(job.nobody_there())
         started = time.monotonic()
         request = trainer_pb2.PublishWeightsRequest(job_id=job.job_id, version=version)
         request.replicas.extend(trainer_pb2.Replica(replica_id=r.replica_id, address=r.address) for r in live)

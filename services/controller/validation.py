@@ -24,8 +24,7 @@ async def validate_chunk(job: JobContext, version: int, start: int, size: int) -
     """Samples and scores the held-out prompts start … start + size − 1 on one replica that serves the version."""
     prompts = job.held_out[start : start + size]
     request = requests.validate(job, version, start, prompts)
-    limit = 2 * job.spec.rollout.batch_size
-    async with job.fleet.lease(job.job_id, version, version, len(prompts), limit) as replica:
+    async with job.replica(version, version, len(prompts)) as replica:
         await job.inputs.attach(request, prompts)
         call = job.fleet.stub(replica.address).Generate(request, timeout=job.spec.timeouts.generate_s)
         samples = sorted([event.sample async for event in call], key=lambda sample: sample.id.group)

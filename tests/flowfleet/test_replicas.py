@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from flowfleet import replicas
+from flowfleet import keys, replicas
 from flowfleet.redis_client import connect
 from flowfleet.replicas import ReplicaDirectory, ReplicaRecord
 
@@ -111,5 +112,33 @@ def test_a_server_that_lost_its_data_is_read_from_the_start(run: Callable[[Use],
         await directory.put(record("a"))
         again = await directory.look(look.revision)
         assert (again.number, again.changed, again.revision) == (1, (record("a"),), 1)
+
+    run(use)
+
+
+async def put_text(directory: ReplicaDirectory, redis: Any, name: str, text: str) -> None:
+    """As a replica of another version may."""
+    await directory.put(record(name))
+    await redis.hset(keys.replicas("records"), name, text)
+
+
+def test_what_a_newer_replica_says_beside_is_passed_over() -> None:
+    known = record("a", version=3)
+    assert ReplicaRecord.from_json(json.dumps({**json.loads(known.to_json()), "mood": "fine"})) == known
+
+
+BROKEN = ["{", "[]", "{}", '{"replica_id": "b"}', json.dumps({**json.loads(record("b").to_json()), "pool": None})]
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_record_that_cannot_be_read_hides_no_other(
+    run: Callable[[Use], None], text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def use(directory: ReplicaDirectory, redis: Any) -> None:
+        await put_text(directory, redis, "b", text)
+        await directory.put(record("c"))
+        look = await directory.look()
+        assert (look.number, look.changed, look.unreadable) == (2, (record("c"),), frozenset("b"))
+        assert "replica b is passed over" in caplog.text
 
     run(use)

@@ -26,7 +26,12 @@ from services.rollout.metrics import RolloutMetrics
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "deploy" / "helm" / "flowfleet" / "files" / "alerts.yaml"
 DOCS = ROOT / "docs" / "metrics.md"
-OF_CONTROLLER = {"flowfleet_controller_jobs", "flowfleet_controller_leader", "flowfleet_unschedulable_pods"}
+OF_CONTROLLER = {
+    "flowfleet_controller_jobs",
+    "flowfleet_controller_leader",
+    "flowfleet_unschedulable_pods",
+    "flowfleet_kubernetes_stale_seconds",
+}
 STEP_NAME = re.compile(r'"((?:actor|critic|rollout_corr|training|perf|timing_s|timing_per_image_ms|val)/[a-z0-9_/]+)"')
 CHOICE = {"namespace": "ns", "job": ".*", "pool": ".*"}
 PANELS = [pytest.param(board, panel, id=f"{board.name}: {panel.title}") for board in BOARDS for panel in board.panels]

@@ -48,6 +48,7 @@ class ScriptedRollout(rollout_pb2_grpc.RolloutServiceServicer):
         self.job_id, self.version = "", -1
         self.address = ""
         self.refuses = False
+        self.drains = False
         self.broken = b""
         """Content of files that it cannot read."""
         self.requests: list[rollout_pb2.GenerateRequest] = []
@@ -98,7 +99,8 @@ class ScriptedRollout(rollout_pb2_grpc.RolloutServiceServicer):
         return await self.blobs.put(keys.blob(request.job_id, kind, purpose, request.step, group.group, index), data)
 
     async def announce(self) -> None:
-        serves = {"state": "idle" if self.version < 0 else "serving", "job_id": self.job_id}
+        state = "draining" if self.drains else "idle" if self.version < 0 else "serving"
+        serves = {"state": state, "job_id": self.job_id}
         record = ReplicaRecord("r0", self.address, "i", "", "default", version=max(0, self.version), **serves)
         await ReplicaDirectory(self.redis).put(record)
 
@@ -109,6 +111,8 @@ class ScriptedRollout(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def GetStatus(self, request: Any, context: Any) -> rollout_pb2.RolloutStatus:
         serving, idle = rollout_pb2.ROLLOUT_STATE_SERVING, rollout_pb2.ROLLOUT_STATE_IDLE
+        if self.drains:
+            serving = rollout_pb2.ROLLOUT_STATE_DRAINING
         return rollout_pb2.RolloutStatus(
             replica_id="r0",
             incarnation="i",

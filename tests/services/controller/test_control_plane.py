@@ -17,7 +17,7 @@ from flowfleet.algorithms.registry import ALGORITHMS
 from flowfleet.jobs import parse_job
 from flowfleet.proto import common_pb2, reward_pb2, trainer_pb2
 from flowfleet.telemetry import LOG_PROB_GAP, LOG_PROB_NOT_FINITE
-from services.controller import context
+from services.controller import context, fleet_watch
 from services.controller.job_runner import TICK_S
 from services.controller.records import Action, Desired, JobStatus
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward, scripted_fleet
@@ -295,6 +295,28 @@ def test_what_is_refused_again_and_again_is_told_while_it_is_tried(
         assert record.status is JobStatus.RUNNING
         assert record.reason == "Generate is tried again: the text encoder is missing"
         fleet.rollout.refuses = False
+        record = await fleet.reached(record.id, lambda record: record.status.terminal)
+        assert (record.status, record.reason) == (JobStatus.SUCCEEDED, "")
+
+    run(use, ocr=ScriptedReward(by_index))
+
+
+def test_a_pool_that_loses_all_replicas_in_mid_step_is_the_jobs_reason(
+    run: Run, job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_watch, "EMPTY_S", 0.5)
+    settings = job(rewards={"ocr": {}})
+
+    async def use(fleet: ScriptedFleet) -> None:
+        fleet.rollout.refuses = True
+        record = await fleet.submit(settings)
+        await fleet.reached(record.id, lambda _: fleet.rollout.version == 0)
+        fleet.rollout.drains = True
+        await fleet.rollout.announce()
+        record = await fleet.reached(record.id, lambda record: "replica" in record.reason)
+        assert record.status is JobStatus.RUNNING
+        assert record.reason == "Generate is tried again: pool 'default' has no live rollout replica"
+        fleet.rollout.refuses = fleet.rollout.drains = False
         record = await fleet.reached(record.id, lambda record: record.status.terminal)
         assert (record.status, record.reason) == (JobStatus.SUCCEEDED, "")
 

@@ -10,12 +10,13 @@ from typing import Any
 import grpc
 import pytest
 
-from flowfleet import replicas
+from flowfleet import keys, replicas
 from flowfleet.proto import rollout_pb2, rollout_pb2_grpc
 from flowfleet.redis_client import connect
 from flowfleet.replicas import ReplicaDirectory, ReplicaRecord
+from services.controller import fleet_watch
 from services.controller.fleet import Fleet, Health
-from services.controller.fleet_watch import Desk, FleetWatch, Want
+from services.controller.fleet_watch import Desk, FleetWatch, NobodyThere, Want
 from tests.services.controller.test_fleet import fleet_of, record
 
 WANT = Want(3, 3, limit=2)
@@ -185,11 +186,91 @@ def test_a_broken_call_loses_it_until_it_answers_though_its_record_is_renewed(ru
         metadata = grpc.aio.Metadata()
         broken = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, metadata, metadata)
         with pytest.raises(grpc.aio.AioRpcError):
-            async with watch.lease("job", 3, 3, 2, 2):
+            async with watch.lease("default", "job", WANT, 2):
                 raise broken
         assert health(watch) is Health.LOST
         await until(lambda: health(watch) is Health.SERVING)
         assert service.asked >= 1
         assert watch.fleet.all()[0].outstanding == 0
+
+    run(use)
+
+
+def test_an_empty_pool_is_told_and_a_busy_one_is_waited_for(
+    run: Callable[[Use], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_watch, "EMPTY_S", 0.3)
+    monkeypatch.setattr(fleet_watch, "EMPTY_LOOK_S", 0.05)
+
+    async def use(
+        watch: FleetWatch, directory: ReplicaDirectory, service: Answers, said: ReplicaRecord, _: Any
+    ) -> None:
+        async def wait() -> None:
+            async with watch.lease("default", "job", WANT, 2):
+                return
+
+        with pytest.raises(NobodyThere, match="pool 'default' has no live rollout replica"):
+            await wait()
+        assert watch._desk._waiting == {}
+        await directory.put(replace(said, state="updating"))
+        await until(lambda: health(watch) is Health.UPDATING)
+        service.version = 2
+        waiting = asyncio.create_task(wait())
+        await asyncio.sleep(0.6)
+        assert not waiting.done()
+        await directory.put(said)
+        await waiting
+        await directory.put(replace(said, version=4))
+        await until(lambda: watch.fleet.choose("job", 3, 3, 2) is None)
+        waiting = asyncio.create_task(wait())
+        await asyncio.sleep(0.1)
+        await directory.remove(said)
+        with pytest.raises(NobodyThere):
+            await waiting
+
+    run(use)
+
+
+def test_a_look_goes_on_after_whatever_it_meets(run: Callable[[Use], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_watch, "RETRY_S", 0.01)
+
+    async def use(
+        watch: FleetWatch, directory: ReplicaDirectory, service: Answers, said: ReplicaRecord, _: Any
+    ) -> None:
+        looked = []
+
+        async def broken(revision: int) -> None:
+            looked.append(revision)
+            raise KeyError("a bug of ours")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(watch._directory, "look", broken)
+            await until(lambda: len(looked) > 1)
+        await directory.put(said)
+        await until(lambda: health(watch) is Health.SERVING)
+        assert watch.alive
+
+    run(use)
+
+
+def test_an_unreadable_record_hides_no_replica_and_is_not_read_again(
+    run: Callable[[Use], None], redis_url: str
+) -> None:
+    async def use(
+        watch: FleetWatch, directory: ReplicaDirectory, service: Answers, said: ReplicaRecord, _: Any
+    ) -> None:
+        redis = connect(redis_url)
+        other = record("b")
+        await redis.hset(keys.replicas("records"), "b", "{")
+        await redis.zadd(keys.replicas("renewed"), {"b": 1000 * (await redis.time())[0]})
+        await redis.zadd(keys.replicas("changed"), {"b": await redis.incr(keys.replicas("revision"))})
+        await directory.put(said)
+        await until(lambda: health(watch) is Health.SERVING)
+        await watch.refresh()
+        assert ({one.replica_id for one in watch.fleet.all()}, watch._unreadable, watch._revision) == ({"a"}, {"b"}, 2)
+        await directory.put(other)
+        await until(lambda: len(watch.fleet) == 2)
+        assert watch._unreadable == set()
+        await redis.aclose()
 
     run(use)

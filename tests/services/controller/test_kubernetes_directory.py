@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,25 @@ def test_one_that_breaks_keeps_what_it_has_until_the_server_is_back(monkeypatch:
     api = ScriptedApi([away, ([item("a", 1)], 3), away, away, ([item("e", 30)], 31)], [[away]])
     assert follow(api, monkeypatch) == {"e"}
     assert api.versions == ["3", "31"]
+
+
+def test_whatever_it_meets_it_goes_on_and_tells_since_when_it_does_not_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    api = ScriptedApi([KeyError("items"), ([item("a", 1)], 3), ([item("e", 9)], 10)], [[("ADDED", {"metadata": {}})]])
+    assert follow(api, monkeypatch) == {"e"}
+
+    async def scenario() -> None:
+        away = Unavailable("nobody answers")
+        mirror = Mirror(ScriptedApi([([], 3), *[away] * 50], [[away]]), PODS, "a=b")  # type: ignore[arg-type]
+        assert mirror.stale_s == 0
+        begun = time.monotonic()
+        task = asyncio.create_task(mirror.run())
+        await mirror.synced.wait()
+        await asyncio.sleep(0.05)
+        assert 0 < mirror.stale_s <= time.monotonic() - begun
+        assert (mirror.kind, mirror.problem) == ("pods", "nobody answers")
+        task.cancel()
+
+    asyncio.run(scenario())
 
 
 async def _token(settings: Configuration) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,10 +30,7 @@ async def test_a_killed_redis_is_a_pause(tmp_path: Path, job: Job) -> None:
             waiting = asyncio.ensure_future(anext(stream))
             server.kill()
 
-            began = time.monotonic()
-            answer = await api.client.get("/readyz")
-            assert (answer.status_code, answer.json()["detail"]) == (503, "Redis does not answer")
-            assert time.monotonic() - began < 4
+            assert (await api.client.get("/readyz")).status_code == 200, "its Service keeps it, to say what is wrong"
             submitting = asyncio.ensure_future(api.submit(job(name="second")))
             asking = asyncio.ensure_future(api.client.post(f"/v1/jobs/{first['id']}/pause"))
             await asyncio.sleep(0.5)

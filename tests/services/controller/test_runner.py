@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 
+import pytest
 from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 
+from flowfleet import keys
+from flowfleet.errors import Unavailable
 from flowfleet.jobs import RolloutPart, parse_job
 from flowfleet.redis_client import connect
+from services.controller import launcher, runner
+from services.controller.launcher import LocalLauncher
 from services.controller.records import JobRecord, JobStatus
 from services.controller.runner import Runner
 from services.controller.settings import ControllerSettings
@@ -25,23 +31,44 @@ class WaitingRunner(Runner):
     order: list[str]
     gate: asyncio.Event
     crashes = 0
+    error: Exception = RuntimeError("a bug of ours")
+    lasts_s = 0.0
 
     async def _drive(self, record: JobRecord) -> None:
         self.order.append(record.id)
         await self._store.set_status(record.id, JobStatus.RUNNING)
         if self.crashes:
             self.crashes -= 1
-            raise RuntimeError("a bug of ours")
+            await asyncio.sleep(self.lasts_s)
+            raise self.error
         await self.gate.wait()
         await self._store.set_status(record.id, JobStatus.SUCCEEDED)
 
 
-def with_runner(url: str, state: Path, use: Callable[[WaitingRunner, JobStore], Awaitable[None]]) -> None:
+class RefusingLauncher(LocalLauncher):
+    """Ends no trainer: the cluster has taken its rights away, say."""
+
+    tries = 0
+
+    async def stop(self, job_id: str) -> None:
+        self.tries += 1
+        raise RuntimeError("refused")
+
+    async def keep_only(self, job_ids: Collection[str]) -> None:
+        raise RuntimeError("refused")
+
+
+def with_runner(
+    url: str,
+    state: Path,
+    use: Callable[[WaitingRunner, JobStore], Awaitable[None]],
+    launcher: LocalLauncher | None = None,
+) -> None:
     async def scenario() -> None:
         redis = connect(url)
         store = JobStore(redis)
         settings = ControllerSettings(redis_url=SecretStr(url), state_dir=state)
-        runner = WaitingRunner(settings, redis, store, CollectorRegistry())
+        runner = WaitingRunner(settings, redis, store, CollectorRegistry(), launcher)
         runner.order, runner.gate = [], asyncio.Event()
         try:
             await use(runner, store)
@@ -98,5 +125,80 @@ def test_a_crash_of_the_driver_is_survived(redis_url: str, tmp_path: Path) -> No
         await runner.start()
         await reached(store, job.id, JobStatus.SUCCEEDED)
         assert runner.order == [job.id, job.id]
+
+    with_runner(redis_url, tmp_path, use)
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "RESTART_DELAY_S", 0.01)
+    monkeypatch.setattr(runner, "MAX_CRASHES", 2)
+    monkeypatch.setattr(launcher, "STOP_DELAY_S", 0.01)
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_trainer_that_cannot_be_ended_ends_nothing_else(redis_url: str, tmp_path: Path) -> None:
+    refusing = RefusingLauncher(tmp_path)
+
+    async def use(runner: WaitingRunner, store: JobStore) -> None:
+        runner.crashes = 2
+        runner.gate.set()
+        first, second = [(await store.create(SPEC))[0].id for _ in range(2)]
+        await runner.start()
+        await reached(store, first, JobStatus.FAILED)
+        assert (await store.get(first)).reason == "controller error: RuntimeError: a bug of ours"
+        assert refusing.tries == launcher.STOP_TRIES
+        await reached(store, second, JobStatus.SUCCEEDED)
+        assert runner.alive
+
+    with_runner(redis_url, tmp_path, use, refusing)
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize(
+    ("error", "lasts_s"), [(Unavailable("nobody answers"), 0.0), (RuntimeError("a bug of ours"), 0.1)]
+)
+def test_who_is_away_is_no_crash_and_those_of_long_ago_do_not_count(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, lasts_s: float
+) -> None:
+    monkeypatch.setattr(runner, "STEADY_S", 0.05)
+
+    async def use(runner: WaitingRunner, store: JobStore) -> None:
+        runner.crashes, runner.error, runner.lasts_s = 4, error, lasts_s
+        runner.gate.set()
+        job, _ = await store.create(SPEC)
+        await runner.start()
+        await reached(store, job.id, JobStatus.SUCCEEDED)
+        assert runner.order == [job.id] * 5
+
+    with_runner(redis_url, tmp_path, use)
+
+
+def test_a_look_that_fails_is_followed_by_another(redis_url: str, tmp_path: Path) -> None:
+    async def use(runner: WaitingRunner, store: JobStore) -> None:
+        runner.gate.set()
+        await runner._redis.zadd(keys.jobs_with_status(JobStatus.QUEUED), {"lost": time.time()})
+        await runner.start()
+        await asyncio.sleep(0.3)
+        assert runner.alive
+        await runner._redis.zrem(keys.jobs_with_status(JobStatus.QUEUED), "lost")
+        job, _ = await store.create(SPEC)
+        await reached(store, job.id, JobStatus.SUCCEEDED)
+
+    with_runner(redis_url, tmp_path, use)
+
+
+def test_a_runner_that_ends_by_itself_is_not_alive_and_says_so(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def use(runner: WaitingRunner, store: JobStore) -> None:
+        async def broken() -> None:
+            raise RuntimeError("a bug of ours")
+
+        monkeypatch.setattr(runner, "_run", broken)
+        await runner.start()
+        await asyncio.sleep(0.05)
+        assert not runner.alive
+        assert "the runner has ended" in caplog.text
 
     with_runner(redis_url, tmp_path, use)
