@@ -50,7 +50,12 @@ class Gone(FlowfleetError):
 
 
 class Refused(RuntimeError):
-    """The API server will not do this, now or later: RBAC, admission, or a malformed object. The message is its own."""
+    """The API server will not do this as things are: RBAC, quota, admission, or a malformed object. The message is its
+    own; `status` is HTTP's."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class KubernetesApi:
@@ -196,4 +201,4 @@ def _problem(resource: Resource, status: int, data: bytes) -> Exception:
         return Conflict(message)
     if status in TRANSIENT or status >= 500:
         return Unavailable(f"the Kubernetes API: {message}")
-    return Refused(f"the Kubernetes API refuses ({status}, {resource.plural}): {message}")
+    return Refused(f"the Kubernetes API refuses ({status}, {resource.plural}): {message}", status)

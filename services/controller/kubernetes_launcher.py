@@ -8,6 +8,7 @@ while after their Job was deleted: a node that went away tells nobody when its p
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Collection, Mapping
@@ -23,14 +24,21 @@ from flowfleet.jobs import JobSpec
 from flowfleet.rpc import open_channel
 from flowfleet.service import format_address
 from services.controller import kubernetes_pods as pods
-from services.controller.kubernetes_api import DEPLOYMENTS, JOBS, Object
+from services.controller.kubernetes_api import DEPLOYMENTS, JOBS, Object, Refused
 from services.controller.kubernetes_directory import COMPONENT, INSTANCE, KubernetesDirectory
 from services.controller.trainer_template import JOB, QUEUE, attempt_name, load_template
-from services.controller.waiting import NotYet
+from services.controller.waiting import NotYet, WaitedInVain
 
 log = logging.getLogger(__name__)
 
-STOP_TIMEOUT_S = 90.0
+STOP_MARGIN_S = 15.0
+"""For a pod to be gone, after the grace period that its template gives it."""
+GRACE_S = 30.0
+"""Where a template says none, as Kubernetes has it."""
+REFUSED_S = 3.0
+"""From one refused creation to the next."""
+MALFORMED = (400, 422)
+"""How the API server refuses a Job that will never be one."""
 SEEN_TIMEOUT_S = 5.0
 """For the mirrors to show what the API server has done."""
 HEALTH_DEADLINE_S = 2.0
@@ -52,11 +60,12 @@ class KubernetesLauncher:
         self._owner = owner
 
     async def ensure(self, job_id: str, spec: JobSpec) -> str:
-        """Raises NotYet while its pods wait or start, RuntimeError for one that failed by itself, Unavailable for one
-        that somebody ended. After both the next call begins a new attempt."""
+        """Raises NotYet while its pods wait or start or are refused, ValueError for a Job that can never be one,
+        RuntimeError for one that failed by itself, Unavailable for one that somebody ended. After both the next call
+        begins a new attempt."""
         attempt = self._newest(job_id)
         if attempt is None:
-            attempt = await self._create(job_id, spec)
+            attempt = await self._admitted(job_id, spec)
         if not self._lives(attempt):
             await self._replace(job_id, attempt)
         leader = next((pod for pod in self._pods_of(attempt) if _index(pod) == "0"), None)
@@ -73,11 +82,13 @@ class KubernetesLauncher:
 
     async def stop(self, job_id: str) -> None:
         """Returns once its pods are gone, or after a while."""
-        for attempt in self._attempts(job_id):
+        attempts = self._attempts(job_id)
+        timeout_s = max(map(_grace_s, attempts), default=0.0) + STOP_MARGIN_S
+        for attempt in attempts:
             await self._delete(attempt)
-        gone = await self._directory.jobs.until(lambda: not self._attempts(job_id), STOP_TIMEOUT_S)
+        gone = await self._directory.jobs.until(lambda: not self._attempts(job_id), timeout_s)
         if not gone:
-            log.warning("pods of the trainer do not end in %.0f s", STOP_TIMEOUT_S, extra={"job": job_id})
+            log.warning("pods of the trainer do not end in %.0f s", timeout_s, extra={"job": job_id})
 
     async def keep_only(self, job_ids: Collection[str]) -> None:
         for attempt in list(self._directory.jobs.objects.values()):
@@ -129,6 +140,19 @@ class KubernetesLauncher:
         return ""
 
     # -- changes -------------------------------------------------------------------------------------------------
+
+    async def _admitted(self, job_id: str, spec: JobSpec) -> Object:
+        """What the cluster's people can grant (rights, a quota, a webhook's consent) is waited for."""
+        try:
+            return await self._create(job_id, spec)
+        except Refused as error:
+            if error.status in MALFORMED:
+                raise ValueError(str(error)) from None
+            why = str(error)
+        except Unavailable as error:
+            why = str(error)
+        await asyncio.sleep(REFUSED_S)
+        raise WaitedInVain(f"trainer: {why}")
 
     async def _create(self, job_id: str, spec: JobSpec) -> Object:
         """Asks the API server first: a mirror may lag behind what another controller did."""
@@ -239,6 +263,10 @@ def _demand(attempt: Object) -> str:
 def _spec_of_pods(attempt: Object) -> Mapping[str, Any]:
     spec: Mapping[str, Any] = attempt["spec"]["template"]["spec"]
     return spec
+
+
+def _grace_s(attempt: Object) -> float:
+    return float(_spec_of_pods(attempt).get("terminationGracePeriodSeconds", GRACE_S))
 
 
 def _job_id(item: Object) -> str:

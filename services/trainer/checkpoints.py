@@ -4,7 +4,8 @@ Tensors (what is trained, AdamW's two moments as they are kept, the old policy o
 generator states) are written by torch.distributed.checkpoint in its safetensors storage, each rank its own shards; they
 may be read by another number of ranks. Its usual storage is avoided because that keeps its metadata as a pickle.
 `state.json` has the rest: the record of applied steps, the optimizer's steps, and the names and sizes of all files. A
-folder is written aside and renamed when everything in it is on disk. The directory must be shared by all ranks.
+folder is written aside and renamed when everything in it is on disk. Aside, each trainer has a name of its own: one
+that was given up may still write. The directory must be shared by all ranks.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
+import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,9 @@ from services.trainer.record import Record
 
 FORMAT = "flowfleet.trainer.v2"
 _NAME = re.compile(r"step-(\d{8,})")
+_ASIDE = re.compile(r"\.step-(\d{8,})\.(?:(\w+)\.)?partial")
+STALE_S = 3600.0
+"""Nobody writes to a folder any more that has not changed for so long."""
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)  # a world of one
 
@@ -43,16 +49,19 @@ class Checkpoints:
     directory: Path
     job_id: str
     keep_last: int
+    token: str = field(default_factory=lambda: secrets.token_hex(4))
+    """Of this trainer, rank 0's."""
 
     def save(self, engine: Engine, record: Record) -> Path:
         """Collective. Writes the state of `record.applied` unless it is there already; forgets the oldest ones."""
         ranks = engine.ranks
         name = f"step-{record.applied:08d}"
-        path, aside = self.directory / name, self.directory / f".{name}.partial"
+        path = self.directory / name
+        aside = self.directory / f".{name}.{ranks.broadcast(self.token.encode()).decode()}.partial"
         with ranks.together():
             exists = self._state(path) is not None
             if not exists and ranks.rank == 0:
-                shutil.rmtree(aside, ignore_errors=True)
+                self._clean(record.applied - 1)
                 aside.mkdir(parents=True)
         if exists:
             return path
@@ -126,6 +135,14 @@ class Checkpoints:
         _sync(self.directory)
         for old in self._paths()[self.keep_last :]:
             shutil.rmtree(old, ignore_errors=True)
+        self._clean(record.applied)
+
+    def _clean(self, step: int) -> None:
+        """Forgets what was left aside: our own, of steps up to this one, and what nobody writes to."""
+        for left in self.directory.glob(".step-*partial"):
+            match = _ASIDE.fullmatch(left.name)
+            if match and (match[2] == self.token or int(match[1]) <= step or _age_s(left) > STALE_S):
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _tensors(engine: Engine) -> dict[str, Tensor]:
@@ -160,6 +177,14 @@ def _fingerprint(engine: Engine) -> str:
     if engine.spec.trainer.optimizer.state == "8bit":
         text += "\n8bit"
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _age_s(folder: Path) -> float:
+    """Since anything in it changed."""
+    try:
+        return time.time() - max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+    except OSError:  # its owner has just renamed it
+        return 0.0
 
 
 def _sorted(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
