@@ -201,8 +201,10 @@ def test_condition_images_go_along_and_are_stored_once(
         assert sorted(set(map(tuple, fleet.rollout.images))) == [(b"same.png", b"0.webp"), (b"same.png", b"1.webp")]
         stored = {image.blob.uri for r in fleet.rollout.requests for g in r.groups for image in g.images}
         assert len(stored) == 3
-        for kind in ("condition", "trajectory", "negative_embeds"):
-            assert await fleet.blob_keys(record.id, kind) == []
+        async with asyncio.timeout(10):  # the status is told first
+            for kind in ("condition", "trajectory", "negative_embeds"):
+                while await fleet.blob_keys(record.id, kind):
+                    await asyncio.sleep(0.02)
 
     run(use, ocr=ScriptedReward(by_index))
 
