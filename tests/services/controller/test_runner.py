@@ -16,7 +16,8 @@ from flowfleet.errors import Unavailable
 from flowfleet.jobs import RolloutPart, parse_job
 from flowfleet.redis_client import connect
 from services.controller import launcher, runner
-from services.controller.launcher import LocalLauncher
+from services.controller.launcher import LocalLauncher, stopped
+from services.controller.leadership import LeaseLost
 from services.controller.records import JobRecord, JobStatus
 from services.controller.runner import Runner
 from services.controller.settings import ControllerSettings
@@ -202,3 +203,19 @@ def test_a_runner_that_ends_by_itself_is_not_alive_and_says_so(
         assert "the runner has ended" in caplog.text
 
     with_runner(redis_url, tmp_path, use)
+
+
+def test_only_a_lost_lease_is_more_than_a_trainer_that_was_not_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command that starts a trainer afresh goes on: it will be told again."""
+    refusing = RefusingLauncher(tmp_path)
+    assert not asyncio.run(stopped(refusing, "job"))
+    assert asyncio.run(stopped(LocalLauncher(tmp_path), "job"))
+
+    async def lost(_: str) -> None:
+        raise LeaseLost
+
+    monkeypatch.setattr(refusing, "stop", lost)
+    with pytest.raises(LeaseLost):
+        asyncio.run(stopped(refusing, "job"))
