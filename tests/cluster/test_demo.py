@@ -134,17 +134,16 @@ class Release:
     # -- faults ------------------------------------------------------------------------------------------------
 
     def _upgrade_reward(self) -> None:
-        """Another image for one reward service: its pods alone are replaced."""
-        before = self._uids()
+        """Another image for one reward service: it alone is changed, and of the pods that nothing scales only its own."""
+        pods, templates = self._names("controller", "redis", "trainer"), self._templates()
         reward = {"name": "ocr", "scorer": "ocr", "image": f"{PREFIX}flowfleet-reward:{TAG}-next"}
         self._helm("upgrade", "--set-json", f"rewards={json.dumps([reward])}")
-        after = self._uids()
-        replaced = before.keys() - after.keys()
-        assert len(replaced) == 1, replaced
-        assert "-reward-ocr-" in replaced.pop()
+        changed = {name for name, template in self._templates().items() if template != templates[name]}
+        assert changed == {f"{RELEASE}-flowfleet-reward-ocr"}
+        assert self._names("controller", "redis", "trainer") == pods
         image = self._pods("reward")[0]["spec"]["containers"][0]["image"]
         assert image.endswith("-next")
-        self.log(f"helm upgrade: the reward runs {image.rpartition(':')[2]}, every other pod stayed")
+        self.log(f"helm upgrade: the reward runs {image.rpartition(':')[2]}, all else stayed")
 
     def _delete_a_pod(self, component: str) -> None:
         name = self._pods(component)[0]["metadata"]["name"]
@@ -170,12 +169,13 @@ class Release:
         pods: list[dict[str, Any]] = self.cluster.get("pods", "--selector", selector)
         return [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
 
-    def _uids(self) -> dict[str, str]:
-        return {
-            pod["metadata"]["name"]: pod["metadata"]["uid"]
-            for component in ("controller", "rollout", "reward", "redis", "trainer")
-            for pod in self._pods(component)
-        }
+    def _names(self, *components: str) -> set[str]:
+        return {pod["metadata"]["name"] for component in components for pod in self._pods(component)}
+
+    def _templates(self) -> dict[str, Any]:
+        """Of pods, by workload."""
+        workloads = self.cluster.get("deployments,statefulsets", "--selector", f"app.kubernetes.io/instance={RELEASE}")
+        return {workload["metadata"]["name"]: workload["spec"]["template"] for workload in workloads}
 
     def _pods_told(self) -> str:
         counts = {name: len(self._pods(name)) for name in ("controller", "rollout", "reward", "redis", "trainer")}
