@@ -134,7 +134,7 @@ class Release:
     # -- faults ------------------------------------------------------------------------------------------------
 
     def _upgrade_reward(self) -> None:
-        """Another image for one reward service: it alone is changed, and of the pods that nothing scales only its own."""
+        """Another image for one reward service: no other workload changes, no pod that nothing scales goes."""
         pods, templates = self._names("controller", "redis", "trainer"), self._templates()
         reward = {"name": "ocr", "scorer": "ocr", "image": f"{PREFIX}flowfleet-reward:{TAG}-next"}
         self._helm("upgrade", "--set-json", f"rewards={json.dumps([reward])}")
