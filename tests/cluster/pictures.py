@@ -25,6 +25,8 @@ Lines = dict[str, tuple[list[float], list[float]]]
 """Legend → seconds since the start, values."""
 
 COLOURS = ("#3274d9", "#e0752d", "#37872d", "#c4162a", "#8f3bb8", "#e0b400", "#56a64b", "#5794f2")
+LEGEND_LENGTH = 14
+"""Characters of a pod's name that fit four times below a panel."""
 PALETTE = {"green": "#56a64b", "yellow": "#f2cc0c", "orange": "#ff9830", "red": "#e02f44", "blue": "#5794f2"}
 PALETTE |= {"purple": "#b877d9", "gray": "#b0b5bd"}
 UNITS: Mapping[str, tuple[str, float]] = {
@@ -94,7 +96,9 @@ def _chart(axes: Axes, panel: Panel, server: Server) -> None:
         axes.set_ylim(top=panel.maximum * factor * 1.03)
     if not any(value for _, y in lines.values() for value in y):
         axes.set_ylim(0, 1)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.09), fontsize=8, frameon=False, ncols=4)
+    handles, names = axes.get_legend_handles_labels()
+    short = [name if len(name) <= LEGEND_LENGTH or " " in name else f"…{name[1 - LEGEND_LENGTH :]}" for name in names]
+    axes.legend(handles, short, loc="upper center", bbox_to_anchor=(0.5, -0.09), fontsize=8, frameon=False, ncols=4)
 
 
 def _heatmap(axes: Axes, panel: Panel, server: Server) -> None:
