@@ -1,0 +1,240 @@
+"""What values do to the objects that the chart renders: accelerators, trainers, Redis, volumes, secrets."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from flowfleet.devices import _BACKENDS as BACKENDS
+from tests.deploy.conftest import (
+    FULLNAME,
+    Rendered,
+    container,
+    environment,
+    flags,
+    selects,
+)
+
+
+# -- accelerators ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("profile", "resource", "device"),
+    [("nvidia", "nvidia.com/gpu", "cuda"), ("ascend", "huawei.com/Ascend910", "npu"), ("cpu", "", "cpu")],
+)
+def test_accelerators_are_values(profile: str, resource: str, device: str) -> None:
+    rendered = Rendered(profile)
+    rollout, trainer = rendered.pod("rollout-default"), rendered.trainer["spec"]["template"]
+    assert environment(rollout)["FLOWFLEET_DEVICE"] == environment(trainer)["FLOWFLEET_DEVICE"] == device
+    assert device in BACKENDS
+    limits = container(rollout)["resources"]["limits"]
+    assert limits.get(resource) == (1 if resource else None)
+    assert rendered.trainer["metadata"]["annotations"]["flowfleet.io/accelerator"] == resource
+    assert [item["key"] for item in rollout["spec"].get("tolerations", [])] == ([resource] if resource else [])
+    for suffix in ("controller", "reward-ocr", "redis"):
+        assert "tolerations" not in rendered.pod(suffix)["spec"]
+
+
+def test_accelerator_settings_reach_pods_with_accelerators_alone() -> None:
+    rendered = Rendered("everything")
+    trainer = rendered.trainer["spec"]["template"]
+    for pod in (rendered.pod("rollout-default"), rendered.pod("rollout-large"), trainer):
+        assert pod["spec"]["runtimeClassName"] == "nvidia"
+        assert pod["spec"]["securityContext"]["supplementalGroups"] == [44]
+        assert pod["spec"]["nodeSelector"]["accelerator"] == "h200"
+        assert environment(pod)["NCCL_DEBUG"] == "WARN"
+        assert {"name": "topology", "mountPath": "/etc/nccl", "readOnly": True} in container(pod)["volumeMounts"]
+    on_cpus = rendered.pod("rollout-on-cpus")
+    assert "runtimeClassName" not in on_cpus["spec"]
+    assert "NCCL_DEBUG" not in environment(on_cpus)
+    assert environment(on_cpus)["FLOWFLEET_DEVICE"] == "cpu"
+    assert "limits" in container(on_cpus)["resources"]
+    assert "nvidia.com/gpu" not in container(on_cpus)["resources"]["limits"]
+
+
+def test_a_pool_sets_what_it_wants_and_keeps_the_other_defaults() -> None:
+    rendered = Rendered("everything")
+    large, default = rendered.pod("rollout-large"), rendered.pod("rollout-default")
+    assert container(large)["resources"] == {
+        "requests": {"cpu": "8"},
+        "limits": {"memory": "256Gi", "nvidia.com/gpu": 2},
+    }
+    assert flags(large)["--engine"] == "diffusers"
+    assert flags(default)["--engine"] == "vllm-omni"
+    assert flags(large)["--model"] == "/models/Qwen Image Edit"
+    assert flags(default)["--max-batch"] == "64"
+    assert "--max-batch" not in flags(large)
+    assert flags(large)["--stall-s"] == "1200"
+    assert large["spec"]["nodeSelector"] == {"accelerator": "h200", "size": "large"}
+    assert [item["key"] for item in large["spec"]["tolerations"]] == ["large", "nvidia.com/gpu"]
+    (spread,) = large["spec"]["topologySpreadConstraints"]
+    assert selects(spread["labelSelector"], large["metadata"]["labels"])
+    assert not selects(spread["labelSelector"], default["metadata"]["labels"])
+    assert rendered.get("PodDisruptionBudget", "rollout-large")["spec"]["maxUnavailable"] == "25%"
+    assert rendered.get("ScaledObject", "rollout-large")["spec"]["cooldownPeriod"] == 300  # merged key by key
+    assert [doc for doc in rendered.kind("PodDisruptionBudget") if doc["metadata"]["name"].endswith("on-cpus")] == []
+
+
+def test_values_of_nothing_override() -> None:
+    """0, false and "" of a pool are values too."""
+    rendered = Rendered(
+        "nvidia",
+        "rollout.autoscaling.minReplicas=2",
+        'rollout.model="/m"',
+        'pools=[{"name":"a","accelerators":0,"model":"","autoscaling":{"minReplicas":0},"podDisruptionBudget":{"enabled":false}}]',
+    )
+    assert rendered.get("ScaledObject", "rollout-a")["spec"]["minReplicaCount"] == 0
+    assert "--model" not in flags(rendered.pod("rollout-a"))
+    assert environment(rendered.pod("rollout-a"))["FLOWFLEET_DEVICE"] == "cpu"
+    assert not any(doc["metadata"]["name"].endswith("rollout-a") for doc in rendered.kind("PodDisruptionBudget"))
+
+
+# -- the trainer -----------------------------------------------------------------------------------------------------
+
+
+def test_the_trainer_is_an_indexed_job_of_one_attempt(any_profile: Rendered) -> None:
+    job = any_profile.trainer
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    assert (job["apiVersion"], job["kind"], spec["completionMode"]) == ("batch/v1", "Job", "Indexed")
+    assert (spec["backoffLimit"], pod["restartPolicy"]) == (0, "Never")
+    assert container(spec["template"])["name"] == "trainer"
+    assert "args" not in container(spec["template"])
+    assert "command" not in container(spec["template"])
+    service = any_profile.get("Service", "trainer")
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    assert {"name": "state", "mountPath": "/var/lib/flowfleet"} in container(spec["template"])["volumeMounts"]
+
+
+def test_kueue_admits_trainers_where_a_queue_is_named() -> None:
+    job = Rendered("everything").trainer
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "fleet"
+    assert job["spec"]["suspend"] is True
+    plain = Rendered("nvidia").trainer
+    assert "suspend" not in plain["spec"]
+    assert "kueue.x-k8s.io/queue-name" not in plain["metadata"]["labels"]
+
+
+def test_trainers_of_one_job_spread_among_themselves() -> None:
+    (spread,) = Rendered("everything").trainer["spec"]["template"]["spec"]["topologySpreadConstraints"]
+    assert spread["matchLabelKeys"] == ["flowfleet.io/job"]
+    assert spread["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == "trainer"
+
+
+@pytest.mark.parametrize(("profile", "ranks"), [("nvidia", "8"), ("cpu", "1")])
+def test_a_pod_of_a_trainer_has_the_ranks_of_a_node(profile: str, ranks: str) -> None:
+    assert Rendered(profile).trainer["metadata"]["annotations"]["flowfleet.io/ranks-per-pod"] == ranks
+
+
+# -- Redis, state, blobs ---------------------------------------------------------------------------------------------
+
+
+def test_all_who_need_redis_are_given_it(any_profile: Rendered) -> None:
+    bundled = bool(any_profile.kind("StatefulSet"))
+    for name, pod in any_profile.pods():
+        component = pod["metadata"]["labels"]["app.kubernetes.io/component"]
+        url = environment(pod).get("FLOWFLEET_REDIS_URL")
+        if component in ("controller", "rollout", "trainer"):
+            assert url, name
+            assert isinstance(url, str) == bundled
+            if bundled:
+                names = [item["name"] for item in container(pod)["env"]]
+                assert names.index("FLOWFLEET_REDIS_PASSWORD") < names.index("FLOWFLEET_REDIS_URL")  # it refers to it
+                assert f":$(FLOWFLEET_REDIS_PASSWORD)@{FULLNAME}-redis:6379/0" in url
+        else:
+            assert url is None, name
+
+
+def test_an_external_redis_leaves_nothing_of_the_bundled_one() -> None:
+    rendered = Rendered("external-redis")
+    assert rendered.kind("StatefulSet") == []
+    assert not any(doc["metadata"]["name"].endswith("-redis") for doc in rendered.objects)
+    url = environment(rendered.pod("controller"))["FLOWFLEET_REDIS_URL"]
+    assert url == {"secretKeyRef": {"name": "fleet-redis", "key": "url"}}
+
+
+def test_redis_gets_its_password_by_stdin_alone() -> None:
+    rendered = Rendered("nvidia")
+    pod = rendered.pod("redis")
+    files = rendered.get("ConfigMap", "redis")["data"]
+    assert container(pod)["command"] == ["sh", "/etc/redis/start.sh"]
+    assert "requirepass" not in files["redis.conf"]
+    assert "exec redis-server - <<END" in files["start.sh"]
+    assert environment(pod)["REDISCLI_AUTH"] == {"secretKeyRef": {"name": f"{FULLNAME}-redis", "key": "password"}}
+    assert "appendonly yes" in files["redis.conf"]
+
+
+def test_redis_gives_data_half_of_its_memory_and_lines_of_the_user_win(tmp_path: Path) -> None:
+    """start.sh as it is, but for its paths, with a redis-server that shows what it is given."""
+    for own, expected in (("", ["maxmemory 512"]), ("maxmemory 7", ["maxmemory 512", "maxmemory 7"])):
+        files = Rendered("nvidia", f"redis.config={json.dumps(own)}").get("ConfigMap", "redis")["data"]
+        for name, text in files.items():
+            (tmp_path / name).write_text(text.replace("/etc/redis", str(tmp_path)))
+        (tmp_path / "redis-server").write_text("#!/bin/sh\nexec cat\n")
+        (tmp_path / "redis-server").chmod(0o755)
+        given = {"PATH": f"{tmp_path}:/usr/bin:/bin", "REDISCLI_AUTH": "secret", "MEMORY_LIMIT_BYTES": "1024"}
+        done = subprocess.run(["sh", str(tmp_path / "start.sh")], env=given, capture_output=True, text=True, check=True)
+        lines = done.stdout.splitlines()
+        assert [line for line in lines if line.startswith("maxmemory ")] == expected
+        assert "requirepass secret" in lines
+
+
+def test_claims_go_with_the_release_or_stay_as_the_values_say() -> None:
+    def kept(rendered: Rendered) -> tuple[str, str | None]:
+        redis = rendered.get("StatefulSet", "redis")["spec"]["persistentVolumeClaimRetentionPolicy"]["whenDeleted"]
+        state = rendered.get("PersistentVolumeClaim", "state")["metadata"]
+        return redis, state.get("annotations", {}).get("helm.sh/resource-policy")
+
+    assert kept(Rendered("nvidia")) == ("Delete", "keep")
+    assert kept(Rendered("cpu")) == ("Delete", None)
+    assert kept(Rendered("everything")) == ("Retain", "keep")
+
+
+def test_an_existing_claim_is_used_as_it_is() -> None:
+    rendered = Rendered("nvidia", 'state.existingClaim="mine"')
+    assert rendered.kind("PersistentVolumeClaim") == []
+    for pod in (rendered.pod("controller"), rendered.trainer["spec"]["template"]):
+        assert {"name": "state", "persistentVolumeClaim": {"claimName": "mine"}} in pod["spec"]["volumes"]
+
+
+def test_models_and_stores_reach_controller_rollouts_and_trainers() -> None:
+    rendered = Rendered("everything")
+    for name, pod in rendered.pods():
+        component = pod["metadata"]["labels"]["app.kubernetes.io/component"]
+        has_models = any(mount["mountPath"] == "/models" for mount in container(pod)["volumeMounts"])
+        assert has_models == (component in ("controller", "rollout", "trainer")), name
+        if has_models:
+            assert environment(pod)["FLOWFLEET_BLOBS"] == "s3://fleet-blobs/run"
+            assert environment(pod)["AWS_REGION"] == "eu-west-1"
+            assert container(pod)["envFrom"] == [{"secretRef": {"name": "object-store"}}]
+
+
+# -- secrets ---------------------------------------------------------------------------------------------------------
+
+
+def test_generated_secrets_are_long_and_different() -> None:
+    first, second = Rendered("nvidia"), Rendered("nvidia", "commonLabels={}")
+    values = [
+        value for rendered in (first, second) for doc in rendered.kind("Secret") for value in doc["data"].values()
+    ]
+    assert len(set(values)) == len(values) == 6
+    assert all(len(value) >= 40 for value in values)
+
+
+def test_secrets_that_are_given_are_not_made() -> None:
+    rendered = Rendered("everything")
+    assert rendered.kind("Secret") == []
+    controller = environment(rendered.pod("controller"))
+    assert controller["FLOWFLEET_API_KEY"]["secretKeyRef"] == {"name": "fleet", "key": "api.key"}
+    assert controller["FLOWFLEET_RPC_TOKEN"]["secretKeyRef"] == {"name": "fleet", "key": "rpc-token"}
+    assert controller["FLOWFLEET_REDIS_PASSWORD"]["secretKeyRef"] == {"name": "fleet", "key": "redis"}
+
+
+def test_the_api_key_is_given_to_none_but_the_controller_and_the_test(any_profile: Rendered) -> None:
+    have = {name for name, pod in any_profile.pods() if "FLOWFLEET_API_KEY" in environment(pod)}
+    assert have == {f"{FULLNAME}-controller", "test"}
