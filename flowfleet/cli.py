@@ -164,13 +164,13 @@ def submit(
     ca: Ca = None,
 ) -> None:
     """Submit a job."""
+    if dry_run:  # of this machine, like `plan`: it asks no controller
+        from flowfleet.dry_run import explain
+
+        explain(prepare_job(file, set_ or (), same_machine=True), out)
+        return
     with _client(url, ca) as client:
         spec = prepare_job(file, set_ or (), same_machine=client.same_files)
-        if dry_run:
-            from flowfleet.dry_run import explain
-
-            explain(spec, out)
-            return
         job = client.submit(spec, idempotency_key)
         out.print(job.id, highlight=False)
         if follow_:

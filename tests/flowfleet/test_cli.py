@@ -69,9 +69,10 @@ def test_dry_run_shows_the_whole_job_and_every_process_and_submits_nothing(
     assert list(client.jobs()) == []
 
 
-def test_dry_run_and_plan_tell_what_a_job_needs(
-    run: Run, client: Client, tmp_path: Path, tiny_qwen_image: Path
+def test_dry_run_and_plan_tell_what_a_job_needs_without_a_controller(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_qwen_image: Path
 ) -> None:
+    monkeypatch.setenv("FLOWFLEET_URL", "http://127.0.0.1:1")
     settings = job_settings(tmp_path, rollout={"height": 64, "width": 64}) | {"model": {"path": str(tiny_qwen_image)}}
     path = tmp_path / "job.json"
     path.write_text(json.dumps(settings))
