@@ -63,6 +63,7 @@ class DescribeResponse(_message.Message):
     MAX_BATCH_SIZE_FIELD_NUMBER: _builtins.int
     NEEDS_GROUP_FIELD_NUMBER: _builtins.int
     COMPONENTS_FIELD_NUMBER: _builtins.int
+    CONTRACT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     version: _builtins.str
     score_min: _builtins.float
@@ -71,6 +72,8 @@ class DescribeResponse(_message.Message):
     """samples in one call"""
     needs_group: _builtins.bool
     """wants all samples of a group in one call"""
+    contract: _builtins.int
+    """of this file: 1; 0 counts as 1. The controller refuses what is newer than it knows"""
     @_builtins.property
     def modalities(self) -> _containers.RepeatedScalarFieldContainer[Global___Modality.ValueType]: ...
     @_builtins.property
@@ -88,10 +91,11 @@ class DescribeResponse(_message.Message):
         max_batch_size: _builtins.int = ...,
         needs_group: _builtins.bool = ...,
         components: _abc.Iterable[_builtins.str] | None = ...,
+        contract: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["components", b"components", "max_batch_size", b"max_batch_size", "modalities", b"modalities", "name", b"name", "needs_group", b"needs_group", "score_max", b"score_max", "score_min", b"score_min", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["components", b"components", "contract", b"contract", "max_batch_size", b"max_batch_size", "modalities", b"modalities", "name", b"name", "needs_group", b"needs_group", "score_max", b"score_max", "score_min", b"score_min", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -263,16 +267,20 @@ class ScoreResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SCORES_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    version: _builtins.str
+    """of what gave the scores; empty: what Describe says"""
     @_builtins.property
     def scores(self) -> _containers.RepeatedCompositeFieldContainer[Global___RewardScore]: ...
     def __init__(
         self,
         *,
         scores: _abc.Iterable[Global___RewardScore] | None = ...,
+        version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["scores", b"scores"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["scores", b"scores", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
