@@ -41,7 +41,7 @@ from services.controller.requests import sde_steps
 from services.reward.evaluator import Evaluator
 from services.reward.metrics import RewardMetrics
 from services.reward.pool import ProcessPool, default_processes
-from services.reward.scorers import create
+from services.reward.scorers import make
 from services.reward.scorers.base import Score
 from services.rollout import acceleration
 from services.rollout.engines.base import (
@@ -88,7 +88,7 @@ class Monolith:
         if self.engine.is_lora:
             lora.install_lora(self._adapter.experts, lora_spec(spec))
         self._sampler = Sampler(self._adapter)
-        scorer = create(REWARD, num_threads)
+        scorer = make(REWARD, {}, num_threads)
         self._params = scorer.parse(spec.rewards[REWARD].params)
         self._evaluate = _evaluator(num_threads)
         self._batches = ThreadPoolExecutor(2, "reward")
@@ -270,12 +270,12 @@ def _told(step: int, seconds: float) -> None:
 
 def _evaluator(num_threads: int) -> Evaluator[object] | ProcessPool:
     """As the reward service has it."""
-    scorer = create(REWARD, num_threads)
+    scorer = make(REWARD, {}, num_threads)
     processes = default_processes(scorer.heavy)
     if processes == 1:
         return Evaluator(scorer, num_threads)
     metrics = RewardMetrics(scorer.name, scorer.score_range, CollectorRegistry())
-    return ProcessPool(partial(create, REWARD, 1), processes, metrics)
+    return ProcessPool(partial(make, REWARD, {}, 1), processes, metrics)
 
 
 def _negative(row: tuple[GeneratedBatch, GeneratedSample], device: torch.device) -> PromptEmbeds | None:

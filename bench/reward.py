@@ -34,7 +34,7 @@ from flowfleet.service import usable_cpus
 from services.controller.directory import StaticDirectory
 from services.controller.rewards import RewardPlane
 from services.reward.evaluator import Evaluator
-from services.reward.scorers import create
+from services.reward.scorers import make
 
 SIZE, GROUP = 512, 16
 WORDS = ("OPEN", "Slow Down", "Fresh Bread", "Gate 42", "No Parking", "Grand Opening", "Mind the Gap", "Exit Only")
@@ -108,7 +108,7 @@ def pictures(number: int) -> list[RewardSample]:
 
 def direct(samples: Sequence[RewardSample], region: str) -> Figures:
     """The functions themselves: decode and score in this process on one thread."""
-    scorer = create("ocr", 1)
+    scorer = make("ocr", {}, 1)
     params, evaluate = scorer.parse({"region": region}), Evaluator(scorer, 1)
     evaluate(samples[:2], params)
     start, cpu = time.perf_counter(), time.process_time()

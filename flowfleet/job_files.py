@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from flowfleet.jobs import JobSpec, parse_job, read_job_file
+from flowfleet.setting_files import change_table
 
 PATH_SETTINGS = (("model", "path"), ("data", "train"), ("data", "validation"))
 """Settings that name files."""
@@ -23,32 +23,11 @@ def prepare_job(path: Path, changes: Sequence[str] = (), *, same_machine: bool) 
     """
     data = read_job_file(path)
     for change in changes:
-        _apply(data, change)
+        change_table(data, change, "schedule.steps=20")
     if same_machine:
         for part, name in PATH_SETTINGS:
             _find(data, part, name, [Path.cwd(), *path.resolve().parents])
     return parse_job(data)
-
-
-def _apply(data: dict[str, Any], change: str) -> None:
-    key, equals, text = change.partition("=")
-    if not equals or not key.strip():
-        raise ValueError(f"--set {change}: write it as key=value, e.g. --set schedule.steps=20")
-    *parents, name = key.strip().split(".")
-    part = data
-    for parent in parents:
-        part = part.setdefault(parent, {})
-        if not isinstance(part, dict):
-            raise ValueError(f"--set {change}: {parent} is a value, not a table of settings")
-    part[name] = _value(text.strip())
-
-
-def _value(text: str) -> Any:
-    """A value as TOML has it, else plain text: `3`, `true`, `[1, 2]`, `"a b"`, `lora`."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
 
 
 def _find(data: dict[str, Any], part: str, name: str, directories: Sequence[Path]) -> None:

@@ -7,19 +7,17 @@ fails here, at submit, with the setting to change. This module is free of torch:
 from __future__ import annotations
 
 import difflib
-import json
-import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from flowfleet import combinations, plugins
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, STEPS, Algorithm, Loss, Step
 from flowfleet.algorithms.windows import WindowStrategy
 from flowfleet.models.settings import Guidance, Size
+from flowfleet.setting_files import read_table
 
 
 class Part(BaseModel):
@@ -343,25 +341,7 @@ def load_job(path: Path) -> JobSpec:
 
 def read_job_file(path: Path) -> dict[str, Any]:
     """The raw mapping of a job file, not yet validated."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from None
-    readers: dict[str, Callable[[str], Any]] = {
-        ".toml": tomllib.loads,
-        ".json": json.loads,
-        ".yaml": yaml.safe_load,
-        ".yml": yaml.safe_load,
-    }
-    if path.suffix not in readers:
-        raise ValueError(f"{path}: a job file ends in {', '.join(readers)}")
-    try:
-        data = readers[path.suffix](text)
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path}: not valid {path.suffix[1:].upper()}: {error}") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{path}: a job is a table of settings, not {type(data).__name__}")
-    return data
+    return read_table(path, "a job")
 
 
 def _filled(data: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from flowfleet import rpc
@@ -19,6 +20,7 @@ from services.reward.metrics import RewardMetrics
 from services.reward.pool import MAX_PROCESSES, ProcessPool, default_processes
 from services.reward.scorers.base import Scorer
 from services.reward.server import SERVICE_NAME, RewardServicer
+from services.reward.settings import read_settings
 
 _ANSWER_S = 5.0  # for answers to leave after the drain
 
@@ -34,6 +36,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = rpc_parser("Scores pictures for reinforcement learning.")
     parser.prog = "python -m services.reward"
     parser.add_argument("--scorer", required=True, metavar="NAME", help=f"one of {', '.join(scorers.SCORERS)}")
+    parser.add_argument("--settings", type=Path, metavar="FILE", help="TOML, YAML or JSON of the scorer's settings")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="changes", help="changes one of the settings"
+    )
     parser.add_argument("--max-batch", type=int, default=Limits.max_batch, help="samples in one call and one batch")
     parser.add_argument(
         "--max-wait-ms",
@@ -58,9 +64,11 @@ async def _serve(options: argparse.Namespace) -> None:
             raise ValueError(f"--{flag.replace('_', '-')} {getattr(options, flag)}: must be at least 1")
     if not 0.0 <= options.max_wait_ms <= 60_000.0:
         raise ValueError(f"--max-wait-ms {options.max_wait_ms}: must be 0 to 60000")
-    scorer = scorers.create(options.scorer, options.threads)
+    settings = read_settings(options.settings, options.changes)
+    scorer = scorers.make(options.scorer, settings, options.threads)
+    assert isinstance(scorer, Scorer)
     metrics = RewardMetrics(scorer.name, scorer.score_range)
-    evaluator = _evaluator(options, scorer, metrics)
+    evaluator = _evaluator(options, settings, scorer, metrics)
     limits = Limits(max_batch=options.max_batch, max_wait_s=options.max_wait_ms / 1000)
     servicer = RewardServicer(scorer, limits, evaluator, metrics)
     servicer.start()
@@ -86,14 +94,14 @@ async def _serve(options: argparse.Namespace) -> None:
 
 
 def _evaluator(
-    options: argparse.Namespace, scorer: Scorer[Any], metrics: RewardMetrics
+    options: argparse.Namespace, settings: dict[str, Any], scorer: Scorer[Any], metrics: RewardMetrics
 ) -> Evaluator[Any] | ProcessPool:
     num_processes = options.processes or default_processes(scorer.heavy)
     if num_processes == 1:
         log.info("scorer %s %s, %d threads", scorer.name, scorer.version, options.threads)
         return Evaluator(scorer, options.threads)
     log.info("scorer %s %s, %d processes", scorer.name, scorer.version, num_processes)
-    return ProcessPool(partial(scorers.create, scorer.name, 1), num_processes, metrics, options.log_level)
+    return ProcessPool(partial(scorers.make, options.scorer, settings, 1), num_processes, metrics, options.log_level)
 
 
 if __name__ == "__main__":

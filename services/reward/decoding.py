@@ -44,7 +44,8 @@ def decode(opened: Opened) -> Sample | Problem:
         frames = opened.media.decode()
     except MediaError as error:
         return Problem(error.reason, str(error))
-    return Sample(frames, opened.sample.prompt, dict(opened.sample.metadata))
+    sample = opened.sample
+    return Sample(frames, sample.prompt, dict(sample.metadata), sample.group_id, sample.sample_id)
 
 
 def media_types(modalities: Collection[Modality.ValueType]) -> tuple[str, ...]:

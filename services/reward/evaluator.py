@@ -34,6 +34,7 @@ class Evaluator(Generic[Params]):
     num_batches = 1
 
     def __init__(self, scorer: Scorer[Params], num_threads: int) -> None:
+        scorer.start()
         self._scorer = scorer
         self._decoders = ThreadPoolExecutor(num_threads, thread_name_prefix="decode")
 

@@ -30,7 +30,7 @@ from flowfleet.service import usable_cpus
 from flowfleet.telemetry import configure_logging
 from services.reward.evaluator import DIED, Evaluator
 from services.reward.metrics import RewardMetrics
-from services.reward.scorers.base import Outcome, Problem, Scorer
+from services.reward.scorers.base import AnyScorer, Outcome, Problem, Scorer
 
 MIN_PART, MAX_PART = 2, 8
 """Samples handed over at a time: few, so that all processes end together and little is asked again after a death; not
@@ -50,7 +50,7 @@ END_S = 10.0
 
 log = logging.getLogger(__name__)
 
-Make = Callable[[], Scorer[Any]]
+Make = Callable[[], AnyScorer]
 
 
 def default_processes(heavy: bool) -> int:
@@ -211,7 +211,9 @@ def _work(pipe: Connection[Any, Any], make: Make, log_level: str) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     configure_logging("reward", log_level)
     try:
-        evaluate = Evaluator(make(), 1)
+        scorer = make()
+        assert isinstance(scorer, Scorer)
+        evaluate = Evaluator(scorer, 1)
     except Exception:
         log.exception("a scoring process has no scorer")
         sys.exit(1)

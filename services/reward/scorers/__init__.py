@@ -2,46 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import importlib
+from collections.abc import Mapping
 from typing import Any, Final
 
-from services.reward.scorers.base import Scorer
+from services.reward.scorers.base import AnyScorer
+
+SCORERS: Final[Mapping[str, str]] = {
+    "ocr": "ocr",
+    "jpeg_compressibility": "jpeg",
+    "jpeg_incompressibility": "jpeg",
+    "motion": "motion",
+    "image_quality": "image_quality",
+    "http": "http_scorer",
+    "python": "python_function",
+    "clip": "clip_models",
+    "pickscore": "clip_models",
+    "hps": "clip_models",
+    "aesthetic": "aesthetic",
+    "geneval": "geneval",
+    "vlm": "vlm",
+    "vlm_ocr": "vlm_ocr",
+}
+"""Name to module of this package, which has `make(name, settings, num_threads)`."""
 
 
-def create(name: str, num_threads: int) -> Scorer[Any]:
-    """Makes the scorer called `name`, which may use `num_threads` CPU threads. ValueError for an unknown name."""
+def make(name: str, settings: Mapping[str, Any], num_threads: int) -> AnyScorer:
+    """The scorer called `name`, which may use `num_threads` CPU threads. ValueError for an unknown name and for
+    settings that it cannot take, naming the setting."""
     if name not in SCORERS:
         raise ValueError(f"no scorer is called {name!r}: take one of {', '.join(SCORERS)}")
-    return SCORERS[name](num_threads)
-
-
-def _ocr(num_threads: int) -> Scorer[Any]:
-    from services.reward.scorers.ocr import OcrScorer
-
-    return OcrScorer(num_threads)
-
-
-def _jpeg_compressibility(num_threads: int) -> Scorer[Any]:
-    from services.reward.scorers.jpeg import JpegCompressibility
-
-    return JpegCompressibility()
-
-
-def _jpeg_incompressibility(num_threads: int) -> Scorer[Any]:
-    from services.reward.scorers.jpeg import JpegIncompressibility
-
-    return JpegIncompressibility()
-
-
-def _motion(num_threads: int) -> Scorer[Any]:
-    from services.reward.scorers.motion import MotionScorer
-
-    return MotionScorer()
-
-
-SCORERS: Final[Mapping[str, Callable[[int], Scorer[Any]]]] = {
-    "ocr": _ocr,
-    "jpeg_compressibility": _jpeg_compressibility,
-    "jpeg_incompressibility": _jpeg_incompressibility,
-    "motion": _motion,
-}
+    module = importlib.import_module(f"{__name__}.{SCORERS[name]}")
+    scorer: AnyScorer = module.make(name, settings, num_threads)
+    return scorer

@@ -1,21 +1,24 @@
-"""What a scorer is: a class that gives each decoded picture or video of a batch a score or says why there is none.
+"""What a scorer is: a class that gives each picture or video of a batch a score, or says why there is none.
 
-To add one: subclass `Scorer`, fill its class attributes, read the request's parameters in `parse` and score in `score`.
-The service does the rest: transport, decoding, batching, limits, metrics, and the refusal of non-finite scores.
-`score` runs in one worker thread, one batch at a time; a batch holds samples of several callers with equal parameters,
-and may be one part of a larger one that several processes with a scorer each share.
+There are two kinds. A `Scorer` computes: it gets decoded frames, in a worker thread or in processes of a pool, one
+batch at a time. An `AsyncScorer` asks somebody else: it gets the encoded bytes on the event loop, many calls at once.
+To add one: subclass either, fill its attributes, read the request's parameters in `parse`, score in `score`, and write
+`make(name, settings, num_threads)` beside it, which the registry calls. The service does the rest: transport, decoding,
+batching, limits, metrics, and the refusal of non-finite scores.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 from PIL import Image
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from flowfleet.media import Frames
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, Modality
@@ -36,6 +39,9 @@ class Sample:
     """(F, H, W, 3) uint8."""
     prompt: str
     metadata: Mapping[str, str] = field(default_factory=dict)
+    group_id: str = ""
+    """Of the samples of one prompt, which are compared with one another."""
+    sample_id: str = ""
 
     @classmethod
     def of_picture(cls, image: Image.Image, prompt: str, metadata: Mapping[str, str] | None = None) -> Sample:
@@ -51,6 +57,20 @@ class Sample:
         """The picture; of a video all frames or, evenly spaced from the first to the last, `limit` of them."""
         places = np.linspace(0, len(self.frames) - 1, min(limit, len(self.frames))).round().astype(int)
         return [Image.fromarray(self.frames[place]) for place in places]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class EncodedSample:
+    """What an `AsyncScorer` sees: the file as it came, of which the service has checked the header alone."""
+
+    media: bytes
+    """Encoded picture or video, within the limits of `flowfleet.media.MediaLimits`."""
+    media_type: str
+    """"image/png", "image/jpeg", "image/webp" or "video/mp4", as the scorer's modalities allow."""
+    prompt: str
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    group_id: str = ""
+    sample_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,28 +103,90 @@ def mean_score(scores: Sequence[Score]) -> Score:
     return Score(mean([score.value for score in scores]), components)
 
 
-class Scorer(ABC, Generic[Params]):
-    """A reward. The class attributes are what `Describe` answers."""
+class _Described(ABC, Generic[Params]):
+    """What `Describe` answers, as attributes of the class or of the object."""
 
-    name: ClassVar[str]
-    version: ClassVar[str]
-    """Changes whenever the same media and prompt could get another score."""
-    modalities: ClassVar[tuple[Modality.ValueType, ...]] = (MODALITY_IMAGE,)
+    name: str
+    version: str
+    """Changes whenever the same media and prompt could get another score: of a scorer with a checkpoint or a rubric it
+    holds their hash."""
+    modalities: tuple[Modality.ValueType, ...] = (MODALITY_IMAGE,)
     """What it scores; samples of another modality get a `Problem` from the service and never reach it."""
-    score_range: ClassVar[tuple[float, float]]
+    score_range: tuple[float, float]
     """Least and greatest score; ±inf where there is no bound."""
-    components: ClassVar[tuple[str, ...]] = ()
-    heavy: ClassVar[bool] = False
-    """Takes a CPU long for a picture: by default it is run in several processes, where there are CPUs for them."""
+    components: tuple[str, ...] = ()
+    needs_group: bool = False
+    """Compares the samples of a group: those of one call with equal `group_id` reach `score` together."""
 
     @abstractmethod
     def parse(self, params: Mapping[str, str]) -> Params:
         """The request's parameters as a hashable value: requests with equal values share a batch. ValueError names
         the parameter to change."""
 
+
+class Scorer(_Described[Params]):
+    """A reward that is computed here. `score` runs in one thread, one batch at a time; a batch holds samples of several
+    callers with equal parameters, and may be one part of a larger one that several processes with a scorer each share.
+    """
+
+    heavy: bool = False
+    """Takes a CPU long for a picture: by default it is run in several processes, where there are CPUs for them."""
+    isolated: bool = False
+    """Runs code of others: never in the service's own process, even where one process scores."""
+
+    def start(self) -> None:
+        """Loads what `score` needs: called once, in the process that scores, before the first batch. The object that
+        parses and describes in the service's own process is not started where a pool scores."""
+
     @abstractmethod
     def score(self, samples: Sequence[Sample], params: Params) -> list[Outcome]:
         """One outcome a sample, in order."""
+
+
+class AsyncScorer(_Described[Params]):
+    """A reward that asks others, over a network. Nothing of it may block the event loop."""
+
+    async def start(self) -> None:
+        """Opens what `score` needs. Called once, in the event loop, before the first call."""
+
+    async def close(self) -> None:
+        """Called once, when no call of `score` runs any more."""
+
+    @abstractmethod
+    async def score(self, samples: Sequence[EncodedSample], params: Params) -> list[Outcome]:
+        """One outcome a sample, in order. One call for each call of the service, many at once, and cancelled with it.
+        Raises `flowfleet.errors.Unavailable`, saying why, where nothing can be scored now."""
+
+
+AnyScorer = Scorer[Any] | AsyncScorer[Any]
+
+
+class ScorerSettings(BaseModel):
+    """Base of what a service's `--settings` and `--set` say to one scorer: strict, frozen, no unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @classmethod
+    def read(cls, settings: Mapping[str, Any]) -> Self:
+        """ValueError with one line a problem, each naming its setting and what to change."""
+        try:
+            return cls.model_validate(dict(settings))
+        except ValidationError as error:
+            raise ValueError("\n".join(cls._explain(item) for item in error.errors(include_url=False))) from None
+
+    @classmethod
+    def _explain(cls, item: Any) -> str:
+        name = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(name, cls.model_fields, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(cls.model_fields) or 'none'}"
+            return f"settings.{name}: unknown setting; {hint}"
+        message = str(item["msg"]).removeprefix("Value error, ")
+        return f"settings.{name}: {message[0].lower()}{message[1:]}" if name else message
+
+
+class NoSettings(ScorerSettings):
+    """Of a scorer that has none."""
 
 
 def read_params(params: Mapping[str, str], readers: Mapping[str, Callable[[str], Any]]) -> dict[str, Any]:

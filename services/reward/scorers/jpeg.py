@@ -11,12 +11,12 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from PIL.Image import Image
 
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
-from services.reward.scorers.base import Outcome, Sample, Score, Scorer, mean_score, read_params
+from services.reward.scorers.base import NoSettings, Outcome, Sample, Score, Scorer, mean_score, read_params
 
 QUALITY = 95
 
@@ -59,3 +59,9 @@ class JpegCompressibility(_JpegScorer):
     name = "jpeg_compressibility"
     score_range = (-math.inf, 0.0)
     sign = -1.0
+
+
+def make(name: str, settings: Mapping[str, Any], num_threads: int) -> Scorer[None]:
+    """Either scorer; they have no settings."""
+    NoSettings.read(settings)
+    return JpegCompressibility() if name == JpegCompressibility.name else JpegIncompressibility()

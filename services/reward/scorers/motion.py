@@ -20,13 +20,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flowfleet.media import Frames
 from flowfleet.proto.reward_pb2 import MODALITY_VIDEO
-from services.reward.scorers.base import Outcome, Problem, Sample, Score, Scorer, read_params
+from services.reward.scorers.base import NoSettings, Outcome, Problem, Sample, Score, Scorer, read_params
 
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 """Word to the unit vector, x to the right and y down."""
@@ -61,6 +62,12 @@ class MotionScorer(Scorer[MotionParams]):
 
     def score(self, samples: Sequence[Sample], params: MotionParams) -> list[Outcome]:
         return [_judge(sample, params) for sample in samples]
+
+
+def make(name: str, settings: Mapping[str, Any], num_threads: int) -> MotionScorer:
+    """`motion`, which has no settings."""
+    NoSettings.read(settings)
+    return MotionScorer()
 
 
 def direction_of(prompt: str) -> tuple[int, int]:

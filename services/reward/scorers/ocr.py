@@ -21,6 +21,7 @@ from PIL import Image
 
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
 from services.reward.scorers.base import (
+    NoSettings,
     Outcome,
     Problem,
     Sample,
@@ -134,6 +135,12 @@ class OcrScorer(Scorer[OcrParams]):
             **more,
         }
         return Score(probability if params.score == "soft" else 1.0 - distance / len(target), components)
+
+
+def make(name: str, settings: Mapping[str, Any], num_threads: int) -> OcrScorer:
+    """`ocr`, which has no settings."""
+    NoSettings.read(settings)
+    return OcrScorer(num_threads)
 
 
 class _Columns:

@@ -217,11 +217,11 @@ def test_heavy_scorers_get_half_of_the_cpus(cpus: int, number: int, monkeypatch:
 
 
 def test_ocr_in_processes_gives_the_same_bits() -> None:
-    scorer = scorers.create("ocr", 1)
+    scorer = scorers.make("ocr", {}, 1)
     signs = [sign_sample(str(number), word) for number, word in enumerate(("AB3", "XY7", "K7QX", "CD4", "EF5"))]
     pages = [sample(str(points), page(("Exit 42", 0.2, 0.3, points)), '"Exit 42"') for points in (20, 40, 60)]
     here = Evaluator(scorer, 1)
-    with started(partial(scorers.create, "ocr", 1), 2) as (pool, _):
+    with started(partial(scorers.make, "ocr", {}, 1), 2) as (pool, _):
         for samples, given in ((signs, {}), (signs, {"score": "soft"}), (pages, {"region": "page"})):
             params = scorer.parse(given)
             outcomes = pool(samples, params)

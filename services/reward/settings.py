@@ -1,0 +1,17 @@
+"""The settings of a scorer, as the service's flags give them: a file, and changes on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flowfleet.setting_files import change_table, read_table
+
+
+def read_settings(path: Path | None, changes: Sequence[str]) -> dict[str, Any]:
+    """What `--settings` holds, changed by each `--set key=value` in order. ValueError with what to change."""
+    settings = read_table(path, "a settings") if path is not None else {}
+    for change in changes:
+        change_table(settings, change, "timeout_s=20")
+    return settings
