@@ -164,12 +164,32 @@ def _advantages(job: JobSpec) -> Iterator[str]:
 
 
 def _rewards(job: JobSpec) -> Iterator[str]:
-    weights = [reward.weight for reward in job.rewards.values()]
+    rewards = job.rewards
     is_scored = job.method.data == "prompts" or job.data.validation is not None
-    if is_scored and not weights:
+    if is_scored and not rewards:
         yield "rewards: name at least one reward service, for example [rewards.ocr]"
-    if job.method.data == "prompts" and weights and not any(weights):
+    if job.method.data != "prompts" or not rewards:
+        return
+    if not any(part.weight for part in rewards.values()):
         yield "rewards.*.weight is 0 throughout, so nothing is learnt: give one of them a weight"
+    elif not any(part.has_influence for part in rewards.values()):
+        yield "rewards.*.curve is 0 throughout, so nothing is learnt: give one of them a factor other than 0"
+    for name, part in rewards.items():
+        if part.on_failure == "skip" and part.gate is not None:
+            yield (
+                f'rewards.{name}.on_failure = "skip" would open its gate whenever the service is away: set it to '
+                '"pause" or "drop"'
+            )
+        if part.on_failure == "skip" and part.has_influence and not _others_with_influence(job, name):
+            yield (
+                f'rewards.{name}.on_failure = "skip" leaves no other reward to go on with: set it to "pause" or "drop"'
+            )
+        if part.clip is not None and not part.has_influence:
+            yield f"rewards.{name}.clip has no effect with a weight of 0: leave it out"
+
+
+def _others_with_influence(job: JobSpec, name: str) -> bool:
+    return any(part.has_influence for other, part in job.rewards.items() if other != name)
 
 
 def _batches(job: JobSpec) -> Iterator[str]:

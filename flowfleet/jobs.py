@@ -7,6 +7,7 @@ fails here, at submit, with the setting to change. This module is free of torch:
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -232,10 +233,72 @@ class TrainerPart(Part):
     """CPU threads a rank; unset: all cores shared by the ranks."""
 
 
+class GatePart(Part):
+    """A guard: what becomes of a sample whose raw score is on the wrong side. Give `below` or `above`."""
+
+    below: float | None = None
+    """It acts on scores below this."""
+    above: float | None = None
+    """It acts on scores above this."""
+    action: Literal["zero", "mask"] = "zero"
+    """zero: the sample's total is 0, whatever its other rewards say. mask: the sample is not trained on; it is counted
+    as `gated_NAME` and no other is asked for in its place."""
+
+    @model_validator(mode="after")
+    def _one_side(self) -> GatePart:
+        if (self.below is None) == (self.above is None):
+            raise ValueError("a gate needs one limit: give it either `below` or `above`")
+        return self
+
+    def shut(self, score: float) -> bool:
+        """Whether it acts on a sample of this raw score."""
+        return score < self.below if self.below is not None else self.above is not None and score > self.above
+
+
 class RewardPart(Part):
+    service: str | None = Field(default=None, min_length=1)
+    """Name of the reward service; unset: the reward's own name. Several rewards may ask one service."""
     weight: float = 1.0
+    """Of the score in the sum. 0 only watches, or guards with `gate`."""
     params: dict[str, str] = {}
     """Handed to the scorer with each request."""
+    clip: tuple[float, float] | None = None
+    """[low, high] that the raw score is cut to before it is weighted."""
+    curve: tuple[tuple[int, float], ...] = ()
+    """[[step, factor], …], steps ascending: factors of the weight, linear in between, constant before and after."""
+    gate: GatePart | None = None
+    """By the raw score."""
+    on_failure: Literal["pause", "drop", "skip"] = "pause"
+    """When the service has failed for `timeouts.rewards_s`: pause the job, drop the samples (`no_score_NAME`), or go on
+    with the other rewards, which is recorded and counted."""
+
+    @field_validator("clip")
+    @classmethod
+    def _ascending_clip(cls, clip: tuple[float, float] | None) -> tuple[float, float] | None:
+        if clip is not None and clip[0] >= clip[1]:
+            raise ValueError(
+                f"[{clip[0]:g}, {clip[1]:g}] leaves nothing: give the lower limit first, then a higher one"
+            )
+        return clip
+
+    @field_validator("curve")
+    @classmethod
+    def _ascending_curve(cls, curve: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
+        steps = [step for step, _ in curve]
+        if any(later <= earlier for earlier, later in itertools.pairwise(steps)) or any(step < 0 for step in steps):
+            raise ValueError(
+                f"steps {', '.join(map(str, steps))}: give points [step, factor] from step 0 on, ascending"
+            )
+        return curve
+
+    @property
+    def has_influence(self) -> bool:
+        """Whether its weight is other than 0 at some step."""
+        return self.weight != 0 and (not self.curve or any(factor for _, factor in self.curve))
+
+    def service_of(self, name: str) -> str:
+        """The service that the reward of this name asks."""
+        return self.service or name
 
 
 class DataPart(Part):
@@ -267,6 +330,9 @@ class TimeoutPart(Part):
 
     generate_s: float = Field(default=1800.0, gt=0.0)
     score_s: float = Field(default=300.0, gt=0.0)
+    """Of one call to a reward service."""
+    rewards_s: float = Field(default=1800.0, gt=0.0)
+    """A reward that fails is asked again for so long after its samples were first sent; then `on_failure` decides."""
     train_step_s: float = Field(default=7200.0, gt=0.0)
     publish_s: float = Field(default=600.0, gt=0.0)
     checkpoint_s: float = Field(default=1800.0, gt=0.0)
@@ -282,7 +348,7 @@ class JobSpec(Part):
     algorithm: AlgorithmPart = AlgorithmPart()
     rollout: RolloutPart = RolloutPart()
     rewards: dict[str, RewardPart] = {}
-    """Reward service name → weight and parameters. At least one, unless nothing is scored."""
+    """Reward name → service, weight and more (docs/composition.md). At least one, unless nothing is scored."""
     trainer: TrainerPart = TrainerPart()
     data: DataPart
     schedule: SchedulePart = SchedulePart()
@@ -320,6 +386,11 @@ class JobSpec(Part):
     def records_steps(self) -> bool:
         """Whether rollouts keep the noisy steps; matching losses want the final latents alone."""
         return self.loss.kind == "policy"
+
+    @property
+    def reward_services(self) -> tuple[str, ...]:
+        """Names of the services that its rewards ask, each once, in the rewards' order."""
+        return tuple(dict.fromkeys(part.service_of(name) for name, part in self.rewards.items()))
 
     @property
     def samples_per_step(self) -> int:

@@ -253,6 +253,39 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
     ),
     "no reward": ({"rewards": {}}, "rewards: name at least one", "[rewards.ocr]"),
     "rewards that count for nothing": ({"rewards": {"ocr": {"weight": 0.0}}}, "rewards.*.weight is 0", "a weight"),
+    "a curve that counts for nothing": (
+        {"rewards": {"ocr": {"curve": [[0, 0], [9, 0]]}}},
+        "rewards.*.curve",
+        "a factor",
+    ),
+    "a curve backwards": (
+        {"rewards": {"ocr": {"curve": [[9, 1], [9, 0]]}}},
+        "rewards.ocr.curve: steps 9, 9",
+        "ascending",
+    ),
+    "a clip that leaves nothing": ({"rewards": {"ocr": {"clip": [1, 1]}}}, "rewards.ocr.clip: [1, 1] leaves", "lower"),
+    "a clip of no weight": (
+        {"rewards": {"ocr": {}, "b": {"weight": 0, "clip": [0, 1]}}},
+        "rewards.b.clip has no effect",
+        "leave it out",
+    ),
+    "a gate with two limits": (
+        {"rewards": {"ocr": {"gate": {"below": 0, "above": 1}}}},
+        "rewards.ocr.gate: a gate needs one limit",
+        "`below` or `above`",
+    ),
+    "a gate without a limit": ({"rewards": {"ocr": {"gate": {}}}}, "rewards.ocr.gate: a gate", "`below` or `above`"),
+    "a guard that may be skipped": (
+        {"rewards": {"ocr": {}, "b": {"gate": {"below": 0}, "on_failure": "skip"}}},
+        'rewards.b.on_failure = "skip" would open its gate',
+        '"pause" or "drop"',
+    ),
+    "nothing left to go on with": (
+        {"rewards": {"ocr": {"on_failure": "skip"}, "b": {"weight": 0}}},
+        'rewards.ocr.on_failure = "skip" leaves no other reward',
+        '"pause" or "drop"',
+    ),
+    "an unknown policy": ({"rewards": {"ocr": {"on_failure": "zero"}}}, "rewards.ocr.on_failure", "'skip'"),
     "a reward beyond bounds": ({"rewards": {"ocr": {"weight": float("inf")}}}, "rewards.ocr.weight", "finite"),
     "more updates than samples": (
         {"trainer": {"updates_per_step": 9}, "rollout": {"prompts_per_step": 4, "group_size": 2}},
@@ -290,6 +323,13 @@ ALLOWED: dict[str, dict[str, Parts]] = {
     "bypass": {"algorithm": {"old_log_probs": "rollout", "correction": {"mode": "truncated", "high": 3.0}}},
     "a band of joint ratios": {"algorithm": {"correction": {"mode": "band", "low": 0.9, "high": 1.1, "joint": True}}},
     "a reward that is only watched": {"rewards": {"ocr": {}, "quality": {"weight": 0.0}}},
+    "one service twice, clipped, on a curve, with a guard": {
+        "rewards": {
+            "ocr": {"clip": [0, 0.9], "curve": [[0, 0], [10, 1]], "on_failure": "skip"},
+            "strict": {"service": "ocr", "params": {"mode": "exact"}, "on_failure": "drop"},
+            "quality": {"weight": 0.0, "gate": {"below": 0.2, "action": "mask"}},
+        }
+    },
     "normalised rewards, DanceGRPO's way": {"algorithm": {"name": "dance_grpo", "reward_combination": "normalized"}},
     "preferences without rewards": {"algorithm": {"name": "dpo"}, "rewards": {}},
 }
