@@ -88,6 +88,13 @@ def open_channel(address: str, *, token: str | None = None) -> grpc.aio.Channel:
     return _RenewedChannel(connect, certificates)
 
 
+def open_channel_with(address: str, credentials: grpc.ChannelCredentials) -> grpc.aio.Channel:
+    """The same by TLS credentials of the caller's own, for a service that is not the fleet's."""
+    token = service.secret(service.RPC_TOKEN)
+    interceptors: list[Any] = [_UnaryRules(token, address, None), _StreamRules(token)]
+    return grpc.aio.secure_channel(address, credentials, options=_CLIENT_OPTIONS, interceptors=interceptors)
+
+
 def make_server(interceptors: Sequence[Any] = (), *, token: str | None = None, guarded: bool = True) -> grpc.aio.Server:
     """A server without services and without an address. The token comes from the environment unless given.
 

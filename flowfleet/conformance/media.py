@@ -1,0 +1,99 @@
+"""The pictures and videos that the suite sends: drawn here, the same each time."""
+
+from __future__ import annotations
+
+import functools
+import io
+import struct
+import zlib
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from flowfleet.media import PICTURE_TYPES, VIDEO_TYPES, Frames, encode_media
+
+WORD: Final = "FLOW"
+SIZE: Final = (128, 64)
+NUM_FRAMES: Final = 9
+_GRAIN: Final = 12
+_STEP: Final = 4
+"""Pixels that a video's sign moves to the right from frame to frame."""
+_PNG_SIGNATURE: Final = b"\x89PNG\r\n\x1a\n"
+_CHUNK_BYTES: Final = 2**20
+_SUFFIXES: Final = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
+
+Media = tuple[bytes, str]
+"""A file and its media type."""
+
+
+def read(path: Path) -> Media:
+    """A picture or video of the user's. ValueError for another kind of file."""
+    media_type = {**_SUFFIXES, ".mp4": VIDEO_TYPES[0]}.get(path.suffix.lower())
+    if media_type is None:
+        raise ValueError(f"--image {path}: give a file that ends in {', '.join(_SUFFIXES)} or .mp4")
+    return path.read_bytes(), media_type
+
+
+@functools.cache
+def picture(index: int, media_type: str = "image/png") -> Media:
+    """A sign; each index has a colour, a length of the word and an amount of grain of its own."""
+    buffer = io.BytesIO()
+    _drawn(index).save(buffer, PICTURE_TYPES[media_type])
+    return buffer.getvalue(), media_type
+
+
+@functools.cache
+def video(index: int) -> Media:
+    """The same sign, which moves to the right."""
+    still = np.asarray(_drawn(index))
+    frames: Frames = np.stack([np.roll(still, _STEP * place, axis=1) for place in range(NUM_FRAMES)])
+    return encode_media(frames)
+
+
+@functools.cache
+def big_picture(side: int = 2048) -> Media:
+    """Square, of large flat blocks, so that it is small as a file."""
+    return encode_media(np.asarray(_drawn(0).resize((side, side), Image.Resampling.NEAREST))[None])
+
+
+def huge_picture(side: int = 30_000) -> Media:
+    """A PNG whose header promises more pixels than anybody should make room for: at 30,000 a side 2.5 GiB as RGB."""
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    chunks = _chunk(b"IHDR", header), _chunk(b"IDAT", zlib.compress(bytes(3 * side + 1))), _chunk(b"IEND", b"")
+    return _PNG_SIGNATURE + b"".join(chunks), "image/png"
+
+
+def padded(media: Media, size_bytes: int) -> Media:
+    """A PNG with so many bytes more, in private chunks that readers must pass over. No other kind of file grows."""
+    data, media_type = media
+    if media_type != "image/png":
+        return media
+    end = data.rindex(b"IEND") - 4
+    padding = _chunk(b"flFt", bytes(_CHUNK_BYTES)) * -(-size_bytes // _CHUNK_BYTES)
+    return data[:end] + padding + data[end:], media_type
+
+
+def garbage(media_type: str) -> Media:
+    """No picture and no video, whatever its media type says."""
+    return b"this is neither a picture nor a video", media_type
+
+
+def truncated(media: Media) -> Media:
+    """Its first half."""
+    return media[0][: len(media[0]) // 2], media[1]
+
+
+def _drawn(index: int) -> Image.Image:
+    width, height = SIZE
+    colour = ((37 * index) % 128 + 112, (91 * index) % 128 + 112, (53 * index) % 128 + 112)
+    sign = Image.new("RGB", (width, height), colour)
+    text = WORD[: len(WORD) - index % 3]
+    ImageDraw.Draw(sign).text((width / 2, height / 2), text, "black", ImageFont.load_default(height / 2), anchor="mm")
+    noise = np.random.default_rng(index).integers(0, _GRAIN * (index % 4) + 1, (height, width, 3))
+    return Image.fromarray((np.asarray(sign) - noise).clip(0, 255).astype(np.uint8))
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

@@ -1,0 +1,227 @@
+"""What the checks ask with: the options of a run, a channel, the samples, and the scores given so far."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from flowfleet import rpc, tls
+from flowfleet.conformance import media
+from flowfleet.conformance.media import Media
+from flowfleet.proto import reward_pb2, reward_pb2_grpc
+from flowfleet.proto.reward_pb2 import (
+    MODALITY_IMAGE,
+    MODALITY_VIDEO,
+    DescribeRequest,
+    DescribeResponse,
+    RewardSample,
+    RewardScore,
+    ScoreRequest,
+    ScoreResponse,
+)
+
+SERVICE_NAME: Final = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
+CONTRACT: Final = 1
+"""The newest contract that this suite, and the controller of the same version, knows."""
+UNLIMITED_BATCH: Final = 64
+"""Samples of a full batch where Describe names no limit."""
+GROUP: Final = 4
+"""Samples of a group."""
+
+Answer = ScoreResponse | grpc.aio.AioRpcError
+"""Of a call that may be refused."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of a run. The samples must be such that the service can score them."""
+
+    prompt: str = f'a sign that says "{media.WORD}" moves to the right'
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """Of each sample, as a line of the data set has it."""
+    params: Mapping[str, str] = field(default_factory=dict)
+    """Of each call, as a job's reward entry has them."""
+    images: Sequence[Path] = ()
+    """Pictures, or videos, to send instead of those that the suite draws."""
+    timeout_s: float = 60.0
+    """Of each call."""
+    connect_s: float = 10.0
+    """Until the service must have answered at all."""
+    tolerance: float = 1e-3
+    """By how much scores of one sample may differ, relative to the larger of 1 and the score."""
+    max_batch: int = 1024
+    """The largest batch that is sent, whatever Describe allows."""
+    large_call_bytes: int = 31 * 2**20
+    """Of the call that shows whether large ones are taken; the controller sends at most 32 MiB."""
+    ca: Path | None = None
+    """PEM file of the CA that signed the certificate of a grpcs:// address."""
+    cert: Path | None = None
+    """PEM file of the certificate to show to a grpcs:// address."""
+    key: Path | None = None
+    """PEM file of its key."""
+
+
+def open_channel(address: str, options: Options) -> grpc.aio.Channel:
+    """A channel to grpc://host:port (plain), grpcs://host:port (TLS), or host:port as the fleet's environment says.
+
+    ValueError for another address, and for settings that do not go with it.
+    """
+    scheme, has_scheme, place = address.rpartition("://")
+    host, _, port = place.rpartition(":")
+    if scheme not in ("", "grpc", "grpcs") or not host or not port.isdecimal():
+        raise ValueError(f"{address!r} is no address: give grpc://host:port or grpcs://host:port")
+    fleet_tls = tls.from_env() is not None
+    own_tls = any((options.ca, options.cert, options.key))
+    if own_tls and scheme != "grpcs":
+        raise ValueError(f"--ca, --cert and --key are for TLS: say grpcs://{place}")
+    if has_scheme and scheme == "grpc" and fleet_tls:
+        raise ValueError(f"{address} is without TLS, but {tls.TLS_DIR} is set: say grpcs://{place}, or unset it")
+    if (scheme == "grpcs" and not fleet_tls) or own_tls:
+        return rpc.open_channel_with(place, _credentials(options))
+    return rpc.open_channel(place)
+
+
+def _credentials(options: Options) -> grpc.ChannelCredentials:
+    if (options.cert is None) != (options.key is None):
+        raise ValueError("--cert and --key go together: give both or none")
+    ca, key, chain = (path.read_bytes() if path else None for path in (options.ca, options.key, options.cert))
+    return grpc.ssl_channel_credentials(ca, key, chain)
+
+
+class Session:
+    """A run against one service."""
+
+    def __init__(self, channel: grpc.aio.Channel, options: Options) -> None:
+        self.options = options
+        self.channel = channel
+        self._stub: reward_pb2_grpc.RewardServiceAsyncStub = reward_pb2_grpc.RewardServiceStub(channel)
+        self._health = health_pb2_grpc.HealthStub(channel)
+        self._files = [media.read(path) for path in options.images]
+        self.described = DescribeResponse()
+        self.given: list[RewardScore] = []
+        """All scores of well-formed samples so far."""
+        self.reference: dict[int, float] = {}
+        """Picture → score, of the first batch; empty where the service does not repeat itself."""
+        self.batch_s = 0.0
+        """Seconds that a full batch took."""
+
+    # -- what the service says of itself ------------------------------------------------------------------------------
+
+    async def describe(self, timeout_s: float | None = None) -> DescribeResponse:
+        return await self._stub.Describe(DescribeRequest(), timeout=timeout_s or self.options.timeout_s)
+
+    async def health(self, service: str = "") -> str:
+        """As "SERVING"."""
+        request = health_pb2.HealthCheckRequest(service=service)
+        answer = await self._health.Check(request, timeout=self.options.connect_s)
+        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+
+    @property
+    def takes_pictures(self) -> bool:
+        """No modality at all counts as pictures."""
+        return MODALITY_IMAGE in self.described.modalities or not self.described.modalities
+
+    @property
+    def takes_videos(self) -> bool:
+        return MODALITY_VIDEO in self.described.modalities
+
+    @property
+    def full_batch(self) -> int:
+        return min(self.described.max_batch_size or UNLIMITED_BATCH, self.options.max_batch)
+
+    @property
+    def few(self) -> int:
+        """Samples of the smallest call: one, or a group of a service that wants whole groups."""
+        return min(GROUP, self.full_batch) if self.described.needs_group else 1
+
+    # -- samples ------------------------------------------------------------------------------------------------------
+
+    def sample(self, index: int, sample_id: str = "", group_id: str = "group 0") -> RewardSample:
+        """That the service must be able to score. Equal indices are equal samples."""
+        data, media_type = self.media(index)
+        return RewardSample(
+            sample_id=sample_id or f"check/{index:04d}",
+            media=data,
+            media_type=media_type,
+            prompt=self.options.prompt,
+            metadata=self.options.metadata,
+            group_id=group_id,
+        )
+
+    def samples(self, count: int, group_id: str = "group 0") -> list[RewardSample]:
+        return [self.sample(index, group_id=group_id) for index in range(count)]
+
+    def media(self, index: int) -> Media:
+        if self._files:
+            return self._files[index % len(self._files)]
+        return media.picture(index % 8) if self.takes_pictures else media.video(index % 8)
+
+    def with_media(self, sample: RewardSample, file: Media) -> RewardSample:
+        changed = RewardSample()
+        changed.CopyFrom(sample)
+        changed.media, changed.media_type = file
+        return changed
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    async def score(
+        self, samples: Sequence[RewardSample], params: Mapping[str, str] | None = None, timeout_s: float | None = None
+    ) -> ScoreResponse:
+        """Raises grpc.aio.AioRpcError. Scores of samples that are asked as they are go to `given` by `keep`."""
+        request = ScoreRequest(samples=samples, params={**self.options.params, **(params or {})})
+        return await self._stub.Score(request, timeout=timeout_s or self.options.timeout_s)
+
+    async def ask(self, samples: Sequence[RewardSample], params: Mapping[str, str] | None = None) -> Answer:
+        """The answer, or the error that the call ended with."""
+        try:
+            return await self.score(samples, params)
+        except grpc.aio.AioRpcError as error:
+            return error
+
+    async def scores(self, samples: Sequence[RewardSample]) -> dict[str, RewardScore]:
+        """By id, of well-formed samples; the first of several of one id."""
+        response = await self.score(samples)
+        self.given.extend(response.scores)
+        return by_id(response.scores)
+
+    async def seconds(self, samples: Sequence[RewardSample]) -> float:
+        """That a call takes."""
+        start = time.monotonic()
+        await self.scores(samples)
+        return time.monotonic() - start
+
+    async def abandon(self, num_calls: int, after_s: float, *, cancel: bool) -> list[grpc.StatusCode | None]:
+        """Full batches that the caller leaves after so long, by cancelling or by a deadline; the codes they ended with,
+        None for those that were answered before."""
+        batch = self.samples(min(self.full_batch, 16))
+
+        async def one() -> grpc.StatusCode | None:
+            try:
+                await self.score(batch, timeout_s=None if cancel else after_s)
+            except grpc.aio.AioRpcError as error:
+                return error.code()
+            return None
+
+        calls = [asyncio.create_task(one()) for _ in range(num_calls)]
+        if cancel:
+            await asyncio.sleep(after_s)
+            for call in calls:
+                call.cancel()
+        ended = await asyncio.gather(*calls, return_exceptions=True)
+        return [code for code in ended if not isinstance(code, BaseException)]
+
+
+def by_id(scores: Iterable[RewardScore]) -> dict[str, RewardScore]:
+    """The first of several of one id."""
+    found: dict[str, RewardScore] = {}
+    for score in scores:
+        found.setdefault(score.sample_id, score)
+    return found

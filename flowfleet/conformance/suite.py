@@ -1,0 +1,95 @@
+"""All checks, in order, against one address."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import grpc.aio
+
+from flowfleet.conformance import describing, load, refusing, scoring, sending
+from flowfleet.conformance.checks import Check, Fault, Remark, Skip, said
+from flowfleet.conformance.report import Report, Result, Service, Status
+from flowfleet.conformance.session import Options, Session, open_channel
+from flowfleet.proto.reward_pb2 import Modality
+
+CHECKS: Final[tuple[Check, ...]] = (
+    *describing.CHECKS,
+    *scoring.CHECKS,
+    *refusing.CHECKS,
+    *sending.CHECKS,
+    *load.CHECKS,
+    *scoring.LAST,
+    *load.LAST,
+)
+_CALLS_OF_A_CHECK: Final = 4
+"""Timeouts of a call that a whole check may take."""
+_KINDS: Final = {Modality.MODALITY_IMAGE: "pictures", Modality.MODALITY_VIDEO: "videos"}
+
+OnResult = Callable[[Result], object]
+
+
+def run(address: str, options: Options | None = None, on_result: OnResult | None = None) -> Report:
+    """Asks every check of the service at grpc://host:port, grpcs://host:port, or host:port; `on_result` gets each as it
+    is known. ValueError for an address or certificates that cannot work."""
+    return asyncio.run(check(address, options, on_result))
+
+
+async def check(address: str, options: Options | None = None, on_result: OnResult | None = None) -> Report:
+    """The same inside of an event loop."""
+    options = options or Options()
+    start = time.monotonic()
+    async with open_channel(address, options) as channel:
+        session = Session(channel, options)
+        results: list[Result] = []
+        for rule in CHECKS:
+            results.append(await _result(rule, session, results))
+            if on_result is not None:
+                on_result(results[-1])
+    return Report(address=address, service=_service(session), results=results, seconds=time.monotonic() - start)
+
+
+async def _result(rule: Check, session: Session, before: Iterable[Result]) -> Result:
+    start = time.monotonic()
+    lacking = [result for result in before if result.name in rule.needs and result.status in (Status.FAIL, Status.SKIP)]
+    if lacking:
+        status, detail = Status.SKIP, f"needs {lacking[0].name!r}, which did not pass"
+    else:
+        status, detail = await _asked(rule, session)
+    return Result(name=rule.name, rule=rule.rule, status=status, detail=detail, seconds=time.monotonic() - start)
+
+
+async def _asked(rule: Check, session: Session) -> tuple[Status, str]:
+    limit_s = _CALLS_OF_A_CHECK * session.options.timeout_s
+    try:
+        async with asyncio.timeout(limit_s):
+            return Status.PASS, await rule.ask(session) or ""
+    except Skip as reason:
+        return Status.SKIP, str(reason)
+    except Remark as remark:
+        return Status.NOTE, str(remark)
+    except Fault as fault:
+        return Status.FAIL, str(fault)
+    except grpc.aio.AioRpcError as error:
+        return Status.FAIL, f"a call ended with {said(error)}"
+    except TimeoutError:
+        return Status.FAIL, f"no end after {limit_s:g} s"
+
+
+def _service(session: Session) -> Service | None:
+    about = session.described
+    if not about.name:
+        return None
+    return Service(
+        name=about.name,
+        version=about.version,
+        contract=about.contract or 1,
+        modalities=[_KINDS.get(number, str(number)) for number in about.modalities] or ["pictures"],
+        score_min=about.score_min,
+        score_max=about.score_max,
+        max_batch_size=about.max_batch_size,
+        needs_group=about.needs_group,
+        components=list(about.components),
+    )
