@@ -52,6 +52,7 @@ images:  ## build the container images; see docker/README.md
 
 clean:  ## remove .venv, caches and runs/
 	rm -rf $(VENV) runs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf examples/reward-node/node_modules
 	find $(CODE) -name __pycache__ -prune -exec rm -rf {} +
 
 # Stamps: made again when pyproject.toml changes. torch goes first, so that nothing else picks another build of it.

@@ -14,7 +14,11 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
-DOCKERFILES = [*sorted(DOCKER.glob("*.Dockerfile")), ROOT / "tests" / "cluster" / "redis.Dockerfile"]
+DOCKERFILES = [
+    *sorted(DOCKER.glob("*.Dockerfile")),
+    ROOT / "tests/cluster/redis.Dockerfile",
+    ROOT / "examples/reward-node/Dockerfile",
+]
 SERVICES = ("controller", "rollout", "trainer", "reward")
 USER = "10001:10001"
 
