@@ -111,6 +111,16 @@ def samples(job_id: str, purpose: str, part: str) -> str:
     return job_key(job_id, "samples", purpose, part)
 
 
+def rewards(job_id: str) -> str:
+    """Hash: number → revision of the job's rewards that took effect."""
+    return job_key(job_id, "rewards")
+
+
+def shadow(job_id: str, pair: str, part: str) -> str:
+    """What a shadow and the reward beside it gave the same groups; `part` is "train", "validate" or "counts"."""
+    return job_key(job_id, "shadow", pair, part)
+
+
 def idempotency(key: str) -> str:
     """Record of one `Idempotency-Key`; hashed, since clients may send any characters."""
     return fleet_key("idempotency", hashlib.sha256(key.encode()).hexdigest())

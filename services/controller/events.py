@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from flowfleet.reward_changes import RewardSet
+
 
 class _Event(BaseModel):
     model_config = ConfigDict(frozen=True)
@@ -67,6 +69,8 @@ class Dropped(_Event):
     group: int
     index: int
     reason: str
+    refill: bool = True
+    """Whether another one may be asked for in its place."""
 
 
 class AdvantagesReady(_Event):
@@ -113,8 +117,19 @@ class Exported(_Event):
     kind: Literal["exported"] = "exported"
 
 
+class RewardsChanged(_Event):
+    """The job has other rewards or shadows, from the first step on that is not opened yet."""
+
+    kind: Literal["rewards_changed"] = "rewards_changed"
+    number: int
+    """Of the revision, ascending; one that was folded before changes nothing."""
+    set: RewardSet
+
+
 class PauseRequested(_Event):
     kind: Literal["pause_requested"] = "pause_requested"
+    reason: str = ""
+    """Why the job itself asks for it."""
 
 
 class ResumeRequested(_Event):
@@ -134,7 +149,7 @@ class Failed(_Event):
 
 Event = (
     TrainerReady | TrainerLost | ReplicaBehind | Sampled | Scored | Dropped | AdvantagesReady | Trained | Published
-    | Checkpointed | Validated | Exported | PauseRequested | ResumeRequested | CancelRequested | Failed
+    | Checkpointed | Validated | Exported | RewardsChanged | PauseRequested | ResumeRequested | CancelRequested | Failed
 )  # fmt: skip
 
 VOLATILE = (TrainerReady, TrainerLost, ReplicaBehind)

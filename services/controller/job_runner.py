@@ -251,13 +251,27 @@ class JobRunner:
 
     async def _look_at_wishes(self) -> None:
         paused = self.machine.state.status is Status.PAUSED  # before the wish is read: see JobStore.hold
-        desired = await self.job.store.desired(self.job.job_id)
+        desired, revision = await self.job.store.wishes(self.job.job_id)
         if desired is Desired.CANCELLED:
             await self.emit(ev.CancelRequested())
         elif desired is Desired.PAUSED and not paused:
             await self.emit(ev.PauseRequested())
         elif desired is Desired.RUNNING and paused:
             await self.emit(ev.ResumeRequested())
+        if revision > self.machine.rewards_number:
+            await self._change_rewards()
+
+    async def _change_rewards(self) -> None:
+        """Makes the user's newest wish a fact, from the first step on that is not open when it is recorded."""
+        wish = await self.job.store.pending_rewards(self.job.job_id)
+        if wish is None:
+            return
+
+        async def also(pipe: Any) -> None:
+            applied = wish.model_copy(update={"from_step": self.machine.first_unopened})
+            await self.job.store.apply_rewards(self.job.job_id, applied, pipe)
+
+        await self.emit(ev.RewardsChanged(number=wish.number, set=wish.as_set()), also=also)
 
     # -- the loop's own ----------------------------------------------------------------------------------------
 

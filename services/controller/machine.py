@@ -14,13 +14,14 @@ steps' samples are made meanwhile (batch.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from pydantic import BaseModel
 
-from flowfleet.jobs import JobSpec
+from flowfleet.jobs import JobSpec, RewardPart
+from flowfleet.reward_changes import RewardSet, ShadowPart
 from services.controller import events as ev
 from services.controller import gap
 from services.controller.batch import NOT_IN_A_PAIR, Batch, Phase, SampleState, with_dropped
@@ -94,6 +95,14 @@ class Export:
 Command = EnsureTrainer | Generate | Score | ComputeAdvantages | TrainStep | Publish | Checkpoint | Validate | Export
 
 
+class Revision(BaseModel):
+    """The rewards and shadows of a job from a step on, until another one's first step."""
+
+    number: int
+    from_step: int
+    set: RewardSet
+
+
 class State(BaseModel):
     """All that is known of a running job. The volatile part is found out anew after a restart."""
 
@@ -110,6 +119,9 @@ class State(BaseModel):
     samples_dropped: dict[str, int] = {}
     duplicates: int = 0
     trained_at: float | None = None
+    revisions: list[Revision] = []
+    """Of the rewards, ascending by number and step: those that an open or a later step has. Before the first of them
+    the job's are as submitted."""
 
     trainer_applied: int | None = None  # volatile: steps in the live trainer's weights; none without a trainer
     behind: bool = False  # volatile: a live replica misses the published version
@@ -174,7 +186,8 @@ class Machine:
             return
         sample.status = "dropped"
         self._count_drop(event.reason)
-        self._refill(self.state.batches[event.step], event.group)
+        if event.refill:
+            self._refill(self.state.batches[event.step], event.group)
         self._note_scored(event.step, event.at)
 
     def _on_advantages_ready(self, event: ev.AdvantagesReady) -> None:
@@ -209,8 +222,15 @@ class Machine:
     def _on_exported(self, event: ev.Exported) -> None:
         self.state.exported = True
 
+    def _on_rewards_changed(self, event: ev.RewardsChanged) -> None:
+        """Steps that are open keep what they have. Of what no step has any more nothing is kept."""
+        if event.number > self.rewards_number:
+            self.state.revisions.append(Revision(number=event.number, from_step=self.first_unopened, set=event.set))
+            past = [r for r in self.state.revisions if r.from_step <= self.state.version]
+            self.state.revisions = [r for r in self.state.revisions if r not in past[:-1]]
+
     def _on_pause_requested(self, event: ev.PauseRequested) -> None:
-        self.state.status = Status.PAUSED
+        self.state.status, self.state.reason = Status.PAUSED, event.reason or self.state.reason
 
     def _on_resume_requested(self, event: ev.ResumeRequested) -> None:
         self.state.status = Status.RUNNING if self.state.published >= 0 else Status.STARTING
@@ -313,6 +333,36 @@ class Machine:
         pause it again; nor does the last one, after which nothing is sampled to train on."""
         is_new, is_last = event.step == self.state.version, event.step + 1 == self.spec.schedule.steps
         return is_new and not is_last and gap.is_above(self.spec, event)
+
+    def rewards_at(self, step: int) -> Mapping[str, RewardPart]:
+        """What scores the samples of a step, and the held-out ones of the version of that number."""
+        revision = self._revision(step)
+        return revision.set.rewards if revision else self.spec.rewards
+
+    def shadows_at(self, step: int) -> Mapping[str, ShadowPart]:
+        """What is asked beside those rewards."""
+        revision = self._revision(step)
+        return revision.set.shadows if revision else {}
+
+    def rewards_number_at(self, step: int) -> int:
+        """Of the revision that a step has; 0 is as submitted."""
+        revision = self._revision(step)
+        return revision.number if revision else 0
+
+    @property
+    def rewards_number(self) -> int:
+        """Of the newest revision."""
+        return self.state.revisions[-1].number if self.state.revisions else 0
+
+    @property
+    def first_unopened(self) -> int:
+        """The step from which a change of the rewards counts: the first that has no samples yet, and whose version has
+        no held-out ones. After the last update there is none, which is one past the last version."""
+        state, steps = self.state, self.spec.schedule.steps
+        return steps + 1 if state.version == steps else max(state.version, *(step + 1 for step in state.batches), 0)
+
+    def _revision(self, step: int) -> Revision | None:
+        return next((r for r in reversed(self.state.revisions) if r.from_step <= step), None)
 
     def wanted(self, step: int, group: int) -> list[int]:
         """Indices of a group that are still to be sampled, ascending."""

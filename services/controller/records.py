@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from flowfleet.errors import Conflict
 from flowfleet.jobs import JobSpec
+from flowfleet.reward_changes import RewardSet
 
 Action = Literal["pause", "resume", "cancel"]
 Purpose = Literal["train", "validate"]
@@ -94,6 +95,38 @@ class Progress(Record):
     """Reason → number."""
 
 
+class RewardRevision(Record):
+    """The rewards and shadows of a job from a step on."""
+
+    number: int
+    """Ascending; 0 is as submitted. One that was replaced before it took effect is missing."""
+    changes: list[str] = []
+    """What was asked for, a line each."""
+    rewards: dict[str, Any]
+    """Name → settings."""
+    shadows: dict[str, Any] = {}
+    """Name → settings; `for` names the reward that it is beside."""
+    requested_at: datetime | None = None
+    from_step: int | None = None
+    """First step that has it; null while it is pending."""
+    applied_at: datetime | None = None
+
+    def as_set(self) -> RewardSet:
+        return RewardSet.model_validate({"rewards": self.rewards, "shadows": self.shadows})
+
+
+class JobRewards(Record):
+    revision: int = 0
+    """Number of the newest one, pending or not: a change names it."""
+    active: RewardRevision
+    pending: RewardRevision | None = None
+    """What the steps that are not open yet will have."""
+
+    @property
+    def newest(self) -> RewardRevision:
+        return self.pending or self.active
+
+
 class JobRecord(Record):
     id: str
     name: str
@@ -108,6 +141,8 @@ class JobRecord(Record):
     ended_at: datetime | None = None
     spec: dict[str, Any]
     """The job as submitted, defaults filled in."""
+    rewards: JobRewards
+    """As they are now."""
     progress: Progress = Progress()
     results: dict[str, Any] = {}
     """Name → path or figure, written when the job ends."""
@@ -154,9 +189,15 @@ class SampleRecord(Record):
     purpose: Purpose = "train"
     prompt: str
     reward: FiniteOrNone = None
-    """Weighted sum of the scores; null when the sample was dropped."""
+    """Total of the scores, as weights, clips, curves and gates have it; null when the sample was dropped."""
     scores: dict[str, FiniteOrNone] = {}
-    """Reward service → score."""
+    """Reward → raw score, and reward.component → value. A reward that was skipped has none."""
+    versions: dict[str, str] = {}
+    """Reward → name and version of the scorer that gave its score."""
+    shadow: dict[str, FiniteOrNone] = {}
+    """Shadow → raw score."""
+    gated_by: str = ""
+    """The reward whose gate acted on the sample."""
     policy_version: int = 0
     seed: int = 0
     drop_reason: str = ""

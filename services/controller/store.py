@@ -21,6 +21,7 @@ from services.controller.history import History, Pipe, add_event, encode
 from services.controller.ids import new_job_id
 from services.controller.leadership import Lease
 from services.controller.records import Action, Desired, JobRecord, JobStatus, Progress, from_epoch, next_desired
+from services.controller.reward_shelf import REVISION, RewardShelf, rewards_of
 from services.controller.samples import SampleShelf
 
 IDEMPOTENCY_TTL_S = 7 * 24 * 3600
@@ -29,7 +30,7 @@ if redis.call('HGET', KEYS[1], 'desired') == ARGV[1] then redis.call('HSET', KEY
 """
 
 
-class JobStore(History, SampleShelf):
+class JobStore(History, SampleShelf, RewardShelf):
     """`redis` decodes no responses; `clock` gives seconds since the epoch."""
 
     def __init__(self, redis: Redis, clock: Callable[[], float] = time.time, lease: Lease | None = None) -> None:
@@ -81,9 +82,10 @@ class JobStore(History, SampleShelf):
             for job_id, (status, desired) in zip(job_ids, rows, strict=True)
         ]
 
-    async def desired(self, job_id: str) -> Desired:
-        """Raises NotFound."""
-        return Desired(_present(job_id, await self._redis.hget(keys.job(job_id), "desired")))
+    async def wishes(self, job_id: str) -> tuple[Desired, int]:
+        """What the job shall be, and the number of the newest revision of its rewards. Raises NotFound."""
+        desired, number = await self._redis.hmget(keys.job(job_id), "desired", REVISION)
+        return Desired(_present(job_id, desired)), int(number or 0)
 
     async def jobs(
         self, cursor: str | None = None, limit: int = 50, status: JobStatus | None = None
@@ -237,5 +239,6 @@ def _record(job_id: str, row: dict[bytes, bytes]) -> JobRecord:
         spec=json.loads(fields["spec"]),
         progress=Progress(**progress),
         results=json.loads(fields.get("results", "{}")),
+        rewards=rewards_of(fields),
         **times,
     )
