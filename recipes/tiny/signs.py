@@ -99,8 +99,11 @@ def draw_example(seed: int, wrong_share: float, held_out: frozenset[str]) -> Exa
     return Example(pixels, prompt_for(sign))
 
 
-def render(sign: Sign, rng: random.Random) -> Pixels:
-    """Paint a sign with small random changes of colour, size and place: (IMAGE_SIZE, IMAGE_SIZE, 3) uint8."""
+def render(sign: Sign, rng: random.Random, spread: int = 16) -> Pixels:
+    """Paint a sign with small random changes of colour, size and place: (IMAGE_SIZE, IMAGE_SIZE, 3) uint8.
+
+    spread: how far up or down the word may be, in pixels of the canvas.
+    """
     board = BOARD_COLOURS[sign.colour]
     ink: Colour = (20, 20, 20) if sum(board) / 3 > 128 else (245, 245, 245)
     image = Image.new("RGB", (CANVAS_SIZE, CANVAS_SIZE), _jitter(board, rng))
@@ -108,7 +111,7 @@ def render(sign: Sign, rng: random.Random) -> Pixels:
     font = ImageFont.load_default(size=rng.randint(*FONT_SIZES[len(sign.word)]))
     left, top, right, bottom = canvas.textbbox((0, 0), sign.word, font=font)
     x = (CANVAS_SIZE - (right - left)) // 2 - left + rng.randint(-3, 3)
-    y = (CANVAS_SIZE - (bottom - top)) // 2 - top + rng.randint(-16, 16)
+    y = (CANVAS_SIZE - (bottom - top)) // 2 - top + rng.randint(-spread, spread)
     canvas.text((x, y), sign.word, font=font, fill=_jitter(ink, rng), stroke_width=1)
     canvas.rectangle((4, 4, CANVAS_SIZE - 5, CANVAS_SIZE - 5), outline=_jitter(ink, rng), width=3)
     return np.asarray(image.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.LANCZOS), dtype=np.uint8)
