@@ -90,6 +90,13 @@ class Sample(Answer):
     prompt: str
     reward: float | None = None
     scores: dict[str, float | None] = {}
+    """Reward → score, and reward.component → value."""
+    versions: dict[str, str] = {}
+    """Reward → scorer and version that gave its score."""
+    shadow: dict[str, float | None] = {}
+    """Shadow → score; it has no effect."""
+    gated_by: str = ""
+    """The reward whose gate acted on the sample."""
     policy_version: int = 0
     seed: int = 0
     drop_reason: str = ""

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import threading
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,18 +11,15 @@ from typing import Annotated, Any, Literal
 import typer
 import typer.core
 from pydantic import ValidationError
-from rich.console import Console
 from rich.markup import escape
 
 from flowfleet import cli_views as views
 from flowfleet.api_types import ApiError, Job, Sample
-from flowfleet.client import DEFAULT_URL, Client
+from flowfleet.cli_options import Ca, JobId, Url, connect, err, out
+from flowfleet.client import Client
 from flowfleet.job_files import prepare_job
 from flowfleet.local.stack import DEFAULT_PORT, DEFAULT_STATE_DIR, StackError, StateDir
 from flowfleet.progress import follow
-
-out = Console(width=None if Console().is_terminal else 160)
-err = Console(stderr=True)
 
 
 class _Command(typer.core.TyperGroup):
@@ -52,14 +46,6 @@ app = typer.Typer(
     add_completion=False,
 )
 
-Url = Annotated[
-    str | None,
-    typer.Option(help=f"Of the REST API; else FLOWFLEET_URL, else the local stack's, else {DEFAULT_URL}."),
-]
-Ca = Annotated[
-    Path | None, typer.Option(help="PEM file of the CA of an https URL; else FLOWFLEET_CA, else the system's.")
-]
-JobId = Annotated[str, typer.Argument(metavar="ID", help="A job's id, or the start of one.")]
 StackDir = Annotated[Path, typer.Option(help="Directory of the stack: addresses, logs, data.")]
 
 
@@ -169,7 +155,7 @@ def submit(
 
         explain(prepare_job(file, set_ or (), same_machine=True), out)
         return
-    with _client(url, ca) as client:
+    with connect(url, ca) as client:
         spec = prepare_job(file, set_ or (), same_machine=client.same_files)
         job = client.submit(spec, idempotency_key)
         out.print(job.id, highlight=False)
@@ -208,28 +194,28 @@ def jobs(
     ca: Ca = None,
 ) -> None:
     """List jobs."""
-    with _client(url, ca) as client:
+    with connect(url, ca) as client:
         out.print(views.jobs_table(islice(client.jobs(status), limit)))
 
 
 @app.command()
 def show(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
     """Show a job: status, progress, results, settings."""
-    with _client(url, ca) as client:
+    with connect(url, ca) as client:
         views.show_job(client.find(job_id), out)
 
 
 @app.command()
 def watch(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
     """Follow a job until it ends."""
-    with _client(url, ca) as client:
+    with connect(url, ca) as client:
         _watch(client, client.find(job_id))
 
 
 @app.command()
 def fleet(url: Url = None, ca: Ca = None) -> None:
     """Show rollout replicas, rewards, and what the cluster has no room for."""
-    with _client(url, ca) as client:
+    with connect(url, ca) as client:
         views.show_fleet(client.fleet(), out)
 
 
@@ -245,7 +231,7 @@ def samples(
     ca: Ca = None,
 ) -> None:
     """Download a job's pictures, and print their prompts and scores."""
-    with _client(url, ca) as client:
+    with connect(url, ca) as client:
         job = client.find(job_id)
         found = list(islice(client.samples(job.id, purpose=purpose, step=step, order=order), limit))
         directory = to or Path("runs/samples") / job.id[: views.SHORT_ID]
@@ -256,21 +242,21 @@ def samples(
 @app.command()
 def cancel(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
     """Stop a job for good; what it has written stays."""
-    with _client(url, ca) as client:
+    with connect(url, ca) as client:
         _say(client.cancel(client.find(job_id).id))
 
 
 @app.command()
 def pause(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
     """Hold a job: what runs now ends, nothing else starts. Other jobs of its pool wait behind it."""
-    with _client(url, ca) as client:
+    with connect(url, ca) as client:
         _say(client.pause(client.find(job_id).id))
 
 
 @app.command()
 def resume(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
     """Let a paused job go on."""
-    with _client(url, ca) as client:
+    with connect(url, ca) as client:
         _say(client.resume(client.find(job_id).id))
 
 
@@ -279,13 +265,6 @@ def resume(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
 
 def _devices(text: str) -> tuple[str, ...] | None:
     return None if text == "auto" else tuple(name.strip() for name in text.split(","))
-
-
-@contextlib.contextmanager
-def _client(url: str | None, ca: Path | None) -> Iterator[Client]:
-    local = None if url or os.environ.get("FLOWFLEET_URL") else StateDir(DEFAULT_STATE_DIR).read()
-    with Client(url or (local.url if local else None), ca=ca) as client:
-        yield client
 
 
 def _watch(client: Client, job: Job) -> None:
