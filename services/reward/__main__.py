@@ -15,10 +15,11 @@ from flowfleet.proto.reward_pb2_grpc import add_RewardServiceServicer_to_server
 from flowfleet.service import rpc_parser, run_service, usable_cpus
 from services.reward import scorers
 from services.reward.batcher import Limits
+from services.reward.engines import Batched, Direct, Engine
 from services.reward.evaluator import Evaluator
 from services.reward.metrics import RewardMetrics
 from services.reward.pool import MAX_PROCESSES, ProcessPool, default_processes
-from services.reward.scorers.base import Scorer
+from services.reward.scorers.base import AnyScorer, Scorer
 from services.reward.server import SERVICE_NAME, RewardServicer
 from services.reward.settings import read_settings
 
@@ -66,12 +67,10 @@ async def _serve(options: argparse.Namespace) -> None:
         raise ValueError(f"--max-wait-ms {options.max_wait_ms}: must be 0 to 60000")
     settings = read_settings(options.settings, options.changes)
     scorer = scorers.make(options.scorer, settings, options.threads)
-    assert isinstance(scorer, Scorer)
     metrics = RewardMetrics(scorer.name, scorer.score_range)
-    evaluator = _evaluator(options, settings, scorer, metrics)
     limits = Limits(max_batch=options.max_batch, max_wait_s=options.max_wait_ms / 1000)
-    servicer = RewardServicer(scorer, limits, evaluator, metrics)
-    servicer.start()
+    servicer = RewardServicer(_engine(options, settings, scorer, limits, metrics), limits, metrics)
+    await servicer.start()
     server = rpc.make_server()
 
     async def drain() -> None:
@@ -93,15 +92,28 @@ async def _serve(options: argparse.Namespace) -> None:
     )
 
 
+def _engine(
+    options: argparse.Namespace, settings: dict[str, Any], scorer: AnyScorer, limits: Limits, metrics: RewardMetrics
+) -> Engine:
+    if isinstance(scorer, Scorer):
+        return Batched(scorer, _evaluator(options, settings, scorer, metrics), limits, metrics)
+    if options.processes is not None:
+        raise ValueError(f"--processes {options.processes}: scorer {scorer.name} asks others and has no use for them")
+    log.info("scorer %s %s, which asks others", scorer.name, scorer.version)
+    return Direct(scorer, limits, metrics)
+
+
 def _evaluator(
     options: argparse.Namespace, settings: dict[str, Any], scorer: Scorer[Any], metrics: RewardMetrics
 ) -> Evaluator[Any] | ProcessPool:
     num_processes = options.processes or default_processes(scorer.heavy)
-    if num_processes == 1:
+    if num_processes == 1 and not scorer.isolated:
         log.info("scorer %s %s, %d threads", scorer.name, scorer.version, options.threads)
         return Evaluator(scorer, options.threads)
-    log.info("scorer %s %s, %d processes", scorer.name, scorer.version, num_processes)
-    return ProcessPool(partial(scorers.make, options.scorer, settings, 1), num_processes, metrics, options.log_level)
+    log.info("scorer %s %s, processes: %d", scorer.name, scorer.version, num_processes)
+    make = partial(scorers.make, options.scorer, settings, 1)
+    limits, groups = scorer.process_limits, scorer.needs_group
+    return ProcessPool(make, num_processes, metrics, options.log_level, limits, groups)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,19 @@ class Limits:
     max_queued_bytes: int = 2**30
 
 
+def draining() -> Unavailable:
+    """What every call gets once the service drains."""
+    return Unavailable("the service is draining: ask another replica, or try again")
+
+
+def queue_full(num_samples: int, num_bytes: int, limits: Limits) -> QueueFull:
+    """What a call gets that does not fit beside so many samples and bytes."""
+    return QueueFull(
+        f"{num_samples} samples ({num_bytes} bytes) wait already, the limit is {limits.max_queued} "
+        f"({limits.max_queued_bytes} bytes): send fewer at a time, or start more replicas"
+    )
+
+
 @dataclass(eq=False)
 class _Ticket(Generic[Item, Key, Result]):
     items: Sequence[Item]
@@ -92,14 +105,11 @@ class MicroBatcher(Generic[Item, Key, Result]):
 
     def _admit(self, num_items: int, num_bytes: int) -> None:
         if self._closing:
-            raise Unavailable("the service is draining: ask another replica, or try again")
+            raise draining()
         limits = self._limits
         queued_bytes = sum(ticket.num_bytes for ticket in self._waiting)
         if self.num_queued + num_items > limits.max_queued or queued_bytes + num_bytes > limits.max_queued_bytes:
-            raise QueueFull(
-                f"{self.num_queued} samples ({queued_bytes} bytes) wait already, the limit is {limits.max_queued} "
-                f"({limits.max_queued_bytes} bytes): send fewer at a time, or start more replicas"
-            )
+            raise queue_full(self.num_queued, queued_bytes, limits)
 
     async def _serve(self) -> None:
         while self._waiting or not self._closing:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic
 
 from flowfleet.errors import Unavailable
 from flowfleet.proto.reward_pb2 import RewardSample
 from services.reward.decoding import MAX_PIXELS, Opened, decode, open_sample
+from services.reward.groups import bounds, units
 from services.reward.scorers.base import Outcome, Params, Problem, Sample, Score, Scorer
 
 MAX_DECODED_PIXELS = 4 * MAX_PIXELS
@@ -41,7 +42,8 @@ class Evaluator(Generic[Params]):
     def __call__(self, samples: Sequence[RewardSample], params: Params) -> list[Outcome]:
         """One outcome a sample, in order."""
         opened = [open_sample(sample, self._scorer.modalities) for sample in samples]
-        return [outcome for part in _parts(opened) for outcome in self._score_part(part, params)]
+        batch = [opened[start:end] for start, end in bounds(units(samples, self._scorer.needs_group))]
+        return [outcome for part in _parts(batch) for outcome in self._score_part(part, params)]
 
     def close(self) -> None:
         self._decoders.shutdown()
@@ -58,13 +60,16 @@ class Evaluator(Generic[Params]):
             return self._checked(samples, params)
         except Exception:
             log.exception("scorer %s failed on %d samples; scoring one by one", self._scorer.name, len(samples))
-        return [self._score_alone(sample, params) for sample in samples]
+        return [
+            outcome for unit in units(samples, self._scorer.needs_group) for outcome in self._score_alone(unit, params)
+        ]
 
-    def _score_alone(self, sample: Sample, params: Params) -> Outcome:
+    def _score_alone(self, unit: Sequence[Sample], params: Params) -> list[Outcome]:
         try:
-            return self._checked([sample], params)[0]
+            return self._checked(unit, params)
         except Exception as error:
-            return Problem(FAILED, f"scorer {self._scorer.name} failed on this sample: {type(error).__name__}")
+            text = f"scorer {self._scorer.name} failed on this sample: {type(error).__name__}"
+            return [Problem(FAILED, text)] * len(unit)
 
     def _checked(self, samples: Sequence[Sample], params: Params) -> list[Outcome]:
         outcomes = self._scorer.score(samples, params)
@@ -77,7 +82,8 @@ def unless_all_failed(name: str, outcomes: Sequence[Outcome]) -> None:
     """Raises Unavailable where the scorer failed on several samples of a batch and scored none: it is broken."""
     failed = sum(isinstance(outcome, Problem) and outcome.reason in (FAILED, DIED) for outcome in outcomes)
     if failed > 1 and not any(isinstance(outcome, Score) for outcome in outcomes):
-        raise Unavailable(f"scorer {name} failed on all {failed} samples; its log has the reason")
+        first = next(one.message for one in outcomes if isinstance(one, Problem) and one.reason in (FAILED, DIED))
+        raise Unavailable(f"scorer {name} failed on all {failed} samples; its log has the reason. The first: {first}")
 
 
 def finite(outcome: Outcome) -> Outcome:
@@ -89,16 +95,16 @@ def finite(outcome: Outcome) -> Outcome:
     return Problem("non_finite", "; ".join(broken)) if broken else outcome
 
 
-def _parts(opened: Sequence[Opened | Problem]) -> Iterator[list[Opened | Problem]]:
-    """Runs of at most MAX_DECODED_PIXELS together, in order."""
+def _parts(batch: Iterable[Sequence[Opened | Problem]]) -> Iterator[list[Opened | Problem]]:
+    """Runs of units with at most MAX_DECODED_PIXELS together, in order; a larger unit stands alone."""
     part: list[Opened | Problem] = []
     budget = MAX_DECODED_PIXELS
-    for item in opened:
-        cost = item.num_pixels if isinstance(item, Opened) else 0
-        if cost > budget:
+    for unit in batch:
+        cost = sum(item.num_pixels for item in unit if isinstance(item, Opened))
+        if part and cost > budget:
             yield part
             part, budget = [], MAX_DECODED_PIXELS
-        part.append(item)
+        part += unit
         budget -= cost
     if part:
         yield part

@@ -42,7 +42,21 @@ class RewardMetrics:
         self._busy = counted("busy_seconds", "Seconds that the pool's processes worked, summed over them")
         self._deaths = counted("process_deaths", "Processes of the pool that died")
         self.set_processes(0)
+        self._in_flight = Gauge(
+            "flowfleet_reward_in_flight_samples", "Samples that are being scored", ["scorer"], registry=registry
+        )
+        self._in_flight.labels(scorer=scorer).set(0)
         self._queued = Gauge("flowfleet_reward_queued_samples", "Samples that wait", ["scorer"], registry=registry)
+
+    @contextmanager
+    def in_flight(self, num_samples: int) -> Iterator[None]:
+        """Counts samples while they are being scored."""
+        gauge = self._in_flight.labels(scorer=self._scorer)
+        gauge.inc(num_samples)
+        try:
+            yield
+        finally:
+            gauge.dec(num_samples)
 
     def watch_queue(self, num_queued: Callable[[], int]) -> None:
         """Where the length of the queue is read from."""

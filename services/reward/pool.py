@@ -2,8 +2,9 @@
 
 A process gets encoded samples as bytes over a pipe, decodes and scores them on one thread, and sends outcomes back. One
 that dies is replaced, and the samples it had are asked again one by one, once; the one on which it dies again becomes a
-`Problem`. One that takes longer than `limit_s` is killed, and has died. The pipe is its life line: a process ends when
-its parent closes it, or is gone, however that happened.
+`Problem`. One that takes longer than the scorer's `ProcessLimits` is killed, and has died. For a scorer that needs
+groups, all this goes group by group. The pipe is its life line: a process ends when its parent closes it, or is gone,
+however that happened.
 """
 
 from __future__ import annotations
@@ -29,19 +30,16 @@ from flowfleet.proto.reward_pb2 import RewardSample
 from flowfleet.service import usable_cpus
 from flowfleet.telemetry import configure_logging
 from services.reward.evaluator import DIED, Evaluator
+from services.reward.groups import units
 from services.reward.metrics import RewardMetrics
-from services.reward.scorers.base import AnyScorer, Outcome, Problem, Scorer
+from services.reward.scorers.base import AnyScorer, Outcome, Problem, ProcessLimits, Scorer
 
-MIN_PART, MAX_PART = 2, 8
-"""Samples handed over at a time: few, so that all processes end together and little is asked again after a death; not
-one, which the OCR reader would read twice over."""
+MIN_PART = 2
+"""Samples handed over at a time, where the scorer takes so many: few (`ProcessLimits.max_part`), so that all processes
+end together and little is asked again after a death; not one, which the OCR reader would read twice over."""
 
 MAX_PROCESSES = 16
 """By default: they read more pictures a second than a dozen GPUs make."""
-
-BASE_S, SAMPLE_S = 60.0, 15.0
-"""Of `limit_s`: a hundred times what the OCR reader takes for a page. Yet a part on which a process hangs is done,
-asking again included, in the `timeouts.score_s` that a job has by default."""
 
 START_S = 300.0
 """For a process to come up."""
@@ -51,6 +49,8 @@ END_S = 10.0
 log = logging.getLogger(__name__)
 
 Make = Callable[[], AnyScorer]
+Part = Sequence[Sequence[RewardSample]]
+"""Units: samples, or whole groups of them."""
 
 
 def default_processes(heavy: bool) -> int:
@@ -66,8 +66,18 @@ class ProcessPool:
     num_batches = 2
     """At once, so that the parts of the next keep busy who is done with the first."""
 
-    def __init__(self, make: Make, num_processes: int, metrics: RewardMetrics, log_level: str = "info") -> None:
+    def __init__(
+        self,
+        make: Make,
+        num_processes: int,
+        metrics: RewardMetrics,
+        log_level: str = "info",
+        limits: ProcessLimits = ProcessLimits(),
+        whole_groups: bool = False,
+    ) -> None:
         self._metrics = metrics
+        self._limits = limits
+        self._whole_groups = whole_groups
         self._workers = [_Worker(make, log_level) for _ in range(num_processes)]
         self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="pool")
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
@@ -82,8 +92,8 @@ class ProcessPool:
     def __call__(self, samples: Sequence[RewardSample], params: Any) -> list[Outcome]:
         """One outcome a sample, in order. From several threads at once."""
         parts = [
-            self._threads.submit(self._score, [sample.SerializeToString() for sample in part], params)
-            for part in parts_of(samples, len(self._workers))
+            self._threads.submit(self._score, part, params)
+            for part in parts_of(units(samples, self._whole_groups), len(self._workers), self._limits.max_part)
         ]
         return [outcome for part in parts for outcome in part.result()]
 
@@ -93,43 +103,60 @@ class ProcessPool:
         for worker in self._workers:
             worker.close()
 
-    def _score(self, part: list[bytes], params: Any) -> list[Outcome]:
+    def _score(self, part: Part, params: Any) -> list[Outcome]:
         worker, start = self._idle.get(), time.perf_counter()
         try:
-            return worker.score(part, params)
+            return self._ask(worker, [sample for unit in part for sample in unit], params)
         except _Died as death:
             self._note(death)
-            return [self._once_more(worker, sample, params) for sample in part]
+            return [outcome for unit in part for outcome in self._once_more(worker, unit, params)]
         finally:
             self._metrics.observe_busy(time.perf_counter() - start)
             self._idle.put(worker)
 
-    def _once_more(self, worker: _Worker, sample: bytes, params: Any) -> Outcome:
+    def _once_more(self, worker: _Worker, unit: Sequence[RewardSample], params: Any) -> list[Outcome]:
         try:
-            return worker.score([sample], params)[0]
+            return self._ask(worker, unit, params)
         except _Died as death:
             self._note(death)
-            return Problem(DIED, f"the process that scored this sample died twice, the second time with {death}")
+            hint = (
+                f": raise {self._limits.setting} if that is too little" if death.late and self._limits.setting else ""
+            )
+            text = f"the process that scored this sample died twice, the second time with {death}{hint}"
+            return [Problem(DIED, text)] * len(unit)
+
+    def _ask(self, worker: _Worker, samples: Sequence[RewardSample], params: Any) -> list[Outcome]:
+        """Raises _Died."""
+        encoded = [sample.SerializeToString() for sample in samples]
+        return worker.score(encoded, params, self._limits.seconds(len(encoded)))
 
     def _note(self, death: _Died) -> None:
         log.warning("a scoring process died with %s: another one takes its place", death)
         self._metrics.observe_death()
 
 
-def parts_of(samples: Sequence[RewardSample], num_processes: int) -> Iterator[Sequence[RewardSample]]:
-    """Cuts a batch, in order, so that all processes get some of it."""
-    size = min(max(math.ceil(len(samples) / num_processes), MIN_PART), MAX_PART)
-    for start in range(0, len(samples), size):
-        yield samples[start : start + size]
-
-
-def limit_s(num_samples: int) -> float:
-    """Seconds that a process may take for so many samples."""
-    return BASE_S + SAMPLE_S * num_samples
+def parts_of(batch: Sequence[Sequence[RewardSample]], num_processes: int, max_part: int) -> Iterator[Part]:
+    """Cuts a batch, in order and between units, so that all processes get some of it."""
+    number = sum(len(unit) for unit in batch)
+    size = min(max(math.ceil(number / num_processes), MIN_PART), max_part)
+    part: list[Sequence[RewardSample]] = []
+    room = size
+    for unit in batch:
+        if part and len(unit) > room:
+            yield part
+            part, room = [], size
+        part.append(unit)
+        room -= len(unit)
+    if part:
+        yield part
 
 
 class _Died(Exception):
     """A process ended before it answered; says with which exit code or signal."""
+
+    def __init__(self, how: str, late: bool = False) -> None:
+        super().__init__(how)
+        self.late = late
 
 
 class _Worker:
@@ -152,10 +179,10 @@ class _Worker:
             self._answer(START_S)
         return self
 
-    def score(self, samples: list[bytes], params: Any) -> list[Outcome]:
+    def score(self, samples: list[bytes], params: Any, seconds: float) -> list[Outcome]:
         """Raises _Died; RuntimeError for what fails outside of the scorer."""
         self.started()
-        outcomes: list[Outcome] | None = self._answer(limit_s(len(samples)), (samples, params))
+        outcomes: list[Outcome] | None = self._answer(seconds, (samples, params))
         if outcomes is None:
             raise RuntimeError("a scoring process failed; the log has the reason")
         return outcomes
@@ -177,7 +204,7 @@ class _Worker:
         except (EOFError, OSError):
             is_late = time.perf_counter() - start >= seconds
             death = self._end(self._process)
-            raise _Died(f"{death} after {seconds:g} s without an answer" if is_late else death) from None
+            raise _Died(f"{death} after {seconds:g} s without an answer" if is_late else death, is_late) from None
 
     def _end(self, process: SpawnProcess) -> str:
         """Closes the pipe, waits for the end, and forgets the process. Says with which exit code or signal it ended."""

@@ -1,54 +1,45 @@
-"""The RewardService: checks a request, hands its samples to the batcher, and answers with one outcome a sample."""
+"""The RewardService: checks a request, hands its samples to the engine, and answers with one outcome a sample."""
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from flowfleet.errors import InvalidRequest
 from flowfleet.proto.reward_pb2 import (
     DescribeRequest,
     DescribeResponse,
-    RewardSample,
     RewardScore,
     ScoreRequest,
     ScoreResponse,
 )
 from flowfleet.proto.reward_pb2_grpc import RewardServiceServicer
-from services.reward.batcher import Limits, MicroBatcher
-from services.reward.evaluator import Evaluator, unless_all_failed
+from services.reward.batcher import Limits
+from services.reward.engines import Engine
 from services.reward.metrics import RewardMetrics
-from services.reward.pool import ProcessPool
-from services.reward.scorers.base import Outcome, Problem, Scorer
+from services.reward.scorers.base import Outcome, Problem
 
 SERVICE_NAME = "flowfleet.v1.RewardService"
+CONTRACT = 1
+"""Version of reward.proto that is spoken."""
 
 
 class RewardServicer(RewardServiceServicer):
-    """Serves one scorer, which reads parameters and describes itself here; `evaluator` scores with it or its like.
-    `start` inside the event loop before serving, `drain` when health says not serving."""
+    """Serves the scorer of an engine, which reads parameters and describes itself here. `start` inside the event loop
+    before serving, `drain` when health says not serving."""
 
-    def __init__(
-        self, scorer: Scorer[Any], limits: Limits, evaluator: Evaluator[Any] | ProcessPool, metrics: RewardMetrics
-    ) -> None:
-        self._scorer = scorer
+    def __init__(self, engine: Engine, limits: Limits, metrics: RewardMetrics) -> None:
+        self._engine = engine
+        self._scorer = engine.scorer
         self._limits = limits
         self._metrics = metrics
-        self._evaluator = evaluator
-        self._batcher: MicroBatcher[RewardSample, Any, Outcome] = MicroBatcher(
-            self._evaluate, limits, evaluator.num_batches
-        )
-        metrics.watch_queue(lambda: self._batcher.num_queued)
 
-    def start(self) -> None:
-        self._batcher.start()
+    async def start(self) -> None:
+        await self._engine.start()
 
     async def drain(self) -> None:
         """Finishes what was admitted; every later call gets UNAVAILABLE."""
-        await self._batcher.drain()
-        await asyncio.to_thread(self._evaluator.close)
+        await self._engine.drain()
 
     async def Describe(self, request: DescribeRequest, context: Any) -> DescribeResponse:
         scorer = self._scorer
@@ -59,25 +50,19 @@ class RewardServicer(RewardServiceServicer):
             score_min=scorer.score_range[0],
             score_max=scorer.score_range[1],
             max_batch_size=self._limits.max_batch,
-            needs_group=False,
+            needs_group=scorer.needs_group,
             components=scorer.components,
+            contract=CONTRACT,
         )
 
     async def Score(self, request: ScoreRequest, context: Any) -> ScoreResponse:
         with self._metrics.request():
             self._check(request)
             params = self._parse(request.params)
-            outcomes = await self._batcher.submit(request.samples, params, request.ByteSize())
+            outcomes = await self._engine.score(request.samples, params, request.ByteSize())
             pairs = zip(request.samples, outcomes, strict=True)
-            return ScoreResponse(scores=[_score(sample.sample_id, outcome) for sample, outcome in pairs])
-
-    def _evaluate(self, samples: Sequence[RewardSample], params: Any) -> list[Outcome]:
-        """A batch, in a thread of the batcher."""
-        start = time.perf_counter()
-        outcomes = self._evaluator(samples, params)
-        self._metrics.observe_batch(outcomes, time.perf_counter() - start)
-        unless_all_failed(self._scorer.name, outcomes)
-        return outcomes
+            scores = [_score(sample.sample_id, outcome) for sample, outcome in pairs]
+            return ScoreResponse(scores=scores, version=self._scorer.version)
 
     def _check(self, request: ScoreRequest) -> None:
         """InvalidRequest for a request that cannot be answered as a whole."""

@@ -103,6 +103,25 @@ def mean_score(scores: Sequence[Score]) -> Score:
     return Score(mean([score.value for score in scores]), components)
 
 
+@dataclass(frozen=True)
+class ProcessLimits:
+    """How processes of a pool are handed the samples of a scorer."""
+
+    max_part: int = 8
+    """Samples handed over at a time; whole groups, where the scorer needs them, are never cut."""
+    base_s: float = 60.0
+    """A part that takes longer than this and `sample_s` for each of its samples hangs: its process is killed. By
+    default a hundred times what the OCR reader takes for a page, yet done, asking again included, in the
+    `timeouts.score_s` that a job has by default."""
+    sample_s: float = 15.0
+    setting: str = ""
+    """The scorer's setting that these seconds come from."""
+
+    def seconds(self, num_samples: int) -> float:
+        """That a process may take for so many samples."""
+        return self.base_s + self.sample_s * num_samples
+
+
 class _Described(ABC, Generic[Params]):
     """What `Describe` answers, as attributes of the class or of the object."""
 
@@ -133,6 +152,7 @@ class Scorer(_Described[Params]):
     """Takes a CPU long for a picture: by default it is run in several processes, where there are CPUs for them."""
     isolated: bool = False
     """Runs code of others: never in the service's own process, even where one process scores."""
+    process_limits: ProcessLimits = ProcessLimits()
 
     def start(self) -> None:
         """Loads what `score` needs: called once, in the process that scores, before the first batch. The object that
@@ -187,6 +207,33 @@ class ScorerSettings(BaseModel):
 
 class NoSettings(ScorerSettings):
     """Of a scorer that has none."""
+
+
+def score_range(low: float | None, high: float | None) -> tuple[float, float]:
+    """Of two settings `score_min` and `score_max`, where None is no bound. ValueError where they are not in order."""
+    bounds = (-math.inf if low is None else low, math.inf if high is None else high)
+    if bounds[0] >= bounds[1]:
+        raise ValueError(f"settings.score_min {low} must be below settings.score_max {high}")
+    return bounds
+
+
+def numbers_of(answer: Mapping[str, Any], components: Sequence[str]) -> tuple[float, dict[str, float]]:
+    """`score`, and those of the named components that are there, of what somebody else gave for a sample. ValueError,
+    which says what it is, for one that is missing or not a number: text is never read as one."""
+    if "score" not in answer:
+        raise ValueError(f"no score, but {', '.join(map(str, answer)) or 'nothing'}")
+    return _number("score", answer["score"]), {
+        name: _number(name, answer[name]) for name in components if name in answer
+    }
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, str | bytes) or value is None:
+        raise ValueError(f"{value!r:.80} as {name}, which is no number")
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{value!r:.80} as {name}, which is no number") from None
 
 
 def read_params(params: Mapping[str, str], readers: Mapping[str, Callable[[str], Any]]) -> dict[str, Any]:

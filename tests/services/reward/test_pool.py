@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import threading
@@ -22,12 +23,15 @@ from flowfleet.proto.reward_pb2 import RewardSample
 from services.reward import pool as pool_module
 from services.reward import scorers
 from services.reward.evaluator import Evaluator
+from services.reward.groups import units
 from services.reward.metrics import RewardMetrics
-from services.reward.pool import MAX_PART, MIN_PART, ProcessPool, default_processes, parts_of
-from services.reward.scorers.base import Outcome, Problem, Sample, Score, Scorer
+from services.reward.pool import MIN_PART, ProcessPool, default_processes, parts_of
+from services.reward.scorers.base import AnyScorer, Outcome, Problem, ProcessLimits, Sample, Score, Scorer
 from tests.services.reward.conftest import reward_process
 from tests.services.reward.pictures import page, sample, sign_sample
 from tests.services.reward.test_service import score
+
+MAX_PART = ProcessLimits().max_part
 
 
 class Obedient(Scorer[str]):
@@ -58,9 +62,15 @@ def broken() -> Scorer[Any]:
 
 
 @contextmanager
-def started(make: Callable[[], Scorer[Any]], num_processes: int) -> Iterator[tuple[ProcessPool, CollectorRegistry]]:
+def started(
+    make: Callable[[], AnyScorer],
+    num_processes: int,
+    limits: ProcessLimits = ProcessLimits(),
+    whole_groups: bool = False,
+) -> Iterator[tuple[ProcessPool, CollectorRegistry]]:
     registry = CollectorRegistry()
-    pool = ProcessPool(make, num_processes, RewardMetrics("obedient", (0.0, 1.0), registry))
+    metrics = RewardMetrics("obedient", (0.0, 1.0), registry)
+    pool = ProcessPool(make, num_processes, metrics, limits=limits, whole_groups=whole_groups)
     try:
         yield pool, registry
     finally:
@@ -134,30 +144,25 @@ def test_only_the_sample_that_kills_again_is_a_problem(obedient: tuple[ProcessPo
     assert deaths(registry) == before + 2
 
 
-@pytest.fixture
-def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "BASE_S", 2.0)
-    monkeypatch.setattr(pool_module, "SAMPLE_S", 0.5)
+SHORT = ProcessLimits(base_s=2.0, sample_s=0.5)
 
 
-@pytest.mark.usefixtures("short_limits")
 def test_a_process_that_hangs_is_replaced_and_only_its_sample_is_a_problem() -> None:
-    with started(Obedient, 1) as (pool, registry):
+    with started(Obedient, 1, dataclasses.replace(SHORT, setting="settings.patience_s")) as (pool, registry):
         outcomes = pool(asked("0.5", "hang", "0.75"), "")
         assert [outcome.value if isinstance(outcome, Score) else None for outcome in outcomes] == [0.5, None, 0.75]
         assert outcomes[1] == Problem(
             "scorer_died",
             "the process that scored this sample died twice, the second time with signal SIGKILL after 2.5 s without "
-            "an answer",
+            "an answer: raise settings.patience_s if that is too little",
         )
         assert deaths(registry) == 2
         assert pool(asked("1"), "") == [Score(1.0, {"frames": 1})]
 
 
-@pytest.mark.usefixtures("short_limits")
 def test_a_process_that_takes_no_request_is_replaced() -> None:
     """More bytes than the pipe holds."""
-    with started(Obedient, 1) as (pool, registry):
+    with started(Obedient, 1, SHORT) as (pool, registry):
         psutil.Process(pids_of(pool)[0]).suspend()
         outcome = pool([RewardSample(sample_id="0", media=bytes(2**22), media_type="image/png")], "")[0]
         assert isinstance(outcome, Problem)
@@ -165,9 +170,8 @@ def test_a_process_that_takes_no_request_is_replaced() -> None:
         assert deaths(registry) == 1
 
 
-@pytest.mark.usefixtures("short_limits")
 def test_closing_ends_a_process_that_hangs() -> None:
-    with started(Obedient, 2) as (pool, _):
+    with started(Obedient, 2, SHORT) as (pool, _):
         pids = pids_of(pool)
         late = threading.Thread(target=pool, args=(asked("hang"), ""), daemon=True)
         late.start()
@@ -202,11 +206,43 @@ def test_closing_ends_the_processes() -> None:
 )
 def test_batches_are_cut_for_all_processes(num_samples: int, num_processes: int, sizes: list[int]) -> None:
     samples = asked(*map(str, range(num_samples)))
-    parts = list(parts_of(samples, num_processes))
+    parts = list(parts_of(units(samples, whole_groups=False), num_processes, MAX_PART))
     assert [len(part) for part in parts] == sizes
-    assert [item for part in parts for item in part] == samples
+    assert [item for part in parts for (item,) in part] == samples
     assert all(size <= MAX_PART for size in sizes)
     assert all(size >= MIN_PART for size in sizes[:-1])
+
+
+@pytest.mark.parametrize(
+    ("groups", "num_processes", "sizes"),
+    [([4, 4, 4], 3, [4, 4, 4]), ([20], 4, [20]), ([3, 3, 3, 3], 1, [6, 6]), ([1, 9, 1, 1], 2, [1, 9, 2])],
+)
+def test_groups_are_never_cut(groups: list[int], num_processes: int, sizes: list[int]) -> None:
+    samples = [RewardSample(group_id=str(group)) for group, size in enumerate(groups) for _ in range(size)]
+    parts = list(parts_of(units(samples, whole_groups=True), num_processes, MAX_PART))
+    assert [sum(map(len, part)) for part in parts] == sizes
+    assert [len(unit) for part in parts for unit in part] == groups
+
+
+class OfGroups(Obedient):
+    """Scores how many samples of its group came along; 0 for one whose group came in parts."""
+
+    needs_group = True
+
+    def score(self, samples: Sequence[Sample], params: str) -> list[Outcome]:
+        for one in samples:
+            self._value(one.prompt)
+        return [Score(sum(other.group_id == one.group_id for other in samples)) for one in samples]
+
+
+def test_groups_reach_the_processes_whole_and_are_asked_again_whole(tmp_path: Path) -> None:
+    samples = asked("1", "1", "1", f"kill once {tmp_path / 'a'}", "1", "1", "1")
+    for index, group in enumerate("aabbbcc"):
+        samples[index].group_id = group
+    with started(OfGroups, 2, whole_groups=True) as (pool, registry):
+        outcomes = pool(samples, "")
+        assert deaths(registry) == 1
+    assert [outcome.value if isinstance(outcome, Score) else None for outcome in outcomes] == [2, 2, 3, 3, 3, 2, 2]
 
 
 @pytest.mark.parametrize(("cpus", "number"), [(1, 1), (2, 1), (3, 1), (4, 2), (16, 8), (64, 16)])

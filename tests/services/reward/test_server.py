@@ -17,6 +17,7 @@ from flowfleet import rpc
 from flowfleet.proto.reward_pb2 import RewardSample, ScoreRequest
 from flowfleet.proto.reward_pb2_grpc import RewardServiceStub, add_RewardServiceServicer_to_server
 from services.reward.batcher import Limits
+from services.reward.engines import Batched
 from services.reward.evaluator import Evaluator
 from services.reward.metrics import RewardMetrics
 from services.reward.scorers.base import Outcome, Sample, Score, Scorer
@@ -62,8 +63,8 @@ def serve(scorer: Echo, limits: Limits, scenario: Scenario) -> CollectorRegistry
 
     async def main() -> None:
         metrics = RewardMetrics(scorer.name, scorer.score_range, registry)
-        servicer = RewardServicer(scorer, limits, Evaluator(scorer, 1), metrics)
-        servicer.start()
+        servicer = RewardServicer(Batched(scorer, Evaluator(scorer, 1), limits, metrics), limits, metrics)
+        await servicer.start()
         server = rpc.make_server()
         add_RewardServiceServicer_to_server(servicer, server)
         port = rpc.listen(server, "127.0.0.1", 0)
@@ -160,7 +161,10 @@ def test_a_broken_scorer_is_unavailable_and_keeps_its_secrets() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await _score(stub, "secret", "hidden")
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert caught.value.details() == "scorer echo failed on all 2 samples; its log has the reason"
+        assert caught.value.details() == (
+            "scorer echo failed on all 2 samples; its log has the reason. The first: "
+            "scorer echo failed on this sample: ValueError"
+        )
         assert await _score(stub, "1") == [1.0]
 
     serve(scorer, Limits(), scenario)

@@ -1,0 +1,37 @@
+"""What of a batch must stay together: single samples, or whole groups for a scorer that compares them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Protocol, TypeVar
+
+
+class Grouped(Protocol):
+    @property
+    def group_id(self) -> str: ...
+
+
+Item = TypeVar("Item", bound=Grouped)
+
+
+def units(samples: Sequence[Item], whole_groups: bool) -> list[Sequence[Item]]:
+    """Cuts samples, in order, into runs of one group, or into single samples."""
+    if not whole_groups:
+        return [samples[index : index + 1] for index in range(len(samples))]
+    return [list(members) for _, members in itertools.groupby(samples, key=lambda sample: sample.group_id)]
+
+
+def bounds(batch: Sequence[Sequence[object]]) -> Iterator[tuple[int, int]]:
+    """First place, and the one behind the last, of each unit."""
+    ends = list(itertools.accumulate(len(unit) for unit in batch))
+    return zip([0, *ends[:-1]], ends, strict=True)
+
+
+def together(samples: Sequence[Item]) -> list[int]:
+    """The places of samples in an order in which those of a group stand together: groups by their first sample, samples
+    of a group as they were."""
+    first: dict[str, int] = {}
+    for sample in samples:
+        first.setdefault(sample.group_id, len(first))
+    return sorted(range(len(samples)), key=lambda place: first[samples[place].group_id])

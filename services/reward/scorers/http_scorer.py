@@ -1,0 +1,264 @@
+"""`http`: scores come from a server of others that speaks JSON (shapes in `http_shapes`).
+
+The samples of a call are asked in requests of `batch_size`, at most `concurrency` of them under way, over pooled
+connections; media go as the bytes they came in. A request that fails for now (no connection, silence, status 408, 429,
+5xx) is asked again after a pause that doubles and is drawn at random up to there (full jitter: Brooker, "Exponential
+Backoff And Jitter", 2015), while the budget lasts: retries are at most `retry_ratio` of the requests, so that a server
+that is down is not buried by them. The answer to a sample is its score, or a Problem that names the URL and the setting
+to change. Where a call got no score at all, and the server is why, the call is UNAVAILABLE.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import random
+import ssl
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+from pydantic import Field, field_validator
+
+from flowfleet.errors import Unavailable
+from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
+from services.reward.scorers.base import (
+    AsyncScorer,
+    EncodedSample,
+    Outcome,
+    Problem,
+    Score,
+    ScorerSettings,
+    score_range,
+)
+from services.reward.scorers.http_shapes import BAD_ANSWER, SHAPES, BadAnswer
+
+SERVER_FAILED = "server_failed"
+MAX_ANSWER_BYTES = 2**24
+MAX_TOKENS = 10.0
+"""Retries that a budget holds at most, and at first."""
+MAX_PAUSE_S = 10.0
+RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+log = logging.getLogger(__name__)
+
+Params = tuple[tuple[str, str], ...]
+
+
+class HttpSettings(ScorerSettings):
+    url: str
+    """That requests are posted to, with its path: http:// or https://."""
+    shape: Literal["lists", "flow_grpo", "verl_omni", "flow_factory", "single"] = "lists"
+    """What the server speaks."""
+    extra: dict[str, Any] = Field(default_factory=dict)
+    """Fields that every body has besides, as only_strict = false."""
+    batch_size: int = Field(default=8, ge=1, le=1024)
+    """Most samples of a request; 1 in the shape "single"."""
+    concurrency: int = Field(default=64, ge=1, le=1024)
+    """Most requests under way at once, and connections."""
+    timeout_s: float = Field(default=60.0, gt=0.0, le=3600.0)
+    """Of one request, from its first byte to the last of the answer."""
+    retries: int = Field(default=3, ge=0, le=20)
+    """Of one request, at most."""
+    retry_ratio: float = Field(default=0.2, ge=0.0, le=1.0)
+    """Of all retries to all requests, after the first ten."""
+    pause_s: float = Field(default=0.5, gt=0.0, le=60.0)
+    """Longest pause before the first retry; each next one doubles it, to 10 s at most."""
+    headers: dict[str, str] = Field(default_factory=dict)
+    """Sent with every request. No secrets here."""
+    headers_from_env: dict[str, str] = Field(default_factory=dict)
+    """Header to the name of the environment variable that holds it, as Authorization = "JUDGE_AUTHORIZATION"."""
+    ca: Path | None = None
+    """PEM of the authority that signed the server's certificate; unset: those that the machine trusts."""
+    name: str = Field(default="http", min_length=1)
+    """That it goes by in Describe."""
+    version: str = "1"
+    """Of the server's model: change it whenever that changes."""
+    video: bool = False
+    """Takes videos as well as pictures."""
+    score_min: float | None = None
+    score_max: float | None = None
+    """Bounds of the score; unset: none."""
+    components: tuple[str, ...] = ()
+    """Fields of the answer, beside the scores and as long as they are, that are kept."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_http(cls, text: str) -> str:
+        url = httpx.URL(text)
+        if url.scheme not in ("http", "https") or not url.host:
+            raise ValueError(f"{text!r} is no address: write http://HOST:PORT/PATH or https://…")
+        if url.userinfo:
+            raise ValueError("an address holds no password: name a header in headers_from_env")
+        return text
+
+
+class HttpScorer(AsyncScorer[Params]):
+    """A server that the settings name."""
+
+    def __init__(self, settings: HttpSettings) -> None:
+        """ValueError for a header whose environment variable is empty, and a `ca` that cannot be read."""
+        self._settings = settings
+        self._shape = SHAPES[settings.shape]
+        self._size = 1 if self._shape.single else settings.batch_size
+        self.name = settings.name
+        self.version = settings.version
+        self.modalities = (MODALITY_IMAGE, MODALITY_VIDEO) if settings.video else (MODALITY_IMAGE,)
+        self.score_range = score_range(settings.score_min, settings.score_max)
+        self.components = settings.components
+        self._headers = {"Content-Type": "application/json", **settings.headers, **_secrets(settings)}
+        self._tls = _tls(settings)
+        self._tokens = MAX_TOKENS
+        self._slots = asyncio.Semaphore(settings.concurrency)
+        self._client: httpx.AsyncClient
+
+    async def start(self) -> None:
+        number = self._settings.concurrency
+        self._client = httpx.AsyncClient(
+            headers=self._headers,
+            verify=self._tls,
+            timeout=None,
+            limits=httpx.Limits(max_connections=number, max_keepalive_connections=number, keepalive_expiry=60.0),
+            trust_env=False,
+        )
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    def parse(self, params: Mapping[str, str]) -> Params:
+        return tuple(sorted(params.items()))
+
+    async def score(self, samples: Sequence[EncodedSample], params: Params) -> list[Outcome]:
+        async with asyncio.TaskGroup() as group:
+            parts = [
+                group.create_task(self._ask(samples[start : start + self._size], dict(params)))
+                for start in range(0, len(samples), self._size)
+            ]
+        outcomes = [outcome for part in parts for outcome in part.result()]
+        failures = [one for one in outcomes if isinstance(one, Problem) and one.reason == SERVER_FAILED]
+        if failures and not any(isinstance(outcome, Score) for outcome in outcomes):
+            raise Unavailable(failures[0].message)
+        return outcomes
+
+    async def _ask(self, samples: Sequence[EncodedSample], params: Mapping[str, str]) -> list[Outcome]:
+        """One request, and its retries."""
+        self._tokens = min(MAX_TOKENS, self._tokens + self._settings.retry_ratio)
+        for attempt in range(self._settings.retries + 1):
+            try:
+                return await self._request(samples, params)
+            except _Failed as failed:
+                if not failed.again or attempt == self._settings.retries or self._tokens < 1.0:
+                    log.warning("%s", failed)
+                    return [Problem(SERVER_FAILED, str(failed))] * len(samples)
+                self._tokens -= 1.0
+                log.info("asking again: %s", failed)
+                await asyncio.sleep(random.uniform(0.0, min(MAX_PAUSE_S, self._settings.pause_s * 2**attempt)))
+        raise AssertionError("the last attempt returns")
+
+    async def _request(self, samples: Sequence[EncodedSample], params: Mapping[str, str]) -> list[Outcome]:
+        """Raises _Failed."""
+        settings = self._settings
+        async with self._slots:
+            body = self._shape.body(samples, params, settings.extra)
+            try:
+                async with asyncio.timeout(settings.timeout_s):
+                    answer = await self._post(body)
+            except TimeoutError:
+                why = f"had not answered after {settings.timeout_s:g} s: raise settings.timeout_s, or lower "
+                raise self._failed(why + "settings.concurrency or settings.batch_size", again=True) from None
+            except httpx.TransportError as error:
+                raise self._failed(_transport(error), again=True) from None
+        return self._read(answer, len(samples))
+
+    async def _post(self, body: bytes) -> bytes:
+        async with self._client.stream("POST", self._settings.url, content=body) as response:
+            chunks: list[bytes] = []
+            size = 0
+            async for chunk in response.aiter_bytes():
+                chunks.append(chunk)
+                if (size := size + len(chunk)) > MAX_ANSWER_BYTES:
+                    raise self._failed(f"answered more than {MAX_ANSWER_BYTES} bytes: is settings.url the reward's?")
+            answer = b"".join(chunks)
+            if response.status_code != httpx.codes.OK:
+                raise self._failed(_status(response, answer), again=response.status_code in RETRIED)
+            return answer
+
+    def _read(self, answer: bytes, number: int) -> list[Outcome]:
+        settings = self._settings
+        try:
+            outcomes = self._shape.outcomes(json.loads(answer), number, settings.components)
+        except BadAnswer as error:
+            raise self._failed(f"answered {error}: settings.shape is {settings.shape!r}, is that its shape?") from None
+        except (ValueError, RecursionError):
+            hint = "it looks pickled, which is never read here" if answer[:1] == b"\x80" else f"{answer[:80]!r}"
+            raise self._failed(
+                f"answered no JSON ({hint}): is settings.url the reward's, and its shape JSON?"
+            ) from None
+        return [
+            Problem(BAD_ANSWER, f"settings.url {settings.url} gave {outcome.message}")
+            if isinstance(outcome, Problem)
+            else outcome
+            for outcome in outcomes
+        ]
+
+    def _failed(self, why: str, again: bool = False) -> _Failed:
+        return _Failed(f"settings.url {self._settings.url} {why}", again)
+
+
+class _Failed(Exception):
+    """A request without an answer to use; `again`: the same may work later."""
+
+    def __init__(self, message: str, again: bool) -> None:
+        super().__init__(message)
+        self.again = again
+
+
+def make(name: str, settings: Mapping[str, Any], num_threads: int) -> HttpScorer:
+    """`http` with `HttpSettings`."""
+    return HttpScorer(HttpSettings.read(settings))
+
+
+def _secrets(settings: HttpSettings) -> dict[str, str]:
+    values = {header: os.environ.get(variable, "").strip() for header, variable in settings.headers_from_env.items()}
+    if missing := [settings.headers_from_env[header] for header, value in values.items() if not value]:
+        raise ValueError(f"settings.headers_from_env: the environment variable {missing[0]} is not set")
+    return values
+
+
+def _tls(settings: HttpSettings) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=settings.ca)
+    except (OSError, ssl.SSLError) as error:
+        raise ValueError(f"settings.ca {settings.ca} cannot be read as PEM: {error}") from None
+
+
+def _transport(error: httpx.TransportError) -> str:
+    text = str(error) or type(error).__name__
+    if "CERTIFICATE" in text:
+        return f"shows a certificate that is not trusted ({text}): set settings.ca to its authority"
+    if "SSL" in text:
+        return f"does not speak TLS as asked ({text}): is it http:// instead of https://?"
+    if isinstance(error, httpx.ConnectError):
+        return f"cannot be reached ({text}): check the address, and that the server runs"
+    return f"broke the connection ({type(error).__name__}: {text})"
+
+
+def _status(response: httpx.Response, answer: bytes) -> str:
+    status = response.status_code
+    hints = {
+        401: "set settings.headers_from_env",
+        403: "set settings.headers_from_env",
+        413: "lower settings.batch_size",
+    }
+    hints |= {404: "check the path of settings.url", 405: "check the path of settings.url"}
+    hints |= {400: "check settings.shape", 415: "check settings.shape", 422: "check settings.shape"}
+    hints |= {
+        429: "lower settings.concurrency",
+        301: "name the address it points to",
+        302: "name the address it points to",
+    }
+    text = answer[:200].decode("utf-8", "replace").strip().replace("\n", " ")
+    return f"answered status {status}{': ' + hints[status] if status in hints else ''} ({text or 'no text'})"

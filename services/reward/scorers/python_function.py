@@ -1,0 +1,195 @@
+"""`python`: a function of yours as a reward, by its import path, in a process of its own.
+
+The function gets decoded media, in order: a picture (PIL, RGB) or the frames of a video ((F, H, W, 3) uint8), the
+prompt, and the metadata of the prompt's line; the request's `params` come as keyword arguments of text.
+
+    def redness(picture, prompt, metadata):             # one at a time
+        return picture.resize((1, 1)).getpixel((0, 0))[0] / 255
+
+    def sizes(pictures, prompts, metadata):             # settings.batch: lists in, a list out
+        return [picture.width for picture in pictures]
+
+It gives a number, or a mapping with `score` and components; a batch gives one of these a sample, and may put them first
+in a pair, as flow_grpo's reward functions do. What it prints goes to the log. What it raises becomes the error of the
+samples it had, with type and message; what it takes longer than `time_limit_s`, or crashes, kills its process alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
+from services.reward.evaluator import FAILED
+from services.reward.scorers.base import (
+    Outcome,
+    Problem,
+    ProcessLimits,
+    Sample,
+    Score,
+    Scorer,
+    ScorerSettings,
+    numbers_of,
+    score_range,
+)
+
+HASH_DIGITS = 12
+
+log = logging.getLogger(__name__)
+
+Params = tuple[tuple[str, str], ...]
+
+
+class PythonSettings(ScorerSettings):
+    function: str
+    """module:function, as "my_rewards.colour:redness"."""
+    path: Path | None = None
+    """Directory that modules are looked for in first."""
+    batch: int = Field(default=1, ge=1, le=256)
+    """Samples of one call. 1: the function gets one sample; more: lists of at most so many."""
+    video: bool = False
+    """Gets the frames of videos, instead of pictures."""
+    time_limit_s: float = Field(default=30.0, gt=0.0, le=3600.0)
+    """Of one call, decoding included. Beyond, its process is killed; each sample is asked once more by itself."""
+    name: str = Field(default="python", min_length=1)
+    """That it goes by in Describe."""
+    version: str = ""
+    """Unset: a hash of the module's file."""
+    score_min: float | None = None
+    score_max: float | None = None
+    """Bounds of the score; unset: none."""
+    components: tuple[str, ...] = ()
+    """Names that the function returns beside the score."""
+
+    @field_validator("function")
+    @classmethod
+    def _import_path(cls, text: str) -> str:
+        module, colon, name = text.partition(":")
+        if not colon or not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+            raise ValueError(f'{text!r} is no import path: write "module:function"')
+        return text
+
+
+class PythonFunction(Scorer[Params]):
+    """The function that the settings name. Its module is imported by `start` alone, in the process that scores."""
+
+    isolated = True
+
+    def __init__(self, settings: PythonSettings) -> None:
+        self._settings = settings
+        self.name = settings.name
+        self.version = settings.version or _file_hash(settings)
+        self.modalities = (MODALITY_VIDEO,) if settings.video else (MODALITY_IMAGE,)
+        self.score_range = score_range(settings.score_min, settings.score_max)
+        self.components = settings.components
+        self.process_limits = ProcessLimits(settings.batch, settings.time_limit_s, 0.0, "settings.time_limit_s")
+        self._function: Callable[..., Any]
+
+    def start(self) -> None:
+        """ValueError for a module that has no such function; whatever its import raises."""
+        module, _, name = self._settings.function.partition(":")
+        if self._settings.path is not None:
+            sys.path.insert(0, str(self._settings.path.resolve()))
+        with _printing_to_log():
+            function = getattr(importlib.import_module(module), name, None)
+        if not callable(function):
+            raise ValueError(f"settings.function {self._settings.function}: {module} has no function {name}")
+        self._function = function
+
+    def parse(self, params: Mapping[str, str]) -> Params:
+        if bad := next((name for name in params if not name.isidentifier()), None):
+            raise ValueError(f"params.{bad} cannot be an argument of a function: name it as Python names variables")
+        return tuple(sorted(params.items()))
+
+    def score(self, samples: Sequence[Sample], params: Params) -> list[Outcome]:
+        try:
+            with _printing_to_log():
+                results = self._call(samples, dict(params))
+        except Exception as error:
+            log.exception("%s raised", self._settings.function)
+            return [Problem(FAILED, f"{self._settings.function} raised {type(error).__name__}: {error}")] * len(samples)
+        return [self._outcome(result) for result in results]
+
+    def _call(self, samples: Sequence[Sample], params: Mapping[str, str]) -> list[Any]:
+        media = [sample.frames if self._settings.video else sample.image for sample in samples]
+        prompts, metadata = [sample.prompt for sample in samples], [dict(sample.metadata) for sample in samples]
+        if self._settings.batch == 1:
+            return [self._function(*one, **params) for one in zip(media, prompts, metadata, strict=True)]
+        given = self._function(media, prompts, metadata, **params)
+        if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
+            given = given[0]
+        results = list(given)
+        if len(results) != len(samples):
+            raise ValueError(f"it gave {len(results)} scores for {len(samples)} samples")
+        return results
+
+    def _outcome(self, result: Any) -> Outcome:
+        numbers = result if isinstance(result, Mapping) else {"score": result}
+        try:
+            value, components = numbers_of(numbers, self.components)
+        except ValueError as error:
+            return Problem("not_a_number", f"{self._settings.function} gave {error}")
+        return Score(value, components)
+
+
+def make(name: str, settings: Mapping[str, Any], num_threads: int) -> PythonFunction:
+    """`python` with `PythonSettings`. ValueError also for a module that is not found."""
+    return PythonFunction(PythonSettings.read(settings))
+
+
+def _file_hash(settings: PythonSettings) -> str:
+    """Of the module's file, which is found without importing anything."""
+    module = settings.function.partition(":")[0]
+    folders = [str(settings.path), *sys.path] if settings.path is not None else None
+    spec = None
+    for depth in range(1, module.count(".") + 2):
+        spec = PathFinder.find_spec(".".join(module.split(".")[:depth]), folders)
+        if spec is None:
+            raise ValueError(
+                f"settings.function: module {module} is not found: set settings.path to the directory that has it"
+            )
+        folders = list(spec.submodule_search_locations or [])
+    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
+        return "unknown"
+    return f"sha256:{hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()[:HASH_DIGITS]}"
+
+
+class _LogLines:
+    """A text stream that logs each line."""
+
+    def __init__(self, level: int) -> None:
+        self._level = level
+        self._rest = ""
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            log.log(self._level, "%s", line)
+        return len(text)
+
+    def flush(self) -> None:
+        if self._rest:
+            self.write("\n")
+
+    def isatty(self) -> bool:
+        return False
+
+
+@contextlib.contextmanager
+def _printing_to_log() -> Iterator[None]:
+    out, err = _LogLines(logging.INFO), _LogLines(logging.WARNING)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            yield
+    finally:
+        out.flush()
+        err.flush()
