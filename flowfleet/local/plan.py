@@ -17,7 +17,9 @@ from flowfleet.local.stack import DEFAULT_PORT, DEFAULT_STATE_DIR, MARK, StateDi
 from flowfleet.service import PATIENT_THREADS
 
 HOST = "127.0.0.1"
-SCORERS = ("ocr", "jpeg_compressibility", "jpeg_incompressibility", "motion")
+REWARDS_FILE = "rewards.toml"
+"""In the stack's directory: reward services that are added while it runs, NAME = "HOST:PORT" a line."""
+SCORERS = ("ocr", "jpeg_compressibility", "jpeg_incompressibility", "motion", "image_quality")
 """Rewards that `flowfleet up` starts itself; any other name needs an address."""
 
 
@@ -141,6 +143,7 @@ def _controller(
     port: int, state: StateDir, rewards: Mapping[str, str], trainer_devices: Sequence[str], env: Mapping[str, str]
 ) -> ProcessPlan:
     argv = [*_service("controller", port), "--state-dir", str(state.path)]
+    argv += ["--rewards-file", str(state.path / REWARDS_FILE)]
     if trainer_devices:
         argv += ["--trainer-devices", ",".join(trainer_devices)]
     for name, address in rewards.items():

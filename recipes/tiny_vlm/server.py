@@ -13,6 +13,7 @@ import argparse
 import base64
 import binascii
 import io
+import itertools
 import os
 import socket
 import threading
@@ -60,10 +61,12 @@ class Answer:
     """It ended by itself, not by the limit of tokens."""
 
 
-def make_app(vlm: TinyVlm, name: str = "tiny-vlm", api_key: str | None = None) -> FastAPI:
-    """The server's routes. With `api_key`, calls without that bearer token get 401."""
+def make_app(vlm: TinyVlm, name: str = "tiny-vlm", api_key: str | None = None, busy_every: int = 0) -> FastAPI:
+    """The server's routes. With `api_key`, calls without that bearer token get 401; of `busy_every` questions one is
+    turned away with 503, as by a server with too many (0: none)."""
     app = FastAPI()
     lock = threading.Lock()
+    questions = itertools.count(1)
 
     @app.middleware("http")
     async def authenticate(request: Request, call_next: Any) -> Any:
@@ -81,6 +84,8 @@ def make_app(vlm: TinyVlm, name: str = "tiny-vlm", api_key: str | None = None) -
 
     @app.post("/v1/chat/completions")
     def chat(request: ChatRequest) -> Any:
+        if busy_every and next(questions) % busy_every == 0:
+            return _problem(503, "The server is busy.")
         if request.model != name:
             return _problem(404, f"The model `{request.model}` does not exist.")
         try:
@@ -187,7 +192,8 @@ def _log_prob(tokenizer: Any, token: int, value: float) -> dict[str, Any]:
 
 
 def _problem(status: int, message: str) -> JSONResponse:
-    kind = {400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError"}[status]
+    kinds = {400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError", 503: "ServiceUnavailableError"}
+    kind = kinds[status]
     return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status)
 
 
@@ -198,11 +204,14 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0, help="on loopback; 0 takes a free one")
     parser.add_argument("--port-file", type=Path, help="gets host:port once the server listens")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--busy-every", type=int, default=0, help="turn one of so many questions away with 503 (0: none)"
+    )
     parser.add_argument("--api-key-env", help="environment variable with the key that callers must send")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     key = os.environ[options.api_key_env] if options.api_key_env else None
-    app = make_app(TinyVlm.load(options.model), options.served_model_name, key)
+    app = make_app(TinyVlm.load(options.model), options.served_model_name, key, options.busy_every)
     listening = socket.create_server(("127.0.0.1", options.port))
     write_port_file(options.port_file, f"127.0.0.1:{listening.getsockname()[1]}")
     uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])
