@@ -86,6 +86,7 @@ def combined_advantages(
     eps: float = 1e-4,
     clamp: float | None = 5.0,
     ddof: int = 0,
+    present: Mapping[str, ArrayLike] | None = None,
 ) -> tuple[NDArray[np.float64], AdvantageStats]:
     """Group-relative advantages of several rewards.
 
@@ -98,6 +99,8 @@ def combined_advantages(
         rewards: name to (N,) finite numbers.
         weights: of the same names; of any sign.
         group_ids, std, eps, clamp, ddof: as in `group_advantages`; the clamp is last.
+        present: name to (N,) bool, for `normalized`: samples that have no such reward are left out of its means and
+            stds, and their part is 0; their numbers in `rewards` count in the sum alone. None: all have all.
 
     Returns:
         Advantages (N,) float64, and statistics of the weighted sum of the rewards, whatever the combination.
@@ -118,8 +121,11 @@ def combined_advantages(
         return group_advantages(total, group_ids, std=std, eps=eps, clamp=clamp, ddof=ddof)
     advantages = np.zeros(len(group_ids))
     for name in sorted(columns):
-        own, _ = group_advantages(columns[name], group_ids, std="group", eps=eps, clamp=None, ddof=ddof)
-        advantages += weights[name] * own
+        rows = np.arange(len(group_ids)) if present is None else np.flatnonzero(present[name])
+        if rows.size:
+            ids = [group_ids[row] for row in rows.tolist()]
+            own, _ = group_advantages(columns[name][rows], ids, std="group", eps=eps, clamp=None, ddof=ddof)
+            advantages[rows] += weights[name] * own
     advantages = _clamped(advantages / (_std(advantages, ddof) + eps), clamp)
     return advantages, _stats(_checked(total, group_ids), advantages, _group_indices(group_ids), ddof)
 

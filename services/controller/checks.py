@@ -49,9 +49,10 @@ async def check(spec: JobSpec, directory: Directory, trainer_devices: Sequence[s
 def _fleet_problems(spec: JobSpec, directory: Directory) -> Iterator[str]:
     """Of names that it does not know. A reward or a pool may be without replicas: the job waits for them."""
     known = ", ".join(sorted(directory.rewards)) or "none"
-    for name in spec.rewards:
-        if name not in directory.rewards:
-            yield f"rewards.{name}: this controller has no such reward service; it has: {known}"
+    for name, part in spec.rewards.items():
+        if (service := part.service_of(name)) not in directory.rewards:
+            setting = f"rewards.{name}" + (f".service = {service!r}" if part.service else "")
+            yield f"{setting}: this controller has no such reward service; it has: {known}"
     pools = directory.pools
     if pools is not None and spec.rollout.pool not in pools:
         known = ", ".join(sorted(pools)) or "none"

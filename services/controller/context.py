@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +13,7 @@ import grpc
 
 from flowfleet import keys
 from flowfleet.blobs import BlobStore
-from flowfleet.jobs import JobSpec
+from flowfleet.jobs import JobSpec, RewardPart
 from flowfleet.proto import common_pb2, reward_pb2, trainer_pb2, trainer_pb2_grpc
 from flowfleet.rpc import open_channel
 from services.controller.concurrency import Budget
@@ -57,6 +57,7 @@ class JobContext:
     held_out: list[Prompt]
     trainer_address: str = ""
     reports: Any = None  # services.controller.reports.Reports, set by its maker
+    shadows: Any = None  # services.controller.shadow_queue.ShadowQueue, set by its maker
     scoring: Budget = field(default_factory=lambda: Budget(MAX_SCORING))
     _channels: dict[str, grpc.aio.Channel] = field(default_factory=dict)
 
@@ -70,6 +71,8 @@ class JobContext:
         return trainer_pb2_grpc.TrainerServiceStub(self._channels[address])
 
     async def close(self) -> None:
+        if self.shadows is not None:
+            await self.shadows.close()
         await asyncio.gather(self.rewards.close(), *(channel.close(None) for channel in self._channels.values()))
 
     @asynccontextmanager
@@ -109,15 +112,27 @@ class JobContext:
         values = await self.redis.hmget(self.samples_key(step), names) if names else []
         return [common_pb2.Sample.FromString(value) for value in values]
 
-    async def score(self, samples: Sequence[common_pb2.Sample], prompts: Sequence[Prompt]) -> list[Verdict]:
-        """Fetches the pictures and asks every reward. One verdict a sample, in order. Waits its turn: no more than
-        `MAX_SCORING` are away at once, so that a call's deadline is not spent behind the rest of its step."""
+    async def score(
+        self,
+        samples: Sequence[common_pb2.Sample],
+        prompts: Sequence[Prompt],
+        rewards: Mapping[str, RewardPart],
+        step: int,
+    ) -> list[Verdict]:
+        """Fetches the pictures and asks every reward, as `RewardPlane.score`. One verdict a sample, in order. Waits its
+        turn: no more than `MAX_SCORING` are away at once, so that a call's deadline is not spent behind the rest of its
+        step."""
         async with self.scoring.take(len(samples)):
-            return await self._score(samples, prompts)
+            asked = await self.reward_samples(samples, prompts)
+            verdicts = await self.rewards.score(rewards, step, asked)
+        return [verdicts[item.sample_id] for item in asked]
 
-    async def _score(self, samples: Sequence[common_pb2.Sample], prompts: Sequence[Prompt]) -> list[Verdict]:
+    async def reward_samples(
+        self, samples: Sequence[common_pb2.Sample], prompts: Sequence[Prompt]
+    ) -> list[reward_pb2.RewardSample]:
+        """What rewards get of samples, in order; fetches the pictures."""
         media = await asyncio.gather(*(self.blobs.get(sample.media) for sample in samples))
-        asked = [
+        return [
             reward_pb2.RewardSample(
                 sample_id=sample_name(sample.id),
                 media=data,
@@ -128,8 +143,6 @@ class JobContext:
             )
             for sample, data, prompt in zip(samples, media, prompts, strict=True)
         ]
-        verdicts = await self.rewards.score(asked)
-        return [verdicts[item.sample_id] for item in asked]
 
     # -- requests of training steps, kept until a checkpoint covers them -----------------------------------------
 

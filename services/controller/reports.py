@@ -38,6 +38,8 @@ async def put_samples(
     """Records samples, scored or dropped, for people to look at."""
     rows = zip(samples, prompts, verdicts, strict=True)
     await job.store.put_samples(job.job_id, [_sample_record(*row) for row in rows])
+    if job.shadows is not None:
+        job.shadows.offer(samples, prompts, verdicts)
 
 
 class Reports:
@@ -69,12 +71,13 @@ class Reports:
         duration = now - (state.trained_at or batch.opened_at)
         self._durations.append(duration)
         num_scored = batch.count("scored")
-        _, stats = credits_of(job.spec, batch.scored())
+        _, stats = credits_of(job.spec, job.machine.rewards_at(step), step, batch.scored())
         row = {
             **trainer,
             **_reward_metrics(stats),
             **_timings(batch, now, duration),
             **self._publish,
+            "critic/rewards/revision": float(job.machine.rewards_number_at(step)),
             "perf/throughput": num_scored / duration / self._num_devices(),
             "training/samples": float(state.samples_trained + batch.num_trained),
             "training/samples_dropped": float(sum(state.samples_dropped.values()) + batch.num_unpaired),
@@ -190,6 +193,8 @@ def _sample_record(sample: common_pb2.Sample, prompt: Prompt, verdict: Verdict) 
         prompt=prompt.text,
         reward=verdict.score,
         scores=dict(verdict.scores),
+        versions=dict(verdict.versions),
+        gated_by=verdict.gated_by,
         policy_version=sample.policy_version,
         seed=sample.seed,
         drop_reason=verdict.reason,

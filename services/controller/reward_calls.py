@@ -30,6 +30,31 @@ class RewardCalls:
             registry=registry,
         )
 
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"flowfleet_controller_reward_{name}", text, labels, registry=registry)
+
+        self._failures = counter("failures", "Times that a reward failed for some samples and was waited for", "reward")
+        self._given_up = counter(
+            "given_up_samples", "Samples whose reward failed for too long, by what followed", "reward", "policy"
+        )
+        self._rejected = counter(
+            "rejected_samples", "Samples that a service answered without a score, by why", "reward", "fault"
+        )
+        self._gated = counter("gated_samples", "Samples on which a reward's gate acted", "reward", "action")
+
+    def failed(self, reward: str) -> None:
+        """Of the job, as the others here but `rejected`, which is of a service."""
+        self._failures.labels(reward=reward).inc()
+
+    def gave_up(self, reward: str, policy: str, num_samples: int) -> None:
+        self._given_up.labels(reward=reward, policy=policy).inc(num_samples)
+
+    def rejected(self, service: str, fault: str) -> None:
+        self._rejected.labels(reward=service, fault=fault).inc()
+
+    def gated(self, reward: str, action: str) -> None:
+        self._gated.labels(reward=reward, action=action).inc()
+
     @contextmanager
     def call(self, reward: str) -> Iterator[None]:
         """Counts one Score call, and its seconds, under the code that it ends with."""

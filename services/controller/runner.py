@@ -254,7 +254,11 @@ class Runner:
             store=self._store,
             fleet=self._fleet,
             rewards=RewardPlane(
-                spec.rewards, self._directory, spec.timeouts.score_s, modality_of(spec), self._reward_calls
+                self._directory,
+                spec.timeouts.score_s,
+                modality_of(spec),
+                self._reward_calls,
+                patience_s=spec.timeouts.rewards_s,
             ),
             launcher=self._launcher,
             shortage=self._directory.shortage,

@@ -25,6 +25,7 @@ from services.controller import reports, requests
 from services.controller.concurrency import gather_or_cancel
 from services.controller.context import JobContext
 from services.controller.credit import credits_of
+from services.controller.reward_failures import RewardPause
 from services.controller.rewards import preference
 from services.controller.validation import validate_chunk
 from services.controller.waiting import NotYet
@@ -38,6 +39,16 @@ class TrainingStep:
 
     async def run(self, command: do.Command) -> None:
         """Runs one command to its event. Remote errors pass through."""
+        try:
+            await self._run(command)
+        except RewardPause as pause:
+            await self.pause(str(pause))
+
+    async def pause(self, reason: str) -> None:
+        """Until its user resumes the job; then what is still to do is asked for again."""
+        await self.job.emit(ev.PauseRequested(reason=reason), also=partial(self.job.store.hold, self.job.job_id))
+
+    async def _run(self, command: do.Command) -> None:
         match command:
             case do.EnsureTrainer():
                 await self.ensure_trainer()
@@ -96,7 +107,7 @@ class TrainingStep:
         if self.job.spec.method.data == "preferences":
             verdicts = [preference(sample.id.index) for sample in samples]
         else:
-            verdicts = await self.job.score(samples, [prompt] * len(samples))
+            verdicts = await self.job.score(samples, [prompt] * len(samples), self.job.machine.rewards_at(step), step)
         await reports.put_samples(self.job, samples, [prompt] * len(samples), verdicts)
         await self.job.emit(*(requests.scored_or_dropped(*pair) for pair in zip(samples, verdicts, strict=True)))
 
@@ -108,7 +119,7 @@ class TrainingStep:
         if not scored:
             await job.emit(ev.Failed(reason=f"step {step}: no sample has a score; see samples_dropped for the reasons"))
             return
-        credits, _ = credits_of(job.spec, scored)
+        credits, _ = credits_of(job.spec, job.machine.rewards_at(step), step, scored)
         request = await requests.train_step(job, step, credits)
         store = partial(job.store_train_request, request)
         await job.emit(ev.AdvantagesReady(step=step, num_samples=len(credits)), also=store)

@@ -30,6 +30,6 @@ async def validate_chunk(job: JobContext, version: int, start: int, size: int) -
         samples = sorted([event.sample async for event in call], key=lambda sample: sample.id.group)
     if len(samples) != len(prompts):
         raise NotYet(f"validation got {len(samples)} of {len(prompts)} samples")
-    verdicts = await job.score(samples, prompts)
+    verdicts = await job.score(samples, prompts, job.machine.rewards_at(version), version)
     await reports.put_samples(job, samples, prompts, verdicts)
     return ValidationPart(samples, verdicts, [await job.blobs.get(sample.media) for sample in samples])

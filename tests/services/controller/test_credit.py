@@ -7,14 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flowfleet.advantages import AdvantageStats
 from flowfleet.jobs import JobSpec, parse_job
+from services.controller import credit
 from services.controller.batch import Scored
-from services.controller.credit import Credit, credits_of
+from services.controller.credit import Credit
 
 
 def spec_of(algorithm: dict[str, Any], rewards: dict[str, Any], **parts: Any) -> JobSpec:
     data = {"train": "pairs.jsonl"}
     return parse_job({"model": {"path": "m"}, "algorithm": algorithm, "rewards": rewards, "data": data, **parts})
+
+
+def credits_of(spec: JobSpec, rows: list[Scored], step: int = 0) -> tuple[list[Credit], AdvantageStats]:
+    return credit.credits_of(spec, spec.rewards, step, rows)
 
 
 def scored(*rows: tuple[int, int, float], names: tuple[str, ...] = ("ocr",)) -> list[Scored]:

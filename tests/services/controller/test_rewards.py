@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -12,8 +13,9 @@ import pytest
 from flowfleet.jobs import RewardPart, parse_job
 from flowfleet.proto import reward_pb2, reward_pb2_grpc
 from services.controller.directory import StaticDirectory
-from services.controller.rewards import RewardPlane, chunks, modality_of, preference, whole_groups
-from services.controller.waiting import NotYet
+from services.controller.reward_failures import RewardFailure, RewardPause
+from services.controller.reward_requests import chunks, whole_groups
+from services.controller.rewards import RewardPlane, Verdict, modality_of, preference
 
 Answer = Callable[[reward_pb2.RewardSample], reward_pb2.RewardScore | None]
 
@@ -43,11 +45,23 @@ def scored(value: float) -> Answer:
     )
 
 
+@dataclass
+class Bound:
+    """A plane with the rewards of a job."""
+
+    plane: RewardPlane
+    parts: dict[str, RewardPart]
+
+    async def score(self, samples: list[reward_pb2.RewardSample], step: int = 0) -> dict[str, Verdict]:
+        return await self.plane.score(self.parts, step, samples)
+
+
 def with_plane(
-    services: dict[str, Scripted],
+    services: dict[str, Any],
     parts: dict[str, RewardPart],
-    use: Callable[[RewardPlane], Awaitable[None]],
+    use: Callable[[Bound], Awaitable[None]],
     modality: reward_pb2.Modality.ValueType = reward_pb2.MODALITY_IMAGE,
+    **settings: Any,
 ) -> None:
     async def scenario() -> None:
         servers, addresses = [], {}
@@ -57,9 +71,9 @@ def with_plane(
             addresses[name] = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
             await server.start()
             servers.append(server)
-        plane = RewardPlane(parts, StaticDirectory(addresses), deadline_s=5.0, modality=modality)
+        plane = RewardPlane(StaticDirectory(addresses), 5.0, modality, **settings)
         try:
-            await use(plane)
+            await use(Bound(plane, parts))
         finally:
             await plane.close()
             await asyncio.gather(*(server.stop(None) for server in servers))
@@ -75,7 +89,7 @@ def test_scores_are_summed_by_weight_and_components_kept() -> None:
     services = {"a": Scripted(scored(0.5)), "b": Scripted(scored(2.0)), "unused": Scripted(scored(9.0))}
     parts = {"a": RewardPart(weight=1.0), "b": RewardPart(weight=-0.25)}
 
-    async def use(plane: RewardPlane) -> None:
+    async def use(plane: Bound) -> None:
         verdicts = await plane.score(samples(3))
         assert {verdict.score for verdict in verdicts.values()} == {0.5 - 0.25 * 2.0}
         assert verdicts["1"].scores == {"a": 0.5, "a.half": 0.25, "b": 2.0, "b.half": 1.0}
@@ -100,7 +114,7 @@ def test_a_sample_without_a_finite_score_gets_a_reason_never_a_zero(bad: Answer)
     def answer(sample: reward_pb2.RewardSample) -> reward_pb2.RewardScore | None:
         return bad(sample) if sample.sample_id == "1" else scored(1.0)(sample)
 
-    async def use(plane: RewardPlane) -> None:
+    async def use(plane: Bound) -> None:
         verdicts = await plane.score(samples(3))
         assert verdicts["1"].score is None
         assert verdicts["1"].reason == "no_score_ocr"
@@ -112,7 +126,7 @@ def test_a_sample_without_a_finite_score_gets_a_reason_never_a_zero(bad: Answer)
 def test_calls_respect_the_batch_limit_of_the_service() -> None:
     service = Scripted(scored(1.0), max_batch=4)
 
-    async def use(plane: RewardPlane) -> None:
+    async def use(plane: Bound) -> None:
         assert len(await plane.score(samples(10))) == 10
 
     with_plane({"ocr": service}, {"ocr": RewardPart()}, use)
@@ -138,9 +152,9 @@ def grouped(*sizes: int) -> list[reward_pb2.RewardSample]:
 def test_a_reward_that_wants_groups_gets_each_whole() -> None:
     service = Scripted(scored(1.0), max_batch=4, needs_group=True)
 
-    async def use(plane: RewardPlane) -> None:
+    async def use(plane: Bound) -> None:
         assert len(await plane.score(grouped(3, 4, 1))) == 8
-        with pytest.raises(ValueError, match=r"rewards\.ocr scores whole groups of at most 4 samples: lower rollout"):
+        with pytest.raises(RewardPause, match=r"rewards\.ocr scores whole groups of at most 4 samples: lower rollout"):
             await plane.score(grouped(5))
 
     with_plane({"ocr": service}, {"ocr": RewardPart()}, use)
@@ -158,7 +172,7 @@ def test_a_group_too_large_for_a_call_is_refused_not_cut() -> None:
 def test_no_limit_is_no_limit(limit: int) -> None:
     services = {"a": Scripted(scored(1.0), max_batch=limit, needs_group=True), "b": Scripted(scored(1.0), limit)}
 
-    async def use(plane: RewardPlane) -> None:
+    async def use(plane: Bound) -> None:
         assert len(await plane.score(grouped(30))) == 30
 
     with_plane(services, {"a": RewardPart(), "b": RewardPart()}, use)
@@ -178,11 +192,11 @@ def test_no_limit_is_no_limit(limit: int) -> None:
 def test_a_reward_must_score_what_the_job_makes(
     described: list[Any], modality: reward_pb2.Modality.ValueType, refused: str | None
 ) -> None:
-    async def use(plane: RewardPlane) -> None:
+    async def use(plane: Bound) -> None:
         if refused is None:
             assert len(await plane.score(samples(2))) == 2
         else:
-            with pytest.raises(ValueError, match=rf"rewards\.ocr does not score {refused}: leave it out"):
+            with pytest.raises(RewardPause, match=rf"rewards\.ocr does not score {refused}: leave it out"):
                 await plane.score(samples(2))
 
     with_plane({"ocr": Scripted(scored(1.0), modalities=described)}, {"ocr": RewardPart()}, use, modality)
@@ -201,7 +215,7 @@ def test_of_a_preference_the_chosen_is_worth_one() -> None:
 
 
 def test_an_overflowing_sum_is_no_score() -> None:
-    async def use(plane: RewardPlane) -> None:
+    async def use(plane: Bound) -> None:
         verdicts = await plane.score(samples(1))
         assert verdicts["0"].score is None
         assert verdicts["0"].reason == "non_finite_sum"
@@ -212,16 +226,22 @@ def test_an_overflowing_sum_is_no_score() -> None:
 # -- replicas that come and go ---------------------------------------------------------------------------------------
 
 
-class Changing(StaticDirectory):
+class Changing:
     """What there is of one reward, as a test says."""
 
+    pools = None
+
     def __init__(self) -> None:
-        super().__init__({})
+        self.rewards: dict[str, tuple[str, ...]] = {}
         self.why = ""
 
     def shortage(self, component: str, name: str) -> str:
         assert component == "reward"
         return self.why
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
 
 
 class Replicas:
@@ -249,12 +269,12 @@ class Replicas:
         return [len(service.sizes) for service in self.services]
 
 
-def with_replicas(use: Callable[[RewardPlane, Replicas], Awaitable[None]]) -> None:
+def with_replicas(use: Callable[[Bound, Replicas], Awaitable[None]]) -> None:
     async def scenario() -> None:
         replicas = Replicas()
-        plane = RewardPlane({"ocr": RewardPart()}, replicas.directory, deadline_s=5.0)
+        plane = RewardPlane(replicas.directory, deadline_s=5.0)
         try:
-            await use(plane, replicas)
+            await use(Bound(plane, {"ocr": RewardPart()}), replicas)
         finally:
             await plane.close()
             await asyncio.gather(*(server.stop(None) for server in replicas.servers))
@@ -262,8 +282,19 @@ def with_replicas(use: Callable[[RewardPlane, Replicas], Awaitable[None]]) -> No
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
-def test_calls_are_spread_over_the_replicas_and_a_new_one_gets_its_share() -> None:
-    async def use(plane: RewardPlane, replicas: Replicas) -> None:
+def test_one_replica_is_filled_before_the_next_is_asked() -> None:
+    async def use(plane: Bound, replicas: Replicas) -> None:
+        replicas.show(*[await replicas.add(max_batch=4) for _ in range(3)])
+        await plane.score(samples(8))  # one call is scored, the next waits
+        assert replicas.calls == [2, 0, 0]
+        await plane.score(samples(12))
+        assert replicas.calls == [4, 1, 0]
+
+    with_replicas(use)
+
+
+def test_replicas_that_are_full_share_the_rest_and_a_new_one_gets_its_share() -> None:
+    async def use(plane: Bound, replicas: Replicas) -> None:
         one, two, three = [await replicas.add(max_batch=1) for _ in range(3)]
         replicas.show(one, two)
         assert len(await plane.score(samples(8))) == 8
@@ -276,15 +307,17 @@ def test_calls_are_spread_over_the_replicas_and_a_new_one_gets_its_share() -> No
 
 
 def test_without_a_replica_a_job_waits_and_says_for_what() -> None:
-    async def use(plane: RewardPlane, replicas: Replicas) -> None:
+    async def use(plane: Bound, replicas: Replicas) -> None:
         replicas.directory.rewards = {"jpeg": ()}
-        with pytest.raises(NotYet, match=r"^reward 'ocr' is gone; there are: jpeg$"):
+        with pytest.raises(RewardFailure, match=r"^rewards.ocr: reward service 'ocr' is gone; there are: jpeg$"):
             await plane.score(samples(1))
         replicas.show()
-        with pytest.raises(NotYet, match=r"^reward 'ocr' has no replica that is ready$"):
+        with pytest.raises(RewardFailure, match=r"^rewards.ocr: reward service 'ocr' has no replica that is ready$"):
             await plane.score(samples(1))
         replicas.directory.why = "0/3 nodes are available: 3 Insufficient cpu."
-        with pytest.raises(NotYet, match="no replica that is ready: 0/3 nodes are available: 3 Insufficient cpu"):
+        with pytest.raises(
+            RewardFailure, match="no replica that is ready: 0/3 nodes are available: 3 Insufficient cpu"
+        ):
             await plane.score(samples(1))
         replicas.show(await replicas.add())
         assert len(await plane.score(samples(1))) == 1
@@ -293,35 +326,32 @@ def test_without_a_replica_a_job_waits_and_says_for_what() -> None:
 
 
 def test_a_replica_that_is_gone_but_still_shown_is_asked_last() -> None:
-    async def use(plane: RewardPlane, replicas: Replicas) -> None:
+    async def use(plane: Bound, replicas: Replicas) -> None:
         one, two = await replicas.add(max_batch=1), await replicas.add(max_batch=1)
         replicas.show(one, two)
         await plane.score(samples(2))
         await replicas.servers[0].stop(None)
-        with pytest.raises(grpc.aio.AioRpcError) as broke:
-            await plane.score(samples(4))
-        assert broke.value.code() is grpc.StatusCode.UNAVAILABLE, "which the retry table asks again"
         assert len(await plane.score(samples(4))) == 4
-        assert replicas.calls[0] == 1
+        assert replicas.calls == [2, 4]
 
     with_replicas(use)
 
 
 def test_a_dead_replica_that_was_never_asked_keeps_nobody_waiting() -> None:
-    async def use(plane: RewardPlane, replicas: Replicas) -> None:
+    async def use(plane: Bound, replicas: Replicas) -> None:
         dead, alive = await replicas.add(), await replicas.add(max_batch=2)
         await replicas.servers[0].stop(None)
         replicas.show(dead, alive)
         assert len(await plane.score(samples(4))) == 4
         replicas.show(dead)
-        with pytest.raises(grpc.aio.AioRpcError):
+        with pytest.raises(RewardFailure, match=f"^rewards.ocr: service 'ocr' at {dead} cannot be reached"):
             await plane.score(samples(1))
 
     with_replicas(use)
 
 
 def test_a_call_ends_well_though_its_replica_is_no_longer_shown() -> None:
-    async def use(plane: RewardPlane, replicas: Replicas) -> None:
+    async def use(plane: Bound, replicas: Replicas) -> None:
         gate = asyncio.Event()
         one, two = await replicas.add(), await replicas.add()
         replicas.services[0].gate = gate
@@ -338,7 +368,7 @@ def test_a_call_ends_well_though_its_replica_is_no_longer_shown() -> None:
 
 
 def test_while_versions_are_mixed_calls_suit_all_of_them() -> None:
-    async def use(plane: RewardPlane, replicas: Replicas) -> None:
+    async def use(plane: Bound, replicas: Replicas) -> None:
         replicas.show(await replicas.add(max_batch=8), await replicas.add(max_batch=2))
         await plane.score(samples(8))
         assert max(size for service in replicas.services for size in service.sizes) == 2

@@ -1,0 +1,59 @@
+"""Since when a reward fails, and what may be tried meanwhile. Pure, seconds of a monotonic clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from services.controller.reward_answers import Answer
+
+FIRST_DELAY_S, MAX_DELAY_S = 0.2, 5.0
+PROBE_EVERY_S = 10.0
+"""While a reward counts as failed, one call in so long finds out whether it is back; the others do not wait."""
+
+
+@dataclass
+class Attempt:
+    """To have some samples scored, from the first call until all rewards have answered."""
+
+    started: float
+    answers: dict[str, dict[str, Answer]] = field(default_factory=dict)
+    """Of rewards that have answered: they are not asked again."""
+    failures: dict[str, int] = field(default_factory=dict)
+    """By reward, in a row."""
+
+    def delay(self, reward: str) -> float:
+        """Before the reward's next call: 0, 0.2, 0.4, … s."""
+        failures = self.failures.get(reward, 0)
+        return min(FIRST_DELAY_S * 2 ** (failures - 1), MAX_DELAY_S) if failures else 0.0
+
+
+@dataclass
+class Outage:
+    """Of one reward, over all samples: none while `since` is None."""
+
+    since: float | None = None
+    """When the first of the samples were sent that it failed on, without a success in between."""
+    reason: str = ""
+    given_up: bool = False
+    """It has failed for too long: calls are probes."""
+    probed_at: float = float("-inf")
+
+    def failed(self, started: float, reason: str) -> float:
+        """A call failed, of samples first sent at `started`. Since when it fails, as far as those are concerned."""
+        self.since = started if self.since is None else min(self.since, started)
+        self.reason = reason
+        return self.since
+
+    def worked(self) -> None:
+        self.since, self.reason, self.given_up = None, "", False
+
+    def give_up(self, now: float) -> None:
+        if not self.given_up:
+            self.given_up, self.probed_at = True, now
+
+    def may_ask(self, now: float) -> bool:
+        """Whether a call may be made now; taken for a probe where it counts as failed."""
+        if self.given_up and now - self.probed_at < PROBE_EVERY_S:
+            return False
+        self.probed_at = now
+        return True

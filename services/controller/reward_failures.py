@@ -1,0 +1,60 @@
+"""Why a reward gave no scores, in words that name the service and what to change."""
+
+from __future__ import annotations
+
+import grpc
+
+from services.controller.waiting import NotYet
+
+_CODE = grpc.StatusCode
+
+PERMANENT = frozenset({_CODE.INVALID_ARGUMENT, _CODE.UNIMPLEMENTED, _CODE.UNAUTHENTICATED, _CODE.PERMISSION_DENIED})
+"""The same call fails again until somebody changes something."""
+
+
+class RewardFailure(NotYet):
+    """A reward gave no scores. It is asked again, unless `permanent`: then somebody must change something first."""
+
+    def __init__(self, message: str, *, permanent: bool = False) -> None:
+        super().__init__(message)
+        self.permanent = permanent
+
+
+class RewardPause(Exception):
+    """The job shall pause, for a reward failed for too long. The message is the job's reason."""
+
+
+def of_call(name: str, service: str, address: str, error: grpc.aio.AioRpcError, deadline_s: float) -> RewardFailure:
+    """What a failed call tells of the reward `name`."""
+    code, details = error.code(), error.details() or ""
+    return RewardFailure(
+        f"rewards.{name}: service {service!r} at {address} {_what(code, details, deadline_s)}",
+        permanent=code in PERMANENT,
+    )
+
+
+def is_too_large(error: grpc.aio.AioRpcError) -> bool:
+    """Whether the service refused a message for its size."""
+    details = (error.details() or "").lower()
+    return error.code() is _CODE.RESOURCE_EXHAUSTED and "message" in details and "larger than" in details
+
+
+def _what(code: grpc.StatusCode, details: str, deadline_s: float) -> str:
+    match code:
+        case _CODE.UNAVAILABLE:
+            return f"cannot be reached ({details}): start it, or correct its address in the controller's --reward"
+        case _CODE.DEADLINE_EXCEEDED:
+            return f"gave no answer in {deadline_s:g} s: make it faster, or raise timeouts.score_s"
+        case _CODE.UNIMPLEMENTED:
+            return (
+                f"is no flowfleet.v1.RewardService ({details}): another service answers at this address, correct it in "
+                "the controller's --reward"
+            )
+        case _CODE.UNAUTHENTICATED | _CODE.PERMISSION_DENIED:
+            return f"refuses the controller ({details}): give both the same FLOWFLEET_RPC_TOKEN"
+        case _CODE.INVALID_ARGUMENT:
+            return f"refuses the request: {details}"
+        case _CODE.RESOURCE_EXHAUSTED:
+            return f"takes no more ({details}): raise its limit for received messages, or add replicas"
+        case _:
+            return f"failed with {code.name} ({details}): its log may have the reason"

@@ -1,0 +1,266 @@
+"""One reward service: a channel to each replica that is ready, or still has calls, and which of them is asked.
+
+One replica is filled before the next is asked, so that those that are not needed may go; one whose call broke is asked
+last for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import grpc
+
+from flowfleet.proto import reward_pb2, reward_pb2_grpc
+from flowfleet.rpc import open_channel
+from services.controller import reward_failures
+from services.controller.concurrency import gather_or_cancel
+from services.controller.directory import Directory
+from services.controller.reward_answers import Answer, is_rubbish, read_answers
+from services.controller.reward_calls import RewardCalls
+from services.controller.reward_failures import RewardFailure
+from services.controller.reward_requests import MAX_CALL_BYTES, chunks, whole_groups
+
+CONTRACT: Final = 1
+"""The newest `DescribeResponse.contract` that is known here."""
+DESCRIBE_DEADLINE_S = 10.0
+DESCRIBED_FOR_S = 60.0
+"""A description is asked for again after so long, and after each break of the connection: another process may have the
+address by then."""
+AVOID_S = 5.0
+"""A replica whose call broke is asked last for so long: before the directory knows that it is gone."""
+REPLICA_SAMPLES = 32
+"""Samples that fill a replica, or two of its largest calls where those are fewer: one is scored, the next waits."""
+
+_AWAY = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
+_KIND = {reward_pb2.MODALITY_IMAGE: "pictures", reward_pb2.MODALITY_VIDEO: "videos"}
+
+Samples = Sequence[reward_pb2.RewardSample]
+
+
+@dataclass
+class _Replica:
+    address: str
+    channel: grpc.aio.Channel
+    outstanding: int = 0
+    """Samples that are away."""
+    broke_at: float = float("-inf")
+    described: reward_pb2.DescribeResponse | None = None
+    described_at: float = float("-inf")
+    version: str = ""
+    """Of the last answer."""
+
+    @property
+    def stub(self) -> reward_pb2_grpc.RewardServiceAsyncStub:
+        return reward_pb2_grpc.RewardServiceStub(self.channel)
+
+    @property
+    def broken(self) -> bool:
+        return time.monotonic() - self.broke_at < AVOID_S
+
+    def has_room(self, count: int) -> bool:
+        batch = self.described.max_batch_size if self.described else 0
+        return self.outstanding + count <= max(count, min(2 * batch or REPLICA_SAMPLES, REPLICA_SAMPLES))
+
+    async def describe(self) -> reward_pb2.DescribeResponse:
+        """Asked once a connection, and now and then."""
+        age = time.monotonic() - self.described_at
+        is_connected = self.channel.get_state() is grpc.ChannelConnectivity.READY
+        if self.described is None or not is_connected or age > DESCRIBED_FOR_S:
+            with self.noting_breaks():
+                request = reward_pb2.DescribeRequest()
+                self.described = await self.stub.Describe(request, timeout=DESCRIBE_DEADLINE_S)
+                self.described_at = time.monotonic()
+        return self.described
+
+    async def describe_what_answered(self, response: reward_pb2.ScoreResponse | None) -> reward_pb2.DescribeResponse:
+        """Asked again where the answer comes from a version that was not seen before."""
+        version = response.version if response is not None else ""
+        if self.described is not None and version not in ("", self.described.version, self.version):
+            self.described = None
+        self.version = version
+        return await self.describe()
+
+    @contextmanager
+    def noting_breaks(self) -> Iterator[None]:
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            if error.code() in _AWAY:
+                self.broke_at = time.monotonic()
+            self.described = None
+            raise
+
+
+class RewardService:
+    """A service by its name in the directory."""
+
+    def __init__(self, service: str, directory: Directory, deadline_s: float, calls: RewardCalls) -> None:
+        self.service = service
+        self._directory = directory
+        self._deadline_s = deadline_s
+        self._calls = calls
+        self._replicas: dict[str, _Replica] = {}
+        self._max_bytes = MAX_CALL_BYTES
+
+    async def ask(
+        self, name: str, params: Mapping[str, str], samples: Samples, modality: reward_pb2.Modality.ValueType
+    ) -> dict[str, Answer]:
+        """Answers by sample id, one for each sample. Raises RewardFailure, which speaks of the reward `name`."""
+        described = await self._descriptions(name)
+        self._check(name, described, modality)
+        limit = min(one.max_batch_size or len(samples) for one in described)
+        needs_group = any(one.needs_group for one in described)
+        try:
+            cut = whole_groups(samples, limit) if needs_group else chunks(samples, limit, self._max_bytes)
+            calls = list(cut)
+        except ValueError as error:
+            raise RewardFailure(f"rewards.{name} {error}", permanent=True) from None
+        parts = await gather_or_cancel(self._score(name, params, call, may_split=not needs_group) for call in calls)
+        answers = {sample_id: answer for part in parts for sample_id, answer in part.items()}
+        if is_rubbish(list(answers.values())):
+            problem = next(iter(answers.values())).problem
+            raise RewardFailure(
+                f"rewards.{name}: service {self.service!r} answered with nothing that can be used, as of the first "
+                f"sample: {problem}; repair the service (`flowfleet reward check ADDRESS` tells more)"
+            )
+        return answers
+
+    async def check(self, name: str, modality: reward_pb2.Modality.ValueType) -> None:
+        """Raises RewardFailure where the service does not answer, or cannot score what a job makes."""
+        self._check(name, await self._descriptions(name), modality)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(replica.channel.close(None) for replica in self._replicas.values()))
+
+    # -- which replica -----------------------------------------------------------------------------------------------
+
+    async def _ready(self, name: str) -> list[_Replica]:
+        """In the directory's order. Raises RewardFailure when there is none."""
+        addresses = self._directory.rewards.get(self.service, ())
+        if not addresses:
+            raise RewardFailure(f"rewards.{name}: {self._missing}")
+        await self._close(address for address in list(self._replicas) if address not in addresses)
+        for address in addresses:
+            if address not in self._replicas:
+                self._replicas[address] = _Replica(address, open_channel(address))
+        return [self._replicas[address] for address in addresses]
+
+    @property
+    def _missing(self) -> str:
+        rewards = self._directory.rewards
+        if self.service not in rewards:
+            return f"reward service {self.service!r} is gone; there are: {', '.join(sorted(rewards)) or 'none'}"
+        shortage = self._directory.shortage("reward", self.service)
+        return f"reward service {self.service!r} has no replica that is ready" + (f": {shortage}" if shortage else "")
+
+    @asynccontextmanager
+    async def _lease(self, replica: _Replica, count: int) -> AsyncIterator[None]:
+        replica.outstanding += count
+        try:
+            with replica.noting_breaks(), self._calls.call(self.service):
+                yield
+        finally:
+            replica.outstanding -= count
+
+    @staticmethod
+    def _choose(ready: Sequence[_Replica], count: int) -> _Replica:
+        """The first that has room; else the one with the fewest samples. Broken ones last, the first broken first."""
+        sound = [replica for replica in ready if not replica.broken]
+        if not sound:
+            return min(ready, key=lambda replica: replica.broke_at)
+        return next(
+            (replica for replica in sound if replica.has_room(count)), min(sound, key=lambda one: one.outstanding)
+        )
+
+    async def _close(self, addresses: Iterator[str]) -> None:
+        """Of those that are gone; calls that are away have their time to end."""
+        idle = [self._replicas.pop(address) for address in addresses if not self._replicas[address].outstanding]
+        await asyncio.gather(*(replica.channel.close(None) for replica in idle))
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    async def _descriptions(self, name: str) -> list[reward_pb2.DescribeResponse]:
+        """Of the replicas that answer; raises RewardFailure where none does. Of different versions there may be some at
+        once, while they are replaced."""
+        ready = await self._ready(name)
+        asked = [replica for replica in ready if not replica.broken] or ready
+        answers = await asyncio.gather(*(replica.describe() for replica in asked), return_exceptions=True)
+        given = [answer for answer in answers if isinstance(answer, reward_pb2.DescribeResponse)]
+        for replica, answer in zip(asked, answers, strict=True):
+            if isinstance(answer, BaseException) and not isinstance(answer, grpc.aio.AioRpcError):
+                raise answer
+            if isinstance(answer, grpc.aio.AioRpcError) and not given:
+                raise self._failure(name, replica, answer, DESCRIBE_DEADLINE_S)
+        if len(given) < sum(not isinstance(answer, BaseException) for answer in answers):
+            raise self._not_understood(name, asked[0])
+        return given
+
+    def _check(
+        self,
+        name: str,
+        described: Sequence[reward_pb2.DescribeResponse],
+        modality: reward_pb2.Modality.ValueType,
+    ) -> None:
+        """Raises RewardFailure for a reward that speaks a newer contract, or cannot score what the job makes."""
+        for one in described:
+            if one.contract > CONTRACT:
+                raise RewardFailure(
+                    f"rewards.{name}: service {self.service!r} speaks contract {one.contract} of RewardService, and "
+                    f"this controller knows {CONTRACT}: upgrade the controller, or start an older version of it",
+                    permanent=True,
+                )
+            if modality not in (one.modalities or [reward_pb2.MODALITY_IMAGE]):
+                raise RewardFailure(
+                    f"rewards.{name} does not score {_KIND[modality]}: leave it out of this job", permanent=True
+                )
+
+    async def _score(
+        self, name: str, params: Mapping[str, str], samples: Samples, *, may_split: bool
+    ) -> dict[str, Answer]:
+        """One call, again on other replicas while it finds replicas gone, and in halves while it is too large."""
+        request = reward_pb2.ScoreRequest(samples=samples, params=params)
+        tried: list[str] = []
+        while True:
+            ready = await self._ready(name)
+            replica = self._choose([one for one in ready if one.address not in tried] or ready, len(samples))
+            tried.append(replica.address)
+            start = time.monotonic()
+            try:
+                async with self._lease(replica, len(samples)):
+                    response = await replica.stub.Score(request, timeout=self._deadline_s)
+                    seconds = time.monotonic() - start
+                    described = await replica.describe_what_answered(response)
+            except grpc.aio.AioRpcError as error:
+                if reward_failures.is_too_large(error) and may_split and len(samples) > 1:
+                    return await self._in_halves(name, params, samples, request.ByteSize())
+                is_gone = error.code() is grpc.StatusCode.UNAVAILABLE
+                if is_gone and any(not one.broken and one.address not in tried for one in ready):
+                    continue
+                raise self._failure(name, replica, error, self._deadline_s) from None
+            if not isinstance(response, reward_pb2.ScoreResponse):
+                raise self._not_understood(name, replica)
+            return read_answers(samples, response, described, seconds)
+
+    async def _in_halves(
+        self, name: str, params: Mapping[str, str], samples: Samples, size_bytes: int
+    ) -> dict[str, Answer]:
+        """And later calls no larger than these."""
+        self._max_bytes = min(self._max_bytes, max(1, size_bytes // 2))
+        middle = len(samples) // 2
+        halves = (samples[:middle], samples[middle:])
+        first, second = await gather_or_cancel(self._score(name, params, half, may_split=True) for half in halves)
+        return first | second
+
+    def _failure(self, name: str, replica: _Replica, error: grpc.aio.AioRpcError, deadline_s: float) -> RewardFailure:
+        return reward_failures.of_call(name, self.service, replica.address, error, deadline_s)
+
+    def _not_understood(self, name: str, replica: _Replica) -> RewardFailure:
+        return RewardFailure(
+            f"rewards.{name}: service {self.service!r} at {replica.address} answers, but not with messages of "
+            "flowfleet.v1.RewardService: make it from protos/flowfleet/v1/reward.proto"
+        )
