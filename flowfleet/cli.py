@@ -13,9 +13,11 @@ import typer.core
 from pydantic import ValidationError
 from rich.markup import escape
 
+from flowfleet import cli_reward, cli_rewards
 from flowfleet import cli_views as views
-from flowfleet.api_types import ApiError, Job, Sample
+from flowfleet.api_types import ApiError, Job
 from flowfleet.cli_options import Ca, JobId, Url, connect, err, out
+from flowfleet.cli_samples import samples
 from flowfleet.client import Client
 from flowfleet.job_files import prepare_job
 from flowfleet.local.stack import DEFAULT_PORT, DEFAULT_STATE_DIR, StackError, StateDir
@@ -45,6 +47,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+
+app.add_typer(cli_reward.app, name="reward")
+app.add_typer(cli_rewards.app, name="rewards")
 
 StackDir = Annotated[Path, typer.Option(help="Directory of the stack: addresses, logs, data.")]
 
@@ -219,24 +224,7 @@ def fleet(url: Url = None, ca: Ca = None) -> None:
         views.show_fleet(client.fleet(), out)
 
 
-@app.command()
-def samples(
-    job_id: JobId,
-    to: Annotated[Path | None, typer.Option("--out", help="Directory for the pictures (runs/samples/ID).")] = None,
-    purpose: Annotated[str, typer.Option(help="train or validate.")] = "train",
-    step: Annotated[int | None, typer.Option(help="Only of this step; of validation: of this policy version.")] = None,
-    order: Annotated[str, typer.Option(help="newest, oldest, best or worst.")] = "newest",
-    limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 16,
-    url: Url = None,
-    ca: Ca = None,
-) -> None:
-    """Download a job's pictures, and print their prompts and scores."""
-    with connect(url, ca) as client:
-        job = client.find(job_id)
-        found = list(islice(client.samples(job.id, purpose=purpose, step=step, order=order), limit))
-        directory = to or Path("runs/samples") / job.id[: views.SHORT_ID]
-        files = [_save(client.media(job.id, sample), sample, directory) for sample in found]
-        out.print(views.samples_table(found, files))
+app.command()(samples)
 
 
 @app.command()
@@ -279,14 +267,6 @@ def _say(job: Job) -> None:
     out.print(
         f"{job.id}  {job.status}" + (f", to be {job.desired}" if job.desired != job.status else ""), highlight=False
     )
-
-
-def _save(picture: bytes, sample: Sample, directory: Path) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    suffix = sample.media_type.rpartition("/")[2].replace("jpeg", "jpg")
-    path = directory / f"{sample.purpose}-{sample.step:05d}-{sample.group:03d}-{sample.index:03d}.{suffix}"
-    path.write_bytes(picture)
-    return path
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from flowfleet.conformance.session import GROUP, Session
 
 NUM_ABANDONED = 6
 NUM_AT_ONCE = 16
-ALLOWED_S = 1.0
+ALLOWED_S = 2.0
 """Beside the full batch that may run when the next call comes."""
 _LEFT_AFTER_S = 0.05
 

@@ -87,7 +87,7 @@ def truncated(media: Media) -> Media:
 
 def _drawn(index: int) -> Image.Image:
     width, height = SIZE
-    colour = ((37 * index) % 128 + 112, (91 * index) % 128 + 112, (53 * index) % 128 + 112)
+    colour = tuple((step * (index + 1)) % 128 + 112 for step in (37, 91, 53))
     sign = Image.new("RGB", (width, height), colour)
     text = WORD[: len(WORD) - index % 3]
     ImageDraw.Draw(sign).text((width / 2, height / 2), text, "black", ImageFont.load_default(height / 2), anchor="mm")

@@ -20,8 +20,9 @@ from flowfleet.conformance.checks import (
     require_scores,
     said,
 )
-from flowfleet.conformance.session import GROUP, SERVICE_NAME, Session, by_id
+from flowfleet.conformance.session import GROUP, Session, by_id
 from flowfleet.proto.reward_pb2 import RewardSample, RewardScore, ScoreRequest, ScoreResponse
+from flowfleet.reward_requests import SERVICE_NAME
 
 ONE, EACH, SAME = "one sample", "each id once", "same again"
 _KIND = "give --prompt, --metadata, --param or --image of the kind that it scores"

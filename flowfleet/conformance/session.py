@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from flowfleet import rpc, tls
 from flowfleet.conformance import media
 from flowfleet.conformance.media import Media
-from flowfleet.proto import reward_pb2, reward_pb2_grpc
+from flowfleet.proto import reward_pb2_grpc
 from flowfleet.proto.reward_pb2 import (
     MODALITY_IMAGE,
     MODALITY_VIDEO,
@@ -28,9 +28,6 @@ from flowfleet.proto.reward_pb2 import (
     ScoreResponse,
 )
 
-SERVICE_NAME: Final = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
-CONTRACT: Final = 1
-"""The newest contract that this suite, and the controller of the same version, knows."""
 UNLIMITED_BATCH: Final = 64
 """Samples of a full batch where Describe names no limit."""
 GROUP: Final = 4

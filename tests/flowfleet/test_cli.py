@@ -184,6 +184,9 @@ def test_samples_are_downloaded_and_printed(run: Run, client: Client, job_file: 
         (["jobs", "--status", "asleep"], "status"),
         (["samples", "ffff", "--order", "odd"], "no job starts"),
         (["up", "--reward", "beauty"], "unknown reward 'beauty'"),
+        (["reward", "check", "http://host:1"], "give grpc://host:port"),
+        (["reward", "check", "grpc://host:1", "--ca", "ca.crt"], "say grpcs://host:1"),
+        (["reward", "check", "host:1", "--param", "region"], "--param 'region': give KEY=VALUE"),
         (["up", "--rollout-devices", "0,1", "--replicas", "3"], "names 2 accelerators for 3 rollouts"),
         (["up", "--trainer-devices", ""], "give each once, as in 0,1"),
         (["demo", "--recipe", "absent.toml"], "absent.toml: cannot be read"),
@@ -198,12 +201,16 @@ def test_mistakes_are_told_in_words(run: Run, job_file: Path, words: list[str], 
     assert "Traceback" not in result.output
 
 
+def options_of(command: Any, name: str = "") -> Iterator[tuple[str, list[str]]]:
+    """Of a command; of a group of commands, of each."""
+    for child, found in getattr(command, "commands", {}).items():
+        yield from options_of(found, f"{name} {child}".strip())
+    if not hasattr(command, "commands"):
+        yield name, sorted(option for part in command.params for option in part.opts if option.startswith("--"))
+
+
 def test_the_surface_is_what_users_know() -> None:
-    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
-    options = {
-        name: sorted(option for parameter in command.params for option in parameter.opts if option.startswith("--"))
-        for name, command in commands.items()
-    }
+    options = dict(options_of(typer.main.get_command(cli.app)))
 
     assert options == {
         "up": [
@@ -221,6 +228,24 @@ def test_the_surface_is_what_users_know() -> None:
             "--trainer-devices",
         ],
         "fleet": ["--ca", "--url"],
+        "rewards show": ["--ca", "--url"],
+        "rewards set": ["--ca", "--url", "--wait"],
+        "rewards shadow": ["--ca", "--for", "--param", "--service", "--url", "--wait"],
+        "rewards promote": ["--ca", "--url", "--wait"],
+        "rewards remove": ["--ca", "--url", "--wait"],
+        "reward check": [
+            "--ca",
+            "--cert",
+            "--image",
+            "--json",
+            "--key",
+            "--max-batch",
+            "--metadata",
+            "--param",
+            "--prompt",
+            "--timeout",
+            "--tolerance",
+        ],
         "down": ["--state-dir"],
         "demo": ["--recipe", "--seed", "--set", "--state-dir"],
         "submit": ["--ca", "--dry-run", "--follow", "--idempotency-key", "--set", "--url"],
@@ -228,7 +253,19 @@ def test_the_surface_is_what_users_know() -> None:
         "jobs": ["--ca", "--limit", "--status", "--url"],
         "show": ["--ca", "--url"],
         "watch": ["--ca", "--url"],
-        "samples": ["--ca", "--limit", "--order", "--out", "--purpose", "--step", "--url"],
+        "samples": [
+            "--best",
+            "--ca",
+            "--disagree",
+            "--limit",
+            "--open",
+            "--order",
+            "--out",
+            "--purpose",
+            "--step",
+            "--url",
+            "--worst",
+        ],
         "cancel": ["--ca", "--url"],
         "pause": ["--ca", "--url"],
         "resume": ["--ca", "--url"],

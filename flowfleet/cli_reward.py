@@ -1,0 +1,83 @@
+"""`flowfleet reward`: about one reward service, by its address. Jobs and the controller have no part in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from flowfleet.conformance import Result
+
+app = typer.Typer(help="Check reward services.", no_args_is_help=True)
+
+Pairs = list[str] | None
+
+
+@app.callback()
+def about() -> None:
+    """Check reward services."""
+
+
+@app.command()
+def check(
+    address: Annotated[str, typer.Argument(help="grpc://HOST:PORT, grpcs://HOST:PORT with TLS.")],
+    prompt: Annotated[str | None, typer.Option(help='Of the samples; default: a sign that says "FLOW" …')] = None,
+    metadata: Annotated[Pairs, typer.Option(help="KEY=VALUE of the samples; repeatable.")] = None,
+    param: Annotated[Pairs, typer.Option(help="KEY=VALUE of each call, as `params` of a job; repeatable.")] = None,
+    image: Annotated[
+        list[Path] | None, typer.Option(help="Picture or MP4 to send instead of the drawn ones; repeatable.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds of each call.")] = 60.0,
+    tolerance: Annotated[float, typer.Option(min=0.0, help="By how much scores of one sample may differ.")] = 1e-3,
+    max_batch: Annotated[int, typer.Option(min=1, help="The largest batch that is sent.")] = 1024,
+    ca: Annotated[
+        Path | None, typer.Option(help="PEM file of the CA of a grpcs address; else FLOWFLEET_TLS_DIR.")
+    ] = None,
+    cert: Annotated[Path | None, typer.Option(help="PEM file of the certificate to show to it.")] = None,
+    key: Annotated[Path | None, typer.Option(help="PEM file of the certificate's key.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Ask a reward service everything that its contract requires; exit code 1 where it is broken."""
+    from flowfleet import conformance
+
+    drawn = conformance.Options()
+    options = conformance.Options(
+        prompt=drawn.prompt if prompt is None else prompt,
+        metadata=_pairs("--metadata", metadata or ()),
+        params=_pairs("--param", param or ()),
+        images=tuple(image or ()),
+        timeout_s=timeout,
+        tolerance=tolerance,
+        max_batch=max_batch,
+        ca=ca,
+        cert=cert,
+        key=key,
+    )
+    progress = Console(stderr=True)
+    with progress.status("connecting") as status:
+
+        def asked(result: Result) -> None:
+            status.update(f"{result.name}: {result.status}")
+
+        report = conformance.run(address, options, asked)
+    if as_json:
+        typer.echo(report.model_dump_json(indent=2))
+    else:
+        report.render(Console(width=None if Console().is_terminal else 120))
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _pairs(flag: str, texts: Iterable[str]) -> dict[str, str]:
+    """Of KEY=VALUE each. ValueError for another text."""
+    pairs = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            raise ValueError(f"{flag} {text!r}: give KEY=VALUE")
+        pairs[name] = value
+    return pairs
