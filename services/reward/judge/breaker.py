@@ -1,0 +1,78 @@
+"""Whether a server is asked at all. After failures in a row it is left alone for a while, then tried with one call.
+
+CLOSED ──failures in a row──► OPEN ──cool-down──► HALF_OPEN ──success──► CLOSED
+                                ▲                     │
+                                └───────failure───────┘   the cool-down doubles, to its maximum
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+
+
+class BreakerState(Enum):
+    CLOSED = "closed"
+    """Calls go through."""
+    HALF_OPEN = "half_open"
+    """One call at a time goes through, to see."""
+    OPEN = "open"
+    """No call goes through."""
+
+
+class CircuitBreaker:
+    """No tasks and no I/O; `clock` gives seconds."""
+
+    def __init__(self, failures: int, cooldown_s: float, max_cooldown_s: float, clock: Callable[[], float]) -> None:
+        """failures: in a row, after which it opens. cooldown_s: for how long, at first."""
+        self._threshold = failures
+        self._first_cooldown_s = cooldown_s
+        self._max_cooldown_s = max(cooldown_s, max_cooldown_s)
+        self._clock = clock
+        self._cooldown_s = cooldown_s
+        self._failures = 0
+        self._opened: float | None = None
+        self._probing = False
+
+    @property
+    def state(self) -> BreakerState:
+        if self._opened is None:
+            return BreakerState.CLOSED
+        return BreakerState.HALF_OPEN if self._clock() >= self._opened + self._cooldown_s else BreakerState.OPEN
+
+    @property
+    def allows(self) -> bool:
+        """Whether a call may begin now."""
+        return self.state is BreakerState.CLOSED or (self.state is BreakerState.HALF_OPEN and not self._probing)
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds until it will allow a call, as far as it knows; 0 where only a probe is waited for."""
+        return 0.0 if self._opened is None else max(0.0, self._opened + self._cooldown_s - self._clock())
+
+    def begin(self) -> bool:
+        """A call begins; True if it is the probe, which goes back to the end of the call."""
+        assert self.allows, "the caller asks allows first"
+        self._probing = self._opened is not None
+        return self._probing
+
+    def succeed(self, probe: bool) -> None:
+        """Of calls that began before it opened only the probe closes it."""
+        if self._opened is None or probe:
+            self._failures, self._opened, self._probing = 0, None, False
+            self._cooldown_s = self._first_cooldown_s
+
+    def fail(self, probe: bool) -> None:
+        if probe:
+            self._probing = False
+            self._cooldown_s = min(2 * self._cooldown_s, self._max_cooldown_s)
+            self._opened = self._clock()
+        elif self._opened is None:
+            self._failures += 1
+            if self._failures >= self._threshold:
+                self._opened = self._clock()
+
+    def forget(self, probe: bool) -> None:
+        """The call was cancelled: it tells nothing, and a probe may begin again."""
+        if probe:
+            self._probing = False

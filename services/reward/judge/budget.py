@@ -1,0 +1,36 @@
+"""How much may be asked twice, and how long to wait before: retries must not become the storm that they answer.
+
+Every call pays a share into the budget and every second call takes one out (as Finagle's RetryBudget), so that retries,
+or hedges, are at most that share of all calls in the long run.
+"""
+
+from __future__ import annotations
+
+import random
+
+
+class ShareBudget:
+    """At most `share` of the calls, and `reserve` more at the start and after quiet times."""
+
+    def __init__(self, share: float, reserve: int = 10) -> None:
+        self._share = share
+        self._most = reserve if share > 0.0 else 0.0
+        self._balance = self._most
+
+    def deposit(self) -> None:
+        """A call began."""
+        self._balance = min(self._most + self._share, self._balance + self._share)
+
+    def withdraw(self) -> bool:
+        """Takes one out; False where there is none."""
+        if self._balance < 1.0 - 1e-9:
+            return False
+        self._balance -= 1.0
+        return True
+
+
+def backoff_s(attempt: int, first_s: float, longest_s: float, asked_s: float | None, draw: random.Random) -> float:
+    """Seconds before retry number `attempt` (from 0): uniform below an exponential bound ("full jitter"), after what
+    the server itself asked for (Retry-After)."""
+    bound = min(longest_s, first_s * 2.0 ** min(attempt, 30))
+    return (asked_s or 0.0) + draw.uniform(0.0, bound)

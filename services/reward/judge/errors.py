@@ -1,0 +1,116 @@
+"""Why a call to a judge's server gave no answer; each message names the server and the setting to change."""
+
+from __future__ import annotations
+
+import ssl
+from typing import Final
+
+import httpx
+
+from services.reward.judge.answers import error_message
+from services.reward.judge.settings import JudgeSettings
+
+RETRIED_STATUS: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+CROWDED_STATUS: Final = frozenset({429, 503})
+MAX_RETRY_AFTER_S: Final = 30.0
+
+
+class CallFailed(Exception):
+    """`outcome` is a short name that metrics count by."""
+
+    def __init__(
+        self,
+        outcome: str,
+        message: str,
+        *,
+        retry: bool,
+        retry_after_s: float | None = None,
+        blames_server: bool = True,
+    ) -> None:
+        super().__init__(message)
+        self.outcome = outcome
+        self.retry = retry
+        """Another try may succeed."""
+        self.retry_after_s = retry_after_s
+        self.blames_server = blames_server
+        """False where the question is at fault: the server is well."""
+
+    @property
+    def crowded(self) -> bool:
+        """The server has too much to do."""
+        return self.outcome in ("crowded", "timeout")
+
+
+def of_status(url: str, settings: JudgeSettings, response: httpx.Response, body: bytes) -> CallFailed:
+    """What a status other than 200 means."""
+    status = response.status_code
+    said = f"{url} answered {status}: {error_message(body) or response.reason_phrase}"
+    if status in CROWDED_STATUS:
+        hint = "settings.max_concurrency bounds the calls at a time; or give it more replicas"
+        after_s = _retry_after_s(response)
+        return CallFailed("crowded", f"{said} ({hint})", retry=True, retry_after_s=after_s, blames_server=status == 503)
+    if status in RETRIED_STATUS:
+        return CallFailed("server_error", f"{said} (its log has the reason; settings.urls names it)", retry=True)
+    if status in (401, 403):
+        hint = "settings.api_key_env names the environment variable with the key"
+        return CallFailed("unauthorised", f"{said} ({hint})", retry=False)
+    if status in (404, 405):
+        hint = f"settings.model is {settings.model!r}, settings.urls must end with the version, as /v1"
+        return CallFailed("not_found", f"{said} ({hint})", retry=False)
+    if 300 <= status < 400:
+        hint = f"it points to {response.headers.get('location', 'nowhere')}: settings.urls must name the server itself"
+        return CallFailed("redirected", f"{said} ({hint})", retry=False)
+    if status >= 500:
+        return CallFailed("server_error", f"{said} (settings.urls names it)", retry=False)
+    return CallFailed("refused", f"{said} ({_hint_for(body)})", retry=False, blames_server=False)
+
+
+def _hint_for(body: bytes) -> str:
+    text = body.decode("utf-8", "replace").lower()
+    if "logprob" in text:
+        return 'settings.top_logprobs, or logprobs = "never" for a server that has none'
+    if "image" in text or "multimodal" in text or "multi-modal" in text:
+        return "vLLM: --limit-mm-per-prompt must allow the rubric's pictures"
+    return "settings.rubric and settings.extra make the request"
+
+
+def _retry_after_s(response: httpx.Response) -> float | None:
+    try:
+        return min(MAX_RETRY_AFTER_S, max(0.0, float(response.headers["retry-after"])))
+    except (KeyError, ValueError):
+        return None
+
+
+def of_transport(url: str, settings: JudgeSettings, error: httpx.HTTPError) -> CallFailed:
+    """What went wrong before there was a whole answer."""
+    cause = _ssl_cause(error)
+    if cause is not None:
+        hint = "settings.ca must be the CA of the server, settings.urls its name, and https:// only where it speaks TLS"
+        return CallFailed("tls", f"{url}: no TLS: {cause} ({hint})", retry=False)
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+        message = f"{url}: cannot connect: {str(error) or 'timed out'} (is it up? settings.urls says where it is)"
+        return CallFailed("connect", message, retry=True)
+    if isinstance(error, httpx.TimeoutException):
+        return too_late(url, settings)
+    hint = "settings.urls: is it an OpenAI-compatible server, and https:// where it speaks TLS?"
+    return CallFailed("broken", f"{url}: the connection broke: {error or type(error).__name__} ({hint})", retry=True)
+
+
+def _ssl_cause(error: BaseException | None) -> str | None:
+    """What OpenSSL says, where that is the reason; httpx keeps it as text of a ConnectError alone."""
+    while error is not None:
+        if isinstance(error, ssl.SSLError) or "[SSL" in str(error):
+            return str(error)
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def too_late(url: str, settings: JudgeSettings) -> CallFailed:
+    hint = f"settings.timeout_s = {settings.timeout_s:g}, max_concurrency = {settings.max_concurrency}"
+    return CallFailed("timeout", f"{url} gave no whole answer in {settings.timeout_s:g} s ({hint})", retry=True)
+
+
+def unreadable(url: str, why: str, content_type: str) -> CallFailed:
+    """Of an answer with status 200 that is no chat completion."""
+    message = f"{url} answered no chat completion ({content_type or 'no content type'}): {why}"
+    return CallFailed("unreadable", f"{message} (settings.urls: is it an OpenAI-compatible server's /v1?)", retry=True)

@@ -1,0 +1,289 @@
+"""A rubric put to samples: alone, in pairs of a group, or all of a group in an order; each gets an outcome."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from flowfleet.errors import Unavailable
+from flowfleet.media import MediaError
+from services.reward.judge.answers import Answer
+from services.reward.judge.client import JudgeClient
+from services.reward.judge.comparisons import (
+    borda,
+    bradley_terry,
+    choose_lists,
+    choose_pairs,
+    parse_ranking,
+    seeded,
+    win_rates,
+)
+from services.reward.judge.errors import CallFailed
+from services.reward.judge.failures import FailureShare
+from services.reward.judge.media import Picture, digest_of, pictures_of, source_picture
+from services.reward.judge.messages import Part, chat_request, filled
+from services.reward.judge.metrics import JudgeMetrics
+from services.reward.judge.rubrics import SOURCE, Mode, Rubric
+from services.reward.judge.scale import Reading
+from services.reward.judge.settings import JudgeSettings, VlmSettings
+from services.reward.scorers.base import EncodedSample, Outcome, Problem, Score
+
+Found = TypeVar("Found")
+
+COMPONENTS: Final[Mapping[Mode, tuple[str, ...]]] = {
+    "pointwise": ("by_logprobs", "mass", "entropy"),
+    "pairwise": ("win_rate", "comparisons", "order_agreement"),
+    "listwise": ("rankings",),
+}
+SERVER, REFUSED, ANSWER, GROUP, SOURCE_MISSING = (
+    "judge_server",
+    "judge_refused",
+    "judge_answer",
+    "judge_group",
+    "judge_source",
+)
+"""Reasons of problems."""
+
+
+class Refused(Exception):
+    """Carries the problem of one sample or question."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.problem = Problem(reason, message)
+
+
+class Questions:
+    """Asks and reads answers, and keeps count of those that could not be read."""
+
+    def __init__(self, settings: JudgeSettings, metrics: JudgeMetrics) -> None:
+        self.client = JudgeClient(settings, metrics)
+        self._settings = settings
+        self._metrics = metrics
+        self._failures = FailureShare(settings.max_parse_failures)
+
+    async def ask(self, system: str, parts: Sequence[Part], params: Mapping[str, Any]) -> Answer:
+        """Raises Refused."""
+        settings = self._settings
+        whole = {"temperature": settings.temperature, "seed": 0, **params, **settings.extra}
+        try:
+            return await self.client.ask(chat_request(settings.model, system, parts, whole))
+        except CallFailed as failure:
+            raise Refused(SERVER if failure.blames_server or failure.retry else REFUSED, str(failure)) from failure
+
+    def count(self, outcome: str) -> None:
+        """An answer was "logprobs" or "parsed", or "failed" to be read."""
+        self._failures.observe(outcome == "failed")
+        self._metrics.answers.labels(outcome=outcome).inc()
+
+    def unless_broken(self, outcomes: Sequence[Outcome], what: str) -> list[Outcome]:
+        """The outcomes. Raises Unavailable where the servers failed on all, or too many answers cannot be read."""
+        problems = [outcome for outcome in outcomes if isinstance(outcome, Problem)]
+        if outcomes and all(problem.reason == SERVER for problem in problems) and len(problems) == len(outcomes):
+            raise Unavailable(problems[0].message)
+        excess = self._failures.excess
+        if excess and any(problem.reason == ANSWER for problem in problems):
+            last = next(problem.message for problem in problems if problem.reason == ANSWER)
+            raise Unavailable(
+                f"{excess} of {self._settings.model} cannot be read with {what}, settings.max_parse_failures is "
+                f"{self._settings.max_parse_failures:g}: {last}"
+            )
+        return list(outcomes)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Prepared:
+    """A sample as its slots see it."""
+
+    texts: Mapping[str, str]
+    pictures: Sequence[Picture]
+    source: Mapping[str, Sequence[Picture]]
+
+    @property
+    def digest(self) -> bytes:
+        return digest_of(self.pictures)
+
+
+class Judge:
+    """Puts one rubric to samples."""
+
+    def __init__(self, rubric: Rubric, settings: VlmSettings, questions: Questions) -> None:
+        self._rubric = rubric
+        self._settings = settings
+        self._questions = questions
+        self._shows_source = ("slot", SOURCE) in rubric.pieces
+
+    async def score(self, samples: Sequence[EncodedSample]) -> list[Outcome]:
+        """One outcome a sample, in order. Raises Unavailable."""
+        if self._rubric.mode == "pointwise":
+            outcomes = list(await asyncio.gather(*(self._alone(sample) for sample in samples)))
+        else:
+            compare = self._pairs if self._rubric.mode == "pairwise" else self._rankings
+            outcomes = await self._by_group(samples, compare)
+        return self._questions.unless_broken(outcomes, "the rubric (settings.rubric)")
+
+    async def _alone(self, sample: EncodedSample) -> Outcome:
+        try:
+            prepared = await self._prepare(sample)
+            reading = await self._read({"image": prepared.pictures, **prepared.source}, prepared.texts)
+        except Refused as refused:
+            return refused.problem
+        if reading.mass is None or reading.entropy is None:
+            return Score(reading.value, {"by_logprobs": 0.0})
+        return Score(reading.value, {"by_logprobs": 1.0, "mass": reading.mass, "entropy": reading.entropy})
+
+    async def _by_group(
+        self, samples: Sequence[EncodedSample], compare: Callable[[Sequence[Prepared]], Awaitable[list[Outcome]]]
+    ) -> list[Outcome]:
+        groups: dict[str, list[int]] = {}
+        for place, sample in enumerate(samples):
+            groups.setdefault(sample.group_id, []).append(place)
+        results = await asyncio.gather(
+            *(self._group([samples[place] for place in places], compare) for places in groups.values())
+        )
+        found = dict(zip(itertools.chain(*groups.values()), itertools.chain(*results), strict=True))
+        return [found[place] for place in range(len(samples))]
+
+    async def _group(
+        self, samples: Sequence[EncodedSample], compare: Callable[[Sequence[Prepared]], Awaitable[list[Outcome]]]
+    ) -> list[Outcome]:
+        """Those that cannot be shown get their problem, the others are compared."""
+        shown: list[Prepared | Problem] = list(await asyncio.gather(*(self._shown(sample) for sample in samples)))
+        good = [one for one in shown if isinstance(one, Prepared)]
+        if len(good) > 1:
+            outcomes = iter(await compare(good))
+        else:
+            hint = "its samples must come in one call: see the service's --max-batch and the job's group size"
+            message = f"a {self._rubric.mode} rubric needs two samples of a group at least, {hint}"
+            outcomes = iter([Problem(GROUP, message)] * len(good))
+        return [one if isinstance(one, Problem) else next(outcomes) for one in shown]
+
+    async def _shown(self, sample: EncodedSample) -> Prepared | Problem:
+        try:
+            return await self._prepare(sample)
+        except Refused as refused:
+            return refused.problem
+
+    async def _prepare(self, sample: EncodedSample) -> Prepared:
+        texts = {"prompt": sample.prompt, **{f"metadata.{name}": text for name, text in sample.metadata.items()}}
+        try:
+            pictures = await pictures_of(sample.media, sample.media_type, self._rubric.num_frames)
+            if not self._shows_source:
+                return Prepared(texts, pictures, {})
+            source = await asyncio.to_thread(source_picture, sample.metadata, self._settings.media_root)
+        except MediaError as error:
+            raise Refused(error.reason, str(error)) from error
+        except ValueError as error:
+            raise Refused(SOURCE_MISSING, str(error)) from error
+        return Prepared(texts, pictures, {SOURCE: [source]})
+
+    async def _pairs(self, group: Sequence[Prepared]) -> list[Outcome]:
+        count = len(group)
+        draw = seeded([one.digest for one in group], group[0].texts["prompt"])
+        pairs = choose_pairs(count, self._rubric.max_pairs, draw)
+        asked = await asyncio.gather(*(self._compare(group[first], group[second]) for first, second in pairs))
+        answered = [(pair, found) for pair, found in zip(pairs, asked, strict=True) if not isinstance(found, Problem)]
+        problems = [found for found in asked if isinstance(found, Problem)]
+        known = [pair for pair, _ in answered]
+        wins = [(there + 1.0 - back) / 2.0 for _, (there, back) in answered]
+        rates = win_rates(count, known, wins)
+        strengths = bradley_terry(count, known, wins) if self._rubric.aggregate == "bradley_terry" else rates
+        outcomes: list[Outcome] = []
+        for place in range(count):
+            own = [found for pair, found in answered if place in pair]
+            if not own:
+                outcomes.append(problems[0])
+                continue
+            agreement = math.fsum(1.0 - abs(there + back - 1.0) for there, back in own) / len(own)
+            components = {
+                "win_rate": float(rates[place]),
+                "comparisons": float(len(own)),
+                "order_agreement": agreement,
+            }
+            outcomes.append(Score(float(strengths[place]), components))
+        return outcomes
+
+    async def _compare(self, one: Prepared, other: Prepared) -> tuple[float, float] | Problem:
+        """How far the one first shown is better, with `one` first and with `other` first."""
+        orders = ((one, other), (other, one))
+        asked = [
+            self._read({"first": first.pictures, "second": second.pictures, **one.source}, one.texts)
+            for first, second in orders
+        ]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        for failure in found:
+            if isinstance(failure, Refused):
+                return failure.problem
+            if isinstance(failure, BaseException):
+                raise failure
+        there, back = (reading.value for reading in found if isinstance(reading, Reading))
+        return there, back
+
+    async def _rankings(self, group: Sequence[Prepared]) -> list[Outcome]:
+        draw = seeded([one.digest for one in group], group[0].texts["prompt"])
+        lists = [
+            order
+            for _ in range(self._rubric.num_rankings)
+            for order in choose_lists(len(group), self._rubric.list_size, draw)
+            if len(order) > 1
+        ]
+        asked = await asyncio.gather(*(self._rank([group[place] for place in order]) for order in lists))
+        rankings = [
+            [order[place] for place in found]
+            for order, found in zip(lists, asked, strict=True)
+            if not isinstance(found, Problem)
+        ]
+        problems = [found for found in asked if isinstance(found, Problem)]
+        return [
+            problems[0] if math.isnan(place) else Score(float(place), {"rankings": float(count)})
+            for place, count in zip(
+                borda(len(group), rankings),
+                [sum(number in ranking for ranking in rankings) for number in range(len(group))],
+                strict=True,
+            )
+        ]
+
+    async def _rank(self, shown: Sequence[Prepared]) -> list[int] | Problem:
+        numbered = [(f"\n{number}: ", *one.pictures) for number, one in enumerate(shown, 1)]
+        pictures = list(itertools.chain(*numbered))
+        texts = {**shown[0].texts, "count": str(len(shown))}
+        try:
+            answer = await self._ask({"images": pictures, **shown[0].source}, texts, logprobs=False)
+            return self._counted(lambda: parse_ranking(answer.text, len(shown)), "parsed")
+        except Refused as refused:
+            return refused.problem
+
+    async def _read(self, pictures: Mapping[str, Sequence[Picture]], texts: Mapping[str, str]) -> Reading:
+        answer = await self._ask(pictures, {**texts, "count": "2"}, logprobs=self._settings.logprobs != "never")
+        if self._settings.logprobs == "require" and not answer.tokens:
+            raise Refused(
+                SERVER,
+                f"{', '.join(self._settings.urls)} gave no log-probabilities of its tokens: it must be started with "
+                'them, or settings.logprobs be "auto"',
+            )
+        rubric = self._rubric
+        outcome = "logprobs" if answer.tokens else "parsed"
+        return self._counted(lambda: rubric.answers.read(answer, rubric.take, rubric.min_mass), outcome)
+
+    def _counted(self, read: Callable[[], Found], outcome: str) -> Found:
+        try:
+            result = read()
+        except ValueError as error:
+            self._questions.count("failed")
+            raise Refused(ANSWER, f"{self._settings.model}: {error}") from error
+        self._questions.count(outcome)
+        return result
+
+    async def _ask(self, pictures: Mapping[str, Sequence[Part]], texts: Mapping[str, str], logprobs: bool) -> Answer:
+        try:
+            parts = filled(self._rubric, texts, pictures)
+        except ValueError as error:
+            raise Refused(SOURCE_MISSING, str(error)) from error
+        params: dict[str, Any] = {"max_tokens": self._rubric.max_tokens}
+        if logprobs:
+            params |= {"logprobs": True, "top_logprobs": self._settings.top_logprobs}
+        return await self._questions.ask(self._rubric.system, parts, params)

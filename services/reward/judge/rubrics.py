@@ -1,0 +1,141 @@
+"""Rubrics: files that say what a judge is asked and how its answer becomes a score.
+
+A question is text with slots in braces: {prompt}; {metadata.NAME} of the prompt's line in the data set; {image}, the
+sample ({first} and {second} in pairs, {images} in rankings), of which a video is several frames; {source}, the picture
+that was edited; {count} of a ranking's pictures. {{ and }} are braces.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import string
+import tomllib
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from services.reward.judge.scale import Scale, Take
+
+FOLDER: Final = Path(__file__).parent / "rubrics"
+Mode = Literal["pointwise", "pairwise", "listwise"]
+MEDIA_SLOTS: Final = {"pointwise": ("image",), "pairwise": ("first", "second"), "listwise": ("images",)}
+TEXT_SLOTS: Final = ("prompt", "count")
+SOURCE: Final = "source"
+
+Piece = tuple[str, str]
+"""("text", literal) or ("slot", name)."""
+
+
+class Rubric(BaseModel):
+    """What is asked about a sample, a pair of samples or a group, and how the answer is read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    question: Annotated[str, Field(min_length=1)]
+    """With slots in braces; what the user says."""
+    system: str = ""
+    """What the system says; empty: nothing."""
+    mode: Mode = "pointwise"
+    """"pointwise": each sample by itself. "pairwise": which of two of a group is better. "listwise": the order of a
+    group."""
+    scale: str | dict[str, float] = "yes/no"
+    """"yes/no" (1 and 0), whole numbers as "1-5", or a table from answer to value. In pairs: how far the first is
+    better, 0 to 1, as {A = 1, B = 0}. Of a ranking unused: it answers with numbers, best first."""
+    take: Take = "first"
+    """Which place in the answer counts that names one of the scale's: "last" for a judge that reasons first."""
+    max_tokens: Annotated[int, Field(ge=1, le=16_384)] = 8
+    """Of an answer. A ranking needs some three a picture, reasoning hundreds."""
+    min_mass: Annotated[float, Field(ge=0.0, le=1.0)] = 0.05
+    """An answer that names none of the scale's still counts where they have this much probability at its beginning."""
+    num_frames: Annotated[int, Field(ge=1, le=64)] = 4
+    """Of a video, evenly spaced from the first to the last, in each of its slots."""
+    aggregate: Literal["bradley_terry", "win_rate"] = "bradley_terry"
+    """Of pairs: the samples' log-strengths, mean 0, or the share of comparisons won, 0 to 1."""
+    max_pairs: Annotated[int, Field(ge=1)] = 64
+    """Of a group; of more pairs so many are drawn, by the samples' contents. Each is asked in both orders."""
+    num_rankings: Annotated[int, Field(ge=1, le=64)] = 3
+    """Of a group, each in another order."""
+    list_size: Annotated[int, Field(ge=3, le=64)] = 8
+    """Pictures in one ranking at most; larger groups are split anew for each."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Rubric:
+        names = [name for kind, name in self.pieces if kind == "slot"]
+        for name in names:
+            if not self._is_slot(name):
+                known = [*MEDIA_SLOTS[self.mode], SOURCE, *TEXT_SLOTS, "metadata.NAME"]
+                raise ValueError(f"question: no slot {{{name}}} in a {self.mode} rubric; there are {', '.join(known)}")
+        for name in MEDIA_SLOTS[self.mode]:
+            if names.count(name) != 1:
+                raise ValueError(f"question: a {self.mode} rubric must name {{{name}}} once")
+        scale = self.answers
+        if self.mode == "pairwise" and scale.range != (0.0, 1.0):
+            raise ValueError("scale: in pairs its values must go from 0 to 1, as in {A = 1.0, B = 0.0}")
+        return self
+
+    def _is_slot(self, name: str) -> bool:
+        return name in (*MEDIA_SLOTS[self.mode], SOURCE, *TEXT_SLOTS) or bool(name.removeprefix("metadata.") != name)
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The question, taken apart. ValueError for braces that do not match."""
+        try:
+            parsed = list(string.Formatter().parse(self.question))
+        except ValueError as error:
+            raise ValueError(f"question: {error}; write {{{{ and }}}} for braces") from error
+        found: list[Piece] = []
+        for literal, name, spec, conversion in parsed:
+            if literal:
+                found.append(("text", literal))
+            if name is not None:
+                if spec or conversion or not name:
+                    raise ValueError(f"question: {{{name}}} is no slot; write {{{{ and }}}} for braces")
+                found.append(("slot", name))
+        return tuple(found)
+
+    @cached_property
+    def answers(self) -> Scale:
+        return Scale.parse(self.scale)
+
+    @property
+    def score_range(self) -> tuple[float, float]:
+        """Least and greatest score."""
+        if self.mode == "pointwise":
+            return self.answers.range
+        if self.mode == "pairwise" and self.aggregate == "bradley_terry":
+            return float("-inf"), float("inf")
+        return 0.0, 1.0
+
+    @property
+    def digest(self) -> str:
+        """Changes with anything that could change a score."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:12]
+
+
+def shipped() -> list[str]:
+    """Names of the rubrics that come with the service."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def load_rubric(name: str) -> Rubric:
+    """A shipped rubric by its name, or a TOML or YAML file. ValueError names the file, the key and what to change."""
+    path = FOLDER / f"{name}.toml" if name in shipped() else Path(name)
+    if path.suffix not in (".toml", ".yaml", ".yml"):
+        raise ValueError(f"settings.rubric = {name!r}: take one of {', '.join(shipped())}, or a .toml or .yaml file")
+    try:
+        return Rubric.model_validate(_read(path))
+    except OSError as error:
+        raise ValueError(f"settings.rubric: cannot read {path}: {error.strerror}") from error
+    except ValidationError as error:
+        problems = (f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_url=False))
+        raise ValueError(f"settings.rubric: {path}: {'; '.join(problems).replace(': Value error, ', ': ')}") from None
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"settings.rubric: {path}: {error}") from error
+
+
+def _read(path: Path) -> Any:
+    text = path.read_text(encoding="utf-8")
+    return tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)

@@ -1,0 +1,187 @@
+"""From an answer to a number: the expected value over the scale's answers by the probabilities of the answer's tokens.
+
+    value = Σ P(a) · v(a) / Σ P(a)    over the answers a of the scale
+
+With the answers "yes" = 1 and "no" = 0 that is P(yes) / (P(yes) + P(no)), as VQAScore (Lin and others, 2024); on 1 to 5
+it is G-Eval's weighting (Liu and others, 2023). Tokens count without white space, marks and capitals around them. Where
+an answer begins another ("1" and "10"), the tokens that the model went on with tell them apart; such a beginning that
+the model did not take counts for neither. Without log-probabilities the value is that of the answer in the text.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from services.reward.judge.answers import Answer, Token
+
+YES_NO = {"yes": 1.0, "no": 0.0}
+MARKS = "*_\"'`.,:;()[]<>#"
+MAX_ANSWERS = 101
+
+Take = Literal["first", "last"]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What an answer says. `mass`: probability of all answers of the scale together; `entropy` in nats, of their
+    renormalised probabilities. Both None where the value was read from the text."""
+
+    value: float
+    mass: float | None = None
+    entropy: float | None = None
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The answers that count, in lower case, and their values; at least two that differ."""
+
+    values: Mapping[str, float]
+
+    @classmethod
+    def parse(cls, given: str | Mapping[str, float]) -> Scale:
+        """Of "yes/no", of whole numbers as in "1-5", or of a table from answer to value. ValueError."""
+        if given == "yes/no":
+            return cls(YES_NO)
+        if isinstance(given, str):
+            return cls(_numbers(given))
+        values = {str(answer).strip().lower(): float(value) for answer, value in given.items()}
+        if "" in values or len(values) < len(given) or not 2 <= len(values) <= MAX_ANSWERS:
+            raise ValueError(f"a scale needs 2 to {MAX_ANSWERS} answers that differ in more than capitals")
+        if not all(map(math.isfinite, values.values())) or len(set(values.values())) < 2:
+            raise ValueError("a scale needs finite values of which two differ")
+        return cls(values)
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """Least and greatest value."""
+        return min(self.values.values()), max(self.values.values())
+
+    @property
+    def is_numeric(self) -> bool:
+        """Its answers are numbers that mean themselves, so that "4.5" can be read, too."""
+        return all(answer.isdigit() and float(answer) == value for answer, value in self.values.items())
+
+    def __str__(self) -> str:
+        answers = list(self.values)
+        return f"{answers[0]}-{answers[-1]}" if self.is_numeric else "/".join(answers)
+
+    def read(self, answer: Answer, take: Take = "first", min_mass: float = 0.05) -> Reading:
+        """The value of an answer: of the first or the last place in it that names one of the scale's.
+
+        min_mass: a text that names none still counts where the scale's answers have this much probability at its
+        beginning ("Well, …"). ValueError says why an answer cannot be read.
+        """
+        text = "".join(token.text for token in answer.tokens) or answer.text
+        found = self._named(text, take)
+        if found is None:
+            reading = None if self._numbers_in(text) else self._by_tokens(answer.tokens, _first_word(answer.tokens))
+            if reading is None or reading.mass is None or reading.mass < min_mass:
+                raise ValueError(f"the answer {answer.shown} is not on the scale {self}")
+            return reading
+        name, place = found
+        if name in self.values:
+            reading = self._by_tokens(answer.tokens, _token_at(answer.tokens, place))
+            return reading or Reading(self.values[name])
+        return Reading(float(name))
+
+    def _named(self, text: str, take: Take) -> tuple[str, int] | None:
+        """An answer, or a number between answers, and where in the text it begins."""
+        matches = self._numbers_in(text) if self.is_numeric else list(self._pattern.finditer(text))
+        if not matches:
+            return None
+        match = matches[0 if take == "first" else -1]
+        name = match[0].lower()
+        low, high = self.range
+        if self.is_numeric and name not in self.values and ("." not in name or not low <= float(name) <= high):
+            return None
+        return name, match.start()
+
+    def _numbers_in(self, text: str) -> list[re.Match[str]]:
+        return list(re.finditer(r"(?<![\w./-])\d+(?:\.\d+)?(?!\w)", text)) if self.is_numeric else []
+
+    @property
+    def _pattern(self) -> re.Pattern[str]:
+        longest_first = sorted(self.values, key=len, reverse=True)
+        return re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)", re.IGNORECASE)
+
+    def _by_tokens(self, tokens: Sequence[Token], start: int | None) -> Reading | None:
+        """None where the tokens say nothing of the scale."""
+        if start is None:
+            return None
+        masses = self.masses(tokens[start:])
+        total = math.fsum(masses.values())
+        if total <= 0.0:
+            return None
+        shares = {name: mass / total for name, mass in masses.items() if mass > 0.0}
+        value = math.fsum(share * self.values[name] for name, share in shares.items())
+        entropy = max(0.0, -math.fsum(share * math.log(share) for share in shares.values()))
+        low, high = self.range
+        return Reading(min(max(value, low), high), min(total, 1.0), entropy)
+
+    def masses(self, tokens: Sequence[Token]) -> dict[str, float]:
+        """Probability of each answer of the scale that the first of `tokens` begins; those of none are left out."""
+        masses: dict[str, float] = defaultdict(float)
+        begun, reached = "", 1.0
+        for token in tokens:
+            for text, log_prob in _others(token):
+                joined = _joined(begun, text)
+                if joined in self.values and (joined == begun or not self._begins_another(joined)):
+                    masses[joined] += reached * math.exp(log_prob)
+            joined = _joined(begun, token.text)
+            reached *= math.exp(min(0.0, token.log_prob))
+            if joined == begun or not self._begins_another(joined):
+                if joined in self.values:
+                    masses[joined] += reached
+                return dict(masses)
+            begun = joined
+        if begun in self.values:
+            masses[begun] += reached
+        return dict(masses)
+
+    def _begins_another(self, text: str) -> bool:
+        return any(answer.startswith(text) and answer != text for answer in self.values)
+
+
+def _numbers(given: str) -> dict[str, float]:
+    match = re.fullmatch(r"(\d{1,3})-(\d{1,3})", given)
+    if not match:
+        raise ValueError(f'scale = {given!r}: say "yes/no", whole numbers as "1-5", or a table from answer to value')
+    low, high = int(match[1]), int(match[2])
+    if not 0 < high - low < MAX_ANSWERS:
+        raise ValueError(f"scale = {given!r}: it must rise, by at most {MAX_ANSWERS - 1}")
+    return {str(number): float(number) for number in range(low, high + 1)}
+
+
+def _others(token: Token) -> list[tuple[str, float]]:
+    """The tokens beside the one that was said."""
+    return [(text, min(0.0, log_prob)) for text, log_prob in token.top if text != token.text]
+
+
+def _clean(text: str) -> str:
+    return text.strip().strip(MARKS).strip().lower()
+
+
+def _joined(begun: str, text: str) -> str:
+    """An answer so far and one more token, which ends it unless it goes on with a letter or digit."""
+    if not begun:
+        return _clean(text)
+    return begun + _clean(text) if text[:1].isalnum() else begun
+
+
+def _first_word(tokens: Sequence[Token]) -> int | None:
+    return next((place for place, token in enumerate(tokens) if _clean(token.text)), None)
+
+
+def _token_at(tokens: Sequence[Token], place: int) -> int | None:
+    """Which token has the character at `place` of all tokens' text."""
+    end = 0
+    for number, token in enumerate(tokens):
+        end += len(token.text)
+        if place < end:
+            return number
+    return None

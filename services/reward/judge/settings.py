@@ -1,0 +1,115 @@
+"""What `--settings` and `--set` say to the scorers `vlm` and `vlm_ocr`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from services.reward.scorers.base import ScorerSettings
+
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Seconds = Annotated[float, Field(gt=0.0, le=3600.0)]
+
+
+class JudgeSettings(ScorerSettings):
+    """Where the judge is and how it is asked."""
+
+    urls: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Of OpenAI-compatible servers of the same model, with the version: http://HOST:PORT/v1. A string may name several,
+    with commas."""
+    model: Annotated[str, Field(min_length=1)]
+    """As the servers call it (vLLM: --served-model-name, else the path that it was given)."""
+    api_key_env: str | None = None
+    """Environment variable with the key that is sent as bearer token; unset: none is sent."""
+    ca: Path | None = None
+    """PEM file of the CA that signed the servers' certificates; unset: those that Python knows."""
+    deadline_s: Seconds = 60.0
+    """For one question in all: waiting for a place, retries and hedges."""
+    timeout_s: Seconds = 30.0
+    """For one call."""
+    target_latency_s: Seconds = 10.0
+    """A call that takes longer says that its server is crowded: fewer go there at a time."""
+    concurrency: Annotated[int, Field(ge=1, le=1024)] = 32
+    """Calls to a server at a time, at first."""
+    max_concurrency: Annotated[int, Field(ge=1, le=1024)] = 256
+    """Calls to a server at a time, at most."""
+    max_retries: Annotated[int, Field(ge=0, le=10)] = 3
+    """Of one question."""
+    retry_share: Share = 0.2
+    """Retries as a share of all questions, at most."""
+    backoff_s: Seconds = 0.2
+    """Longest wait before the first retry; it doubles with each."""
+    hedge_share: Share = 0.05
+    """Calls made a second time because the first is late, as a share of all; 0: none."""
+    hedge_quantile: Annotated[float, Field(ge=0.5, lt=1.0)] = 0.95
+    """Of the latest calls' latencies: what takes longer is late."""
+    breaker_failures: Annotated[int, Field(ge=1)] = 5
+    """Failures in a row after which a server is left alone."""
+    breaker_cooldown_s: Seconds = 5.0
+    """For how long, at first; it doubles with each failed probe, to `breaker_max_cooldown_s`."""
+    breaker_max_cooldown_s: Seconds = 60.0
+    """See `breaker_cooldown_s`."""
+    cache_size: Annotated[int, Field(ge=0, le=10_000_000)] = 20_000
+    """Answers kept in memory, some kB each at most; 0: none."""
+    max_parse_failures: Share = 0.1
+    """Share of the latest answers that may be unreadable; beyond it the service answers UNAVAILABLE."""
+    temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 0.0
+    """Of the answer; token probabilities are the model's own at any."""
+    extra: dict[str, Any] = Field(default_factory=dict)
+    """More fields of the request, as chat_template_kwargs."""
+
+    @field_validator("urls", mode="before")
+    @classmethod
+    def _split(cls, given: Any) -> Any:
+        return [part.strip() for part in given.split(",") if part.strip()] if isinstance(given, str) else given
+
+    @field_validator("urls")
+    @classmethod
+    def _are_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            if not url.startswith(("http://", "https://")) or "?" in url:
+                raise ValueError(f"{url!r} is no http://HOST:PORT/v1 or https://HOST:PORT/v1")
+        stripped = tuple(url.rstrip("/") for url in urls)
+        if len(set(stripped)) < len(stripped):
+            raise ValueError("a server is named twice: name each once")
+        return stripped
+
+    @field_validator("extra")
+    @classmethod
+    def _has_no_own(cls, extra: dict[str, Any]) -> dict[str, Any]:
+        own = {"model", "messages", "logprobs", "top_logprobs", "max_tokens", "temperature", "stream", "n"} & set(extra)
+        if own:
+            raise ValueError(f"{', '.join(sorted(own))} cannot be set here: other settings and the rubric say it")
+        return extra
+
+    @model_validator(mode="after")
+    def _fits(self) -> JudgeSettings:
+        if self.api_key_env is not None and not os.environ.get(self.api_key_env, "").strip():
+            raise ValueError(f"settings.api_key_env: the environment variable {self.api_key_env} is not set")
+        if self.ca is not None and not self.ca.is_file():
+            raise ValueError(f"settings.ca: there is no file {self.ca}")
+        if self.concurrency > self.max_concurrency:
+            raise ValueError("settings.concurrency: must be at most max_concurrency")
+        return self
+
+    @property
+    def api_key(self) -> str | None:
+        """The key itself, from the environment."""
+        return os.environ[self.api_key_env].strip() if self.api_key_env else None
+
+
+class VlmSettings(JudgeSettings):
+    """Of `vlm`."""
+
+    rubric: str
+    """Name of a rubric that comes with the service, or a .toml or .yaml file."""
+    logprobs: Literal["auto", "require", "never"] = "auto"
+    """"auto": scores from token probabilities where the server gives them, else from the text. "require": an answer
+    without them fails. "never": they are not asked for; for servers that refuse the question."""
+    top_logprobs: Annotated[int, Field(ge=1, le=100)] = 20
+    """Likeliest tokens asked for in each place; vLLM gives at most --max-logprobs (20)."""
+    media_root: Path | None = None
+    """Folder below which the files are that the metadata field `source` names, for rubrics with {source}."""

@@ -1,0 +1,200 @@
+"""The state machines: limiter, breaker, budget, hedging, cache, share of failures; all with a clock of the test."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.reward.judge.breaker import BreakerState, CircuitBreaker
+from services.reward.judge.budget import ShareBudget, backoff_s
+from services.reward.judge.cache import LruCache
+from services.reward.judge.failures import LEAST, FailureShare
+from services.reward.judge.failures import WINDOW as FAILURE_WINDOW
+from services.reward.judge.hedging import WINDOW, HedgePolicy
+from services.reward.judge.limiter import DECREASE, AimdLimiter
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def round_trip(limiter: AimdLimiter, clock: Clock, seconds: float, crowded: bool = False) -> None:
+    """Fills the limit, waits, and ends all."""
+    began = [limiter.acquire() for _ in range(limiter.limit)]
+    clock.now += seconds
+    for start in began:
+        limiter.release(start, crowded=crowded)
+
+
+def test_the_limit_doubles_until_the_first_cut_and_then_grows_by_one_a_round_trip() -> None:
+    clock = Clock()
+    limiter = AimdLimiter(4, 100, 1.0, clock)
+    for expected in (8, 16, 32):
+        round_trip(limiter, clock, 0.5)
+        assert limiter.limit <= expected
+    assert limiter.limit > 16  # only those calls count that use at least half of the limit
+    before = limiter.limit
+    round_trip(limiter, clock, 2.0)
+    cut = limiter.limit
+    assert cut == int(before * DECREASE)
+    round_trip(limiter, clock, 0.5)
+    assert cut <= limiter.limit <= cut + 1
+
+
+@pytest.mark.parametrize(("seconds", "crowded"), [(2.0, False), (0.1, True)], ids=["slow", "refused"])
+def test_calls_of_one_crowd_cut_once(seconds: float, crowded: bool) -> None:
+    clock = Clock()
+    limiter = AimdLimiter(10, 100, 1.0, clock)
+    round_trip(limiter, clock, seconds, crowded)
+    assert limiter.limit == 7
+    round_trip(limiter, clock, seconds, crowded)
+    assert limiter.limit == 4
+
+
+def test_an_idle_limit_does_not_grow() -> None:
+    clock = Clock()
+    limiter = AimdLimiter(10, 100, 1.0, clock)
+    for _ in range(50):
+        began = limiter.acquire()
+        clock.now += 0.1
+        limiter.release(began)
+    assert limiter.limit == 10
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 3.0), st.booleans(), st.booleans()), max_size=80), st.integers(1, 8))
+@settings(deadline=None, max_examples=20)
+def test_the_limit_stays_within_its_bounds_and_places_are_not_lost(
+    steps: list[tuple[float, bool, bool]], maximum: int
+) -> None:
+    clock = Clock()
+    limiter = AimdLimiter(4, maximum, 1.0, clock)
+    taken: list[float] = []
+    for seconds, crowded, counts in steps:
+        clock.now += seconds
+        if limiter.has_room:
+            taken.append(limiter.acquire())
+        elif taken:
+            limiter.release(taken.pop(0), crowded=crowded, counts=counts)
+        assert 1 <= limiter.limit <= maximum
+        assert limiter.in_flight == len(taken)
+
+
+def test_the_breaker_opens_probes_once_and_closes() -> None:
+    clock = Clock()
+    breaker = CircuitBreaker(3, 5.0, 15.0, clock)
+    for _ in range(2):
+        breaker.fail(breaker.begin())
+    breaker.succeed(breaker.begin())
+    for _ in range(3):
+        assert breaker.state is BreakerState.CLOSED
+        breaker.fail(breaker.begin())
+    assert breaker.state is BreakerState.OPEN
+    assert not breaker.allows
+    clock.now = 4.9
+    assert breaker.wait_s == pytest.approx(0.1)
+    clock.now = 5.0
+    assert breaker.state is BreakerState.HALF_OPEN
+    probe = breaker.begin()
+    assert probe
+    assert not breaker.allows
+    breaker.succeed(False)  # a call that began before it opened says nothing of now
+    assert breaker.state is BreakerState.HALF_OPEN
+    breaker.fail(probe)
+    assert breaker.wait_s == 10.0
+    clock.now += 10.0
+    breaker.fail(breaker.begin())
+    assert breaker.wait_s == 15.0
+    clock.now += 15.0
+    breaker.forget(breaker.begin())
+    assert breaker.allows
+    breaker.succeed(breaker.begin())
+    assert breaker.state is BreakerState.CLOSED
+    for _ in range(3):
+        breaker.fail(breaker.begin())
+    assert breaker.wait_s == 5.0
+
+
+@given(st.floats(0.0, 1.0), st.integers(0, 20), st.lists(st.booleans(), max_size=300))
+@settings(deadline=None, max_examples=20)
+def test_a_budget_never_gives_more_than_its_share_and_reserve(share: float, reserve: int, steps: list[bool]) -> None:
+    budget = ShareBudget(share, reserve)
+    calls = granted = 0
+    for deposit in steps:
+        if deposit:
+            budget.deposit()
+            calls += 1
+        else:
+            granted += budget.withdraw()
+        assert granted <= reserve + share * calls + 1e-6
+
+
+def test_a_share_of_nothing_gives_nothing_and_a_share_is_reached() -> None:
+    none, half = ShareBudget(0.0), ShareBudget(0.5, reserve=2)
+    granted = 0
+    for _ in range(1000):
+        none.deposit()
+        half.deposit()
+        granted += half.withdraw()
+    assert not none.withdraw()
+    assert 500 <= granted <= 502
+
+
+@given(st.integers(0, 1000), st.none() | st.floats(0.0, 30.0), st.integers())
+@settings(deadline=None, max_examples=20)
+def test_backoff_is_within_its_bounds(attempt: int, asked: float | None, seed: int) -> None:
+    seconds = backoff_s(attempt, 0.2, 10.0, asked, random.Random(seed))
+    assert (asked or 0.0) <= seconds <= (asked or 0.0) + min(10.0, 0.2 * 2.0 ** min(attempt, 10))
+
+
+@given(st.lists(st.floats(0.0, 100.0), min_size=20, max_size=WINDOW + 200), st.sampled_from([0.5, 0.9, 0.95]))
+@settings(deadline=None, max_examples=10)
+def test_late_is_the_quantile_of_the_latest(latencies: list[float], quantile: float) -> None:
+    policy = HedgePolicy(quantile, ShareBudget(0.1))
+    for seconds in latencies:
+        policy.observe(seconds)
+    assert policy.delay_s == np.quantile(latencies[-WINDOW:], quantile, method="inverted_cdf")
+
+
+def test_nothing_is_late_while_little_is_known() -> None:
+    policy = HedgePolicy(0.95, ShareBudget(0.1))
+    for _ in range(19):
+        policy.observe(1.0)
+    assert policy.delay_s is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=60), st.integers(0, 4))
+@settings(deadline=None, max_examples=20)
+def test_the_cache_keeps_what_was_used_last(steps: list[tuple[int, bool]], size: int) -> None:
+    cache: LruCache[int] = LruCache(size)
+    model: OrderedDict[int, int] = OrderedDict()
+    for number, (key, put) in enumerate(steps):
+        if put:
+            cache.put(bytes([key]), number)
+            model.pop(key, None)
+            model[key] = number
+            while len(model) > size:
+                model.pop(next(iter(model)))
+        else:
+            assert cache.get(bytes([key])) == model.get(key)
+            if key in model:
+                model.move_to_end(key)
+        assert len(cache) == len(model)
+
+
+@given(st.lists(st.booleans(), max_size=FAILURE_WINDOW + 50))
+@settings(deadline=None, max_examples=10)
+def test_the_share_of_failures_is_that_of_the_latest_answers(failed: list[bool]) -> None:
+    share = FailureShare(0.1)
+    for one in failed:
+        share.observe(one)
+    latest = failed[-FAILURE_WINDOW:]
+    assert bool(share.excess) == (len(latest) >= LEAST and sum(latest) > 0.1 * len(latest))

@@ -1,0 +1,134 @@
+"""Answers to numbers, against the formulas written out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.reward.judge.answers import Answer, Token
+from services.reward.judge.scale import Scale
+
+YES_NO = Scale.parse("yes/no")
+
+
+def token(said: str, **top: float) -> Token:
+    """A token that was said, with the probabilities of all in its place."""
+    return Token(said, math.log(top[said]), tuple((text, math.log(p)) for text, p in top.items()))
+
+
+def spaced(said: str, probabilities: dict[str, float]) -> Token:
+    return token(said, **probabilities)
+
+
+def answer(*tokens: Token) -> Answer:
+    return Answer("".join(one.text for one in tokens), tokens)
+
+
+@given(st.floats(0.01, 0.5), st.floats(0.01, 0.49))
+@settings(deadline=None, max_examples=20)
+def test_yes_and_no_are_vqascores_ratio(yes: float, no: float) -> None:
+    said = "Yes" if yes >= no else "No"
+    reading = YES_NO.read(answer(token(said, Yes=yes, No=no, Maybe=0.005)))
+    assert reading.value == pytest.approx(yes / (yes + no))
+    assert reading.mass == pytest.approx(yes + no)
+    p = yes / (yes + no)
+    assert reading.entropy == pytest.approx(-(p * math.log(p) + (1 - p) * math.log(1 - p)), abs=1e-9)
+
+
+def test_spaces_capitals_and_marks_are_summed() -> None:
+    places = {"Yes": 0.3, " yes": 0.2, "**YES": 0.1, "no": 0.2, " No": 0.1, "I": 0.1}
+    reading = YES_NO.read(answer(spaced("Yes", places)))
+    assert reading.value == pytest.approx(0.6 / 0.9)
+    assert reading.mass == pytest.approx(0.9)
+
+
+@given(st.lists(st.floats(0.01, 1.0), min_size=5, max_size=5))
+@settings(deadline=None, max_examples=20)
+def test_a_range_gives_the_expected_value(weights: list[float]) -> None:
+    share = {str(n): w / sum(weights) * 0.8 for n, w in enumerate(weights, 1)}
+    said = max(share, key=lambda name: share[name])
+    reading = Scale.parse("1-5").read(answer(spaced(said, share)))
+    assert reading.value == pytest.approx(sum(int(n) * p for n, p in share.items()) / 0.8)
+    assert reading.mass == pytest.approx(0.8)
+
+
+def test_ten_is_two_tokens() -> None:
+    first = spaced("1", {"1": 0.5, "9": 0.3, "8": 0.2})
+    second = spaced("0", {"0": 0.6, "<|im_end|>": 0.3, "7": 0.1})
+    reading = Scale.parse("1-10").read(answer(first, second))
+    # 1·0: ten; 1 and its end: one; 17 is not on the scale
+    expected = {10: 0.5 * 0.6, 1: 0.5 * 0.3, 9: 0.3, 8: 0.2}
+    assert reading.mass == pytest.approx(sum(expected.values()))
+    assert reading.value == pytest.approx(sum(n * p for n, p in expected.items()) / sum(expected.values()))
+
+
+def test_a_beginning_that_was_not_taken_counts_for_neither() -> None:
+    reading = Scale.parse("0-10").read(answer(spaced("9", {"9": 0.6, "1": 0.3, "8": 0.1})))
+    assert reading.value == pytest.approx((9 * 0.6 + 8 * 0.1) / 0.7)
+    assert reading.mass == pytest.approx(0.7)
+
+
+def test_an_answer_of_several_tokens_in_words() -> None:
+    scale = Scale.parse({"very good": 1.0, "very bad": 0.0})
+    tokens = [token("very", very=0.9, so=0.1), spaced(" good", {" good": 0.75, " bad": 0.25})]
+    with pytest.raises(ValueError, match="2 to 101"):
+        Scale.parse({"A": 1.0, "a": 0.0})
+    assert scale.read(Answer("very good")).value == 1.0
+    assert scale.read(answer(*tokens)).value == 1.0  # read from the text: words with spaces are no single tokens
+
+
+def test_text_before_the_answer_and_the_last_place() -> None:
+    tokens = [
+        token("Score", Score=1.0),
+        token(":", **{":": 1.0}),
+        token(" ", **{" ": 1.0}),
+        spaced("4", {"4": 0.6, "2": 0.4}),
+    ]
+    scale = Scale.parse("1-5")
+    assert scale.read(answer(*tokens)).value == pytest.approx(0.6 * 4 + 0.4 * 2)
+    reasons = [spaced("2", {"2": 1.0}), token(" flaws: ", **{" flaws: ": 1.0}), spaced("5", {"5": 0.5, "4": 0.5})]
+    assert scale.read(answer(*reasons), "last").value == pytest.approx(4.5)
+    assert scale.read(answer(*reasons), "first").value == 2.0
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("4", 4.0), ("Rating: 3/5", 3.0), ("**5**.", 5.0), ("4.5", 4.5), (" 2\n", 2.0)],
+)
+def test_numbers_in_text(text: str, value: float) -> None:
+    reading = Scale.parse("1-5").read(Answer(text))
+    assert (reading.value, reading.mass, reading.entropy) == (value, None, None)
+
+
+@pytest.mark.parametrize("text", ["", "50", "0", "-3", "five", "9.5", "v4x"])
+def test_what_is_not_on_the_scale_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="not on the scale 1-5"):
+        Scale.parse("1-5").read(Answer(text))
+
+
+def test_a_number_beyond_the_scale_is_not_read_by_its_first_digit() -> None:
+    with pytest.raises(ValueError, match="'50' is not on the scale"):
+        Scale.parse("1-5").read(answer(spaced("5", {"5": 1.0}), spaced("0", {"0": 1.0})))
+
+
+def test_an_answer_that_names_none_counts_by_its_mass() -> None:
+    tokens = answer(token("Well", Well=0.5, Yes=0.3, No=0.1))
+    assert YES_NO.read(tokens).value == pytest.approx(0.75)
+    with pytest.raises(ValueError, match="not on the scale yes/no"):
+        YES_NO.read(tokens, min_mass=0.5)
+
+
+def test_a_log_probability_of_minus_infinity_is_zero() -> None:
+    tokens = (Token("yes", 0.0, (("yes", 0.0), ("no", -math.inf))),)
+    assert YES_NO.read(Answer("yes", tokens)).value == 1.0
+
+
+@pytest.mark.parametrize(
+    "scale", ["5-1", "1-1", "good", "1-1000", {"a": 1.0}, {"a": 1.0, "b": 1.0}, {"a": 1.0, "b": math.nan}]
+)
+def test_bad_scales(scale: str | dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="scale"):
+        Scale.parse(scale)
