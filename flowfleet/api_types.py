@@ -148,3 +148,72 @@ class ApiError(Exception):
         self.status = status
         self.detail = detail
         self.problems = problems
+
+
+class RewardRevision(Answer):
+    """The rewards and shadows of a job from a step on."""
+
+    number: int
+    changes: list[str] = []
+    """What was asked for, a line each."""
+    rewards: dict[str, dict[str, Any]]
+    shadows: dict[str, dict[str, Any]] = {}
+    """Name → settings; `for` names the reward that it is beside."""
+    requested_at: datetime | None = None
+    from_step: int | None = None
+    """First step that has it; none while it is pending."""
+
+
+class Distribution(Answer):
+    """Of one reward's scores, and of its calls; none where there is nothing to compute a value from."""
+
+    mean: float | None = None
+    std: float | None = None
+    min: float | None = None
+    q05: float | None = None
+    q25: float | None = None
+    q50: float | None = None
+    q75: float | None = None
+    q95: float | None = None
+    max: float | None = None
+    zero_std_ratio: float | None = None
+    """Share of groups whose scores are all equal."""
+    latency_p50_s: float | None = None
+    latency_p99_s: float | None = None
+    versions: list[str] = []
+
+
+class Comparison(Answer):
+    samples: int = 0
+    """Scored by both."""
+    groups: int = 0
+    failed: int = 0
+    first_step: int | None = None
+    last_step: int | None = None
+    active: Distribution
+    shadow: Distribution
+    spearman: float | None = None
+    agreement: float | None = None
+    """Share of the pairs inside groups that both order alike; a pair that only one of them orders counts half."""
+
+
+class ShadowComparison(Answer):
+    beside: str
+    """The active reward."""
+    scored: int = 0
+    failed: int = 0
+    left_out: int = 0
+    """Samples that it was not asked about, because it was behind."""
+    train: Comparison
+    held_out: Comparison
+
+
+class Rewards(Answer):
+    revision: int
+    """Number of the newest one, pending or not: a change names it."""
+    active: RewardRevision
+    pending: RewardRevision | None = None
+    history: list[RewardRevision] = []
+    """What took effect, ascending; 0 is as submitted."""
+    comparison: dict[str, ShadowComparison] = {}
+    """By shadow."""

@@ -17,7 +17,7 @@ import os
 import ssl
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import BaseModel
 
-from flowfleet.api_types import ApiError, Checkpoint, Fleet, Job, JobEvent, MetricsRow, Sample, SettingProblem
+from flowfleet.api_types import ApiError, Checkpoint, Fleet, Job, JobEvent, MetricsRow, Rewards, Sample, SettingProblem
 from flowfleet.job_files import prepare_job
 from flowfleet.jobs import JobSpec
 from flowfleet.machine import filesystem_id
@@ -140,6 +140,41 @@ class Client:
                 raise TimeoutError(f"job {job_id} is still {job.status} after {timeout_s} s")
             time.sleep(0.5)
         return job
+
+    # -- its rewards ---------------------------------------------------------------------------------------------
+
+    def rewards(self, job_id: str) -> Rewards:
+        """As they are and as they were, and how its shadows compare."""
+        return Rewards.model_validate(self._get(f"/v1/jobs/{job_id}/rewards").json())
+
+    def change_rewards(
+        self,
+        job_id: str,
+        *,
+        set: Mapping[str, Mapping[str, Any]] | None = None,
+        shadow: Mapping[str, Mapping[str, Any]] | None = None,
+        promote: Sequence[str] = (),
+        remove: Sequence[str] = (),
+        revision: int | None = None,
+    ) -> Rewards:
+        """Asks for other rewards from the first step on that is not open yet (docs/swapping.md). `revision`: what the
+        change builds on; none: the newest. ApiError 409 when somebody else changed them meanwhile."""
+        newest = self.rewards(job_id).revision if revision is None else revision
+        parts = {"set": set or {}, "shadow": shadow or {}, "promote": list(promote), "remove": list(remove)}
+        body = {"revision": newest, **parts}
+        return Rewards.model_validate(self._call("PATCH", f"/v1/jobs/{job_id}/rewards", json=body).json())
+
+    def wait_for_rewards(self, job_id: str, revision: int, timeout_s: float | None = None) -> Rewards:
+        """Returns when a revision, or a newer one, is what the next step will have. TimeoutError after `timeout_s`,
+        ApiError (409) when the job ended before."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while (rewards := self.rewards(job_id)).active.number < revision:
+            if (job := self.job(job_id)).ended:
+                raise ApiError(409, f"the job has {job.status} before its rewards changed")
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"revision {revision} has not taken effect after {timeout_s:g} s")
+            time.sleep(0.5)
+        return rewards
 
     # -- what a job leaves ---------------------------------------------------------------------------------------
 

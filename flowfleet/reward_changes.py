@@ -8,6 +8,7 @@ PATCH /v1/jobs/{id}/rewards.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,7 +19,7 @@ from flowfleet.jobs import JobSpec, Part, RewardPart, parse_job
 
 MAX_SHADOWS = 8
 """Of a job: each costs its service as much as a reward."""
-NAME = r"^[A-Za-z0-9._-]{1,64}$"
+NAME = r"[A-Za-z0-9._-]{1,64}"
 """Of a shadow: it is part of keys."""
 
 
@@ -121,6 +122,9 @@ def _problems(spec: JobSpec, now: RewardSet, change: RewardChange) -> Iterator[s
         yield "rewards: this job scores nothing: its data say which sample is better"
     if not change.describe():
         yield "body: nothing to change: give set, shadow, promote or remove"
+    for name in change.shadow:
+        if not re.fullmatch(NAME, name):
+            yield f"shadow.{name}: name it with up to 64 letters, digits, '.', '_' and '-'"
     names = Counter([*change.remove, *change.promote, *change.shadow, *change.set])
     yield from (
         f"{name}: named {count} times in one change: once is enough" for name, count in names.items() if count > 1

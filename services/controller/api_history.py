@@ -40,6 +40,12 @@ class Sample(Record):
     prompt: str
     reward: FiniteOrNone
     scores: dict[str, FiniteOrNone]
+    versions: dict[str, str]
+    """Reward → name and version of the scorer that gave its score."""
+    shadow: dict[str, FiniteOrNone]
+    """Shadow → raw score."""
+    gated_by: str
+    """The reward whose gate acted on the sample."""
     policy_version: int
     seed: int
     drop_reason: str

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from flowfleet.blobs import open_blobs
 from flowfleet.redis_client import connect
-from services.controller import api_history, api_jobs, api_system, openapi, problems
+from services.controller import api_history, api_jobs, api_rewards, api_system, openapi, problems
 from services.controller.auth import Guard
 from services.controller.concurrency import end
 from services.controller.deletion_cost import keep_deletion_costs
@@ -42,7 +42,7 @@ def create_app(settings: ControllerSettings, runner_factory: RunnerFactory) -> F
         redoc_url=None,
         redirect_slashes=False,
     )
-    for router in (api_jobs.router, api_history.router, api_system.router):
+    for router in (api_jobs.router, api_rewards.router, api_history.router, api_system.router):
         app.include_router(router)
     problems.install(app)
     openapi.install(app)

@@ -73,7 +73,7 @@ def work_of(record: JobRecord, machine: Machine | None = None, num_held_out: int
     """Of the first job of its pool; none if it needs nothing now. `machine`: of a job whose driver runs."""
     if record.status.terminal or record.desired is not Desired.RUNNING or (machine is not None and machine.finished):
         return None
-    work = Work(record.id, record.pool, tuple(sorted(record.spec["rewards"])))
+    work = Work(record.id, record.pool, tuple(sorted(_services(record, machine))))
     if machine is None:
         return work
     rollout, batches = machine.spec.rollout, machine.state.batches.values()
@@ -90,6 +90,17 @@ def work_of(record: JobRecord, machine: Machine | None = None, num_held_out: int
         samples_per_replica=LOOKAHEAD * rollout.batch_size,
         unscored=sum(batch.count("sampled") for batch in batches) + held_out,
     )
+
+
+def _services(record: JobRecord, machine: Machine | None) -> set[str]:
+    """Reward services that the job asks now, or will from the next step on; its shadows' too."""
+    if machine is None:
+        newest = record.rewards.newest
+        parts = [*(newest.rewards or record.spec["rewards"]).items(), *newest.shadows.items()]
+        return {part.get("service") or name for name, part in parts}
+    steps = {*machine.state.batches, machine.state.version, machine.first_unopened}
+    rewards = {part.service_of(name) for step in steps for name, part in machine.rewards_at(step).items()}
+    return rewards | {part.service or name for step in steps for name, part in machine.shadows_at(step).items()}
 
 
 def _is_open(group: Mapping[int, SampleState]) -> bool:

@@ -9,6 +9,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
 from flowfleet.jobs import JobSpec
+from flowfleet.reward_changes import RewardChange
 from services.controller.problems import MEDIA_TYPE, Problem
 
 _REF = "#/components/schemas/{model}"
@@ -27,13 +28,16 @@ def install(app: FastAPI) -> None:
 
 def _exact(page: dict[str, Any]) -> dict[str, Any]:
     schemas = page["components"]["schemas"]
-    _, ours = models_json_schema([(JobSpec, "validation"), (Problem, "serialization")], ref_template=_REF)
+    bodies = [(JobSpec, "validation"), (RewardChange, "validation"), (Problem, "serialization")]
+    _, ours = models_json_schema(bodies, ref_template=_REF)  # type: ignore[arg-type]
     schemas.update(ours["$defs"])
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
     schemas["JobRecord"]["properties"]["spec"] = {"$ref": _REF.format(model="JobSpec")}
     submit = page["paths"]["/v1/jobs"]["post"]
     submit["requestBody"] = {"required": True, "content": _content("application/json", "JobSpec")}
+    change = page["paths"]["/v1/jobs/{job_id}/rewards"]["patch"]
+    change["requestBody"] = {"required": True, "content": _content("application/json", "RewardChange")}
     for path in page["paths"].values():
         for operation in path.values():
             operation["responses"].pop("422", None)

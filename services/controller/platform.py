@@ -25,7 +25,7 @@ def open_platform(settings: ControllerSettings, registry: CollectorRegistry) -> 
     if settings.kubernetes:
         return _kubernetes(settings, registry)
     return Platform(
-        StaticDirectory(settings.rewards),
+        StaticDirectory(settings.rewards, settings.rewards_file),
         LocalLauncher(settings.state_dir, settings.trainer_python, settings.trainer_devices),
     )
 

@@ -141,11 +141,11 @@ class JobRecord(Record):
     ended_at: datetime | None = None
     spec: dict[str, Any]
     """The job as submitted, defaults filled in."""
-    rewards: JobRewards
-    """As they are now."""
     progress: Progress = Progress()
     results: dict[str, Any] = {}
     """Name → path or figure, written when the job ends."""
+    rewards: JobRewards = JobRewards(active=RewardRevision(number=0, rewards={}))
+    """As they are now, and as they shall be."""
 
     @property
     def pool(self) -> str:

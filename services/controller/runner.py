@@ -39,6 +39,7 @@ from services.controller.reports import Reports
 from services.controller.reward_calls import RewardCalls
 from services.controller.rewards import RewardPlane, modality_of
 from services.controller.settings import ControllerSettings
+from services.controller.shadow_queue import ShadowMetrics, ShadowQueue
 from services.controller.store import JobStore
 
 log = logging.getLogger(__name__)
@@ -71,11 +72,12 @@ class Runner:
         self._store = store.fenced_by(self._lease)
         self._launcher = FencedLauncher(launcher, self._lease)
         self._demand = DemandHash(redis)
-        self._directory = directory or StaticDirectory(settings.rewards)
+        self._directory = directory or StaticDirectory(settings.rewards, settings.rewards_file)
         self._fleet = FleetWatch(redis)
         self._registry = registry
         self._metrics = JobMetrics(registry)
         self._reward_calls = RewardCalls(registry)
+        self._shadow_metrics = ShadowMetrics(registry)
         self._wake = asyncio.Event()
         self._jobs: dict[str, str] = {}
         """Rollout pool → the job that it ran last, or runs."""
@@ -229,6 +231,7 @@ class Runner:
         machine = await ledger.restore(spec)
         runner = JobRunner(ledger, machine, lambda *parts: self._context(record, *parts))
         runner.job.reports = Reports(runner.job, self._metrics)
+        runner.job.shadows = ShadowQueue(runner.job, self._shadow_metrics)
         self._running[record.id] = runner
         try:
             status = await runner.run()

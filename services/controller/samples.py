@@ -6,7 +6,7 @@ For each purpose one hash (reference → record) and two sorted sets: by referen
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flowfleet import keys
@@ -15,6 +15,12 @@ from services.controller.records import Order, Purpose, SampleRecord
 
 MAX_SAMPLES = 100_000
 """Of one purpose; beyond it the oldest steps go."""
+
+_SWAP = """
+if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return 0 end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
+return 1
+"""
 
 FOREIGN_CURSOR = "cursor: take it from `next_cursor` of the page before, with the same order and step"
 
@@ -42,6 +48,24 @@ class SampleShelf:
             await pipe.execute()
         for purpose in purposes:
             await self._forget_oldest(job_id, purpose)
+
+    async def put_shadow(
+        self, job_id: str, purpose: Purpose, shadow: str, scores: Mapping[tuple[int, int, int], float]
+    ) -> None:
+        """Adds what a shadow gave the samples (step, group, index) to their records. Of two who change one record at
+        once the second reads it again; a record that is no longer kept stays away."""
+        name = _Names(job_id, purpose).records
+        left = {_reference(*place): score for place, score in scores.items()}
+        while left:
+            rows = await self._redis.hmget(name, list(left))
+            known = [(ref, row) for ref, row in zip(left, rows, strict=True) if row is not None]
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for ref, row in known:
+                    record = SampleRecord.model_validate_json(row)
+                    changed = record.model_copy(update={"shadow": {**record.shadow, shadow: left[ref]}})
+                    pipe.eval(_SWAP, 1, name, ref, row, changed.model_dump_json())
+                done = await pipe.execute()
+            left = {ref: left[ref] for (ref, _), swapped in zip(known, done, strict=True) if not swapped}
 
     async def get_sample(
         self, job_id: str, step: int, group: int, index: int, purpose: Purpose = "train"

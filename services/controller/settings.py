@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,11 +12,10 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
 from flowfleet.service import API_KEY, is_loopback, service_parser
+from services.controller.directory import addresses
 from services.controller.trainer_template import load_template
 
 LogLevel = Literal["debug", "info", "warning", "error"]
-_ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
-_REWARD_NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
 class ControllerSettings(BaseModel):
@@ -38,6 +36,8 @@ class ControllerSettings(BaseModel):
     """Of jobs: logs, checkpoints, results."""
     rewards: dict[str, str] = {}
     """Name → host:port of each reward service."""
+    rewards_file: Path | None = None
+    """More of them, a line each as in ocr-v2 = "127.0.0.1:7012" (TOML); it is read again when it changes."""
     api_key: SecretStr | None = None
     """FLOWFLEET_API_KEY: required of clients when set; must be set beyond loopback."""
     blobs: str = "redis"
@@ -76,10 +76,7 @@ class ControllerSettings(BaseModel):
     @field_validator("rewards")
     @classmethod
     def _addresses(cls, rewards: dict[str, str]) -> dict[str, str]:
-        for name, address in rewards.items():
-            if not _REWARD_NAME.fullmatch(name) or not _ADDRESS.fullmatch(address):
-                raise ValueError(f"--reward {name}={address}: give NAME=HOST:PORT, as in ocr=127.0.0.1:7001")
-        return rewards
+        return addresses(rewards, "--reward")
 
     @field_validator("trainer_devices")
     @classmethod
@@ -108,7 +105,11 @@ class ControllerSettings(BaseModel):
         for flag, value in {**of_cluster, "POD_NAMESPACE (environment)": self.namespace}.items():
             if not value:
                 raise ValueError(f"--kubernetes {self.kubernetes} needs {flag} as well")
-        for flag, here in (("--reward", self.rewards), ("--trainer-devices", self.trainer_devices)):
+        for flag, here in (
+            ("--reward", self.rewards),
+            ("--rewards-file", self.rewards_file),
+            ("--trainer-devices", self.trainer_devices),
+        ):
             if here:
                 raise ValueError(f"{flag} is for one machine: with --kubernetes leave it out, the release's pods tell")
         if self.trainer_template is not None:
@@ -151,6 +152,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(port=8470)
     parser.add_argument("--state-dir", type=Path, help="directory of jobs: logs, checkpoints, results (state)")
     parser.add_argument("--reward", action="append", default=[], metavar="NAME=HOST:PORT", help="a reward service")
+    parser.add_argument(
+        "--rewards-file", type=Path, metavar="FILE", help='more of them, NAME = "HOST:PORT" a line; read as it changes'
+    )
     parser.add_argument("--trainer-python", help="interpreter that starts trainers (this one)")
     parser.add_argument(
         "--trainer-devices", type=_devices, metavar="0,1", help="accelerators of a job's trainer, one a rank (all)"

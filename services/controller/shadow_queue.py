@@ -1,0 +1,205 @@
+"""Asks the shadows of a job what they think of samples that have their score, beside the step and never in its way.
+
+A group is offered when its verdicts are recorded. Each shadow has a queue of its own and asks for a few groups at a
+time, for it may share its service with a reward that the step waits for. A group that finds the queue full is left out,
+and counted; so is what waits when the job's driver ends, without being counted. What fails is counted and not asked
+again: a shadow has to show that it works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import prometheus_client as prometheus
+from prometheus_client import CollectorRegistry, Gauge
+from redis.exceptions import RedisError
+
+from flowfleet.errors import FlowfleetError
+from flowfleet.jobs import RewardPart
+from flowfleet.proto import common_pb2
+from flowfleet.reward_changes import ShadowPart
+from services.controller.concurrency import end
+from services.controller.data import Prompt
+from services.controller.records import Purpose
+from services.controller.reward_shelf import Count
+from services.controller.shadows import GroupScores, compare
+from services.controller.waiting import NotYet
+
+if TYPE_CHECKING:
+    from services.controller.context import JobContext
+    from services.controller.reward_answers import Answer
+    from services.controller.rewards import Verdict
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING = 64
+"""Offers that wait for one shadow, each of a group or a few held-out samples."""
+AT_ONCE = 2
+"""Offers that one shadow is asked about at a time."""
+RECENT_GROUPS = 64
+"""That the gauges tell of."""
+_LABELS = ("job", "shadow")
+
+
+class ShadowMetrics:
+    """Of a registry, made once; every job's shadows go there."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str) -> prometheus.Counter:
+            return prometheus.Counter(f"flowfleet_controller_reward_shadow_{name}", text, _LABELS, registry=registry)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"flowfleet_controller_reward_shadow_{name}", text, _LABELS, registry=registry)
+
+        self.counts: Mapping[Count, prometheus.Counter] = {
+            "scored": counter("scored_samples", "Samples that a shadow scored"),
+            "failed": counter("failed_samples", "Samples that a shadow gave no score"),
+            "left_out": counter("left_out_samples", "Samples that a shadow was not asked about because it was behind"),
+        }
+        self.spearman = gauge("spearman", "Rank correlation of a shadow with its reward over the last groups")
+        self.agreement = gauge("agreement", "Share of pairs of the last groups that a shadow orders as its reward does")
+
+    def forget(self, job_id: str, shadows: Iterator[str]) -> None:
+        """Removes the series of a job whose driver ends."""
+        for shadow in shadows:
+            for metric in (*self.counts.values(), self.spearman, self.agreement):
+                with suppress(KeyError):
+                    metric.remove(job_id, shadow)
+
+
+@dataclass(frozen=True)
+class _Offer:
+    name: str
+    part: ShadowPart
+    pair: str
+    samples: Sequence[common_pb2.Sample]
+    prompts: Sequence[Prompt]
+    verdicts: Sequence[Verdict]
+
+    @property
+    def purpose(self) -> Purpose:
+        return "validate" if self.samples[0].purpose == common_pb2.PURPOSE_VALIDATE else "train"
+
+
+class ShadowQueue:
+    """Of one job. `close` ends what it does."""
+
+    def __init__(self, job: JobContext, metrics: ShadowMetrics) -> None:
+        self._job = job
+        self._metrics = metrics
+        self._queues: dict[str, asyncio.Queue[_Offer]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._left_out: Counter[str] = Counter()
+        self._recent: defaultdict[str, deque[GroupScores]] = defaultdict(lambda: deque(maxlen=RECENT_GROUPS))
+
+    def offer(
+        self, samples: Sequence[common_pb2.Sample], prompts: Sequence[Prompt], verdicts: Sequence[Verdict]
+    ) -> None:
+        """Of one step and purpose. Returns at once."""
+        if not samples:
+            return
+        step = samples[0].id.step
+        rewards = self._job.machine.rewards_at(step)
+        for name, part in self._job.machine.shadows_at(step).items():
+            pair = pair_of(name, part, part.beside, rewards[part.beside])
+            self._put(_Offer(name, part, pair, samples, prompts, verdicts))
+
+    async def close(self) -> None:
+        await end(self._tasks)
+        self._metrics.forget(self._job.job_id, iter(self._queues))
+
+    def _put(self, offer: _Offer) -> None:
+        if offer.name not in self._queues:
+            self._queues[offer.name] = queue = asyncio.Queue(MAX_WAITING)
+            self._tasks += [asyncio.create_task(self._work(queue), name=f"shadow {offer.name}") for _ in range(AT_ONCE)]
+        try:
+            self._queues[offer.name].put_nowait(offer)
+        except asyncio.QueueFull:
+            self._left_out[offer.pair] += len(offer.samples)
+            self._count(offer, "left_out", len(offer.samples))
+
+    async def _work(self, queue: asyncio.Queue[_Offer]) -> None:
+        while True:
+            offer = await queue.get()
+            try:
+                await self._score(offer)
+            except (FlowfleetError, RedisError, OSError, ValueError) as error:  # of the blobs or of Redis
+                log.warning("shadow %s: samples are left out: %s", offer.name, error, extra={"job": self._job.job_id})
+                self._left_out[offer.pair] += len(offer.samples)
+                self._count(offer, "left_out", len(offer.samples))
+
+    async def _score(self, offer: _Offer) -> None:
+        job = self._job
+        asked = await job.reward_samples(offer.samples, offer.prompts)
+        answers: Mapping[str, Answer] = {}
+        try:
+            answers = await job.rewards.ask(offer.name, offer.part.as_reward(), asked)
+        except NotYet as failure:
+            log.warning("shadow %s: %s", offer.name, failure, extra={"job": job.job_id})
+        given = [answers.get(item.sample_id) for item in asked]
+        scores = {
+            (s.id.step, s.id.group, s.id.index): answer.score
+            for s, answer in zip(offer.samples, given, strict=True)
+            if answer is not None and answer.score is not None
+        }
+        await job.store.put_shadow(job.job_id, offer.purpose, offer.name, scores)
+        groups = [*grouped(offer.part.beside, offer.samples, offer.verdicts, given)]
+        await job.store.add_shadow_scores(job.job_id, offer.pair, offer.purpose, groups)
+        counts: dict[Count, int] = {"scored": len(scores), "failed": len(asked) - len(scores)}
+        for name, number in counts.items():
+            self._count(offer, name, number)
+        await job.store.count_shadow(job.job_id, offer.pair, {**counts, "left_out": self._left_out.pop(offer.pair, 0)})
+        if offer.purpose == "train":
+            self._show(offer, groups)
+
+    def _count(self, offer: _Offer, name: Count, number: int) -> None:
+        self._metrics.counts[name].labels(self._job.job_id, offer.name).inc(number)
+
+    def _show(self, offer: _Offer, groups: Sequence[GroupScores]) -> None:
+        recent = self._recent[offer.pair]
+        recent.extend(groups)
+        found, labels = compare(recent), (self._job.job_id, offer.name)
+        for gauge, value in ((self._metrics.spearman, found.spearman), (self._metrics.agreement, found.agreement)):
+            gauge.labels(*labels).set(float("nan") if value is None else value)
+
+
+def grouped(
+    beside: str,
+    samples: Sequence[common_pb2.Sample],
+    verdicts: Sequence[Verdict],
+    answers: Sequence[Answer | None],
+) -> Iterator[GroupScores]:
+    """What reward and shadow gave, by group; only samples that have a score of the reward."""
+    groups: defaultdict[tuple[int, int], list[tuple[Verdict, Answer | None]]] = defaultdict(list)
+    for sample, verdict, answer in zip(samples, verdicts, answers, strict=True):
+        if beside in verdict.rewards:
+            groups[sample.id.step, sample.id.group].append((verdict, answer))
+    for (step, group), rows in groups.items():
+        both = [(v, a, a.score) for v, a in rows if a is not None and a.score is not None]
+        seconds = [verdict.seconds[beside] for verdict, _ in rows if beside in verdict.seconds]
+        yield GroupScores(
+            step=step,
+            group=group,
+            active=[verdict.rewards[beside] for verdict, _, _ in both],
+            shadow=[score for _, _, score in both],
+            failed=len(rows) - len(both),
+            active_s=max(seconds, default=None),
+            shadow_s=max((answer.seconds for _, answer, _ in both), default=None),
+            active_version=rows[0][0].versions.get(beside, ""),
+            shadow_version=both[0][1].version if both else "",
+        )
+
+
+def pair_of(name: str, shadow: ShadowPart, beside: str, reward: RewardPart) -> str:
+    """Names a shadow, the reward that it is beside and the settings of both: other settings are another comparison."""
+    settings = [shadow.service or name, shadow.params, beside, reward.service_of(beside), reward.params]
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    return f"{name}.{digest[:16]}"
