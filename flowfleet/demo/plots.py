@@ -128,6 +128,67 @@ def _draw_panel(axes: Any, name: str, curves: Sequence[Curve], control: Sequence
     axes.set_title(name, loc="left", fontsize=9.5, fontweight="bold", pad=4)
 
 
+@dataclass(frozen=True)
+class Line:
+    """A curve in a panel of measures. Dashed: of a control."""
+
+    label: str
+    curve: Curve
+    colour: str = SECOND
+    dashed: bool = False
+
+
+def measure_panels(
+    path: Path, panels: Mapping[str, Sequence[Line]], title: str, subtitle: str, x_label: str, num_columns: int = 4
+) -> None:
+    """Small multiples as a PNG: a panel a measure, each with its own scale; equal labels have one entry below."""
+    num_columns = min(num_columns, len(panels))
+    num_rows = -(-len(panels) // num_columns)
+    with plt.rc_context(STYLE):
+        size = (2.5 * num_columns + 0.6, 2.0 * num_rows + HEAD + 0.8)
+        figure, grid = plt.subplots(num_rows, num_columns, figsize=size, dpi=DPI, squeeze=False)
+        handles: dict[str, Any] = {}
+        for axes, (name, lines) in zip(grid.flat, panels.items(), strict=False):
+            for line in lines:
+                style = (0, (4, 2)) if line.dashed else "-"
+                marks = {} if line.dashed else {"marker": "o", "markersize": 3}
+                (drawn,) = axes.plot(*_points(line.curve), color=line.colour, linewidth=1.5, linestyle=style, **marks)
+                handles.setdefault(line.label, drawn)
+            axes.set_title(name, loc="left", fontsize=9.5, fontweight="bold", pad=4)
+        for axes in grid.flat[len(panels) :]:
+            axes.set_visible(False)
+        figure.supxlabel(x_label, color=QUIET, fontsize=9.5, y=0.36 / size[1])
+        figure.legend(
+            handles.values(), handles, loc="lower center", ncols=len(handles), frameon=False, labelcolor=QUIET
+        )
+        _head(figure, title, subtitle, margin=0.6, foot=0.85)
+        figure.subplots_adjust(wspace=0.32, hspace=0.4)
+        _save(figure, path)
+
+
+def picture_rows(
+    path: Path, rows: Mapping[str, Sequence[NDArray[np.uint8]]], heads: Sequence[str], title: str, subtitle: str
+) -> None:
+    """Pictures in rows, each with its name, as a PNG; `heads` stand over the columns. Pictures are (H, W, 3) uint8."""
+    num_columns = len(heads)
+    with plt.rc_context(STYLE):
+        size = (1.05 * num_columns + 1.6, 1.05 * len(rows) + HEAD + 0.35)
+        figure, grid = plt.subplots(len(rows), num_columns, figsize=size, dpi=DPI, squeeze=False)
+        for line, (name, pictures) in zip(grid, rows.items(), strict=True):
+            for axes, picture in zip(line, pictures, strict=True):
+                axes.imshow(picture, interpolation="nearest")
+                axes.set(xticks=[], yticks=[])
+                axes.grid(False)
+                for spine in axes.spines.values():
+                    spine.set(visible=True, color=FAINT)
+            line[0].set_ylabel(name, rotation=0, ha="right", va="center", fontsize=8.5, labelpad=6)
+        for axes, head in zip(grid[0], heads, strict=True):
+            axes.set_title(head, loc="left", fontsize=8.5, pad=4, family="DejaVu Sans Mono")
+        _head(figure, title, subtitle, margin=1.4, foot=0.12)
+        figure.subplots_adjust(wspace=0.06, hspace=0.06)
+        _save(figure, path)
+
+
 def before_after(path: Path, pairs: Sequence[Pair], title: str, subtitle: str, num_columns: int | None = None) -> None:
     """A grid of picture pairs with the words asked for and the scores, as a PNG; by default 6 columns, of films 3."""
     films = any(pair.is_film for pair in pairs)
