@@ -90,7 +90,7 @@ def _parse(line: str, url: str, number: int, kind: Kind) -> Prompt:
             raise TypeError("a list of images, even of one")
         return Prompt(
             text=str(record["prompt"]),
-            metadata={str(key): str(value) for key, value in record.get("metadata", {}).items()},
+            metadata={str(key): _text(value) for key, value in record.get("metadata", {}).items()},
             images=tuple(_beside(url, path) for path in images),
             media=tuple(_beside(url, path) for path in media),
             source=where,
@@ -99,6 +99,11 @@ def _parse(line: str, url: str, number: int, kind: Kind) -> Prompt:
         raise ValueError(f"{where}: expected an object like {_SHAPES[kind]}") from None
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
+
+
+def _text(value: Any) -> str:
+    """A value of the metadata, which are texts: objects and lists as JSON."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else str(value)
 
 
 def _beside(url: str, path: Any) -> str:

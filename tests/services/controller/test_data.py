@@ -23,6 +23,8 @@ def test_jsonl_files_carry_metadata(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "two cats", "metadata": {"count": 2}}\n{"prompt": "a dog"}\n')
     assert load_prompts(str(path)) == [Prompt("two cats", {"count": "2"}), Prompt("a dog")]
+    path.write_text('{"prompt": "a cat", "metadata": {"of": {"class": "cat", "more": [1, null]}}}\n')
+    assert load_prompts(str(path)) == [Prompt("a cat", {"of": '{"class": "cat", "more": [1, null]}'})]
 
 
 def test_media_lie_beside_the_file_unless_they_say_where(tmp_path: Path) -> None:
