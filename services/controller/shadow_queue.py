@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -97,34 +97,32 @@ class ShadowQueue:
         self._metrics = metrics
         self._queues: dict[str, asyncio.Queue[_Offer]] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self._left_out: Counter[str] = Counter()
         self._recent: defaultdict[str, deque[GroupScores]] = defaultdict(lambda: deque(maxlen=RECENT_GROUPS))
 
-    def offer(
+    async def offer(
         self, samples: Sequence[common_pb2.Sample], prompts: Sequence[Prompt], verdicts: Sequence[Verdict]
     ) -> None:
-        """Of one step and purpose. Returns at once."""
+        """Of one step and purpose. Waits for no shadow."""
         if not samples:
             return
         step = samples[0].id.step
         rewards = self._job.machine.rewards_at(step)
         for name, part in self._job.machine.shadows_at(step).items():
             pair = pair_of(name, part, part.beside, rewards[part.beside])
-            self._put(_Offer(name, part, pair, samples, prompts, verdicts))
+            await self._put(_Offer(name, part, pair, samples, prompts, verdicts))
 
     async def close(self) -> None:
         await end(self._tasks)
         self._metrics.forget(self._job.job_id, iter(self._queues))
 
-    def _put(self, offer: _Offer) -> None:
+    async def _put(self, offer: _Offer) -> None:
         if offer.name not in self._queues:
-            self._queues[offer.name] = queue = asyncio.Queue(MAX_WAITING)
+            self._queues[offer.name] = queue = asyncio.Queue[_Offer](MAX_WAITING)
             self._tasks += [asyncio.create_task(self._work(queue), name=f"shadow {offer.name}") for _ in range(AT_ONCE)]
         try:
             self._queues[offer.name].put_nowait(offer)
         except asyncio.QueueFull:
-            self._left_out[offer.pair] += len(offer.samples)
-            self._count(offer, "left_out", len(offer.samples))
+            await self._count(offer, {"left_out": len(offer.samples)})
 
     async def _work(self, queue: asyncio.Queue[_Offer]) -> None:
         while True:
@@ -133,8 +131,8 @@ class ShadowQueue:
                 await self._score(offer)
             except (FlowfleetError, RedisError, OSError, ValueError) as error:  # of the blobs or of Redis
                 log.warning("shadow %s: samples are left out: %s", offer.name, error, extra={"job": self._job.job_id})
-                self._left_out[offer.pair] += len(offer.samples)
-                self._count(offer, "left_out", len(offer.samples))
+                with suppress(RedisError):
+                    await self._count(offer, {"left_out": len(offer.samples)})
 
     async def _score(self, offer: _Offer) -> None:
         job = self._job
@@ -153,15 +151,14 @@ class ShadowQueue:
         await job.store.put_shadow(job.job_id, offer.purpose, offer.name, scores)
         groups = [*grouped(offer.part.beside, offer.samples, offer.verdicts, given)]
         await job.store.add_shadow_scores(job.job_id, offer.pair, offer.purpose, groups)
-        counts: dict[Count, int] = {"scored": len(scores), "failed": len(asked) - len(scores)}
-        for name, number in counts.items():
-            self._count(offer, name, number)
-        await job.store.count_shadow(job.job_id, offer.pair, {**counts, "left_out": self._left_out.pop(offer.pair, 0)})
+        await self._count(offer, {"scored": len(scores), "failed": len(asked) - len(scores)})
         if offer.purpose == "train":
             self._show(offer, groups)
 
-    def _count(self, offer: _Offer, name: Count, number: int) -> None:
-        self._metrics.counts[name].labels(self._job.job_id, offer.name).inc(number)
+    async def _count(self, offer: _Offer, counts: Mapping[Count, int]) -> None:
+        for name, number in counts.items():
+            self._metrics.counts[name].labels(self._job.job_id, offer.name).inc(number)
+        await self._job.store.count_shadow(self._job.job_id, offer.pair, counts)
 
     def _show(self, offer: _Offer, groups: Sequence[GroupScores]) -> None:
         recent = self._recent[offer.pair]
