@@ -24,7 +24,7 @@ def explain(spec: JobSpec, console: Console) -> None:
     _print(console, "# The job, defaults filled in\n" + as_yaml(spec.model_dump(mode="json")))
     _show_needs(spec, console)
     _print(console, "\n# Its processes on a local stack; port 0: a free one, chosen at start")
-    rewards = tuple(name if name in SCORERS else f"{name}=HOST:PORT" for name in spec.rewards)
+    rewards = tuple(name if name in SCORERS else f"{name}=HOST:PORT" for name in spec.reward_services)
     options = StackOptions(port=0, rewards=rewards, model=spec.model.path, dtype=spec.model.dtype)
     placement = place_stack(options)
     for process in _plan(options, placement).processes:

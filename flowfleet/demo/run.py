@@ -76,7 +76,7 @@ def _stack_options(spec: JobSpec, directory: Path, engine: Engine) -> StackOptio
     return StackOptions(
         state_dir=directory / "stack",
         port=0,
-        rewards=tuple(spec.rewards),
+        rewards=spec.reward_services,
         model=spec.model.path,
         dtype=spec.model.dtype,
         engine=engine,

@@ -56,6 +56,8 @@ class JobContext:
     training_prompts: list[Prompt]
     held_out: list[Prompt]
     trainer_address: str = ""
+    drawn: dict[tuple[int, int], list[common_pb2.Sample]] = field(default_factory=dict)
+    """Held-out samples that wait for their scores: (version, first prompt) → samples."""
     reports: Any = None  # services.controller.reports.Reports, set by its maker
     shadows: Any = None  # services.controller.shadow_queue.ShadowQueue, set by its maker
     scoring: Budget = field(default_factory=lambda: Budget(MAX_SCORING))

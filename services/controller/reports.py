@@ -23,6 +23,7 @@ from services.controller.batch import NOT_IN_A_PAIR, Batch, with_dropped
 from services.controller.credit import credits_of
 from services.controller.data import Prompt
 from services.controller.records import Checkpoint, SampleRecord
+from services.controller.reward_rows import reward_row
 
 if TYPE_CHECKING:
     from services.controller.context import JobContext
@@ -39,7 +40,7 @@ async def put_samples(
     rows = zip(samples, prompts, verdicts, strict=True)
     await job.store.put_samples(job.job_id, [_sample_record(*row) for row in rows])
     if job.shadows is not None:
-        job.shadows.offer(samples, prompts, verdicts)
+        await job.shadows.offer(samples, prompts, verdicts)
 
 
 class Reports:
@@ -71,10 +72,13 @@ class Reports:
         duration = now - (state.trained_at or batch.opened_at)
         self._durations.append(duration)
         num_scored = batch.count("scored")
-        _, stats = credits_of(job.spec, job.machine.rewards_at(step), step, batch.scored())
+        scored, rewards = batch.scored(), job.machine.rewards_at(step)
+        _, stats = credits_of(job.spec, rewards, step, scored)
+        watched = rewards if job.spec.method.data == "prompts" else ()
         row = {
             **trainer,
             **_reward_metrics(stats),
+            **reward_row("critic/rewards", watched, [sample.scores for sample in scored]),
             **_timings(batch, now, duration),
             **self._publish,
             "critic/rewards/revision": float(job.machine.rewards_number_at(step)),
@@ -89,9 +93,10 @@ class Reports:
 
     async def validated(self, version: int, parts: Sequence[ValidationPart]) -> float | None:
         """The row of a validation: mean reward, and image statistics as a guard against reward hacking; of videos those
-        of the first frames."""
+        of the first frames. A total that goes without a reward is not in the mean."""
         job = self._job
-        scores = [verdict.score for part in parts for verdict in part.verdicts if verdict.score is not None]
+        verdicts = [verdict for part in parts for verdict in part.verdicts]
+        scores = [verdict.score for verdict in verdicts if verdict.score is not None and not verdict.skipped]
         media = [
             (data, sample.media_type) for part in parts for data, sample in zip(part.media, part.samples, strict=True)
         ]
@@ -101,6 +106,7 @@ class Reports:
             "val/reward": float("nan") if reward is None else reward,
             "val/num_scored": float(len(scores)),
             "val/num_prompts": float(len(media)),
+            **reward_row("val-core/rewards", job.machine.rewards_at(version), [one.rewards for one in verdicts]),
             "val/edge_density": _mean([item.edge_density for item in stats]),
             "val/colour_entropy": _mean([item.colour_entropy for item in stats]),
         }

@@ -173,6 +173,7 @@ class TrainingStep:
         starts = range(0, len(job.held_out), size)
         parts = await gather_or_cancel(validate_chunk(job, version, start, size) for start in starts)
         reward = await job.reports.validated(version, parts)
+        job.drawn.clear()
         await job.emit(ev.Validated(version=version, reward=reward))
 
     async def export(self) -> None:

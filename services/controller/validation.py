@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flowfleet.errors import FlowfleetError
 from flowfleet.proto import common_pb2
 from services.controller import reports, requests
 from services.controller.context import JobContext
+from services.controller.data import Prompt
 from services.controller.rewards import Verdict
 from services.controller.waiting import NotYet
 
@@ -21,8 +24,23 @@ class ValidationPart:
 
 
 async def validate_chunk(job: JobContext, version: int, start: int, size: int) -> ValidationPart:
-    """Samples and scores the held-out prompts start … start + size − 1 on one replica that serves the version."""
+    """Samples and scores the held-out prompts start … start + size − 1 on one replica that serves the version. What was
+    sampled is kept until it has its scores: a reward that fails makes nobody sample again."""
     prompts = job.held_out[start : start + size]
+    if (version, start) not in job.drawn:
+        job.drawn[version, start] = await _draw(job, version, start, prompts)
+    samples = job.drawn[version, start]
+    try:
+        verdicts = await job.score(samples, prompts, job.machine.rewards_at(version), version)
+    except FlowfleetError:  # of the blob store, where they may have been for too long
+        del job.drawn[version, start]
+        raise
+    await reports.put_samples(job, samples, prompts, verdicts)
+    return ValidationPart(samples, verdicts, [await job.blobs.get(sample.media) for sample in samples])
+
+
+async def _draw(job: JobContext, version: int, start: int, prompts: Sequence[Prompt]) -> list[common_pb2.Sample]:
+    """One sample a prompt, in order."""
     request = requests.validate(job, version, start, prompts)
     async with job.replica(version, version, len(prompts)) as replica:
         await job.inputs.attach(request, prompts)
@@ -30,6 +48,4 @@ async def validate_chunk(job: JobContext, version: int, start: int, size: int) -
         samples = sorted([event.sample async for event in call], key=lambda sample: sample.id.group)
     if len(samples) != len(prompts):
         raise NotYet(f"validation got {len(samples)} of {len(prompts)} samples")
-    verdicts = await job.score(samples, prompts, job.machine.rewards_at(version), version)
-    await reports.put_samples(job, samples, prompts, verdicts)
-    return ValidationPart(samples, verdicts, [await job.blobs.get(sample.media) for sample in samples])
+    return samples
