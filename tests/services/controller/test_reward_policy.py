@@ -1,0 +1,337 @@
+"""What follows when a reward is away, slow, or answers rubbish: real gRPC servers, a clock of the test's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry
+
+from flowfleet.jobs import RewardPart
+from flowfleet.proto import reward_pb2, reward_pb2_grpc
+from services.controller import outages
+from services.controller.directory import StaticDirectory
+from services.controller.outages import PROBE_EVERY_S, Attempt, Outage
+from services.controller.reward_answers import is_rubbish, read_answers
+from services.controller.reward_calls import RewardCalls
+from services.controller.reward_failures import RewardFailure, RewardPause
+from services.controller.rewards import RewardPlane
+
+SERVICE = "flowfleet.v1.RewardService"
+PATIENCE_S = 100.0
+
+
+@pytest.fixture(autouse=True)
+def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outages, "FIRST_DELAY_S", 0.0)
+
+
+class Service(reward_pb2_grpc.RewardServiceServicer):
+    """Fails by `code` while there is one; else scores 1, or what `answers` makes of the samples."""
+
+    def __init__(self, **described: Any) -> None:
+        self.described = {"name": "scripted", "version": "1", **described}
+        self.code: grpc.StatusCode | None = None
+        self.details = "broken"
+        self.version = ""
+        self.max_bytes = 1 << 30
+        self.params: list[dict[str, str]] = []
+        self.sizes: list[int] = []
+        self.answers: Callable[[Any], list[reward_pb2.RewardScore]] = lambda samples: [
+            reward_pb2.RewardScore(sample_id=sample.sample_id, score=1.0) for sample in samples
+        ]
+
+    async def Describe(self, request: Any, context: Any) -> reward_pb2.DescribeResponse:
+        return reward_pb2.DescribeResponse(**self.described)
+
+    async def Score(self, request: Any, context: Any) -> reward_pb2.ScoreResponse:
+        self.sizes.append(len(request.samples))
+        self.params.append(dict(request.params))
+        if self.code is not None:
+            await context.abort(self.code, self.details)
+        if request.ByteSize() > self.max_bytes:
+            details = f"Received message larger than max ({request.ByteSize()} vs. {self.max_bytes})"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, details)
+        return reward_pb2.ScoreResponse(scores=self.answers(request.samples), version=self.version)
+
+
+class Fleet:
+    """A plane, its services, and the time."""
+
+    def __init__(self, plane: RewardPlane, registry: CollectorRegistry) -> None:
+        self.plane, self.registry = plane, registry
+        self.now = 1000.0
+
+    def counted(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(f"flowfleet_controller_reward_{name}_total", labels) or 0.0
+
+
+def with_services(
+    services: dict[str, Any], use: Callable[[Fleet], Awaitable[None]], addresses: dict[str, str] | None = None
+) -> None:
+    """Each is a servicer, or a function from method to handler."""
+
+    async def scenario() -> None:
+        servers, found = [], dict(addresses or {})
+        for name, service in services.items():
+            server = grpc.aio.server()
+            if isinstance(service, Service):
+                reward_pb2_grpc.add_RewardServiceServicer_to_server(service, server)
+            else:
+                server.add_generic_rpc_handlers((service,))
+            found[name] = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+            await server.start()
+            servers.append(server)
+        registry = CollectorRegistry()
+        plane = RewardPlane(
+            StaticDirectory(found), 20.0, calls=RewardCalls(registry), patience_s=PATIENCE_S, clock=lambda: fleet.now
+        )
+        fleet = Fleet(plane, registry)
+        try:
+            await use(fleet)
+        finally:
+            await plane.close()
+            await asyncio.gather(*(server.stop(None) for server in servers))
+
+    asyncio.run(asyncio.wait_for(scenario(), 120))
+
+
+def samples(*names: str, size: int = 1) -> list[reward_pb2.RewardSample]:
+    return [reward_pb2.RewardSample(sample_id=name, media=b"x" * size) for name in names]
+
+
+def test_a_reward_is_waited_for_to_its_deadline_and_the_others_are_not_asked_again() -> None:
+    good, bad = Service(), Service()
+    bad.code = grpc.StatusCode.INTERNAL
+    rewards = {"bad": RewardPart(), "good": RewardPart()}
+
+    async def use(fleet: Fleet) -> None:
+        for _ in range(3):
+            with pytest.raises(RewardFailure, match=r"rewards\.bad: service 'bad' at 127\.0\.0\.1:\d+ failed with INT"):
+                await fleet.plane.score(rewards, 0, samples("a", "b"))
+            fleet.now += 30.0
+        bad.code = None
+        verdicts = await fleet.plane.score(rewards, 0, samples("a", "b"))
+        assert {verdict.score for verdict in verdicts.values()} == {2.0}
+        assert (good.sizes, bad.sizes) == ([2], [2] * 4)
+        assert fleet.counted("failures", reward="bad") == 3
+
+    with_services({"good": good, "bad": bad}, use)
+
+
+def test_then_the_job_pauses_and_asks_again_when_it_is_resumed() -> None:
+    bad = Service()
+    bad.code = grpc.StatusCode.INTERNAL
+    rewards = {"bad": RewardPart()}
+
+    async def use(fleet: Fleet) -> None:
+        for _ in range(2):  # once more after it was resumed too early
+            with pytest.raises(RewardFailure):
+                await fleet.plane.score(rewards, 0, samples("a"))
+            fleet.now += PATIENCE_S
+            with pytest.raises(RewardPause, match=r"timeouts.rewards_s = 100 s.*rewards.bad.on_failure.*resume the job"):
+                await fleet.plane.score(rewards, 0, samples("a"))
+        bad.code = None
+        assert (await fleet.plane.score(rewards, 0, samples("a")))["a"].score == 1.0
+        assert fleet.counted("given_up_samples", reward="bad", policy="pause") == 2
+
+    with_services({"bad": bad}, use)
+
+
+@pytest.mark.parametrize("policy", ["drop", "skip"])
+def test_or_the_samples_are_dropped_or_go_on_without_and_nobody_waits_again_for_long(policy: Any) -> None:
+    good, bad = Service(), Service()
+    bad.code = grpc.StatusCode.INTERNAL
+    rewards = {"bad": RewardPart(on_failure=policy), "good": RewardPart(weight=0.5)}
+
+    async def use(fleet: Fleet) -> None:
+        async def verdict_of(name: str) -> Any:
+            return (await fleet.plane.score(rewards, 0, samples(name)))[name]
+
+        with pytest.raises(RewardFailure):
+            await verdict_of("a")
+        fleet.now += PATIENCE_S
+        for name in ("a", "b"):  # b was never sent: what fails for so long is not waited for again
+            verdict = await verdict_of(name)
+            dropped = (None, "no_score_bad", ())
+            assert (verdict.score, verdict.reason, verdict.skipped) == (
+                dropped if policy == "drop" else (0.5, "", ("bad",))
+            )
+            assert verdict.rewards == {"good": 1.0}, "no zero"
+        assert len(bad.sizes) == 2
+        bad.code = None
+        fleet.now += PROBE_EVERY_S
+        assert (await verdict_of("c")).score == 1.5
+        assert fleet.counted("given_up_samples", reward="bad", policy=policy) == 2
+
+    with_services({"good": good, "bad": bad}, use)
+
+
+def test_what_somebody_must_change_first_pauses_at_once() -> None:
+    bad = Service()
+    bad.code, bad.details = grpc.StatusCode.INVALID_ARGUMENT, "params: unknown mode 'strictt'"
+
+    async def use(fleet: Fleet) -> None:
+        with pytest.raises(RewardPause, match="refuses the request: params: unknown mode 'strictt'"):
+            await fleet.plane.score({"bad": RewardPart()}, 0, samples("a"))
+
+    with_services({"bad": bad}, use)
+
+
+def rubbish(kind: str) -> Callable[[Any], list[reward_pb2.RewardScore]]:
+    def answer(asked: Any) -> list[reward_pb2.RewardScore]:
+        scores = [reward_pb2.RewardScore(sample_id=one.sample_id, score=0.5) for one in asked]
+        match kind:
+            case "missing":
+                return []
+            case "duplicated":
+                return scores * 2
+            case "empty":
+                return [reward_pb2.RewardScore(sample_id=one.sample_id) for one in asked]
+            case "not_finite":
+                return [reward_pb2.RewardScore(sample_id=one.sample_id, score=float("nan")) for one in asked]
+        return [reward_pb2.RewardScore(sample_id=one.sample_id, score=9.0) for one in asked]
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("missing", "missing in the response"),
+        ("duplicated", "in the response 2 times"),
+        ("empty", "neither score nor error"),
+        ("not_finite", "the score is nan"),
+        ("out_of_range", "outside 0 … 1, which Describe promises"),
+    ],
+)
+def test_rubbish_for_all_samples_is_the_fault_of_the_service(kind: str, says: str) -> None:
+    described = reward_pb2.DescribeResponse(score_min=0.0, score_max=1.0)
+    asked = samples("a", "b")
+    response = reward_pb2.ScoreResponse(scores=rubbish(kind)(asked))
+    found = read_answers(asked, response, described, 0.1)
+    assert {(answer.fault, answer.score) for answer in found.values()} == {(kind, None)}
+    assert says in found["a"].problem
+    assert is_rubbish(list(found.values()))
+    assert not is_rubbish([found["a"]]), "a lone sample may be the reason itself"
+    said = reward_pb2.RewardScore(sample_id="a", error="no text")
+    good = read_answers(asked, reward_pb2.ScoreResponse(scores=[said]), described, 0.1)
+    assert not is_rubbish(list(good.values())), "the service spoke of a sample"
+
+
+def test_rubbish_is_asked_for_again() -> None:
+    service = Service()
+    good, service.answers = service.answers, rubbish("not_finite")
+
+    async def use(fleet: Fleet) -> None:
+        with pytest.raises(RewardFailure, match=r"rewards\.x: service 'x' answered with nothing .* the score is nan"):
+            await fleet.plane.score({"x": RewardPart()}, 0, samples("a", "b"))
+        service.answers = good
+        assert (await fleet.plane.score({"x": RewardPart()}, 0, samples("a", "b")))["b"].score == 1.0
+
+    with_services({"x": service}, use)
+
+
+def test_an_infinite_range_or_none_refuses_nothing() -> None:
+    for low, high in [(0.0, 0.0), (float("-inf"), 0.0), (0.0, float("inf"))]:
+        described = reward_pb2.DescribeResponse(score_min=low, score_max=high)
+        value = -5.0 if high == 0.0 else 5.0
+        scores = [reward_pb2.RewardScore(sample_id="a", score=value)]
+        assert read_answers(samples("a"), reward_pb2.ScoreResponse(scores=scores), described, 0.0)["a"].score == value
+
+
+def test_one_service_may_give_several_rewards_and_tells_its_version() -> None:
+    service = Service()
+    service.version = "2"
+    rewards = {
+        "plain": RewardPart(service="ocr", params={"mode": "a"}),
+        "strict": RewardPart(service="ocr", weight=2.0, params={"mode": "b"}),
+    }
+
+    async def use(fleet: Fleet) -> None:
+        verdict = (await fleet.plane.score(rewards, 0, samples("a")))["a"]
+        assert (verdict.score, verdict.rewards) == (3.0, {"plain": 1.0, "strict": 1.0})
+        assert verdict.versions == {"plain": "scripted 2", "strict": "scripted 2"}
+        assert {params["mode"] for params in service.params} == {"a", "b"}
+        service.version = ""
+        answers = await fleet.plane.ask("plain", rewards["plain"], samples("b"))
+        assert answers["b"].version == "scripted 1", "of Describe"
+
+    with_services({"ocr": service}, use)
+
+
+def test_calls_shrink_to_what_a_service_receives() -> None:
+    """4 MiB is what gRPC receives unless told otherwise."""
+    service = Service()
+    service.max_bytes = 5000
+
+    async def use(fleet: Fleet) -> None:
+        assert len(await fleet.plane.ask("x", RewardPart(), samples(*"abcdefgh", size=1000))) == 8
+        assert sorted(service.sizes) == [4, 4, 8]
+        assert len(await fleet.plane.ask("x", RewardPart(), samples(*"abcdefgh", size=1000))) == 8
+        assert max(service.sizes[3:]) == 4
+        with pytest.raises(RewardFailure, match="raise its limit for received messages"):
+            await fleet.plane.ask("x", RewardPart(), samples("a", size=6000))
+
+    with_services({"x": service}, use)
+
+
+class Garbage(grpc.GenericRpcHandler):
+    """Answers every call with bytes that are no message."""
+
+    def service(self, details: Any) -> Any:
+        async def answer(request: bytes, context: Any) -> bytes:
+            return b"score: a lot"
+
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+
+class Nothing(grpc.GenericRpcHandler):
+    """Has no method."""
+
+    def service(self, details: Any) -> Any:
+        return None
+
+
+def test_other_servers_are_told_from_reward_services() -> None:
+    part = RewardPart()
+
+    async def use(fleet: Fleet) -> None:
+        for name, says, permanent in [
+            ("garbage", "not with messages of flowfleet.v1.RewardService", False),
+            ("nothing", "is no flowfleet.v1.RewardService", True),
+            ("nobody", r"at 127\.0\.0\.1:9 cannot be reached .*controller's --reward", False),
+            ("newer", "speaks contract 9 of RewardService, and this controller knows 1: upgrade", True),
+            ("film", "does not score pictures: leave it out", True),
+            ("unknown", "reward service 'unknown' is gone; there are: film, garbage, newer, nobody, nothing", False),
+        ]:
+            with pytest.raises(RewardFailure, match=says) as failed:
+                await fleet.plane.ask(name, part, samples("a"))
+            assert str(failed.value).startswith(f"rewards.{name}")
+            assert failed.value.permanent == permanent, name
+
+    film = Service(modalities=[reward_pb2.MODALITY_VIDEO])
+    services = {"garbage": Garbage(), "nothing": Nothing(), "newer": Service(contract=9), "film": film}
+    with_services(services, use, {"nobody": "127.0.0.1:9"})
+
+
+def test_an_outage_begins_with_the_samples_that_were_sent_first() -> None:
+    outage = Outage()
+    assert outage.failed(50.0, "gone") == 50.0
+    assert outage.failed(40.0, "gone") == 40.0, "sent before, failed later"
+    assert outage.failed(60.0, "gone") == 40.0
+    outage.worked()
+    assert outage.failed(70.0, "gone") == 70.0
+    assert outage.may_ask(80.0)
+    assert outage.may_ask(80.0)
+    outage.give_up(90.0)
+    assert [outage.may_ask(90.0 + after) for after in (0.0, PROBE_EVERY_S, PROBE_EVERY_S + 1)] == [False, True, False]
+
+
+def test_an_attempt_waits_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outages, "FIRST_DELAY_S", 0.2)
+    delays = [Attempt(0.0, failures={"ocr": count}).delay("ocr") for count in (0, 1, 2, 3, 30)]
+    assert delays == [0.0, 0.2, 0.4, 0.8, 5.0]
