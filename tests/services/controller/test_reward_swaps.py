@@ -1,0 +1,149 @@
+"""Rewards replaced in a job that runs, through the whole control plane on a fleet without models: the boundary, what
+each sample was scored by, and shadows that nobody waits for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from flowfleet.proto import reward_pb2
+from flowfleet.reward_changes import RewardChange, RewardSet, changed
+from services.controller import shadow_queue
+from services.controller.records import JobRecord, JobStatus, RewardRevision
+from services.controller.shadow_queue import pair_of
+from services.controller.shadows import compare
+from tests.services.controller import test_control_plane
+from tests.services.controller.scripted import ScriptedFleet, ScriptedReward
+from tests.services.controller.test_control_plane import Run, by_index
+
+run, job = test_control_plane.run, test_control_plane.job
+STEPS = 6
+SCHEDULE = {"steps": STEPS, "save_every": 3, "validate_every": 2}
+
+
+class HeldReward(ScriptedReward):
+    """Waits at some steps until it is let go."""
+
+    def __init__(self, score: Any, *steps: int, **described: Any) -> None:
+        super().__init__(score, **described)
+        self.gates = {str(step): asyncio.Event() for step in steps}
+
+    async def Score(self, request: Any, context: Any) -> reward_pb2.ScoreResponse:
+        step = request.samples[0].sample_id.split("/")[1]
+        if step in self.gates:
+            await self.gates[step].wait()
+        return await super().Score(request, context)
+
+
+async def change(fleet: ScriptedFleet, job_id: str, **parts: Any) -> JobRecord:
+    """As the REST API does; returns once it is taken up."""
+    record = await fleet.store.get(job_id)
+    number = record.rewards.revision + 1
+    wanted = RewardChange.model_validate({"revision": number - 1, **parts})
+    after: RewardSet = changed(record.job_spec(), record.rewards.newest.as_set(), wanted)
+    revision = RewardRevision(number=number, changes=wanted.describe(), **after.model_dump(mode="json"))
+    await fleet.store.change_rewards(job_id, revision)
+    return await fleet.reached(job_id, lambda record: record.rewards.active.number == number)
+
+
+async def versions(fleet: ScriptedFleet, job_id: str) -> dict[int, set[str]]:
+    samples, _ = await fleet.store.samples(job_id, limit=500)
+    assert len(samples) == STEPS * 8
+    return {step: {sample.versions["ocr"] for sample in samples if sample.step == step} for step in range(STEPS)}
+
+
+def test_a_shadow_is_compared_then_promoted_at_a_boundary(run: Run, job: Any) -> None:
+    first = HeldReward(by_index, 1, 3, name="ocr", version="1")
+    second = ScriptedReward(lambda sample: 1.0 - by_index(sample), name="ocr", version="2")
+    settings = job(rewards={"ocr": {"service": "first"}}, schedule=SCHEDULE)
+
+    async def use(fleet: ScriptedFleet) -> None:
+        job_id = (await fleet.submit(settings)).id
+        await fleet.reached(job_id, lambda record: record.progress.step == 1)
+        record = await change(fleet, job_id, shadow={"ocr2": {"for": "ocr", "service": "second"}})
+        assert record.rewards.active.from_step == 2
+        first.gates["1"].set()
+        await fleet.reached(job_id, lambda record: record.progress.step == 3)
+        active = (await fleet.store.get(job_id)).rewards.active.as_set()
+        pair = pair_of("ocr2", active.shadows["ocr2"], "ocr", active.rewards["ocr"])
+        while (counts := await fleet.store.shadow_counts(job_id, pair)).get("scored") != 8:
+            await asyncio.sleep(0.02)
+        found = compare(await fleet.store.shadow_scores(job_id, pair, "train"))
+        assert (found.samples, found.groups, found.failed, counts["failed"]) == (8, 2, 0, 0)
+        assert (found.spearman, found.agreement) == (pytest.approx(-1.0), 0.0)
+        assert (found.active.mean, found.shadow.mean) == (0.375, 0.625)  # of 0, 0.25, 0.5, 0.75
+        assert (found.active.versions, found.shadow.versions) == (["ocr 1"], ["ocr 2"])
+        record = await change(fleet, job_id, promote=["ocr2"])
+        assert record.rewards.active.from_step == 4
+        first.gates["3"].set()
+        record = await fleet.reached(job_id, lambda record: record.status.terminal)
+        assert record.status is JobStatus.SUCCEEDED, record.reason
+        assert record.results["samples_trained"] == STEPS * 8
+        assert len(fleet.trainer.steps) == STEPS
+        assert await versions(fleet, job_id) == {step: {"ocr 1" if step < 4 else "ocr 2"} for step in range(STEPS)}
+        rows = await fleet.store.metrics(job_id)
+        assert [row.values["critic/rewards/revision"] for row in rows] == [0, 0, 1, 1, 2, 2]
+        samples, _ = await fleet.store.samples(job_id, step=2, limit=500)
+        assert {(s.index, s.shadow["ocr2"]) for s in samples} == {(i, 1 - i / 4) for i in range(4)}
+        told = [event.data for event in await fleet.store.events(job_id, limit=1000) if event.type == "rewards"]
+        assert [(each["number"], each["from_step"]) for each in told] == [(1, 2), (2, 4)]
+
+    run(use, first=first, second=second)
+
+
+def test_weights_and_new_rewards_count_from_their_step(run: Run, job: Any) -> None:
+    """The trainer's totals of each step are of the rewards of that step."""
+    first = HeldReward(by_index, 1)
+    settings = job(rewards={"ocr": {"service": "first"}}, schedule=SCHEDULE)
+
+    async def use(fleet: ScriptedFleet) -> None:
+        job_id = (await fleet.submit(settings)).id
+        await fleet.reached(job_id, lambda record: record.progress.step == 1)
+        await change(fleet, job_id, set={"ocr": {"weight": 0.5}, "second": {"weight": 2.0}})
+        first.gates["1"].set()
+        record = await fleet.reached(job_id, lambda record: record.status.terminal)
+        assert record.status is JobStatus.SUCCEEDED, record.reason
+        for step, request in enumerate(fleet.trainer.steps):
+            expected = [i / 4 if step < 2 else 0.5 * i / 4 + 2.0 for i in range(4)]
+            assert [sample.reward for sample in request.samples] == pytest.approx(expected * 2)
+
+    run(use, first=first, second=ScriptedReward(lambda sample: 1.0))
+
+
+@pytest.mark.parametrize("kind", ["stuck", "broken"])
+def test_nobody_waits_for_a_shadow(
+    run: Run,
+    job: Any,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that never answers leaves groups out, one that gives rubbish fails; both are counted, the job goes on."""
+    monkeypatch.setattr(shadow_queue, "MAX_WAITING", 1)
+    first = HeldReward(by_index, 1)
+    steps = range(STEPS + 1) if kind == "stuck" else ()
+    shadow = HeldReward(lambda sample: float("nan"), *steps)
+
+    async def use(fleet: ScriptedFleet) -> None:
+        job_id = (await fleet.submit(job(rewards={"ocr": {"service": "first"}}, schedule=SCHEDULE))).id
+        await fleet.reached(job_id, lambda record: record.progress.step == 1)
+        record = await change(fleet, job_id, shadow={"late": {"for": "ocr", "service": "second"}})
+        active = record.rewards.active.as_set()
+        pair = pair_of("late", active.shadows["late"], "ocr", active.rewards["ocr"])
+        first.gates["1"].set()
+        record = await fleet.reached(job_id, lambda record: record.status.terminal)
+        assert record.status is JobStatus.SUCCEEDED, record.reason
+        assert record.results["samples_trained"] == STEPS * 8
+        counts: Mapping[str, int] = await fleet.store.shadow_counts(job_id, pair)
+        asked = (STEPS - 2) * 8 if kind == "broken" else 3 * 4  # two are away, one waits
+        assert counts.get("scored", 0) == 0
+        if kind == "stuck":
+            assert counts["left_out"] == (STEPS - 2) * 8 - asked
+        else:
+            assert 0 < counts["failed"] <= asked
+        for gate in shadow.gates.values():
+            gate.set()
+
+    run(use, first=first, second=shadow)
