@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import grpc
 import prometheus_client as prometheus
 from prometheus_client import CollectorRegistry, Gauge
 from redis.exceptions import RedisError
@@ -129,7 +130,7 @@ class ShadowQueue:
             offer = await queue.get()
             try:
                 await self._score(offer)
-            except (FlowfleetError, RedisError, OSError, ValueError) as error:  # of the blobs or of Redis
+            except (FlowfleetError, RedisError, grpc.RpcError, OSError, ValueError) as error:  # mostly of the blobs
                 log.warning("shadow %s: samples are left out: %s", offer.name, error, extra={"job": self._job.job_id})
                 with suppress(RedisError):
                     await self._count(offer, {"left_out": len(offer.samples)})
