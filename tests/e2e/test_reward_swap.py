@@ -24,9 +24,10 @@ from flowfleet.local.plan import REWARDS_FILE
 from flowfleet.local.ports import free_ports
 from tests.e2e.conftest import ROOT, Fleet, assert_accounted, wait_until
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
-STEPS, SAMPLES = 8, 24
+STEPS, SAMPLES = 7, 12
+SMALL = {"rollout.prompts_per_step": 2, "schedule.steps": STEPS, "schedule.save_every": 4}
 AWAY_S = 1.5
 
 
@@ -53,7 +54,7 @@ def test_a_reward_is_replaced_through_a_shadow(
         process = stack.enter_context(second_version(port))
         listed = Path(fleet.stack.state_dir) / REWARDS_FILE
         listed.write_text(f'ocr-v2 = "127.0.0.1:{port}"\n')
-        job = client.submit(small_job(**{"schedule.steps": STEPS, "schedule.save_every": 4}))
+        job = client.submit(small_job(**SMALL))
         params = client.job(job.id).spec["rewards"]["ocr"]["params"]
         shadow = {"ocr2": {"for": "ocr", "service": "ocr-v2", "params": params}}
         wait_until(lambda: client.job(job.id).progress.step >= 1)
@@ -71,7 +72,7 @@ def test_a_reward_is_replaced_through_a_shadow(
             process.kill()
             time.sleep(AWAY_S)
             stack.enter_context(second_version(port))
-        job = client.wait(job.id, 240)
+        job = client.wait(job.id, 600)
         check_job(fleet, job, before, boundary)
 
 

@@ -14,8 +14,8 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from flowfleet import cli, cli_views, keys
-from flowfleet.api_types import Fleet, Replica, Shortage
+from flowfleet import cli, cli_rewards, cli_views, keys
+from flowfleet.api_types import Fleet, Replica, ShadowComparison, Shortage
 from flowfleet.blobs import open_blobs
 from flowfleet.client import Client
 from flowfleet.local.stack import StateDir
@@ -199,6 +199,43 @@ def test_mistakes_are_told_in_words(run: Run, job_file: Path, words: list[str], 
     assert result.stderr.startswith("error: ")
     assert message in " ".join(result.stderr.split())
     assert "Traceback" not in result.output
+
+
+def test_rewards_are_shown_and_changed(run: Run, client: Client, job_file: Path) -> None:
+    job = client.submit(job_file)
+
+    changed = run("rewards", "set", job.id[:13], "ocr", "weight=0.5", "clip=[0, 0.9]", "params.score=soft")
+    assert changed.exit_code == 0, changed.output
+    assert changed.stdout == "revision 1, from the next step that is not open yet\n"
+    pending = client.rewards(job.id).pending
+    assert pending is not None
+    assert {name: pending.rewards["ocr"][name] for name in ("weight", "clip", "params")} == {
+        "weight": 0.5,
+        "clip": [0.0, 0.9],
+        "params": {"score": "soft"},
+    }
+    shown = run("rewards", job.id[:13])
+    assert re.search(r"ocr +ocr +1", shown.stdout)  # the job waits: nothing has changed yet
+    assert re.search(r"0 +0 +as submitted\s+1 +pending +set ocr", shown.stdout)
+    refused = run("rewards", "promote", job.id[:13], "ocr2")
+    assert refused.exit_code == 1
+    assert "promote.ocr2: there is no such shadow" in " ".join(refused.stderr.split())
+    assert "give KEY=VALUE" in run("rewards", "set", job.id[:13], "ocr", "weight").stderr
+
+
+def test_a_comparison_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    scores = {"mean": 0.25, "q05": 0.0, "q25": 0.1, "q50": 0.2, "q75": 0.3, "q95": 0.4, "versions": ["ocr 1"]}
+    train = {"samples": 48, "active": scores, "shadow": {"mean": 0.5}, "spearman": 0.912345, "agreement": 0.875}
+    nothing: dict[str, Any] = {"active": {}, "shadow": {}}
+    found = {"beside": "ocr", "scored": 48, "failed": 2, "left_out": 6, "train": train, "held_out": nothing}
+    Console(width=140).print(cli_rewards.comparison_table("ocr2", ShadowComparison.model_validate(found)))
+
+    shown = capsys.readouterr().out
+    assert re.search(r"mean +0.25 +0.5 +- +-", shown)
+    assert re.search(r"5, 25, 50, 75, 95 % +0 0.1 0.2 0.3 0.4 +-", shown)
+    assert re.search(r"rank correlation +0.912", shown)
+    assert re.search(r"same order in groups +0.875", shown)
+    assert "48 samples scored, 2 failed, 6 left out" in shown
 
 
 def options_of(command: Any, name: str = "") -> Iterator[tuple[str, list[str]]]:
