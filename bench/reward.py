@@ -1,10 +1,14 @@
-"""Does the OCR reward keep up? Pictures a second of one call of the scorer, and of the service with some processes.
+"""What does the service cost? Each light scorer through its service, against calling its function directly.
 
-    python -m bench.reward [--processes 1 2] [--groups 6] [--region line page]
+    python -m bench.reward [--only jpeg ocr_line …] [--processes 1 2] [--rounds 5] [--json bench/results/reward.json]
 
-The pictures are rendered: 512 × 512, a line or two of text on a noisy ground, PNG of about 0.5 MB. They are sent as the
-controller sends them, in groups of 16 and all at once. `Describe` is asked fifty times a second meanwhile: how long the
-slowest answer took says whether the service's event loop stays free.
+The pictures are rendered: 512 × 512, a line or two of text on a noisy ground, PNG of about 0.5 MB; of `motion`, videos
+of 9 frames of 128 × 128. A batch is a group of 16, as a controller sends it. Directly means: decode and score on one
+thread, in this process. In each round both ways take the same batches, one after the other, so that the ratio of a
+round is less disturbed by what else the machine does; medians over rounds are shown, of wall time and of the CPU
+seconds of all processes on either side. With more processes, all groups are sent at once; `Describe` is asked fifty
+times a second meanwhile: the slowest answer says whether the service's event loop stays free. `http` is measured as
+`bench.reward_asking` says.
 """
 
 from __future__ import annotations
@@ -13,28 +17,30 @@ import argparse
 import asyncio
 import io
 import json
+import os
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 from PIL import Image, ImageDraw, ImageFont
 
-from flowfleet.jobs import RewardPart
-from flowfleet.proto.reward_pb2 import DescribeRequest, RewardSample
+from bench.reward_asking import IN_FLIGHT, measure, slow_server
+from bench.reward_service import cpu_seconds, running
+from flowfleet.media import decode_media, encode_media
+from flowfleet.proto.reward_pb2 import DescribeRequest, RewardSample, ScoreRequest
 from flowfleet.proto.reward_pb2_grpc import RewardServiceStub
 from flowfleet.rpc import open_channel
 from flowfleet.service import usable_cpus
-from services.controller.directory import StaticDirectory
-from services.controller.rewards import RewardPlane
 from services.reward.evaluator import Evaluator
 from services.reward.scorers import make
+from services.reward.scorers.base import Scorer
 
 SIZE, GROUP = 512, 16
 WORDS = ("OPEN", "Slow Down", "Fresh Bread", "Gate 42", "No Parking", "Grand Opening", "Mind the Gap", "Exit Only")
@@ -42,41 +48,103 @@ DEADLINE_S = 600.0
 ASK_EVERY_S = 0.02
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="of the service, one run each (1 2)")
-    parser.add_argument("--groups", type=int, default=6, help="of 16 pictures (6)")
-    parser.add_argument("--region", nargs="+", default=["line", "page"], choices=["line", "page"])
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
-    options = parser.parse_args()
-    samples = pictures(options.groups * GROUP)
-    size = statistics.fmean(len(sample.media) for sample in samples)
-    print(f"{len(samples)} pictures of {SIZE} × {SIZE}, {size / 1e6:.2f} MB each; {usable_cpus()} CPUs\n")
-    print(f"{'region':<8}{'how':<22}{'images/s':>10}{'to direct':>11}{'CPU ms/image':>14}{'slowest Describe':>18}")
-    rows = []
-    for region in options.region:
-        alone = direct(samples, region)
-        for figures in [alone, *(service(samples, region, processes) for processes in options.processes)]:
-            rows.append({"region": region} | asdict(figures))
-            print(f"{region:<8}{line(figures, alone)}", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=2))
+@dataclass(frozen=True)
+class Case:
+    """A scorer with its settings and parameters."""
+
+    scorer: str
+    params: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    video: bool = False
+
+    @property
+    def flags(self) -> list[str]:
+        changes = [part for key, value in self.settings.items() for part in ("--set", f"{key}={json.dumps(value)}")]
+        return ["--scorer", self.scorer, *changes]
+
+
+CASES = {
+    "jpeg": Case("jpeg_compressibility"),
+    "image_quality": Case("image_quality"),
+    "motion": Case("motion", video=True),
+    "ocr_line": Case("ocr", {"region": "line"}),
+    "ocr_page": Case("ocr", {"region": "page"}),
+    "python": Case("python", settings={"function": "bench.reward:redness", "path": "."}),
+}
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Pictures a second, CPU seconds a picture over all processes, and seconds of the slowest `Describe` meanwhile."""
+    """Medians over rounds. `ratio` is the service's time of a batch to that of the function."""
 
-    how: str
+    case: str
+    processes: int
+    direct_ms: float
+    """Of a batch of 16, one after the other."""
+    service_ms: float
+    ratio: float
+    added_ms: float
+    direct_cpu_ms: float
+    """CPU of a sample."""
+    service_cpu_ms: float
     rate: float
-    cpu_s: float
-    describe_s: float | None = None
+    """Samples a second with all groups at once."""
+    slowest_describe_ms: float
 
 
-def line(figures: Figures, alone: Figures) -> str:
-    waited = "" if figures.describe_s is None else f"{1000 * figures.describe_s:.0f} ms"
-    ratio = figures.rate / alone.rate
-    return f"{figures.how:<22}{figures.rate:>10.2f}{ratio:>11.2f}{1000 * figures.cpu_s:>14.0f}{waited:>18}"
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[*CASES, "http"], choices=[*CASES, "http"], help="(all)")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1], help="of the service, one run each (1)")
+    parser.add_argument("--groups", type=int, default=4, help="of 16 samples (4)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    options = parser.parse_args()
+    before = os.getloadavg()
+    rows: list[Any] = []
+    for name in options.only:
+        if name == "http":
+            rows.append(asked(options.rounds))
+            continue
+        rows += [one(name, number, options.groups, options.rounds) for number in options.processes]
+    if options.json:
+        machine = {"cpus": usable_cpus(), "load_before": before, "load_after": os.getloadavg()}
+        options.json.write_text(json.dumps({"machine": machine, "figures": [asdict(row) for row in rows]}, indent=2))
+
+
+def one(name: str, processes: int, num_groups: int, rounds: int) -> Figures:
+    """A case, printed too."""
+    case = CASES[name]
+    samples = (videos if case.video else pictures)(num_groups * GROUP)
+    flags = [*case.flags, "--processes", str(processes), "--threads", "1"]
+    with tempfile.TemporaryDirectory() as folder, running(Path(folder), *flags) as (process, address):
+        figures = asyncio.run(_compare(name, case, processes, samples, process, address, rounds))
+    print(
+        f"{name:<14} {processes} process(es): {figures.direct_ms:.1f} ms directly, {figures.service_ms:.1f} through "
+        f"the service (× {figures.ratio:.2f}); CPU of a sample {figures.direct_cpu_ms:.1f} and "
+        f"{figures.service_cpu_ms:.1f} ms; {figures.rate:.1f} samples/s at once, slowest Describe "
+        f"{figures.slowest_describe_ms:.0f} ms",
+        flush=True,
+    )
+    return figures
+
+
+def asked(rounds: int) -> Any:
+    """`http` before a slow server."""
+    samples = as_jpeg(pictures(IN_FLIGHT))
+    with slow_server() as url:
+        figures = measure("http", {"url": url, "batch_size": 1, "concurrency": IN_FLIGHT}, samples, rounds=rounds)
+    print(
+        f"http           {figures.direct_rate:.0f} samples/s directly, {figures.service_rate:.0f} through the service "
+        f"(× {figures.share:.3f}), of {figures.server_rate:.0f}; {figures.added_ms:.1f} ms more a call",
+        flush=True,
+    )
+    return figures
+
+
+def redness(picture: Image.Image, prompt: str, metadata: Mapping[str, str]) -> float:
+    """The function of the case `python`."""
+    return float(np.asarray(picture)[..., 0].mean()) / 255
 
 
 def pictures(number: int) -> list[RewardSample]:
@@ -94,58 +162,92 @@ def pictures(number: int) -> list[RewardSample]:
         draw.multiline_text(place, "\n".join(lines), font=font, fill=(30, 30, 40))
         buffer = io.BytesIO()
         image.save(buffer, "PNG")
-        made.append(
-            RewardSample(
-                sample_id=str(index),
-                media=buffer.getvalue(),
-                media_type="image/png",
-                prompt=f'A sign that says "{" ".join(lines)}"',
-                group_id=str(index // GROUP),
-            )
-        )
+        made.append(_sample(index, buffer.getvalue(), "image/png", f'A sign that says "{" ".join(lines)}"'))
     return made
 
 
-def direct(samples: Sequence[RewardSample], region: str) -> Figures:
-    """The functions themselves: decode and score in this process on one thread."""
-    scorer = make("ocr", {}, 1)
-    params, evaluate = scorer.parse({"region": region}), Evaluator(scorer, 1)
-    evaluate(samples[:2], params)
-    start, cpu = time.perf_counter(), time.process_time()
-    for group in groups(samples):
-        evaluate(group, params)
-    seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
-    evaluate.close()
-    return Figures("direct, one thread", len(samples) / seconds, cpu_s / len(samples))
+def as_jpeg(samples: Sequence[RewardSample]) -> list[RewardSample]:
+    """The same pictures as JPEGs of quality 90, of about 80 kB."""
+    made = []
+    for index, sample in enumerate(samples):
+        buffer = io.BytesIO()
+        Image.fromarray(decode_media(sample.media, sample.media_type)[0]).save(buffer, "JPEG", quality=90)
+        made.append(_sample(index, buffer.getvalue(), "image/jpeg", sample.prompt))
+    return made
 
 
-def service(samples: Sequence[RewardSample], region: str, processes: int) -> Figures:
-    """The service as a process, with so many more where it is not one."""
-    with tempfile.TemporaryDirectory() as folder, running(Path(folder), processes) as (process, address):
-        return asyncio.run(_ask(samples, region, process, address, processes))
+def videos(number: int) -> list[RewardSample]:
+    """A bright square that moves to the right over a dark ground."""
+    made = []
+    for index in range(number):
+        frames = np.full((9, 128, 128, 3), 30, np.uint8)
+        for time_, frame in enumerate(frames):
+            frame[40 : 60 + index % 20, 8 * time_ : 8 * time_ + 20] = 220
+        made.append(_sample(index, *encode_media(frames), "a square moves to the right"))
+    return made
 
 
-async def _ask(
-    samples: Sequence[RewardSample], region: str, process: psutil.Process, address: str, processes: int
+def _sample(index: int, media: bytes, media_type: str, prompt: str) -> RewardSample:
+    group = str(index // GROUP)
+    return RewardSample(sample_id=str(index), media=media, media_type=media_type, prompt=prompt, group_id=group)
+
+
+async def _compare(
+    name: str,
+    case: Case,
+    processes: int,
+    samples: Sequence[RewardSample],
+    process: psutil.Process,
+    address: str,
+    rounds: int,
 ) -> Figures:
-    plane = RewardPlane({"ocr": RewardPart(params={"region": region})}, StaticDirectory({"ocr": address}), DEADLINE_S)
-    try:
-        await plane.score(samples[: 4 * processes])
+    scorer = make(case.scorer, case.settings, 1)
+    assert isinstance(scorer, Scorer)
+    params, evaluate = scorer.parse(case.params), Evaluator(scorer, 1)
+    batches = list(groups(samples))
+    direct: list[float] = []
+    served: list[float] = []
+    ratios: list[float] = []
+    cpu = [0.0, 0.0]
+    async with open_channel(address) as channel:
+        stub = RewardServiceStub(channel)
+
+        async def ask(batch: Sequence[RewardSample]) -> None:
+            response = await stub.Score(ScoreRequest(samples=batch, params=case.params), timeout=DEADLINE_S)
+            assert all(given.WhichOneof("outcome") == "score" for given in response.scores)
+
+        evaluate(batches[0], params)
+        await ask(batches[0])
+        for turn in range(rounds):
+            batch = batches[turn % len(batches)]
+            start, spent = time.perf_counter(), time.process_time()
+            evaluate(batch, params)
+            direct.append(time.perf_counter() - start)
+            cpu[0] += time.process_time() - spent
+            start, spent = time.perf_counter(), time.process_time() + cpu_seconds(process)
+            await ask(batch)
+            served.append(time.perf_counter() - start)
+            cpu[1] += time.process_time() + cpu_seconds(process) - spent
+            ratios.append(served[-1] / direct[-1])
         asking = asyncio.create_task(_slowest_describe(address))
-        start, cpu = time.perf_counter(), cpu_seconds(process)
-        verdicts = await asyncio.gather(*(plane.score(group) for group in groups(samples)))
-        seconds, cpu_s = time.perf_counter() - start, cpu_seconds(process) - cpu
+        start = time.perf_counter()
+        await asyncio.gather(*(ask(batch) for batch in batches))
+        rate = len(samples) / (time.perf_counter() - start)
         asking.cancel()
-        assert all(verdict.score is not None for part in verdicts for verdict in part.values())
-        how = f"service, {processes} process{'es' if processes > 1 else ''}"
-        return Figures(how, len(samples) / seconds, cpu_s / len(samples), await asking)
-    finally:
-        await plane.close()
-
-
-def cpu_seconds(process: psutil.Process) -> float:
-    """Of a process and those below it, so far."""
-    return sum(sum(one.cpu_times()[:2]) for one in (process, *process.children(recursive=True)))
+        slowest = await asking
+    evaluate.close()
+    middle = [1000 * statistics.median(times) for times in (direct, served)]
+    spent_ms = [1000 * seconds / rounds / GROUP for seconds in cpu]
+    return Figures(
+        name,
+        processes,
+        *middle,
+        statistics.median(ratios),
+        1000 * statistics.median(late - early for early, late in zip(direct, served, strict=True)),
+        *spent_ms,
+        rate,
+        1000 * slowest,
+    )
 
 
 async def _slowest_describe(address: str) -> float:
@@ -163,23 +265,6 @@ async def _slowest_describe(address: str) -> float:
 
 def groups(samples: Sequence[RewardSample]) -> Iterator[Sequence[RewardSample]]:
     return (samples[start : start + GROUP] for start in range(0, len(samples), GROUP))
-
-
-@contextmanager
-def running(folder: Path, processes: int) -> Iterator[tuple[psutil.Process, str]]:
-    """A reward service that is up, and its address. With one process it has one thread as well."""
-    port_file = folder / "port"
-    argv = [sys.executable, "-m", "services.reward", "--scorer", "ocr", "--port-file", str(port_file)]
-    flags = ["--processes", str(processes), "--threads", "1", "--log-level", "warning"]
-    process = psutil.Popen([*argv, *flags])
-    try:
-        while not port_file.exists():
-            assert process.poll() is None, "the service did not start"
-            time.sleep(0.05)
-        yield process, port_file.read_text()
-    finally:
-        process.terminate()
-        process.wait()
 
 
 if __name__ == "__main__":

@@ -41,6 +41,8 @@ MAX_ANSWER_BYTES = 2**24
 MAX_TOKENS = 10.0
 """Retries that a budget holds at most, and at first."""
 MAX_PAUSE_S = 10.0
+CONNECT_S = 10.0
+"""For a connection and its TLS."""
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 log = logging.getLogger(__name__)
@@ -120,7 +122,7 @@ class HttpScorer(AsyncScorer[Params]):
         self._client = httpx.AsyncClient(
             headers=self._headers,
             verify=self._tls,
-            timeout=None,
+            timeout=httpx.Timeout(None, connect=min(CONNECT_S, self._settings.timeout_s)),
             limits=httpx.Limits(max_connections=number, max_keepalive_connections=number, keepalive_expiry=60.0),
             trust_env=False,
         )
@@ -236,12 +238,13 @@ def _tls(settings: HttpSettings) -> ssl.SSLContext:
 
 
 def _transport(error: httpx.TransportError) -> str:
+    broken_off = isinstance(error, httpx.ConnectError) and not str(error)  # the handshake is cut without a word
     text = str(error) or type(error).__name__
     if "CERTIFICATE" in text:
         return f"shows a certificate that is not trusted ({text}): set settings.ca to its authority"
-    if "SSL" in text:
+    if "SSL" in text or broken_off:
         return f"does not speak TLS as asked ({text}): is it http:// instead of https://?"
-    if isinstance(error, httpx.ConnectError):
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         return f"cannot be reached ({text}): check the address, and that the server runs"
     return f"broke the connection ({type(error).__name__}: {text})"
 

@@ -7,9 +7,9 @@ With grey g = (R + G + B) / 3 in 0 … 1, its neighbours' differences d over bot
 - slope: Σ d² / Σ |d| / 0.15. The mean step at edges: an edge of height h spread over w pixels has h / w, so blur lowers
   it and their number does not matter. Source of the idea, energy of the gradient as focus measure: Pertuz et al.,
   "Analysis of focus measure operators", Pattern Recognition 46 (2013).
-- clean: (r − 0.5) / 0.4 with r = mean |d| of g' / mean |d| of g, the lesser of two halvings in turn. An edge keeps its
-  height when the picture is halved, so that r is 2; of independent noise the average of four has half the deviation,
-  and r is 0.5; a pixel-wise chequerboard has 0.
+- clean: (r − 0.55) / 0.35 with r = mean |d| of g' / mean |d| of g, the lesser of two halvings in turn. An edge keeps
+  its height when the picture is halved, so that r is 2; of independent noise the average of four has half the
+  deviation, and r is 0.5; a pixel-wise chequerboard has 0.
 - contrast: deviation of g / 0.12.
 - tones: 2 − 2 c where c is the share of pixels that are wholly black (all channels at most 2) or wholly white (at least
   253): half of a picture may be so.
@@ -33,7 +33,7 @@ from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
 from services.reward.scorers.base import NoSettings, Outcome, Sample, Score, Scorer, mean_score, read_params
 
 FULL_SLOPE = 0.15
-NOISE_RATIO, CLEAN_RATIO = 0.5, 0.9
+NOISE_RATIO, CLEAN_RATIO = 0.55, 0.9
 FULL_CONTRAST = 0.12
 BLACK, WHITE = 2, 253
 FULL_COLOURS = 2.0

@@ -1,0 +1,315 @@
+"""`http` against servers that behave, and against servers that misbehave in each way."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import pickle
+import re
+import ssl
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import trustme
+
+from flowfleet.errors import Unavailable
+from services.reward.scorers import http_scorer
+from services.reward.scorers.base import EncodedSample, Outcome, Problem, Score
+from services.reward.scorers.http_scorer import HttpScorer
+from services.reward.scorers.http_shapes import SHAPES
+from tests.services.reward.web_server import Answer, Asked, WebServer, web_server
+
+T = TypeVar("T")
+QUICK = {"pause_s": 0.001, "timeout_s": 20.0}
+
+
+def samples(number: int) -> list[EncodedSample]:
+    return [
+        EncodedSample(b"\x89PNG\x00" + bytes([index]), "image/png", f'a "{index}" 看板', {"index": str(index)})
+        for index in range(number)
+    ]
+
+
+def run(
+    answer: Answer, scenario: Callable[[HttpScorer, WebServer], Awaitable[T]], scheme: str = "http", **settings: Any
+) -> T:
+    """A scenario with a scorer and the server that it asks."""
+    tls = settings.pop("tls", None)
+
+    async def main() -> T:
+        async with asyncio.timeout(120), web_server(answer, tls) as server:
+            url = f"{scheme}://127.0.0.1:{server.port}/score"
+            scorer = http_scorer.make("http", QUICK | {"url": url} | settings, 1)
+            await scorer.start()
+            try:
+                return await scenario(scorer, server)
+            finally:
+                await scorer.close()
+
+    return asyncio.run(main())
+
+
+def ask(answer: Answer, number: int = 3, **settings: Any) -> list[Outcome]:
+    async def scenario(scorer: HttpScorer, server: WebServer) -> list[Outcome]:
+        return await scorer.score(samples(number), ())
+
+    return run(answer, scenario, **settings)
+
+
+def complaint(answer: Answer, **settings: Any) -> str:
+    with pytest.raises(Unavailable) as caught:
+        ask(answer, **settings)
+    assert str(caught.value).startswith("settings.url http")
+    return str(caught.value)
+
+
+def said(body: bytes | tuple[int, bytes]) -> Answer:
+    async def answer(asked: Asked) -> bytes | tuple[int, bytes]:
+        return body
+
+    return answer
+
+
+def giving(**fields: Any) -> Answer:
+    return said(json.dumps(fields).encode())
+
+
+async def by_index(asked: Asked) -> bytes:
+    """Tenths of the number that the prompt quotes."""
+    return json.dumps({"scores": [int(text.split('"')[1]) / 10 for text in asked.json["prompts"]]}).encode()
+
+
+def test_scores_come_back_in_order_and_media_go_as_they_came() -> None:
+    async def scenario(scorer: HttpScorer, server: WebServer) -> None:
+        outcomes = await scorer.score(samples(7), (("style", "plain"),))
+        assert outcomes == [Score(index / 10) for index in range(7)]
+        assert sorted(len(asked.json["images"]) for asked in server.asked) == [1, 3, 3]
+        first = next(asked.json for asked in server.asked if '"0"' in asked.json["prompts"][0])
+        assert [base64.b64decode(text) for text in first["images"]] == [sample.media for sample in samples(3)]
+        assert first["metadata"] == [{"index": str(index)} for index in range(3)]
+        assert first["media_types"] == ["image/png"] * 3
+        assert (first["params"], first["strict"]) == ({"style": "plain"}, True)
+        assert server.asked[0].headers["x-team"] == "red"
+
+    run(by_index, scenario, batch_size=3, extra={"strict": True}, headers={"X-Team": "red"})
+
+
+@pytest.mark.parametrize(
+    ("shape", "fields", "answer"),
+    [
+        ("lists", {"images", "media_types", "prompts", "metadata", "params"}, {"scores": [0.5, 1]}),
+        ("flow_grpo", {"images", "prompts", "meta_datas"}, {"outputs": [0.5, 1]}),
+        ("flow_grpo", {"images", "prompts", "meta_datas"}, {"scores": [0.5, 1], "outputs": ["a", "b"]}),
+        ("verl_omni", {"images", "prompts", "metadata"}, {"scores": [0.5, 1]}),
+        (
+            "flow_factory",
+            {"image", "prompt", "video", "condition_images", "condition_videos", "kwargs"},
+            {"rewards": [0.5, 1], "error": None},
+        ),
+    ],
+)
+def test_the_shapes_of_others(shape: str, fields: set[str], answer: dict[str, Any]) -> None:
+    two = samples(2)
+    body = json.loads(SHAPES[shape].body(two, {}, {}))
+    assert set(body) == fields
+    assert [base64.b64decode(text) for text in body[SHAPES[shape].media]] == [sample.media for sample in two]
+    assert SHAPES[shape].outcomes(answer, 2, ()) == [Score(0.5), Score(1.0)]
+
+
+def test_the_single_shape_asks_sample_by_sample() -> None:
+    async def answer(asked: Asked) -> bytes:
+        body = asked.json
+        assert base64.b64decode(body["image"]).startswith(b"\x89PNG")
+        return json.dumps({"score": int(body["metadata"]["index"]), "sharpness": 0.5, "why": "text"}).encode()
+
+    outcomes = ask(answer, 3, shape="single", components=["sharpness"])
+    assert outcomes == [Score(float(index), {"sharpness": 0.5}) for index in range(3)]
+
+
+def test_named_columns_become_components() -> None:
+    outcomes = ask(giving(scores=[1, 2], strict=[0, 1], other="x"), 2, components=["strict", "absent"])
+    assert outcomes == [Score(1.0, {"strict": 0.0}), Score(2.0, {"strict": 1.0})]
+
+
+def test_no_more_requests_than_settings_concurrency_over_kept_connections() -> None:
+    async def answer(asked: Asked) -> bytes:
+        await asyncio.sleep(0.02)
+        return await by_index(asked)
+
+    async def scenario(scorer: HttpScorer, server: WebServer) -> None:
+        await asyncio.gather(*(scorer.score(samples(4), ()) for _ in range(5)))
+        assert len(server.asked) == 20
+        assert server.most_busy == 3
+        assert server.num_connections <= 3
+
+    run(answer, scenario, batch_size=1, concurrency=3)
+
+
+def test_a_cancelled_call_leaves_the_server() -> None:
+    async def scenario(scorer: HttpScorer, server: WebServer) -> None:
+        call = asyncio.create_task(scorer.score(samples(3), ()))
+        while server.busy < 3:
+            await asyncio.sleep(0.005)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert scorer._slots._value == 3
+
+    async def never(asked: Asked) -> bytes:
+        await asyncio.sleep(5)
+        return b""
+
+    run(never, scenario, batch_size=1, concurrency=3)
+
+
+def test_what_fails_for_now_is_asked_again() -> None:
+    failures = iter([503, 500, 429])
+
+    async def answer(asked: Asked) -> bytes | tuple[int, bytes]:
+        status = next(failures, 200)
+        return await by_index(asked) if status == 200 else (status, b"wait")
+
+    assert ask(answer) == [Score(0.0), Score(0.1), Score(0.2)]
+
+
+def test_retries_are_bounded_by_their_budget() -> None:
+    async def scenario(scorer: HttpScorer, server: WebServer) -> None:
+        calls = await asyncio.gather(*(scorer.score(samples(1), ()) for _ in range(40)), return_exceptions=True)
+        assert all(isinstance(call, Unavailable) for call in calls)
+        assert 40 + 10 <= len(server.asked) <= 40 + 10 + 40 * 0.1
+
+    run(said((500, b"")), scenario, retries=20, retry_ratio=0.1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (said((500, b"out of memory\nat 7")), r"answered status 500 \(out of memory at 7\)"),
+        (said((401, b"")), r"answered status 401: set settings.headers_from_env \(no text\)"),
+        (said((404, b"<html>")), "answered status 404: check the path of settings.url"),
+        (said((422, b"no field images")), r"answered status 422: check settings.shape \(no field images\)"),
+        (said(b"<html>welcome</html>"), r"answered no JSON \(b'<html>welcome</html>'\): is settings.url the reward's"),
+        (said(pickle.dumps({"scores": [1.0]})), "it looks pickled, which is never read here"),
+        (said(b"[" * 100_000), "answered no JSON"),
+        (said(b"[1, 2, 3]"), r"answered JSON that is no object, but \[1, 2, 3\]: settings.shape is 'lists'"),
+        (giving(scores=[1, 2]), "answered 2 values as scores for 3 samples"),
+        (giving(scores="good"), "answered 'good' as scores for 3 samples"),
+        (giving(grades=[1, 2, 3]), "answered no scores, but grades"),
+        (giving(error="CUDA out of memory"), "answered the error 'CUDA out of memory'"),
+        (said(b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\n{}"), "broke the connection"),
+        (said(b"HTTP/1.1 gibberish\r\n\r\n"), "broke the connection"),
+        (said((302, b"")), "answered status 302: name the address it points to"),
+    ],
+)
+def test_a_server_that_is_of_no_use_makes_the_call_unavailable(answer: Answer, says: str) -> None:
+    assert re.search(says, complaint(answer, retries=0))
+
+
+def test_a_slow_loris_and_a_silent_server_run_out_of_time() -> None:
+    async def silent(asked: Asked) -> bytes:
+        await asyncio.sleep(2)
+        return b"{}"
+
+    says = "had not answered after 0.3 s: raise settings.timeout_s, or lower settings.concurrency"
+    assert says in complaint(silent, timeout_s=0.3, retries=0)
+
+    async def main() -> None:
+        async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 10000\r\n\r\n")
+            while not writer.is_closing():
+                writer.write(b" ")
+                await asyncio.sleep(0.02)
+
+        server = await asyncio.start_server(drip, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+        scorer = http_scorer.make("http", {"url": url, "timeout_s": 0.3, "retries": 0}, 1)
+        await scorer.start()
+        with pytest.raises(Unavailable, match=re.escape(says)):
+            await scorer.score(samples(1), ())
+        await scorer.close()
+        server.close()
+
+    asyncio.run(main())
+
+
+def test_one_bad_number_is_the_problem_of_its_sample() -> None:
+    outcomes = ask(said(b'{"scores": [0.5, "0.7", null]}'))
+    assert outcomes[0] == Score(0.5)
+    assert [one.reason for one in outcomes if isinstance(one, Problem)] == ["bad_answer"] * 2
+    assert isinstance(outcomes[1], Problem)
+    assert re.fullmatch(
+        r"settings.url http://127.0.0.1:\d+/score gave '0.7' as score, which is no number", outcomes[1].message
+    )
+
+
+def test_a_request_that_fails_beside_one_that_does_not_costs_its_own_samples() -> None:
+    async def answer(asked: Asked) -> bytes | tuple[int, bytes]:
+        return (400, b"no") if '"1"' in asked.json["prompts"][0] else await by_index(asked)
+
+    outcomes = ask(answer, batch_size=1)
+    assert [outcomes[0], outcomes[2]] == [Score(0.0), Score(0.2)]
+    assert isinstance(outcomes[1], Problem)
+    assert outcomes[1].reason == "server_failed"
+    assert "answered status 400: check settings.shape" in outcomes[1].message
+
+
+def test_nobody_at_the_address() -> None:
+    async def main() -> None:
+        scorer = http_scorer.make("http", {"url": "http://127.0.0.1:1/", "retries": 1, "pause_s": 0.01}, 1)
+        await scorer.start()
+        with pytest.raises(Unavailable, match=r"cannot be reached .*: check the address, and that the server runs"):
+            await scorer.score(samples(1), ())
+        await scorer.close()
+
+    asyncio.run(main())
+
+
+def test_tls_is_checked_against_settings_ca(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(tls)
+    ca = tmp_path / "ca.pem"
+    authority.cert_pem.write_to_path(str(ca))
+
+    async def scenario(scorer: HttpScorer, server: WebServer) -> Sequence[Outcome]:
+        return await scorer.score(samples(1), ())
+
+    assert run(by_index, scenario, "https", tls=tls, ca=str(ca)) == [Score(0.0)]
+    with pytest.raises(Unavailable, match=r"shows a certificate that is not trusted .*: set settings.ca"):
+        run(by_index, scenario, "https", tls=tls, retries=0)
+    with pytest.raises(Unavailable, match=r"does not speak TLS as asked .*: is it http:// instead"):
+        run(by_index, scenario, "https", retries=0)
+
+
+def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(scorer: HttpScorer, server: WebServer) -> str:
+        await scorer.score(samples(1), ())
+        return server.asked[0].headers["authorization"]
+
+    secret = {"headers_from_env": {"Authorization": "TEST_JUDGE_KEY"}}
+    monkeypatch.setenv("TEST_JUDGE_KEY", "Bearer abc\n")
+    assert run(by_index, scenario, **secret) == "Bearer abc"
+    monkeypatch.delenv("TEST_JUDGE_KEY")
+    with pytest.raises(ValueError, match="the environment variable TEST_JUDGE_KEY is not set"):
+        run(by_index, scenario, **secret)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({}, "settings.url: field required"),
+        ({"url": "ftp://a/b"}, "settings.url: 'ftp://a/b' is no address: write http://HOST:PORT/PATH"),
+        ({"url": "http://me:secret@a/b"}, "settings.url: an address holds no password"),
+        ({"url": "http://a", "shape": "pickle"}, "settings.shape: input should be 'lists', 'flow_grpo'"),
+        ({"url": "http://a", "time_out_s": 3}, "settings.time_out_s: unknown setting; did you mean timeout_s?"),
+        ({"url": "http://a", "ca": "/nowhere.pem"}, "settings.ca /nowhere.pem cannot be read"),
+        ({"url": "http://a", "score_min": 1, "score_max": 0}, "settings.score_min 1.0 must be below"),
+    ],
+)
+def test_wrong_settings_are_named(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)) as caught:
+        http_scorer.make("http", settings, 1)
+    assert "secret" not in str(caught.value)

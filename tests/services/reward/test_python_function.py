@@ -1,0 +1,187 @@
+"""`python`: functions of a test, in this process where that is enough, and in processes where their end matters."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from prometheus_client import CollectorRegistry
+
+from flowfleet.proto.reward_pb2 import MODALITY_VIDEO
+from services.reward.metrics import RewardMetrics
+from services.reward.pool import ProcessPool
+from services.reward.scorers import make
+from services.reward.scorers.base import Outcome, Problem, Sample, Score
+from services.reward.scorers.python_function import PythonFunction
+from tests.services.reward.conftest import reward_process
+from tests.services.reward.pictures import sample
+from tests.services.reward.test_service import score
+
+MODULE = """
+import os, sys, time
+
+print("imported")
+
+
+def one(picture, prompt, metadata, scale="1"):
+    print(prompt, "of", picture.size)
+    if prompt == "raise":
+        raise KeyError("nothing there")
+    if prompt == "hang":
+        time.sleep(1000)
+    if prompt == "crash":
+        os._exit(7)
+    if prompt == "text":
+        return "0.5"
+    if prompt == "parts":
+        return {"score": 1, "red": picture.getpixel((0, 0))[0], "other": 3}
+    if prompt == "pid":
+        return os.getpid()
+    return float(scale) * len(prompt) + int(metadata.get("more", 0))
+
+
+def many(pictures, prompts, metadata):
+    scores = [len(prompt) for prompt in prompts]
+    return (scores[1:] if "short" in prompts else scores), {"info": True}
+
+
+def frames(frames, prompt, metadata):
+    return frames.shape[0]
+
+
+number = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "my_reward_functions.py").write_text(MODULE)
+    yield tmp_path
+    sys.modules.pop("my_reward_functions", None)
+    if str(tmp_path) in sys.path:
+        sys.path.remove(str(tmp_path))
+
+
+def settings(folder: Path, function: str = "one", **more: Any) -> dict[str, Any]:
+    return {"function": f"my_reward_functions:{function}", "path": str(folder), **more}
+
+
+def made(folder: Path, function: str = "one", **more: Any) -> PythonFunction:
+    scorer = make("python", settings(folder, function, **more), 1)
+    assert isinstance(scorer, PythonFunction)
+    return scorer
+
+
+def ask(scorer: PythonFunction, *prompts: str, **params: str) -> list[Outcome]:
+    scorer.start()
+    given = [Sample.of_picture(Image.new("RGB", (8, 4), "#112233"), prompt, {"more": "2"}) for prompt in prompts]
+    return scorer.score(given, scorer.parse(params))
+
+
+def test_one_sample_a_call(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    scorer = made(folder, components=["red"])
+    assert ask(scorer, "abc", scale="10") == [Score(32.0)]
+    assert ask(scorer, "parts") == [Score(1.0, {"red": 17.0})]
+    assert "abc of (8, 4)" in caplog.messages
+    assert "imported" in caplog.messages
+
+
+def test_batches_and_pairs_of_scores_and_more(folder: Path) -> None:
+    assert ask(made(folder, "many", batch=4), "a", "bcd") == [Score(1.0), Score(3.0)]
+    (problem, _) = ask(made(folder, "many", batch=4), "a", "short")
+    assert problem == Problem(
+        "scorer_failed", "my_reward_functions:many raised ValueError: it gave 1 scores for 2 samples"
+    )
+
+
+def test_videos_come_as_frames(folder: Path) -> None:
+    scorer = made(folder, "frames", video=True)
+    assert scorer.modalities == (MODALITY_VIDEO,)
+    scorer.start()
+    assert scorer.score([Sample(np.zeros((5, 2, 2, 3), np.uint8), "")], ()) == [Score(5.0)]
+
+
+def test_what_is_raised_or_no_number_is_said(folder: Path) -> None:
+    assert ask(made(folder), "raise") == [
+        Problem("scorer_failed", "my_reward_functions:one raised KeyError: 'nothing there'")
+    ]
+    assert ask(made(folder), "text") == [
+        Problem("not_a_number", "my_reward_functions:one gave '0.5' as score, which is no number")
+    ]
+
+
+def test_it_describes_itself_without_importing(folder: Path) -> None:
+    scorer = made(folder, name="length", score_min=0)
+    assert "my_reward_functions" not in sys.modules
+    assert scorer.name == "length"
+    assert scorer.score_range == (0.0, float("inf"))
+    assert scorer.version == f"sha256:{hashlib.sha256(MODULE.encode()).hexdigest()[:12]}"
+    assert made(folder, version="7").version == "7"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"function": "no_colon"}, "settings.function: 'no_colon' is no import path: write \"module:function\""),
+        ({"function": "not_there_at_all:f"}, "module not_there_at_all is not found: set settings.path"),
+        ({"time_limit": 3}, "settings.time_limit: unknown setting; did you mean time_limit_s?"),
+        ({"time_limit_s": 0}, "settings.time_limit_s: input should be greater than 0"),
+    ],
+)
+def test_wrong_settings_are_named(folder: Path, change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        make("python", settings(folder) | change, 1)
+
+
+def test_a_name_that_is_no_function_is_said_at_the_start(folder: Path) -> None:
+    with pytest.raises(ValueError, match="my_reward_functions has no function number"):
+        made(folder, "number").start()
+
+
+def test_hangs_and_crashes_cost_their_own_sample(folder: Path) -> None:
+    given = settings(folder, time_limit_s=4.0)
+    scorer = make("python", given, 1)
+    assert isinstance(scorer, PythonFunction)
+    metrics = RewardMetrics("python", (0.0, 1.0), CollectorRegistry())
+    pool = ProcessPool(partial(make, "python", given, 1), 1, metrics, limits=scorer.process_limits)
+    try:
+        prompts = ["abc", "hang", "crash", "raise", "pid"]
+        outcomes = pool([sample(prompt, Image.new("RGB", (8, 4)), prompt) for prompt in prompts], ())
+    finally:
+        pool.close()
+    assert outcomes[0] == Score(3.0)
+    assert messages(outcomes[1:4]) == [
+        "the process that scored this sample died twice, the second time with signal SIGKILL after 4 s without an "
+        "answer: raise settings.time_limit_s if that is too little",
+        "the process that scored this sample died twice, the second time with exit code 7",
+        "my_reward_functions:one raised KeyError: 'nothing there'",
+    ]
+    assert isinstance(outcomes[4], Score)
+    assert outcomes[4].value != os.getpid()
+
+
+def messages(outcomes: Sequence[Outcome]) -> list[str]:
+    return [outcome.message for outcome in outcomes if isinstance(outcome, Problem)]
+
+
+def test_as_a_service_it_has_a_process_of_its_own_and_logs_what_is_printed(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "python.toml"
+    file.write_text(f'function = "my_reward_functions:one"\npath = "{folder}"\nname = "changed"\n')
+    flags = ("--scorer", "python", "--settings", str(file), "--set", "name=length")
+    with reward_process(tmp_path, *flags) as service:
+        given = score(service, [sample("a", Image.new("RGB", (8, 4)), "pid"), sample("b", Image.new("L", (8, 4)), "b")])
+        assert given["b"].score == 1.0
+        assert given["a"].score != service.process.pid
+        assert service.metric("flowfleet_reward_processes", scorer="length") == 1
+        assert "pid of (8, 4)" in service.log.read_text()
