@@ -115,12 +115,19 @@ def _disagreeing(
     from flowfleet.disagreement import disagreements
 
     newest = list(islice(client.samples(job.id, purpose=purpose, step=step), LOOKED_AT))
-    found = disagreements(newest)[:num]
+    found = disagreements(newest, _beside(client, job))[:num]
     remark = (
         f"Of the newest {len(newest)} samples those whose places in their group differ most between two scorers. "
         "A place goes by the score's rank, from the lowest (0) to the highest (1)."
     )
     return remark, [(one.sample, _reason(one)) for one in found]
+
+
+def _beside(client: Client, job: Job) -> dict[str, str]:
+    """Shadow → the reward that it stands beside, of all shadows that the job had; the newest counts."""
+    rewards = client.rewards(job.id)
+    revisions = [*rewards.history, rewards.active]
+    return {name: str(part["for"]) for revision in revisions for name, part in revision.shadows.items()}
 
 
 def _reason(one: Disagreement) -> str:
