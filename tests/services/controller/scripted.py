@@ -162,12 +162,16 @@ class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):
 
     def __init__(self, score: Score, **described: Any) -> None:
         self.score, self.described = score, described
+        self.fails_after: int | None = None
+        """Calls that go well; None: all."""
         self.sizes: list[int] = []
 
     async def Describe(self, request: Any, context: Any) -> reward_pb2.DescribeResponse:
         return reward_pb2.DescribeResponse(**self.described)
 
     async def Score(self, request: Any, context: Any) -> reward_pb2.ScoreResponse:
+        if self.fails_after is not None and len(self.sizes) >= self.fails_after:
+            await context.abort(grpc.StatusCode.INTERNAL, "out of memory")
         self.sizes.append(len(request.samples))
         scores = [reward_pb2.RewardScore(sample_id=s.sample_id, score=self.score(s)) for s in request.samples]
         return reward_pb2.ScoreResponse(scores=scores)

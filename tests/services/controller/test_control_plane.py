@@ -276,8 +276,8 @@ def test_videos_go_to_rewards_that_score_videos(run: Run, job: Callable[..., dic
         assert before["val/edge_density"] == after["val/edge_density"] > 50  # noise
         assert sorted(fleet.rewards["motion"].sizes) == [1] * 2 * 3 + [4] * 2 * 2  # held-out prompts; groups
         fleet.trainer.steps.clear()
-        record = await fleet.run(bad)
-        assert record.status is JobStatus.FAILED
+        record = await fleet.submit(bad)
+        record = await fleet.reached(record.id, lambda record: record.status is JobStatus.PAUSED)
         assert "rewards.ocr does not score videos" in record.reason
 
     video = ScriptedReward(by_index, modalities=[reward_pb2.MODALITY_VIDEO], needs_group=True, max_batch_size=4)

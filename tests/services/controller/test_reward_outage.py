@@ -1,0 +1,122 @@
+"""A reward that fails in mid-job, through the whole control plane: the job pauses and goes on, or goes on without, and
+every sample is accounted for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.controller import outages
+from services.controller.records import JobStatus
+from tests.services.controller.scripted import ScriptedFleet, ScriptedReward, scripted_fleet
+
+GROUP = 4
+
+
+@pytest.fixture
+def run(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Runs a coroutine function with a fleet, and a job of two steps with two rewards, `ocr` and `quality`."""
+    monkeypatch.setattr(outages, "FIRST_DELAY_S", 0.01)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a\nb\nc\n")
+
+    def start(use: Callable[[ScriptedFleet, dict[str, Any]], Awaitable[None]], **settings: dict[str, Any]) -> None:
+        job = {
+            "model": {"path": "m"},
+            "data": {"train": str(prompts), "validation": str(prompts)},
+            "rollout": {"prompts_per_step": 2, "group_size": GROUP, "batch_size": 8},
+            "schedule": {"steps": 2, "save_every": 1, "validate_every": 2, "keep_last": 1},
+            "timeouts": {"rewards_s": 0.3},
+            "rewards": {name: settings.get(name, {}) for name in ("ocr", "quality")},
+        }
+
+        async def scenario() -> None:
+            rewards = {name: ScriptedReward(by_index, name=name, version="7") for name in ("ocr", "quality")}
+            async with scripted_fleet(redis_url, tmp_path / "state", rewards) as fleet:
+                await use(fleet, job)
+
+        asyncio.run(asyncio.wait_for(scenario(), 120))
+
+    return start
+
+
+def by_index(sample: Any) -> float:
+    return int(sample.sample_id.rpartition("/")[2]) / GROUP
+
+
+async def training_samples(fleet: ScriptedFleet, job_id: str) -> list[Any]:
+    return (await fleet.store.samples(job_id, purpose="train", limit=50))[0]
+
+
+def test_the_job_pauses_and_goes_on_when_it_is_resumed(run: Callable[..., None]) -> None:
+    async def use(fleet: ScriptedFleet, job: dict[str, Any]) -> None:
+        del job["data"]["validation"]
+        fleet.rewards["ocr"].fails_after = 1  # in the middle of the first step
+        record = await fleet.submit(job)
+        record = await fleet.reached(record.id, lambda record: record.status is JobStatus.PAUSED)
+        assert "rewards.ocr: service 'ocr' at " in record.reason
+        assert "out of memory" in record.reason
+        assert 'rewards.ocr.on_failure = "pause"' in record.reason
+        fleet.rewards["ocr"].fails_after = None
+        await fleet.store.request(record.id, "resume")
+        await fleet.runner.notify()
+        record = await fleet.reached(record.id, lambda record: record.status.terminal)
+        assert record.status is JobStatus.SUCCEEDED, record.reason
+        assert (record.results["samples_trained"], record.results["samples_dropped"]) == (16, {})
+        assert [request.step for request in fleet.trainer.steps] == [0, 1]
+        for sample in await training_samples(fleet, record.id):
+            assert sample.versions == {"ocr": "ocr 7", "quality": "quality 7"}
+
+    run(use)
+
+
+def test_the_job_goes_on_without_it(run: Callable[..., None]) -> None:
+    async def use(fleet: ScriptedFleet, job: dict[str, Any]) -> None:
+        fleet.rewards["quality"].fails_after = 0
+        record = await fleet.run(job)
+        assert record.status is JobStatus.SUCCEEDED, record.reason
+        assert (record.results["samples_trained"], record.results["samples_dropped"]) == (16, {})
+        for sample in await training_samples(fleet, record.id):
+            assert sample.scores == {"ocr": sample.index / GROUP}
+            assert (sample.reward, sample.versions) == (sample.index / GROUP, {"ocr": "ocr 7"})
+        rows = {row.step: row.values for row in await fleet.store.metrics(record.id)}
+        assert rows[1]["critic/rewards/quality/missing"] == 8
+        assert rows[1]["critic/rewards/quality/mean"] is None
+        assert rows[1]["critic/rewards/ocr/mean"] == (0 + 1 + 2 + 3) / 4 / GROUP
+        assert rows[2]["val/num_scored"] == 0, "a total without a reward is not compared with those that have it"
+        assert rows[2]["val-core/rewards/ocr/mean"] == 0.0
+
+    run(use, quality={"on_failure": "skip"})
+
+
+def test_its_samples_are_dropped_and_counted(run: Callable[..., None]) -> None:
+    async def use(fleet: ScriptedFleet, job: dict[str, Any]) -> None:
+        del job["data"]["validation"]
+        job["rollout"]["max_refills"] = 1
+        fleet.rewards["quality"].fails_after = 1
+        record = await fleet.run(job)
+        assert record.results["samples_dropped"] == {"no_score_quality": (GROUP + 1) + 2 * (GROUP + 1)}
+        assert record.status is JobStatus.FAILED
+        assert record.reason.startswith("step 1: no sample has a score")
+        assert [len(request.samples) for request in fleet.trainer.steps] == [GROUP]
+
+    run(use, quality={"on_failure": "drop"})
+
+
+def test_a_masked_sample_is_counted_and_not_replaced(run: Callable[..., None]) -> None:
+    async def use(fleet: ScriptedFleet, job: dict[str, Any]) -> None:
+        record = await fleet.run(job)
+        assert record.status is JobStatus.SUCCEEDED, record.reason
+        assert record.results["samples_dropped"] == {"gated_quality": 4}
+        for request in fleet.trainer.steps:
+            assert [sample.sample.id.index for sample in request.samples] == [1, 2, 3] * 2
+        masked = [sample for sample in await training_samples(fleet, record.id) if sample.gated_by]
+        assert {(sample.index, sample.drop_reason, sample.scores["ocr"]) for sample in masked} == {
+            (0, "gated_quality", 0.0)
+        }
+
+    run(use, quality={"weight": 0.0, "gate": {"below": 0.1, "action": "mask"}})
