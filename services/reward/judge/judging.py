@@ -248,8 +248,9 @@ class Judge:
         ]
 
     async def _rank(self, shown: Sequence[Prepared]) -> list[int] | Problem:
-        numbered = [(f"\n{number}: ", *one.pictures) for number, one in enumerate(shown, 1)]
-        pictures = list(itertools.chain(*numbered))
+        pictures: list[Part] = []
+        for number, one in enumerate(shown, 1):
+            pictures += [f"\n{number}: ", *one.pictures]
         texts = {**shown[0].texts, "count": str(len(shown))}
         try:
             answer = await self._ask({"images": pictures, **shown[0].source}, texts, logprobs=False)

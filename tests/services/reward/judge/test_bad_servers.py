@@ -1,0 +1,316 @@
+"""Each way in which a judge's server misbehaves gets a message that names the server and the setting to change."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+import ssl
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from flowfleet.errors import Unavailable
+from services.reward.judge.metrics import JudgeMetrics
+from services.reward.judge.settings import VlmSettings
+from services.reward.scorers.base import EncodedSample, Outcome, Problem, Score
+from services.reward.scorers.vlm import VlmScorer
+from tests.certificates import Authority
+from tests.services.reward.judge.bad_server import (
+    Asked,
+    Reply,
+    Server,
+    close,
+    completion,
+    hang,
+    says,
+    serving,
+    slow_loris,
+    status,
+    truncate,
+)
+
+YES = ("Yes", {"Yes": math.log(0.6), "No": math.log(0.2)})
+QUICK: dict[str, Any] = {"timeout_s": 20, "backoff_s": 0.01, "max_retries": 1, "hedge_share": 0.0}
+
+
+def samples(count: int = 1) -> list[EncodedSample]:
+    return [EncodedSample(b"png %d" % n, "image/png", 'a sign "A"', {}, "g", str(n)) for n in range(count)]
+
+
+class Run:
+    """A scorer against servers, and its metrics."""
+
+    def __init__(self, urls: Sequence[str], **settings: Any) -> None:
+        self.registry = CollectorRegistry()
+        given = {"urls": list(urls), "model": "judge", "rubric": "alignment"} | QUICK | settings
+        self.scorer = VlmScorer(VlmSettings.read(given), JudgeMetrics(self.registry))
+
+    async def score(self, given: Sequence[EncodedSample] | None = None) -> list[Outcome]:
+        """Of one scorer's life."""
+        await self.scorer.start()
+        try:
+            return await self.scorer.score(given or samples(), ())
+        finally:
+            await self.scorer.close()
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(f"flowfleet_reward_judge_{name}", labels) or 0.0
+
+
+def score_once(reply: Reply, **settings: Any) -> tuple[list[Outcome], Server, Run]:
+    async def body() -> tuple[list[Outcome], Server, Run]:
+        async with serving(reply) as server:
+            run = Run([server.url], **settings)
+            return await run.score(), server, run
+
+    return asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("reply", "tries", "message"),
+    [
+        (status(500, b'{"error": {"message": "engine died"}}'), 2, r"/v1 answered 500: engine died .*settings.urls"),
+        (status(429, b"{}"), 2, r"/v1 answered 429: .*settings.max_concurrency"),
+        (status(401, b'{"error": "Unauthorized"}'), 1, r"/v1 answered 401: Unauthorized .*settings.api_key_env"),
+        (
+            status(404, b'{"error": {"message": "no model judge"}}'),
+            1,
+            r"404: no model judge .*settings.model is 'judge'",
+        ),
+        (status(307, location="http://x/"), 1, r"307: .*points to http://x/: settings.urls"),
+        (hang, 2, r"/v1 gave no whole answer in 0.5 s \(settings.timeout_s = 0.5"),
+        (slow_loris, 2, r"/v1 gave no whole answer in 0.5 s \(settings.timeout_s"),
+        (close, 2, r"/v1: the connection broke: .*settings.urls"),
+        (truncate, 2, r"/v1: the connection broke: .*settings.urls"),
+        (
+            status(200, b"<html>hi</html>", "text/html"),
+            2,
+            r"no chat completion \(text/html\): Invalid JSON.*settings.urls",
+        ),
+        (status(200, b'{"choices": []}'), 2, r"no chat completion .*: choices: .*at least 1 item"),
+        (status(200, b'{"answer": "yes"}'), 2, r"no chat completion .*: choices: Field required"),
+        (status(200, b'{"choices": [{"message": {"content": null}}]}'), 2, r"content is null"),
+        (says("Yes", ("Yes", {"Yes": math.nan})), 2, r"logprobs holds nan, which is no log-probability"),
+    ],
+    ids=str,
+)
+def test_a_server_that_cannot_score_makes_the_call_fail(reply: Reply, tries: int, message: str) -> None:
+    async def body() -> None:
+        async with serving(reply) as server:
+            run = Run([server.url], timeout_s=0.5 if reply in (hang, slow_loris) else 20)
+            with pytest.raises(Unavailable) as caught:
+                await run.score()
+            assert re.search(message, str(caught.value))
+            assert server.url in str(caught.value)
+            assert len(server.asked) == tries
+            assert run.metric("retries_total") == tries - 1
+
+    asyncio.run(body())
+
+
+def test_nobody_listens() -> None:
+    with pytest.raises(Unavailable, match=r"http://127.0.0.1:1/v1: cannot connect: .*settings.urls says where"):
+        asyncio.run(Run(["http://127.0.0.1:1/v1"]).score())
+
+
+@pytest.mark.parametrize("case", ["foreign", "plain to tls", "tls to plain", "trusted"])
+def test_tls(case: str, tmp_path: Path) -> None:
+    authority = Authority()
+    folder = authority.issue(tmp_path / "tls")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+    other = Authority().issue(tmp_path / "other")
+    ca = (other if case == "foreign" else folder) / "ca.crt"
+
+    async def body() -> list[Outcome]:
+        async with serving(says("Yes", YES), None if case == "tls to plain" else context) as server:
+            url = server.url
+            if case == "plain to tls":
+                url = url.replace("https", "http")
+            if case == "tls to plain":
+                url = url.replace("http", "https")
+            return await Run([url], ca=str(ca)).score()
+
+    if case == "trusted":
+        assert isinstance(asyncio.run(body())[0], Score)
+        return
+    expected = {
+        "foreign": r"no TLS: .*settings.ca",
+        "plain to tls": r"settings.urls",
+        "tls to plain": r"no TLS: .*https:// only",
+    }
+    with pytest.raises(Unavailable, match=expected[case]):
+        asyncio.run(body())
+
+
+def test_a_refused_question_is_the_samples_problem_and_blames_nobody_else() -> None:
+    body = b'{"error": {"message": "logprobs are not supported"}}'
+    (outcome,), server, run = score_once(status(400, body))
+    assert isinstance(outcome, Problem)
+    assert outcome.reason == "judge_refused"
+    assert 'logprobs = "never"' in outcome.message
+    assert len(server.asked) == 1
+    assert run.metric("calls_total", server=server.url, outcome="refused") == 1
+
+
+def test_scores_come_from_log_probabilities_or_from_the_text() -> None:
+    (outcome,), _, run = score_once(says("Yes", YES))
+    assert isinstance(outcome, Score)
+    assert outcome.value == pytest.approx(0.75)
+    assert outcome.components["mass"] == pytest.approx(0.8)
+    assert run.metric("tokens_total", kind="prompt") == 7
+    (outcome,), _, _ = score_once(says("No."))
+    assert outcome == Score(0.0, {"by_logprobs": 0.0})
+    with pytest.raises(Unavailable, match=r"gave no log-probabilities .*settings.logprobs"):
+        score_once(says("No."), logprobs="require")
+
+
+def test_unreadable_answers_are_problems_until_there_are_too_many() -> None:
+    def reply(bad: int) -> Reply:
+        async def answer(asked: Asked, writer: asyncio.StreamWriter) -> None:
+            await says("Hm" if asked.number < bad else "Yes")(asked, writer)
+
+        return answer
+
+    async def body(bad: int) -> list[Outcome]:
+        async with serving(reply(bad)) as server:
+            return await Run([server.url]).score(samples(40))
+
+    outcomes = asyncio.run(body(3))
+    problems = [outcome for outcome in outcomes if isinstance(outcome, Problem)]
+    assert len(problems) == 3
+    assert "judge: the answer 'Hm' is not on the scale yes/no" in problems[0].message
+    with pytest.raises(Unavailable, match=r"20 of the last 40 answers of judge .*settings.max_parse_failures is 0.1"):
+        asyncio.run(body(20))
+
+
+def test_retry_after_is_kept() -> None:
+    async def reply(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        await (status(429, retry_after="0.4") if asked.number == 0 else says("Yes", YES))(asked, writer)
+
+    began = time.monotonic()
+    (outcome,), server, _ = score_once(reply)
+    assert isinstance(outcome, Score)
+    assert len(server.asked) == 2
+    assert time.monotonic() - began >= 0.4
+
+
+def test_retries_keep_to_their_budget() -> None:
+    async def body() -> tuple[int, float]:
+        async with serving(status(500)) as server:
+            run = Run([server.url], retry_share=0.1, max_retries=5, breaker_failures=10_000)
+            with pytest.raises(Unavailable):
+                await run.score(samples(100))
+            return len(server.asked), run.metric("retries_refused_total")
+
+    asked, refused = asyncio.run(body())
+    assert 100 < asked <= 100 + 10 + 0.1 * 100  # a reserve of ten, and the share
+    assert refused > 0
+
+
+def test_the_other_server_answers_and_the_broken_one_is_left_alone() -> None:
+    async def body() -> None:
+        async with serving(status(500)) as bad, serving(says("Yes", YES)) as good:
+            run = Run([bad.url, good.url], breaker_failures=3, retry_share=1.0, concurrency=4)
+            outcomes = await run.score(samples(60))
+            assert all(isinstance(outcome, Score) for outcome in outcomes)
+            assert len(bad.asked) <= 3 + 4  # those under way when it opened
+            assert run.metric("breaker", server=bad.url) == 2
+            assert run.metric("breaker", server=good.url) == 0
+
+    asyncio.run(body())
+
+
+def test_where_every_server_is_left_alone_questions_fail_at_once_with_the_reason() -> None:
+    async def body() -> None:
+        async with serving(hang) as server:
+            run = Run([server.url], breaker_failures=2, concurrency=1, max_retries=0, timeout_s=0.3)
+            began = time.monotonic()
+            with pytest.raises(Unavailable, match=r"gave no whole answer"):
+                await run.score(samples(50))
+            assert time.monotonic() - began < 10
+            assert len(server.asked) <= 3
+
+    asyncio.run(body())
+
+
+def test_a_late_call_is_hedged_at_the_other_server() -> None:
+    async def body() -> None:
+        async with serving(hang) as stuck, serving(says("Yes", YES)) as good:
+            run = Run([good.url, stuck.url], timeout_s=20, hedge_share=1.0, concurrency=4)
+            await run.scorer.start()
+            client = run.scorer._questions.client
+            for _ in range(25):
+                client._hedges.observe(1.0)
+            outcomes = await asyncio.wait_for(run.scorer.score(samples(6), ()), 10)
+            await run.scorer.close()
+            assert all(isinstance(outcome, Score) for outcome in outcomes)
+            assert run.metric("hedges_total", outcome="won") >= 1
+            assert run.metric("calls_total", server=stuck.url, outcome="cancelled") == len(stuck.asked)
+
+    asyncio.run(body())
+
+
+def test_the_deadline_of_a_question_holds_and_the_concurrency_too() -> None:
+    async def body() -> None:
+        async with serving(hang) as server:
+            run = Run([server.url], deadline_s=0.3, timeout_s=5, concurrency=2)
+            began = time.monotonic()
+            with pytest.raises(Unavailable, match=r"within settings.deadline_s = 0.3"):
+                await run.score(samples(8))
+            assert time.monotonic() - began < 4
+            assert server.most_at_once == 2
+
+    asyncio.run(body())
+
+
+def test_equal_questions_are_asked_once() -> None:
+    async def body() -> None:
+        async with serving(says("Yes", YES)) as server:
+            run = Run([server.url])
+            await run.scorer.start()
+            first = await run.scorer.score(samples(3), ())
+            again = await run.scorer.score(samples(4), ())
+            await run.scorer.close()
+            assert again[:3] == first
+            assert len(server.asked) == 4
+            assert run.metric("cache_total", outcome="hit") == 3
+
+    asyncio.run(body())
+
+
+def test_a_cancelled_call_closes_its_connections_and_frees_its_places() -> None:
+    async def body() -> None:
+        async with serving(hang) as server:
+            run = Run([server.url], timeout_s=30)
+            await run.scorer.start()
+            call = asyncio.create_task(run.scorer.score(samples(3), ()))
+            while len(server.asked) < 3:
+                await asyncio.sleep(0.01)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            await asyncio.sleep(0)
+            assert run.metric("in_flight", server=server.url) == 0
+            await run.scorer.close()
+
+    asyncio.run(body())
+
+
+def test_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    _, server, _ = score_once(says("Yes", YES), api_key_env="JUDGE_KEY", extra={"top_k": 1})
+    (asked,) = server.asked
+    assert asked.headers["authorization"] == "Bearer secret"
+    content = asked.body.pop("messages")[0]["content"]
+    assert content[0]["image_url"]["url"] == "data:image/png;base64,cG5nIDA="
+    assert content[1]["text"] == 'Does this figure show "a sign "A""? Please answer Yes or No.'
+    expected = {"model": "judge", "temperature": 0.0, "seed": 0, "max_tokens": 8, "logprobs": True, "top_logprobs": 20}
+    assert asked.body == expected | {"top_k": 1}
+    assert json.loads(completion("Yes"))["choices"]
