@@ -1,4 +1,4 @@
-"""Puts the files that docs/extending.md shows into it, so that what a reader copies is what CI runs.
+"""Puts the files that docs/extending.md and docs/rewards.md show there, so that what a reader copies is what CI runs.
 
 `python -m examples.quotes` does so, in the directory of the repository. A file is quoted where its path stands as the
 name of a generated part.
@@ -12,12 +12,13 @@ from pathlib import Path
 from flowfleet.docs_tables import rewrite
 
 PAGE = Path("docs/extending.md")
-_LANGUAGES = {".py": "python", ".toml": "toml"}
+REWARDS_PAGE = Path("docs/rewards.md")
+_LANGUAGES = {".py": "python", ".toml": "toml", ".proto": "proto"}
 
 
-def parts(root: Path) -> dict[str, str]:
-    """Path to code block of each file that the page quotes. Raises OSError for one that is not there."""
-    names = re.findall(r"<!-- generated: (\S+) -->", (root / PAGE).read_text(encoding="utf-8"))
+def parts(root: Path, page: Path = PAGE) -> dict[str, str]:
+    """Path to code block of each file that a page quotes. Raises OSError for one that is not there."""
+    names = re.findall(r"<!-- generated: (\S+) -->", (root / page).read_text(encoding="utf-8"))
     return {name: _block(root / name) for name in names}
 
 
@@ -26,4 +27,5 @@ def _block(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    rewrite(PAGE, parts(Path()))
+    for page in (PAGE, REWARDS_PAGE):
+        rewrite(page, parts(Path(), page))

@@ -9,7 +9,7 @@ from flowfleet.reward_service import Sample, serve
 
 def colourful(sample: Sample) -> tuple[float, dict[str, float]]:
     """Rewards colour, from 0 for grey to some 110 for what the authors call extremely colourful."""
-    red, green, blue = np.moveaxis(sample.frames[0].astype(np.float64), -1, 0)
+    red, green, blue = np.moveaxis(sample.frames[0].astype(np.float32), -1, 0)
     opponents = np.stack([red - green, (red + green) / 2 - blue])
     spread = float(np.linalg.norm(opponents.std(axis=(1, 2))))
     mean = float(np.linalg.norm(opponents.mean(axis=(1, 2))))

@@ -24,7 +24,7 @@ from flowfleet.conformance.session import GROUP, Session, by_id
 from flowfleet.proto.reward_pb2 import RewardSample, RewardScore, ScoreRequest, ScoreResponse
 from flowfleet.reward_requests import SERVICE_NAME
 
-ONE, EACH, SAME = "one sample", "each id once", "same again"
+ONE, EACH, SAME, ORDER = "one sample", "each id once", "same again", "order and company"
 _KIND = "give --prompt, --metadata, --param or --image of the kind that it scores"
 _NUM_COMPARED = 6
 _UNKNOWN_FIELD = b"\xf2\x7f\x03new"
@@ -54,6 +54,7 @@ async def full_batch(session: Session) -> str | None:
     try:
         session.batch_s = await session.seconds(session.samples(count))
     except grpc.aio.AioRpcError as error:
+        session.batch_limit = max(session.few, count // 2)
         raise Fault(f"{count} samples: {said(error)}") from None
     rate = count / max(session.batch_s, 1e-9)
     told = f"{count} samples in {session.batch_s:.2f} s, {rate:.3g} a second"
@@ -100,7 +101,7 @@ async def same_again(session: Session) -> str | None:
     return f"{len(values)} samples"
 
 
-@check("order and company", "a score goes with its sample, whatever stands beside or before it", ONE, EACH, SAME)
+@check(ORDER, "a score goes with its sample, whatever stands beside or before it", ONE, EACH, SAME)
 async def order(session: Session) -> str | None:
     if len(session.reference) < 2:
         raise Skip("there are not two scores that repeat")
@@ -139,7 +140,7 @@ async def in_range(session: Session) -> str | None:
         if given.WhichOneof("outcome") == "score" and math.isfinite(given.score):
             require(
                 low - slack <= given.score <= high + slack,
-                f"{given.sample_id!r}: {outcome(given)}, not {low} to {high}",
+                f"{given.sample_id!r}: {outcome(given)}, not {low:g} to {high:g}",
             )
     values = [given.score for given in session.given if _is_score(given)]
     return f"{min(values):.4g} to {max(values):.4g}"
@@ -155,7 +156,7 @@ async def components(session: Session) -> str | None:
     return ", ".join(sorted({name for given in session.given for name in given.components})) or "none"
 
 
-@check("groups", "several groups in one call are answered, each as if alone", ONE, EACH)
+@check("groups", "several groups in one call are answered, each as if alone", ONE, EACH, ORDER)
 async def groups(session: Session) -> str | None:
     size = min(GROUP, session.full_batch // 2)
     if size < 1 or (session.described.needs_group and size < 2):

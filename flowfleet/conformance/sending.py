@@ -63,7 +63,7 @@ async def jpeg(session: Session) -> str | None:
     return await _scored(session, samples)
 
 
-@check("large call", "a call of 31 MiB is taken: the controller sends as much", ONE)
+@check("large call", "a call of 31 MiB is taken: the controller sends as much", ONE, EACH)
 async def large_call(session: Session) -> str | None:
     _require_pictures(session)
     count = max(session.few, min(8, session.full_batch))

@@ -107,6 +107,8 @@ class Session:
         """All scores of well-formed samples so far."""
         self.reference: dict[int, float] = {}
         """Picture → score, of the first batch; empty where the service does not repeat itself."""
+        self.batch_limit = options.max_batch
+        """Of what is sent, whatever Describe allows."""
         self.batch_s = 0.0
         """Seconds that a full batch took."""
 
@@ -132,7 +134,7 @@ class Session:
 
     @property
     def full_batch(self) -> int:
-        return min(self.described.max_batch_size or UNLIMITED_BATCH, self.options.max_batch)
+        return min(self.described.max_batch_size or UNLIMITED_BATCH, self.batch_limit)
 
     @property
     def few(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Final
 
 import grpc.aio
@@ -44,20 +44,23 @@ async def check(address: str, options: Options | None = None, on_result: OnResul
     async with open_channel(address, options) as channel:
         session = Session(channel, options)
         results: list[Result] = []
+        broken: set[str] = set()
         for rule in CHECKS:
-            results.append(await _result(rule, session, results))
+            results.append(await _result(rule, session, broken))
             if on_result is not None:
                 on_result(results[-1])
     return Report(address=address, service=_service(session), results=results, seconds=time.monotonic() - start)
 
 
-async def _result(rule: Check, session: Session, before: Iterable[Result]) -> Result:
+async def _result(rule: Check, session: Session, broken: set[str]) -> Result:
+    """Adds to `broken` a check that failed, or that was not asked because of one that is broken."""
     start = time.monotonic()
-    lacking = [result for result in before if result.name in rule.needs and result.status in (Status.FAIL, Status.SKIP)]
-    if lacking:
-        status, detail = Status.SKIP, f"needs {lacking[0].name!r}, which did not pass"
+    if lacking := [name for name in rule.needs if name in broken]:
+        status, detail = Status.SKIP, f"needs {lacking[0]!r}, which did not pass"
     else:
         status, detail = await _asked(rule, session)
+    if lacking or status is Status.FAIL:
+        broken.add(rule.name)
     return Result(name=rule.name, rule=rule.rule, status=status, detail=detail, seconds=time.monotonic() - start)
 
 
