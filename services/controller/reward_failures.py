@@ -11,6 +11,8 @@ _CODE = grpc.StatusCode
 PERMANENT = frozenset({_CODE.INVALID_ARGUMENT, _CODE.UNIMPLEMENTED, _CODE.UNAUTHENTICATED, _CODE.PERMISSION_DENIED})
 """The same call fails again until somebody changes something."""
 
+_SETTING = "the controller's --reward, in a cluster the chart's rewards"
+
 
 class RewardFailure(NotYet):
     """A reward gave no scores. It is asked again, unless `permanent`: then somebody must change something first."""
@@ -24,8 +26,10 @@ class RewardPause(Exception):
     """The job shall pause, for a reward failed for too long. The message is the job's reason."""
 
 
-def of_call(name: str, service: str, address: str, error: grpc.aio.AioRpcError, deadline_s: float) -> RewardFailure:
-    """What a failed call tells of the reward `name`."""
+def of_call(
+    name: str, service: str, address: str, error: grpc.aio.AioRpcError, deadline_s: float | None
+) -> RewardFailure:
+    """What a failed call tells of the reward `name`: of Score, which has `timeouts.score_s`, or of Describe (None)."""
     code, details = error.code(), error.details() or ""
     return RewardFailure(
         f"rewards.{name}: service {service!r} at {address} {_what(code, details, deadline_s)}",
@@ -39,16 +43,20 @@ def is_too_large(error: grpc.aio.AioRpcError) -> bool:
     return error.code() is _CODE.RESOURCE_EXHAUSTED and "message" in details and "larger than" in details
 
 
-def _what(code: grpc.StatusCode, details: str, deadline_s: float) -> str:
+def _what(code: grpc.StatusCode, details: str, deadline_s: float | None) -> str:
     match code:
+        case _CODE.UNAVAILABLE if "TLS" in details or "certificate" in details:
+            return f"cannot be reached: {details}"
         case _CODE.UNAVAILABLE:
-            return f"cannot be reached ({details}): start it, or correct its address in the controller's --reward"
+            return f"cannot be reached ({details}): start it, or correct its address ({_SETTING})"
         case _CODE.DEADLINE_EXCEEDED:
+            if deadline_s is None:
+                return "did not answer Describe: start it anew, or correct its address in the controller's --reward"
             return f"gave no answer in {deadline_s:g} s: make it faster, or raise timeouts.score_s"
         case _CODE.UNIMPLEMENTED:
             return (
-                f"is no flowfleet.v1.RewardService ({details}): another service answers at this address, correct it in "
-                "the controller's --reward"
+                f"is no flowfleet.v1.RewardService ({details}): another service answers at this address, correct it "
+                f"({_SETTING})"
             )
         case _CODE.UNAUTHENTICATED | _CODE.PERMISSION_DENIED:
             return f"refuses the controller ({details}): give both the same FLOWFLEET_RPC_TOKEN"

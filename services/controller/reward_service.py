@@ -195,7 +195,7 @@ class RewardService:
             if isinstance(answer, BaseException) and not isinstance(answer, grpc.aio.AioRpcError):
                 raise answer
             if isinstance(answer, grpc.aio.AioRpcError) and not given:
-                raise self._failure(name, replica, answer, DESCRIBE_DEADLINE_S)
+                raise self._failure(name, replica, answer, None)
         if len(given) < sum(not isinstance(answer, BaseException) for answer in answers):
             raise self._not_understood(name, asked[0])
         return given
@@ -256,7 +256,9 @@ class RewardService:
         first, second = await gather_or_cancel(self._score(name, params, half, may_split=True) for half in halves)
         return first | second
 
-    def _failure(self, name: str, replica: _Replica, error: grpc.aio.AioRpcError, deadline_s: float) -> RewardFailure:
+    def _failure(
+        self, name: str, replica: _Replica, error: grpc.aio.AioRpcError, deadline_s: float | None
+    ) -> RewardFailure:
         return reward_failures.of_call(name, self.service, replica.address, error, deadline_s)
 
     def _not_understood(self, name: str, replica: _Replica) -> RewardFailure:
