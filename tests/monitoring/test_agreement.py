@@ -21,6 +21,7 @@ from flowfleet.telemetry import metric_name
 from services.controller.metric_families import DESCRIPTIONS
 from services.controller.reward_calls import RewardCalls
 from services.controller.shadow_queue import ShadowMetrics
+from services.reward.judge.metrics import JudgeMetrics
 from services.reward.metrics import RewardMetrics
 from services.rollout.metrics import RolloutMetrics
 
@@ -58,6 +59,7 @@ def service_metrics() -> set[str]:
     registry = CollectorRegistry()
     RolloutMetrics(registry)
     RewardMetrics("ocr", (0.0, 1.0), registry)
+    JudgeMetrics(registry)
     RewardCalls(registry)
     ShadowMetrics(registry)
     BlobMetrics(registry)

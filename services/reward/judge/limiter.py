@@ -1,8 +1,8 @@
 """How many calls one server may have at a time: additive increase, multiplicative decrease (as TCP).
 
-The limit up to doubles a round trip until the server first slows, then grows by one a round trip. A call that took longer
-than the target, timed out or was refused as too many (429, 503) cuts it, once for all calls that were under way at the
-cut: they tell of the same crowd. It grows only while it is used, so that quiet hours do not earn a storm.
+The limit up to doubles a round trip until the server first slows, then grows by one a round trip. A call that took
+longer than the target, timed out or was refused as too many (429, 503) cuts it, once for all calls that were under way
+at the cut: they tell of the same crowd. It grows only while it is used, so that quiet hours do not earn a storm.
 """
 
 from __future__ import annotations
