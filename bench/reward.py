@@ -103,13 +103,14 @@ def main() -> None:
     before = os.getloadavg()
     rows: list[Any] = []
     for name in options.only:
-        if name == "http":
-            rows.append(asked(options.rounds))
-            continue
-        rows += [one(name, number, options.groups, options.rounds) for number in options.processes]
-    if options.json:
-        machine = {"cpus": usable_cpus(), "load_before": before, "load_after": os.getloadavg()}
-        options.json.write_text(json.dumps({"machine": machine, "figures": [asdict(row) for row in rows]}, indent=2))
+        for processes in [1] if name == "http" else options.processes:
+            rows.append(
+                asked(options.rounds) if name == "http" else one(name, processes, options.groups, options.rounds)
+            )
+            machine = {"cpus": usable_cpus(), "load_before": before, "load_after": os.getloadavg()}
+            if options.json:
+                text = json.dumps({"machine": machine, "figures": [asdict(row) for row in rows]}, indent=2)
+                options.json.write_text(text + "\n")
 
 
 def one(name: str, processes: int, num_groups: int, rounds: int) -> Figures:
