@@ -17,7 +17,7 @@ from services.controller.directory import StaticDirectory
 from services.controller.outages import PROBE_EVERY_S, Attempt, Outage
 from services.controller.reward_answers import is_rubbish, read_answers
 from services.controller.reward_calls import RewardCalls
-from services.controller.reward_failures import RewardFailure, RewardPause
+from services.controller.reward_failures import RewardFailure, RewardPause, of_call
 from services.controller.rewards import RewardPlane
 
 SERVICE = "flowfleet.v1.RewardService"
@@ -316,6 +316,31 @@ def test_other_servers_are_told_from_reward_services() -> None:
     film = Service(modalities=[reward_pb2.MODALITY_VIDEO])
     services = {"garbage": Garbage(), "nothing": Nothing(), "newer": Service(contract=9), "film": film}
     with_services(services, use, {"nobody": "127.0.0.1:9"})
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "says", "permanent"),
+    [
+        ("UNAVAILABLE", "h:1 speaks no TLS: set FLOWFLEET_TLS_DIR", "reached: h:1 speaks no TLS: set FLOWFLEET", False),
+        ("UNAVAILABLE", "connection refused", "start it, or correct its address", False),
+        (
+            "DEADLINE_EXCEEDED",
+            "Deadline Exceeded",
+            "no answer in 20 s: make it faster, or raise timeouts.score_s",
+            False,
+        ),
+        ("UNAUTHENTICATED", "no token", "FLOWFLEET_RPC_TOKEN", True),
+        ("RESOURCE_EXHAUSTED", "busy", "add replicas", False),
+    ],
+)
+def test_a_failed_call_names_the_service_and_what_to_change(
+    code: str, details: str, says: str, permanent: bool
+) -> None:
+    error = grpc.aio.AioRpcError(grpc.StatusCode[code], grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+    failure = of_call("ocr", "ocr-v2", "h:1", error, 20.0)
+    assert str(failure).startswith("rewards.ocr: service 'ocr-v2' at h:1 ")
+    assert says in str(failure)
+    assert failure.permanent == permanent
 
 
 def test_an_outage_begins_with_the_samples_that_were_sent_first() -> None:
