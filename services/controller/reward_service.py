@@ -11,11 +11,11 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Final
 
 import grpc
 
 from flowfleet.proto import reward_pb2, reward_pb2_grpc
+from flowfleet.reward_requests import CONTRACT
 from flowfleet.rpc import open_channel
 from services.controller import reward_failures
 from services.controller.concurrency import gather_or_cancel
@@ -25,8 +25,6 @@ from services.controller.reward_calls import RewardCalls
 from services.controller.reward_failures import RewardFailure
 from services.controller.reward_requests import MAX_CALL_BYTES, chunks, whole_groups
 
-CONTRACT: Final = 1
-"""The newest `DescribeResponse.contract` that is known here."""
 DESCRIBE_DEADLINE_S = 10.0
 DESCRIBED_FOR_S = 60.0
 """A description is asked for again after so long, and after each break of the connection: another process may have the

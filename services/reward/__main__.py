@@ -12,6 +12,7 @@ from typing import Any
 
 from flowfleet import rpc
 from flowfleet.proto.reward_pb2_grpc import add_RewardServiceServicer_to_server
+from flowfleet.reward_requests import SERVICE_NAME
 from flowfleet.service import rpc_parser, run_service, usable_cpus
 from services.reward import scorers
 from services.reward.batcher import Limits
@@ -20,7 +21,7 @@ from services.reward.evaluator import Evaluator
 from services.reward.metrics import RewardMetrics
 from services.reward.pool import MAX_PROCESSES, ProcessPool, default_processes
 from services.reward.scorers.base import AnyScorer, Scorer
-from services.reward.server import SERVICE_NAME, RewardServicer
+from services.reward.server import RewardServicer
 from services.reward.settings import read_settings
 
 _ANSWER_S = 5.0  # for answers to leave after the drain

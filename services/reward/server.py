@@ -14,14 +14,11 @@ from flowfleet.proto.reward_pb2 import (
     ScoreResponse,
 )
 from flowfleet.proto.reward_pb2_grpc import RewardServiceServicer
+from flowfleet.reward_requests import CONTRACT, check_request
 from services.reward.batcher import Limits
 from services.reward.engines import Engine
 from services.reward.metrics import RewardMetrics
 from services.reward.scorers.base import Outcome, Problem
-
-SERVICE_NAME = "flowfleet.v1.RewardService"
-CONTRACT = 1
-"""Version of reward.proto that is spoken."""
 
 
 class RewardServicer(RewardServiceServicer):
@@ -57,28 +54,12 @@ class RewardServicer(RewardServiceServicer):
 
     async def Score(self, request: ScoreRequest, context: Any) -> ScoreResponse:
         with self._metrics.request():
-            self._check(request)
+            check_request(request, self._limits.max_batch)
             params = self._parse(request.params)
             outcomes = await self._engine.score(request.samples, params, request.ByteSize())
             pairs = zip(request.samples, outcomes, strict=True)
             scores = [_score(sample.sample_id, outcome) for sample, outcome in pairs]
             return ScoreResponse(scores=scores, version=self._scorer.version)
-
-    def _check(self, request: ScoreRequest) -> None:
-        """InvalidRequest for a request that cannot be answered as a whole."""
-        ids = [sample.sample_id for sample in request.samples]
-        if not ids:
-            raise InvalidRequest("samples is empty: send at least one")
-        if len(ids) > self._limits.max_batch:
-            raise InvalidRequest(
-                f"{len(ids)} samples in one call, the limit is {self._limits.max_batch}: split the call "
-                "(Describe gives the limit as max_batch_size)"
-            )
-        if not all(ids):
-            raise InvalidRequest(f"samples[{ids.index('')}].sample_id is empty: scores are matched by it")
-        if len(set(ids)) < len(ids):
-            twice = next(name for name in ids if ids.count(name) > 1)
-            raise InvalidRequest(f"sample_id {twice!r} occurs twice in one call: scores are matched by it")
 
     def _parse(self, params: Mapping[str, str]) -> Any:
         try:
