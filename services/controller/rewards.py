@@ -129,6 +129,8 @@ class RewardPlane:
                 raise failure
         self._attempts.pop(key, None)
         answers = {name: result for name, result in zip(names, results, strict=True) if isinstance(result, dict)}
+        for name in rewards.keys() - answers.keys():
+            self._calls.gave_up(name, rewards[name].on_failure, len(samples))
         return {sample.sample_id: self._verdict(rewards, step, sample.sample_id, answers) for sample in samples}
 
     def _attempt(self, key: tuple[tuple[str, int], ...]) -> Attempt:
@@ -147,19 +149,18 @@ class RewardPlane:
             return attempt.answers[name]
         outage = self._outages[name, part.service_of(name)]
         if not outage.may_ask(self._clock()):
-            self._calls.gave_up(name, part.on_failure, len(samples))
             return None
         await asyncio.sleep(attempt.delay(name))
         try:
             answers = await self.ask(name, part, samples)
         except RewardFailure as failure:
-            self._failed(name, part, samples, attempt, failure)
+            self._failed(name, part, len(samples), attempt, failure)
             return None
         outage.worked()
         attempt.answers[name] = answers
         return answers
 
-    def _failed(self, name: str, part: RewardPart, samples: Samples, attempt: Attempt, failure: RewardFailure) -> None:
+    def _failed(self, name: str, part: RewardPart, count: int, attempt: Attempt, failure: RewardFailure) -> None:
         """Raises the failure while the reward is to be waited for, RewardPause where the job shall pause."""
         now, outage = self._clock(), self._outages[name, part.service_of(name)]
         is_current = any(attempt is known for known in self._attempts.values())  # not since before a pause
@@ -170,12 +171,11 @@ class RewardPlane:
         if part.on_failure == "pause" and (is_over or failure.permanent):
             self._attempts.clear()
             self._outages.clear()
-            self._calls.gave_up(name, "pause", len(samples))
+            self._calls.gave_up(name, "pause", count)
             raise RewardPause(self._why_paused(name, failure, is_over))
         if not is_over:
             raise failure
         outage.give_up(now)
-        self._calls.gave_up(name, part.on_failure, len(samples))
 
     def _why_paused(self, name: str, failure: RewardFailure, is_over: bool) -> str:
         waited = f" It failed for timeouts.rewards_s = {self._patience_s:g} s." if is_over else ""
