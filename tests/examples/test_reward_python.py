@@ -1,0 +1,71 @@
+"""The reward in twenty lines as docs/rewards.md tells it: quoted as it is, and a service that keeps the contract."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from examples import quotes
+from flowfleet import cli
+from flowfleet.docs_tables import outdated
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / quotes.REWARDS_PAGE
+PROGRAM = ROOT / "examples/reward-python/colourful.py"
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("colourful")
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen([sys.executable, PROGRAM, "--port-file", folder / "port"], stderr=log)
+    try:
+        deadline = time.monotonic() + 60
+        while not (folder / "port").exists():
+            assert process.poll() is None, (folder / "log").read_text()
+            assert time.monotonic() < deadline, "the service did not start"
+            time.sleep(0.05)
+        yield (folder / "port").read_text()
+    finally:
+        process.terminate()
+        code = process.wait(30)
+    assert code == 0, "SIGTERM drains"
+
+
+def test_the_page_quotes_it_and_its_links_lead_somewhere() -> None:
+    assert outdated(PAGE, quotes.parts(ROOT, quotes.REWARDS_PAGE)) == [], "run `python -m examples.quotes`"
+    text = re.sub(r"```.*?```", "", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
+    assert [link for link in links if not (PAGE.parent / link).exists()] == []
+    assert len(PROGRAM.read_text().strip().splitlines()) < 30
+
+
+def test_it_keeps_the_contract_as_the_command_line_tells(address: str) -> None:
+    result = CliRunner().invoke(cli.app, ["reward", "check", f"grpc://{address}"])
+    assert result.exit_code == 0, result.output
+    assert "colourful 1, pictures, scores 0 to 400, at most 64 a call, contract 1" in result.stdout
+    assert re.search(r"\d\d passed, in", result.stdout), "nothing failed, nothing was noted or skipped"
+
+
+def test_colour_is_what_it_scores(address: str, tmp_path: Path) -> None:
+    """Of one flat colour: the spread is 0 and the mean the formula's: |(R - G, (R + G) / 2 - B)|."""
+    Image.new("RGB", (16, 16), (200, 80, 20)).save(tmp_path / "orange.png")
+    expected = 0.3 * (120**2 + 120**2) ** 0.5
+    words = ["reward", "check", f"grpc://{address}", "--image", str(tmp_path / "orange.png"), "--json"]
+    result = CliRunner().invoke(cli.app, words)
+    assert f'"score {expected:g}"' in result.stdout
+
+
+def test_a_broken_contract_is_exit_code_1() -> None:
+    result = CliRunner().invoke(cli.app, ["reward", "check", "grpc://127.0.0.1:9"])
+    assert result.exit_code == 1
+    assert "UNAVAILABLE" in result.stdout
+    assert "needs 'reachable', which did not pass" in result.stdout
