@@ -64,7 +64,7 @@ def page(job: Job, heading: str, shown: Sequence[Shown], remark: str = "") -> st
     groups = _by_group(shown)
     scales = _scales([one.sample for one in shown])
     picked = sum(one.rank is not None for one in shown)
-    facts = f"{job.name} · job {job.id} · {picked} samples of {len(groups)} groups, {len(shown)} in all"
+    facts = f"{job.name} · job {job.id} · samples: {picked} of {len(shown)} shown · groups: {len(groups)}"
     header = tag("header", tag("h1", heading), tag("p", facts, class_="soft"), *([tag("p", remark)] if remark else []))
     main = tag("main", *(_group(members, scales) for members in groups))
     head = tag(
