@@ -43,26 +43,35 @@ class JudgeClient:
         self._hedges = HedgePolicy(settings.hedge_quantile, ShareBudget(settings.hedge_share, reserve=2))
         self._cache: LruCache[Answer] = LruCache(settings.cache_size)
         self._draw = random.Random()
-        self._http: httpx.AsyncClient | None = None
+        self._open = False
+        self._idle: list[httpx.AsyncClient] = []
         try:
-            self._tls: ssl.SSLContext | bool = ssl.create_default_context(cafile=settings.ca) if settings.ca else True
+            self._tls = ssl.create_default_context(cafile=settings.ca) if settings.ca else httpx.create_ssl_context()
         except ssl.SSLError as error:
             raise ValueError(f"settings.ca: {settings.ca} is no PEM file of certificates: {error}") from error
 
     async def start(self) -> None:
-        settings = self._settings
-        most = len(settings.urls) * settings.max_concurrency
-        self._http = httpx.AsyncClient(
-            headers={"authorization": f"Bearer {settings.api_key}"} if settings.api_key else {},
-            limits=httpx.Limits(max_connections=most, max_keepalive_connections=most, keepalive_expiry=_KEEP_ALIVE_S),
-            timeout=httpx.Timeout(None, connect=min(_CONNECT_S, settings.timeout_s)),
+        self._open = True
+
+    async def close(self) -> None:
+        self._open = False
+        await asyncio.gather(*(http.aclose() for http in self._idle))
+        self._idle.clear()
+
+    def _http(self) -> httpx.AsyncClient:
+        """A client for one call at a time: httpx's pool looks through all of its connections at every step of a call,
+        which with 64 of them took more time than all else."""
+        assert self._open, "start was not called"
+        if self._idle:
+            return self._idle.pop()
+        key = self._settings.api_key
+        return httpx.AsyncClient(
+            headers={"authorization": f"Bearer {key}"} if key else {},
+            limits=httpx.Limits(keepalive_expiry=_KEEP_ALIVE_S),
+            timeout=httpx.Timeout(None, connect=min(_CONNECT_S, self._settings.timeout_s)),
             verify=self._tls,
             trust_env=False,
         )
-
-    async def close(self) -> None:
-        if self._http is not None:
-            await self._http.aclose()
 
     async def ask(self, request: ChatRequest) -> Answer:
         """The answer to a question. Raises CallFailed with the reason of the last try."""
@@ -160,11 +169,15 @@ class JudgeClient:
             raise of_transport(url, self._settings, error) from error
 
     async def _post(self, url: str, request: ChatRequest) -> Answer:
-        assert self._http is not None, "start was not called"
+        http = self._http()
+        try:
+            return await self._exchange(http, url, request)
+        finally:
+            self._idle.append(http)
+
+    async def _exchange(self, http: httpx.AsyncClient, url: str, request: ChatRequest) -> Answer:
         headers = {"content-type": "application/json"}
-        async with self._http.stream(
-            "POST", f"{url}/chat/completions", content=request.body, headers=headers
-        ) as response:
+        async with http.stream("POST", f"{url}/chat/completions", content=request.body, headers=headers) as response:
             body = bytearray()
             async for chunk in response.aiter_bytes():
                 body += chunk
