@@ -32,6 +32,7 @@ from services.reward.scorers.base import (
     Problem,
     Score,
     ScorerSettings,
+    read_params,
     score_range,
 )
 from services.reward.scorers.http_shapes import BAD_ANSWER, SHAPES, BadAnswer
@@ -84,6 +85,8 @@ class HttpSettings(ScorerSettings):
     score_min: float | None = None
     score_max: float | None = None
     """Bounds of the score; unset: none."""
+    params: tuple[str, ...] = ()
+    """Parameters that a job may give, which travel along; any other is refused."""
     components: tuple[str, ...] = ()
     """Fields of the answer, beside the scores and as long as they are, that are kept."""
 
@@ -131,7 +134,7 @@ class HttpScorer(AsyncScorer[Params]):
         await self._client.aclose()
 
     def parse(self, params: Mapping[str, str]) -> Params:
-        return tuple(sorted(params.items()))
+        return tuple(sorted(read_params(params, dict.fromkeys(self._settings.params, str)).items()))
 
     async def score(self, samples: Sequence[EncodedSample], params: Params) -> list[Outcome]:
         async with asyncio.TaskGroup() as group:

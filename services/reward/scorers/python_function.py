@@ -1,7 +1,7 @@
 """`python`: a function of yours as a reward, by its import path, in a process of its own.
 
 The function gets decoded media, in order: a picture (PIL, RGB) or the frames of a video ((F, H, W, 3) uint8), the
-prompt, and the metadata of the prompt's line; the request's `params` come as keyword arguments of text.
+prompt, and the metadata of the prompt's line; `params` that the settings name come as keyword arguments of text.
 
     def redness(picture, prompt, metadata):             # one at a time
         return picture.resize((1, 1)).getpixel((0, 0))[0] / 255
@@ -39,6 +39,7 @@ from services.reward.scorers.base import (
     Scorer,
     ScorerSettings,
     numbers_of,
+    read_params,
     score_range,
 )
 
@@ -67,6 +68,8 @@ class PythonSettings(ScorerSettings):
     score_min: float | None = None
     score_max: float | None = None
     """Bounds of the score; unset: none."""
+    params: tuple[str, ...] = ()
+    """Parameters that a job may give: keyword arguments of the function, of text. Any other is refused."""
     components: tuple[str, ...] = ()
     """Names that the function returns beside the score."""
 
@@ -106,9 +109,7 @@ class PythonFunction(Scorer[Params]):
         self._function = function
 
     def parse(self, params: Mapping[str, str]) -> Params:
-        if bad := next((name for name in params if not name.isidentifier()), None):
-            raise ValueError(f"params.{bad} cannot be an argument of a function: name it as Python names variables")
-        return tuple(sorted(params.items()))
+        return tuple(sorted(read_params(params, dict.fromkeys(self._settings.params, str)).items()))
 
     def score(self, samples: Sequence[Sample], params: Params) -> list[Outcome]:
         try:

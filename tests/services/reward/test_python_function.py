@@ -90,7 +90,9 @@ def ask(scorer: PythonFunction, *prompts: str, **params: str) -> list[Outcome]:
 
 def test_one_sample_a_call(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    scorer = made(folder, components=["red"])
+    scorer = made(folder, components=["red"], params=["scale"])
+    with pytest.raises(ValueError, match=r"params\.size is unknown: this scorer takes scale"):
+        scorer.parse({"size": "3"})
     assert ask(scorer, "abc", scale="10") == [Score(32.0)]
     assert ask(scorer, "parts") == [Score(1.0, {"red": 17.0})]
     assert "abc of (8, 4)" in caplog.messages
