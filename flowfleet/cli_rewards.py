@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flowfleet.api_types import Comparison, Distribution, RewardRevision, Rewards, ShadowComparison
+from flowfleet.api_types import Distribution, RewardRevision, Rewards, ShadowComparison
 from flowfleet.cli_options import Ca, JobId, Url, connect, out
 from flowfleet.progress import number
 
@@ -146,6 +146,7 @@ def _settings_table(active: RewardRevision) -> Table:
     made = _table("REWARD", "SERVICE", "WEIGHT", "SETTINGS")
     for name, part in active.rewards.items():
         others = {key: value for key, value in part.items() if key not in ("service", "weight") and value}
+        others = {key: value for key, value in others.items() if (key, value) != ("on_failure", "pause")}
         weight = number(part.get("weight", 1.0))
         made.add_row(name, part.get("service") or name, weight, Text(_plain(others)))
     for name, part in active.shadows.items():
@@ -155,20 +156,21 @@ def _settings_table(active: RewardRevision) -> Table:
 
 
 def comparison_table(name: str, found: ShadowComparison) -> Table:
-    """A shadow and its reward side by side, over training samples and held-out ones."""
-    made = _table("", found.beside, name, f"{found.beside}, held out", f"{name}, held out")
-    sides = (found.train.active, found.train.shadow, found.held_out.active, found.held_out.shadow)
+    """A shadow and its reward side by side, over training samples, and over held-out ones where there are some."""
+    names = (found.beside, name)
+    both = (found.train, *([found.held_out] if found.held_out.samples else ()))
+    made = _table("", *names, *(f"{each}, held out" for each in names if len(both) > 1))
+    sides = [side for part in both for side in (part.active, part.shadow)]
     made.add_row("version", *(", ".join(side.versions) or "-" for side in sides))
     for label, attribute in _ROWS:
         made.add_row(label, *(_number(getattr(side, attribute)) for side in sides))
     made.add_row("5, 25, 50, 75, 95 %", *(_quantiles(side) for side in sides))
-    both: tuple[Comparison, Comparison] = (found.train, found.held_out)
     for label, values in (
         ("samples of both", [str(part.samples) for part in both]),
         ("rank correlation", [_number(part.spearman) for part in both]),
         ("same order in groups", [_number(part.agreement) for part in both]),
     ):
-        made.add_row(label, "", values[0], "", values[1])
+        made.add_row(label, *(cell for value in values for cell in ("", value)))
     made.caption = f"{found.scored} samples scored, {found.failed} failed, {found.left_out} left out"
     made.caption_justify = "left"
     return made
