@@ -78,7 +78,7 @@ class Reports:
         row = {
             **trainer,
             **_reward_metrics(stats),
-            **reward_row("critic/rewards", watched, [sample.scores for sample in scored]),
+            **reward_row("critic", watched, [sample.scores for sample in scored]),
             **_timings(batch, now, duration),
             **self._publish,
             "critic/rewards/revision": float(job.machine.rewards_number_at(step)),
@@ -106,7 +106,7 @@ class Reports:
             "val/reward": float("nan") if reward is None else reward,
             "val/num_scored": float(len(scores)),
             "val/num_prompts": float(len(media)),
-            **reward_row("val-core/rewards", job.machine.rewards_at(version), [one.rewards for one in verdicts]),
+            **reward_row("val-core", job.machine.rewards_at(version), [one.rewards for one in verdicts]),
             "val/edge_density": _mean([item.edge_density for item in stats]),
             "val/colour_entropy": _mean([item.colour_entropy for item in stats]),
         }

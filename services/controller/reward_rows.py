@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 
 def reward_row(prefix: str, rewards: Iterable[str], scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """`prefix/NAME/mean` and `prefix/NAME/std` (ddof 0) over the samples that a reward scored, NaN without any, and
-    `prefix/NAME/missing`: the others. `scores`: reward → raw score, one a sample."""
+    """`prefix/rewards/NAME/mean` and `prefix/rewards/NAME/std` (ddof 0) over the samples that a reward scored, NaN without any, and
+    `prefix/rewards/NAME/missing`: the others. `scores`: reward → raw score, one a sample."""
     row = {}
     for name in sorted(rewards):
         values = [one[name] for one in scores if name in one]
-        row[f"{prefix}/{name}/mean"] = statistics.fmean(values) if values else float("nan")
-        row[f"{prefix}/{name}/std"] = statistics.pstdev(values) if values else float("nan")
-        row[f"{prefix}/{name}/missing"] = float(len(scores) - len(values))
+        row[f"{prefix}/rewards/{name}/mean"] = statistics.fmean(values) if values else float("nan")
+        row[f"{prefix}/rewards/{name}/std"] = statistics.pstdev(values) if values else float("nan")
+        row[f"{prefix}/rewards/{name}/missing"] = float(len(scores) - len(values))
     return row

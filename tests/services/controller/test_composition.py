@@ -169,7 +169,7 @@ def test_a_skipped_reward_prefers_nobody_in_a_sum_nor_in_pairs() -> None:
 
 
 def test_a_row_shows_raw_scores_and_how_many_are_missing() -> None:
-    row = reward_row("critic/rewards", ["b", "a"], [{"a": 1.0}, {"a": 4.0}, {"a": 1.0}])
+    row = reward_row("critic", ["b", "a"], [{"a": 1.0}, {"a": 4.0}, {"a": 1.0}])
     assert row["critic/rewards/a/mean"] == 2.0
     assert row["critic/rewards/a/std"] == pytest.approx(np.sqrt(2.0))
     assert (row["critic/rewards/a/missing"], row["critic/rewards/b/missing"]) == (0.0, 3.0)
