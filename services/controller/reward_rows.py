@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 
 def reward_row(prefix: str, rewards: Iterable[str], scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """`prefix/rewards/NAME/mean` and `prefix/rewards/NAME/std` (ddof 0) over the samples that a reward scored, NaN without any, and
-    `prefix/rewards/NAME/missing`: the others. `scores`: reward → raw score, one a sample."""
+    """`PREFIX/rewards/NAME/mean` and `std` (ddof 0) over the samples that a reward scored, NaN without any, and
+    `missing`: the others. `scores`: reward → raw score, one a sample."""
     row = {}
     for name in sorted(rewards):
         values = [one[name] for one in scores if name in one]
