@@ -83,7 +83,7 @@ def write_page(directory: Path, page: Path) -> None:
     """Results, pictures and tables of all runs in a directory."""
     runs = [Trained.read(path) for path in sorted(directory.glob("*/run.json"))]
     for topic, names in (("hacking", ("hacked", "guarded")), ("judge", ("judge", "frozen"))):
-        chosen = [run for run in runs if run.name in names]
+        chosen = [run for name in names for run in runs if run.name == name]
         if chosen:
             text = json.dumps([run.as_json() for run in chosen], indent=1)
             (RESULTS / f"reward-{topic}.json").write_text(text + "\n")
