@@ -8,6 +8,8 @@ OMNI   := $(shell sed -n 's/^vllm-omni==//p' requirements/vllm-omni.txt)
 VENV := .venv
 BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Two files of tests at a time; those of one file share what they start.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 CODE := flowfleet services recipes bench deploy examples tests
 
 .DEFAULT_GOAL := help
@@ -27,13 +29,13 @@ vllm-omni: $(VENV)/.vllm-omni  ## add the vLLM-Omni engine, for CPUs
 vllm-omni-cuda: $(VENV)/.vllm-omni-cuda  ## add the vLLM-Omni engine, for NVIDIA GPUs; untried, see requirements/
 
 test: $(VENV)/.dev $(VENV)/.vllm-omni  ## run the tests, without the long ones
-	$(BIN)/python -m pytest -m "not long and not cluster" $(PYTEST_FLAGS)
+	$(PYTEST) -m "not long and not cluster" $(PYTEST_FLAGS)
 
 test-cluster: $(VENV)/.dev  ## run the demo in the Kubernetes cluster that KUBECONFIG names; see tests/cluster/run
 	PYTEST="$(BIN)/python -m pytest" tests/cluster/run $(PYTEST_FLAGS)
 
 test-all: $(VENV)/.dev $(VENV)/.vllm-omni  ## run all tests: kills, matrices and learning too
-	$(BIN)/python -m pytest -m "not cluster" $(PYTEST_FLAGS)
+	$(PYTEST) -m "not cluster" $(PYTEST_FLAGS)
 
 lint: $(VENV)/.dev  ## check style, types and who imports whom
 	$(BIN)/ruff check $(CODE)

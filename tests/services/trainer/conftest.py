@@ -36,7 +36,7 @@ def files(tmp_path: Path) -> SyncBlobs:
     return FsspecBlobs(f"file://{tmp_path}/blobs")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     """A world of one inside the test's process."""
     ranks = Ranks()
