@@ -85,7 +85,7 @@ def write_page(directory: Path, page: Path) -> None:
     for topic, names in (("hacking", ("hacked", "guarded")), ("judge", ("judge", "frozen"))):
         chosen = [run for name in names for run in runs if run.name == name]
         if chosen:
-            text = json.dumps([run.as_json() for run in chosen], indent=1)
+            text = json.dumps([run.figures for run in chosen], indent=1)
             (RESULTS / f"reward-{topic}.json").write_text(text + "\n")
             draw(topic, chosen, directory, page.parent / "images")
             rewrite(page, parts(topic, chosen))
@@ -145,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("what", choices=["hacking", "judge", "page"])
     parser.add_argument("--seeds", type=int, nargs="+", help="hacking: 1; judge: 1 2 3")
-    parser.add_argument("--held-out", type=int, default=64, help="held-out prompts of a validation (64)")
+    parser.add_argument("--held-out", type=int, default=48, help="held-out prompts of a validation (48)")
     parser.add_argument("--lessons", type=int, default=400, help="steps of the judge's teaching (400)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of every job; repeatable")
     parser.add_argument("--directory", type=Path, default=RUNS)

@@ -58,12 +58,14 @@ class Trained:
         first, last = self.validations[0].scores, self.validations[-1].scores
         return ", ".join(f"{name} {first[name]:.3f} → {last[name]:.3f}" for name in sorted(first))
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+    @property
+    def figures(self) -> dict[str, Any]:
+        """All but the settings, which name folders of the machine."""
+        return {name: value for name, value in asdict(self).items() if name != "settings"}
 
     def write(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "run.json").write_text(json.dumps(self.as_json(), indent=1) + "\n")
+        (directory / "run.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> Trained:
