@@ -92,7 +92,7 @@ def draw(topic: Topic, runs: Sequence[Trained], directory: Path, images: Path) -
             "A plain reward is hacked, a guarded one is not",
             "Means over held-out prompts",
         ),
-        "judge": ("A vision-language model as the only reward", "Means over held-out prompts; dashed: frozen"),
+        "judge": ("A vision-language model as the reward", "Means over held-out prompts; dashed: frozen"),
     }[topic]
     panels = {name: [_line(run, measure) for run in runs] for name, measure in measures.items()}
     measure_panels(images / f"reward_{topic}_curves.png", panels, *about, "pictures generated", num_columns=5)

@@ -83,9 +83,10 @@ def test_the_guarded_recipe_is_the_hacked_one_with_guards() -> None:
     assert hacked == guarded
 
 
-def test_the_judges_recipe_is_a_job_whose_only_weight_is_the_judge() -> None:
-    rewards = load_job(RECIPES / "tiny_judge.toml").rewards
-    assert {name: part.weight for name, part in rewards.items()} == {"judge": 1.0, "ocr": 0.0}
+def test_the_judges_recipe_weighs_the_judge_and_the_letters_alike() -> None:
+    job = load_job(RECIPES / "tiny_judge.toml")
+    assert {name: part.weight for name, part in job.rewards.items()} == {"judge": 1.0, "ocr": 1.0}
+    assert job.algorithm.reward_combination == "normalized"
 
 
 def _png(picture: Image.Image) -> bytes:
