@@ -13,8 +13,9 @@ import ssl
 import time
 from typing import Final
 
-import httpx
+import aiohttp
 
+from services.reward import http_client
 from services.reward.judge.answers import Answer, read_answer
 from services.reward.judge.budget import ShareBudget, backoff_s
 from services.reward.judge.cache import LruCache
@@ -25,11 +26,7 @@ from services.reward.judge.metrics import JudgeMetrics
 from services.reward.judge.servers import Place, Server, Servers
 from services.reward.judge.settings import JudgeSettings
 
-MAX_ANSWER_BYTES: Final = 2**24
-_CONNECT_S: Final = 5.0
 _LONGEST_BACKOFF_S: Final = 10.0
-_KEEP_ALIVE_S: Final = 4.0
-"""Less than the 5 s after which uvicorn, and so vLLM, closes an idle connection: a call would meet its end."""
 
 
 class JudgeClient:
@@ -43,35 +40,19 @@ class JudgeClient:
         self._hedges = HedgePolicy(settings.hedge_quantile, ShareBudget(settings.hedge_share, reserve=2))
         self._cache: LruCache[Answer] = LruCache(settings.cache_size)
         self._draw = random.Random()
-        self._open = False
-        self._idle: list[httpx.AsyncClient] = []
+        self._session: aiohttp.ClientSession
         try:
-            self._tls = ssl.create_default_context(cafile=settings.ca) if settings.ca else httpx.create_ssl_context()
+            self._tls = ssl.create_default_context(cafile=settings.ca)
         except ssl.SSLError as error:
             raise ValueError(f"settings.ca: {settings.ca} is no PEM file of certificates: {error}") from error
 
     async def start(self) -> None:
-        self._open = True
+        key = self._settings.api_key
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._session = http_client.open_session(self._tls, self._settings.timeout_s, headers)
 
     async def close(self) -> None:
-        self._open = False
-        await asyncio.gather(*(http.aclose() for http in self._idle))
-        self._idle.clear()
-
-    def _http(self) -> httpx.AsyncClient:
-        """A client for one call at a time: httpx's pool looks through all of its connections at every step of a call,
-        which with 64 of them took more time than all else."""
-        assert self._open, "start was not called"
-        if self._idle:
-            return self._idle.pop()
-        key = self._settings.api_key
-        return httpx.AsyncClient(
-            headers={"authorization": f"Bearer {key}"} if key else {},
-            limits=httpx.Limits(keepalive_expiry=_KEEP_ALIVE_S),
-            timeout=httpx.Timeout(None, connect=min(_CONNECT_S, self._settings.timeout_s)),
-            verify=self._tls,
-            trust_env=False,
-        )
+        await self._session.close()
 
     async def ask(self, request: ChatRequest) -> Answer:
         """The answer to a question. Raises CallFailed with the reason of the last try."""
@@ -161,34 +142,19 @@ class JudgeClient:
 
     async def _call(self, url: str, request: ChatRequest) -> Answer:
         try:
-            async with asyncio.timeout(self._settings.timeout_s):
-                return await self._post(url, request)
+            reply = await http_client.post(self._session, f"{url}/chat/completions", request.body)
+        except aiohttp.ClientError as error:
+            raise of_transport(url, self._settings, error) from error
         except TimeoutError:
             raise too_late(url, self._settings) from None
-        except httpx.HTTPError as error:
-            raise of_transport(url, self._settings, error) from error
-
-    async def _post(self, url: str, request: ChatRequest) -> Answer:
-        http = self._http()
+        except http_client.TooLong as error:
+            raise unreadable(url, str(error), "") from None
+        if reply.status != 200:
+            raise of_status(url, self._settings, reply)
         try:
-            return await self._exchange(http, url, request)
-        finally:
-            self._idle.append(http)
-
-    async def _exchange(self, http: httpx.AsyncClient, url: str, request: ChatRequest) -> Answer:
-        headers = {"content-type": "application/json"}
-        async with http.stream("POST", f"{url}/chat/completions", content=request.body, headers=headers) as response:
-            body = bytearray()
-            async for chunk in response.aiter_bytes():
-                body += chunk
-                if len(body) > MAX_ANSWER_BYTES:
-                    raise unreadable(url, f"more than {MAX_ANSWER_BYTES} bytes", "")
-            if response.status_code != 200:
-                raise of_status(url, self._settings, response, bytes(body))
-            try:
-                return read_answer(bytes(body))
-            except ValueError as error:
-                raise unreadable(url, str(error), response.headers.get("content-type", "")) from error
+            return read_answer(reply.body)
+        except ValueError as error:
+            raise unreadable(url, str(error), reply.headers.get("Content-Type", "")) from error
 
 
 async def _first_answer(calls: list[asyncio.Task[Answer]]) -> tuple[Answer, asyncio.Task[Answer]]:

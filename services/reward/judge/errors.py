@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ssl
 from typing import Final
 
-import httpx
+import aiohttp
 
+from services.reward.http_client import Reply, connect_complaint, tls_complaint
 from services.reward.judge.answers import error_message
 from services.reward.judge.settings import JudgeSettings
 
@@ -41,13 +41,13 @@ class CallFailed(Exception):
         return self.outcome in ("crowded", "timeout")
 
 
-def of_status(url: str, settings: JudgeSettings, response: httpx.Response, body: bytes) -> CallFailed:
+def of_status(url: str, settings: JudgeSettings, reply: Reply) -> CallFailed:
     """What a status other than 200 means."""
-    status = response.status_code
-    said = f"{url} answered {status}: {error_message(body) or response.reason_phrase}"
+    status = reply.status
+    said = f"{url} answered {status}: {error_message(reply.body) or reply.reason}"
     if status in CROWDED_STATUS:
         hint = "settings.max_concurrency bounds the calls at a time; or give it more replicas"
-        after_s = _retry_after_s(response)
+        after_s = _retry_after_s(reply)
         return CallFailed("crowded", f"{said} ({hint})", retry=True, retry_after_s=after_s, blames_server=status == 503)
     if status in RETRIED_STATUS:
         return CallFailed("server_error", f"{said} (its log has the reason; settings.urls names it)", retry=True)
@@ -58,11 +58,11 @@ def of_status(url: str, settings: JudgeSettings, response: httpx.Response, body:
         hint = f"settings.model is {settings.model!r}, settings.urls must end with the version, as /v1"
         return CallFailed("not_found", f"{said} ({hint})", retry=False)
     if 300 <= status < 400:
-        hint = f"it points to {response.headers.get('location', 'nowhere')}: settings.urls must name the server itself"
+        hint = f"it points to {reply.headers.get('Location', 'nowhere')}: settings.urls must name the server itself"
         return CallFailed("redirected", f"{said} ({hint})", retry=False)
     if status >= 500:
         return CallFailed("server_error", f"{said} (settings.urls names it)", retry=False)
-    return CallFailed("refused", f"{said} ({_hint_for(body)})", retry=False, blames_server=False)
+    return CallFailed("refused", f"{said} ({_hint_for(reply.body)})", retry=False, blames_server=False)
 
 
 def _hint_for(body: bytes) -> str:
@@ -74,35 +74,25 @@ def _hint_for(body: bytes) -> str:
     return "settings.rubric and settings.extra make the request"
 
 
-def _retry_after_s(response: httpx.Response) -> float | None:
+def _retry_after_s(reply: Reply) -> float | None:
     try:
-        return min(MAX_RETRY_AFTER_S, max(0.0, float(response.headers["retry-after"])))
+        return min(MAX_RETRY_AFTER_S, max(0.0, float(reply.headers["Retry-After"])))
     except (KeyError, ValueError):
         return None
 
 
-def of_transport(url: str, settings: JudgeSettings, error: httpx.HTTPError) -> CallFailed:
+def of_transport(url: str, settings: JudgeSettings, error: aiohttp.ClientError) -> CallFailed:
     """What went wrong before there was a whole answer."""
-    cause = _ssl_cause(error)
+    cause = tls_complaint(error)
     if cause is not None:
         hint = "settings.ca must be the CA of the server, settings.urls its name, and https:// only where it speaks TLS"
         return CallFailed("tls", f"{url}: no TLS: {cause} ({hint})", retry=False)
-    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-        message = f"{url}: cannot connect: {str(error) or 'timed out'} (is it up? settings.urls says where it is)"
+    why = connect_complaint(error)
+    if why is not None:
+        message = f"{url}: cannot connect: {why} (is it up? settings.urls says where it is)"
         return CallFailed("connect", message, retry=True)
-    if isinstance(error, httpx.TimeoutException):
-        return too_late(url, settings)
     hint = "settings.urls: is it an OpenAI-compatible server, and https:// where it speaks TLS?"
     return CallFailed("broken", f"{url}: the connection broke: {error or type(error).__name__} ({hint})", retry=True)
-
-
-def _ssl_cause(error: BaseException | None) -> str | None:
-    """What OpenSSL says, where that is the reason; httpx keeps it as text of a ConnectError alone."""
-    while error is not None:
-        if isinstance(error, ssl.SSLError) or "[SSL" in str(error):
-            return str(error)
-        error = error.__cause__ or error.__context__
-    return None
 
 
 def too_late(url: str, settings: JudgeSettings) -> CallFailed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import hashlib
 import io
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pybase64
 from PIL import Image
 
 from flowfleet.media import PICTURE_TYPES, MediaError, decode_media
@@ -32,7 +32,7 @@ class Picture:
     @classmethod
     def of(cls, data: bytes, media_type: str) -> Picture:
         """From an encoded file, as it is."""
-        url = b"data:" + media_type.encode() + b";base64," + base64.b64encode(data)
+        url = b"data:" + media_type.encode() + b";base64," + pybase64.b64encode(data)
         return cls(url, hashlib.sha256(data).digest())
 
 
@@ -88,7 +88,7 @@ def _of_data_url(url: str) -> Picture:
     try:
         if media_type not in PICTURE_TYPES:
             raise MediaError("media_type", f"its type must be one of {', '.join(PICTURE_TYPES)}")
-        return Picture.of(base64.b64decode(data, validate=True), media_type)
+        return Picture.of(pybase64.b64decode(data, validate=True), media_type)
     except ValueError as error:
         raise ValueError(f"metadata source is no data URL of a picture: {error}") from error
 

@@ -20,11 +20,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import httpx
+import aiohttp
 from pydantic import Field, field_validator
+from yarl import URL
 
 from flowfleet.errors import Unavailable
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
+from services.reward import http_client
 from services.reward.scorers.base import (
     AsyncScorer,
     EncodedSample,
@@ -38,12 +40,9 @@ from services.reward.scorers.base import (
 from services.reward.scorers.http_shapes import BAD_ANSWER, SHAPES, BadAnswer
 
 SERVER_FAILED = "server_failed"
-MAX_ANSWER_BYTES = 2**24
 MAX_TOKENS = 10.0
 """Retries that a budget holds at most, and at first."""
 MAX_PAUSE_S = 10.0
-CONNECT_S = 10.0
-"""For a connection and its TLS."""
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 log = logging.getLogger(__name__)
@@ -93,10 +92,10 @@ class HttpSettings(ScorerSettings):
     @field_validator("url")
     @classmethod
     def _is_http(cls, text: str) -> str:
-        url = httpx.URL(text)
+        url = URL(text)
         if url.scheme not in ("http", "https") or not url.host:
             raise ValueError(f"{text!r} is no address: write http://HOST:PORT/PATH or https://…")
-        if url.userinfo:
+        if url.user or url.password:
             raise ValueError("an address holds no password: name a header in headers_from_env")
         return text
 
@@ -114,24 +113,17 @@ class HttpScorer(AsyncScorer[Params]):
         self.modalities = (MODALITY_IMAGE, MODALITY_VIDEO) if settings.video else (MODALITY_IMAGE,)
         self.score_range = score_range(settings.score_min, settings.score_max)
         self.components = settings.components
-        self._headers = {"Content-Type": "application/json", **settings.headers, **_secrets(settings)}
+        self._headers = {**settings.headers, **_secrets(settings)}
         self._tls = _tls(settings)
         self._tokens = MAX_TOKENS
         self._slots = asyncio.Semaphore(settings.concurrency)
-        self._client: httpx.AsyncClient
+        self._session: aiohttp.ClientSession
 
     async def start(self) -> None:
-        number = self._settings.concurrency
-        self._client = httpx.AsyncClient(
-            headers=self._headers,
-            verify=self._tls,
-            timeout=httpx.Timeout(None, connect=min(CONNECT_S, self._settings.timeout_s)),
-            limits=httpx.Limits(max_connections=number, max_keepalive_connections=number, keepalive_expiry=60.0),
-            trust_env=False,
-        )
+        self._session = http_client.open_session(self._tls, self._settings.timeout_s, self._headers)
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._session.close()
 
     def parse(self, params: Mapping[str, str]) -> Params:
         return tuple(sorted(read_params(params, dict.fromkeys(self._settings.params, str)).items()))
@@ -169,27 +161,17 @@ class HttpScorer(AsyncScorer[Params]):
         async with self._slots:
             body = self._shape.body(samples, params, settings.extra)
             try:
-                async with asyncio.timeout(settings.timeout_s):
-                    answer = await self._post(body)
+                reply = await http_client.post(self._session, settings.url, body)
+            except aiohttp.ClientError as error:
+                raise self._failed(_transport(error), again=True) from None
             except TimeoutError:
                 why = f"had not answered after {settings.timeout_s:g} s: raise settings.timeout_s, or lower "
                 raise self._failed(why + "settings.concurrency or settings.batch_size", again=True) from None
-            except httpx.TransportError as error:
-                raise self._failed(_transport(error), again=True) from None
-        return self._read(answer, len(samples))
-
-    async def _post(self, body: bytes) -> bytes:
-        async with self._client.stream("POST", self._settings.url, content=body) as response:
-            chunks: list[bytes] = []
-            size = 0
-            async for chunk in response.aiter_bytes():
-                chunks.append(chunk)
-                if (size := size + len(chunk)) > MAX_ANSWER_BYTES:
-                    raise self._failed(f"answered more than {MAX_ANSWER_BYTES} bytes: is settings.url the reward's?")
-            answer = b"".join(chunks)
-            if response.status_code != httpx.codes.OK:
-                raise self._failed(_status(response, answer), again=response.status_code in RETRIED)
-            return answer
+            except http_client.TooLong as error:
+                raise self._failed(f"answered {error}: is settings.url the reward's?") from None
+        if reply.status != 200:
+            raise self._failed(_status(reply), again=reply.status in RETRIED)
+        return self._read(reply.body, len(samples))
 
     def _read(self, answer: bytes, number: int) -> list[Outcome]:
         settings = self._settings
@@ -240,20 +222,19 @@ def _tls(settings: HttpSettings) -> ssl.SSLContext:
         raise ValueError(f"settings.ca {settings.ca} cannot be read as PEM: {error}") from None
 
 
-def _transport(error: httpx.TransportError) -> str:
-    broken_off = isinstance(error, httpx.ConnectError) and not str(error)  # the handshake is cut without a word
-    text = str(error) or type(error).__name__
-    if "CERTIFICATE" in text:
-        return f"shows a certificate that is not trusted ({text}): set settings.ca to its authority"
-    if "SSL" in text or broken_off:
-        return f"does not speak TLS as asked ({text}): is it http:// instead of https://?"
-    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-        return f"cannot be reached ({text}): check the address, and that the server runs"
-    return f"broke the connection ({type(error).__name__}: {text})"
+def _transport(error: aiohttp.ClientError) -> str:
+    tls, why = http_client.tls_complaint(error), http_client.connect_complaint(error)
+    if tls is not None and "CERTIFICATE" in tls:
+        return f"shows a certificate that is not trusted ({tls}): set settings.ca to its authority"
+    if tls is not None or why == http_client.CUT_OFF:
+        return f"does not speak TLS as asked ({tls or why}): is it http:// instead of https://?"
+    if why is not None:
+        return f"cannot be reached ({why}): check the address, and that the server runs"
+    return f"broke the connection ({type(error).__name__}: {error})"
 
 
-def _status(response: httpx.Response, answer: bytes) -> str:
-    status = response.status_code
+def _status(reply: http_client.Reply) -> str:
+    status = reply.status
     hints = {
         401: "set settings.headers_from_env",
         403: "set settings.headers_from_env",
@@ -266,5 +247,5 @@ def _status(response: httpx.Response, answer: bytes) -> str:
         301: "name the address it points to",
         302: "name the address it points to",
     }
-    text = answer[:200].decode("utf-8", "replace").strip().replace("\n", " ")
+    text = reply.body[:200].decode("utf-8", "replace").strip().replace("\n", " ")
     return f"answered status {status}{': ' + hints[status] if status in hints else ''} ({text or 'no text'})"

@@ -13,11 +13,12 @@ character of the media once more.
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+
+import pybase64
 
 from services.reward.scorers.base import EncodedSample, Outcome, Problem, Score, numbers_of
 
@@ -46,7 +47,7 @@ class Shape:
 
     def body(self, samples: Sequence[EncodedSample], params: Mapping[str, str], extra: Mapping[str, Any]) -> bytes:
         """Of a request, as UTF-8."""
-        files = [b'"%s"' % base64.b64encode(sample.media) for sample in samples]
+        files = [b'"%s"' % pybase64.b64encode(sample.media) for sample in samples]
         media = files[0] if self.single else b"[%s]" % b",".join(files)
         rest = json.dumps(self.fields(samples, params) | dict(extra), ensure_ascii=False).encode()
         return b'{"%s":%s,%s' % (self.media.encode(), media, rest[1:])
