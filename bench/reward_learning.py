@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +28,8 @@ from flowfleet.client import Client
 from flowfleet.docs_tables import rewrite
 from flowfleet.job_files import prepare_job
 from flowfleet.local.plan import StackOptions
-from flowfleet.local.session import local_stack
+from flowfleet.local.session import local_stack, stop_stack
+from flowfleet.local.stack import StateDir
 
 FROZEN = ("trainer.optimizer.lr=1e-12", "rollout.prompts_per_step=2", "rollout.group_size=2")
 """Of the control: nothing is learnt, so that few pictures need be made for it."""
@@ -124,6 +126,9 @@ def _train(client: Client, plan: Plan, changes: Sequence[str], directory: Path) 
 
 @contextlib.contextmanager
 def _stack(state: Path, rewards: tuple[str, ...]) -> Iterator[Client]:
+    """A fresh one: jobs that an ended command left behind would run first."""
+    stop_stack(StateDir(state))
+    shutil.rmtree(state, ignore_errors=True)
     options = StackOptions(state_dir=state, port=0, rewards=rewards, model="recipes/tiny/model")
     with local_stack(options) as stack, Client(stack.url) as client:
         yield client
