@@ -60,11 +60,13 @@ def test_common_labels_and_annotations_are_on_every_object() -> None:
 
 def test_names_stay_within_63_characters() -> None:
     longest = "p" * 24
+    judge = f'{{"name":"{longest}","model":"/m"}}'
     rendered = Rendered(
         "nvidia",
         f'pools=[{{"name":"{longest}"}}]',
         f'fullnameOverride="{"f" * 40}"',
-        f'rewards=[{{"name":"{longest}","scorer":"ocr"}}]',
+        f'rewards=[{{"name":"{longest}","scorer":"ocr","settings":{{"a":1}},"judges":["{longest}"]}}]',
+        f"judges=[{judge}]",
     )
     assert max(len(doc["metadata"]["name"]) for doc in rendered.objects) == 63
 
@@ -143,8 +145,12 @@ def test_probes_are_grpc_on_the_health_port_and_http_for_the_controller(any_prof
     for name, pod in any_profile.pods():
         spec = container(pod)
         probes = [spec.get(f"{probe}Probe", {}) for probe in ("startup", "liveness", "readiness")]
-        if pod["metadata"]["labels"]["app.kubernetes.io/component"] in ("rollout", "reward"):
-            assert all(probe["grpc"] == {"port": 7001} for probe in probes), name
+        component = pod["metadata"]["labels"]["app.kubernetes.io/component"]
+        if component in ("rollout", "reward"):
+            own = "reward-colour" in name
+            assert all(probe["grpc"] == {"port": 50051 if own else 7001} for probe in probes), name
+        elif component == "judge":
+            assert all(probe["httpGet"] == {"path": "/health", "port": "http"} for probe in probes), name
         elif name.endswith("-controller"):
             scheme = "HTTPS" if "FLOWFLEET_TLS_DIR" in environment(pod) else "HTTP"
             assert [probe["httpGet"]["path"] for probe in probes] == ["/healthz", "/healthz", "/readyz"]
@@ -221,7 +227,7 @@ def test_endpoints_of_pools_and_rewards_inherit_their_names() -> None:
     rendered = Rendered("everything")
     for component, label, names in (
         ("rollout", "flowfleet.io/pool", ["default", "large", "on-cpus"]),
-        ("reward", "flowfleet.io/reward", ["ocr", "jpeg_compressibility", "own"]),
+        ("reward", "flowfleet.io/reward", ["ocr", "jpeg_compressibility", "own", "colour"]),
     ):
         for name in names:
             suffix = f"{component}-{name.replace('_', '-')}"
@@ -280,6 +286,7 @@ def test_rbac_is_what_the_launcher_and_the_directory_need_and_no_more(any_profil
 # -- upgrades --------------------------------------------------------------------------------------------------------
 
 _OCR = '{"name":"ocr","scorer":"ocr"}'
+_VLM = '{"name":"m","scorer":"motion","settings":{"a":%d}}'
 
 
 @pytest.mark.parametrize(
@@ -291,6 +298,12 @@ _OCR = '{"name":"ocr","scorer":"ocr"}'
         (f"rewards=[{_OCR}]", f'rewards=[{_OCR},{{"name":"m","scorer":"motion"}}]', {"reward-m"}),
         (f"rewards=[{_OCR}]", "rewards=[]", {"reward-ocr"}),
         (f"rewards=[{_OCR}]", 'rewards=[{"name":"ocr","scorer":"ocr","image":"x:2"}]', {"reward-ocr"}),
+        (
+            f"rewards=[{_OCR},{_VLM % 1}]",
+            f"rewards=[{_OCR},{_VLM % 2}]",
+            {"reward-m"},
+        ),
+        ("judges=[]", 'judges=[{"name":"q","model":"/m"}]', {"judge-q"}),
         ("trainer.ranksPerPod=8", "trainer.ranksPerPod=4", {"trainer"}),  # read when the next job starts
         ('redis.config=""', 'redis.config="io-threads 2"', {"redis"}),
     ],
@@ -327,7 +340,9 @@ def test_without_keda_replicas_are_static() -> None:
 def test_with_keda_each_pool_and_reward_has_a_scaled_object_and_no_replicas(name: str) -> None:
     rendered = Rendered(name)
     scaled = {doc["spec"]["scaleTargetRef"]["name"]: doc["spec"] for doc in rendered.kind("ScaledObject")}
-    deployments = [doc for doc in rendered.kind("Deployment") if not doc["metadata"]["name"].endswith("-controller")]
+    fixed = ("controller", "judge")
+    every = rendered.kind("Deployment")
+    deployments = [d for d in every if d["metadata"]["labels"]["app.kubernetes.io/component"] not in fixed]
     assert scaled.keys() == {doc["metadata"]["name"] for doc in deployments}
     for deployment in deployments:
         assert "replicas" not in deployment["spec"]
@@ -363,6 +378,8 @@ def test_tls_is_everywhere(name: str) -> None:
     rendered = Rendered(name)
     for workload, pod in rendered.pods():
         component = pod["metadata"]["labels"]["app.kubernetes.io/component"]
+        if component == "judge":  # vLLM's HTTP, which policies alone protect; the chart's README says so
+            continue
         mounts = {mount["name"]: mount["mountPath"] for mount in container(pod)["volumeMounts"]}
         (volume,) = [volume for volume in pod["spec"]["volumes"] if volume["name"] == "tls"]
         owner = "controller" if component == "test" else component

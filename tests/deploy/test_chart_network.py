@@ -37,9 +37,12 @@ class Network:
     def __init__(self, rendered: Rendered) -> None:
         self._policies = [doc["spec"] for doc in rendered.kind("NetworkPolicy")]
         self.labels: dict[str, Object] = {}
+        """By component, and of rewards and judges by name too, as reward-ocr."""
         for _, pod in rendered.pods():
             labels = pod["metadata"]["labels"]
-            self.labels[labels["app.kubernetes.io/component"]] = labels
+            component = labels["app.kubernetes.io/component"]
+            own = labels.get(f"flowfleet.io/{component}", "")
+            self.labels[component] = self.labels[f"{component}-{own}"] = labels
 
     def lets(self, source: str, target: str, port: int) -> bool:
         """From a pod of the release to another: out of the first and into the second."""
@@ -168,3 +171,47 @@ def test_policies_hold_for_the_pods_of_the_release_alone(any_profile: Rendered) 
 
 def test_policies_can_be_left_to_others() -> None:
     assert Rendered("nvidia", "networkPolicy.enabled=false").kind("NetworkPolicy") == []
+
+
+# -- rewards that call others, and judges --------------------------------------------------------------------------
+
+
+def test_a_judge_is_for_the_rewards_that_name_it() -> None:
+    network = Network(Rendered("everything"))
+    pods = [name for name in network.labels if name not in COMPONENTS]
+    reached = {
+        (a, b, p) for a in pods for b in ("judge-qwen", "judge-small") for p in (*PORTS, 8000) if network.lets(a, b, p)
+    }
+    assert reached == {("reward-counting", "judge-qwen", 8000)}
+    assert not any(network.lets_in(peer, "judge-qwen", 8000) for peer in (({}, OWN), ({}, MONITORING), ({}, ELSEWHERE)))
+
+
+def test_a_judge_calls_nobody() -> None:
+    network = Network(Rendered("everything"))
+    assert not any(
+        network.lets_out("judge-qwen", (network.labels[name], OWN), port)
+        for name in network.labels
+        for port in (*PORTS, 8000)
+    )
+    assert not any(network.lets_out("judge-qwen", ({}, DNS), port) for port in (53, 5353, 443))
+
+
+def test_egress_of_one_reward_is_its_own() -> None:
+    rules = '[{"to":[{"ipBlock":{"cidr":"10.40.0.0/16"}}],"ports":[{"port":443}]}]'
+    rewards = (
+        f'[{{"name":"a","scorer":"http","egress":{rules}}},'
+        '{"name":"b","scorer":"ocr"},{"name":"c","scorer":"vlm","judges":["q"]}]'
+    )
+    network = Network(Rendered("nvidia", f"rewards={rewards}", 'judges=[{"name":"q","model":"/m"}]'))
+    rewards = ("reward-a", "reward-b", "reward-c")
+    assert [name for name in rewards if network.lets_out_to_address(name, "10.40.0.0/16", 443)] == ["reward-a"]
+    assert [name for name in rewards if network.lets_out(name, ({}, DNS), 53)] == ["reward-a", "reward-c"]
+    assert [name for name in rewards if network.lets(name, "judge-q", 8000)] == ["reward-c"]
+
+
+def test_a_reward_of_ones_own_is_called_on_its_port() -> None:
+    network = Network(Rendered("everything"))
+    assert network.lets("controller", "reward-colour", 50051)
+    assert network.lets("controller", "reward-ocr", 7000)
+    assert not Network(Rendered("nvidia")).lets("controller", "reward-ocr", 50051)
+    assert not network.lets("rollout", "reward-colour", 50051)

@@ -24,7 +24,18 @@ VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
         ("controller.bogus=1", "/controller", "bogus"),
         ('pools=[{"name":"a","bogus":1}]', "/pools/0", "bogus"),
         ('pools=[{"name":"a","autoscaling":{"min":1}}]', "/pools/0/autoscaling", "min"),
-        ('rewards=[{"name":"a","scorer":"ocr","accelerators":1}]', "/rewards/0", "accelerators"),
+        ('rewards=[{"name":"a","scorer":"ocr","accelerator":1}]', "/rewards/0", "accelerator"),
+        ('rewards=[{"name":"a","scorer":"ocr","accelerators":-1}]', "/rewards/0/accelerators", "minimum"),
+        ('rewards=[{"name":"a","scorer":"ocr","settings":[1]}]', "/rewards/0/settings", "array"),
+        ('rewards=[{"name":"a","scorer":"ocr","files":{"settings.json":"{}"}}]', "/rewards/0/files", "not"),
+        ('rewards=[{"name":"a","scorer":"ocr","files":{"a/b":""}}]', "/rewards/0/files", "a/b"),
+        ('rewards=[{"name":"a","scorer":"ocr","judges":"q"}]', "/rewards/0/judges", "string"),
+        ('rewards=[{"name":"a","args":["x"],"port":70000}]', "/rewards/0/port", "maximum"),
+        ('rewards=[{"name":"a","scorer":"http","egress":[{"port":443}]}]', "/rewards/0/egress/0", "port"),
+        ('judges=[{"model":"/m"}]', "/judges/0", "name"),
+        ('judges=[{"name":"my_judge","model":"/m"}]', "/judges/0/name", "pattern"),
+        ('judges=[{"name":"q","model":"/m","autoscaling":{}}]', "/judges/0", "autoscaling"),
+        ('judges=[{"name":"q","model":"/m","maxModelLen":0}]', "/judges/0/maxModelLen", "minimum"),
         ("tls.certManager.issuerRef.nome=1", "/tls/certManager/issuerRef", "nome"),
         ("networkPolicy.egress.redis=[]", "/networkPolicy/egress", "redis"),
         ("controller.resources.requests.cpu=[]", "/controller/resources/requests/cpu", "array"),
@@ -63,7 +74,11 @@ def test_the_schema_has_every_value_and_no_other() -> None:
 
 
 def test_a_pool_may_set_what_the_defaults_set() -> None:
-    for defaults, items, own in (("rollout", "pools", {"name"}), ("reward", "rewards", {"name", "scorer"})):
+    for defaults, items, own in (
+        ("rollout", "pools", {"name"}),
+        ("reward", "rewards", {"name", "scorer"}),
+        ("judge", "judges", {"name"}),
+    ):
         one = SCHEMA["properties"][defaults]["properties"]
         many = SCHEMA["properties"][items]["items"]["properties"]
         assert {key: value for key, value in many.items() if key not in own} == one

@@ -79,11 +79,50 @@ annotations:
 {{- end }}
 {{- end }}
 
-{{/* Reference of one of the four images: (list root component). */}}
+{{/* Reference of one of the images: (list root key of `images`). */}}
 {{- define "flowfleet.image" -}}
 {{- $images := (index . 0).Values.images -}}
 {{- with $images.registry }}{{ trimSuffix "/" . }}/{{ end -}}
 {{ get $images (index . 1) }}:{{ $images.tag | default (index . 0).Chart.AppVersion }}
+{{- end }}
+
+{{/* A reward's: its scorer chooses one with torch or one without. (list root reward) */}}
+{{- define "flowfleet.rewardImage" -}}
+{{- $reward := index . 1 -}}
+{{- $models := has $reward.scorer (list "clip" "pickscore" "hps" "aesthetic" "geneval") -}}
+{{- $reward.image | default (include "flowfleet.image" (list (index . 0) (ternary "rewardModels" "reward" $models))) }}
+{{- end }}
+
+{{- define "flowfleet.rewardDir" -}}/etc/flowfleet/reward{{- end }}
+
+{{/* What a reward reads from its ConfigMap, by file name; "" for nothing: (list root reward judges by name). JSON, for
+YAML would write large numbers as 1e+06. */}}
+{{- define "flowfleet.rewardFiles" -}}
+{{- $root := index . 0 }}{{ $reward := index . 1 }}{{ $judges := index . 2 }}
+{{- $settings := deepCopy $reward.settings }}
+{{- if and $reward.judges (has $reward.scorer (list "vlm" "vlm_ocr")) }}
+{{- $urls := list }}
+{{- range $reward.judges }}
+{{- $urls = append $urls (printf "http://%s-judge-%s:8000/v1" (include "flowfleet.fullname" $root) .) }}
+{{- end }}
+{{- $first := get $judges (first $reward.judges) | default dict }}
+{{- $settings = merge $settings (dict "urls" $urls "model" ($first.servedModelName | default (first $reward.judges))) }}
+{{- end }}
+{{- if $settings }}
+settings.json: {{ toPrettyJson $settings | quote }}
+{{- end }}
+{{- range $name, $text := $reward.files }}
+{{ $name }}: {{ quote $text }}
+{{- end }}
+{{- end }}
+
+{{/* Judges by name with the defaults filled in, written into the first: (list result root). Gives no text. */}}
+{{- define "flowfleet.judges" -}}
+{{- $result := index . 0 }}{{ $root := index . 1 }}
+{{- range $own := $root.Values.judges }}
+{{- $judge := dict }}{{ include "flowfleet.settings" (list $judge $root.Values.judge $own) }}
+{{- $_ := set $result $own.name $judge }}
+{{- end }}
 {{- end }}
 
 {{/* What a backend means for torch: FLOWFLEET_DEVICE. (list root accelerators) */}}
