@@ -1,4 +1,5 @@
-# The rewards: one scorer a service. Without torch and CUDA. OCR's models are in the wheel of rapidocr.
+# The rewards without models of torch: one scorer a service. OCR's models are in the wheel of rapidocr.
+# reward-models.Dockerfile has the others.
 ARG BASE=python:3.11-slim-bookworm
 
 FROM ${BASE} AS packages

@@ -20,6 +20,8 @@ DOCKERFILES = [
     ROOT / "examples/reward-node/Dockerfile",
 ]
 SERVICES = ("controller", "rollout", "trainer", "reward")
+IMAGES = {**{name: name for name in SERVICES}, "reward-models": "reward"}
+"""Each with the service that it runs."""
 USER = "10001:10001"
 
 
@@ -43,7 +45,7 @@ def last_stage(path: Path) -> list[tuple[str, str]]:
 
 
 def test_every_service_has_a_dockerfile() -> None:
-    assert {f"{name}.Dockerfile" for name in SERVICES} <= {path.name for path in DOCKERFILES}
+    assert {f"{name}.Dockerfile" for name in IMAGES} <= {path.name for path in DOCKERFILES}
 
 
 def test_the_base_is_an_argument_with_a_pinned_default(dockerfile: Path) -> None:
@@ -76,16 +78,16 @@ def test_nothing_floats_and_nothing_is_secret(dockerfile: Path) -> None:
     assert all("id=pip,target=/etc/pip.conf" in rest for rest in installs)
 
 
-@pytest.mark.parametrize("name", SERVICES)
-def test_dependencies_come_before_code_and_only_from_the_project(name: str) -> None:
+@pytest.mark.parametrize(("name", "service"), IMAGES.items())
+def test_dependencies_come_before_code_and_only_from_the_project(name: str, service: str) -> None:
     found = instructions(DOCKER / f"{name}.Dockerfile")
     installed = max(at for at, (word, rest) in enumerate(found) if word == "RUN")
     copied = {rest: at for at, (word, rest) in enumerate(found) if word == "COPY"}
-    assert copied[f"services/{name} services/{name}"] > installed
+    assert copied[f"services/{service} services/{service}"] > installed
     assert copied["flowfleet flowfleet"] > installed
     pins = [rest for word, rest in found if word == "RUN" and re.search(r"[a-z]==\d", rest)]
     assert not pins
-    assert not [other for other in set(SERVICES) - {name} if f"services/{other}" in " ".join(copied)]
+    assert not [other for other in set(SERVICES) - {service} if f"services/{other}" in " ".join(copied)]
 
 
 def test_rollout_and_trainer_share_their_large_layers() -> None:
@@ -97,6 +99,20 @@ def test_rollout_and_trainer_share_their_large_layers() -> None:
     assert len(shared("rollout")) > 8
 
 
+def test_rewards_with_models_share_torch_with_the_rollout() -> None:
+    def torch(name: str) -> list[tuple[str, str]]:
+        found = instructions(DOCKER / f"{name}.Dockerfile")
+        return found[: [rest for _, rest in found].index("torch AS packages")]
+
+    assert torch("reward-models") == torch("rollout")
+
+
+def test_each_reward_image_has_the_dependencies_of_its_extra() -> None:
+    for extra in ("reward", "reward-models"):
+        runs = [rest for word, rest in instructions(DOCKER / f"{extra}.Dockerfile") if word == "RUN"]
+        assert any(f'"/tmp/flowfleet[{extra}]"' in rest for rest in runs)
+
+
 @pytest.mark.parametrize("name", ["controller", "reward"])
 def test_controller_and_rewards_have_no_torch(name: str) -> None:
     assert not re.search(
@@ -106,7 +122,7 @@ def test_controller_and_rewards_have_no_torch(name: str) -> None:
 
 def test_torch_is_what_make_installs() -> None:
     (pin,) = re.findall(r"^TORCH\s*\?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    for name in ("rollout", "trainer"):
+    for name in ("rollout", "trainer", "reward-models"):
         assert ("ARG", f"TORCH={pin}") in instructions(DOCKER / f"{name}.Dockerfile")
 
 
@@ -138,6 +154,7 @@ def test_the_context_holds_what_images_need_and_no_more() -> None:
     assert {"recipes/tiny_ocr.toml", "recipes/tiny/model/model_index.json", "recipes/tiny/prompts/train.txt"} <= set(
         kept
     )
+    assert "services/reward/judge/rubrics/alignment.toml" in kept
     for name in (
         "recipes/tiny/training.py",
         ".git/config",
