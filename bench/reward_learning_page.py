@@ -95,7 +95,7 @@ def draw(topic: Topic, runs: Sequence[Trained], directory: Path, images: Path) -
         "judge": ("A vision-language model as the reward", "Means over held-out prompts; dashed: frozen"),
     }[topic]
     panels = {name: [_line(run, measure) for run in runs] for name, measure in measures.items()}
-    measure_panels(images / f"reward_{topic}_curves.png", panels, *about, "pictures generated", num_columns=5)
+    measure_panels(images / f"reward_{topic}_curves.png", panels, *about, "training steps", num_columns=5)
     learned = [run for run in runs if run.name != "frozen" and run.seed == runs[0].seed]
     rows, heads = {}, list[str]()
     for run in learned:
@@ -109,6 +109,6 @@ def draw(topic: Topic, runs: Sequence[Trained], directory: Path, images: Path) -
 
 
 def _line(run: Trained, measure: Measure) -> Line:
-    points = [(one.generated, measure(one)) for one in run.validations]
-    curve = Curve([generated for generated, _ in points], [value for _, value in points])
+    points = [(one.version, measure(one)) for one in run.validations]
+    curve = Curve([version for version, _ in points], [value for _, value in points])
     return Line(LABELS[run.name], curve, COLOURS[run.name], run.name == "frozen")
