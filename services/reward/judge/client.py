@@ -1,8 +1,7 @@
 """Asks a judge: the thin driver that puts the state machines of this package around HTTP.
 
-A question is looked up in the cache, waits for a place at a server, is sent, sent a second time elsewhere if it is
-late, and tried again after a failure, all within `deadline_s`. Cancelling it closes the connection, by which vLLM knows
-that nobody waits any more.
+A question waits for a place at a server, is sent, sent a second time elsewhere if it is late, and tried again after a
+failure, all within `deadline_s`. Cancelling it closes the connection, by which vLLM knows that nobody waits any more.
 """
 
 from __future__ import annotations
@@ -54,20 +53,24 @@ class JudgeClient:
     async def close(self) -> None:
         await self._session.close()
 
+    def known(self, request: ChatRequest) -> Answer | None:
+        """The answer that was kept."""
+        answer = self._cache.get(request.key)
+        self._metrics.cache.labels(outcome="hit" if answer else "miss").inc()
+        return answer
+
+    def keep(self, request: ChatRequest, answer: Answer) -> None:
+        """For the next time."""
+        self._cache.put(request.key, answer)
+
     async def ask(self, request: ChatRequest) -> Answer:
         """The answer to a question. Raises CallFailed with the reason of the last try."""
-        known = self._cache.get(request.key)
-        self._metrics.cache.labels(outcome="hit" if known else "miss").inc()
-        if known is not None:
-            return known
         failures: list[CallFailed] = []
         try:
             async with asyncio.timeout(self._settings.deadline_s):
-                answer = await self._ask(request, failures)
+                return await self._ask(request, failures)
         except TimeoutError:
             raise self._past_deadline(failures) from None
-        self._cache.put(request.key, answer)
-        return answer
 
     def _past_deadline(self, failures: list[CallFailed]) -> CallFailed:
         last = f"; last: {failures[-1]}" if failures else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 
 WINDOW = 200
 LEAST = 20
@@ -10,18 +10,19 @@ LEAST = 20
 
 
 class FailureShare:
-    """The share over the latest `WINDOW` answers."""
+    """The share over the latest `WINDOW` questions. One that is asked again counts once, by its last answer: the
+    retries of a call can mend the share, and cannot make it worse."""
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
-        self._latest: deque[bool] = deque(maxlen=WINDOW)
+        self._latest: OrderedDict[bytes, bool] = OrderedDict()
         self._failures = 0
 
-    def observe(self, failed: bool) -> None:
-        if len(self._latest) == WINDOW:
-            self._failures -= self._latest[0]
-        self._latest.append(failed)
-        self._failures += failed
+    def observe(self, question: bytes, failed: bool) -> None:
+        self._failures += failed - self._latest.pop(question, False)
+        self._latest[question] = failed
+        if len(self._latest) > WINDOW:
+            self._failures -= self._latest.popitem(last=False)[1]
 
     @property
     def excess(self) -> str:

@@ -66,18 +66,31 @@ class Questions:
         self._metrics = metrics
         self._failures = FailureShare(settings.max_parse_failures)
 
-    async def ask(self, system: str, parts: Sequence[Part], params: Mapping[str, Any]) -> Answer:
-        """Raises Refused."""
+    async def ask(
+        self, system: str, parts: Sequence[Part], params: Mapping[str, Any], read: Callable[[Answer], Found]
+    ) -> Found:
+        """What `read` makes of the answer; it raises ValueError where it cannot. Fresh answers are counted, and kept
+        if they could be read. Raises Refused."""
         settings = self._settings
         whole = {"temperature": settings.temperature, "seed": 0, **params, **settings.extra}
+        request = chat_request(settings.model, system, parts, whole)
+        known = self.client.known(request)
+        if known is not None:
+            return read(known)
         try:
-            return await self.client.ask(chat_request(settings.model, system, parts, whole))
+            answer = await self.client.ask(request)
+            found = read(answer)
         except CallFailed as failure:
             raise Refused(SERVER if failure.blames_server or failure.retry else REFUSED, str(failure)) from failure
+        except ValueError as error:
+            self._count(request.key, "failed")
+            raise Refused(ANSWER, f"{settings.model}: {error}") from error
+        self._count(request.key, "logprobs" if answer.tokens else "parsed")
+        self.client.keep(request, answer)
+        return found
 
-    def count(self, outcome: str) -> None:
-        """An answer was "logprobs" or "parsed", or "failed" to be read."""
-        self._failures.observe(outcome == "failed")
+    def _count(self, question: bytes, outcome: str) -> None:
+        self._failures.observe(question, outcome == "failed")
         self._metrics.answers.labels(outcome=outcome).inc()
 
     def unless_broken(self, outcomes: Sequence[Outcome], what: str) -> list[Outcome]:
@@ -253,33 +266,36 @@ class Judge:
             pictures += [f"\n{number}: ", *one.pictures]
         texts = {**shown[0].texts, "count": str(len(shown))}
         try:
-            answer = await self._ask({"images": pictures, **shown[0].source}, texts, logprobs=False)
-            return self._counted(lambda: parse_ranking(answer.text, len(shown)), "parsed")
+            return await self._ask(
+                {"images": pictures, **shown[0].source},
+                texts,
+                lambda answer: parse_ranking(answer.text, len(shown)),
+                logprobs=False,
+            )
         except Refused as refused:
             return refused.problem
 
     async def _read(self, pictures: Mapping[str, Sequence[Picture]], texts: Mapping[str, str]) -> Reading:
-        answer = await self._ask(pictures, {**texts, "count": "2"}, logprobs=self._settings.logprobs != "never")
-        if self._settings.logprobs == "require" and not answer.tokens:
-            raise Refused(
-                SERVER,
-                f"{', '.join(self._settings.urls)} gave no log-probabilities of its tokens: it must be started with "
-                'them, or settings.logprobs be "auto"',
-            )
-        rubric = self._rubric
-        outcome = "logprobs" if answer.tokens else "parsed"
-        return self._counted(lambda: rubric.answers.read(answer, rubric.take, rubric.min_mass), outcome)
+        rubric, settings = self._rubric, self._settings
 
-    def _counted(self, read: Callable[[], Found], outcome: str) -> Found:
-        try:
-            result = read()
-        except ValueError as error:
-            self._questions.count("failed")
-            raise Refused(ANSWER, f"{self._settings.model}: {error}") from error
-        self._questions.count(outcome)
-        return result
+        def read(answer: Answer) -> Reading:
+            if settings.logprobs == "require" and not answer.tokens:
+                raise Refused(
+                    SERVER,
+                    f"{', '.join(settings.urls)} gave no log-probabilities of its tokens: it must be started with "
+                    'them, or settings.logprobs be "auto"',
+                )
+            return rubric.answers.read(answer, rubric.take, rubric.min_mass)
 
-    async def _ask(self, pictures: Mapping[str, Sequence[Part]], texts: Mapping[str, str], logprobs: bool) -> Answer:
+        return await self._ask(pictures, {**texts, "count": "2"}, read, logprobs=settings.logprobs != "never")
+
+    async def _ask(
+        self,
+        pictures: Mapping[str, Sequence[Part]],
+        texts: Mapping[str, str],
+        read: Callable[[Answer], Found],
+        logprobs: bool,
+    ) -> Found:
         try:
             parts = filled(self._rubric, texts, pictures)
         except ValueError as error:
@@ -287,4 +303,4 @@ class Judge:
         params: dict[str, Any] = {"max_tokens": self._rubric.max_tokens}
         if logprobs:
             params |= {"logprobs": True, "top_logprobs": self._settings.top_logprobs}
-        return await self._questions.ask(self._rubric.system, parts, params)
+        return await self._questions.ask(self._rubric.system, parts, params, read)

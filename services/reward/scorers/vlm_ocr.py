@@ -86,11 +86,9 @@ class VlmOcrScorer(AsyncScorer[bool]):
         return mean_score([_compared(text, target, alphanumeric) for text in texts])
 
     async def _transcribe(self, picture: Picture) -> str:
-        answer = await self._questions.ask(
-            "", [picture, self._settings.question], {"max_tokens": self._settings.max_tokens}
-        )
-        self._questions.count("parsed")
-        return answer.text
+        parts = [picture, self._settings.question]
+        params = {"max_tokens": self._settings.max_tokens}
+        return await self._questions.ask("", parts, params, lambda answer: answer.text)
 
 
 def _compared(text: str, target: str, alphanumeric: bool) -> Score:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import math
 import re
@@ -187,6 +188,47 @@ def test_unreadable_answers_are_problems_until_there_are_too_many() -> None:
     assert "judge: the answer 'Hm' is not on the scale yes/no" in problems[0].message
     with pytest.raises(Unavailable, match=r"20 of the last 40 answers of judge .*settings.max_parse_failures is 0.1"):
         asyncio.run(body(20))
+
+
+def test_a_call_that_failed_for_unreadable_answers_passes_once_they_are_readable() -> None:
+    async def body() -> None:
+        rambles = True
+
+        async def reply(asked: Asked, writer: asyncio.StreamWriter) -> None:
+            await says("Hm" if rambles and asked.number < 10 else "Yes")(asked, writer)
+
+        async with serving(reply) as server:
+            run = Run([server.url])
+            await run.scorer.start()
+            with pytest.raises(Unavailable, match="10 of the last 40 answers"):
+                await run.scorer.score(samples(40), ())
+            assert run.metric("answers_total", outcome="failed") == 10
+            rambles = False
+            outcomes = await run.scorer.score(samples(40), ())
+            await run.scorer.close()
+            assert outcomes == [Score(1.0, {"by_logprobs": 0.0})] * 40
+            assert len(server.asked) == 50  # what was read was known
+            assert run.metric("answers_total", outcome="parsed") == 40
+
+    asyncio.run(body())
+
+
+def test_asking_again_what_cannot_be_read_makes_the_share_no_worse() -> None:
+    async def body() -> None:
+        async def reply(asked: Asked, writer: asyncio.StreamWriter) -> None:
+            picture = base64.b64decode(asked.body["messages"][0]["content"][0]["image_url"]["url"].partition(",")[2])
+            await says("Hm" if picture in (b"png 0", b"png 1", b"png 2") else "Yes")(asked, writer)
+
+        async with serving(reply) as server:
+            run = Run([server.url])
+            await run.scorer.start()
+            for _ in range(4):
+                outcomes = await run.scorer.score(samples(40), ())
+                assert sum(isinstance(outcome, Problem) for outcome in outcomes) == 3
+            await run.scorer.close()
+            assert len(server.asked) == 40 + 3 * 3
+
+    asyncio.run(body())
 
 
 def test_retry_after_is_kept() -> None:

@@ -190,11 +190,14 @@ def test_the_cache_keeps_what_was_used_last(steps: list[tuple[int, bool]], size:
         assert len(cache) == len(model)
 
 
-@given(st.lists(st.booleans(), max_size=FAILURE_WINDOW + 50))
+@given(st.lists(st.tuples(st.integers(0, FAILURE_WINDOW + 50), st.booleans()), max_size=2 * FAILURE_WINDOW))
 @settings(deadline=None, max_examples=10)
-def test_the_share_of_failures_is_that_of_the_latest_answers(failed: list[bool]) -> None:
+def test_the_share_of_failures_is_that_of_the_latest_questions(answers: list[tuple[int, bool]]) -> None:
     share = FailureShare(0.1)
-    for one in failed:
-        share.observe(one)
-    latest = failed[-FAILURE_WINDOW:]
+    known: dict[int, bool] = {}
+    for question, failed in answers:
+        share.observe(question.to_bytes(2), failed)
+        known.pop(question, None)
+        known[question] = failed
+    latest = list(known.values())[-FAILURE_WINDOW:]
     assert bool(share.excess) == (len(latest) >= LEAST and sum(latest) > 0.1 * len(latest))
