@@ -38,6 +38,7 @@ from services.reward.scorers.base import (
     score_range,
 )
 from services.reward.scorers.http_shapes import BAD_ANSWER, SHAPES, BadAnswer
+from services.reward.turns import Turns
 
 SERVER_FAILED = "server_failed"
 MAX_TOKENS = 10.0
@@ -116,6 +117,7 @@ class HttpScorer(AsyncScorer[Params]):
         self._headers = {**settings.headers, **_secrets(settings)}
         self._tls = _tls(settings)
         self._tokens = MAX_TOKENS
+        self._turns = Turns()
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._session: aiohttp.ClientSession
 
@@ -129,12 +131,10 @@ class HttpScorer(AsyncScorer[Params]):
         return tuple(sorted(read_params(params, dict.fromkeys(self._settings.params, str)).items()))
 
     async def score(self, samples: Sequence[EncodedSample], params: Params) -> list[Outcome]:
+        parts = [samples[start : start + self._size] for start in range(0, len(samples), self._size)]
         async with asyncio.TaskGroup() as group:
-            parts = [
-                group.create_task(self._ask(samples[start : start + self._size], dict(params)))
-                for start in range(0, len(samples), self._size)
-            ]
-        outcomes = [outcome for part in parts for outcome in part.result()]
+            asked = [group.create_task(self._ask(part, dict(params))) for part in parts]
+        outcomes = [outcome for part in asked for outcome in part.result()]
         failures = [one for one in outcomes if isinstance(one, Problem) and one.reason == SERVER_FAILED]
         if failures and not any(isinstance(outcome, Score) for outcome in outcomes):
             raise Unavailable(failures[0].message)
@@ -159,6 +159,7 @@ class HttpScorer(AsyncScorer[Params]):
         """Raises _Failed."""
         settings = self._settings
         async with self._slots:
+            await self._turns.take()
             body = self._shape.body(samples, params, settings.extra)
             try:
                 reply = await http_client.post(self._session, settings.url, body)

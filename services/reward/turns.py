@@ -1,0 +1,38 @@
+"""One at a time, so that what was ready together does not stay together.
+
+Answers that come at once wake their tasks in one turn of the event loop. If each then prepared its next request before
+any of them is sent, all would leave late and together, and their answers would come at once again: a server of fixed
+latency would be kept waiting for ever. Who takes a turn here first lets the requests before it leave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+
+class Turns:
+    """For one event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._taken = False
+
+    async def take(self) -> None:
+        """Returns when nobody else has taken this turn of the event loop; in order."""
+        if not self._taken:
+            self._taken = True
+            asyncio.get_running_loop().call_soon(self._next)
+            return
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiting)
+        await waiting
+
+    def _next(self) -> None:
+        while self._waiting:
+            waiting = self._waiting.popleft()
+            if not waiting.done():
+                waiting.set_result(None)
+                asyncio.get_running_loop().call_soon(self._next)
+                return
+        self._taken = False
