@@ -24,6 +24,14 @@ def metrics(expression: str) -> set[str]:
     return {str(selector.name) for selector in _selectors(promql_parser.parse(expression)) if selector.name}
 
 
+def patterns(expression: str) -> set[str]:
+    """Regular expressions by which it chooses metrics, in place of names."""
+    every = (
+        matcher for selector in _selectors(promql_parser.parse(expression)) for matcher in selector.matchers.matchers
+    )
+    return {matcher.value for matcher in every if (matcher.name, matcher.op) == ("__name__", promql_parser.MatchOp.Re)}
+
+
 def _selectors(node: Any) -> Iterator[Any]:
     match type(node).__name__:
         case "VectorSelector":

@@ -31,6 +31,7 @@ from typing import Any, Self
 import yaml
 
 from deploy.dashboards import BOARDS
+from deploy.dashboards.boards.reward_panels import JUDGES, SHADOWS
 from deploy.dashboards.model import Query
 from deploy.dashboards.promql import filled
 from tests.cluster.conftest import CHART, Cluster
@@ -42,6 +43,10 @@ RATE = "30s"
 START_TIMEOUT_S = 30.0
 EMPTY_ON_CPUS = ("Model FLOPs utilisation of the trainer",)
 """Titles of the panels that have no data where there is no accelerator; each says why itself."""
+EMPTY_WITHOUT_SHADOWS = tuple(panel.title for panel in SHADOWS.panels)
+EMPTY_WITHOUT_JUDGES = tuple(panel.title for panel in JUDGES.panels)
+"""Likewise of jobs without a shadow, and of fleets without a judge."""
+EMPTY_IN_THE_DEMO = (*EMPTY_ON_CPUS, *EMPTY_WITHOUT_SHADOWS, *EMPTY_WITHOUT_JUDGES)
 
 Series = dict[str, Any]
 
@@ -108,7 +113,7 @@ class Server:
             time.sleep(SCRAPE_S / 2)
         return found
 
-    def check_boards(self, expected_empty: Sequence[str] = EMPTY_ON_CPUS) -> None:
+    def check_boards(self, expected_empty: Sequence[str] = EMPTY_IN_THE_DEMO) -> None:
         """Every query of every board runs, and no panel was empty all the time but those of `expected_empty` (titles),
         each of which says of itself when it has no data, and has none."""
         empty, full = [], []

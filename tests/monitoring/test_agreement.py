@@ -15,11 +15,12 @@ from prometheus_client import CollectorRegistry
 
 from deploy.dashboards import BOARDS, DIRECTORY
 from deploy.dashboards.model import Board, Panel, dashboard, to_json
-from deploy.dashboards.promql import filled, metrics
+from deploy.dashboards.promql import filled, metrics, patterns
 from flowfleet.blob_metrics import BlobMetrics
 from flowfleet.telemetry import metric_name
 from services.controller.metric_families import DESCRIPTIONS
 from services.controller.reward_calls import RewardCalls
+from services.controller.reward_rows import reward_row
 from services.controller.shadow_queue import ShadowMetrics
 from services.reward.judge.metrics import JudgeMetrics
 from services.reward.metrics import RewardMetrics
@@ -35,6 +36,8 @@ OF_CONTROLLER = {
     "flowfleet_kubernetes_stale_seconds",
 }
 STEP_NAME = re.compile(r'"((?:actor|critic|rollout_corr|training|perf|timing_s|timing_per_image_ms|val)/[a-z0-9_/]+)"')
+OF_A_REWARD = [metric_name(name) for name in reward_row("critic", ["ocr"], [])]
+"""Names that hold the name of a reward."""
 CHOICE = {"namespace": "ns", "job": ".*", "pool": ".*"}
 PANELS = [pytest.param(board, panel, id=f"{board.name}: {panel.title}") for board in BOARDS for panel in board.panels]
 
@@ -107,9 +110,12 @@ def test_every_service_metric_is_documented_and_nothing_else() -> None:
 def test_a_panel_reads_only_what_is_exported_and_says_what_it_shows(board: Board, panel: Panel) -> None:
     exported = service_metrics() | {metric_name(name) for name in step_metrics()}
     for query in panel.queries:
-        read = metrics(filled(query.expression, CHOICE))
-        assert read
+        expression = filled(query.expression, CHOICE)
+        read, chosen = metrics(expression), patterns(expression)
+        assert read or chosen
         assert {family(name) for name in read} <= exported
+        for pattern in chosen:
+            assert any(found and found[1] == "ocr" for found in (re.fullmatch(pattern, name) for name in OF_A_REWARD))
         assert "@" not in query.expression
     assert panel.description.endswith(".")
     assert panel.unit
@@ -157,7 +163,7 @@ def test_a_board_has_the_variables_that_its_queries_use(board: Board) -> None:
     written = dashboard(board)
     names = {variable["name"] for variable in written["templating"]["list"]}
     used = set(re.findall(r"\$\{?(\w+)", json.dumps(written["panels"])))
-    assert {name for name in used if not name.startswith("__")} <= names
+    assert {name for name in used if not name.startswith("__") and not name.isdigit()} <= names
     identifiers = [panel["id"] for panel in written["panels"]]
     assert len(set(identifiers)) == len(identifiers)
 
@@ -167,5 +173,7 @@ def test_metrics_of_an_expression() -> None:
         'histogram_quantile(0.9, sum by (le) (rate(a_bucket{x="y"}[5m]))) / -(b > 0) or on (j) max_over_time(c[1h:1m])'
     )
     assert metrics(text) == {"a_bucket", "b", "c"}
+    chosen = '{__name__=~"a_(.+)_b", __name__!~"a_c_b"}'
+    assert (metrics(chosen), patterns(chosen)) == (set(), {"a_(.+)_b"})
     with pytest.raises(ValueError, match="parenthesis"):
         metrics("sum(")

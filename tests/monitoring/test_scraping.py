@@ -12,6 +12,7 @@ import yaml
 from prometheus_client import CollectorRegistry, Gauge
 
 from deploy.dashboards import BOARDS
+from deploy.dashboards.boards.reward_panels import EACH_REWARD
 from deploy.dashboards.model import Query
 from flowfleet.telemetry import start_metrics_server
 from tests.cluster import discovery, prometheus
@@ -28,6 +29,8 @@ def server() -> Iterator[Server]:
     registry = CollectorRegistry()
     Gauge("flowfleet_redis_up", "", registry=registry).set(0)
     Gauge("flowfleet_job_step", "", ["job"], registry=registry).labels(job="a").set(3)
+    for number, name in enumerate(("ocr_mean", "image_quality_mean", "std_mean")):
+        Gauge(f"flowfleet_critic_rewards_{name}", "", ["job"], registry=registry).labels(job="a").set(number)
     port = start_metrics_server("127.0.0.1", 0, registry)
     rules = yaml.safe_load(RULES.read_text(encoding="utf-8").replace("@namespace", 'namespace="here"'))
     with Server(static_jobs({"controller": f"127.0.0.1:{port}"}, "here"), "here", rules) as made:
@@ -46,6 +49,18 @@ def test_labels_of_ours_stay_as_they_are(server: Server) -> None:
 def test_variables_of_boards_are_filled_in(server: Server) -> None:
     (found,) = server.series(Query("max by (job) (flowfleet_job_step{@job})"))
     assert {value for _, value in found["values"]} == {"3"}
+
+
+def test_rewards_in_the_names_of_metrics_become_labels(server: Server) -> None:
+    (panel,) = [panel for panel in EACH_REWARD.panels if panel.title == "Mean score"]
+    found = {series["metric"]["reward"]: series["values"][-1][1] for series in server.series(panel.queries[0])}
+    assert found == {"ocr": "0", "image_quality": "1"}
+
+
+def test_panels_that_the_demo_leaves_empty_say_why() -> None:
+    panels = [panel for board in BOARDS for panel in board.panels if panel.title in prometheus.EMPTY_IN_THE_DEMO]
+    assert sorted(panel.title for panel in panels) == sorted(prometheus.EMPTY_IN_THE_DEMO)
+    assert all(panel.empty_because for panel in panels)
 
 
 def test_the_rules_are_taken_and_evaluated(server: Server) -> None:

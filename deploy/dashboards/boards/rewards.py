@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from deploy.dashboards.boards.reward_panels import EACH_REWARD, FAILURES, JUDGES, RATE, SHADOWS
 from deploy.dashboards.model import Board, Row, Threshold, chart, heatmap, stat
 
-RATE = "[$__rate_interval]"
 CALL_SECONDS = f"sum by (le, reward) (rate(flowfleet_reward_call_seconds_bucket{{@all}}{RATE}))"
 REQUEST_SECONDS = f"sum by (le, scorer) (rate(flowfleet_reward_request_seconds_bucket{{@all}}{RATE}))"
 NONE_YET = f"or on (scorer) (0 * sum by (scorer) (rate(flowfleet_reward_samples_total{{@all}}{RATE})))"
@@ -102,6 +102,8 @@ REWARDS = Board(
                 ),
             ),
         ),
+        EACH_REWARD,
+        FAILURES,
         Row(
             "Services",
             (
@@ -119,6 +121,12 @@ REWARDS = Board(
                     ("sum by (scorer) (flowfleet_reward_queued_samples{@all})", "{{scorer}}"),
                     minimum=0,
                     key=True,
+                ),
+                chart(
+                    "Samples being scored",
+                    "Of a scorer that asks others, all that it has.",
+                    ("sum by (scorer) (flowfleet_reward_in_flight_samples{@all})", "{{scorer}}"),
+                    minimum=0,
                 ),
                 chart(
                     "Samples a second",
@@ -165,5 +173,7 @@ REWARDS = Board(
                 ),
             ),
         ),
+        SHADOWS,
+        JUDGES,
     ),
 )
