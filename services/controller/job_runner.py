@@ -257,6 +257,7 @@ class JobRunner:
         elif desired is Desired.PAUSED and not paused:
             await self.emit(ev.PauseRequested())
         elif desired is Desired.RUNNING and paused:
+            self.job.rewards.begin_anew()
             await self.emit(ev.ResumeRequested())
         if revision > self.machine.rewards_number:
             await self._change_rewards()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from services.controller.reward_answers import Answer
@@ -20,6 +22,21 @@ class Attempt:
     """Of rewards that have answered: they are not asked again."""
     failures: dict[str, int] = field(default_factory=dict)
     """By reward, in a row."""
+    left_at: float | None = None
+    """When its last try ended; None while there is one."""
+
+    @contextmanager
+    def in_use(self, clock: Callable[[], float]) -> Iterator[None]:
+        """Around a try."""
+        self.left_at = None
+        try:
+            yield
+        finally:
+            self.left_at = clock()
+
+    def idle_s(self, now: float) -> float:
+        """For how long nobody has gone on with it."""
+        return 0.0 if self.left_at is None else now - self.left_at
 
     def delay(self, reward: str) -> float:
         """Before the reward's next call: 0, 0.2, 0.4, … s."""

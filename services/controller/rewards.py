@@ -119,27 +119,39 @@ class RewardPlane:
         Raises RewardFailure while a reward fails and shall be waited for: call again, it waits by itself. Raises
         RewardPause when one has failed for too long and the job shall pause.
         """
-        key = tuple((sample.sample_id, hash(sample.media)) for sample in samples)
+        settings = ((name, hash(part.model_dump_json())) for name, part in sorted(rewards.items()))
+        key = (*settings, *((sample.sample_id, hash(sample.media)) for sample in samples))
         attempt = self._attempt(key)
         names = sorted(rewards)
-        tasks = [self._settled(name, rewards[name], samples, attempt) for name in names]
-        results = await asyncio.gather(*tasks, return_exceptions=True)
+        with attempt.in_use(self._clock):
+            tasks = [self._settled(name, rewards[name], samples, attempt) for name in names]
+            results = await asyncio.gather(*tasks, return_exceptions=True)
         for kind in (RewardPause, BaseException):
             if failure := next((result for result in results if isinstance(result, kind)), None):
                 raise failure
-        self._attempts.pop(key, None)
+        if self._is_current(attempt):
+            del self._attempts[key]
         answers = {name: result for name, result in zip(names, results, strict=True) if isinstance(result, dict)}
         for name in rewards.keys() - answers.keys():
             self._calls.gave_up(name, rewards[name].on_failure, len(samples))
         return {sample.sample_id: self._verdict(rewards, step, sample.sample_id, answers) for sample in samples}
 
+    def begin_anew(self) -> None:
+        """Counts nothing that failed before, as of a job that is resumed: calls that are still away neither pause it
+        nor are they known later."""
+        self._attempts.clear()
+        self._outages.clear()
+
     def _attempt(self, key: tuple[tuple[str, int], ...]) -> Attempt:
         """The one that goes on, or a new one. Those that nobody goes on with are forgotten in time."""
         now = self._clock()
-        old = [key for key, one in self._attempts.items() if now - one.started > 2 * self._patience_s]
-        for each in old:
+        for each in [key for key, one in self._attempts.items() if one.idle_s(now) > 2 * self._patience_s]:
             del self._attempts[each]
         return self._attempts.setdefault(key, Attempt(now))
+
+    def _is_current(self, attempt: Attempt) -> bool:
+        """Whether it is known, not one of before a pause."""
+        return any(attempt is known for known in self._attempts.values())
 
     async def _settled(
         self, name: str, part: RewardPart, samples: Samples, attempt: Attempt
@@ -154,6 +166,9 @@ class RewardPlane:
         try:
             answers = await self.ask(name, part, samples)
         except RewardFailure as failure:
+            self._calls.failed(name)
+            if not self._is_current(attempt):
+                raise
             self._failed(name, part, len(samples), attempt, failure)
             return None
         outage.worked()
@@ -163,14 +178,11 @@ class RewardPlane:
     def _failed(self, name: str, part: RewardPart, count: int, attempt: Attempt, failure: RewardFailure) -> None:
         """Raises the failure while the reward is to be waited for, RewardPause where the job shall pause."""
         now, outage = self._clock(), self._outages[name, part.service_of(name)]
-        is_current = any(attempt is known for known in self._attempts.values())  # not since before a pause
-        since = outage.failed(attempt.started if is_current else now, str(failure))
+        since = outage.failed(attempt.started, str(failure))
         attempt.failures[name] = attempt.failures.get(name, 0) + 1
-        self._calls.failed(name)
         is_over = now - since >= self._patience_s
         if part.on_failure == "pause" and (is_over or failure.permanent):
-            self._attempts.clear()
-            self._outages.clear()
+            self.begin_anew()
             self._calls.gave_up(name, "pause", count)
             raise RewardPause(self._why_paused(name, failure, is_over))
         if not is_over:

@@ -165,12 +165,15 @@ class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):
         self.fails_after: int | None = None
         """Calls that go well; None: all."""
         self.sizes: list[int] = []
+        self.failed = 0
+        """Calls that did not."""
 
     async def Describe(self, request: Any, context: Any) -> reward_pb2.DescribeResponse:
         return reward_pb2.DescribeResponse(**self.described)
 
     async def Score(self, request: Any, context: Any) -> reward_pb2.ScoreResponse:
         if self.fails_after is not None and len(self.sizes) >= self.fails_after:
+            self.failed += 1
             await context.abort(grpc.StatusCode.INTERNAL, "out of memory")
         self.sizes.append(len(request.samples))
         scores = [reward_pb2.RewardScore(sample_id=s.sample_id, score=self.score(s)) for s in request.samples]

@@ -120,3 +120,28 @@ def test_a_masked_sample_is_counted_and_not_replaced(run: Callable[..., None]) -
         }
 
     run(use, quality={"weight": 0.0, "gate": {"below": 0.1, "action": "mask"}})
+
+
+def test_the_time_of_a_users_pause_is_not_the_rewards_fault(run: Callable[..., None]) -> None:
+    async def use(fleet: ScriptedFleet, job: dict[str, Any]) -> None:
+        del job["data"]["validation"]
+        job["timeouts"]["rewards_s"] = 2.0
+        quality = fleet.rewards["quality"]
+        quality.fails_after = 0
+        record = await fleet.submit(job)
+        while not quality.failed:
+            await asyncio.sleep(0.01)
+        await fleet.store.request(record.id, "pause")
+        await fleet.runner.notify()
+        record = await fleet.reached(record.id, lambda record: record.status is JobStatus.PAUSED)
+        await asyncio.sleep(2.1)
+        failed = quality.failed
+        await fleet.store.request(record.id, "resume")
+        await fleet.runner.notify()
+        while quality.failed == failed:
+            await asyncio.sleep(0.01)
+        quality.fails_after = None
+        record = await fleet.reached(record.id, lambda record: record.status.terminal)
+        assert (record.results["samples_trained"], record.results["samples_dropped"]) == (16, {})
+
+    run(use, quality={"on_failure": "drop"})

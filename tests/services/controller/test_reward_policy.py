@@ -40,6 +40,8 @@ class Service(reward_pb2_grpc.RewardServiceServicer):
         self.max_bytes = 1 << 30
         self.params: list[dict[str, str]] = []
         self.sizes: list[int] = []
+        self.gate: asyncio.Event | None = None
+        """Calls wait for it."""
         self.answers: Callable[[Any], list[reward_pb2.RewardScore]] = lambda samples: [
             reward_pb2.RewardScore(sample_id=sample.sample_id, score=1.0) for sample in samples
         ]
@@ -50,6 +52,8 @@ class Service(reward_pb2_grpc.RewardServiceServicer):
     async def Score(self, request: Any, context: Any) -> reward_pb2.ScoreResponse:
         self.sizes.append(len(request.samples))
         self.params.append(dict(request.params))
+        if self.gate is not None:
+            await self.gate.wait()
         if self.code is not None:
             await context.abort(self.code, self.details)
         if request.ByteSize() > self.max_bytes:
@@ -360,3 +364,48 @@ def test_an_attempt_waits_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(outages, "FIRST_DELAY_S", 0.2)
     delays = [Attempt(0.0, failures={"ocr": count}).delay("ocr") for count in (0, 1, 2, 3, 30)]
     assert delays == [0.0, 0.2, 0.4, 0.8, 5.0]
+
+
+@pytest.mark.parametrize("policy", ["pause", "drop", "skip"])
+def test_what_failed_before_a_pause_does_not_count_after_it(policy: Any) -> None:
+    bad = Service()
+    bad.code = grpc.StatusCode.INTERNAL
+    rewards = {"bad": RewardPart(on_failure=policy)}
+
+    async def use(fleet: Fleet) -> None:
+        with pytest.raises(RewardFailure):
+            await fleet.plane.score(rewards, 0, samples("a"))
+        bad.gate = gate = asyncio.Event()
+        straggler = asyncio.create_task(fleet.plane.score(rewards, 0, samples("b")))
+        while len(bad.sizes) < 2:
+            await asyncio.sleep(0.01)
+        fleet.plane.begin_anew()
+        fleet.now += PATIENCE_S
+        gate.set()
+        with pytest.raises(RewardFailure):  # it neither pauses the job nor drops its samples
+            await straggler
+        fleet.now += 10 * PATIENCE_S
+        for name in ("a", "b", "c"):
+            with pytest.raises(RewardFailure):
+                await fleet.plane.score(rewards, 0, samples(name))
+
+    with_services({"bad": bad}, use)
+
+
+def test_samples_whose_calls_take_long_are_not_forgotten_meanwhile() -> None:
+    """`timeouts.score_s` may be longer than `timeouts.rewards_s`."""
+    bad, good = Service(), Service()
+    bad.code = grpc.StatusCode.INTERNAL
+
+    async def use(fleet: Fleet) -> None:
+        bad.gate = gate = asyncio.Event()
+        slow = asyncio.create_task(fleet.plane.score({"bad": RewardPart()}, 0, samples("a")))
+        while not bad.sizes:
+            await asyncio.sleep(0.01)
+        fleet.now += 3 * PATIENCE_S
+        await fleet.plane.score({"good": RewardPart()}, 0, samples("b"))
+        gate.set()
+        with pytest.raises(RewardPause):
+            await slow
+
+    with_services({"bad": bad, "good": good}, use)
