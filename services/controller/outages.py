@@ -49,20 +49,22 @@ class Outage:
     """Of one reward, over all samples: none while `since` is None."""
 
     since: float | None = None
-    """When the first of the samples were sent that it failed on, without a success in between."""
+    """When the first of the samples were sent that it failed on, or when it last worked if that was later."""
+    worked_at: float = float("-inf")
     reason: str = ""
     given_up: bool = False
     """It has failed for too long: calls are probes."""
     probed_at: float = float("-inf")
 
     def failed(self, started: float, reason: str) -> float:
-        """A call failed, of samples first sent at `started`. Since when it fails, as far as those are concerned."""
-        self.since = started if self.since is None else min(self.since, started)
+        """A call failed, of samples first sent at `started`. Since when all calls have failed."""
+        since = max(started, self.worked_at)
+        self.since = since if self.since is None else min(self.since, since)
         self.reason = reason
         return self.since
 
-    def worked(self) -> None:
-        self.since, self.reason, self.given_up = None, "", False
+    def worked(self, now: float) -> None:
+        self.since, self.reason, self.given_up, self.worked_at = None, "", False, now
 
     def give_up(self, now: float) -> None:
         if not self.given_up:

@@ -171,26 +171,30 @@ class RewardPlane:
                 raise
             self._failed(name, part, len(samples), attempt, failure)
             return None
-        outage.worked()
+        outage.worked(self._clock())
         attempt.answers[name] = answers
         return answers
 
     def _failed(self, name: str, part: RewardPart, count: int, attempt: Attempt, failure: RewardFailure) -> None:
-        """Raises the failure while the reward is to be waited for, RewardPause where the job shall pause."""
+        """Raises the failure while the reward is to be waited for, RewardPause where the job shall pause. It is given
+        up for all samples where it scores none; else these alone go without."""
         now, outage = self._clock(), self._outages[name, part.service_of(name)]
         since = outage.failed(attempt.started, str(failure))
         attempt.failures[name] = attempt.failures.get(name, 0) + 1
-        is_over = now - since >= self._patience_s
+        is_away = now - since >= self._patience_s
+        is_over = is_away or now - attempt.started >= self._patience_s
         if part.on_failure == "pause" and (is_over or failure.permanent):
             self.begin_anew()
             self._calls.gave_up(name, "pause", count)
-            raise RewardPause(self._why_paused(name, failure, is_over))
+            raise RewardPause(self._why_paused(name, failure, is_over, is_away))
         if not is_over:
             raise failure
-        outage.give_up(now)
+        if is_away:
+            outage.give_up(now)
 
-    def _why_paused(self, name: str, failure: RewardFailure, is_over: bool) -> str:
-        waited = f" It failed for timeouts.rewards_s = {self._patience_s:g} s." if is_over else ""
+    def _why_paused(self, name: str, failure: RewardFailure, is_over: bool, is_away: bool) -> str:
+        of_what = "" if is_away else " on the same samples, while others were scored"
+        waited = f" It failed for timeouts.rewards_s = {self._patience_s:g} s{of_what}." if is_over else ""
         return (
             f'{failure}.{waited} The job is paused as rewards.{name}.on_failure = "pause" says: put it right, then '
             "resume the job; its samples are kept and asked for again"

@@ -40,6 +40,8 @@ class Service(reward_pb2_grpc.RewardServiceServicer):
         self.max_bytes = 1 << 30
         self.params: list[dict[str, str]] = []
         self.sizes: list[int] = []
+        self.poison = ""
+        """Id of a sample on whose calls it fails."""
         self.gate: asyncio.Event | None = None
         """Calls wait for it."""
         self.answers: Callable[[Any], list[reward_pb2.RewardScore]] = lambda samples: [
@@ -54,6 +56,8 @@ class Service(reward_pb2_grpc.RewardServiceServicer):
         self.params.append(dict(request.params))
         if self.gate is not None:
             await self.gate.wait()
+        if any(sample.sample_id == self.poison for sample in request.samples):
+            await context.abort(grpc.StatusCode.INTERNAL, "out of memory")
         if self.code is not None:
             await context.abort(self.code, self.details)
         if request.ByteSize() > self.max_bytes:
@@ -352,8 +356,9 @@ def test_an_outage_begins_with_the_samples_that_were_sent_first() -> None:
     assert outage.failed(50.0, "gone") == 50.0
     assert outage.failed(40.0, "gone") == 40.0, "sent before, failed later"
     assert outage.failed(60.0, "gone") == 40.0
-    outage.worked()
+    outage.worked(65.0)
     assert outage.failed(70.0, "gone") == 70.0
+    assert outage.failed(40.0, "gone") == 65.0, "others were scored after it was sent"
     assert outage.may_ask(80.0)
     assert outage.may_ask(80.0)
     outage.give_up(90.0)
@@ -407,5 +412,34 @@ def test_samples_whose_calls_take_long_are_not_forgotten_meanwhile() -> None:
         gate.set()
         with pytest.raises(RewardPause):
             await slow
+
+    with_services({"bad": bad, "good": good}, use)
+
+
+@pytest.mark.parametrize("policy", ["pause", "drop", "skip"])
+def test_samples_that_always_fail_cost_no_others(policy: Any) -> None:
+    bad, good = Service(), Service()
+    bad.poison = "a"
+    rewards = {"bad": RewardPart(on_failure=policy), "good": RewardPart(weight=0.5)}
+
+    async def use(fleet: Fleet) -> None:
+        async def verdict_of(name: str) -> Any:
+            return (await fleet.plane.score(rewards, 0, samples(name)))[name]
+
+        for name in "bcde":
+            with pytest.raises(RewardFailure):
+                await verdict_of("a")
+            assert (await verdict_of(name)).score == 1.5
+            fleet.now += PATIENCE_S / 4
+        if policy == "pause":
+            with pytest.raises(RewardPause, match="= 100 s on the same samples, while others were scored"):
+                await verdict_of("a")
+            return
+        assert (await verdict_of("a")).score == (None if policy == "drop" else 0.5)
+        for name in "fg":
+            assert (await verdict_of(name)).score == 1.5, "it is asked and not given up"
+        bad.code = grpc.StatusCode.INTERNAL
+        with pytest.raises(RewardFailure):  # and is waited for as before
+            await verdict_of("h")
 
     with_services({"bad": bad, "good": good}, use)
