@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from services.reward import scorers
+from services.reward.__main__ import _parser
 from services.reward.settings import read_settings
 from tests.deploy.conftest import CHART, FULLNAME, Rendered, container, environment, flags, helm, selects
 
@@ -45,6 +46,15 @@ def test_settings_reach_the_scorer_as_they_are(everything: Rendered, tmp_path: P
     assert isinstance(given["cache_size"], int)
     made = scorers.make("vlm", given, 1)
     assert made.score_range == (1.0, 5.0)
+
+
+def test_the_service_takes_the_arguments_of_the_chart(everything: Rendered, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ocr", "jpeg-compressibility", "taste", "counting", "far"):
+        options = _parser().parse_args(container(everything.pod(f"reward-{name}"))["args"])
+        assert options.scorer in scorers.SCORERS
+        assert (options.settings is not None) == (name in ("taste", "counting", "far"))
+    monkeypatch.setenv("JUDGE_AUTHORIZATION", "Bearer key")
+    assert scorers.make("http", _settings(everything, "reward-far"), 1).name == "http"
 
 
 def test_a_change_of_settings_alone_changes_the_checksum() -> None:
