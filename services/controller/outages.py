@@ -10,7 +10,8 @@ from services.controller.reward_answers import Answer
 
 FIRST_DELAY_S, MAX_DELAY_S = 0.2, 5.0
 PROBE_EVERY_S = 10.0
-"""While a reward counts as failed, one call in so long finds out whether it is back; the others do not wait."""
+"""While a reward counts as failed, one call finds out whether it is back, and so long after its end another; the others
+do not wait."""
 
 
 @dataclass
@@ -54,7 +55,10 @@ class Outage:
     reason: str = ""
     given_up: bool = False
     """It has failed for too long: calls are probes."""
+    probing: bool = False
+    """A probe is away."""
     probed_at: float = float("-inf")
+    """When the last one came back."""
 
     def failed(self, started: float, reason: str) -> float:
         """A call failed, of samples first sent at `started`. Since when all calls have failed."""
@@ -71,8 +75,16 @@ class Outage:
             self.given_up, self.probed_at = True, now
 
     def may_ask(self, now: float) -> bool:
-        """Whether a call may be made now; taken for a probe where it counts as failed."""
-        if self.given_up and now - self.probed_at < PROBE_EVERY_S:
-            return False
-        self.probed_at = now
-        return True
+        """Whether a call may be made now: where it counts as failed one at a time, `PROBE_EVERY_S` after the last."""
+        return not self.given_up or (not self.probing and now - self.probed_at >= PROBE_EVERY_S)
+
+    @contextmanager
+    def asking(self, clock: Callable[[], float]) -> Iterator[None]:
+        """Around a call that may be made."""
+        is_probe = self.given_up
+        self.probing |= is_probe
+        try:
+            yield
+        finally:
+            if is_probe:
+                self.probing, self.probed_at = False, clock()

@@ -160,11 +160,13 @@ class RewardPlane:
         if name in attempt.answers:
             return attempt.answers[name]
         outage = self._outages[name, part.service_of(name)]
+        if outage.may_ask(self._clock()):
+            await asyncio.sleep(attempt.delay(name))
         if not outage.may_ask(self._clock()):
             return None
-        await asyncio.sleep(attempt.delay(name))
         try:
-            answers = await self.ask(name, part, samples)
+            with outage.asking(self._clock):
+                answers = await self.ask(name, part, samples)
         except RewardFailure as failure:
             self._calls.failed(name)
             if not self._is_current(attempt):

@@ -359,10 +359,22 @@ def test_an_outage_begins_with_the_samples_that_were_sent_first() -> None:
     outage.worked(65.0)
     assert outage.failed(70.0, "gone") == 70.0
     assert outage.failed(40.0, "gone") == 65.0, "others were scored after it was sent"
-    assert outage.may_ask(80.0)
-    assert outage.may_ask(80.0)
+
+
+def test_one_probe_at_a_time_and_the_next_some_time_after_its_end() -> None:
+    outage = Outage(since=0.0)
+    with outage.asking(lambda: 80.0):
+        assert outage.may_ask(80.0), "all are asked while it does not count as failed"
     outage.give_up(90.0)
-    assert [outage.may_ask(90.0 + after) for after in (0.0, PROBE_EVERY_S, PROBE_EVERY_S + 1)] == [False, True, False]
+    assert not outage.may_ask(90.0)
+    assert outage.may_ask(90.0 + PROBE_EVERY_S)
+    with pytest.raises(RewardFailure), outage.asking(lambda: 400.0):
+        assert not outage.may_ask(399.0), "the probe hangs"
+        raise RewardFailure("gone")
+    assert [outage.may_ask(400.0 + after) for after in (0.0, PROBE_EVERY_S)] == [False, True]
+    with outage.asking(lambda: 500.0):
+        outage.worked(500.0)
+    assert outage.may_ask(500.0)
 
 
 def test_an_attempt_waits_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,3 +455,30 @@ def test_samples_that_always_fail_cost_no_others(policy: Any) -> None:
             await verdict_of("h")
 
     with_services({"bad": bad, "good": good}, use)
+
+
+def test_a_probe_that_hangs_keeps_nobody_else_waiting() -> None:
+    bad = Service()
+    bad.code = grpc.StatusCode.INTERNAL
+    rewards = {"bad": RewardPart(on_failure="drop")}
+
+    async def use(fleet: Fleet) -> None:
+        with pytest.raises(RewardFailure):
+            await fleet.plane.score(rewards, 0, samples("a"))
+        fleet.now += PATIENCE_S
+        await fleet.plane.score(rewards, 0, samples("a"))
+        bad.gate = asyncio.Event()
+        fleet.now += PROBE_EVERY_S
+        probe = asyncio.create_task(fleet.plane.score(rewards, 0, samples("b")))
+        while len(bad.sizes) < 3:
+            await asyncio.sleep(0.01)
+        fleet.now += 2 * PROBE_EVERY_S
+        dropped = asyncio.gather(*(fleet.plane.score(rewards, 0, samples(name)) for name in "cdef"))
+        await asyncio.wait_for(dropped, 5)
+        assert len(bad.sizes) == 3
+        bad.gate.set()
+        await probe
+        await fleet.plane.score(rewards, 0, samples("g"))
+        assert len(bad.sizes) == 3, "the time counts from its end"
+
+    with_services({"bad": bad}, use)
