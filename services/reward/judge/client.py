@@ -10,7 +10,8 @@ import asyncio
 import random
 import ssl
 import time
-from typing import Final
+from collections.abc import Coroutine
+from typing import Any, Final
 
 import aiohttp
 
@@ -22,6 +23,7 @@ from services.reward.judge.errors import CallFailed, of_status, of_transport, to
 from services.reward.judge.hedging import HedgePolicy
 from services.reward.judge.messages import ChatRequest
 from services.reward.judge.metrics import JudgeMetrics
+from services.reward.judge.race import Race
 from services.reward.judge.servers import Place, Server, Servers
 from services.reward.judge.settings import JudgeSettings
 
@@ -100,50 +102,44 @@ class JudgeClient:
 
     async def _hedged(self, place: Place, request: ChatRequest) -> Answer:
         """The answer of one call, or of a second one where the first is late: of whichever answers first."""
-        first = self._begin(place, request)
-        calls = [first]
-        try:
-            delay_s = self._hedges.delay_s
-            if delay_s is not None and not (await asyncio.wait(calls, timeout=delay_s))[0]:
-                second = self._second_place(place.server)
-                if second is not None:
-                    calls.append(self._begin(second, request))
-            answer, winner = await _first_answer(calls)
-            if len(calls) == 2:
-                self._metrics.hedges.labels(outcome="lost" if winner is first else "won").inc()
-            return answer
-        finally:
-            for call in calls:
-                call.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
+        race = Race(self._call(place, request), lambda: self._second(place.server, request))
+        answer = await race.run(self._hedges.delay_s)
+        if race.second is not None:
+            self._metrics.hedges.labels(outcome="won" if race.second_won else "lost").inc()
+        return answer
 
-    def _second_place(self, avoid: Server) -> Place | None:
+    def _second(self, avoid: Server, request: ChatRequest) -> Coroutine[Any, Any, Answer] | None:
+        """The second call, where there is a place and a share of all calls left for it."""
         place = self._servers.place_now(avoid)
         if place is not None and not self._hedges.take():
             self._servers.leave(place, counts=False)
             return None
-        return place
+        return None if place is None else self._call(place, request)
 
-    def _begin(self, place: Place, request: ChatRequest) -> asyncio.Task[Answer]:
-        """One HTTP call, of whose end limiter, breaker, hedges and metrics hear, even if it never began."""
-        call = asyncio.create_task(self._call(place.server.url, request))
+    async def _call(self, place: Place, request: ChatRequest) -> Answer:
+        """One HTTP call, of whose end limiter, breaker, hedges and metrics hear."""
+        url, failure, outcome = place.server.url, None, "cancelled"
         began = time.monotonic()
-        call.add_done_callback(lambda _: self._ended(place, call, time.monotonic() - began))
-        return call
+        try:
+            answer = await self._post(url, request)
+            outcome = "ok"
+        except CallFailed as known:
+            failure, outcome = known, known.outcome
+            raise
+        except Exception:
+            outcome = "bug"
+            raise
+        finally:
+            self._metrics.calls.labels(server=url, outcome=outcome).inc()
+            self._servers.leave(place, failure, counts=outcome not in ("cancelled", "bug"))
+        seconds = time.monotonic() - began
+        self._hedges.observe(seconds)
+        self._metrics.call_seconds.labels(server=url).observe(seconds)
+        self._metrics.tokens.labels(kind="prompt").inc(answer.prompt_tokens)
+        self._metrics.tokens.labels(kind="completion").inc(answer.completion_tokens)
+        return answer
 
-    def _ended(self, place: Place, call: asyncio.Task[Answer], seconds: float) -> None:
-        url, failure = place.server.url, None if call.cancelled() else call.exception()
-        known = failure if isinstance(failure, CallFailed) else None
-        outcome = "cancelled" if call.cancelled() else known.outcome if known else "bug" if failure else "ok"
-        self._metrics.calls.labels(server=url, outcome=outcome).inc()
-        self._servers.leave(place, known, counts=outcome not in ("cancelled", "bug"))
-        if outcome == "ok":
-            self._hedges.observe(seconds)
-            self._metrics.call_seconds.labels(server=url).observe(seconds)
-            self._metrics.tokens.labels(kind="prompt").inc(call.result().prompt_tokens)
-            self._metrics.tokens.labels(kind="completion").inc(call.result().completion_tokens)
-
-    async def _call(self, url: str, request: ChatRequest) -> Answer:
+    async def _post(self, url: str, request: ChatRequest) -> Answer:
         try:
             reply = await http_client.post(self._session, f"{url}/chat/completions", request.body)
         except aiohttp.ClientError as error:
@@ -158,14 +154,3 @@ class JudgeClient:
             return read_answer(reply.body)
         except ValueError as error:
             raise unreadable(url, str(error), reply.headers.get("Content-Type", "")) from error
-
-
-async def _first_answer(calls: list[asyncio.Task[Answer]]) -> tuple[Answer, asyncio.Task[Answer]]:
-    """Of the first call that is answered; where all fail, raises what the first of them raised."""
-    pending = set(calls)
-    while pending:
-        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-        for call in done:
-            if call.exception() is None:
-                return call.result(), call
-    return calls[0].result(), calls[0]

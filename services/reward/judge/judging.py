@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -31,6 +31,7 @@ from services.reward.judge.rubrics import SOURCE, Mode, Rubric
 from services.reward.judge.scale import Reading
 from services.reward.judge.settings import JudgeSettings, VlmSettings
 from services.reward.scorers.base import EncodedSample, Outcome, Problem, Score
+from services.reward.turns import Turns
 
 Found = TypeVar("Found")
 
@@ -65,6 +66,12 @@ class Questions:
         self._settings = settings
         self._metrics = metrics
         self._failures = FailureShare(settings.max_parse_failures)
+        self._turns = Turns()
+
+    async def pictures_of(self, sample: EncodedSample, num_frames: int) -> list[Picture]:
+        """As `media.pictures_of`, sample by sample. Raises MediaError."""
+        await self._turns.take()
+        return await pictures_of(sample.media, sample.media_type, num_frames)
 
     async def ask(
         self, system: str, parts: Sequence[Part], params: Mapping[str, Any], read: Callable[[Answer], Found]
@@ -108,6 +115,11 @@ class Questions:
         return list(outcomes)
 
 
+async def at_once(asked: Sequence[Coroutine[Any, Any, Found]]) -> list[Found]:
+    """The results of all; one alone gets no task of its own."""
+    return [await asked[0]] if len(asked) == 1 else list(await asyncio.gather(*asked))
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Prepared:
     """A sample as its slots see it."""
@@ -133,7 +145,7 @@ class Judge:
     async def score(self, samples: Sequence[EncodedSample]) -> list[Outcome]:
         """One outcome a sample, in order. Raises Unavailable."""
         if self._rubric.mode == "pointwise":
-            outcomes = list(await asyncio.gather(*(self._alone(sample) for sample in samples)))
+            outcomes = await at_once([self._alone(sample) for sample in samples])
         else:
             compare = self._pairs if self._rubric.mode == "pairwise" else self._rankings
             outcomes = await self._by_group(samples, compare)
@@ -184,7 +196,7 @@ class Judge:
     async def _prepare(self, sample: EncodedSample) -> Prepared:
         texts = {"prompt": sample.prompt, **{f"metadata.{name}": text for name, text in sample.metadata.items()}}
         try:
-            pictures = await pictures_of(sample.media, sample.media_type, self._rubric.num_frames)
+            pictures = await self._questions.pictures_of(sample, self._rubric.num_frames)
             if not self._shows_source:
                 return Prepared(texts, pictures, {})
             source = await asyncio.to_thread(source_picture, sample.metadata, self._settings.media_root)

@@ -15,7 +15,7 @@ from pydantic import Field
 from flowfleet.media import MediaError
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
 from services.reward.judge.judging import Questions, Refused
-from services.reward.judge.media import Picture, pictures_of
+from services.reward.judge.media import Picture
 from services.reward.judge.metrics import JudgeMetrics
 from services.reward.judge.settings import JudgeSettings
 from services.reward.scorers.base import (
@@ -75,7 +75,7 @@ class VlmOcrScorer(AsyncScorer[bool]):
     async def _score(self, sample: EncodedSample, alphanumeric: bool) -> Outcome:
         try:
             target = target_of(sample.prompt, alphanumeric)
-            pictures = await pictures_of(sample.media, sample.media_type, self._settings.num_frames)
+            pictures = await self._questions.pictures_of(sample, self._settings.num_frames)
             texts = await asyncio.gather(*(self._transcribe(picture) for picture in pictures))
         except Refused as refused:
             return refused.problem
@@ -86,9 +86,8 @@ class VlmOcrScorer(AsyncScorer[bool]):
         return mean_score([_compared(text, target, alphanumeric) for text in texts])
 
     async def _transcribe(self, picture: Picture) -> str:
-        parts = [picture, self._settings.question]
         params = {"max_tokens": self._settings.max_tokens}
-        return await self._questions.ask("", parts, params, lambda answer: answer.text)
+        return await self._questions.ask("", [picture, self._settings.question], params, lambda answer: answer.text)
 
 
 def _compared(text: str, target: str, alphanumeric: bool) -> Score:
