@@ -82,6 +82,15 @@ class Batch(BaseModel):
         return sum(sample.status == status for samples in self.groups.values() for sample in samples.values())
 
     @property
+    def is_judged(self) -> bool:
+        """Whether rewards have scored or refused one of its samples. One that was never sampled is not theirs."""
+        return any(
+            sample.status == "scored" or (sample.status == "dropped" and sample.version is not None)
+            for samples in self.groups.values()
+            for sample in samples.values()
+        )
+
+    @property
     def num_trained(self) -> int:
         """Samples that the step trains on, or will."""
         return self.count("scored") if self.num_chosen is None else self.num_chosen

@@ -118,12 +118,15 @@ class Exported(_Event):
 
 
 class RewardsChanged(_Event):
-    """The job has other rewards or shadows, from the first step on that is not opened yet."""
+    """The job has other rewards or shadows, from the first step on that is not open yet."""
 
     kind: Literal["rewards_changed"] = "rewards_changed"
     number: int
     """Of the revision, ascending; one that was folded before changes nothing."""
     set: RewardSet
+    unscored: bool = False
+    """Open steps of which no sample is scored have it too: the job is paused, and nothing is being scored. False in
+    ledgers from before that could be."""
 
 
 class PauseRequested(_Event):

@@ -28,7 +28,17 @@ from services.controller.context import JobContext, sample_field
 from services.controller.inputs import BLOB_TTL_S
 from services.controller.launcher import stop_for_good, stopped
 from services.controller.ledger import Also, Ledger
-from services.controller.machine import Command, EnsureTrainer, Generate, Machine, Score, Status, TrainStep, Validate
+from services.controller.machine import (
+    Command,
+    ComputeAdvantages,
+    EnsureTrainer,
+    Generate,
+    Machine,
+    Score,
+    Status,
+    TrainStep,
+    Validate,
+)
 from services.controller.records import Desired, JobStatus
 from services.controller.retries import MAX_FAILURES, Decision, Verdict, decide
 from services.controller.step import TrainingStep
@@ -263,16 +273,23 @@ class JobRunner:
             await self._change_rewards()
 
     async def _change_rewards(self) -> None:
-        """Makes the user's newest wish a fact, from the first step on that is not open when it is recorded."""
+        """Makes the user's newest wish a fact, from the first step on that is not open when it is recorded. While the
+        job is paused also open steps have it that are not scored: it waits for the scoring that was begun before."""
         wish = await self.job.store.pending_rewards(self.job.job_id)
-        if wish is None:
+        is_paused = self.machine.state.status is Status.PAUSED
+        if wish is None or (is_paused and self._is_scoring):
             return
 
         async def also(pipe: Any) -> None:
-            applied = wish.model_copy(update={"from_step": self.machine.first_unopened})
+            applied = wish.model_copy(update={"from_step": self.machine.first_changed(unscored=is_paused)})
             await self.job.store.apply_rewards(self.job.job_id, applied, pipe)
 
-        await self.emit(ev.RewardsChanged(number=wish.number, set=wish.as_set()), also=also)
+        await self.emit(ev.RewardsChanged(number=wish.number, set=wish.as_set(), unscored=is_paused), also=also)
+
+    @property
+    def _is_scoring(self) -> bool:
+        scoring = (Score, ComputeAdvantages, Validate)
+        return any(isinstance(command, scoring) and not task.done() for command, task in self._running.items())
 
     # -- the loop's own ----------------------------------------------------------------------------------------
 

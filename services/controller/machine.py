@@ -223,9 +223,11 @@ class Machine:
         self.state.exported = True
 
     def _on_rewards_changed(self, event: ev.RewardsChanged) -> None:
-        """Steps that are open keep what they have. Of what no step has any more nothing is kept."""
+        """What is scored keeps what it was scored by. Of what no step has any more nothing is kept."""
         if event.number > self.rewards_number:
-            self.state.revisions.append(Revision(number=event.number, from_step=self.first_unopened, set=event.set))
+            first = self.first_changed(unscored=event.unscored)
+            before = [r for r in self.state.revisions if r.from_step < first]
+            self.state.revisions = [*before, Revision(number=event.number, from_step=first, set=event.set)]
             past = [r for r in self.state.revisions if r.from_step <= self.state.version]
             self.state.revisions = [r for r in self.state.revisions if r not in past[:-1]]
 
@@ -356,10 +358,20 @@ class Machine:
 
     @property
     def first_unopened(self) -> int:
-        """The step from which a change of the rewards counts: the first that has no samples yet, and whose version has
-        no held-out ones. After the last update there is none, which is one past the last version."""
+        return self.first_changed(unscored=False)
+
+    def first_changed(self, *, unscored: bool) -> int:
+        """The step from which a change of the rewards counts: the first that is not open; `unscored`, while the job is
+        paused and nothing is being scored: the first from which on no sample is scored, with the held-out ones of that
+        version that are not validated. One past the last version where there is none."""
         state, steps = self.state, self.spec.schedule.steps
-        return steps + 1 if state.version == steps else max(state.version, *(step + 1 for step in state.batches), 0)
+        takes_open = unscored and state.status is Status.PAUSED
+        if state.version == steps:
+            return steps if takes_open and state.validated < steps else steps + 1
+        first = max(state.version, *(step + 1 for step in state.batches), 0)
+        while takes_open and first - 1 in state.batches and not state.batches[first - 1].is_judged:
+            first -= 1
+        return first
 
     def _revision(self, step: int) -> Revision | None:
         return next((r for r in reversed(self.state.revisions) if r.from_step <= step), None)

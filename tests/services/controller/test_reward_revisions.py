@@ -42,16 +42,31 @@ class ChangingWorld(World):
         for step in set(self.machine.state.batches) - before:
             self.opened_with[step] = self.number
 
+    def pause_and_change(self) -> None:
+        """As the driver does: nothing is being scored."""
+        self.emit(ev.PauseRequested())
+        self.number += 1
+        first = self.machine.first_changed(unscored=True)
+        self.emit(changed(self.number).model_copy(update={"unscored": True}))
+        assert not self.scored_with.keys() & range(first, 99)
+        self.opened_with |= {step: self.number for step in self.machine.state.batches if step >= first}
+        self.emit(ev.ResumeRequested())
+
     def execute(self, command: do.Command) -> None:
         if self.rng.random() < 0.1:
             self.number += 1
             self.emit(changed(self.number))
             if self.rng.random() < 0.3:
                 self.emit(changed(self.number))  # the controller died before it noted that it had done so
-        if isinstance(command, do.Score | do.ComputeAdvantages):
-            weight = self.machine.rewards_at(command.step)["ocr"].weight
-            self.scored_with.setdefault(command.step, set()).add(weight)
+        if self.rng.random() < 0.05:
+            self.pause_and_change()
+        if command not in self.machine.commands():
+            return
+        step = command.step if isinstance(command, do.Score | do.ComputeAdvantages) else None
+        weight = None if step is None else self.machine.rewards_at(step)["ocr"].weight
         super().execute(command)
+        if step is not None and weight is not None and self.machine.state.batches[step].is_judged:
+            self.scored_with.setdefault(step, set()).add(weight)
 
 
 @settings(max_examples=120, deadline=None)
@@ -90,6 +105,63 @@ def test_a_change_counts_from_the_first_step_that_is_not_open(staleness: int) ->
     assert [machine.rewards_number_at(step) for step in (staleness, staleness + 1)] == [0, 1]
     snapshot = machine.state.model_dump_json()
     assert Machine(machine.spec, State.model_validate_json(snapshot)).state == machine.state
+
+
+def paused(machine: Machine) -> None:
+    machine.apply(ev.PauseRequested(reason="rewards.ocr: no such param"))
+
+
+def scored(machine: Machine, step: int, **what: str) -> None:
+    """One sample, or with `reason` dropped."""
+    machine.apply(ev.Sampled(step=step, group=0, index=0, version=machine.state.version))
+    place = {"step": step, "group": 0, "index": 0}
+    machine.apply(ev.Dropped(**place, **what) if what else ev.Scored(**place, score=1.0))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("judged", "first"), [(None, 0), (0, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize("what", [{}, {"reason": "no_score_ocr"}])
+def test_while_paused_a_change_counts_from_where_nothing_is_scored(
+    judged: int | None, first: int, what: dict[str, str]
+) -> None:
+    machine = ready(make_spec(schedule={"steps": 9, "max_staleness": 2}))
+    if judged is not None:
+        scored(machine, judged, **what)
+    machine.apply(changed(1))
+    before = machine.state.batches
+    paused(machine)
+    change = ev.RewardsChanged(number=2, set=rewards(9.0), unscored=True)
+    assert machine.first_changed(unscored=True) == first
+    machine.apply(event_from_json(event_to_json(change)))
+    at = [machine.rewards_at(step)["ocr"].weight for step in range(5)]
+    assert at == [1.0] * first + [9.0] * (5 - first)
+    assert [revision.number for revision in machine.state.revisions] == ([2] if first < 4 else [1, 2])
+    assert machine.state.batches == before
+
+
+def test_what_was_never_sampled_is_no_rewards_doing() -> None:
+    machine = ready(make_spec())
+    machine.apply(ev.Dropped(step=0, group=0, index=0, reason="rollout_failed"))
+    paused(machine)
+    assert machine.first_changed(unscored=True) == 0
+
+
+def test_open_steps_change_only_while_paused() -> None:
+    machine = ready(make_spec())
+    machine.apply(changed(1).model_copy(update={"unscored": True}))
+    assert [machine.rewards_at(step)["ocr"].weight for step in (0, 1)] == [1.0, 2.0]
+
+
+def test_the_last_validation_can_still_be_put_right() -> None:
+    spec = make_spec(schedule={"steps": 1}, data={"train": "t.txt", "validation": "v.txt"})
+    machine = ready(spec)
+    machine.state.version = machine.state.published = 1
+    machine.state.batches = {}
+    paused(machine)
+    machine.apply(changed(1).model_copy(update={"unscored": True}))
+    assert machine.rewards_at(1)["ocr"].weight == 2.0
+    machine.apply(ev.Validated(version=1, reward=0.5))
+    machine.apply(changed(2).model_copy(update={"unscored": True}))
+    assert machine.rewards_at(1)["ocr"].weight == 2.0
 
 
 def test_a_change_before_the_first_step_counts_from_it() -> None:

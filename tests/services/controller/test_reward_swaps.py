@@ -7,17 +7,21 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+import grpc
 import pytest
 
+from flowfleet.jobs import RewardPart
 from flowfleet.proto import reward_pb2
 from flowfleet.reward_changes import RewardChange, RewardSet, changed
 from services.controller import shadow_queue
 from services.controller.records import JobRecord, JobStatus, RewardRevision
+from services.controller.reward_failures import RewardFailure
 from services.controller.shadow_queue import pair_of
 from services.controller.shadows import compare
 from tests.services.controller import test_control_plane
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward
 from tests.services.controller.test_control_plane import Run, by_index
+from tests.services.controller.test_reward_policy import Fleet, Service, samples, with_services
 
 run, job = test_control_plane.run, test_control_plane.job
 STEPS = 6
@@ -111,6 +115,61 @@ def test_weights_and_new_rewards_count_from_their_step(run: Run, job: Any) -> No
             assert [sample.reward for sample in request.samples] == pytest.approx(expected * 2)
 
     run(use, first=first, second=ScriptedReward(lambda sample: 1.0))
+
+
+class PickyReward(ScriptedReward):
+    """Refuses calls without its param."""
+
+    async def Score(self, request: Any, context: Any) -> reward_pb2.ScoreResponse:
+        if request.params.get("score") != "soft":
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "score: choose soft")
+        return await super().Score(request, context)
+
+
+def test_wrong_params_pause_the_job_and_right_ones_let_it_go_on(run: Run, job: Any) -> None:
+    """They reach the step that is open, for nothing of it is scored; no step is lost, and none is done twice."""
+    first = HeldReward(by_index, 1)
+    picky = PickyReward(by_index, name="ocr", version="2")
+    settings = job(rewards={"ocr": {"service": "first"}}, schedule=SCHEDULE)
+
+    async def use(fleet: ScriptedFleet) -> None:
+        job_id = (await fleet.submit(settings)).id
+        await fleet.reached(job_id, lambda record: record.progress.step == 1)
+        await change(fleet, job_id, set={"ocr": {"service": "second"}})
+        first.gates["1"].set()
+        record = await fleet.reached(job_id, lambda record: record.status is JobStatus.PAUSED)
+        assert "score: choose soft" in record.reason
+        await fleet.store.request(job_id, "resume")
+        await fleet.reached(job_id, lambda record: record.status is not JobStatus.PAUSED)
+        await fleet.reached(job_id, lambda record: record.status is JobStatus.PAUSED)
+        record = await change(fleet, job_id, set={"ocr": {"params": {"score": "soft"}}})
+        assert (record.status, record.rewards.active.from_step) == (JobStatus.PAUSED, 2)
+        await fleet.store.request(job_id, "resume")
+        record = await fleet.reached(job_id, lambda record: record.status.terminal)
+        assert record.status is JobStatus.SUCCEEDED, record.reason
+        assert record.results["samples_trained"] == STEPS * 8
+        assert len(fleet.trainer.steps) == STEPS
+        found = await versions(fleet, job_id)
+        assert [len(each) for each in found.values()] == [1] * STEPS
+        rows = await fleet.store.metrics(job_id)
+        assert [row.values["critic/rewards/revision"] for row in rows] == [0, 0, 2, 2, 2, 2]
+
+    run(use, first=first, second=picky)
+
+
+def test_what_was_scored_with_other_settings_is_not_taken_for_the_present_ones() -> None:
+    """A call failed beside one that went well, and the params of that one changed before both were sent again."""
+    good, bad = Service(), Service()
+    bad.code = grpc.StatusCode.INTERNAL
+
+    async def use(fleet: Fleet) -> None:
+        with pytest.raises(RewardFailure):
+            await fleet.plane.score({"good": RewardPart(), "bad": RewardPart()}, 0, samples("a"))
+        bad.code = None
+        await fleet.plane.score({"good": RewardPart(params={"k": "v"}), "bad": RewardPart()}, 0, samples("a"))
+
+    with_services({"good": good, "bad": bad}, use)
+    assert good.params == [{}, {"k": "v"}]
 
 
 @pytest.mark.parametrize("kind", ["stuck", "broken"])
