@@ -101,10 +101,11 @@ class Questions:
         self._metrics.answers.labels(outcome=outcome).inc()
 
     def unless_broken(self, outcomes: Sequence[Outcome], what: str) -> list[Outcome]:
-        """The outcomes. Raises Unavailable where the servers failed on all, or too many answers cannot be read."""
+        """The outcomes. Raises Unavailable where the servers failed on any, or too many answers cannot be read: then$
+        the call is asked again, and the cache has what was answered, or the job's `on_failure` decides."""
         problems = [outcome for outcome in outcomes if isinstance(outcome, Problem)]
-        if outcomes and all(problem.reason == SERVER for problem in problems) and len(problems) == len(outcomes):
-            raise Unavailable(problems[0].message)
+        if failed := by_server(problems):
+            raise Unavailable(failed.message)
         excess = self._failures.excess
         if excess and any(problem.reason == ANSWER for problem in problems):
             last = next(problem.message for problem in problems if problem.reason == ANSWER)
@@ -118,6 +119,11 @@ class Questions:
 async def at_once(asked: Sequence[Coroutine[Any, Any, Found]]) -> list[Found]:
     """The results of all; one alone gets no task of its own."""
     return [await asked[0]] if len(asked) == 1 else list(await asyncio.gather(*asked))
+
+
+def by_server(problems: Sequence[Problem]) -> Problem | None:
+    """The first that is no sample's own."""
+    return next((problem for problem in problems if problem.reason == SERVER), None)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -213,6 +219,8 @@ class Judge:
         asked = await asyncio.gather(*(self._compare(group[first], group[second]) for first, second in pairs))
         answered = [(pair, found) for pair, found in zip(pairs, asked, strict=True) if not isinstance(found, Problem)]
         problems = [found for found in asked if isinstance(found, Problem)]
+        if failed := by_server(problems):
+            return [failed] * count
         known = [pair for pair, _ in answered]
         wins = [(there + 1.0 - back) / 2.0 for _, (there, back) in answered]
         rates = win_rates(count, known, wins)
@@ -241,10 +249,11 @@ class Judge:
         ]
         found = await asyncio.gather(*asked, return_exceptions=True)
         for failure in found:
-            if isinstance(failure, Refused):
-                return failure.problem
-            if isinstance(failure, BaseException):
+            if isinstance(failure, BaseException) and not isinstance(failure, Refused):
                 raise failure
+        problems = [failure.problem for failure in found if isinstance(failure, Refused)]
+        if problems:
+            return by_server(problems) or problems[0]
         there, back = (reading.value for reading in found if isinstance(reading, Reading))
         return there, back
 
@@ -263,6 +272,8 @@ class Judge:
             if not isinstance(found, Problem)
         ]
         problems = [found for found in asked if isinstance(found, Problem)]
+        if failed := by_server(problems):
+            return [failed] * len(group)
         return [
             problems[0] if math.isnan(place) else Score(float(place), {"rankings": float(count)})
             for place, count in zip(

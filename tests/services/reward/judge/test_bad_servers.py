@@ -171,6 +171,28 @@ def test_scores_come_from_log_probabilities_or_from_the_text() -> None:
         score_once(says("No."), logprobs="require")
 
 
+@pytest.mark.parametrize("rubric", ["alignment", "preference", "ranking"])
+def test_one_question_that_the_server_fails_on_makes_the_call_fail_and_the_retry_asks_only_that(rubric: str) -> None:
+    text = {"alignment": "Yes", "preference": "A", "ranking": "1, 2, 3, 4"}[rubric]
+
+    async def reply(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        await (status(500) if asked.number == 1 else says(text))(asked, writer)
+
+    async def body() -> None:
+        async with serving(reply) as server:
+            run = Run([server.url], rubric=rubric, max_retries=0)
+            await run.scorer.start()
+            with pytest.raises(Unavailable, match="/v1 answered 500"):
+                await run.scorer.score(samples(4), ())
+            asked = len(server.asked)
+            outcomes = await run.scorer.score(samples(4), ())
+            await run.scorer.close()
+            assert [type(outcome) for outcome in outcomes] == [Score] * 4
+            assert len(server.asked) == asked + 1
+
+    asyncio.run(body())
+
+
 def test_unreadable_answers_are_problems_until_there_are_too_many() -> None:
     def reply(bad: int) -> Reply:
         async def answer(asked: Asked, writer: asyncio.StreamWriter) -> None:
@@ -258,7 +280,8 @@ def test_retries_keep_to_their_budget() -> None:
 def test_the_other_server_answers_and_the_broken_one_is_left_alone() -> None:
     async def body() -> None:
         async with serving(status(500)) as bad, serving(says("Yes", YES)) as good:
-            run = Run([bad.url, good.url], breaker_failures=3, retry_share=1.0, concurrency=4)
+            # more retries than calls that the broken one can get: the good one may be full when a question is retried
+            run = Run([bad.url, good.url], breaker_failures=3, retry_share=1.0, concurrency=4, max_retries=3 + 4)
             outcomes = await run.score(samples(60))
             assert all(isinstance(outcome, Score) for outcome in outcomes)
             assert len(bad.asked) <= 3 + 4  # those under way when it opened
