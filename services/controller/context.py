@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,13 +122,14 @@ class JobContext:
         rewards: Mapping[str, RewardPart],
         step: int,
     ) -> list[Verdict]:
-        """Fetches the pictures and asks every reward, as `RewardPlane.score`. One verdict a sample, in order. Waits its
-        turn: no more than `MAX_SCORING` are away at once, so that a call's deadline is not spent behind the rest of its
-        step."""
+        """Asks every reward, as `RewardPlane.score`, and fetches the pictures when one is asked. One verdict a sample,
+        in order. Waits its turn: no more than `MAX_SCORING` are away at once, so that a call's deadline is not spent
+        behind the rest of its step."""
         async with self.scoring.take(len(samples)):
-            asked = await self.reward_samples(samples, prompts)
-            verdicts = await self.rewards.score(rewards, step, asked)
-        return [verdicts[item.sample_id] for item in asked]
+            digests = {sample_name(sample.id): sample.media.sha256 for sample in samples}
+            fetch = partial(self.reward_samples, samples, prompts)
+            verdicts = await self.rewards.score(rewards, step, digests, fetch)
+        return [verdicts[sample_id] for sample_id in digests]
 
     async def reward_samples(
         self, samples: Sequence[common_pb2.Sample], prompts: Sequence[Prompt]

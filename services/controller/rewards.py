@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
@@ -32,6 +32,7 @@ from services.controller.reward_service import RewardService
 log = logging.getLogger(__name__)
 
 Samples = Sequence[reward_pb2.RewardSample]
+Fetch = Callable[[], Awaitable[Samples]]
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,21 @@ def modality_of(spec: JobSpec) -> reward_pb2.Modality.ValueType:
     return reward_pb2.MODALITY_VIDEO if spec.rollout.num_frames > 1 else reward_pb2.MODALITY_IMAGE
 
 
+class _Fetched:
+    """Samples that all rewards share, fetched when the first of them is asked."""
+
+    def __init__(self, fetch: Fetch) -> None:
+        self._fetch = fetch
+        self._lock = asyncio.Lock()
+        self._samples: Samples | None = None
+
+    async def samples(self) -> Samples:
+        async with self._lock:
+            if self._samples is None:
+                self._samples = await self._fetch()
+            return self._samples
+
+
 class RewardPlane:
     """The rewards of one job: which there are, each call says.
 
@@ -88,7 +104,7 @@ class RewardPlane:
         self._patience_s = patience_s
         self._clock = clock
         self._services: dict[str, RewardService] = {}
-        self._attempts: dict[tuple[tuple[str, int], ...], Attempt] = {}
+        self._attempts: dict[tuple[tuple[str, str], ...], Attempt] = {}
         self._outages: defaultdict[tuple[str, str], Outage] = defaultdict(Outage)
 
     async def close(self) -> None:
@@ -113,18 +129,24 @@ class RewardPlane:
                 )
         return answers
 
-    async def score(self, rewards: Mapping[str, RewardPart], step: int, samples: Samples) -> dict[str, Verdict]:
+    async def score(
+        self, rewards: Mapping[str, RewardPart], step: int, digests: Mapping[str, str], fetch: Fetch
+    ) -> dict[str, Verdict]:
         """Verdicts by sample id, one for each sample, of the weights at a step; samples of a group stand together.
+
+        `digests`: sample id → digest of its media; `fetch` gives the samples in that order. It is called once at most,
+        and not where nobody is asked.
 
         Raises RewardFailure while a reward fails and shall be waited for: call again, it waits by itself. Raises
         RewardPause when one has failed for too long and the job shall pause.
         """
-        settings = ((name, hash(part.model_dump_json())) for name, part in sorted(rewards.items()))
-        key = (*settings, *((sample.sample_id, hash(sample.media)) for sample in samples))
+        settings = ((name, part.model_dump_json()) for name, part in sorted(rewards.items()))
+        key = (*settings, *digests.items())
         attempt = self._attempt(key)
         names = sorted(rewards)
         with attempt.in_use(self._clock):
-            tasks = [self._settled(name, rewards[name], samples, attempt) for name in names]
+            fetched = _Fetched(fetch)
+            tasks = [self._settled(name, rewards[name], len(digests), fetched, attempt) for name in names]
             results = await asyncio.gather(*tasks, return_exceptions=True)
         for kind in (RewardPause, BaseException):
             if failure := next((result for result in results if isinstance(result, kind)), None):
@@ -133,8 +155,8 @@ class RewardPlane:
             del self._attempts[key]
         answers = {name: result for name, result in zip(names, results, strict=True) if isinstance(result, dict)}
         for name in rewards.keys() - answers.keys():
-            self._calls.gave_up(name, rewards[name].on_failure, len(samples))
-        return {sample.sample_id: self._verdict(rewards, step, sample.sample_id, answers) for sample in samples}
+            self._calls.gave_up(name, rewards[name].on_failure, len(digests))
+        return {sample_id: self._verdict(rewards, step, sample_id, answers) for sample_id in digests}
 
     def begin_anew(self) -> None:
         """Counts nothing that failed before, as of a job that is resumed: calls that are still away neither pause it
@@ -142,7 +164,7 @@ class RewardPlane:
         self._attempts.clear()
         self._outages.clear()
 
-    def _attempt(self, key: tuple[tuple[str, int], ...]) -> Attempt:
+    def _attempt(self, key: tuple[tuple[str, str], ...]) -> Attempt:
         """The one that goes on, or a new one. Those that nobody goes on with are forgotten in time."""
         now = self._clock()
         for each in [key for key, one in self._attempts.items() if one.idle_s(now) > 2 * self._patience_s]:
@@ -154,7 +176,7 @@ class RewardPlane:
         return any(attempt is known for known in self._attempts.values())
 
     async def _settled(
-        self, name: str, part: RewardPart, samples: Samples, attempt: Attempt
+        self, name: str, part: RewardPart, count: int, fetched: _Fetched, attempt: Attempt
     ) -> dict[str, Answer] | None:
         """The answers of a reward; None where it failed for too long and the samples go on without or are dropped."""
         if name in attempt.answers:
@@ -166,12 +188,12 @@ class RewardPlane:
             return None
         try:
             with outage.asking(self._clock):
-                answers = await self.ask(name, part, samples)
+                answers = await self.ask(name, part, await fetched.samples())
         except RewardFailure as failure:
             self._calls.failed(name)
             if not self._is_current(attempt):
                 raise
-            self._failed(name, part, len(samples), attempt, failure)
+            self._failed(name, part, count, attempt, failure)
             return None
         outage.worked(self._clock())
         attempt.answers[name] = answers

@@ -72,6 +72,14 @@ class Fleet:
     def __init__(self, plane: RewardPlane, registry: CollectorRegistry) -> None:
         self.plane, self.registry = plane, registry
         self.now = 1000.0
+        self.fetched = 0
+
+    async def score(self, rewards: dict[str, RewardPart], step: int, asked: list[reward_pb2.RewardSample]) -> Any:
+        async def fetch() -> list[reward_pb2.RewardSample]:
+            self.fetched += 1
+            return asked
+
+        return await self.plane.score(rewards, step, {one.sample_id: "" for one in asked}, fetch)
 
     def counted(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"flowfleet_controller_reward_{name}_total", labels) or 0.0
@@ -119,10 +127,10 @@ def test_a_reward_is_waited_for_to_its_deadline_and_the_others_are_not_asked_aga
     async def use(fleet: Fleet) -> None:
         for _ in range(3):
             with pytest.raises(RewardFailure, match=r"rewards\.bad: service 'bad' at 127\.0\.0\.1:\d+ failed with INT"):
-                await fleet.plane.score(rewards, 0, samples("a", "b"))
+                await fleet.score(rewards, 0, samples("a", "b"))
             fleet.now += 30.0
         bad.code = None
-        verdicts = await fleet.plane.score(rewards, 0, samples("a", "b"))
+        verdicts = await fleet.score(rewards, 0, samples("a", "b"))
         assert {verdict.score for verdict in verdicts.values()} == {2.0}
         assert (good.sizes, bad.sizes) == ([2], [2] * 4)
         assert fleet.counted("failures", reward="bad") == 3
@@ -138,12 +146,12 @@ def test_then_the_job_pauses_and_asks_again_when_it_is_resumed() -> None:
     async def use(fleet: Fleet) -> None:
         for _ in range(2):  # once more after it was resumed too early
             with pytest.raises(RewardFailure):
-                await fleet.plane.score(rewards, 0, samples("a"))
+                await fleet.score(rewards, 0, samples("a"))
             fleet.now += PATIENCE_S
             with pytest.raises(RewardPause, match=r"timeouts.rewards_s = 100 s.*on_failure.*resume the job"):
-                await fleet.plane.score(rewards, 0, samples("a"))
+                await fleet.score(rewards, 0, samples("a"))
         bad.code = None
-        assert (await fleet.plane.score(rewards, 0, samples("a")))["a"].score == 1.0
+        assert (await fleet.score(rewards, 0, samples("a")))["a"].score == 1.0
         assert fleet.counted("given_up_samples", reward="bad", policy="pause") == 2
 
     with_services({"bad": bad}, use)
@@ -157,7 +165,7 @@ def test_or_the_samples_are_dropped_or_go_on_without_and_nobody_waits_again_for_
 
     async def use(fleet: Fleet) -> None:
         async def verdict_of(name: str) -> Any:
-            return (await fleet.plane.score(rewards, 0, samples(name)))[name]
+            return (await fleet.score(rewards, 0, samples(name)))[name]
 
         with pytest.raises(RewardFailure):
             await verdict_of("a")
@@ -184,7 +192,7 @@ def test_what_somebody_must_change_first_pauses_at_once() -> None:
 
     async def use(fleet: Fleet) -> None:
         with pytest.raises(RewardPause, match="refuses the request: params: unknown mode 'strictt'"):
-            await fleet.plane.score({"bad": RewardPart()}, 0, samples("a"))
+            await fleet.score({"bad": RewardPart()}, 0, samples("a"))
 
     with_services({"bad": bad}, use)
 
@@ -236,9 +244,9 @@ def test_rubbish_is_asked_for_again() -> None:
 
     async def use(fleet: Fleet) -> None:
         with pytest.raises(RewardFailure, match=r"rewards\.x: service 'x' answered with nothing .* the score is nan"):
-            await fleet.plane.score({"x": RewardPart()}, 0, samples("a", "b"))
+            await fleet.score({"x": RewardPart()}, 0, samples("a", "b"))
         service.answers = good
-        assert (await fleet.plane.score({"x": RewardPart()}, 0, samples("a", "b")))["b"].score == 1.0
+        assert (await fleet.score({"x": RewardPart()}, 0, samples("a", "b")))["b"].score == 1.0
 
     with_services({"x": service}, use)
 
@@ -260,7 +268,7 @@ def test_one_service_may_give_several_rewards_and_tells_its_version() -> None:
     }
 
     async def use(fleet: Fleet) -> None:
-        verdict = (await fleet.plane.score(rewards, 0, samples("a")))["a"]
+        verdict = (await fleet.score(rewards, 0, samples("a")))["a"]
         assert (verdict.score, verdict.rewards) == (3.0, {"plain": 1.0, "strict": 1.0})
         assert verdict.versions == {"plain": "scripted 2", "strict": "scripted 2"}
         assert {params["mode"] for params in service.params} == {"a", "b"}
@@ -368,9 +376,8 @@ def test_one_probe_at_a_time_and_the_next_some_time_after_its_end() -> None:
     outage.give_up(90.0)
     assert not outage.may_ask(90.0)
     assert outage.may_ask(90.0 + PROBE_EVERY_S)
-    with pytest.raises(RewardFailure), outage.asking(lambda: 400.0):
+    with outage.asking(lambda: 400.0):
         assert not outage.may_ask(399.0), "the probe hangs"
-        raise RewardFailure("gone")
     assert [outage.may_ask(400.0 + after) for after in (0.0, PROBE_EVERY_S)] == [False, True]
     with outage.asking(lambda: 500.0):
         outage.worked(500.0)
@@ -391,9 +398,9 @@ def test_what_failed_before_a_pause_does_not_count_after_it(policy: Any) -> None
 
     async def use(fleet: Fleet) -> None:
         with pytest.raises(RewardFailure):
-            await fleet.plane.score(rewards, 0, samples("a"))
+            await fleet.score(rewards, 0, samples("a"))
         bad.gate = gate = asyncio.Event()
-        straggler = asyncio.create_task(fleet.plane.score(rewards, 0, samples("b")))
+        straggler = asyncio.create_task(fleet.score(rewards, 0, samples("b")))
         while len(bad.sizes) < 2:
             await asyncio.sleep(0.01)
         fleet.plane.begin_anew()
@@ -404,7 +411,7 @@ def test_what_failed_before_a_pause_does_not_count_after_it(policy: Any) -> None
         fleet.now += 10 * PATIENCE_S
         for name in ("a", "b", "c"):
             with pytest.raises(RewardFailure):
-                await fleet.plane.score(rewards, 0, samples(name))
+                await fleet.score(rewards, 0, samples(name))
 
     with_services({"bad": bad}, use)
 
@@ -416,11 +423,11 @@ def test_samples_whose_calls_take_long_are_not_forgotten_meanwhile() -> None:
 
     async def use(fleet: Fleet) -> None:
         bad.gate = gate = asyncio.Event()
-        slow = asyncio.create_task(fleet.plane.score({"bad": RewardPart()}, 0, samples("a")))
+        slow = asyncio.create_task(fleet.score({"bad": RewardPart()}, 0, samples("a")))
         while not bad.sizes:
             await asyncio.sleep(0.01)
         fleet.now += 3 * PATIENCE_S
-        await fleet.plane.score({"good": RewardPart()}, 0, samples("b"))
+        await fleet.score({"good": RewardPart()}, 0, samples("b"))
         gate.set()
         with pytest.raises(RewardPause):
             await slow
@@ -436,7 +443,7 @@ def test_samples_that_always_fail_cost_no_others(policy: Any) -> None:
 
     async def use(fleet: Fleet) -> None:
         async def verdict_of(name: str) -> Any:
-            return (await fleet.plane.score(rewards, 0, samples(name)))[name]
+            return (await fleet.score(rewards, 0, samples(name)))[name]
 
         for name in "bcde":
             with pytest.raises(RewardFailure):
@@ -464,21 +471,41 @@ def test_a_probe_that_hangs_keeps_nobody_else_waiting() -> None:
 
     async def use(fleet: Fleet) -> None:
         with pytest.raises(RewardFailure):
-            await fleet.plane.score(rewards, 0, samples("a"))
+            await fleet.score(rewards, 0, samples("a"))
         fleet.now += PATIENCE_S
-        await fleet.plane.score(rewards, 0, samples("a"))
+        await fleet.score(rewards, 0, samples("a"))
         bad.gate = asyncio.Event()
         fleet.now += PROBE_EVERY_S
-        probe = asyncio.create_task(fleet.plane.score(rewards, 0, samples("b")))
+        probe = asyncio.create_task(fleet.score(rewards, 0, samples("b")))
         while len(bad.sizes) < 3:
             await asyncio.sleep(0.01)
         fleet.now += 2 * PROBE_EVERY_S
-        dropped = asyncio.gather(*(fleet.plane.score(rewards, 0, samples(name)) for name in "cdef"))
+        dropped = asyncio.gather(*(fleet.score(rewards, 0, samples(name)) for name in "cdef"))
         await asyncio.wait_for(dropped, 5)
         assert len(bad.sizes) == 3
         bad.gate.set()
         await probe
-        await fleet.plane.score(rewards, 0, samples("g"))
+        await fleet.score(rewards, 0, samples("g"))
         assert len(bad.sizes) == 3, "the time counts from its end"
 
     with_services({"bad": bad}, use)
+
+
+def test_media_are_fetched_when_somebody_is_asked() -> None:
+    bad, good = Service(), Service()
+    bad.code = grpc.StatusCode.INTERNAL
+    rewards = {"bad": RewardPart(on_failure="skip"), "good": RewardPart()}
+
+    async def use(fleet: Fleet) -> None:
+        with pytest.raises(RewardFailure):
+            await fleet.score(rewards, 0, samples("a"))
+        assert fleet.fetched == 1, "once for both"
+        fleet.now += PATIENCE_S
+        await fleet.score(rewards, 0, samples("a"))
+        assert fleet.fetched == 2
+        await fleet.score({"bad": rewards["bad"]}, 0, samples("b"))
+        assert fleet.fetched == 2, "the only reward is given up"
+        await fleet.score(rewards, 0, samples("b"))
+        assert (fleet.fetched, len(bad.sizes), len(good.sizes)) == (3, 2, 2)
+
+    with_services({"bad": bad, "good": good}, use)

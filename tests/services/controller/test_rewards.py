@@ -53,7 +53,10 @@ class Bound:
     parts: dict[str, RewardPart]
 
     async def score(self, samples: list[reward_pb2.RewardSample], step: int = 0) -> dict[str, Verdict]:
-        return await self.plane.score(self.parts, step, samples)
+        async def fetch() -> list[reward_pb2.RewardSample]:
+            return samples
+
+        return await self.plane.score(self.parts, step, {one.sample_id: "" for one in samples}, fetch)
 
 
 def with_plane(
