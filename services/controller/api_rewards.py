@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fastapi import APIRouter, Request
 from prometheus_client import CollectorRegistry
 
 from flowfleet.errors import Conflict
-from flowfleet.jobs import JobSpec
+from flowfleet.jobs import JobSpec, RewardPart
 from flowfleet.reward_changes import RewardChange, RewardSet, changed, parse_change
 from services.controller.body import read_object
 from services.controller.directory import Directory
 from services.controller.problems import InvalidJob
-from services.controller.records import JobRecord, Record, RewardRevision
+from services.controller.records import JobRecord, JobStatus, Record, RewardRevision
 from services.controller.reward_calls import RewardCalls
 from services.controller.reward_failures import RewardFailure
 from services.controller.reward_service import RewardService
 from services.controller.reward_shelf import check_changeable, stale
+from services.controller.reward_trials import refusals
 from services.controller.rewards import modality_of
 from services.controller.services import JobId, Services, Use
 from services.controller.shadow_queue import pair_of
@@ -81,7 +84,8 @@ def _is_repeated(newest: RewardRevision, change: RewardChange) -> bool:
 async def _revision(use: Services, record: JobRecord, change: RewardChange) -> RewardRevision:
     """Raises InvalidJob (422) for a change that cannot be, Conflict (409) for one that cannot be now."""
     check_changeable(record.id, record.status.encode(), record.desired.encode())
-    if record.progress.steps and record.progress.step >= record.progress.steps:
+    is_paused = record.status is JobStatus.PAUSED  # perhaps for what it could not validate with
+    if record.progress.steps and record.progress.step >= record.progress.steps and not is_paused:
         raise Conflict("all steps of the job are trained: there is none left that other rewards could count from")
     if change.revision != record.rewards.revision:
         raise stale(change.revision, record.rewards.revision)
@@ -101,28 +105,33 @@ async def _revision(use: Services, record: JobRecord, change: RewardChange) -> R
 
 
 async def _check_services(spec: JobSpec, before: RewardSet, after: RewardSet, directory: Directory) -> None:
-    """What is new must be known and answer, so that no step waits for it; a shadow, for which none waits, may be
-    without replicas for now."""
+    """What is new must be known and answer, so that no step waits for it, and take its params; a shadow, for which none
+    waits, may be without replicas for now."""
     shadows = {name: part.as_reward() for name, part in after.shadows.items()}
     known_shadows = {name: part.as_reward() for name, part in before.shadows.items()}
     fresh = [
-        (name, part.service_of(name), kind)
+        (name, part, kind)
         for kind, parts, known in (("rewards", after.rewards, before.rewards), ("shadow", shadows, known_shadows))
         for name, part in parts.items()
-        if name not in known or part.service_of(name) != known[name].service_of(name)
+        if name not in known or _asked_with(name, part) != _asked_with(name, known[name])
     ]
     there = ", ".join(sorted(directory.rewards)) or "none"
-    unknown = [(name, service, kind) for name, service, kind in fresh if service not in directory.rewards]
+    unknown = [
+        f"{kind}.{name}.service: this controller knows no reward service {service!r}; it knows: {there}"
+        for name, part, kind in fresh
+        if (service := part.service_of(name)) not in directory.rewards
+    ]
     if unknown:
-        raise InvalidJob(
-            [
-                f"{kind}.{name}.service: this controller knows no reward service {service!r}; it knows: {there}"
-                for name, service, kind in unknown
-            ]
-        )
-    for name, service, kind in fresh:
-        if kind == "rewards" or directory.rewards[service]:
-            await _describe(spec, name, service, directory)
+        raise InvalidJob(unknown)
+    asked = {name: part for name, part, kind in fresh if kind == "rewards" or directory.rewards[part.service_of(name)]}
+    for name, part in asked.items():
+        await _describe(spec, name, part.service_of(name), directory)
+    if problems := await refusals(spec, asked, directory):
+        raise InvalidJob(problems)
+
+
+def _asked_with(name: str, part: RewardPart) -> tuple[str, Mapping[str, str]]:
+    return part.service_of(name), part.params
 
 
 async def _describe(spec: JobSpec, name: str, service: str, directory: Directory) -> None:

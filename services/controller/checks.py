@@ -21,6 +21,7 @@ from services.controller.data import PICTURES, VIDEOS, Kind, Prompt, load_prompt
 from services.controller.directory import Directory
 from services.controller.launcher import device_problem
 from services.controller.problems import InvalidJob
+from services.controller.reward_trials import refusals
 
 MAX_PROMPT_BYTES = 1 << 30
 MAX_LINES = 20
@@ -36,12 +37,14 @@ def parse(data: dict[str, Any]) -> JobSpec:
 
 
 async def check(spec: JobSpec, directory: Directory, trainer_devices: Sequence[str] = ()) -> None:
-    """Raises InvalidJob when a file is missing or unreadable, the model cannot do what is asked, or a reward service or
-    the rollout pool is not one of the fleet's, or the trainer wants more accelerators than it has."""
+    """Raises InvalidJob when a file is missing or unreadable, the model cannot do what is asked, a reward service or
+    the rollout pool is not one of the fleet's, the trainer wants more accelerators than it has, or a reward refuses its
+    params."""
     problems = [*_fleet_problems(spec, directory)]
     if problem := device_problem(spec, trainer_devices):
         problems.append(problem)
     problems += await asyncio.to_thread(lambda: list(_file_problems(spec)))
+    problems = problems or await refusals(spec, spec.rewards, directory)
     if problems:
         raise InvalidJob(problems)
 

@@ -61,6 +61,19 @@ def load_prompts(url: str, kind: Kind = "prompts") -> list[Prompt]:
     return [_parse(line, url, number, kind) for number, line in filled]
 
 
+def first_prompt(url: str) -> Prompt:
+    """Of a file of prompts, which is read no further. Raises as `load_prompts`."""
+    try:
+        with fsspec.open(url, "rt", encoding="utf-8") as file:
+            number, line = next((pair for pair in enumerate(file, 1) if pair[1].strip()), (0, ""))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{url}: prompts cannot be read: {error}") from None
+    if not number:
+        raise ValueError(f"{url}: holds no prompt")
+    text = line.strip()
+    return _parse(text, url, number, "prompts") if url.endswith(".jsonl") else Prompt(text, source=f"{url}:{number}")
+
+
 def prompts_of_step(prompts: list[Prompt], seed: int, step: int, count: int) -> list[Prompt]:
     """The `count` prompts of a step: passes over the data, each shuffled anew, cut into steps. Nothing is left out."""
     return [_nth(prompts, seed, step * count + k) for k in range(count)]

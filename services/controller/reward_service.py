@@ -104,6 +104,8 @@ class RewardService:
         self._calls = calls
         self._replicas: dict[str, _Replica] = {}
         self._max_bytes = MAX_CALL_BYTES
+        self.needs_group = False
+        """Whether it scores whole groups only, as far as it is known."""
 
     async def ask(
         self, name: str, params: Mapping[str, str], samples: Samples, modality: reward_pb2.Modality.ValueType
@@ -112,7 +114,7 @@ class RewardService:
         described = await self._descriptions(name)
         self._check(name, described, modality)
         limit = min(one.max_batch_size or len(samples) for one in described)
-        needs_group = any(one.needs_group for one in described)
+        needs_group = self.needs_group = any(one.needs_group for one in described)
         try:
             cut = whole_groups(samples, limit) if needs_group else chunks(samples, limit, self._max_bytes)
             calls = list(cut)
@@ -130,7 +132,9 @@ class RewardService:
 
     async def check(self, name: str, modality: reward_pb2.Modality.ValueType) -> None:
         """Raises RewardFailure where the service does not answer, or cannot score what a job makes."""
-        self._check(name, await self._descriptions(name), modality)
+        described = await self._descriptions(name)
+        self.needs_group = any(one.needs_group for one in described)
+        self._check(name, described, modality)
 
     async def close(self) -> None:
         await asyncio.gather(*(replica.channel.close(None) for replica in self._replicas.values()))

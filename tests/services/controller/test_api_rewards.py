@@ -10,8 +10,11 @@ import grpc
 import httpx
 import pytest
 
+from flowfleet.jobs import RewardPart, parse_job
+from flowfleet.media import decode_media
 from flowfleet.proto import reward_pb2, reward_pb2_grpc
 from services.controller.records import SampleRecord
+from services.controller.reward_trials import refusals
 from services.controller.settings import ControllerSettings
 from services.controller.shadow_queue import pair_of
 from services.controller.shadows import GroupScores
@@ -25,18 +28,31 @@ class Service(reward_pb2_grpc.RewardServiceServicer):
     """Describes itself."""
 
     def __init__(self, contract: int = 1, modality: int = reward_pb2.MODALITY_IMAGE) -> None:
+        self.asked: list[reward_pb2.ScoreRequest] = []
         self.answer = reward_pb2.DescribeResponse(name="a", version="1", contract=contract, modalities=[modality])
 
     async def Describe(self, request: Any, context: Any) -> reward_pb2.DescribeResponse:
         return self.answer
 
+    async def Score(self, request: Any, context: Any) -> reward_pb2.ScoreResponse:
+        """Of its params it knows `score` alone. The samples of a trial it does not like, which is no reason."""
+        self.asked.append(request)
+        if request.params.keys() - {"score"}:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "params: there is only score")
+        errors = [reward_pb2.RewardScore(sample_id=sample.sample_id, error="no text") for sample in request.samples]
+        return reward_pb2.ScoreResponse(scores=errors)
+
 
 @pytest.fixture
-async def addresses() -> AsyncIterator[dict[str, str]]:
-    """Of services that answer, each in its way."""
-    kinds = {"ocr": Service(), "v2": Service(), "newer": Service(contract=99), "videos": Service(modality=2)}
+def services() -> dict[str, Service]:
+    """That answer, each in its way."""
+    return {"ocr": Service(), "v2": Service(), "newer": Service(contract=99), "videos": Service(modality=2)}
+
+
+@pytest.fixture
+async def addresses(services: dict[str, Service]) -> AsyncIterator[dict[str, str]]:
     server_of, found = [], {}
-    for name, servicer in kinds.items():
+    for name, servicer in services.items():
         server = grpc.aio.server()
         reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, server)
         found[name] = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
@@ -132,6 +148,9 @@ async def test_two_who_change_at_once_hear_of_each_other(api: Api, job: MakeJob)
         ({"set": {"ocr": {"weight": 0}}}, 422, "rewards"),
         ({"set": {"videos": {}}}, 422, "does not score pictures"),
         ({"set": {"newer": {}}}, 422, "contract 99"),
+        ({"set": {"ocr": {"params": {"scroe": "soft"}}}}, 422, "params: there is only score"),
+        ({"set": {"v2": {"params": {"scroe": "soft"}}}}, 422, "params: there is only score"),
+        ({"shadow": {"v2": {"for": "ocr", "params": {"scroe": "soft"}}}}, 422, "params: there is only score"),
         ({"set": {"away": {}}}, 409, "cannot be reached"),
         ({"set": {"ocr": {"service": "grpc://10.0.0.1:22"}}}, 422, "knows no reward service"),
         ({"shadow": {"away": {"for": "ocr"}}}, 409, "cannot be reached"),
@@ -157,6 +176,39 @@ async def test_what_is_refused_is_told_and_changes_nothing(
     assert answer.headers["content-type"] == "application/problem+json"
     assert words in answer.text
     assert await api.store.get(job_id) == before
+
+
+@pytest.mark.parametrize(("frames", "service", "media_type"), [(1, "v2", "image/png"), (5, "videos", "video/mp4")])
+async def test_params_are_tried_on_a_sample_like_the_jobs(
+    api: Api, job: MakeJob, services: dict[str, Service], frames: int, service: str, media_type: str
+) -> None:
+    spec = parse_job(job(rollout={"num_frames": frames}))
+    params = {"score": "soft"}
+    assert await refusals(spec, {service: RewardPart(params=params)}, api.services.directory) == []
+    (asked,) = services[service].asked
+    (sample,) = asked.samples
+    assert (dict(asked.params), sample.prompt, sample.media_type) == (params, 'A red sign that says "K7QX"', media_type)
+    assert decode_media(sample.media, media_type).shape == (frames, 64, 64, 3)
+
+
+async def test_who_scores_groups_is_tried_on_one(api: Api, job: MakeJob, services: dict[str, Service]) -> None:
+    services["v2"].answer.needs_group = True
+    assert await refusals(parse_job(job()), {"v2": RewardPart()}, api.services.directory) == []
+    (asked,) = services["v2"].asked
+    assert len(asked.samples) == parse_job(job()).rollout.group_size
+    assert len({sample.group_id for sample in asked.samples}) == 1
+    assert len({sample.media for sample in asked.samples}) == len(asked.samples)
+
+
+async def test_params_that_are_refused_are_told_at_submit(api: Api, job: MakeJob) -> None:
+    wrong = {"ocr": {"params": {"scroe": "soft"}}, "second": {"service": "videos"}}
+    answer = await api.client.post("/v1/jobs", json=job(rewards=wrong))
+    assert answer.status_code == 422, answer.text
+    assert "rewards.ocr" in answer.text
+    assert "params: there is only score" in answer.text
+    assert "rewards.second does not score pictures" in answer.text
+    away = await api.client.post("/v1/jobs", json=job(rewards={"away": {"params": {"x": "y"}}}))
+    assert away.status_code == 202, away.text  # the job waits for it
 
 
 async def test_a_job_that_has_ended_keeps_its_rewards(api: Api, job: MakeJob) -> None:
