@@ -16,9 +16,8 @@ from typing import Any, Final
 import aiohttp
 
 from services.reward import http_client
+from services.reward.cache import LruCache
 from services.reward.judge.answers import Answer, read_answer
-from services.reward.judge.budget import ShareBudget, backoff_s
-from services.reward.judge.cache import LruCache
 from services.reward.judge.errors import CallFailed, of_status, of_transport, too_late, unreadable
 from services.reward.judge.hedging import HedgePolicy
 from services.reward.judge.messages import ChatRequest
@@ -26,6 +25,7 @@ from services.reward.judge.metrics import JudgeMetrics
 from services.reward.judge.race import Race
 from services.reward.judge.servers import Place, Server, Servers
 from services.reward.judge.settings import JudgeSettings
+from services.reward.retries import ShareBudget, backoff_s
 
 _LONGEST_BACKOFF_S: Final = 10.0
 

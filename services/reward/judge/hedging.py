@@ -9,7 +9,7 @@ import bisect
 import math
 from collections import deque
 
-from services.reward.judge.budget import ShareBudget
+from services.reward.retries import ShareBudget
 
 WINDOW = 512
 LEAST = 20

@@ -101,7 +101,7 @@ class Questions:
         self._metrics.answers.labels(outcome=outcome).inc()
 
     def unless_broken(self, outcomes: Sequence[Outcome], what: str) -> list[Outcome]:
-        """The outcomes. Raises Unavailable where the servers failed on any, or too many answers cannot be read: then$
+        """The outcomes. Raises Unavailable where the servers failed on any, or too many answers cannot be read: then
         the call is asked again, and the cache has what was answered, or the job's `on_failure` decides."""
         problems = [outcome for outcome in outcomes if isinstance(outcome, Problem)]
         if failed := by_server(problems):

@@ -2,15 +2,15 @@
 
 The samples of a call are asked in requests of `batch_size`, at most `concurrency` of them under way, over pooled
 connections; media go as the bytes they came in. A request that fails for now (no connection, silence, status 408, 429,
-5xx) is asked again after a pause that doubles and is drawn at random up to there (full jitter: Brooker, "Exponential
-Backoff And Jitter", 2015), while the budget lasts: retries are at most `retry_ratio` of the requests, so that a server
-that is down is not buried by them. The answer to a sample is its score, or a Problem that names the URL and the setting
-to change. Where a call got no score at all, and the server is why, the call is UNAVAILABLE.
+5xx) is asked again after a random pause, while the budget of retries lasts. The answer to a sample is its score, or a
+Problem that names the URL and the setting to change. Where the server fails on any request, the call is UNAVAILABLE,
+and the scores that it got are kept until it is asked again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import os
@@ -27,6 +27,8 @@ from yarl import URL
 from flowfleet.errors import Unavailable
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
 from services.reward import http_client
+from services.reward.cache import LruCache
+from services.reward.retries import ShareBudget, backoff_s
 from services.reward.scorers.base import (
     AsyncScorer,
     EncodedSample,
@@ -40,11 +42,13 @@ from services.reward.scorers.base import (
 from services.reward.scorers.http_shapes import BAD_ANSWER, SHAPES, BadAnswer
 from services.reward.turns import Turns
 
-SERVER_FAILED = "server_failed"
-MAX_TOKENS = 10.0
-"""Retries that a budget holds at most, and at first."""
+SERVER_FAILED, REFUSED = "server_failed", "refused"
+MAX_KEPT = 8192
+"""Scores of failed calls."""
 MAX_PAUSE_S = 10.0
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
+BLAMES_REQUEST = frozenset({400, 413, 415, 422})
+"""Statuses that speak of what was sent: beside requests that are scored, the server is well."""
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +120,9 @@ class HttpScorer(AsyncScorer[Params]):
         self.components = settings.components
         self._headers = {**settings.headers, **_secrets(settings)}
         self._tls = _tls(settings)
-        self._tokens = MAX_TOKENS
+        self._retries = ShareBudget(settings.retry_ratio)
+        self._draw = random.Random()
+        self._kept: LruCache[Score] = LruCache(MAX_KEPT)
         self._turns = Turns()
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._session: aiohttp.ClientSession
@@ -131,28 +137,44 @@ class HttpScorer(AsyncScorer[Params]):
         return tuple(sorted(read_params(params, dict.fromkeys(self._settings.params, str)).items()))
 
     async def score(self, samples: Sequence[EncodedSample], params: Params) -> list[Outcome]:
+        """One outcome a sample, in order. Raises Unavailable where the server failed on any, or refused all."""
+        known = [self._kept.pop(_key(sample, params)) for sample in samples] if len(self._kept) else []
+        unknown = [place for place in range(len(samples)) if not known or known[place] is None]
+        asked = iter(await self._ask_all([samples[place] for place in unknown], params))
+        outcomes: list[Outcome] = [(known[place] if known else None) or next(asked) for place in range(len(samples))]
+        problems = [outcome for outcome in outcomes if isinstance(outcome, Problem)]
+        failed = next((problem for problem in problems if problem.reason == SERVER_FAILED), None)
+        refused = next((problem for problem in problems if problem.reason == REFUSED), None)
+        if failed or (refused and not any(isinstance(outcome, Score) for outcome in outcomes)):
+            self._keep(samples, params, outcomes)
+            raise Unavailable((failed or problems[0]).message)
+        return outcomes
+
+    def _keep(self, samples: Sequence[EncodedSample], params: Params, outcomes: Sequence[Outcome]) -> None:
+        """So that the call's next try asks only for what it lacks."""
+        for sample, outcome in zip(samples, outcomes, strict=True):
+            if isinstance(outcome, Score):
+                self._kept.put(_key(sample, params), outcome)
+
+    async def _ask_all(self, samples: Sequence[EncodedSample], params: Params) -> list[Outcome]:
+        """In requests of `batch_size`."""
         parts = [samples[start : start + self._size] for start in range(0, len(samples), self._size)]
         async with asyncio.TaskGroup() as group:
             asked = [group.create_task(self._ask(part, dict(params))) for part in parts]
-        outcomes = [outcome for part in asked for outcome in part.result()]
-        failures = [one for one in outcomes if isinstance(one, Problem) and one.reason == SERVER_FAILED]
-        if failures and not any(isinstance(outcome, Score) for outcome in outcomes):
-            raise Unavailable(failures[0].message)
-        return outcomes
+        return [outcome for part in asked for outcome in part.result()]
 
     async def _ask(self, samples: Sequence[EncodedSample], params: Mapping[str, str]) -> list[Outcome]:
         """One request, and its retries."""
-        self._tokens = min(MAX_TOKENS, self._tokens + self._settings.retry_ratio)
+        self._retries.deposit()
         for attempt in range(self._settings.retries + 1):
             try:
                 return await self._request(samples, params)
             except _Failed as failed:
-                if not failed.again or attempt == self._settings.retries or self._tokens < 1.0:
+                if not failed.again or attempt == self._settings.retries or not self._retries.withdraw():
                     log.warning("%s", failed)
-                    return [Problem(SERVER_FAILED, str(failed))] * len(samples)
-                self._tokens -= 1.0
+                    return [Problem(failed.reason, str(failed))] * len(samples)
                 log.info("asking again: %s", failed)
-                await asyncio.sleep(random.uniform(0.0, min(MAX_PAUSE_S, self._settings.pause_s * 2**attempt)))
+                await asyncio.sleep(backoff_s(attempt, self._settings.pause_s, MAX_PAUSE_S, None, self._draw))
         raise AssertionError("the last attempt returns")
 
     async def _request(self, samples: Sequence[EncodedSample], params: Mapping[str, str]) -> list[Outcome]:
@@ -171,7 +193,8 @@ class HttpScorer(AsyncScorer[Params]):
             except http_client.TooLong as error:
                 raise self._failed(f"answered {error}: is settings.url the reward's?") from None
         if reply.status != 200:
-            raise self._failed(_status(reply), again=reply.status in RETRIED)
+            reason = REFUSED if reply.status in BLAMES_REQUEST else SERVER_FAILED
+            raise self._failed(_status(reply), again=reply.status in RETRIED, reason=reason)
         return self._read(reply.body, len(samples))
 
     def _read(self, answer: bytes, number: int) -> list[Outcome]:
@@ -192,16 +215,23 @@ class HttpScorer(AsyncScorer[Params]):
             for outcome in outcomes
         ]
 
-    def _failed(self, why: str, again: bool = False) -> _Failed:
-        return _Failed(f"settings.url {self._settings.url} {why}", again)
+    def _failed(self, why: str, again: bool = False, reason: str = SERVER_FAILED) -> _Failed:
+        return _Failed(f"settings.url {self._settings.url} {why}", again, reason)
 
 
 class _Failed(Exception):
-    """A request without an answer to use; `again`: the same may work later."""
+    """A request without an answer to use; `again`: the same may work later; `reason`: of the samples' problems."""
 
-    def __init__(self, message: str, again: bool) -> None:
+    def __init__(self, message: str, again: bool, reason: str) -> None:
         super().__init__(message)
         self.again = again
+        self.reason = reason
+
+
+def _key(sample: EncodedSample, params: Params) -> bytes:
+    """Equal for equal questions."""
+    about = (sample.media_type, sample.prompt, sorted(sample.metadata.items()), params)
+    return hashlib.sha256(hashlib.sha256(sample.media).digest() + repr(about).encode()).digest()
 
 
 def make(name: str, settings: Mapping[str, Any], num_threads: int) -> HttpScorer:

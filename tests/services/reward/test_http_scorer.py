@@ -245,15 +245,36 @@ def test_one_bad_number_is_the_problem_of_its_sample() -> None:
     )
 
 
-def test_a_request_that_fails_beside_one_that_does_not_costs_its_own_samples() -> None:
+def test_a_request_that_is_refused_beside_one_that_is_not_costs_its_own_samples() -> None:
     async def answer(asked: Asked) -> bytes | tuple[int, bytes]:
         return (400, b"no") if '"1"' in asked.json["prompts"][0] else await by_index(asked)
 
     outcomes = ask(answer, batch_size=1)
     assert [outcomes[0], outcomes[2]] == [Score(0.0), Score(0.2)]
     assert isinstance(outcomes[1], Problem)
-    assert outcomes[1].reason == "server_failed"
+    assert outcomes[1].reason == "refused"
     assert "answered status 400: check settings.shape" in outcomes[1].message
+
+
+def test_a_request_that_the_server_fails_on_fails_the_call_and_the_next_try_asks_only_that() -> None:
+    down = True
+
+    async def answer(asked: Asked) -> bytes | tuple[int, bytes]:
+        return (500, b"oom") if down and '"1"' in asked.json["prompts"][0] else await by_index(asked)
+
+    async def scenario(scorer: HttpScorer, server: WebServer) -> None:
+        nonlocal down
+        for _ in range(2):
+            with pytest.raises(Unavailable, match=r"answered status 500 \(oom\)"):
+                await scorer.score(samples(3), ())
+        assert len(server.asked) == 3 + 1
+        down = False
+        assert await scorer.score(samples(3), ()) == [Score(0.0), Score(0.1), Score(0.2)]
+        assert len(server.asked) == 3 + 1 + 1
+        await scorer.score(samples(3), ())
+        assert len(server.asked) == 3 + 1 + 1 + 3  # kept for the next try alone
+
+    run(answer, scenario, batch_size=1, retries=0)
 
 
 def test_nobody_at_the_address() -> None:

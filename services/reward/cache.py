@@ -24,6 +24,10 @@ class LruCache(Generic[Value]):
             self._values.move_to_end(key)
         return self._values.get(key)
 
+    def pop(self, key: bytes) -> Value | None:
+        """The value, which is kept no longer."""
+        return self._values.pop(key, None)
+
     def put(self, key: bytes, value: Value) -> None:
         self._values[key] = value
         self._values.move_to_end(key)
