@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from services.controller.validation import ValidationPart
 
 RECENT_STEPS = 20
+_NAN = float("nan")
+NO_STATS = AdvantageStats(_NAN, _NAN, _NAN, _NAN, _NAN, 0.0, 0, _NAN, _NAN, _NAN)
+"""Of a step without a scored sample."""
 
 
 async def put_samples(
@@ -73,7 +76,7 @@ class Reports:
         self._durations.append(duration)
         num_scored = batch.count("scored")
         scored, rewards = batch.scored(), job.machine.rewards_at(step)
-        _, stats = credits_of(job.spec, rewards, step, scored)
+        stats = credits_of(job.spec, rewards, step, scored)[1] if scored else NO_STATS
         watched = rewards if job.spec.method.data == "prompts" else ()
         row = {
             **trainer,
@@ -89,7 +92,7 @@ class Reports:
         }
         await job.store.metrics_put(job.job_id, step, row)
         self._metrics.observe(job.job_id, row)
-        await self._progress(step + 1, batch, row["critic/rewards/mean"])
+        await self._progress(step + 1, batch, row["critic/rewards/mean"] if scored else None)
 
     async def validated(self, version: int, parts: Sequence[ValidationPart]) -> float | None:
         """The row of a validation: mean reward, and image statistics as a guard against reward hacking; of videos those
@@ -122,7 +125,7 @@ class Reports:
         """Accelerators of the job: one a trainer rank, and those of its live replicas."""
         return self._job.spec.trainer.world_size + self._job.fleet.fleet.num_devices(self._job.job_id)
 
-    async def _progress(self, done: int, batch: Batch, reward: float) -> None:
+    async def _progress(self, done: int, batch: Batch, reward: float | None) -> None:
         job, recent = self._job, statistics.median(self._durations)
         state = job.machine.state
         await job.store.update_progress(
@@ -170,7 +173,7 @@ def _timings(batch: Batch, now: float, duration: float) -> dict[str, float]:
 
 def _staleness(batch: Batch) -> float:
     versions = [s.version for group in batch.groups.values() for s in group.values() if s.status == "scored"]
-    return statistics.fmean(batch.step - version for version in versions if version is not None)
+    return _mean([batch.step - version for version in versions if version is not None])
 
 
 def _image_stats(media: Sequence[tuple[bytes, str]]) -> list[ImageStats]:

@@ -102,7 +102,7 @@ def scored_or_dropped(sample: common_pb2.Sample, verdict: Verdict) -> ev.Event:
     """The fact that a verdict tells of a sample."""
     step, group, index = sample.id.step, sample.id.group, sample.id.index
     if verdict.score is None:
-        may_refill = not verdict.gated_by
+        may_refill = not verdict.gated_by and not verdict.given_up
         return ev.Dropped(step=step, group=group, index=index, reason=verdict.reason, refill=may_refill)
     return ev.Scored(step=step, group=group, index=index, score=verdict.score, scores=verdict.rewards)
 

@@ -52,6 +52,8 @@ class Verdict:
     """The reward whose gate made the total 0, or masked the sample."""
     skipped: tuple[str, ...] = ()
     """Rewards that failed and that the total goes without."""
+    given_up: bool = False
+    """There is no total because a reward failed for too long: another sample would fare the same."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Reward → of the call that gave its score."""
 
@@ -244,10 +246,20 @@ class RewardPlane:
                 seconds[name] = answer.seconds
                 shown.update({f"{name}.{component}": value for component, value in answer.components.items()})
         if missing:
-            return Verdict(None, f"no_score_{missing[0]}", shown, raw, versions, "", tuple(skipped), seconds)
+            given_up = not set(missing) <= answers.keys()
+            reason = f"no_score_{missing[0]}"
+            return Verdict(None, reason, shown, raw, versions, "", tuple(skipped), given_up, seconds)
         composed = compose(rewards, step, raw)
         if composed.gated_by:
             self._calls.gated(composed.gated_by, "zero" if composed.total is not None else "mask")
         return Verdict(
-            composed.total, composed.reason, shown, raw, versions, composed.gated_by, tuple(skipped), seconds
+            composed.total,
+            composed.reason,
+            shown,
+            raw,
+            versions,
+            composed.gated_by,
+            tuple(skipped),
+            composed.total is None and bool(skipped),
+            seconds,
         )

@@ -16,6 +16,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from flowfleet.proto import trainer_pb2
 from flowfleet.telemetry import LOG_PROB_GAP, LOG_PROB_NOT_FINITE
@@ -113,16 +114,22 @@ class TrainingStep:
 
     async def advantages(self, step: int) -> None:
         """How much better each sample is than its group, stored as the request that the trainer will get. Where no pair
-        of a step differs the request is empty: the trainer counts the step and learns nothing."""
+        of a step differs the request is empty: the trainer counts the step and learns nothing. So it is of a step
+        without any score, which pauses the job."""
         job = self.job
         scored = job.machine.state.batches[step].scored()
-        if not scored:
-            await job.emit(ev.Failed(reason=f"step {step}: no sample has a score; see samples_dropped for the reasons"))
-            return
-        credits, _ = credits_of(job.spec, job.machine.rewards_at(step), step, scored)
+        credits = credits_of(job.spec, job.machine.rewards_at(step), step, scored)[0] if scored else []
         request = await requests.train_step(job, step, credits)
-        store = partial(job.store_train_request, request)
-        await job.emit(ev.AdvantagesReady(step=step, num_samples=len(credits)), also=store)
+        facts: list[ev.Event] = [ev.AdvantagesReady(step=step, num_samples=len(credits))]
+        if not scored:
+            facts.append(ev.PauseRequested(reason=_nothing_to_learn(step)))
+
+        async def also(pipe: Any) -> None:
+            await job.store_train_request(request, pipe)
+            if not scored:
+                await job.store.hold(job.job_id, pipe)
+
+        await job.emit(*facts, also=also)
 
     async def train(self, step: int) -> None:
         """One update; the trainer keeps a record, so a repeated request changes nothing."""
@@ -182,3 +189,11 @@ class TrainingStep:
         request = trainer_pb2.ExportModelRequest(job_id=job.job_id, directory=str(job.directory / "model"))
         await job.trainer().ExportModel(request, timeout=job.spec.timeouts.checkpoint_s)
         await job.emit(ev.Exported())
+
+
+def _nothing_to_learn(step: int) -> str:
+    return (
+        f"step {step}: no sample has a score, so there is nothing to learn from it; samples_dropped has the reasons. "
+        "Put the rewards right, or change them with `flowfleet rewards`, then resume the job: it goes on with the next "
+        "step"
+    )

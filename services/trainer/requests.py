@@ -14,12 +14,8 @@ from services.trainer.batches import Key, Pair
 
 
 def check_request(request: TrainStepRequest, spec: JobSpec) -> list[Key]:
-    """(group, index) of every sample. Raises InvalidRequest naming the sample that cannot be trained on.
-
-    Only losses that need pairs know a step without samples: nothing in it was better than anything else.
-    """
-    if not request.samples and not spec.loss.needs_pairs:
-        raise InvalidRequest(f"step {request.step} has no samples: skip it or ask for others")
+    """(group, index) of every sample; none of a step that has nothing to learn from. Raises InvalidRequest naming the
+    sample that cannot be trained on."""
     keys: list[Key] = []
     for item in request.samples:
         if problem := _problem(item, request, spec):

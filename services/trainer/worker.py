@@ -190,7 +190,7 @@ class Worker:
 
     def _passed_over(self, job: Job, request: trainer_pb2.TrainStepRequest) -> trainer_pb2.TrainStepResponse:
         """A step without samples changes no weight, but counts as applied: versions and steps go together."""
-        log.info("no pairs to train on", extra=_extra(request))
+        log.info("no samples to train on", extra=_extra(request))
         job.record.add(
             request.step, {"training/step_samples": 0.0, "training/samples_total": float(job.record.samples)}
         )

@@ -93,18 +93,45 @@ def test_the_job_goes_on_without_it(run: Callable[..., None]) -> None:
     run(use, quality={"on_failure": "skip"})
 
 
-def test_its_samples_are_dropped_and_counted(run: Callable[..., None]) -> None:
+def test_its_samples_are_dropped_and_a_step_without_any_pauses_the_job(run: Callable[..., None]) -> None:
     async def use(fleet: ScriptedFleet, job: dict[str, Any]) -> None:
         del job["data"]["validation"]
-        job["rollout"]["max_refills"] = 1
+        job["schedule"]["steps"] = 3
         fleet.rewards["quality"].fails_after = 1
-        record = await fleet.run(job)
-        assert record.results["samples_dropped"] == {"no_score_quality": (GROUP + 1) + 2 * (GROUP + 1)}
-        assert record.status is JobStatus.FAILED
+        record = await fleet.submit(job)
+        record = await fleet.reached(record.id, lambda record: record.status is JobStatus.PAUSED)
         assert record.reason.startswith("step 1: no sample has a score")
-        assert [len(request.samples) for request in fleet.trainer.steps] == [GROUP]
+        assert "resume the job: it goes on with the next step" in record.reason
+        fleet.rewards["quality"].fails_after = None
+        await fleet.store.request(record.id, "resume")
+        await fleet.runner.notify()
+        record = await fleet.reached(record.id, lambda record: record.status.terminal)
+        assert record.status is JobStatus.SUCCEEDED, record.reason
+        assert record.results["samples_dropped"] == {"no_score_quality": 3 * GROUP}, "none is asked for in their place"
+        assert record.results["samples_trained"] == 3 * GROUP
+        assert [(one.step, len(one.samples)) for one in fleet.trainer.steps] == [(0, GROUP), (1, 0), (2, 2 * GROUP)]
+        rows = {row.step: row.values for row in await fleet.store.metrics(record.id)}
+        assert rows[1]["critic/rewards/mean"] is None
+        assert rows[1]["training/samples_dropped"] == 3 * GROUP
 
     run(use, quality={"on_failure": "drop"})
+
+
+def test_so_does_a_step_that_a_gate_masks(run: Callable[..., None]) -> None:
+    async def use(fleet: ScriptedFleet, job: dict[str, Any]) -> None:
+        record = await fleet.submit(job)
+        for step in (0, 1):
+            reason = f"step {step}: no sample has a score"
+            record = await fleet.reached(record.id, lambda record, why=reason: record.reason.startswith(why))  # type: ignore[misc]
+            assert record.status is JobStatus.PAUSED
+            await fleet.store.request(record.id, "resume")
+            await fleet.runner.notify()
+        record = await fleet.reached(record.id, lambda record: record.status.terminal)
+        assert record.status is JobStatus.SUCCEEDED, record.reason
+        assert record.results["samples_dropped"] == {"gated_quality": 4 * GROUP}
+        assert [len(request.samples) for request in fleet.trainer.steps] == [0, 0]
+
+    run(use, quality={"weight": 0.0, "gate": {"below": 2.0, "action": "mask"}})
 
 
 def test_a_masked_sample_is_counted_and_not_replaced(run: Callable[..., None]) -> None:
