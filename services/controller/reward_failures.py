@@ -51,7 +51,7 @@ def _what(code: grpc.StatusCode, details: str, deadline_s: float | None) -> str:
             return f"cannot be reached ({details}): start it, or correct its address ({_SETTING})"
         case _CODE.DEADLINE_EXCEEDED:
             if deadline_s is None:
-                return "did not answer Describe: start it anew, or correct its address in the controller's --reward"
+                return f"did not answer Describe: start it anew, or correct its address ({_SETTING})"
             return f"gave no answer in {deadline_s:g} s: make it faster, or raise timeouts.score_s"
         case _CODE.UNIMPLEMENTED:
             return (

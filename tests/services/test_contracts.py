@@ -80,7 +80,7 @@ def test_a_trainer_takes_what_the_controller_sends(name: str) -> None:
         for index in range(size)
         for score in [0.5 if group == 1 else 1.0 - index]
     ]
-    credits, _ = credits_of(spec, scored)
+    credits, _ = credits_of(spec, spec.rewards, 2, scored)
     wire = asyncio.run(requests.train_step(context(spec), 2, credits))
     keys = check_request(wire, spec)
     pairs = [(keys[winner], keys[loser]) for winner, loser in pairs_of(wire, spec)]

@@ -176,9 +176,9 @@ INTERNAL, INVALID = grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT
 @pytest.mark.parametrize(
     ("server", "words"),
     [
-        (nobody, PLACE + r"cannot be reached .*: start it, or correct its address in the controller's --reward"),
-        (speaking(HTTP_500), PLACE + "cannot be reached .*correct its address in the controller's --reward"),
-        (serving(None), PLACE + r"is no flowfleet\.v1\.RewardService .*correct it in the controller's --reward"),
+        (nobody, PLACE + r"cannot be reached .*: start it, or correct its address \(the controller's --reward"),
+        (speaking(HTTP_500), PLACE + r"cannot be reached .*correct its address \(the controller's --reward"),
+        (serving(None), PLACE + r"is no flowfleet\.v1\.RewardService .*correct it \(the controller's --reward"),
         (serving(Json()), r"service 'judge' at .* answers, but not with messages of flowfleet\.v1\.RewardService"),
         (serving(Newer()), r"rewards\.beauty: service 'judge' speaks contract 2 .* this controller knows 1: upgrade"),
         (serving(Ends(INTERNAL, "boom")), PLACE + r"failed with INTERNAL \(boom\): its log may have the reason"),
@@ -197,13 +197,13 @@ def test_one_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatc
     assert re.search(PLACE + r"gave no answer in 1\.5 s: make it faster, or raise timeouts\.score_s", said), said
     monkeypatch.setattr(reward_service, "DESCRIBE_DEADLINE_S", 1.5)
     said = said_of(speaking(b""))  # takes the connection, and says nothing
-    assert re.search(PLACE + r"did not answer Describe: .*its address in the controller's --reward", said), said
+    assert re.search(PLACE + r"did not answer Describe: .*its address \(the controller's --reward", said), said
 
 
 def test_tls_on_one_end_only_is_told_on_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Authority().issue(tmp_path / "tls")
     said = said_of(serving(Beauty(), folder))
-    assert re.search(PLACE + r"cannot be reached \(\S+ speaks TLS: set FLOWFLEET_TLS_DIR\)", said), said
+    assert re.search(PLACE + r"cannot be reached: \S+ speaks TLS: set FLOWFLEET_TLS_DIR", said), said
     monkeypatch.setenv("FLOWFLEET_TLS_DIR", str(folder))
     said = said_of(serving(Beauty()))
     assert re.search(r"speaks no TLS: set FLOWFLEET_TLS_DIR for that service as well", said), said
@@ -212,7 +212,7 @@ def test_tls_on_one_end_only_is_told_on_both(tmp_path: Path, monkeypatch: pytest
 def test_a_certificate_of_another_ca_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOWFLEET_TLS_DIR", str(Authority().issue(tmp_path / "ours")))
     said = said_of(serving(Beauty(), Authority().issue(tmp_path / "theirs")))
-    assert re.search(PLACE + r"cannot be reached \(the certificate of 127\S+ is refused: ", said), said
+    assert re.search(PLACE + r"cannot be reached: the certificate of 127\S+ is refused: ", said), said
 
 
 def nan(scores: list[RewardScore]) -> list[RewardScore]:
