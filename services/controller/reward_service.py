@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Container, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from flowfleet.proto import reward_pb2, reward_pb2_grpc
 from flowfleet.reward_requests import CONTRACT
 from flowfleet.rpc import open_channel
 from services.controller import reward_failures
-from services.controller.concurrency import gather_or_cancel
+from services.controller.concurrency import end, gather_or_cancel
 from services.controller.directory import Directory
 from services.controller.reward_answers import Answer, is_rubbish, read_answers
 from services.controller.reward_calls import RewardCalls
@@ -26,6 +26,8 @@ from services.controller.reward_failures import RewardFailure
 from services.controller.reward_requests import MAX_CALL_BYTES, chunks, whole_groups
 
 DESCRIBE_DEADLINE_S = 10.0
+TOGETHER_S = 0.5
+"""Replicas that answer Describe so soon after it was sent are asked for scores at once; others when they have."""
 DESCRIBED_FOR_S = 60.0
 """A description is asked for again after so long, and after each break of the connection: another process may have the
 address by then."""
@@ -51,6 +53,9 @@ class _Replica:
     described_at: float = float("-inf")
     version: str = ""
     """Of the last answer."""
+    call: asyncio.Task[reward_pb2.DescribeResponse] | None = None
+    """The last Describe."""
+    called_at: float = float("-inf")
 
     @property
     def stub(self) -> reward_pb2_grpc.RewardServiceAsyncStub:
@@ -65,15 +70,32 @@ class _Replica:
         return self.outstanding + count <= max(count, min(2 * batch or REPLICA_SAMPLES, REPLICA_SAMPLES))
 
     async def describe(self) -> reward_pb2.DescribeResponse:
-        """Asked once a connection, and now and then."""
+        """Asked once a connection, and now and then; several that wait share one call."""
+        return await asyncio.shield(self.describing())
+
+    def describing(self) -> asyncio.Task[reward_pb2.DescribeResponse]:
+        if self.call is None or (self.call.done() and not self._is_fresh):
+            self.called_at = time.monotonic()
+            self.call = asyncio.create_task(self._describe())
+            self.call.add_done_callback(lambda call: call.cancelled() or call.exception())  # maybe nobody waits
+        return self.call
+
+    @property
+    def _is_fresh(self) -> bool:
         age = time.monotonic() - self.described_at
         is_connected = self.channel.get_state() is grpc.ChannelConnectivity.READY
-        if self.described is None or not is_connected or age > DESCRIBED_FOR_S:
-            with self.noting_breaks():
-                request = reward_pb2.DescribeRequest()
-                self.described = await self.stub.Describe(request, timeout=DESCRIBE_DEADLINE_S)
-                self.described_at = time.monotonic()
-        return self.described
+        return self.described is not None and is_connected and age <= DESCRIBED_FOR_S
+
+    async def _describe(self) -> reward_pb2.DescribeResponse:
+        with self.noting_breaks():
+            answer = await self.stub.Describe(reward_pb2.DescribeRequest(), timeout=DESCRIBE_DEADLINE_S)
+        self.described, self.described_at = answer, time.monotonic()
+        return answer
+
+    async def close(self) -> None:
+        if self.call is not None:
+            await end([self.call])
+        await self.channel.close(None)
 
     async def describe_what_answered(self, response: reward_pb2.ScoreResponse | None) -> reward_pb2.DescribeResponse:
         """Asked again where the answer comes from a version that was not seen before."""
@@ -111,7 +133,8 @@ class RewardService:
         self, name: str, params: Mapping[str, str], samples: Samples, modality: reward_pb2.Modality.ValueType
     ) -> dict[str, Answer]:
         """Answers by sample id, one for each sample. Raises RewardFailure, which speaks of the reward `name`."""
-        described = await self._descriptions(name)
+        answered = await self._descriptions(name)
+        described = [*answered.values()]
         self._check(name, described, modality)
         limit = min(one.max_batch_size or len(samples) for one in described)
         needs_group = self.needs_group = any(one.needs_group for one in described)
@@ -120,7 +143,9 @@ class RewardService:
             calls = list(cut)
         except ValueError as error:
             raise RewardFailure(f"rewards.{name} {error}", permanent=True) from None
-        parts = await gather_or_cancel(self._score(name, params, call, may_split=not needs_group) for call in calls)
+        parts = await gather_or_cancel(
+            self._score(name, params, call, answered, may_split=not needs_group) for call in calls
+        )
         answers = {sample_id: answer for part in parts for sample_id, answer in part.items()}
         if is_rubbish(list(answers.values())):
             problem = next(iter(answers.values())).problem
@@ -132,12 +157,12 @@ class RewardService:
 
     async def check(self, name: str, modality: reward_pb2.Modality.ValueType) -> None:
         """Raises RewardFailure where the service does not answer, or cannot score what a job makes."""
-        described = await self._descriptions(name)
+        described = [*(await self._descriptions(name)).values()]
         self.needs_group = any(one.needs_group for one in described)
         self._check(name, described, modality)
 
     async def close(self) -> None:
-        await asyncio.gather(*(replica.channel.close(None) for replica in self._replicas.values()))
+        await asyncio.gather(*(replica.close() for replica in self._replicas.values()))
 
     # -- which replica -----------------------------------------------------------------------------------------------
 
@@ -182,25 +207,28 @@ class RewardService:
     async def _close(self, addresses: Iterator[str]) -> None:
         """Of those that are gone; calls that are away have their time to end."""
         idle = [self._replicas.pop(address) for address in addresses if not self._replicas[address].outstanding]
-        await asyncio.gather(*(replica.channel.close(None) for replica in idle))
+        await asyncio.gather(*(replica.close() for replica in idle))
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
-    async def _descriptions(self, name: str) -> list[reward_pb2.DescribeResponse]:
-        """Of the replicas that answer; raises RewardFailure where none does. Of different versions there may be some at
-        once, while they are replaced."""
+    async def _descriptions(self, name: str) -> dict[str, reward_pb2.DescribeResponse]:
+        """Of the replicas that answer, by address; raises RewardFailure where none does. Of different versions there may
+        be some at once, while they are replaced."""
         ready = await self._ready(name)
         asked = [replica for replica in ready if not replica.broken] or ready
-        answers = await asyncio.gather(*(replica.describe() for replica in asked), return_exceptions=True)
-        given = [answer for answer in answers if isinstance(answer, reward_pb2.DescribeResponse)]
-        for replica, answer in zip(asked, answers, strict=True):
-            if isinstance(answer, BaseException) and not isinstance(answer, grpc.aio.AioRpcError):
-                raise answer
-            if isinstance(answer, grpc.aio.AioRpcError) and not given:
-                raise self._failure(name, replica, answer, None)
-        if len(given) < sum(not isinstance(answer, BaseException) for answer in answers):
+        calls = [replica.describing() for replica in asked]
+        await _first_answers(calls, max(replica.called_at for replica in asked) + TOGETHER_S)
+        answers = {
+            replica.address: call.result() for replica, call in zip(asked, calls, strict=True) if _went_well(call)
+        }
+        if not answers:
+            for replica, call in zip(asked, calls, strict=True):
+                if not isinstance(error := call.exception(), grpc.aio.AioRpcError):
+                    raise error or RuntimeError("a call has neither answer nor error")
+                raise self._failure(name, replica, error, None)
+        if not all(isinstance(answer, reward_pb2.DescribeResponse) for answer in answers.values()):
             raise self._not_understood(name, asked[0])
-        return given
+        return answers
 
     def _check(
         self,
@@ -222,13 +250,15 @@ class RewardService:
                 )
 
     async def _score(
-        self, name: str, params: Mapping[str, str], samples: Samples, *, may_split: bool
+        self, name: str, params: Mapping[str, str], samples: Samples, suited: Container[str], *, may_split: bool
     ) -> dict[str, Answer]:
-        """One call, again on other replicas while it finds replicas gone, and in halves while it is too large."""
+        """One call to a replica that it suits, again on others while it finds replicas gone, and in halves while it is
+        too large."""
         request = reward_pb2.ScoreRequest(samples=samples, params=params)
         tried: list[str] = []
         while True:
-            ready = await self._ready(name)
+            every = await self._ready(name)
+            ready = [one for one in every if one.address in suited] or every
             replica = self._choose([one for one in ready if one.address not in tried] or ready, len(samples))
             tried.append(replica.address)
             start = time.monotonic()
@@ -239,7 +269,7 @@ class RewardService:
                     described = await replica.describe_what_answered(response)
             except grpc.aio.AioRpcError as error:
                 if reward_failures.is_too_large(error) and may_split and len(samples) > 1:
-                    return await self._in_halves(name, params, samples, request.ByteSize())
+                    return await self._in_halves(name, params, samples, suited, request.ByteSize())
                 is_gone = error.code() is grpc.StatusCode.UNAVAILABLE
                 if is_gone and any(not one.broken and one.address not in tried for one in ready):
                     continue
@@ -249,13 +279,15 @@ class RewardService:
             return read_answers(samples, response, described, seconds)
 
     async def _in_halves(
-        self, name: str, params: Mapping[str, str], samples: Samples, size_bytes: int
+        self, name: str, params: Mapping[str, str], samples: Samples, suited: Container[str], size_bytes: int
     ) -> dict[str, Answer]:
         """And later calls no larger than these."""
         self._max_bytes = min(self._max_bytes, max(1, size_bytes // 2))
         middle = len(samples) // 2
         halves = (samples[:middle], samples[middle:])
-        first, second = await gather_or_cancel(self._score(name, params, half, may_split=True) for half in halves)
+        first, second = await gather_or_cancel(
+            self._score(name, params, half, suited, may_split=True) for half in halves
+        )
         return first | second
 
     def _failure(
@@ -268,3 +300,18 @@ class RewardService:
             f"rewards.{name}: service {self.service!r} at {replica.address} answers, but not with messages of "
             "flowfleet.v1.RewardService: make it from protos/flowfleet/v1/reward.proto"
         )
+
+
+async def _first_answers(calls: Sequence[asyncio.Task[reward_pb2.DescribeResponse]], together_until: float) -> None:
+    """Until all have ended, or one went well and the monotonic time `together_until` has passed: a replica that hangs
+    keeps nobody waiting while there is another."""
+    while left := [call for call in calls if not call.done()]:
+        is_answered = any(map(_went_well, calls))
+        seconds = together_until - time.monotonic()
+        if is_answered and seconds <= 0:
+            return
+        await asyncio.wait(left, timeout=seconds if is_answered else None, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _went_well(call: asyncio.Task[reward_pb2.DescribeResponse]) -> bool:
+    return call.done() and not call.cancelled() and call.exception() is None

@@ -27,8 +27,12 @@ class Scripted(reward_pb2_grpc.RewardServiceServicer):
         self.answer, self.sizes = answer, list[int]()
         self.described = {"max_batch_size": max_batch, **described}
         self.gate: asyncio.Event | None = None
+        self.hangs = False
+        """It takes connections and answers nothing."""
 
     async def Describe(self, request: Any, context: Any) -> reward_pb2.DescribeResponse:
+        if self.hangs:
+            await asyncio.sleep(60)
         return reward_pb2.DescribeResponse(name="scripted", **self.described)
 
     async def Score(self, request: Any, context: Any) -> reward_pb2.ScoreResponse:
@@ -375,5 +379,22 @@ def test_while_versions_are_mixed_calls_suit_all_of_them() -> None:
         replicas.show(await replicas.add(max_batch=8), await replicas.add(max_batch=2))
         await plane.score(samples(8))
         assert max(size for service in replicas.services for size in service.sizes) == 2
+
+    with_replicas(use)
+
+
+def test_a_replica_that_hangs_keeps_nobody_waiting() -> None:
+    """Neither for its Describe nor, unknown as it is, for scores."""
+
+    async def use(plane: Bound, replicas: Replicas) -> None:
+        hung, well = await replicas.add(), await replicas.add(max_batch=2)
+        replicas.services[0].hangs = True
+        replicas.show(hung, well)
+        for _ in range(3):
+            assert len(await asyncio.wait_for(plane.score(samples(4)), 5)) == 4
+        assert replicas.calls == [0, 6]
+        before = asyncio.all_tasks()
+        await plane.plane.close()
+        assert not [task for task in before if not task.done() and "_describe" in repr(task)]
 
     with_replicas(use)
