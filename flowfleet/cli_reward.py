@@ -32,6 +32,9 @@ def check(
         list[Path] | None, typer.Option(help="Picture or MP4 to send instead of the drawn ones; repeatable.")
     ] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds of each call.")] = 60.0,
+    allowed: Annotated[
+        float, typer.Option(min=0.1, help="Seconds of a call after cancelled ones; more on a busy machine.")
+    ] = 2.0,
     tolerance: Annotated[float, typer.Option(min=0.0, help="By how much scores of one sample may differ.")] = 1e-3,
     max_batch: Annotated[int, typer.Option(min=1, help="The largest batch that is sent.")] = 1024,
     ca: Annotated[
@@ -51,6 +54,7 @@ def check(
         params=_pairs("--param", param or ()),
         images=tuple(image or ()),
         timeout_s=timeout,
+        allowed_s=allowed,
         tolerance=tolerance,
         max_batch=max_batch,
         ca=ca,

@@ -14,8 +14,6 @@ from flowfleet.conformance.session import GROUP, Session
 
 NUM_ABANDONED = 6
 NUM_AT_ONCE = 16
-ALLOWED_S = 2.0
-"""Beside the full batch that may run when the next call comes."""
 _LEFT_AFTER_S = 0.25
 
 
@@ -60,7 +58,7 @@ async def afterwards(session: Session) -> str | None:
 
 async def _next_call(session: Session, told: str) -> str:
     """Fault where the next call waits for those that were left."""
-    seconds, allowed = await _timed(session), ALLOWED_S + session.batch_s
+    seconds, allowed = await _timed(session), session.options.allowed_s + session.batch_s
     message = f"the next call took {seconds:.1f} s, where {allowed:.1f} s would do: stop what nobody waits for"
     require(seconds <= allowed, message)
     return f"{told}; the next call took {seconds:.3f} s"

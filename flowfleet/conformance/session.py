@@ -50,6 +50,8 @@ class Options:
     """Pictures, or videos, to send instead of those that the suite draws."""
     timeout_s: float = 60.0
     """Of each call."""
+    allowed_s: float = 2.0
+    """That the call after those that were left may take, beside the full batch that may run when it comes."""
     connect_s: float = 10.0
     """Until the service must have answered at all."""
     tolerance: float = 1e-3
@@ -174,7 +176,7 @@ class Session:
     async def score(
         self, samples: Sequence[RewardSample], params: Mapping[str, str] | None = None, timeout_s: float | None = None
     ) -> ScoreResponse:
-        """Raises grpc.aio.AioRpcError. Scores of samples that are asked as they are go to `given` by `keep`."""
+        """Raises grpc.aio.AioRpcError. The scores do not go to `given`."""
         request = ScoreRequest(samples=samples, params={**self.options.params, **(params or {})})
         return await self._stub.Score(request, timeout=timeout_s or self.options.timeout_s)
 

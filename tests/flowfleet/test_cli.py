@@ -272,6 +272,7 @@ def test_the_surface_is_what_users_know() -> None:
         "rewards promote": ["--ca", "--url", "--wait"],
         "rewards remove": ["--ca", "--url", "--wait"],
         "reward check": [
+            "--allowed",
             "--ca",
             "--cert",
             "--image",

@@ -30,7 +30,7 @@ from flowfleet.proto.reward_pb2_grpc import RewardServiceServicer, add_RewardSer
 MAX_PIXELS = 2**24
 NAN = float("nan")
 INVALID, INTERNAL = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL
-OPTIONS = Options(timeout_s=20, connect_s=10, large_call_bytes=5 * 2**20)
+OPTIONS = Options(timeout_s=20, connect_s=10, allowed_s=15, large_call_bytes=5 * 2**20)
 
 
 class Right(RewardServiceServicer):
@@ -91,9 +91,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
 
 @asynccontextmanager
-async def serving(
-    service: RewardServiceServicer, healthy: bool | None = True, size: int = 2**26
-) -> AsyncIterator[str]:
+async def serving(service: RewardServiceServicer, healthy: bool | None = True, size: int = 2**26) -> AsyncIterator[str]:
     """host:port of the service, in this process; without a health service where `healthy` is None."""
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", size)])
     add_RewardServiceServicer_to_server(service, server)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 
@@ -70,9 +71,15 @@ def test_a_wrong_service_fails_for_the_right_reason(make: Callable[[], Right], n
 
 
 def test_calls_that_were_left_hold_up_the_next() -> None:
-    report = report_on(services.OneQueue())
+    report = report_on(services.OneQueue(), dataclasses.replace(services.OPTIONS, allowed_s=2.0))
     assert report.failed == ["deadline", "cancellation"], report.text()
     assert "stop what nobody waits for" in report.result("deadline").detail
+
+
+@pytest.mark.long
+def test_how_long_they_may_is_an_option() -> None:
+    """6 calls of 0.9 s, and a machine that is in no hurry."""
+    assert report_on(services.OneQueue(), dataclasses.replace(services.OPTIONS, allowed_s=60.0)).failed == []
 
 
 def test_what_stands_on_a_broken_rule_is_not_asked() -> None:
