@@ -212,8 +212,8 @@ class RewardService:
     # -- calls -------------------------------------------------------------------------------------------------------
 
     async def _descriptions(self, name: str) -> dict[str, reward_pb2.DescribeResponse]:
-        """Of the replicas that answer, by address; raises RewardFailure where none does. Of different versions there may
-        be some at once, while they are replaced."""
+        """Of the replicas that answer, by address; raises RewardFailure where none does. Of different versions there
+        may be some at once, while they are replaced."""
         ready = await self._ready(name)
         asked = [replica for replica in ready if not replica.broken] or ready
         calls = [replica.describing() for replica in asked]
