@@ -96,12 +96,30 @@ class OpenedMedia:
         """Of all frames."""
         return self.width * self.height * self.num_frames
 
+    def frames(self) -> Iterator[Frames]:
+        """(H, W, 3) each, in the order of showing, one in memory at a time. Raises MediaError."""
+        with _reading(self.data, self.media_type):
+            if self.picture is not None:
+                yield self.decode()[0]
+                return
+            count = 0
+            for picture in _pictures(self):
+                if count == self.num_frames or picture.shape != (self.height, self.width, 3):
+                    raise _undecodable(self.data, self.media_type, "its frames are not those of its header")
+                yield picture
+                count += 1
+            if count < self.num_frames:
+                raise _undecodable(self.data, self.media_type, f"{count} of {self.num_frames} frames could be decoded")
+
     def decode(self) -> Frames:
         """All frames. A picture is turned as its EXIF data say, alpha is dropped; of an animated one the first frame
         counts. Raises MediaError."""
         with _reading(self.data, self.media_type):
             if self.picture is None:
-                return _decode_video(self)
+                frames = np.empty((self.num_frames, self.height, self.width, 3), np.uint8)
+                for place, picture in enumerate(self.frames()):
+                    frames[place] = picture
+                return frames
             return np.asarray(ImageOps.exif_transpose(self.picture).convert("RGB"))[None]
 
 
@@ -201,19 +219,6 @@ def _open_video(data: bytes, media_type: str, limits: MediaLimits) -> OpenedMedi
     if any(corrupt for _, corrupt in packets) or len(packets) < declared or not (num_frames and width and height):
         raise _undecodable(data, media_type, f"{num_frames} of {declared} frames are there")
     return OpenedMedia(data, media_type, width, height, num_frames)
-
-
-def _decode_video(opened: OpenedMedia) -> Frames:
-    frames = np.empty((opened.num_frames, opened.height, opened.width, 3), np.uint8)
-    count = 0
-    for picture in _pictures(opened):
-        if count == len(frames) or picture.shape != frames.shape[1:]:
-            raise _undecodable(opened.data, opened.media_type, "its frames are not those of its header")
-        frames[count] = picture
-        count += 1
-    if count < len(frames):
-        raise _undecodable(opened.data, opened.media_type, f"{count} of {len(frames)} frames could be decoded")
-    return frames
 
 
 def _pictures(opened: OpenedMedia) -> Iterator[Frames]:

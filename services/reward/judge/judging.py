@@ -24,7 +24,7 @@ from services.reward.judge.comparisons import (
 )
 from services.reward.judge.errors import CallFailed
 from services.reward.judge.failures import FailureShare
-from services.reward.judge.media import Picture, digest_of, pictures_of, source_picture
+from services.reward.judge.media import MAX_FRAME_PIXELS, Picture, Room, digest_of, pictures_of, source_picture
 from services.reward.judge.messages import Part, chat_request, filled
 from services.reward.judge.metrics import JudgeMetrics
 from services.reward.judge.rubrics import SOURCE, Mode, Rubric
@@ -67,11 +67,14 @@ class Questions:
         self._metrics = metrics
         self._failures = FailureShare(settings.max_parse_failures)
         self._turns = Turns()
+        self._frames = Room(MAX_FRAME_PIXELS)
+        self.samples = Room(2 * settings.max_concurrency * len(settings.urls))
+        """That are prepared or asked about at a time: of the others only the encoded media are in memory."""
 
     async def pictures_of(self, sample: EncodedSample, num_frames: int) -> list[Picture]:
         """As `media.pictures_of`, sample by sample. Raises MediaError."""
         await self._turns.take()
-        return await pictures_of(sample.media, sample.media_type, num_frames)
+        return await pictures_of(sample.media, sample.media_type, num_frames, self._frames)
 
     async def ask(
         self, system: str, parts: Sequence[Part], params: Mapping[str, Any], read: Callable[[Answer], Found]
@@ -159,8 +162,9 @@ class Judge:
 
     async def _alone(self, sample: EncodedSample) -> Outcome:
         try:
-            prepared = await self._prepare(sample)
-            reading = await self._read({"image": prepared.pictures, **prepared.source}, prepared.texts)
+            async with self._questions.samples.take(1):
+                prepared = await self._prepare(sample)
+                reading = await self._read({"image": prepared.pictures, **prepared.source}, prepared.texts)
         except Refused as refused:
             return refused.problem
         if reading.mass is None or reading.entropy is None:
@@ -174,10 +178,16 @@ class Judge:
         for place, sample in enumerate(samples):
             groups.setdefault(sample.group_id, []).append(place)
         results = await asyncio.gather(
-            *(self._group([samples[place] for place in places], compare) for places in groups.values())
+            *(self._in_turn([samples[place] for place in places], compare) for places in groups.values())
         )
         found = dict(zip(itertools.chain(*groups.values()), itertools.chain(*results), strict=True))
         return [found[place] for place in range(len(samples))]
+
+    async def _in_turn(
+        self, samples: Sequence[EncodedSample], compare: Callable[[Sequence[Prepared]], Awaitable[list[Outcome]]]
+    ) -> list[Outcome]:
+        async with self._questions.samples.take(len(samples)):
+            return await self._group(samples, compare)
 
     async def _group(
         self, samples: Sequence[EncodedSample], compare: Callable[[Sequence[Prepared]], Awaitable[list[Outcome]]]
@@ -188,8 +198,11 @@ class Judge:
         if len(good) > 1:
             outcomes = iter(await compare(good))
         else:
-            hint = "its samples must come in one call: see the service's --max-batch and the job's group size"
-            message = f"a {self._rubric.mode} rubric needs two samples of a group at least, {hint}"
+            message = (
+                f"a {self._rubric.mode} rubric compares the samples of a group, and this one came with no other that "
+                "can be shown: held-out samples are groups of one, for which only a pointwise rubric has a score; a "
+                "group of training must come in one call (the service's --max-batch, the job's group size)"
+            )
             outcomes = iter([Problem(GROUP, message)] * len(good))
         return [one if isinstance(one, Problem) else next(outcomes) for one in shown]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,27 +14,32 @@ import numpy as np
 import pybase64
 from PIL import Image
 
-from flowfleet.media import PICTURE_TYPES, MediaError, decode_media
+from flowfleet.media import PICTURE_TYPES, MediaError, OpenedMedia, open_media
 
 FRAME_QUALITY = 95
 """Of a video's frames as JPEG."""
 MAX_SOURCE_BYTES = 2**26
+MAX_FRAME_PIXELS = 2**24
+"""Of one frame each of the videos that are decoded at a time; a decoder holds up to 17 of its own."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Picture:
-    """A picture in a request."""
+    """A picture in a request: an encoded file as it is."""
 
-    url: bytes
-    """"data:image/png;base64,…"."""
+    data: bytes
+    media_type: str
     digest: bytes
-    """SHA-256 of the encoded file."""
+    """SHA-256 of `data`."""
 
     @classmethod
     def of(cls, data: bytes, media_type: str) -> Picture:
-        """From an encoded file, as it is."""
-        url = b"data:" + media_type.encode() + b";base64," + pybase64.b64encode(data)
-        return cls(url, hashlib.sha256(data).digest())
+        return cls(data, media_type, hashlib.sha256(data).digest())
+
+    @property
+    def url(self) -> bytes:
+        """ "data:image/png;base64,…", made anew: it is a third larger than the file, and needed while it is sent."""
+        return b"data:" + self.media_type.encode() + b";base64," + pybase64.b64encode(self.data)
 
 
 def digest_of(pictures: Sequence[Picture]) -> bytes:
@@ -41,17 +47,57 @@ def digest_of(pictures: Sequence[Picture]) -> bytes:
     return hashlib.sha256(b"".join(picture.digest for picture in pictures)).digest()
 
 
-async def pictures_of(data: bytes, media_type: str, num_frames: int) -> list[Picture]:
-    """The picture itself, or at most `num_frames` frames of a video, decoded in a thread. Raises MediaError."""
+class Room:
+    """So much and no more at a time, in order. For one event loop."""
+
+    def __init__(self, size: int) -> None:
+        self._size = self._free = size
+        self._turn = asyncio.Lock()
+        self._left = asyncio.Event()
+
+    @asynccontextmanager
+    async def take(self, amount: int) -> AsyncIterator[None]:
+        """Waits for it; what is larger than all of the room gets all of it."""
+        amount = min(amount, self._size)
+        async with self._turn:  # else what is small would pass what is large for ever
+            while self._free < amount:
+                self._left.clear()
+                await self._left.wait()
+            self._free -= amount
+        try:
+            yield
+        finally:
+            self._free += amount
+            self._left.set()
+
+
+async def pictures_of(data: bytes, media_type: str, num_frames: int, room: Room) -> list[Picture]:
+    """The picture itself, or at most `num_frames` frames of a video, decoded in a thread where there is `room` for a
+    frame's pixels. Raises MediaError."""
     if media_type in PICTURE_TYPES:
         return [Picture.of(data, media_type)]
-    return await asyncio.to_thread(_frames, data, media_type, num_frames)
+    opened = await asyncio.to_thread(open_media, data, media_type)
+    async with room.take(opened.width * opened.height):
+        return await _to_its_end(asyncio.create_task(asyncio.to_thread(_frames, opened, num_frames)))
 
 
-def _frames(data: bytes, media_type: str, num_frames: int) -> list[Picture]:
-    frames = decode_media(data, media_type)
-    places = np.linspace(0, len(frames) - 1, min(num_frames, len(frames))).round().astype(int)
-    return [Picture.of(_jpeg(Image.fromarray(frames[place])), "image/jpeg") for place in places]
+async def _to_its_end(work: asyncio.Task[list[Picture]]) -> list[Picture]:
+    """A thread cannot be cancelled: who is waits for it, so that its room is not given away too soon."""
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        raise
+
+
+def _frames(opened: OpenedMedia, num_frames: int) -> list[Picture]:
+    """One in memory at a time, apart from the JPEGs."""
+    places = np.linspace(0, opened.num_frames - 1, min(num_frames, opened.num_frames)).round().astype(int).tolist()
+    return [
+        Picture.of(_jpeg(Image.fromarray(frame)), "image/jpeg")
+        for place, frame in enumerate(opened.frames())
+        if place in places
+    ]
 
 
 def _jpeg(picture: Image.Image) -> bytes:

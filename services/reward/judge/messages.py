@@ -1,6 +1,6 @@
 """A rubric and what fills its slots as the body of a chat completion request.
 
-Pictures are base64 once and joined into the JSON as bytes: a body of a megabyte is not encoded again for each use.
+Pictures become base64 when a call is sent, and are joined into the JSON as bytes: what waits holds the files alone.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Part = str | Picture
 class ChatRequest:
     """`body` in pieces, ready to be joined; `key` is equal for requests of equal content."""
 
-    pieces: tuple[bytes, ...]
+    pieces: tuple[bytes | Picture, ...]
     key: bytes
 
     @property
     def body(self) -> bytes:
-        return b"".join(self.pieces)
+        return b"".join(piece.url if isinstance(piece, Picture) else piece for piece in self.pieces)
 
 
 def filled(rubric: Rubric, texts: Mapping[str, str], media: Mapping[str, Sequence[Part]]) -> list[Part]:
@@ -66,9 +66,9 @@ def chat_request(model: str, system: str, parts: Sequence[Part], params: Mapping
     payload = {"model": model, "messages": [*messages, {"role": "user", "content": content}], **params}
     texts = _MARKS.split(json.dumps(payload, ensure_ascii=False).encode("utf-8", "replace"))
     key = hashlib.sha256()
-    pieces: list[bytes] = []
+    pieces: list[bytes | Picture] = []
     for place, text in enumerate(texts):
         picture = pictures[int(text)] if place % 2 else None
-        pieces.append(picture.url if picture else text)
+        pieces.append(picture or text)
         key.update(picture.digest if picture else hashlib.sha256(text).digest())
     return ChatRequest(tuple(pieces), key.digest())

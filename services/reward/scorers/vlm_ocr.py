@@ -75,8 +75,9 @@ class VlmOcrScorer(AsyncScorer[bool]):
     async def _score(self, sample: EncodedSample, alphanumeric: bool) -> Outcome:
         try:
             target = target_of(sample.prompt, alphanumeric)
-            pictures = await self._questions.pictures_of(sample, self._settings.num_frames)
-            texts = await asyncio.gather(*(self._transcribe(picture) for picture in pictures))
+            async with self._questions.samples.take(1):
+                pictures = await self._questions.pictures_of(sample, self._settings.num_frames)
+                texts = await asyncio.gather(*(self._transcribe(picture) for picture in pictures))
         except Refused as refused:
             return refused.problem
         except MediaError as error:

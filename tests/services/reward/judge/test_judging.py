@@ -98,6 +98,7 @@ def test_a_group_of_one_cannot_be_compared() -> None:
     (outcome,) = run(lambda parts: completion("A"), "preference", [sample(b"1")])
     assert isinstance(outcome, Problem)
     assert "--max-batch" in outcome.message
+    assert "held-out samples are groups of one" in outcome.message
 
 
 def test_rankings_of_shuffled_lists() -> None:
