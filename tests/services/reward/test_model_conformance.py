@@ -52,5 +52,7 @@ def test_they_keep_the_contract(
     file.write_text(json.dumps(settings(tmp_path) | {"device": "cpu"}))
     flags = ("--scorer", name, "--settings", str(file), "--processes", "1", "--threads", "1")
     with reward_process(tmp_path, *flags) as service:
-        report = conformance.run(f"grpc://{service.address}", conformance.Options(metadata=metadata))
+        report = conformance.run(
+            f"grpc://{service.address}", conformance.Options(metadata=metadata, connect_s=60.0, allowed_s=30.0)
+        )
     assert report.ok, report.text()
