@@ -21,8 +21,9 @@ import functools
 import inspect
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
@@ -49,6 +50,8 @@ from flowfleet.service import rpc_parser, run_service
 
 MAX_WAITING: Final = 8192
 """Samples of all calls at once; a call beyond gets RESOURCE_EXHAUSTED."""
+MAX_WAITING_BYTES: Final = 2**30
+"""Of their media, likewise."""
 GRACE_S: Final = 60.0
 """For calls that run when SIGTERM comes."""
 _MODALITIES: Final = {"image": (MODALITY_IMAGE, tuple(PICTURE_TYPES)), "video": (MODALITY_VIDEO, VIDEO_TYPES)}
@@ -194,7 +197,7 @@ class RewardServicer(RewardServiceServicer):
     def __init__(self, reward: Reward) -> None:
         self._reward = reward
         self._threads = ThreadPoolExecutor(reward.threads, thread_name_prefix="score")
-        self._waiting = 0
+        self._waiting = self._waiting_bytes = 0
 
     async def Describe(self, request: DescribeRequest, context: Any) -> DescribeResponse:
         return self._reward.describe()
@@ -203,18 +206,29 @@ class RewardServicer(RewardServiceServicer):
         reward, count = self._reward, len(request.samples)
         check_request(request, reward.max_batch_size)
         params = read_params(reward.params, request.params)
-        if self._waiting + count > MAX_WAITING:
-            raise TooLarge(f"{self._waiting} samples wait, at most {MAX_WAITING} may: send fewer, or start a replica")
-        self._waiting += count
-        try:
+        with self._admitted(count, sum(len(sample.media) for sample in request.samples)):
             outcomes = await (self._score_batch if reward.batch else self._score_each)(request.samples, params)
-        finally:
-            self._waiting -= count
         answers = [
             answer(sample.sample_id, outcome, reward.components)
             for sample, outcome in zip(request.samples, outcomes, strict=True)
         ]
         return ScoreResponse(scores=answers, version=reward.version)
+
+    @contextmanager
+    def _admitted(self, count: int, size: int) -> Iterator[None]:
+        """TooLarge where so many samples, or so many bytes, do not fit beside those that wait; a call alone does."""
+        if self._waiting + count > MAX_WAITING or (self._waiting and self._waiting_bytes + size > MAX_WAITING_BYTES):
+            raise TooLarge(
+                f"{self._waiting} samples of {self._waiting_bytes} bytes wait, at most {MAX_WAITING} of "
+                f"{MAX_WAITING_BYTES} may: send fewer, or start a replica"
+            )
+        self._waiting += count
+        self._waiting_bytes += size
+        try:
+            yield
+        finally:
+            self._waiting -= count
+            self._waiting_bytes -= size
 
     async def _score_each(self, samples: Sequence[RewardSample], params: tuple[Any, ...]) -> list[Any]:
         """One outcome a sample, in order; of media only what is being scored is decoded."""

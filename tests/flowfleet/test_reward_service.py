@@ -182,6 +182,29 @@ def test_what_nobody_waits_for_is_not_scored() -> None:
     assert seen == ["first", "last"]
 
 
+def test_no_more_bytes_wait_than_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two calls fit beside each other, a third does not, and fits once they have gone; a call alone always does."""
+    monkeypatch.setattr("flowfleet.reward_service.MAX_WAITING_BYTES", 2 * len(PNG))
+    gone = asyncio.Event()
+
+    async def score(sample: Sample) -> float:
+        await gone.wait()
+        return 0.5
+
+    async def scenario(stub: RewardServiceAsyncStub) -> None:
+        calls = [asyncio.ensure_future(stub.Score(request("a"), timeout=30)) for _ in range(3)]
+        (refused,), _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        error = refused.exception()
+        assert isinstance(error, grpc.aio.AioRpcError)
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert f"{2 * len(PNG)} bytes wait" in (error.details() or "")
+        gone.set()
+        await asyncio.gather(*(call for call in calls if call is not refused))
+        assert len((await stub.Score(request("a", "b", "c"), timeout=30)).scores) == 3
+
+    use(scenario, score)
+
+
 def test_numbers_are_finite() -> None:
     for value in (math.inf, -math.inf, math.nan, None):
         assert answer("a", value, ()).WhichOneof("outcome") == "error"  # type: ignore[arg-type]
