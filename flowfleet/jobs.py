@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,9 @@ from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, STEPS, Algorithm, 
 from flowfleet.algorithms.windows import WindowStrategy
 from flowfleet.models.settings import Guidance, Size
 from flowfleet.setting_files import read_table
+
+REWARD_NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}"
+"""A part of names of metrics, of reasons and of settings: without dots and slashes, which divide those."""
 
 
 class Part(BaseModel):
@@ -353,6 +357,17 @@ class JobSpec(Part):
     data: DataPart
     schedule: SchedulePart = SchedulePart()
     timeouts: TimeoutPart = TimeoutPart()
+
+    @field_validator("rewards")
+    @classmethod
+    def _plain_names(cls, rewards: dict[str, RewardPart]) -> dict[str, RewardPart]:
+        for name in rewards:
+            if not re.fullmatch(REWARD_NAME, name):
+                raise ValueError(
+                    f"rename {name!r}: a reward's name has up to 63 letters, digits, '_' and '-', a letter or digit "
+                    "first; a service of another name is given as its `service`"
+                )
+        return rewards
 
     @model_validator(mode="before")
     @classmethod

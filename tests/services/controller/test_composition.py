@@ -179,3 +179,10 @@ def test_a_row_shows_raw_scores_and_how_many_are_missing() -> None:
 def test_clipping_leaves_what_is_inside() -> None:
     part = RewardPart(clip=(-1.0, 1.0))
     assert [clipped(part, score) for score in (-2.0, -1.0, 0.5, 3.0)] == [-1.0, -1.0, 0.5, 1.0]
+
+
+@pytest.mark.parametrize("name", ["a.b", "a/b", "", "-a", "a b", "ä", "a" * 64])
+def test_a_rewards_name_is_part_of_other_names(name: str) -> None:
+    with pytest.raises(ValueError, match=r"^rewards: rename .*letters, digits, '_' and '-'.*`service`"):
+        spec("sum", {name: {}})
+    assert set(spec("sum", {"a-b_9": {"service": "a.b"}, "std": {}}).rewards) == {"a-b_9", "std"}
