@@ -15,6 +15,7 @@ from rich.text import Text
 from flowfleet.api_types import Distribution, RewardRevision, Rewards, ShadowComparison
 from flowfleet.cli_options import Ca, JobId, Url, connect, out
 from flowfleet.progress import number
+from flowfleet.setting_files import put
 
 WAIT_S = 600.0
 
@@ -106,11 +107,11 @@ def parse_settings(words: Sequence[str]) -> dict[str, Any]:
     """key=value by dotted names, values as JSON where they are that, else text; params are text always."""
     found: dict[str, Any] = {}
     for key, text in _pairs(words):
-        *path, last = key.split(".")
-        part = found
-        for step in path:
-            part = part.setdefault(step, {})
-        part[last] = text if path[:1] == ["params"] and text != "null" else _value(text)
+        is_param = key.startswith("params.") and text != "null"
+        try:
+            put(found, key, text if is_param else _value(text))
+        except ValueError as error:
+            raise ValueError(f"{key}={text}: {error}") from None
     return found
 
 

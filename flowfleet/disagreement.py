@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from flowfleet.api_types import Sample
+from flowfleet.ranks import ranks
 
 Group = tuple[int, ...]
 
@@ -115,29 +115,20 @@ def _places_of(name: str, is_shadow: bool, scores: Mapping[int, float]) -> dict[
     values = np.array(list(scores.values()), np.float64)
     num, differ = len(values), bool(values.min() < values.max())
     standardised = (values - values.mean()) / values.std() if differ else np.zeros(num)
-    ranks = _ranks(values)
-    shares = (ranks - 1.0) / (num - 1.0) if num > 1 else np.full(num, 0.5)
+    ranked = ranks(values)
+    shares = (ranked - 1.0) / (num - 1.0) if num > 1 else np.full(num, 0.5)
     return {
         position: Place(
             scorer=name,
             is_shadow=is_shadow,
             score=scores[position],
-            rank=num + 1.0 - float(ranks[at]),
+            rank=num + 1.0 - float(ranked[at]),
             of=num,
             share=float(shares[at]),
             standardised=float(standardised[at]),
         )
         for at, position in enumerate(scores)
     }
-
-
-def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Ascending from 1; ties share their mean rank. Of n values one is less than `below` and equal to `equal` of them
-    (itself too): its mean rank is below + (equal + 1) / 2."""
-    below = (values[None, :] < values[:, None]).sum(axis=1)
-    equal = (values[None, :] == values[:, None]).sum(axis=1)
-    ranks: NDArray[np.float64] = below + (equal + 1) / 2
-    return ranks
 
 
 def _compared(one: Place, other: Place, beside: Mapping[str, str]) -> bool:

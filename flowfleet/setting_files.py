@@ -40,13 +40,21 @@ def change_table(data: dict[str, Any], change: str, example: str) -> None:
     key, equals, text = change.partition("=")
     if not equals or not key.strip():
         raise ValueError(f"--set {change}: write it as key=value, e.g. --set {example}")
-    *parents, name = key.strip().split(".")
+    try:
+        put(data, key.strip(), _value(text.strip()))
+    except ValueError as error:
+        raise ValueError(f"--set {change}: {error}") from None
+
+
+def put(data: dict[str, Any], key: str, value: Any) -> None:
+    """Sets a key in place; one with dots goes into tables. ValueError where a table would be needed and is none."""
+    *parents, name = key.split(".")
     part = data
     for parent in parents:
         part = part.setdefault(parent, {})
         if not isinstance(part, dict):
-            raise ValueError(f"--set {change}: {parent} is a value, not a table of settings")
-    part[name] = _value(text.strip())
+            raise ValueError(f"{parent} is a value, not a table of settings")
+    part[name] = value
 
 
 def _value(text: str) -> Any:

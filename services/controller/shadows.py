@@ -19,6 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
+from flowfleet.ranks import ranks
+
 Floats = NDArray[np.float64]
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
@@ -111,13 +113,6 @@ def spearman(left: Floats, right: Floats) -> float | None:
         return None
     first, second = (ranks(values) - (len(values) + 1) / 2 for values in (left, right))
     return float((first @ second) / math.sqrt((first @ first) * (second @ second)))
-
-
-def ranks(values: Floats) -> Floats:
-    """1 … n ascending; equal values share the mean of their ranks."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    return np.asarray((last - (counts - 1) / 2)[inverse], dtype=np.float64)
 
 
 def agreement(groups: Sequence[GroupScores]) -> float | None:

@@ -221,6 +221,9 @@ def test_rewards_are_shown_and_changed(run: Run, client: Client, job_file: Path)
     assert refused.exit_code == 1
     assert "promote.ocr2: there is no such shadow" in " ".join(refused.stderr.split())
     assert "give KEY=VALUE" in run("rewards", "set", job.id[:13], "ocr", "weight").stderr
+    both = run("rewards", "set", job.id[:13], "ocr", "weight=1", "weight.x=2")
+    assert both.exit_code == 1
+    assert "weight.x=2: weight is a value, not a table of settings" in " ".join(both.stderr.split())
 
 
 def test_a_comparison_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.controller.shadows import GroupScores, agreement, compare, ranks, spearman
+from flowfleet.ranks import ranks
+from services.controller.shadows import GroupScores, agreement, compare, spearman
 
 SCORES = st.sampled_from([0.0, 0.25, 0.5, 1.0, -3.0, 1e-3])
 """Few values, so that many are equal."""
