@@ -94,7 +94,7 @@ def machine(rows: Rows) -> str:
     """Each machine once; where a commit is known, once for each, with the rows that are measured at it."""
     found: dict[str, list[str]] = {}
     for name, row in rows.items():
-        if "devices" in row.get("machine", {}):
+        if "machine" in row:
             found.setdefault(_machine(row["machine"]), []).append(name)
     lines = [f"- {it}: {', '.join(names)}" if ", commit " in it else f"- {it}" for it, names in found.items()]
     return "\n".join(lines) or "Nothing is measured yet."

@@ -1,6 +1,6 @@
 """What does the service cost? Each light scorer through its service, against calling its function directly.
 
-    python -m bench.reward [--only jpeg ocr_line …] [--processes 1 2] [--rounds 5] [--json bench/results/reward.json]
+    python -m bench.reward [--only jpeg ocr_line …] [--processes 1 2] [--rounds 5] [--json FILE]
 
 The pictures are rendered: 512 × 512, a line or two of text on a noisy ground, PNG of about 0.5 MB; of `motion`, videos
 of 9 frames of 128 × 128. A batch is a group of 16, as a controller sends it. Directly means: decode and score on one

@@ -36,7 +36,7 @@ FROZEN = ("trainer.optimizer.lr=1e-12", "rollout.prompts_per_step=2", "rollout.g
 BUSY_EVERY = 50
 """Of so many questions the judge's server turns one away, as a crowded one does; the judge asks again."""
 PAGE = Path("docs/learning.md")
-RESULTS = Path("bench/results")
+RESULTS = Path("bench/results/rewards")
 RUNS = Path("runs/reward_learning")
 PROMPTS = Path("recipes/tiny/prompts/validation.txt")
 
@@ -88,7 +88,7 @@ def write_page(directory: Path, page: Path) -> None:
         chosen = [run for name in names for run in runs if run.name == name]
         if chosen:
             text = json.dumps([run.figures for run in chosen], indent=1)
-            (RESULTS / f"reward-{topic}.json").write_text(text + "\n")
+            (RESULTS / f"learning-{topic}.json").write_text(text + "\n")
             draw(topic, chosen, directory, page.parent / "images")
             rewrite(page, parts(topic, chosen))
 

@@ -88,4 +88,4 @@ def test_the_page_is_made_of_what_is_there(tmp_path: Path, monkeypatch: pytest.M
     for name in ("reward_hacking", "reward_hacking_curves", "reward_judge", "reward_judge_curves"):
         with Image.open(page.parent / "images" / f"{name}.png") as picture:
             assert min(picture.size) > 200
-    assert [run["name"] for run in json.loads((tmp_path / "reward-judge.json").read_text())] == ["judge", "frozen"]
+    assert [run["name"] for run in json.loads((tmp_path / "learning-judge.json").read_text())] == ["judge", "frozen"]
