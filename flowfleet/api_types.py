@@ -33,6 +33,26 @@ class Progress(Answer):
     """Reason → number."""
 
 
+class RewardRevision(Answer):
+    """The rewards and shadows of a job from a step on."""
+
+    number: int
+    changes: list[str] = []
+    """What was asked for, a line each."""
+    rewards: dict[str, dict[str, Any]]
+    shadows: dict[str, dict[str, Any]] = {}
+    """Name → settings; `for` names the reward that it is beside."""
+    requested_at: datetime | None = None
+    from_step: int | None = None
+    """First step that has it; none while it is pending."""
+
+
+class JobRewards(Answer):
+    revision: int = 0
+    """Number of the newest one, pending or not."""
+    active: RewardRevision = RewardRevision(number=0, rewards={})
+
+
 class Job(Answer):
     id: str
     name: str
@@ -49,6 +69,7 @@ class Job(Answer):
     progress: Progress = Progress()
     results: dict[str, Any] = {}
     """Name → path or figure, once the job has ended."""
+    rewards: JobRewards = JobRewards()
 
     @property
     def ended(self) -> bool:
@@ -148,20 +169,6 @@ class ApiError(Exception):
         self.status = status
         self.detail = detail
         self.problems = problems
-
-
-class RewardRevision(Answer):
-    """The rewards and shadows of a job from a step on."""
-
-    number: int
-    changes: list[str] = []
-    """What was asked for, a line each."""
-    rewards: dict[str, dict[str, Any]]
-    shadows: dict[str, dict[str, Any]] = {}
-    """Name → settings; `for` names the reward that it is beside."""
-    requested_at: datetime | None = None
-    from_step: int | None = None
-    """First step that has it; none while it is pending."""
 
 
 class Distribution(Answer):

@@ -168,13 +168,13 @@ class Client:
         """Returns when a revision, or a newer one, is what the next step will have. TimeoutError after `timeout_s`,
         ApiError (409) when the job ended before."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while (rewards := self.rewards(job_id)).active.number < revision:
-            if (job := self.job(job_id)).ended:
+        while (job := self.job(job_id)).rewards.active.number < revision:
+            if job.ended:
                 raise ApiError(409, f"the job has {job.status} before its rewards changed")
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"revision {revision} has not taken effect after {timeout_s:g} s")
             time.sleep(0.5)
-        return rewards
+        return self.rewards(job_id)
 
     # -- what a job leaves ---------------------------------------------------------------------------------------
 

@@ -19,6 +19,8 @@ from flowfleet.jobs import JobSpec, Part, RewardPart, parse_job
 
 MAX_SHADOWS = 8
 """Of a job: each costs its service as much as a reward."""
+MAX_PARAMS_BYTES = 64 * 1024
+"""Of all rewards and shadows of a job together: each revision keeps them."""
 NAME = r"[A-Za-z0-9._-]{1,64}"
 """Of a shadow: it is part of keys."""
 
@@ -47,6 +49,12 @@ class RewardSet(BaseModel):
 
     rewards: dict[str, RewardPart]
     shadows: dict[str, ShadowPart] = {}
+
+    @property
+    def params_bytes(self) -> int:
+        """Of all params, names and values."""
+        params = [*(part.params for part in self.rewards.values()), *(part.params for part in self.shadows.values())]
+        return sum(len(name.encode()) + len(value.encode()) for each in params for name, value in each.items())
 
 
 class RewardChange(Part):
@@ -103,7 +111,13 @@ def changed(spec: JobSpec, now: RewardSet, change: RewardChange) -> RewardSet:
     after = parse_job(spec.model_dump(mode="json") | {"rewards": rewards})
     if not any(part.has_influence for part in after.rewards.values()):
         raise ValueError("rewards: none is left that has a weight: a job needs one to learn from; keep one, or set one")
-    return RewardSet(rewards=after.rewards, shadows=shadows)
+    found = RewardSet(rewards=after.rewards, shadows=shadows)
+    if (size := found.params_bytes) > max(MAX_PARAMS_BYTES, now.params_bytes):
+        raise ValueError(
+            f"params: those of all rewards and shadows have {size} bytes, and at most {MAX_PARAMS_BYTES} are kept with "
+            "each revision: shorten them, or put them into the settings of the service"
+        )
+    return found
 
 
 def merged(target: Any, patch: Mapping[str, Any]) -> dict[str, Any]:

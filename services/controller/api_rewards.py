@@ -22,7 +22,10 @@ from services.controller.reward_trials import refusals
 from services.controller.rewards import modality_of
 from services.controller.services import JobId, Services, Use
 from services.controller.shadow_queue import pair_of
-from services.controller.shadows import Comparison, compare
+from services.controller.shadows import Comparison
+
+MAX_REVISIONS = 1000
+"""Of a job: all of them are kept, and shown."""
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["rewards"])
 
@@ -89,6 +92,8 @@ async def _revision(use: Services, record: JobRecord, change: RewardChange) -> R
         raise Conflict("all steps of the job are trained: there is none left that other rewards could count from")
     if change.revision != record.rewards.revision:
         raise stale(change.revision, record.rewards.revision)
+    if change.revision >= MAX_REVISIONS:
+        raise InvalidJob([f"revision: a job has at most {MAX_REVISIONS} revisions of its rewards: submit it again"])
     spec, before = record.job_spec(), record.rewards.newest.as_set()
     try:
         after = changed(spec, before, change)
@@ -124,8 +129,10 @@ async def _check_services(spec: JobSpec, before: RewardSet, after: RewardSet, di
     if unknown:
         raise InvalidJob(unknown)
     asked = {name: part for name, part, kind in fresh if kind == "rewards" or directory.rewards[part.service_of(name)]}
+    known = before.rewards | known_shadows
     for name, part in asked.items():
-        await _describe(spec, name, part.service_of(name), directory)
+        if name not in known or part.service_of(name) != known[name].service_of(name):
+            await _describe(spec, name, part.service_of(name), directory)
     if problems := await refusals(spec, asked, directory):
         raise InvalidJob(problems)
 
@@ -168,7 +175,7 @@ async def _comparisons(use: Services, job_id: str, active: RewardSet) -> dict[st
         found[name] = ShadowComparison(
             beside=part.beside,
             **await use.store.shadow_counts(job_id, pair),
-            train=compare(await use.store.shadow_scores(job_id, pair, "train")),
-            held_out=compare(await use.store.shadow_scores(job_id, pair, "validate")),
+            train=await use.comparisons.of(use.store, job_id, pair, "train"),
+            held_out=await use.comparisons.of(use.store, job_id, pair, "validate"),
         )
     return found

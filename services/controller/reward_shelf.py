@@ -7,6 +7,7 @@ whichever controller dies between wish and event.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -23,6 +24,8 @@ _ACTIVE, _PENDING = "rewards.active", "rewards.pending"
 
 MAX_GROUPS = 1024
 """Of each pair of shadow and reward, and purpose; beyond it the oldest go."""
+SHADOW_TTL_S = 7 * 24 * 3600
+"""Of what a shadow gave that was removed, promoted, or set otherwise."""
 Count = Literal["scored", "failed", "left_out"]
 
 _APPLY = """
@@ -85,19 +88,34 @@ class RewardShelf:
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.lpush(name, *(group.model_dump_json() for group in groups))
             pipe.ltrim(name, 0, MAX_GROUPS - 1)
+            pipe.persist(name)
             await pipe.execute()
 
     async def shadow_scores(self, job_id: str, pair: str, purpose: Purpose) -> list[GroupScores]:
         """Of the newest groups, each once: of one that was scored again, what came last."""
         rows = await self._redis.lrange(keys.shadow(job_id, pair, purpose), 0, -1)
-        found = [GroupScores.model_validate_json(row) for row in reversed(rows)]
-        return list({(group.step, group.group): group for group in found}.values())
+        return await asyncio.to_thread(_groups, rows)
+
+    async def shadow_mark(self, job_id: str, pair: str, purpose: Purpose) -> tuple[int, bytes]:
+        """Another one whenever `shadow_scores` would give something else: how many there are, and the newest."""
+        name = keys.shadow(job_id, pair, purpose)
+        async with self._redis.pipeline(transaction=True) as pipe:
+            length, newest = await pipe.llen(name).lindex(name, 0).execute()
+        return int(length), newest or b""
 
     async def count_shadow(self, job_id: str, pair: str, counts: Mapping[Count, int]) -> None:
         """Adds samples."""
         async with self._redis.pipeline(transaction=True) as pipe:
             for name, number in counts.items():
                 pipe.hincrby(keys.shadow(job_id, pair, "counts"), name, number)
+            pipe.persist(keys.shadow(job_id, pair, "counts"))
+            await pipe.execute()
+
+    async def expire_shadow(self, job_id: str, pair: str) -> None:
+        """The job has the shadow no more: what it gave is kept for a while, in case that it comes back."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            for part in ("train", "validate", "counts"):
+                pipe.expire(keys.shadow(job_id, pair, part), SHADOW_TTL_S)
             await pipe.execute()
 
     async def shadow_counts(self, job_id: str, pair: str) -> dict[str, int]:
@@ -105,6 +123,12 @@ class RewardShelf:
         missing."""
         row = await self._redis.hgetall(keys.shadow(job_id, pair, "counts"))
         return {name.decode(): int(number) for name, number in row.items()}
+
+
+def _groups(rows: Sequence[bytes]) -> list[GroupScores]:
+    """Newest rows first; of a group that was scored again, what came last."""
+    found = [GroupScores.model_validate_json(row) for row in reversed(rows)]
+    return list({(group.step, group.group): group for group in found}.values())
 
 
 def check_changeable(job_id: str, status: bytes | None, desired: bytes | None) -> None:

@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 
 from flowfleet.blobs import BlobStore
 from flowfleet.errors import NotFound
+from services.controller.comparisons import Comparisons
 from services.controller.directory import Directory
 from services.controller.records import Record
 from services.controller.seam import Runner
@@ -32,6 +33,7 @@ class Services:
     directory: Directory
     runner: Runner
     registry: CollectorRegistry
+    comparisons: Comparisons = field(default_factory=Comparisons)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server shuts down: open streams end."""
 

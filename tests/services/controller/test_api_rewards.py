@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,18 @@ import grpc
 import httpx
 import pytest
 
+from flowfleet import keys
 from flowfleet.jobs import RewardPart, parse_job
 from flowfleet.media import decode_media
 from flowfleet.proto import reward_pb2, reward_pb2_grpc
+from services.controller import api_rewards, comparisons
+from services.controller.comparisons import Comparisons
 from services.controller.records import SampleRecord
+from services.controller.reward_shelf import SHADOW_TTL_S
 from services.controller.reward_trials import refusals
 from services.controller.settings import ControllerSettings
 from services.controller.shadow_queue import pair_of
-from services.controller.shadows import GroupScores
+from services.controller.shadows import Comparison, GroupScores, compare
 from tests.services.controller.conftest import Api, serve
 
 pytestmark = pytest.mark.anyio
@@ -229,3 +234,50 @@ async def test_a_shadows_score_reaches_its_record_beside_other_changes(api: Api,
     found = await api.store.get_sample(job_id, 1, 0, 2)
     assert (found.reward, found.shadow) == (0.5, {"a": 0.25, "b": 0.75})
     assert len((await api.store.samples(job_id))[0]) == 1
+
+
+async def test_comparisons_are_computed_when_there_is_something_new(
+    api: Api, job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed = list[tuple[int, bool]]()
+
+    def watched(groups: Sequence[GroupScores]) -> Comparison:
+        computed.append((len(groups), threading.current_thread() is threading.main_thread()))
+        return compare(groups)
+
+    monkeypatch.setattr(comparisons, "compare", watched)
+    job_id = (await api.submit(job()))["id"]
+    found = Comparisons()
+    for count in (1, 1, 2):
+        rows = [GroupScores(step=count, group=0, active=[0.0, 1.0], shadow=[0.1, 0.2])]
+        if count > len(await api.store.shadow_scores(job_id, "pair", "train")):
+            await api.store.add_shadow_scores(job_id, "pair", "train", rows)
+        assert (await found.of(api.store, job_id, "pair", "train")).groups == count
+    assert computed == [(1, False), (2, False)]
+
+
+async def test_a_shadow_that_comes_back_keeps_what_it_gave(api: Api, job: MakeJob) -> None:
+    job_id = (await api.submit(job()))["id"]
+    rows = [GroupScores(step=0, group=0, active=[0.0], shadow=[0.1])]
+    redis = api.services.redis
+    names = [keys.shadow(job_id, "pair", part) for part in ("train", "counts")]
+    for _ in range(2):
+        await api.store.add_shadow_scores(job_id, "pair", "train", rows)
+        await api.store.count_shadow(job_id, "pair", {"scored": 1})
+        assert [await redis.ttl(name) for name in names] == [-1, -1]
+        await api.store.expire_shadow(job_id, "pair")
+        assert all([0 < await redis.ttl(name) <= SHADOW_TTL_S for name in names])
+
+
+async def test_a_job_has_so_many_revisions_and_so_large_params(
+    api: Api, job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = (await api.submit(job()))["id"]
+    long = await patch(api, job_id, 0, set={"ocr": {"params": {"score": "é" * 32768}}})
+    assert long.status_code == 422
+    assert "at most 65536" in long.text
+    monkeypatch.setattr(api_rewards, "MAX_REVISIONS", 1)
+    assert (await patch(api, job_id, 0, set={"ocr": {"weight": 2}})).status_code == 202
+    one_more = await patch(api, job_id, 1, set={"ocr": {"weight": 3}})
+    assert one_more.status_code == 422
+    assert "at most 1 revisions" in one_more.text
