@@ -14,19 +14,23 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from flowfleet.api_types import ApiError, Job, Rewards
 from flowfleet.local.plan import REWARDS_FILE
 from flowfleet.local.ports import free_ports
+from flowfleet.proto import reward_pb2, reward_pb2_grpc
 from tests.e2e.conftest import ROOT, Fleet, assert_accounted, wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
-STEPS, SAMPLES = 7, 12
+STEPS, SAMPLES = 14, 12
+"""So many that the job cannot end before its shadow is compared and promoted."""
 SMALL = {"rollout.prompts_per_step": 2, "schedule.steps": STEPS, "schedule.save_every": 4}
 AWAY_S = 1.5
 
@@ -45,21 +49,46 @@ def second_version(port: int) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
+@contextmanager
+def started_somewhere() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """The second version once it describes itself, and its port; another one where somebody took the first."""
+    for _ in range(5):
+        (port,) = free_ports(1)
+        with second_version(port) as process:
+            wait_until(partial(answers, process, port), poll_s=0.2)
+            if process.poll() is None:
+                yield process, port
+                return
+    raise AssertionError("the second version does not start")
+
+
+def answers(process: subprocess.Popen[bytes], port: int) -> bool:
+    """Whether it describes itself, or has ended."""
+    if process.poll() is not None:
+        return True
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        try:
+            found = reward_pb2_grpc.RewardServiceStub(channel).Describe(reward_pb2.DescribeRequest(), timeout=2)
+        except grpc.RpcError:
+            return False
+    return bool(found.version == "v2")
+
+
 @pytest.mark.parametrize("killed", ["nobody", "old", "new"])
 def test_a_reward_is_replaced_through_a_shadow(
     fleet: Fleet, small_job: Callable[..., dict[str, Any]], killed: str
 ) -> None:
-    client, (port,) = fleet.client, free_ports(1)
+    client = fleet.client
     with ExitStack() as stack:
-        process = stack.enter_context(second_version(port))
+        process, port = stack.enter_context(started_somewhere())
         listed = Path(fleet.stack.state_dir) / REWARDS_FILE
         listed.write_text(f'ocr-v2 = "127.0.0.1:{port}"\n')
         job = client.submit(small_job(**SMALL))
         params = client.job(job.id).spec["rewards"]["ocr"]["params"]
         shadow = {"ocr2": {"for": "ocr", "service": "ocr-v2", "params": params}}
         wait_until(lambda: client.job(job.id).progress.step >= 1)
-        wait_until(lambda: is_taken(fleet, job, shadow), poll_s=0.5)  # v2 may still be loading
-        wait_until(lambda: compared(client.rewards(job.id)) >= SAMPLES, poll_s=0.2)
+        wait_until(lambda: is_taken(fleet, job, shadow), poll_s=0.5)  # the controller may not have read the file yet
+        wait_until(lambda: compared(fleet, job) >= SAMPLES, poll_s=0.2)
         before = client.rewards(job.id)
         if killed == "old":
             os.kill(fleet.pid("reward-ocr"), signal.SIGKILL)  # its supervisor starts it again, where it was
@@ -80,13 +109,22 @@ def is_taken(fleet: Fleet, job: Job, shadow: dict[str, Any]) -> bool:
     try:
         fleet.client.change_rewards(job.id, shadow=shadow)
     except ApiError as error:
-        if error.status != 409:
+        assert_runs(fleet, job)
+        if "knows no reward service" not in str(error):
             raise
         return False
     return True
 
 
-def compared(rewards: Rewards) -> int:
+def assert_runs(fleet: Fleet, job: Job) -> None:
+    """What is waited for can still happen."""
+    now = fleet.client.job(job.id)
+    assert not now.ended, f"the job has {now.status} too early: {now.reason}"
+
+
+def compared(fleet: Fleet, job: Job) -> int:
+    assert_runs(fleet, job)
+    rewards = fleet.client.rewards(job.id)
     return rewards.comparison["ocr2"].train.samples if "ocr2" in rewards.comparison else 0
 
 
