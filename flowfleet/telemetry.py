@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, Final
 
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge, start_http_server
@@ -27,6 +27,7 @@ LOG_PROB_NOT_FINITE: Final = "rollout_corr/not_finite"
 """Metric of a step: share of rows whose gap is no finite number, left out of that mean. 0 in a healthy job."""
 
 _CONTEXT: Final = ("job", "step", "sample")
+_OF_REWARD: Final = re.compile(r"(?P<prefix>[^/]+)/rewards/(?P<reward>[^/]+)/(?P<what>[^/]+)")
 _INVALID: Final = re.compile(r"[^a-zA-Z0-9_]+")
 
 
@@ -71,36 +72,48 @@ def start_metrics_server(host: str, port: int, registry: CollectorRegistry = REG
 
 
 def metric_name(name: str) -> str:
-    """ "actor/ppo_kl" → "flowfleet_actor_ppo_kl"; every run of other characters becomes one underscore."""
+    """ "actor/ppo_kl" → "flowfleet_actor_ppo_kl"; every run of other characters becomes one underscore. What is of one
+    reward has it as a label: critic/rewards/NAME/mean → "flowfleet_critic_reward_score_mean"."""
+    if of_reward := _OF_REWARD.fullmatch(name):
+        name = f"{of_reward['prefix']}/reward_score/{of_reward['what']}"
     return "flowfleet_" + _INVALID.sub("_", name).strip("_")
 
 
 class JobMetrics:
-    """Gauges labelled by job, created when a name is first observed."""
+    """Gauges labelled by job, and by reward where they are of one, created when a name is first observed."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._registry = registry
         self._gauges: dict[str, Gauge] = {}
+        self._series: dict[str, set[tuple[str, ...]]] = {}
+        """Of each gauge, by the values of its labels."""
         self._lock = threading.Lock()
 
     def observe(self, job_id: str, metrics: Mapping[str, float]) -> None:
         """Sets the job's latest value of each metric, e.g. `{"actor/loss": 0.1, "timing_s/gen": 2.5}`."""
-        for name, value in metrics.items():
-            self._gauge(name).labels(job=job_id).set(value)
+        with self._lock:
+            for name, value in metrics.items():
+                of_reward = _OF_REWARD.fullmatch(name)
+                labels = {"job": job_id} | ({"reward": of_reward["reward"]} if of_reward else {})
+                self._gauge(metric_name(name), name, labels).labels(**labels).set(value)
 
     def forget(self, job_id: str) -> None:
-        """Removes the job's series, when it has ended."""
+        """Removes the job's series, when it has ended, and what no other job has."""
         with self._lock:
-            for gauge in self._gauges.values():
-                with suppress(KeyError):
-                    gauge.remove(job_id)
+            for key, series in self._series.items():
+                for labels in [one for one in series if one[0] == job_id]:
+                    self._gauges[key].remove(*labels)
+                    series.remove(labels)
+            for key in [key for key, series in self._series.items() if not series]:
+                self._registry.unregister(self._gauges.pop(key))
+                del self._series[key]
 
-    def _gauge(self, name: str) -> Gauge:
-        with self._lock:
-            key = metric_name(name)
-            if key not in self._gauges:
-                self._gauges[key] = Gauge(key, name, ["job"], registry=self._registry)
-            return self._gauges[key]
+    def _gauge(self, key: str, name: str, labels: Mapping[str, str]) -> Gauge:
+        if key not in self._gauges:
+            text = name if "reward" not in labels else "Raw scores of one reward"
+            self._gauges[key] = Gauge(key, text, [*labels], registry=self._registry)
+        self._series.setdefault(key, set()).add(tuple(labels.values()))
+        return self._gauges[key]
 
 
 class Timings:

@@ -102,6 +102,33 @@ def test_job_metrics_are_scraped_by_job() -> None:
     assert scrape(port) == found
 
 
+def test_what_is_of_one_reward_has_it_as_a_label_and_families_go_with_the_last_job() -> None:
+    registry = CollectorRegistry()
+    metrics = telemetry.JobMetrics(registry)
+    metrics.observe("j1", {"critic/rewards/std_mean": 1.0, "critic/rewards/std/mean": 2.0})
+    metrics.observe("j1", {"critic/rewards/a-b/mean": 3.0})
+    metrics.observe("j2", {"critic/rewards/a_b/mean": 4.0, "val-core/rewards/ocr/missing": 5.0})
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"flowfleet_{name}", labels)
+
+    assert value("critic_rewards_std_mean", job="j1") == 1.0
+    assert value("critic_reward_score_mean", job="j1", reward="std") == 2.0
+    assert value("critic_reward_score_mean", job="j1", reward="a-b") == 3.0
+    assert value("critic_reward_score_mean", job="j2", reward="a_b") == 4.0
+    assert value("val_core_reward_score_missing", job="j2", reward="ocr") == 5.0
+    metrics.forget("j1")
+    assert {(sample.name, sample.labels["reward"]) for family in registry.collect() for sample in family.samples} == {
+        ("flowfleet_critic_reward_score_mean", "a_b"),
+        ("flowfleet_val_core_reward_score_missing", "ocr"),
+    }
+    assert len([*registry.collect()]) == 2
+    metrics.forget("j2")
+    assert not [*registry.collect()]
+    metrics.observe("j3", {"critic/rewards/a_b/mean": 6.0})
+    assert value("critic_reward_score_mean", job="j3", reward="a_b") == 6.0
+
+
 def test_two_sets_do_not_share_state() -> None:
     registries = [CollectorRegistry() for _ in range(2)]
     first, second = (telemetry.JobMetrics(registry) for registry in registries)

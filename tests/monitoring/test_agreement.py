@@ -68,7 +68,13 @@ def service_metrics() -> set[str]:
     BlobMetrics(registry)
     text = "".join(sources())
     assert all(f'"{name}"' in text for name in OF_CONTROLLER)
-    return {_exposed(family) for family in registry.collect()} | set(DESCRIPTIONS) | OF_CONTROLLER
+    return {_exposed(family) for family in registry.collect()} | reward_metrics() | set(DESCRIPTIONS) | OF_CONTROLLER
+
+
+def reward_metrics() -> set[str]:
+    """Of each reward of a job by itself."""
+    rows = [reward_row(prefix, ["ocr"], []) for prefix in ("critic", "val-core")]
+    return {metric_name(name) for row in rows for name in row}
 
 
 def _exposed(family: Any) -> str:

@@ -12,14 +12,9 @@ NO_JUDGE: Final = "fleets without a reward that asks a judge"
 
 
 def _of_rows(what: str, shown: str = "") -> tuple[str, str]:
-    """The gauges of steps that carry a reward's name in their own: flowfleet_critic_rewards_NAME_WHAT."""
-    names = f"flowfleet_critic_rewards_(.+)_{what}"
-    every = f'max by (job, __name__) ({{__name__=~"{names}", __name__!~"{_WHOLE}", @job}})'
-    return f'label_replace({every}, "reward", "$1", "__name__", "{names}")', f"{{{{job}}}} {{{{reward}}}}{shown}"
-
-
-_WHOLE: Final = "flowfleet_critic_rewards_std_mean"
-"""Of the total, not of a reward called std."""
+    """The gauges of steps that are of one reward."""
+    gauge = f"flowfleet_critic_reward_score_{what}"
+    return f"max by (job, reward) ({gauge}{{@job}})", f"{{{{job}}}} {{{{reward}}}}{shown}"
 
 
 def _counted(name: str, label: str = "") -> tuple[str, str]:
