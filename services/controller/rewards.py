@@ -14,6 +14,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
@@ -112,13 +113,28 @@ class RewardPlane:
     async def close(self) -> None:
         await asyncio.gather(*(service.close() for service in self._services.values()))
 
+    async def group_rewards(self, rewards: Mapping[str, RewardPart]) -> list[str]:
+        """Names of those that score whole groups only; of a service that does not answer now, by what it said last."""
+        found = []
+        for name, part in sorted(rewards.items()):
+            service = self._service(name, part)
+            with suppress(RewardFailure):
+                await service.check(name, self._modality)
+            if service.needs_group:
+                found.append(name)
+        return found
+
+    def _service(self, name: str, part: RewardPart) -> RewardService:
+        service = part.service_of(name)
+        if service not in self._services:
+            self._services[service] = RewardService(service, self._directory, self._deadline_s, self._calls)
+        return self._services[service]
+
     async def ask(self, name: str, part: RewardPart, samples: Samples) -> dict[str, Answer]:
         """Answers of one reward by sample id, one for each sample; those of a group stand together. Raises
         RewardFailure when the service fails as a whole."""
         service = part.service_of(name)
-        if service not in self._services:
-            self._services[service] = RewardService(service, self._directory, self._deadline_s, self._calls)
-        answers = await self._services[service].ask(name, part.params, samples, self._modality)
+        answers = await self._service(name, part).ask(name, part.params, samples, self._modality)
         for sample_id, answer in answers.items():
             if answer.score is None:
                 self._calls.rejected(service, answer.fault)

@@ -97,7 +97,10 @@ class ShadowQueue:
         self._job = job
         self._metrics = metrics
         self._queues: dict[str, asyncio.Queue[_Offer]] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[str, list[asyncio.Task[None]]] = {}
+        self._pairs: set[str] = set()
+        """That something was offered for and that an open step may have."""
+        self._looked = (-1, -1)
         self._recent: defaultdict[str, deque[GroupScores]] = defaultdict(lambda: deque(maxlen=RECENT_GROUPS))
 
     async def offer(
@@ -106,20 +109,48 @@ class ShadowQueue:
         """Of one step and purpose. Waits for no shadow."""
         if not samples:
             return
-        step = samples[0].id.step
-        rewards = self._job.machine.rewards_at(step)
-        for name, part in self._job.machine.shadows_at(step).items():
-            pair = pair_of(name, part, part.beside, rewards[part.beside])
+        await self._retire()
+        for name, part, pair in self._shadows_at(samples[0].id.step):
             await self._put(_Offer(name, part, pair, samples, prompts, verdicts))
 
     async def close(self) -> None:
-        await end(self._tasks)
+        await end(task for tasks in self._tasks.values() for task in tasks)
         self._metrics.forget(self._job.job_id, iter(self._queues))
 
+    def _shadows_at(self, step: int) -> Iterator[tuple[str, ShadowPart, str]]:
+        """Name, settings and pair."""
+        rewards = self._job.machine.rewards_at(step)
+        for name, part in self._job.machine.shadows_at(step).items():
+            yield name, part, pair_of(name, part, part.beside, rewards[part.beside])
+
+    async def _retire(self) -> None:
+        """Ends what is kept of shadows that no open or later step has: they were removed or promoted."""
+        machine = self._job.machine
+        seen = (machine.rewards_number, machine.state.version)
+        if seen == self._looked:
+            return
+        self._looked = seen
+        steps = {*machine.state.batches, machine.state.version, machine.first_unopened}
+        live = [shadow for step in steps for shadow in self._shadows_at(step)]
+        gone = self._queues.keys() - {name for name, _, _ in live}
+        tasks = [task for name in gone for task in self._tasks.pop(name)]
+        pairs = self._pairs - {pair for _, _, pair in live}
+        self._pairs -= pairs
+        for name in gone:
+            del self._queues[name]
+        await end(tasks)
+        self._metrics.forget(self._job.job_id, iter(gone))
+        for pair in pairs:
+            self._recent.pop(pair, None)
+            await self._job.store.expire_shadow(self._job.job_id, pair)
+
     async def _put(self, offer: _Offer) -> None:
+        self._pairs.add(offer.pair)
         if offer.name not in self._queues:
             self._queues[offer.name] = queue = asyncio.Queue[_Offer](MAX_WAITING)
-            self._tasks += [asyncio.create_task(self._work(queue), name=f"shadow {offer.name}") for _ in range(AT_ONCE)]
+            self._tasks[offer.name] = [
+                asyncio.create_task(self._work(queue), name=f"shadow {offer.name}") for _ in range(AT_ONCE)
+            ]
         try:
             self._queues[offer.name].put_nowait(offer)
         except asyncio.QueueFull:
@@ -130,10 +161,20 @@ class ShadowQueue:
             offer = await queue.get()
             try:
                 await self._score(offer)
+            except asyncio.CancelledError:
+                if (task := asyncio.current_task()) is None or task.cancelling():
+                    raise
+                await self._leave_out(offer, "the call's channel was closed")
             except (FlowfleetError, RedisError, grpc.RpcError, OSError, ValueError) as error:  # mostly of the blobs
-                log.warning("shadow %s: samples are left out: %s", offer.name, error, extra={"job": self._job.job_id})
-                with suppress(RedisError):
-                    await self._count(offer, {"left_out": len(offer.samples)})
+                await self._leave_out(offer, str(error))
+            except Exception as error:
+                log.exception("shadow %s", offer.name, extra={"job": self._job.job_id})
+                await self._leave_out(offer, f"{type(error).__name__}: {error}")
+
+    async def _leave_out(self, offer: _Offer, why: str) -> None:
+        log.warning("shadow %s: samples are left out: %s", offer.name, why, extra={"job": self._job.job_id})
+        with suppress(RedisError):
+            await self._count(offer, {"left_out": len(offer.samples)})
 
     async def _score(self, offer: _Offer) -> None:
         job = self._job

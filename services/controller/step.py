@@ -34,6 +34,11 @@ from services.controller.waiting import NotYet
 INTAKE_DEADLINE_S = 30.0
 
 
+def _without_refill(fact: ev.Event) -> ev.Event:
+    """Another sample would be scored alone, and what a group's reward says of it is not of its group."""
+    return fact.model_copy(update={"refill": False}) if isinstance(fact, ev.Dropped) else fact
+
+
 class TrainingStep:
     def __init__(self, job: JobContext) -> None:
         self.job = job
@@ -105,12 +110,16 @@ class TrainingStep:
         """Send a complete group's pictures to every reward of the job. A preference says itself which is better."""
         samples = await self.job.samples(step, group, "sampled")
         prompt = self.job.prompts(step)[group]
+        rewards = self.job.machine.rewards_at(step)
         if self.job.spec.method.data == "preferences":
             verdicts = [preference(sample.id.index) for sample in samples]
         else:
-            verdicts = await self.job.score(samples, [prompt] * len(samples), self.job.machine.rewards_at(step), step)
+            verdicts = await self.job.score(samples, [prompt] * len(samples), rewards, step)
         await reports.put_samples(self.job, samples, [prompt] * len(samples), verdicts)
-        await self.job.emit(*(requests.scored_or_dropped(*pair) for pair in zip(samples, verdicts, strict=True)))
+        facts = [requests.scored_or_dropped(*pair) for pair in zip(samples, verdicts, strict=True)]
+        if any(isinstance(fact, ev.Dropped) for fact in facts) and await self.job.rewards.group_rewards(rewards):
+            facts = [_without_refill(fact) for fact in facts]
+        await self.job.emit(*facts)
 
     async def advantages(self, step: int) -> None:
         """How much better each sample is than its group, stored as the request that the trainer will get. Where no pair

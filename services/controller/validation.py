@@ -31,12 +31,27 @@ async def validate_chunk(job: JobContext, version: int, start: int, size: int) -
         job.drawn[version, start] = await _draw(job, version, start, prompts)
     samples = job.drawn[version, start]
     try:
-        verdicts = await job.score(samples, prompts, job.machine.rewards_at(version), version)
+        verdicts = await _score(job, version, samples, prompts)
     except FlowfleetError:  # of the blob store, where they may have been for too long
         del job.drawn[version, start]
         raise
     await reports.put_samples(job, samples, prompts, verdicts)
     return ValidationPart(samples, verdicts, [await job.blobs.get(sample.media) for sample in samples])
+
+
+async def _score(
+    job: JobContext, version: int, samples: Sequence[common_pb2.Sample], prompts: Sequence[Prompt]
+) -> list[Verdict]:
+    """By the rewards that can score a sample alone; where none of those counts there is no total."""
+    rewards = job.machine.rewards_at(version)
+    grouped = await job.rewards.group_rewards(rewards)
+    for name in grouped:
+        told = {"reward": name, "reason": "it scores whole groups, and each held-out prompt has one sample"}
+        await job.store.append_event(job.job_id, "not_validated", told, once=f"not-validated-{name}")
+    alone = {name: part for name, part in rewards.items() if name not in grouped}
+    if grouped and not any(part.has_influence for part in alone.values()):
+        return [Verdict(None, "needs_group")] * len(samples)
+    return await job.score(samples, prompts, alone, version)
 
 
 async def _draw(job: JobContext, version: int, start: int, prompts: Sequence[Prompt]) -> list[common_pb2.Sample]:

@@ -10,12 +10,14 @@ from typing import Any
 import grpc
 import pytest
 
+from flowfleet import keys
 from flowfleet.jobs import RewardPart
 from flowfleet.proto import reward_pb2
 from flowfleet.reward_changes import RewardChange, RewardSet, changed
 from services.controller import shadow_queue
 from services.controller.records import JobRecord, JobStatus, RewardRevision
 from services.controller.reward_failures import RewardFailure
+from services.controller.rewards import RewardPlane
 from services.controller.shadow_queue import pair_of
 from services.controller.shadows import compare
 from tests.services.controller import test_control_plane
@@ -164,12 +166,83 @@ def test_what_was_scored_with_other_settings_is_not_taken_for_the_present_ones()
 
     async def use(fleet: Fleet) -> None:
         with pytest.raises(RewardFailure):
-            await fleet.plane.score({"good": RewardPart(), "bad": RewardPart()}, 0, samples("a"))
+            await fleet.score({"good": RewardPart(), "bad": RewardPart()}, 0, samples("a"))
         bad.code = None
-        await fleet.plane.score({"good": RewardPart(params={"k": "v"}), "bad": RewardPart()}, 0, samples("a"))
+        await fleet.score({"good": RewardPart(params={"k": "v"}), "bad": RewardPart()}, 0, samples("a"))
 
     with_services({"good": good, "bad": bad}, use)
     assert good.params == [{}, {"k": "v"}]
+
+
+class WholeGroups(ScriptedReward):
+    """Refuses one sample of each step's first group, and says what it thinks of calls that are no whole group."""
+
+    def __init__(self) -> None:
+        super().__init__(by_index, needs_group=True)
+        self.calls: list[int] = []
+
+    async def Score(self, request: Any, context: Any) -> reward_pb2.ScoreResponse:
+        self.calls.append(len(request.samples))
+        answer = await super().Score(request, context)
+        for score in answer.scores:
+            if score.sample_id.endswith("/0/1"):
+                score.error = "unreadable"
+        return answer
+
+
+def test_a_reward_that_needs_groups_never_gets_a_sample_alone(run: Run, job: Any) -> None:
+    """A sample that it refuses is not made again, and held-out samples are not sent to it."""
+    grouped = WholeGroups()
+    data = {"validation": job()["data"]["train"]}
+    parts = {"schedule": {**SCHEDULE, "steps": 2}, "rollout": {"on_drop": "refill"}}
+    settings = job(rewards={"whole": {}}, data=data, **parts)
+
+    async def use(fleet: ScriptedFleet) -> None:
+        record = await fleet.run(settings)
+        assert record.status is JobStatus.SUCCEEDED, record.reason
+        assert record.results["samples_dropped"] == {"no_score_whole": 2}
+        assert record.results["samples_trained"] == 2 * 8 - 2
+        assert record.results["held_out_reward"] is None
+        events = await fleet.store.events(record.id, limit=1000)
+        assert [event.data["reward"] for event in events if event.type == "not_validated"] == ["whole"]
+
+    run(use, whole=grouped)
+    assert set(grouped.calls) == {4}
+
+
+def test_a_shadow_outlives_closed_channels_and_ends_with_its_removal(
+    run: Run, job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, faults = HeldReward(by_index, 1, 3), iter([asyncio.CancelledError(), KeyError("x"), RuntimeError("y")])
+    ask = RewardPlane.ask
+
+    async def failing(plane: RewardPlane, name: str, *rest: Any) -> Any:
+        if name == "late" and (fault := next(faults, None)) is not None:
+            raise fault
+        return await ask(plane, name, *rest)
+
+    monkeypatch.setattr(RewardPlane, "ask", failing)
+
+    async def use(fleet: ScriptedFleet) -> None:
+        job_id = (await fleet.submit(job(rewards={"ocr": {"service": "first"}}, schedule=SCHEDULE))).id
+        await fleet.reached(job_id, lambda record: record.progress.step == 1)
+        record = await change(fleet, job_id, shadow={"late": {"for": "ocr", "service": "second"}})
+        active = record.rewards.active.as_set()
+        pair = pair_of("late", active.shadows["late"], "ocr", active.rewards["ocr"])
+        first.gates["1"].set()
+        await fleet.reached(job_id, lambda record: record.progress.step == 3)
+        while not (counts := await fleet.store.shadow_counts(job_id, pair)).get("scored"):
+            await asyncio.sleep(0.02)
+        assert counts["left_out"] > 0
+        await change(fleet, job_id, remove=["late"])
+        first.gates["3"].set()
+        await fleet.reached(job_id, lambda record: record.progress.step >= 5)
+        assert not [task for task in asyncio.all_tasks() if task.get_name() == "shadow late"]
+        assert await fleet.redis.ttl(keys.shadow(job_id, pair, "counts")) > 0
+        record = await fleet.reached(job_id, lambda record: record.status.terminal)
+        assert record.status is JobStatus.SUCCEEDED, record.reason
+
+    run(use, first=first, second=ScriptedReward(lambda sample: 1.0))
 
 
 @pytest.mark.parametrize("kind", ["stuck", "broken"])
