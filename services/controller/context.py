@@ -36,6 +36,14 @@ Emit = Callable[..., Awaitable[None]]
 
 
 @dataclass
+class Drawn:
+    """Some held-out samples at one version, in prompt order, and what the rewards said of them once they did."""
+
+    samples: list[common_pb2.Sample]
+    verdicts: list[Verdict] | None = None
+
+
+@dataclass
 class JobContext:
     """One running job. `emit` makes events durable and folds them; `changed` is notified after each."""
 
@@ -57,8 +65,8 @@ class JobContext:
     training_prompts: list[Prompt]
     held_out: list[Prompt]
     trainer_address: str = ""
-    drawn: dict[tuple[int, int], list[common_pb2.Sample]] = field(default_factory=dict)
-    """Held-out samples that wait for their scores: (version, first prompt) → samples."""
+    drawn: dict[tuple[int, int], Drawn] = field(default_factory=dict)
+    """Of the validation that runs: (version, first prompt) → what was sampled there."""
     reports: Any = None  # services.controller.reports.Reports, set by its maker
     shadows: Any = None  # services.controller.shadow_queue.ShadowQueue, set by its maker
     scoring: Budget = field(default_factory=lambda: Budget(MAX_SCORING))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from flowfleet.errors import FlowfleetError
 from flowfleet.proto import common_pb2
 from services.controller import reports, requests
-from services.controller.context import JobContext
+from services.controller.context import Drawn, JobContext
 from services.controller.data import Prompt
 from services.controller.rewards import Verdict
 from services.controller.waiting import NotYet
@@ -25,18 +25,22 @@ class ValidationPart:
 
 async def validate_chunk(job: JobContext, version: int, start: int, size: int) -> ValidationPart:
     """Samples and scores the held-out prompts start … start + size − 1 on one replica that serves the version. What was
-    sampled is kept until it has its scores: a reward that fails makes nobody sample again."""
+    sampled is kept until the whole validation has its scores, and so is what was scored: a reward that fails for some
+    makes nobody sample, score or record the others again."""
     prompts = job.held_out[start : start + size]
     if (version, start) not in job.drawn:
-        job.drawn[version, start] = await _draw(job, version, start, prompts)
-    samples = job.drawn[version, start]
+        job.drawn[version, start] = Drawn(await _draw(job, version, start, prompts))
+    drawn = job.drawn[version, start]
     try:
-        verdicts = await _score(job, version, samples, prompts)
+        if drawn.verdicts is None:
+            verdicts = await _score(job, version, drawn.samples, prompts)
+            await reports.put_samples(job, drawn.samples, prompts, verdicts)
+            drawn.verdicts = verdicts
+        media = [await job.blobs.get(sample.media) for sample in drawn.samples]
     except FlowfleetError:  # of the blob store, where they may have been for too long
         del job.drawn[version, start]
         raise
-    await reports.put_samples(job, samples, prompts, verdicts)
-    return ValidationPart(samples, verdicts, [await job.blobs.get(sample.media) for sample in samples])
+    return ValidationPart(drawn.samples, drawn.verdicts, media)
 
 
 async def _score(

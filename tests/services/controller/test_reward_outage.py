@@ -93,6 +93,25 @@ def test_the_job_goes_on_without_it(run: Callable[..., None]) -> None:
     run(use, quality={"on_failure": "skip"})
 
 
+def test_what_a_validation_has_scored_is_not_scored_again(run: Callable[..., None]) -> None:
+    async def use(fleet: ScriptedFleet, job: dict[str, Any]) -> None:
+        job["rollout"]["batch_size"] = 2  # three held-out prompts in two calls, of which one is scored at first
+        job["timeouts"]["rewards_s"] = 60
+        del job["rewards"]["quality"]
+        ocr = fleet.rewards["ocr"]
+        ocr.fails_after = 1
+        record = await fleet.submit(job)
+        async with asyncio.timeout(30):
+            while ocr.failed < 3:
+                await asyncio.sleep(0.01)
+        ocr.fails_after = None
+        record = await fleet.reached(record.id, lambda record: record.status.terminal)
+        assert record.status is JobStatus.SUCCEEDED, record.reason
+        assert sum(ocr.sizes) == 2 * 3 + 2 * 2 * GROUP  # two validations, two steps
+
+    run(use)
+
+
 def test_its_samples_are_dropped_and_a_step_without_any_pauses_the_job(run: Callable[..., None]) -> None:
     async def use(fleet: ScriptedFleet, job: dict[str, Any]) -> None:
         del job["data"]["validation"]
