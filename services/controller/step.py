@@ -23,7 +23,6 @@ from flowfleet.telemetry import LOG_PROB_GAP, LOG_PROB_NOT_FINITE
 from services.controller import events as ev
 from services.controller import machine as do
 from services.controller import reports, requests
-from services.controller.concurrency import gather_or_cancel
 from services.controller.context import JobContext
 from services.controller.credit import credits_of
 from services.controller.reward_failures import RewardPause
@@ -187,7 +186,13 @@ class TrainingStep:
         job = self.job
         size = job.spec.rollout.batch_size
         starts = range(0, len(job.held_out), size)
-        parts = await gather_or_cancel(validate_chunk(job, version, start, size) for start in starts)
+        ended = await asyncio.gather(
+            *(validate_chunk(job, version, start, size) for start in starts), return_exceptions=True
+        )
+        failures = [one for one in ended if isinstance(one, BaseException)]
+        if failures:  # raised when all have ended: what is scored is kept for the next try
+            raise next((one for one in failures if isinstance(one, RewardPause)), failures[0])
+        parts = [one for one in ended if not isinstance(one, BaseException)]
         reward = await job.reports.validated(version, parts)
         job.drawn.clear()
         await job.emit(ev.Validated(version=version, reward=reward))
