@@ -8,8 +8,8 @@ OMNI   := $(shell sed -n 's/^vllm-omni==//p' requirements/vllm-omni.txt)
 VENV := .venv
 BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip --disable-pip-version-check --quiet
-# Two files of tests at a time; those of one file share what they start.
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+# Two files of tests at a time, in their order, which has long ones early; the tests of one file share what they start.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 CODE := flowfleet services recipes bench deploy examples tests
 
 .DEFAULT_GOAL := help
