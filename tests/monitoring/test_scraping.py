@@ -29,8 +29,9 @@ def server() -> Iterator[Server]:
     registry = CollectorRegistry()
     Gauge("flowfleet_redis_up", "", registry=registry).set(0)
     Gauge("flowfleet_job_step", "", ["job"], registry=registry).labels(job="a").set(3)
-    for number, name in enumerate(("ocr_mean", "image_quality_mean", "std_mean")):
-        Gauge(f"flowfleet_critic_rewards_{name}", "", ["job"], registry=registry).labels(job="a").set(number)
+    means = Gauge("flowfleet_critic_reward_score_mean", "", ["job", "reward"], registry=registry)
+    for number, name in enumerate(("ocr", "image_quality")):
+        means.labels(job="a", reward=name).set(number)
     port = start_metrics_server("127.0.0.1", 0, registry)
     rules = yaml.safe_load(RULES.read_text(encoding="utf-8").replace("@namespace", 'namespace="here"'))
     with Server(static_jobs({"controller": f"127.0.0.1:{port}"}, "here"), "here", rules) as made:
@@ -51,7 +52,7 @@ def test_variables_of_boards_are_filled_in(server: Server) -> None:
     assert {value for _, value in found["values"]} == {"3"}
 
 
-def test_rewards_in_the_names_of_metrics_become_labels(server: Server) -> None:
+def test_each_reward_has_a_series(server: Server) -> None:
     (panel,) = [panel for panel in EACH_REWARD.panels if panel.title == "Mean score"]
     found = {series["metric"]["reward"]: series["values"][-1][1] for series in server.series(panel.queries[0])}
     assert found == {"ocr": "0", "image_quality": "1"}

@@ -19,8 +19,6 @@ const port = Number(values.port);
 if (!Number.isInteger(port) || port < 0 || port > 65_535) throw new Error(`--port ${values.port}: give 0 to 65535`);
 
 const { address, drain } = await serve({ ...values, port, token: process.env["FLOWFLEET_RPC_TOKEN"]?.trim() ?? "" });
-console.log(`serving on ${address}`);
-
 for (const signal of ["SIGTERM", "SIGINT"] as const) {
   process.once(signal, async () => {
     console.log(`${signal}: draining`);
@@ -28,3 +26,4 @@ for (const signal of ["SIGTERM", "SIGINT"] as const) {
     console.log("stopped");
   });
 }
+console.log(`serving on ${address}`); // last: whoever reads it may send a signal at once

@@ -15,7 +15,7 @@ from flowfleet.jobs import RewardPart
 from flowfleet.proto import reward_pb2
 from flowfleet.reward_changes import RewardChange, RewardSet, changed
 from services.controller import shadow_queue
-from services.controller.records import JobRecord, JobStatus, RewardRevision
+from services.controller.records import Desired, JobRecord, JobStatus, RewardRevision
 from services.controller.reward_failures import RewardFailure
 from services.controller.rewards import RewardPlane
 from services.controller.shadow_queue import pair_of
@@ -142,7 +142,7 @@ def test_wrong_params_pause_the_job_and_right_ones_let_it_go_on(run: Run, job: A
         record = await fleet.reached(job_id, lambda record: record.status is JobStatus.PAUSED)
         assert "score: choose soft" in record.reason
         await fleet.store.request(job_id, "resume")
-        await fleet.reached(job_id, lambda record: record.status is not JobStatus.PAUSED)
+        await fleet.reached(job_id, lambda record: record.desired is Desired.PAUSED)  # it was refused again
         await fleet.reached(job_id, lambda record: record.status is JobStatus.PAUSED)
         record = await change(fleet, job_id, set={"ocr": {"params": {"score": "soft"}}})
         assert (record.status, record.rewards.active.from_step) == (JobStatus.PAUSED, 2)
