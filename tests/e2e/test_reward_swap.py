@@ -39,6 +39,7 @@ AWAY_S = 1.5
 def second_version(port: int) -> Iterator[subprocess.Popen[bytes]]:
     """The soft OCR score as a service of its own, at an address that may be taken up again."""
     settings = {"function": "tests.e2e.signs_v2:soft", "name": "signs", "version": "v2", "batch": "24"}
+    settings["params"] = '["crop", "alphanumeric"]'
     flags = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     command = ["-m", "services.reward", "--scorer", "python", "--port", str(port), "--metrics-port", "0", *flags]
     process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stderr=subprocess.DEVNULL)
