@@ -7,6 +7,7 @@ random weights: embeddings of distinct characters are distinct, which is all tha
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -69,16 +70,21 @@ def build_scheduler() -> Any:
 
 def build_tokenizer() -> Any:
     """A byte-level BPE with the real special tokens; template and sign words are one token each, all else is bytes."""
+    return train_tokenizer([TEMPLATE_WORDS, SIGN_WORDS], vocab_size=2000)
+
+
+def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Any:
+    """Qwen2's tokenizer with a byte-level BPE of its own, in which words of `texts` are one token each."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
     trainer = trainers.BpeTrainer(
-        vocab_size=2000,
+        vocab_size=vocab_size,
         min_frequency=1,
         special_tokens=SPECIAL_TOKENS,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator([TEMPLATE_WORDS, SIGN_WORDS], trainer)
+    bpe.train_from_iterator(texts, trainer)
     model = json.loads(bpe.to_str())["model"]
     merges: Any = [tuple(merge) for merge in model["merges"]]
     return Qwen2Tokenizer(

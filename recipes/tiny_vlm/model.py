@@ -11,7 +11,6 @@ the digits are one token each, as in the real vocabulary; "10" is two. Untrained
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +18,10 @@ from typing import Any
 
 import torch
 from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from recipes.tiny.components import SIGN_WORDS, SPECIAL_TOKENS, media_token_ids
+from recipes.tiny.components import SIGN_WORDS, media_token_ids, train_tokenizer
 
 WIDTH = 128
 VISION_WIDTH = 64
@@ -65,25 +63,7 @@ def make_tiny_vlm(path: Path | str, seed: int = 0) -> Path:
 
 def build_tokenizer() -> Any:
     """A byte-level BPE; every word of `WORDS`, with the space before it if it has one, is one token."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
-    trainer = trainers.BpeTrainer(
-        vocab_size=4000,
-        min_frequency=1,
-        special_tokens=SPECIAL_TOKENS,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator([WORDS, SIGN_WORDS, "\n".join(WORDS.split())], trainer)
-    learned = json.loads(bpe.to_str())["model"]
-    merges: Any = [tuple(merge) for merge in learned["merges"]]
-    tokenizer = Qwen2Tokenizer(
-        vocab=learned["vocab"],
-        merges=merges,
-        eos_token="<|im_end|>",
-        extra_special_tokens=SPECIAL_TOKENS[1:],
-        model_max_length=32768,
-    )
+    tokenizer = train_tokenizer([WORDS, SIGN_WORDS, "\n".join(WORDS.split())], vocab_size=4000)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
