@@ -21,9 +21,9 @@ from services.controller.rewards import RewardPlane
 from services.controller.shadow_queue import pair_of
 from services.controller.shadows import compare
 from tests.services.controller import test_control_plane
+from tests.services.controller.reward_fleet import Fleet, Service, samples, with_services
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward
 from tests.services.controller.test_control_plane import Run, by_index
-from tests.services.controller.test_reward_policy import Fleet, Service, samples, with_services
 
 run, job = test_control_plane.run, test_control_plane.job
 STEPS = 6

@@ -1,0 +1,108 @@
+"""A reward plane before real gRPC servers that fail when they are told, with a clock of the test's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from flowfleet.jobs import RewardPart
+from flowfleet.proto import reward_pb2, reward_pb2_grpc
+from services.controller.directory import StaticDirectory
+from services.controller.reward_calls import RewardCalls
+from services.controller.rewards import RewardPlane
+
+PATIENCE_S = 100.0
+
+
+class Service(reward_pb2_grpc.RewardServiceServicer):
+    """Fails by `code` while there is one; else scores 1, or what `answers` makes of the samples."""
+
+    def __init__(self, **described: Any) -> None:
+        self.described = {"name": "scripted", "version": "1", **described}
+        self.code: grpc.StatusCode | None = None
+        self.details = "broken"
+        self.version = ""
+        self.max_bytes = 1 << 30
+        self.params: list[dict[str, str]] = []
+        self.sizes: list[int] = []
+        self.poison = ""
+        """Id of a sample on whose calls it fails."""
+        self.gate: asyncio.Event | None = None
+        """Calls wait for it."""
+        self.answers: Callable[[Any], list[reward_pb2.RewardScore]] = lambda samples: [
+            reward_pb2.RewardScore(sample_id=sample.sample_id, score=1.0) for sample in samples
+        ]
+
+    async def Describe(self, request: Any, context: Any) -> reward_pb2.DescribeResponse:
+        return reward_pb2.DescribeResponse(**self.described)
+
+    async def Score(self, request: Any, context: Any) -> reward_pb2.ScoreResponse:
+        self.sizes.append(len(request.samples))
+        self.params.append(dict(request.params))
+        if self.gate is not None:
+            await self.gate.wait()
+        if any(sample.sample_id == self.poison for sample in request.samples):
+            await context.abort(grpc.StatusCode.INTERNAL, "out of memory")
+        if self.code is not None:
+            await context.abort(self.code, self.details)
+        if request.ByteSize() > self.max_bytes:
+            details = f"Received message larger than max ({request.ByteSize()} vs. {self.max_bytes})"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, details)
+        return reward_pb2.ScoreResponse(scores=self.answers(request.samples), version=self.version)
+
+
+class Fleet:
+    """A plane, its services, and the time."""
+
+    def __init__(self, plane: RewardPlane, registry: CollectorRegistry) -> None:
+        self.plane, self.registry = plane, registry
+        self.now = 1000.0
+        self.fetched = 0
+
+    async def score(self, rewards: dict[str, RewardPart], step: int, asked: list[reward_pb2.RewardSample]) -> Any:
+        async def fetch() -> list[reward_pb2.RewardSample]:
+            self.fetched += 1
+            return asked
+
+        return await self.plane.score(rewards, step, {one.sample_id: "" for one in asked}, fetch)
+
+    def counted(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(f"flowfleet_controller_reward_{name}_total", labels) or 0.0
+
+
+def with_services(
+    services: dict[str, Any], use: Callable[[Fleet], Awaitable[None]], addresses: dict[str, str] | None = None
+) -> None:
+    """Each is a servicer, or a function from method to handler."""
+
+    async def scenario() -> None:
+        servers, found = [], dict(addresses or {})
+        for name, service in services.items():
+            server = grpc.aio.server()
+            if isinstance(service, Service):
+                reward_pb2_grpc.add_RewardServiceServicer_to_server(service, server)
+            else:
+                server.add_generic_rpc_handlers((service,))
+            found[name] = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+            await server.start()
+            servers.append(server)
+        registry = CollectorRegistry()
+        plane = RewardPlane(
+            StaticDirectory(found), 20.0, calls=RewardCalls(registry), patience_s=PATIENCE_S, clock=lambda: fleet.now
+        )
+        fleet = Fleet(plane, registry)
+        try:
+            await use(fleet)
+        finally:
+            await plane.close()
+            await asyncio.gather(*(server.stop(None) for server in servers))
+
+    asyncio.run(asyncio.wait_for(scenario(), 120))
+
+
+def samples(*names: str, size: int = 1) -> list[reward_pb2.RewardSample]:
+    return [reward_pb2.RewardSample(sample_id=name, media=b"x" * size) for name in names]
