@@ -63,6 +63,7 @@ class Measurement:
 
 
 LOOP = "bench.loop --compile --logs {work}/{name}"
+PROOF = "bench.proof --engine vllm-omni --seeds 1 2 3"
 TINY_LOOP = "--tiny --images 8 --group-size 4 --batch-size 8 --micro-batch 4 --steps 2 --warm-up 1"
 MEASUREMENTS = (
     Measurement("rollout", "rollout", 1, 420, "bench.rollout --compile --images 96 --warm-up 2"),
@@ -139,8 +140,10 @@ MEASUREMENTS = (
         f"{LOOP} --rollouts 2 --images 64 --steps 9 --kill-rollout 2",
         tiny="--tiny --images 8 --group-size 4 --batch-size 8 --micro-batch 4 --steps 6 --warm-up 1",
     ),
-    Measurement("proof-lora", "proof", 2, 240, "bench.proof --recipe tiny_ocr --engine vllm-omni", tiny=""),
-    Measurement("proof-full", "proof", 2, 240, "bench.proof --recipe tiny_ocr_full --engine vllm-omni", tiny=""),
+    Measurement("proof-lora", "proof", 2, 420, f"{PROOF} --recipe tiny_ocr", tiny=None),
+    Measurement("proof-full", "proof", 2, 420, f"{PROOF} --recipe tiny_ocr_full", tiny=None),
+    Measurement("proof-lora-cpu", "proof-cpu", 1, 1200, f"{PROOF} --recipe tiny_ocr --cpu", tiny=""),
+    Measurement("proof-full-cpu", "proof-cpu", 1, 1200, f"{PROOF} --recipe tiny_ocr_full --cpu", tiny=""),
     Measurement("publish-check", "check", 2, 120, "bench.publish --self-check"),
 )
 

@@ -275,14 +275,15 @@ def proofs(rows: Rows) -> str:
                 [
                     it["recipe"],
                     settings["engine"],
-                    f"{len(settings['devices'])} {'CPU' if settings['devices'] == ['cpu'] else 'GPUs'}",
+                    "CPU" if settings["devices"] == ["cpu"] else f"{len(settings['devices'])} GPUs",
+                    str(settings["seed"]),
                     f"{it['before']:.3f} → {it['after']:.3f}",
                     f"{seeds['mean']:.3f} ({seeds['low']:.3f} … {seeds['high']:.3f})",
                     _beside(it["after"], seeds),
                     ", ".join(f"{reward:.2f}" for _, reward in it["curve"]),
                 ]
             )
-    header = ["recipe", "engine", "devices", "held-out reward", "diffusers' seeds after", "inside", "curve"]
+    header = ["recipe", "engine", "devices", "seed", "held-out reward", "diffusers' seeds after", "inside", "curve"]
     return table(header, lines)
 
 

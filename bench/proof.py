@@ -1,17 +1,18 @@
 """Does a model learn as well with another rollout engine, and on accelerators? A recipe is trained, and its curve held
 against the seeds in docs/learning.md, which the diffusers engine sampled on CPUs.
 
-    python -m bench.proof --recipe tiny_ocr --engine vllm-omni [--seed 1]
+    python -m bench.proof --recipe tiny_ocr --engine vllm-omni [--seeds 1 2 3] [--cpu]
 
 On two accelerators the rollout has the first and the trainer the second, and what is trained, be it all weights or an
 adapter, travels by NCCL. With one, or none, all weights go by Gloo and an adapter as a blob. The figures are a line of
-JSON; stderr tells people.
+JSON a seed; stderr tells people.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 import tempfile
@@ -34,15 +35,18 @@ AFTER = 3
 
 def main() -> int:
     options = _parser().parse_args()
-    with tempfile.TemporaryDirectory(prefix="proof-") as scratch:
-        directory = options.directory or Path(scratch) / "run"
-        changes = [f"seed={options.seed}", "schedule.validate_every=2", *options.set]
-        recipe = Path(f"recipes/{options.recipe}.toml")
-        console = Console(file=sys.stderr, width=160)
-        run_demo(recipe, directory, changes, console, started=datetime.now(UTC), engine=options.engine)
-        figures = proof(options.recipe, read_result(directory), PAGE.read_text())
-    settings = {"engine": options.engine, "seed": options.seed, "devices": list(visible_devices()) or ["cpu"]}
-    print(json.dumps({"bench": "proof", "settings": settings, **figures}), flush=True)
+    if options.cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    for seed in options.seeds:
+        with tempfile.TemporaryDirectory(prefix="proof-") as scratch:
+            directory = (options.directory or Path(scratch)) / str(seed)
+            changes = [f"seed={seed}", "schedule.validate_every=2", *options.set]
+            recipe = Path(f"recipes/{options.recipe}.toml")
+            console = Console(file=sys.stderr, width=160)
+            run_demo(recipe, directory, changes, console, started=datetime.now(UTC), engine=options.engine)
+            figures = proof(options.recipe, read_result(directory), PAGE.read_text())
+        settings = {"engine": options.engine, "seed": seed, "devices": list(visible_devices()) or ["cpu"]}
+        print(json.dumps({"bench": "proof", "settings": settings, **figures}), flush=True)
     return 0
 
 
@@ -78,9 +82,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--recipe", default="tiny_ocr")
     parser.add_argument("--engine", choices=("diffusers", "vllm-omni"), default="vllm-omni")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--cpu", action="store_true", help="use no accelerator")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the job; repeatable")
-    parser.add_argument("--directory", type=Path, help="keep the run's results here")
+    parser.add_argument("--directory", type=Path, help="keep each run's results here, by seed")
     return parser
 
 
