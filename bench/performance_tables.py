@@ -288,10 +288,11 @@ def proofs(rows: Rows) -> str:
 
 
 def _beside(after: float, seeds: Mapping[str, float]) -> str:
-    """Whether a result lies inside the spread of seeds, else how far outside and on which side."""
-    if after > seeds["high"]:
-        return f"{after - seeds['high']:.4f} above"
-    return f"{seeds['low'] - after:.4f} below" if after < seeds["low"] else "yes"
+    """Whether a result, with three digits as seeds have, lies inside their spread, else how far outside."""
+    above, below = round(after, 3) - seeds["high"], seeds["low"] - round(after, 3)
+    if above > 0:
+        return f"{above:.3f} above"
+    return f"{below:.3f} below" if below > 0 else "yes"
 
 
 def gaps(rows: Rows) -> str:
