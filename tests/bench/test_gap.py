@@ -41,6 +41,7 @@ def test_the_same_arithmetic_has_no_gap_and_a_shift_is_found(tmp_path: Path) -> 
     assert math.isclose(other, 0.5 / 8, rel_tol=1e-3)  # other batches round otherwise
 
 
+@pytest.mark.long
 def test_the_command_compares_every_variant_with_every_trainer(tmp_path: Path) -> None:
     argv = [
         sys.executable,

@@ -53,6 +53,7 @@ def test_calls_are_what_the_controller_would_ask_for(tmp_path: Path) -> None:
     assert {request.sampling.negative_prompt for request in asked} == {" "}
 
 
+@pytest.mark.long
 def test_a_tiny_run_gives_both_rows() -> None:
     argv = [sys.executable, "-m", "bench.rollout", "--tiny", "--device", "cpu"]
     argv += ["--images", "4", "--batch", "2", "--warm-up", "1", "--guidance", "4"]

@@ -1,4 +1,5 @@
-"""The demo inside a cluster: installed by Helm, grown from zero, upgraded and hit while it trains, and removed.
+"""The demo inside a cluster: installed by Helm, grown from zero, upgraded, hit, its reward swapped while it trains, and
+removed.
 
 Needs the images in the cluster (`make test-cluster` builds and loads them), KEDA for growing from zero, and rights to
 make volumes where the cluster has no default StorageClass. The log that it prints has the time of every stage.
@@ -35,7 +36,10 @@ PREFIX, TAG = os.environ.get("PREFIX", "localhost/"), os.environ.get("TAG", "0.1
 VOLUMES = Path("/var/tmp")
 STEPS, SAMPLES_A_STEP = 9, 96
 LEARNT = 0.2
-"""By how much the held-out reward must rise; `make demo` gives 0.3."""
+"""By how much the held-out reward must rise; `make demo` gives 0.3. The second version of OCR, which scores the last
+steps, is the stricter one: of the same pictures its scores are lower."""
+SECOND = ROOT / "tests" / "e2e" / "signs_v2.py"
+FILES = "/etc/flowfleet/reward"
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -98,25 +102,31 @@ class Release:
             log(f"first picture after {time.monotonic() - submitted:.1f} s: {self._pods_told()}")
 
             self._reach(client, job, 2)
-            self._upgrade_reward()
+            self._upgrade_rewards()
+            self._shadow(client, job)
             self._reach(client, job, 4)
             self._delete_a_pod("rollout")
             self._reach(client, job, 5)
+            boundary = self._promote(client, job)
             self._delete_a_pod("controller")
             self._reach(client, job, 7)
             prometheus.check_boards()
             log("every panel of every board has data")
             job = client.wait(job.id, 300)
             prometheus.render(Path(os.environ.get("PICTURES", pictures)))
-            self._check(client, job)
+            self._check(client, job, boundary)
 
-    def _check(self, client: Client, job: Job) -> None:
+    def _check(self, client: Client, job: Job, boundary: int) -> None:
         results = job.results
         assert job.status == "succeeded", job.reason
         assert results["samples_trained"] == STEPS * SAMPLES_A_STEP, results
         assert results["samples_dropped"] == {}, results
         rows = list(client.metrics(job.id))
         assert [row.step for row in rows if "actor/loss" in row.values] == list(range(STEPS))
+        versions: dict[int, set[str]] = {}
+        for sample in client.samples(job.id):
+            versions.setdefault(sample.step, set()).add(sample.versions["ocr"].partition(" (")[0])
+        assert versions == {step: {"ocr 1" if step < boundary else "signs v2"} for step in range(STEPS)}
         curve = [row.values["val/reward"] for row in rows if row.values.get("val/reward") is not None]
         told = " → ".join(f"{reward:.3f}" for reward in curve if reward is not None)
         self.log(
@@ -133,17 +143,50 @@ class Release:
 
     # -- faults ------------------------------------------------------------------------------------------------
 
-    def _upgrade_reward(self) -> None:
-        """Another image for one reward service: no other workload changes, no pod that nothing scales goes."""
+    def _upgrade_rewards(self) -> None:
+        """Another image for the reward service, and one beside it: no other workload changes, no pod that nothing
+        scales goes."""
         pods, templates = self._names("controller", "redis", "trainer"), self._templates()
-        reward = {"name": "ocr", "scorer": "ocr", "image": f"{PREFIX}flowfleet-reward:{TAG}-next"}
-        self._helm("upgrade", "--set-json", f"rewards={json.dumps([reward])}")
-        changed = {name for name, template in self._templates().items() if template != templates[name]}
-        assert changed == {f"{RELEASE}-flowfleet-reward-ocr"}
+        first = {"name": "ocr", "scorer": "ocr", "image": f"{PREFIX}flowfleet-reward:{TAG}-next"}
+        settings = {"function": "signs_v2:soft", "path": FILES, "name": "signs", "version": "v2", "batch": 24}
+        settings["params"] = ["crop", "alphanumeric"]
+        second = {
+            "name": "ocr-v2",
+            "scorer": "python",
+            "settings": settings,
+            "files": {SECOND.name: SECOND.read_text()},
+        }
+        self._helm("upgrade", "--set-json", f"rewards={json.dumps([first, second])}")
+        found = self._templates()
+        assert {name for name in templates if found.get(name) != templates[name]} == {f"{RELEASE}-flowfleet-reward-ocr"}
+        assert found.keys() - templates.keys() == {f"{RELEASE}-flowfleet-reward-ocr-v2"}
         assert self._names("controller", "redis", "trainer") == pods
-        image = self._pods("reward")[0]["spec"]["containers"][0]["image"]
-        assert image.endswith("-next")
-        self.log(f"helm upgrade: the reward runs {image.rpartition(':')[2]}, all else stayed")
+        images = [pod["spec"]["containers"][0]["image"] for pod in self._pods("reward")]
+        assert any(image.endswith("-next") for image in images)
+        self.log(f"helm upgrade: the reward runs {TAG}-next, ocr-v2 stands beside it, all else stayed")
+
+    def _shadow(self, client: Client, job: Job) -> None:
+        params = client.job(job.id).spec["rewards"]["ocr"]["params"]
+        shadow = {"ocr2": {"for": "ocr", "service": "ocr-v2", "params": params}}
+        revision = client.change_rewards(job.id, shadow=shadow).revision
+        self.log(f"ocr-v2 is a shadow from step {client.wait_for_rewards(job.id, revision, 120).active.from_step} on")
+
+    def _promote(self, client: Client, job: Job) -> int:
+        """The first step that the second version scores."""
+
+        def compared() -> bool:
+            comparison = client.rewards(job.id).comparison
+            return "ocr2" in comparison and comparison["ocr2"].train.samples > 0
+
+        self._wait("a comparison", compared, 120)
+        seen = client.rewards(job.id).comparison["ocr2"].train
+        boundary = client.wait_for_rewards(job.id, client.change_rewards(job.id, promote=["ocr2"]).revision, 120)
+        assert boundary.active.from_step is not None
+        self.log(
+            f"{seen.samples} samples scored by both, rank correlation {seen.spearman}, {seen.failed} failed; "
+            f"ocr-v2 is promoted from step {boundary.active.from_step} on"
+        )
+        return boundary.active.from_step
 
     def _delete_a_pod(self, component: str) -> None:
         name = self._pods(component)[0]["metadata"]["name"]

@@ -15,7 +15,7 @@ import pytest
 
 from flowfleet import rpc
 from flowfleet.media import encode_media
-from flowfleet.proto.reward_pb2 import RewardSample, ScoreRequest, ScoreResponse
+from flowfleet.proto.reward_pb2 import DescribeRequest, RewardSample, ScoreRequest, ScoreResponse
 from flowfleet.proto.reward_pb2_grpc import RewardServiceStub, add_RewardServiceServicer_to_server
 from flowfleet.reward_service import Params, Reward, RewardServicer, Sample, answer, read_params, serve
 
@@ -174,6 +174,8 @@ def test_what_nobody_waits_for_is_not_scored() -> None:
         await asyncio.to_thread(begun.wait, 30)
         with pytest.raises(grpc.aio.AioRpcError):
             await stub.Score(request("left", "behind"), timeout=0.3)
+        for _ in range(3):  # what the service answers now, it answers after it has heard that the caller left
+            await stub.Describe(DescribeRequest(), timeout=30)
         gate.set()
         await first
         await stub.Score(request("last"), timeout=30)

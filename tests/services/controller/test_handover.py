@@ -110,7 +110,12 @@ class Scene:
 
 
 @pytest.mark.parametrize(
-    ("number", "within_s"), [(signal.SIGTERM, TTL_S / 2), (signal.SIGKILL, TTL_S / 2), (signal.SIGSTOP, 1.5 * TTL_S)]
+    ("number", "within_s"),
+    [
+        (signal.SIGTERM, TTL_S / 2),
+        (signal.SIGKILL, TTL_S / 2),
+        pytest.param(signal.SIGSTOP, 1.5 * TTL_S, marks=pytest.mark.long),
+    ],
 )
 async def test_the_other_controller_takes_over(
     redis_url: str,

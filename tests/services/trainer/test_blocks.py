@@ -108,7 +108,7 @@ def test_products_of_a_small_inner_dimension_are_made_again(tiny_qwen_image: Pat
     assert counts["full"][attention] == 2 * counts["selective"][attention]
 
 
-@pytest.mark.parametrize("kind", ["none", "selective"])
+@pytest.mark.parametrize("kind", [pytest.param("none", marks=pytest.mark.long), "selective"])
 def test_compiled_blocks_give_the_same_and_share_their_code(kind: Any, tiny_qwen_image: Path) -> None:
     """Both blocks, with and without gradient, at three widths of the text: the third compiles nothing new."""
     plain, plain_parameters = adapted(tiny_qwen_image)

@@ -55,6 +55,7 @@ def torchrun(*folders: Path) -> None:
     )
 
 
+@pytest.mark.long
 def test_two_ranks_make_the_update_of_one(tiny_qwen_image: Path, ranks: Ranks, tmp_path: Path) -> None:
     """NFT on two experts with an adapter, and pairs with full weights; three pairs leave one rank with padding."""
     jobs = {"nft": (make_tiny("wan_two_experts", tmp_path / "wan"), NFT), "dpo": (tiny_qwen_image, DPO)}

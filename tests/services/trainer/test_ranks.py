@@ -95,6 +95,7 @@ def test_two_ranks_make_the_update_of_one_with_lora(
         assert torch.equal(exported[name], tensor)
 
 
+@pytest.mark.long
 def test_two_ranks_make_the_update_of_one_with_full_weights_and_broadcast_them(
     tiny_qwen_image: Path, launch: Launch, blobs: SyncBlobs, ranks: Ranks, tmp_path: Path
 ) -> None:
