@@ -35,7 +35,7 @@ from bench.reward_service import cpu_seconds, running
 from flowfleet.proto.reward_pb2 import RewardSample, ScoreRequest
 from flowfleet.proto.reward_pb2_grpc import RewardServiceStub
 from flowfleet.rpc import open_channel
-from flowfleet.service import usable_cpus
+from flowfleet.service import keep_freed_memory, usable_cpus
 from services.reward.engines import encoded
 from services.reward.judge.media import Picture
 from services.reward.judge.messages import chat_request
@@ -99,6 +99,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     options = parser.parse_args()
+    keep_freed_memory()  # as the controller, which asks otherwise, does
     before = os.getloadavg()
     png = pictures(NUM_PICTURES)
     rows: list[Figures] = []

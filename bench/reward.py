@@ -7,8 +7,8 @@ of 9 frames of 128 × 128. A batch is a group of 16, as a controller sends it. D
 thread, in this process. In each round both ways take the same batches, one after the other, so that the ratio of a
 round is less disturbed by what else the machine does; medians over rounds are shown, of wall time and of the CPU
 seconds of all processes on either side. With more processes, all groups are sent at once; `Describe` is asked fifty
-times a second meanwhile: the slowest answer says whether the service's event loop stays free. `http` is measured as
-`bench.reward_asking` says.
+times a second meanwhile: the slowest answer says whether the service's event loop stays free. Scorers that ask others
+are measured by `bench.judge`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ import numpy as np
 import psutil
 from PIL import Image, ImageDraw, ImageFont
 
-from bench.reward_asking import IN_FLIGHT, measure, slow_server
 from bench.reward_service import cpu_seconds, running
 from flowfleet.media import decode_media, encode_media
 from flowfleet.proto.reward_pb2 import DescribeRequest, RewardSample, ScoreRequest
 from flowfleet.proto.reward_pb2_grpc import RewardServiceStub
 from flowfleet.rpc import open_channel
-from flowfleet.service import usable_cpus
+from flowfleet.service import keep_freed_memory, usable_cpus
 from services.reward.evaluator import Evaluator
 from services.reward.scorers import make
 from services.reward.scorers.base import Scorer
@@ -94,19 +93,18 @@ class Figures:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[*CASES, "http"], choices=[*CASES, "http"], help="(all)")
+    parser.add_argument("--only", nargs="+", default=[*CASES], choices=[*CASES], help="(all)")
     parser.add_argument("--processes", type=int, nargs="+", default=[1], help="of the service, one run each (1)")
     parser.add_argument("--groups", type=int, default=4, help="of 16 samples (4)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     options = parser.parse_args()
+    keep_freed_memory()  # as the controller, which asks otherwise, does
     before = os.getloadavg()
-    rows: list[Any] = []
+    rows: list[Figures] = []
     for name in options.only:
-        for processes in [1] if name == "http" else options.processes:
-            rows.append(
-                asked(options.rounds) if name == "http" else one(name, processes, options.groups, options.rounds)
-            )
+        for processes in options.processes:
+            rows.append(one(name, processes, options.groups, options.rounds))
             machine = {"cpus": usable_cpus(), "load_before": before, "load_after": os.getloadavg()}
             if options.json:
                 text = json.dumps({"machine": machine, "figures": [asdict(row) for row in rows]}, indent=2)
@@ -125,19 +123,6 @@ def one(name: str, processes: int, num_groups: int, rounds: int) -> Figures:
         f"the service (× {figures.ratio:.2f}); CPU of a sample {figures.direct_cpu_ms:.1f} and "
         f"{figures.service_cpu_ms:.1f} ms; {figures.rate:.1f} samples/s at once, slowest Describe "
         f"{figures.slowest_describe_ms:.0f} ms",
-        flush=True,
-    )
-    return figures
-
-
-def asked(rounds: int) -> Any:
-    """`http` before a slow server."""
-    samples = as_jpeg(pictures(IN_FLIGHT))
-    with slow_server() as url:
-        figures = measure("http", {"url": url, "batch_size": 1, "concurrency": IN_FLIGHT}, samples, rounds=rounds)
-    print(
-        f"http           {figures.direct_rate:.0f} samples/s directly, {figures.service_rate:.0f} through the service "
-        f"(× {figures.share:.3f}), of {figures.server_rate:.0f}; {figures.added_ms:.1f} ms more a call",
         flush=True,
     )
     return figures

@@ -35,7 +35,24 @@ PATIENT_THREADS: Final = {"GOMP_SPINCOUNT": "10000"}
 and where two such processes share cores each spins away the other's time: a forward pass took thirty times as long.
 Spinning briefly costs nothing when alone; not spinning at all (OMP_WAIT_POLICY=PASSIVE) costs a quarter."""
 
+_M_TRIM_THRESHOLD: Final = -1
+_M_MMAP_THRESHOLD: Final = -3
+_MMAP_FROM_BYTES: Final = 2**25
+_KEPT_BYTES: Final = 2**27
+
 log = logging.getLogger(__name__)
+
+
+def keep_freed_memory() -> None:
+    """Has glibc keep up to 128 MiB that were freed, and take blocks of up to 32 MiB from them. Does nothing elsewhere.
+
+    Messages with media are allocated and freed all the time. By default each is given back to the kernel, and every
+    page is faulted in anew: serialising a call of 16 pictures (8.8 MB) took 25 ms, and takes 3 ms so (mallopt(3)).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _MMAP_FROM_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def usable_cpus() -> int:
@@ -76,6 +93,7 @@ def run_service(
 ) -> int:
     """Parses flags, sets up logs and metrics, runs `main` to its end and returns the exit code."""
     options = parser.parse_args(argv)
+    keep_freed_memory()
     telemetry.configure_logging(name, options.log_level)
     try:
         require_secret(options.host, secret)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from flowfleet import tls
+from flowfleet.service import keep_freed_memory
 from flowfleet.telemetry import configure_logging
 from services.controller.app import create_app
 from services.controller.runner import Runner
@@ -25,6 +26,7 @@ def main(argv: Sequence[str], runner_factory: RunnerFactory = Runner) -> int:
     except ValueError as error:
         print(f"services.controller: error: {error}", file=sys.stderr)
         return 2
+    keep_freed_memory()
     server = Server(create_app(settings, runner_factory), settings, certificates)
     try:
         server.run()

@@ -27,7 +27,7 @@ from typing import Any
 
 from flowfleet.errors import Unavailable
 from flowfleet.proto.reward_pb2 import RewardSample
-from flowfleet.service import usable_cpus
+from flowfleet.service import keep_freed_memory, usable_cpus
 from flowfleet.telemetry import configure_logging
 from services.reward.evaluator import DIED, Evaluator
 from services.reward.groups import units
@@ -236,6 +236,7 @@ def _work(pipe: Connection[Any, Any], make: Make, log_level: str) -> None:
     """The life of a process: says that it is ready, then answers part after part until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal's Ctrl-C: the parent drains and closes the pipe
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    keep_freed_memory()
     configure_logging("reward", log_level)
     try:
         scorer = make()

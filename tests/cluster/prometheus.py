@@ -31,7 +31,7 @@ from typing import Any, Self
 import yaml
 
 from deploy.dashboards import BOARDS
-from deploy.dashboards.boards.reward_panels import JUDGES, SHADOWS
+from deploy.dashboards.boards.reward_panels import JUDGES
 from deploy.dashboards.model import Query
 from deploy.dashboards.promql import filled
 from tests.cluster.conftest import CHART, Cluster
@@ -43,10 +43,9 @@ RATE = "30s"
 START_TIMEOUT_S = 30.0
 EMPTY_ON_CPUS = ("Model FLOPs utilisation of the trainer",)
 """Titles of the panels that have no data where there is no accelerator; each says why itself."""
-EMPTY_WITHOUT_SHADOWS = tuple(panel.title for panel in SHADOWS.panels)
 EMPTY_WITHOUT_JUDGES = tuple(panel.title for panel in JUDGES.panels)
-"""Likewise of jobs without a shadow, and of fleets without a judge."""
-EMPTY_IN_THE_DEMO = (*EMPTY_ON_CPUS, *EMPTY_WITHOUT_SHADOWS, *EMPTY_WITHOUT_JUDGES)
+"""Likewise of fleets without a judge."""
+EMPTY_IN_THE_DEMO = (*EMPTY_ON_CPUS, *EMPTY_WITHOUT_JUDGES)
 
 Series = dict[str, Any]
 

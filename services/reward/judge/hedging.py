@@ -1,6 +1,8 @@
 """When a second server is asked the same because the first is late: the tail of latencies costs a step its end.
 
-A call becomes late at a quantile of the latest latencies. Source: Dean and Barroso, The Tail at Scale (2013).
+A call becomes late at a quantile of the latest latencies (Dean and Barroso, The Tail at Scale, 2013), and only where it
+also takes much longer than usual: among latencies that are nearly equal some are always the longest, and a second call,
+which takes as long as usual, would only cost the server a place.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from services.reward.retries import ShareBudget
 WINDOW = 512
 LEAST = 20
 """Latencies that must be known before anything is called late."""
+SLOW = 1.5
+"""Times the median: what takes less is never late."""
 
 
 class HedgePolicy:
@@ -36,9 +40,11 @@ class HedgePolicy:
     @property
     def delay_s(self) -> float | None:
         """After so long a call is late; None while too little is known."""
-        if len(self._sorted) < LEAST:
+        known = len(self._sorted)
+        if known < LEAST:
             return None
-        return self._sorted[min(len(self._sorted) - 1, math.ceil(self._quantile * len(self._sorted)) - 1)]
+        quantile = self._sorted[min(known - 1, math.ceil(self._quantile * known) - 1)]
+        return max(quantile, SLOW * self._sorted[known // 2])
 
     def take(self) -> bool:
         """Whether a late call may be hedged: takes it out of the budget."""

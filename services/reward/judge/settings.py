@@ -45,7 +45,7 @@ class JudgeSettings(ScorerSettings):
     hedge_share: Share = 0.05
     """Calls made a second time because the first is late, as a share of all; 0: none."""
     hedge_quantile: Annotated[float, Field(ge=0.5, lt=1.0)] = 0.95
-    """Of the latest calls' latencies: what takes longer is late."""
+    """Of the latest calls' latencies: what takes longer, and half as long again as their median, is late."""
     breaker_failures: Annotated[int, Field(ge=1)] = 5
     """Failures in a row after which a server is left alone."""
     breaker_cooldown_s: Seconds = 5.0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.reward_asking import slow_server
+from bench.judge import slow_server
 from flowfleet import conformance
 from tests.services.reward.conftest import reward_process
 
@@ -34,7 +34,8 @@ PYTHON = {"function": "bench.reward:redness", "path": str(Path(__file__).parents
 def test_a_scorer_keeps_the_contract(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
     with ExitStack() as stack:
         if name == "http":
-            settings = settings | {"url": stack.enter_context(slow_server(0.01))}
+            _, port = stack.enter_context(slow_server(0.01, in_flight=64))
+            settings = settings | {"url": f"http://127.0.0.1:{port}/"}
         file = tmp_path / "settings.json"
         file.write_text(json.dumps(settings))
         flags = ("--scorer", name, "--settings", str(file), "--threads", "1")

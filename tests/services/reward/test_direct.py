@@ -166,7 +166,7 @@ def test_a_cancelled_call_and_one_past_its_deadline_cancel_the_scorer() -> None:
     serve(scorer, scenario)
 
 
-TWO_BYTES = ScoreRequest(samples=numbers("1", "2")).ByteSize()
+TWO_BYTES = sum(len(sample.media) for sample in numbers("1", "2"))
 
 
 @pytest.mark.parametrize("limits", [Limits(max_queued=3), Limits(max_queued_bytes=2 * TWO_BYTES - 1)])

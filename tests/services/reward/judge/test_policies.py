@@ -14,7 +14,7 @@ from services.reward.cache import LruCache
 from services.reward.judge.breaker import BreakerState, CircuitBreaker
 from services.reward.judge.failures import LEAST, FailureShare
 from services.reward.judge.failures import WINDOW as FAILURE_WINDOW
-from services.reward.judge.hedging import WINDOW, HedgePolicy
+from services.reward.judge.hedging import SLOW, WINDOW, HedgePolicy
 from services.reward.judge.limiter import DECREASE, AimdLimiter
 from services.reward.retries import ShareBudget, backoff_s
 
@@ -157,11 +157,21 @@ def test_backoff_is_within_its_bounds(attempt: int, asked: float | None, seed: i
 
 @given(st.lists(st.floats(0.0, 100.0), min_size=20, max_size=WINDOW + 200), st.sampled_from([0.5, 0.9, 0.95]))
 @settings(deadline=None, max_examples=10)
-def test_late_is_the_quantile_of_the_latest(latencies: list[float], quantile: float) -> None:
+def test_late_is_the_quantile_of_the_latest_where_that_is_slow(latencies: list[float], quantile: float) -> None:
     policy = HedgePolicy(quantile, ShareBudget(0.1))
     for seconds in latencies:
         policy.observe(seconds)
-    assert policy.delay_s == np.quantile(latencies[-WINDOW:], quantile, method="inverted_cdf")
+    latest = latencies[-WINDOW:]
+    slow = SLOW * np.quantile(latest, 0.5, method="higher")
+    assert policy.delay_s == max(np.quantile(latest, quantile, method="inverted_cdf"), slow)
+
+
+def test_of_calls_that_take_nearly_as_long_none_is_late() -> None:
+    policy, latencies = HedgePolicy(0.95, ShareBudget(0.1)), [0.2 + 0.001 * (number % 21) for number in range(100)]
+    for seconds in latencies:
+        policy.observe(seconds)
+    assert policy.delay_s is not None
+    assert max(latencies) < policy.delay_s
 
 
 def test_nothing_is_late_while_little_is_known() -> None:
