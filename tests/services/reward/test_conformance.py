@@ -1,4 +1,5 @@
-"""The scorers that need no model of torch keep the contract, each as a real process."""
+"""The scorers that need no model of torch keep the contract, each as a real process; those that ask others, before a
+server that gives every picture the same answer."""
 
 from __future__ import annotations
 
@@ -14,6 +15,11 @@ from flowfleet import conformance
 from tests.services.reward.conftest import reward_process
 
 OPTIONS = conformance.Options(timeout_s=120.0, connect_s=60.0, allowed_s=30.0)
+ASKING = {
+    "http": {"url": "http://127.0.0.1:{port}/", "batch_size": 1},
+    "vlm": {"urls": "http://127.0.0.1:{port}/v1", "model": "judge", "rubric": "alignment"},
+    "vlm_ocr": {"urls": "http://127.0.0.1:{port}/v1", "model": "judge"},
+}
 PYTHON = {"function": "bench.reward:redness", "path": str(Path(__file__).parents[3])}
 
 
@@ -27,15 +33,16 @@ PYTHON = {"function": "bench.reward:redness", "path": str(Path(__file__).parents
         ("motion", {}),
         ("ocr", {}),
         ("python", PYTHON),
-        ("http", {"batch_size": 1}),
+        *ASKING.items(),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_scorer_keeps_the_contract(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
     with ExitStack() as stack:
-        if name == "http":
+        if name in ASKING:
             _, port = stack.enter_context(slow_server(0.01, in_flight=64))
-            settings = settings | {"url": f"http://127.0.0.1:{port}/"}
+            address = next(key for key in ("url", "urls") if key in settings)
+            settings = settings | {address: settings[address].format(port=port)}
         file = tmp_path / "settings.json"
         file.write_text(json.dumps(settings))
         flags = ("--scorer", name, "--settings", str(file), "--threads", "1")
@@ -43,5 +50,5 @@ def test_a_scorer_keeps_the_contract(name: str, settings: dict[str, Any], tmp_pa
         report = conformance.run(f"grpc://{service.address}", OPTIONS)
     assert report.failed == [], report.text()
     noted = [result.name for result in report.results if result.status is conformance.Status.NOTE]
-    blind = ["order and company", "truncated media"]  # that server gives every picture the same score
-    assert noted == (blind if name == "http" else []), report.text()
+    blind = ["order and company", "truncated media"]
+    assert noted == (blind if name in ASKING else []), report.text()
