@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     options = parser.parse_args()
-    keep_freed_memory()  # as the controller, which asks otherwise, does
+    keep_freed_memory()  # as the controller does, which is the caller in a fleet
     before = os.getloadavg()
     png = pictures(NUM_PICTURES)
     rows: list[Figures] = []

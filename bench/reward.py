@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     options = parser.parse_args()
-    keep_freed_memory()  # as the controller, which asks otherwise, does
+    keep_freed_memory()  # as the controller does, which is the caller in a fleet
     before = os.getloadavg()
     rows: list[Figures] = []
     for name in options.only:
@@ -107,7 +107,9 @@ def main() -> None:
             rows.append(one(name, processes, options.groups, options.rounds))
             machine = {"cpus": usable_cpus(), "load_before": before, "load_after": os.getloadavg()}
             if options.json:
-                text = json.dumps({"machine": machine, "figures": [asdict(row) for row in rows]}, indent=2)
+                text = json.dumps(
+                    {"machine": machine, "rounds": options.rounds, "figures": [asdict(row) for row in rows]}, indent=2
+                )
                 options.json.write_text(text + "\n")
 
 

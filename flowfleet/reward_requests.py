@@ -6,11 +6,17 @@ from typing import Final
 
 from flowfleet.errors import InvalidRequest
 from flowfleet.proto import reward_pb2
-from flowfleet.proto.reward_pb2 import ScoreRequest
+from flowfleet.proto.reward_pb2 import RewardSample, ScoreRequest
 
 SERVICE_NAME: Final[str] = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
 CONTRACT: Final = 1
 """Version of protos/flowfleet/v1/reward.proto that is spoken."""
+
+
+def size_of(sample: RewardSample) -> int:
+    """Bytes of its media and texts: all but a few of its message, of which `ByteSize()` would serialise a copy."""
+    texts = (sample.prompt, *sample.metadata.keys(), *sample.metadata.values())
+    return len(sample.media) + sum(map(len, texts))
 
 
 def check_request(request: ScoreRequest, max_batch: int) -> None:

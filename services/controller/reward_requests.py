@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from flowfleet.proto import reward_pb2
+from flowfleet.reward_requests import size_of
 from flowfleet.rpc import MAX_MESSAGE_BYTES
 
 MAX_CALL_BYTES = MAX_MESSAGE_BYTES // 2
@@ -19,11 +20,12 @@ def chunks(
     call: list[reward_pb2.RewardSample] = []
     size = 0
     for sample in samples:
-        if call and (len(call) == max_samples or size + sample.ByteSize() > max_bytes):
+        added = size_of(sample)
+        if call and (len(call) == max_samples or size + added > max_bytes):
             yield call
             call, size = [], 0
         call.append(sample)
-        size += sample.ByteSize()
+        size += added
     if call:
         yield call
 
@@ -34,7 +36,7 @@ def whole_groups(
     """One call a group; the samples of a group stand together. Raises ValueError for a group beyond a limit."""
     for _, members in itertools.groupby(samples, key=lambda sample: sample.group_id):
         group = list(members)
-        size = sum(sample.ByteSize() for sample in group)
+        size = sum(map(size_of, group))
         if len(group) > max_samples:
             raise ValueError(f"scores whole groups of at most {max_samples} samples: lower rollout.group_size")
         if len(group) > 1 and size > max_bytes:

@@ -14,7 +14,7 @@ from flowfleet.proto.reward_pb2 import (
     ScoreResponse,
 )
 from flowfleet.proto.reward_pb2_grpc import RewardServiceServicer
-from flowfleet.reward_requests import CONTRACT, check_request
+from flowfleet.reward_requests import CONTRACT, check_request, size_of
 from services.reward.batcher import Limits
 from services.reward.engines import Engine
 from services.reward.metrics import RewardMetrics
@@ -56,8 +56,7 @@ class RewardServicer(RewardServiceServicer):
         with self._metrics.request():
             check_request(request, self._limits.max_batch)
             params = self._parse(request.params)
-            num_bytes = sum(len(sample.media) for sample in request.samples)  # ByteSize() would serialise all of it
-            outcomes = await self._engine.score(request.samples, params, num_bytes)
+            outcomes = await self._engine.score(request.samples, params, sum(map(size_of, request.samples)))
             pairs = zip(request.samples, outcomes, strict=True)
             scores = [_score(sample.sample_id, outcome) for sample, outcome in pairs]
             return ScoreResponse(scores=scores, version=self._scorer.version)

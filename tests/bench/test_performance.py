@@ -16,7 +16,7 @@ from bench.gap import VARIANTS
 from bench.h200 import Measurement, code_version, run_all, select, share_cores
 from bench.loop_figures import loop_figures, policy_version, rollout_busy_s
 from bench.performance import PAGE, RESULTS, figures_in, read_all, take
-from bench.performance_tables import GOALS, engine_of, machine, parts, summary
+from bench.performance_tables import GOALS, engine_of, machine, parts, proofs, summary
 from bench.proof import seeds_after
 from flowfleet.docs_tables import outdated, rewrite
 
@@ -241,6 +241,24 @@ def test_seeds_are_read_from_the_page() -> None:
         seeds_after("b", page)
     low, high = seeds_after("tiny_ocr", (ROOT / "docs/learning.md").read_text())[1:]
     assert 0.0 < low < high < 1.0
+
+
+@pytest.mark.parametrize(
+    ("after", "told"), [(0.9244, "yes"), (0.8896, "yes"), (0.9262, "0.002 above"), (0.8701, "0.020 below")]
+)
+def test_a_proof_is_held_against_seeds_of_three_digits(after: float, told: str) -> None:
+    figures = {
+        "settings": {"engine": "vllm-omni", "seed": 2, "devices": ["cpu"]},
+        "recipe": "tiny_ocr",
+        "before": 0.6,
+        "after": after,
+        "curve": [[0, 0.6], [96, after]],
+        "seeds": {"mean": 0.906, "low": 0.89, "high": 0.924},
+    }
+    line = proofs({"proof-full": {"figures": [figures]}}).splitlines()[-1]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[2:4] == ["CPU", "2"]
+    assert cells[6] == told
 
 
 def test_a_page_without_places_is_refused(tmp_path: Path) -> None:

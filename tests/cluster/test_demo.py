@@ -161,8 +161,9 @@ class Release:
         assert {name for name in templates if found.get(name) != templates[name]} == {f"{RELEASE}-flowfleet-reward-ocr"}
         assert found.keys() - templates.keys() == {f"{RELEASE}-flowfleet-reward-ocr-v2"}
         assert self._names("controller", "redis", "trainer") == pods
-        images = [pod["spec"]["containers"][0]["image"] for pod in self._pods("reward")]
-        assert any(image.endswith("-next") for image in images)
+        images = {name: found[f"{RELEASE}-flowfleet-reward-{name}"] for name in ("ocr", "ocr-v2")}
+        tags = {name: image["spec"]["containers"][0]["image"].rpartition(":")[2] for name, image in images.items()}
+        assert tags == {"ocr": f"{TAG}-next", "ocr-v2": TAG}
         self.log(f"helm upgrade: the reward runs {TAG}-next, ocr-v2 stands beside it, all else stayed")
 
     def _shadow(self, client: Client, job: Job) -> None:
@@ -180,8 +181,10 @@ class Release:
 
         self._wait("a comparison", compared, 120)
         seen = client.rewards(job.id).comparison["ocr2"].train
+        assert seen.failed == 0
         boundary = client.wait_for_rewards(job.id, client.change_rewards(job.id, promote=["ocr2"]).revision, 120)
         assert boundary.active.from_step is not None
+        assert boundary.active.from_step < STEPS
         self.log(
             f"{seen.samples} samples scored by both, rank correlation {seen.spearman}, {seen.failed} failed; "
             f"ocr-v2 is promoted from step {boundary.active.from_step} on"

@@ -16,6 +16,7 @@ from flowfleet import rpc
 from flowfleet.errors import Unavailable
 from flowfleet.proto.reward_pb2 import DescribeRequest, RewardSample, ScoreRequest
 from flowfleet.proto.reward_pb2_grpc import RewardServiceStub, add_RewardServiceServicer_to_server
+from flowfleet.reward_requests import size_of
 from services.reward.batcher import Limits
 from services.reward.engines import Batched, Direct, Engine
 from services.reward.evaluator import Evaluator
@@ -166,7 +167,7 @@ def test_a_cancelled_call_and_one_past_its_deadline_cancel_the_scorer() -> None:
     serve(scorer, scenario)
 
 
-TWO_BYTES = sum(len(sample.media) for sample in numbers("1", "2"))
+TWO_BYTES = sum(map(size_of, numbers("1", "2")))
 
 
 @pytest.mark.parametrize("limits", [Limits(max_queued=3), Limits(max_queued_bytes=2 * TWO_BYTES - 1)])
