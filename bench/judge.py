@@ -32,11 +32,10 @@ from prometheus_client import CollectorRegistry
 from bench.judge_server import ANSWER, serve
 from bench.reward import as_jpeg, pictures
 from bench.reward_service import cpu_seconds, running
-from flowfleet.proto.reward_pb2 import RewardSample, ScoreRequest
 from flowfleet.proto.reward_pb2_grpc import RewardServiceStub
+from flowfleet.reward_requests import EncodedSample, ScoreCall
 from flowfleet.rpc import open_channel
 from flowfleet.service import keep_freed_memory, usable_cpus
-from services.reward.engines import encoded
 from services.reward.judge.media import Picture
 from services.reward.judge.messages import chat_request
 from services.reward.judge.metrics import JudgeMetrics
@@ -49,7 +48,7 @@ WARM_UP_S = 1.0
 DEADLINE_S = 120.0
 NUM_PICTURES = 16
 
-Way = Callable[[RewardSample], Awaitable[None]]
+Way = Callable[[EncodedSample], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ def main() -> None:
                 options.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
-def one(scorer: str, samples: Sequence[RewardSample], options: argparse.Namespace) -> Figures:
+def one(scorer: str, samples: Sequence[EncodedSample], options: argparse.Namespace) -> Figures:
     """A scorer with pictures of one kind."""
     with slow_server(options.latency_ms / 1000, options.in_flight) as (server, port), TemporaryDirectory() as folder:
         settings = settings_of(scorer, port, options.in_flight)
@@ -160,7 +159,7 @@ class _Ways:
         settings: Mapping[str, Any],
         port: int,
         address: str,
-        samples: Sequence[RewardSample],
+        samples: Sequence[EncodedSample],
         processes: Sequence[psutil.Process],
         options: argparse.Namespace,
     ) -> None:
@@ -178,8 +177,8 @@ class _Ways:
         async with open_channel(self._address) as channel:
             stub = RewardServiceStub(channel)
 
-            async def service(sample: RewardSample) -> None:
-                response = await stub.Score(ScoreRequest(samples=[sample]), timeout=DEADLINE_S)
+            async def service(sample: EncodedSample) -> None:
+                response = await stub.Score(ScoreCall([sample]).message(), timeout=DEADLINE_S)
                 assert response.scores[0].WhichOneof("outcome") == "score", response.scores[0].error
 
             pressed = []
@@ -191,8 +190,8 @@ class _Ways:
         await self._scorer.close()
         return pressed
 
-    async def _direct(self, sample: RewardSample) -> None:
-        (outcome,) = await self._scorer.score([encoded(sample)], self._params)
+    async def _direct(self, sample: EncodedSample) -> None:
+        (outcome,) = await self._scorer.score([sample], self._params)
         assert isinstance(outcome, Score), outcome
 
     async def _bare(self) -> tuple[Way, Callable[[], None]]:
@@ -202,7 +201,7 @@ class _Ways:
         free = [await asyncio.open_connection("127.0.0.1", self._port) for _ in range(self._options.in_flight)]
         writers = [writer for _, writer in free]
 
-        async def ask(sample: RewardSample) -> None:
+        async def ask(sample: EncodedSample) -> None:
             reader, writer = connection = free.pop()
             writer.write(request)
             await reader.readexactly(len(ANSWER))
@@ -242,7 +241,7 @@ class _Ways:
 
 def _figures(
     scorer: str,
-    samples: Sequence[RewardSample],
+    samples: Sequence[EncodedSample],
     options: argparse.Namespace,
     rounds: Sequence[tuple[Press, Press, Press]],
     server: int,

@@ -32,7 +32,7 @@ from flowfleet.jobs import JobSpec
 from flowfleet.media import encode_media
 from flowfleet.models.embeds import PromptEmbeds, concat_embeds
 from flowfleet.models.registry import adapter_for
-from flowfleet.proto.reward_pb2 import RewardSample
+from flowfleet.reward_requests import EncodedSample
 from flowfleet.seeds import sample_seed
 from flowfleet.service import usable_cpus
 from flowfleet.telemetry import Timings
@@ -172,7 +172,7 @@ class Monolith:
         asked = []
         for sample in batch.samples:
             media, media_type = encode_media(sample.frames)
-            asked.append(RewardSample(media=media, media_type=media_type, prompt=self._prompt(step, sample.group)))
+            asked.append(EncodedSample(media, media_type, self._prompt(step, sample.group)))
         outcomes = self._evaluate(asked, self._params)
         return [outcome.value if isinstance(outcome, Score) else None for outcome in outcomes]
 

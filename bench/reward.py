@@ -1,13 +1,14 @@
-"""What does the service cost? Each light scorer through its service, against calling its function directly.
+"""What does the service cost? Each scorer through its service, against calling its function directly.
 
-    python -m bench.reward [--only jpeg ocr_line …] [--processes 1 2] [--rounds 5] [--json FILE]
+    python -m bench.reward [--only jpeg ocr_line clip …] [--processes 1 2] [--rounds 5] [--json FILE]
 
 The pictures are rendered: 512 × 512, a line or two of text on a noisy ground, PNG of about 0.5 MB; of `motion`, videos
 of 9 frames of 128 × 128. A batch is a group of 16, as a controller sends it. Directly means: decode and score on one
 thread, in this process. In each round both ways take the same batches, one after the other, so that the ratio of a
 round is less disturbed by what else the machine does; medians over rounds are shown, of wall time and of the CPU
-seconds of all processes on either side. With more processes, all groups are sent at once; `Describe` is asked fifty
-times a second meanwhile: the slowest answer says whether the service's event loop stays free. Scorers that ask others
+seconds of all processes on either side. After that all groups are sent at once; `Describe` is asked fifty times a
+second meanwhile: the slowest answer says whether the service's event loop stays free. Models have their published size
+and random weights, and run on the first GPU where there is one; their service has one process. Scorers that ask others
 are measured by `bench.judge`.
 """
 
@@ -23,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,12 @@ from PIL import Image, ImageDraw, ImageFont
 
 from bench.reward_service import cpu_seconds, running
 from flowfleet.media import decode_media, encode_media
-from flowfleet.proto.reward_pb2 import DescribeRequest, RewardSample, ScoreRequest
+from flowfleet.proto.reward_pb2 import DescribeRequest
 from flowfleet.proto.reward_pb2_grpc import RewardServiceStub
+from flowfleet.reward_requests import EncodedSample, ScoreCall
 from flowfleet.rpc import open_channel
 from flowfleet.service import keep_freed_memory, usable_cpus
+from services.controller.reward_requests import chunks
 from services.reward.evaluator import Evaluator
 from services.reward.scorers import make
 from services.reward.scorers.base import Scorer
@@ -55,11 +58,21 @@ class Case:
     params: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     video: bool = False
+    model: str = ""
+    """Whose checkpoint `bench.reward_models` makes."""
 
     @property
     def flags(self) -> list[str]:
         changes = [part for key, value in self.settings.items() for part in ("--set", f"{key}={json.dumps(value)}")]
         return ["--scorer", self.scorer, *changes]
+
+    def made(self, folder: Path) -> Case:
+        """With a checkpoint, where it needs one."""
+        if not self.model:
+            return self
+        from bench.reward_models import settings_of  # torch and transformers, which other scorers do without
+
+        return replace(self, settings={**self.settings, **settings_of(self.model, folder)})
 
 
 CASES = {
@@ -70,6 +83,12 @@ CASES = {
     "ocr_page": Case("ocr", {"region": "page"}),
     "python": Case("python", settings={"function": "bench.reward:redness", "path": "."}),
 }
+MODELS = {
+    "clip_base": Case("clip", model="clip-base"),
+    **{name: Case(name, model=name) for name in ("clip", "pickscore", "hps", "aesthetic", "geneval")},
+}
+OBJECTS = {"geneval": json.dumps({"tag": "single_object", "include": [{"class": "dog", "count": 1}]})}
+"""What every sample has in its metadata, for `geneval`."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +112,7 @@ class Figures:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[*CASES], choices=[*CASES], help="(all)")
+    parser.add_argument("--only", nargs="+", default=[*CASES], choices=[*CASES, *MODELS], help="(those without models)")
     parser.add_argument("--processes", type=int, nargs="+", default=[1], help="of the service, one run each (1)")
     parser.add_argument("--groups", type=int, default=4, help="of 16 samples (4)")
     parser.add_argument("--rounds", type=int, default=5)
@@ -115,11 +134,12 @@ def main() -> None:
 
 def one(name: str, processes: int, num_groups: int, rounds: int) -> Figures:
     """A case, printed too."""
-    case = CASES[name]
-    samples = (videos if case.video else pictures)(num_groups * GROUP)
-    flags = [*case.flags, "--processes", str(processes), "--threads", "1"]
-    with tempfile.TemporaryDirectory() as folder, running(Path(folder), *flags) as (process, address):
-        figures = asyncio.run(_compare(name, case, processes, samples, process, address, rounds))
+    with tempfile.TemporaryDirectory() as folder:
+        case = (CASES | MODELS)[name].made(Path(folder))
+        samples = (videos if case.video else pictures)(num_groups * GROUP)
+        flags = [*case.flags, "--processes", str(processes), "--threads", "1"]
+        with running(Path(folder), *flags) as (process, address):
+            figures = asyncio.run(_compare(name, case, processes, samples, process, address, rounds))
     print(
         f"{name:<14} {processes} process(es): {figures.direct_ms:.1f} ms directly, {figures.service_ms:.1f} through "
         f"the service (× {figures.ratio:.2f}); CPU of a sample {figures.direct_cpu_ms:.1f} and "
@@ -135,7 +155,7 @@ def redness(picture: Image.Image, prompt: str, metadata: Mapping[str, str]) -> f
     return float(np.asarray(picture)[..., 0].mean()) / 255
 
 
-def pictures(number: int) -> list[RewardSample]:
+def pictures(number: int) -> list[EncodedSample]:
     """Text at random places on coloured boards before noise, from seed 0."""
     rng = np.random.default_rng(0)
     made = []
@@ -154,7 +174,7 @@ def pictures(number: int) -> list[RewardSample]:
     return made
 
 
-def as_jpeg(samples: Sequence[RewardSample]) -> list[RewardSample]:
+def as_jpeg(samples: Sequence[EncodedSample]) -> list[EncodedSample]:
     """The same pictures as JPEGs of quality 90, of about 80 kB."""
     made = []
     for index, sample in enumerate(samples):
@@ -164,7 +184,7 @@ def as_jpeg(samples: Sequence[RewardSample]) -> list[RewardSample]:
     return made
 
 
-def videos(number: int) -> list[RewardSample]:
+def videos(number: int) -> list[EncodedSample]:
     """A bright square that moves to the right over a dark ground."""
     made = []
     for index in range(number):
@@ -175,16 +195,16 @@ def videos(number: int) -> list[RewardSample]:
     return made
 
 
-def _sample(index: int, media: bytes, media_type: str, prompt: str) -> RewardSample:
+def _sample(index: int, media: bytes, media_type: str, prompt: str) -> EncodedSample:
     group = str(index // GROUP)
-    return RewardSample(sample_id=str(index), media=media, media_type=media_type, prompt=prompt, group_id=group)
+    return EncodedSample(media, media_type, prompt, OBJECTS, group, str(index))
 
 
 async def _compare(
     name: str,
     case: Case,
     processes: int,
-    samples: Sequence[RewardSample],
+    samples: Sequence[EncodedSample],
     process: psutil.Process,
     address: str,
     rounds: int,
@@ -200,9 +220,14 @@ async def _compare(
     async with open_channel(address) as channel:
         stub = RewardServiceStub(channel)
 
-        async def ask(batch: Sequence[RewardSample]) -> None:
-            response = await stub.Score(ScoreRequest(samples=batch, params=case.params), timeout=DEADLINE_S)
+        described = await stub.Describe(DescribeRequest(), timeout=DEADLINE_S)
+
+        async def call(samples: Sequence[EncodedSample]) -> None:
+            response = await stub.Score(ScoreCall(samples, case.params).message(), timeout=DEADLINE_S)
             assert all(given.WhichOneof("outcome") == "score" for given in response.scores)
+
+        async def ask(batch: Sequence[EncodedSample]) -> None:
+            await asyncio.gather(*map(call, chunks(batch, GROUP, wished_bytes=described.call_bytes)))
 
         evaluate(batches[0], params)
         await ask(batches[0])
@@ -251,7 +276,7 @@ async def _slowest_describe(address: str) -> float:
     return slowest
 
 
-def groups(samples: Sequence[RewardSample]) -> Iterator[Sequence[RewardSample]]:
+def groups(samples: Sequence[EncodedSample]) -> Iterator[Sequence[EncodedSample]]:
     return (samples[start : start + GROUP] for start in range(0, len(samples), GROUP))
 
 

@@ -1,7 +1,9 @@
-"""What every reward service written in Python holds calls to, and the number of the contract that it speaks."""
+"""What rewards and their callers share: calls as Python has them, what they are held to, the contract's number."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from flowfleet.errors import InvalidRequest
@@ -13,15 +15,69 @@ CONTRACT: Final = 1
 """Version of protos/flowfleet/v1/reward.proto that is spoken."""
 
 
-def size_of(sample: RewardSample) -> int:
-    """Bytes of its media and texts: all but a few of its message, of which `ByteSize()` would serialise a copy."""
-    texts = (sample.prompt, *sample.metadata.keys(), *sample.metadata.values())
-    return len(sample.media) + sum(map(len, texts))
+@dataclass(frozen=True, eq=False, slots=True)
+class EncodedSample:
+    """A sample with its file as it came. A message would copy the file whenever it is looked at."""
+
+    media: bytes
+    """Encoded picture or video."""
+    media_type: str
+    """"image/png", "image/jpeg", "image/webp" or "video/mp4"."""
+    prompt: str
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """Of the prompt's line in the data set."""
+    group_id: str = ""
+    """Of the samples of one prompt, which are compared with one another."""
+    sample_id: str = ""
+
+    @classmethod
+    def of(cls, message: RewardSample) -> EncodedSample:
+        """The same."""
+        metadata = dict(message.metadata)
+        return cls(message.media, message.media_type, message.prompt, metadata, message.group_id, message.sample_id)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its media and texts: all but a few of its message."""
+        return len(self.media) + sum(map(len, (self.prompt, *self.metadata, *self.metadata.values())))
 
 
-def check_request(request: ScoreRequest, max_batch: int) -> None:
-    """InvalidRequest for a request that cannot be answered as a whole."""
-    ids = [sample.sample_id for sample in request.samples]
+@dataclass(frozen=True, slots=True)
+class ScoreCall:
+    """What a `ScoreRequest` says."""
+
+    samples: Sequence[EncodedSample]
+    params: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, data: bytes) -> ScoreCall:
+        """Of a serialised message."""
+        request = ScoreRequest.FromString(data)
+        return cls([EncodedSample.of(sample) for sample in request.samples], dict(request.params))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its samples."""
+        return sum(sample.num_bytes for sample in self.samples)
+
+    def message(self) -> ScoreRequest:
+        """The same."""
+        request = ScoreRequest(params=self.params)
+        for sample in self.samples:
+            request.samples.add(
+                sample_id=sample.sample_id,
+                media=sample.media,
+                media_type=sample.media_type,
+                prompt=sample.prompt,
+                metadata=sample.metadata,
+                group_id=sample.group_id,
+            )
+        return request
+
+
+def check_ids(sample_ids: Iterable[str], max_batch: int) -> None:
+    """InvalidRequest for a call of such samples, which cannot be answered as a whole."""
+    ids = list(sample_ids)
     if not ids:
         raise InvalidRequest("samples is empty: send at least one")
     if len(ids) > max_batch:

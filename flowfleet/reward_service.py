@@ -45,7 +45,7 @@ from flowfleet.proto.reward_pb2 import (
     ScoreResponse,
 )
 from flowfleet.proto.reward_pb2_grpc import RewardServiceServicer, add_RewardServiceServicer_to_server
-from flowfleet.reward_requests import CONTRACT, SERVICE_NAME, check_request
+from flowfleet.reward_requests import CONTRACT, SERVICE_NAME, check_ids
 from flowfleet.service import rpc_parser, run_service
 
 MAX_WAITING: Final = 8192
@@ -204,7 +204,7 @@ class RewardServicer(RewardServiceServicer):
 
     async def Score(self, request: ScoreRequest, context: Any) -> ScoreResponse:
         reward, count = self._reward, len(request.samples)
-        check_request(request, reward.max_batch_size)
+        check_ids((sample.sample_id for sample in request.samples), reward.max_batch_size)
         params = read_params(reward.params, request.params)
         with self._admitted(count, sum(len(sample.media) for sample in request.samples)):
             outcomes = await (self._score_batch if reward.batch else self._score_each)(request.samples, params)

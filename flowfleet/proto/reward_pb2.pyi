@@ -64,6 +64,7 @@ class DescribeResponse(_message.Message):
     NEEDS_GROUP_FIELD_NUMBER: _builtins.int
     COMPONENTS_FIELD_NUMBER: _builtins.int
     CONTRACT_FIELD_NUMBER: _builtins.int
+    CALL_BYTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     version: _builtins.str
     score_min: _builtins.float
@@ -74,6 +75,8 @@ class DescribeResponse(_message.Message):
     """wants all samples of a group in one call"""
     contract: _builtins.int
     """of this file: 1; 0 counts as 1. The controller refuses what is newer than it knows"""
+    call_bytes: _builtins.int
+    """that a call should have at most, where samples may be sent apart: it scores what"""
     @_builtins.property
     def modalities(self) -> _containers.RepeatedScalarFieldContainer[Global___Modality.ValueType]: ...
     @_builtins.property
@@ -92,10 +95,11 @@ class DescribeResponse(_message.Message):
         needs_group: _builtins.bool = ...,
         components: _abc.Iterable[_builtins.str] | None = ...,
         contract: _builtins.int = ...,
+        call_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["components", b"components", "contract", b"contract", "max_batch_size", b"max_batch_size", "modalities", b"modalities", "name", b"name", "needs_group", b"needs_group", "score_max", b"score_max", "score_min", b"score_min", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_bytes", b"call_bytes", "components", b"components", "contract", b"contract", "max_batch_size", b"max_batch_size", "modalities", b"modalities", "name", b"name", "needs_group", b"needs_group", "score_max", b"score_max", "score_min", b"score_min", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,7 +15,8 @@ import grpc
 from flowfleet import keys
 from flowfleet.blobs import BlobStore
 from flowfleet.jobs import JobSpec, RewardPart
-from flowfleet.proto import common_pb2, reward_pb2, trainer_pb2, trainer_pb2_grpc
+from flowfleet.proto import common_pb2, trainer_pb2, trainer_pb2_grpc
+from flowfleet.reward_requests import EncodedSample
 from flowfleet.rpc import open_channel
 from services.controller.concurrency import Budget
 from services.controller.data import Prompt, prompts_of_step
@@ -141,11 +142,11 @@ class JobContext:
 
     async def reward_samples(
         self, samples: Sequence[common_pb2.Sample], prompts: Sequence[Prompt]
-    ) -> list[reward_pb2.RewardSample]:
+    ) -> list[EncodedSample]:
         """What rewards get of samples, in order; fetches the pictures."""
         media = await asyncio.gather(*(self.blobs.get(sample.media) for sample in samples))
         return [
-            reward_pb2.RewardSample(
+            EncodedSample(
                 sample_id=sample_name(sample.id),
                 media=data,
                 media_type=sample.media_type,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from flowfleet.proto import reward_pb2
+from flowfleet.reward_requests import EncodedSample
 
 Fault = Literal["", "error", "missing", "duplicated", "empty", "not_finite", "out_of_range"]
 """Why an answer has no score: "error" is what the service said itself; the others are its mistakes."""
@@ -32,7 +33,7 @@ class Answer:
 
 
 def read_answers(
-    samples: Sequence[reward_pb2.RewardSample],
+    samples: Sequence[EncodedSample],
     response: reward_pb2.ScoreResponse,
     described: reward_pb2.DescribeResponse,
     seconds: float,

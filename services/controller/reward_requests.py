@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from flowfleet.proto import reward_pb2
-from flowfleet.reward_requests import size_of
+from flowfleet.reward_requests import EncodedSample
 from flowfleet.rpc import MAX_MESSAGE_BYTES
 
 MAX_CALL_BYTES = MAX_MESSAGE_BYTES // 2
@@ -14,14 +13,16 @@ MAX_CALL_BYTES = MAX_MESSAGE_BYTES // 2
 
 
 def chunks(
-    samples: Sequence[reward_pb2.RewardSample], max_samples: int, max_bytes: int = MAX_CALL_BYTES
-) -> Iterator[list[reward_pb2.RewardSample]]:
-    """Cuts samples, in order, into calls within both limits; a sample over `max_bytes` gets a call of its own."""
-    call: list[reward_pb2.RewardSample] = []
+    samples: Sequence[EncodedSample], max_samples: int, max_bytes: int = MAX_CALL_BYTES, wished_bytes: int = 0
+) -> Iterator[list[EncodedSample]]:
+    """Cuts samples, in order, into calls within both limits; a sample over `max_bytes` gets a call of its own. By
+    `wished_bytes`, if any, only what leaves two in a call: a service that fails on several, and on all, is broken."""
+    call: list[EncodedSample] = []
     size = 0
     for sample in samples:
-        added = size_of(sample)
-        if call and (len(call) == max_samples or size + added > max_bytes):
+        added = sample.num_bytes
+        limit = wished_bytes if wished_bytes and len(call) > 1 else max_bytes
+        if call and (len(call) == max_samples or size + added > min(limit, max_bytes)):
             yield call
             call, size = [], 0
         call.append(sample)
@@ -31,12 +32,12 @@ def chunks(
 
 
 def whole_groups(
-    samples: Sequence[reward_pb2.RewardSample], max_samples: int, max_bytes: int = MAX_CALL_BYTES
-) -> Iterator[list[reward_pb2.RewardSample]]:
+    samples: Sequence[EncodedSample], max_samples: int, max_bytes: int = MAX_CALL_BYTES
+) -> Iterator[list[EncodedSample]]:
     """One call a group; the samples of a group stand together. Raises ValueError for a group beyond a limit."""
     for _, members in itertools.groupby(samples, key=lambda sample: sample.group_id):
         group = list(members)
-        size = sum(map(size_of, group))
+        size = sum(sample.num_bytes for sample in group)
         if len(group) > max_samples:
             raise ValueError(f"scores whole groups of at most {max_samples} samples: lower rollout.group_size")
         if len(group) > 1 and size > max_bytes:

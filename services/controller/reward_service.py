@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import grpc
 
 from flowfleet.proto import reward_pb2, reward_pb2_grpc
-from flowfleet.reward_requests import CONTRACT
+from flowfleet.reward_requests import CONTRACT, EncodedSample, ScoreCall
 from flowfleet.rpc import open_channel
 from services.controller import reward_failures
 from services.controller.concurrency import end, gather_or_cancel
@@ -39,7 +39,7 @@ REPLICA_SAMPLES = 32
 _AWAY = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
 _KIND = {reward_pb2.MODALITY_IMAGE: "pictures", reward_pb2.MODALITY_VIDEO: "videos"}
 
-Samples = Sequence[reward_pb2.RewardSample]
+Samples = Sequence[EncodedSample]
 
 
 @dataclass
@@ -139,7 +139,8 @@ class RewardService:
         limit = min(one.max_batch_size or len(samples) for one in described)
         needs_group = self.needs_group = any(one.needs_group for one in described)
         try:
-            cut = whole_groups(samples, limit) if needs_group else chunks(samples, limit, self._max_bytes)
+            wished = min((one.call_bytes for one in described if one.call_bytes), default=0)
+            cut = whole_groups(samples, limit) if needs_group else chunks(samples, limit, self._max_bytes, wished)
             calls = list(cut)
         except ValueError as error:
             raise RewardFailure(f"rewards.{name} {error}", permanent=True) from None
@@ -254,7 +255,8 @@ class RewardService:
     ) -> dict[str, Answer]:
         """One call to a replica that it suits, again on others while it finds replicas gone, and in halves while it is
         too large."""
-        request = reward_pb2.ScoreRequest(samples=samples, params=params)
+        call = ScoreCall(samples, params)
+        request = call.message()
         tried: list[str] = []
         while True:
             every = await self._ready(name)
@@ -269,7 +271,7 @@ class RewardService:
                     described = await replica.describe_what_answered(response)
             except grpc.aio.AioRpcError as error:
                 if reward_failures.is_too_large(error) and may_split and len(samples) > 1:
-                    return await self._in_halves(name, params, samples, suited, request.ByteSize())
+                    return await self._in_halves(name, params, samples, suited, call.num_bytes)
                 is_gone = error.code() is grpc.StatusCode.UNAVAILABLE
                 if is_gone and any(not one.broken and one.address not in tried for one in ready):
                     continue

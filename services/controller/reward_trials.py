@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from flowfleet.jobs import JobSpec, RewardPart
 from flowfleet.media import Frames, encode_media
 from flowfleet.proto import reward_pb2
+from flowfleet.reward_requests import EncodedSample
 from services.controller.data import Prompt, first_prompt
 from services.controller.directory import Directory
 from services.controller.reward_calls import RewardCalls
@@ -62,13 +63,13 @@ def _prompt(spec: JobSpec) -> Prompt:
         return Prompt("")
 
 
-def _samples(prompt: Prompt, count: int, is_video: bool) -> list[reward_pb2.RewardSample]:
+def _samples(prompt: Prompt, count: int, is_video: bool) -> list[EncodedSample]:
     """A group of drawn pictures or videos, each another."""
     found = []
     for index in range(count):
         data, media_type = encode_media(_drawn(index, NUM_FRAMES if is_video else 1))
         found.append(
-            reward_pb2.RewardSample(
+            EncodedSample(
                 sample_id=f"trial/{index}",
                 media=data,
                 media_type=media_type,

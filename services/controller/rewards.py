@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry
 
 from flowfleet.jobs import JobSpec, RewardPart
 from flowfleet.proto import reward_pb2
+from flowfleet.reward_requests import EncodedSample
 from services.controller.composition import compose
 from services.controller.credit import PREFERENCE
 from services.controller.directory import Directory
@@ -32,7 +33,7 @@ from services.controller.reward_service import RewardService
 
 log = logging.getLogger(__name__)
 
-Samples = Sequence[reward_pb2.RewardSample]
+Samples = Sequence[EncodedSample]
 Fetch = Callable[[], Awaitable[Samples]]
 
 

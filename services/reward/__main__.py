@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from flowfleet import rpc
-from flowfleet.proto.reward_pb2_grpc import add_RewardServiceServicer_to_server
 from flowfleet.reward_requests import SERVICE_NAME
 from flowfleet.service import rpc_parser, run_service, usable_cpus
 from services.reward import scorers
@@ -47,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         "--max-wait-ms",
         type=float,
         default=1000 * Limits.max_wait_s,
-        help="how long a request waits for others to share its batch",
+        help="how long a request waits for others to share its batch, beside those that arrive while one runs (0)",
     )
     parser.add_argument(
         "--processes",
@@ -80,7 +79,7 @@ async def _serve(options: argparse.Namespace) -> None:
         except TimeoutError:
             log.warning("calls were still running after %.0f s", options.drain_s)
 
-    add_RewardServiceServicer_to_server(servicer, server)
+    servicer.add_to_server(server)
     await rpc.serve(
         server,
         host=options.host,

@@ -31,7 +31,7 @@ class Limits:
     """`max_batch` and `max_queued` count samples; `max_queued_bytes` bounds what waits in memory."""
 
     max_batch: int = 64
-    max_wait_s: float = 0.005
+    max_wait_s: float = 0.0
     max_queued: int = 8192
     max_queued_bytes: int = 2**30
 

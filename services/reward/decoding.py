@@ -6,7 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from flowfleet.media import PICTURE_TYPES, VIDEO_TYPES, MediaError, MediaLimits, OpenedMedia, open_media
-from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO, Modality, RewardSample
+from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO, Modality
+from flowfleet.reward_requests import EncodedSample
 from services.reward.scorers.base import Problem, Sample
 
 LIMITS = MediaLimits()
@@ -19,7 +20,7 @@ class Opened:
     """A picture or video of which only the header has been read."""
 
     media: OpenedMedia
-    sample: RewardSample
+    sample: EncodedSample
 
     @property
     def num_pixels(self) -> int:
@@ -27,7 +28,7 @@ class Opened:
         return self.media.num_pixels
 
 
-def open_sample(sample: RewardSample, modalities: Collection[Modality.ValueType]) -> Opened | Problem:
+def open_sample(sample: EncodedSample, modalities: Collection[Modality.ValueType]) -> Opened | Problem:
     """Reads the header of a sample's media; a Problem for a media type, a content or a size that is refused."""
     types = media_types(modalities)
     if sample.media_type not in types:

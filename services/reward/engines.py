@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic
 
-from flowfleet.proto.reward_pb2 import RewardSample
+from flowfleet.reward_requests import EncodedSample
 from services.reward.batcher import Limits, MicroBatcher, draining, queue_full
 from services.reward.decoding import Opened, open_sample
 from services.reward.evaluator import Evaluator, finite, unless_all_failed
 from services.reward.groups import together
 from services.reward.metrics import RewardMetrics
 from services.reward.pool import ProcessPool
-from services.reward.scorers.base import AsyncScorer, EncodedSample, Outcome, Params, Scorer
+from services.reward.scorers.base import AsyncScorer, Outcome, Params, Scorer
 
 _Key = tuple[Any, object]
 """Parameters, and what keeps a batch from being shared."""
@@ -35,7 +35,7 @@ class Batched(Generic[Params]):
         self.scorer = scorer
         self._evaluator = evaluator
         self._metrics = metrics
-        self._batcher: MicroBatcher[RewardSample, _Key, Outcome] = MicroBatcher(
+        self._batcher: MicroBatcher[EncodedSample, _Key, Outcome] = MicroBatcher(
             self._evaluate, limits, evaluator.num_batches
         )
         metrics.watch_queue(lambda: self._batcher.num_queued)
@@ -43,7 +43,7 @@ class Batched(Generic[Params]):
     async def start(self) -> None:
         self._batcher.start()
 
-    async def score(self, samples: Sequence[RewardSample], params: Params, num_bytes: int) -> list[Outcome]:
+    async def score(self, samples: Sequence[EncodedSample], params: Params, num_bytes: int) -> list[Outcome]:
         """One outcome a sample, in order. QueueFull; Unavailable while draining, or from a scorer that is broken."""
         if not self.scorer.needs_group:
             return await self._batcher.submit(samples, (params, None), num_bytes)
@@ -55,7 +55,7 @@ class Batched(Generic[Params]):
         await self._batcher.drain()
         await asyncio.to_thread(self._evaluator.close)
 
-    def _evaluate(self, samples: Sequence[RewardSample], key: _Key) -> list[Outcome]:
+    def _evaluate(self, samples: Sequence[EncodedSample], key: _Key) -> list[Outcome]:
         """A batch, in a thread of the batcher."""
         with self._metrics.in_flight(len(samples)):
             start = time.perf_counter()
@@ -80,11 +80,11 @@ class Direct(Generic[Params]):
     async def start(self) -> None:
         await self.scorer.start()
 
-    async def score(self, samples: Sequence[RewardSample], params: Params, num_bytes: int) -> list[Outcome]:
+    async def score(self, samples: Sequence[EncodedSample], params: Params, num_bytes: int) -> list[Outcome]:
         """As `Batched.score`. Cancelling it cancels the scorer's call."""
         with self._admitted(len(samples), num_bytes), self._metrics.in_flight(len(samples)):
             opened = await asyncio.to_thread(self._open, samples)
-            sound = [encoded(item.sample) for item in opened if isinstance(item, Opened)]
+            sound = [item.sample for item in opened if isinstance(item, Opened)]
             start = time.perf_counter()
             scored = iter(await self._ask(sound, params) if sound else [])
             outcomes = [finite(next(scored)) if isinstance(item, Opened) else item for item in opened]
@@ -103,7 +103,7 @@ class Direct(Generic[Params]):
             raise RuntimeError(f"scorer {self.scorer.name} gave {len(outcomes)} outcomes for {len(samples)} samples")
         return outcomes
 
-    def _open(self, samples: Sequence[RewardSample]) -> list[Any]:
+    def _open(self, samples: Sequence[EncodedSample]) -> list[Any]:
         return [open_sample(sample, self.scorer.modalities) for sample in samples]
 
     @contextmanager
@@ -126,10 +126,3 @@ class Direct(Generic[Params]):
 
 
 Engine = Batched[Any] | Direct[Any]
-
-
-def encoded(sample: RewardSample) -> EncodedSample:
-    """What an `AsyncScorer` sees of a sample of the wire."""
-    return EncodedSample(
-        sample.media, sample.media_type, sample.prompt, dict(sample.metadata), sample.group_id, sample.sample_id
-    )

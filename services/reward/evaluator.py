@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Generic
 
 from flowfleet.errors import Unavailable
-from flowfleet.proto.reward_pb2 import RewardSample
+from flowfleet.reward_requests import EncodedSample
 from services.reward.decoding import MAX_PIXELS, Opened, decode, open_sample
 from services.reward.groups import bounds, units
 from services.reward.scorers.base import Outcome, Params, Problem, Sample, Score, Scorer
@@ -39,7 +39,7 @@ class Evaluator(Generic[Params]):
         self._scorer = scorer
         self._decoders = ThreadPoolExecutor(num_threads, thread_name_prefix="decode")
 
-    def __call__(self, samples: Sequence[RewardSample], params: Params) -> list[Outcome]:
+    def __call__(self, samples: Sequence[EncodedSample], params: Params) -> list[Outcome]:
         """One outcome a sample, in order."""
         opened = [open_sample(sample, self._scorer.modalities) for sample in samples]
         batch = [opened[start:end] for start, end in bounds(units(samples, self._scorer.needs_group))]

@@ -1,10 +1,10 @@
 """Scoring on several CPU cores at once: processes with a scorer each, which are handed parts of a batch.
 
-A process gets encoded samples as bytes over a pipe, decodes and scores them on one thread, and sends outcomes back. One
-that dies is replaced, and the samples it had are asked again one by one, once; the one on which it dies again becomes a
-`Problem`. One that takes longer than the scorer's `ProcessLimits` is killed, and has died. For a scorer that needs
-groups, all this goes group by group. The pipe is its life line: a process ends when its parent closes it, or is gone,
-however that happened.
+A process finds encoded samples in memory that it shares with its parent, decodes and scores them on one thread, and
+sends outcomes back over a pipe; meanwhile its next part is laid ready. One that dies is replaced, and the samples it
+was at are asked again one by one, once; the one on which it dies again becomes a `Problem`. One that takes longer for a
+part than the scorer's `ProcessLimits` is killed, and has died. For a scorer that needs groups, all this goes group by
+group. The pipe is its life line: a process ends when its parent closes it, or is gone, however that happened.
 """
 
 from __future__ import annotations
@@ -13,30 +13,37 @@ import logging
 import math
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from queue import SimpleQueue
 from typing import Any
 
 from flowfleet.errors import Unavailable
-from flowfleet.proto.reward_pb2 import RewardSample
+from flowfleet.reward_requests import EncodedSample
 from flowfleet.service import keep_freed_memory, usable_cpus
 from flowfleet.telemetry import configure_logging
 from services.reward.evaluator import DIED, Evaluator
 from services.reward.groups import units
 from services.reward.metrics import RewardMetrics
 from services.reward.scorers.base import AnyScorer, Outcome, Problem, ProcessLimits, Scorer
+from services.reward.shared_memory import SharedMemory
 
 MIN_PART = 2
 """Samples handed over at a time, where the scorer takes so many: few (`ProcessLimits.max_part`), so that all processes
 end together and little is asked again after a death; not one, which the OCR reader would read twice over."""
+
+AHEAD = 2
+"""Parts that a process has at most: the one it scores, and the next."""
 
 MAX_PROCESSES = 16
 """By default: they read more pictures a second than a dozen GPUs make."""
@@ -49,8 +56,8 @@ END_S = 10.0
 log = logging.getLogger(__name__)
 
 Make = Callable[[], AnyScorer]
-Part = Sequence[Sequence[RewardSample]]
-"""Units: samples, or whole groups of them."""
+Unit = Sequence[EncodedSample]
+"""A sample, or a whole group of them."""
 
 
 def default_processes(heavy: bool) -> int:
@@ -63,8 +70,8 @@ class ProcessPool:
     """`num_processes` scorers made by `make`, which must be importable from a new process. Takes the place of an
     `Evaluator`. Unavailable when a process does not come up."""
 
-    num_batches = 2
-    """At once, so that the parts of the next keep busy who is done with the first."""
+    num_batches = 4
+    """At once, so that a group that comes in several calls keeps all processes busy."""
 
     def __init__(
         self,
@@ -89,13 +96,16 @@ class ProcessPool:
             raise Unavailable(f"a scoring process did not start ({death}); the log has the reason") from None
         metrics.set_processes(num_processes)
 
-    def __call__(self, samples: Sequence[RewardSample], params: Any) -> list[Outcome]:
+    def __call__(self, samples: Sequence[EncodedSample], params: Any) -> list[Outcome]:
         """One outcome a sample, in order. From several threads at once."""
-        parts = [
-            self._threads.submit(self._score, part, params)
-            for part in parts_of(units(samples, self._whole_groups), len(self._workers), self._limits.max_part)
-        ]
-        return [outcome for part in parts for outcome in part.result()]
+        units_ = units(samples, self._whole_groups)
+        parts = [_Part(part) for part in parts_of(units_, len(self._workers), self._limits.max_part)]
+        waiting = deque(parts)
+        for driver in [
+            self._threads.submit(self._drive, waiting, params) for _ in range(min(len(self._workers), len(parts)))
+        ]:
+            driver.result()
+        return [outcome for part in parts for outcome in part.outcomes]
 
     def close(self) -> None:
         """Ends the processes when they have done what they were asked, or are killed for taking too long."""
@@ -103,20 +113,43 @@ class ProcessPool:
         for worker in self._workers:
             worker.close()
 
-    def _score(self, part: Part, params: Any) -> list[Outcome]:
+    def _drive(self, waiting: deque[_Part], params: Any) -> None:
+        """Has one process answer parts while some wait. It takes one ahead while that leaves enough for the others."""
         worker, start = self._idle.get(), time.perf_counter()
         try:
-            return self._ask(worker, [sample for unit in part for sample in unit], params)
-        except _Died as death:
-            self._note(death)
-            return [outcome for unit in part for outcome in self._once_more(worker, unit, params)]
+            had: deque[_Part] = deque()
+            while True:
+                while len(had) < AHEAD and (not had or len(waiting) >= len(self._workers)):
+                    try:
+                        had.append(waiting.popleft())
+                    except IndexError:
+                        break
+                    worker.hand(had[-1].samples, params)
+                if not had:
+                    return
+                self._answer(worker, had, params)
+        except Exception:
+            worker.end()  # it may have answers that nobody will read
+            raise
         finally:
             self._metrics.observe_busy(time.perf_counter() - start)
             self._idle.put(worker)
 
-    def _once_more(self, worker: _Worker, unit: Sequence[RewardSample], params: Any) -> list[Outcome]:
+    def _answer(self, worker: _Worker, had: deque[_Part], params: Any) -> None:
+        """Of the first part that a process has."""
+        part = had.popleft()
         try:
-            return self._ask(worker, unit, params)
+            part.outcomes = worker.answer(self._limits.seconds(len(part.samples)))
+        except _Died as death:
+            self._note(death)
+            part.outcomes = [outcome for unit in part.units for outcome in self._once_more(worker, unit, params)]
+            for other in had:
+                worker.hand(other.samples, params)
+
+    def _once_more(self, worker: _Worker, unit: Unit, params: Any) -> list[Outcome]:
+        try:
+            worker.hand(unit, params)
+            return worker.answer(self._limits.seconds(len(unit)))
         except _Died as death:
             self._note(death)
             hint = (
@@ -125,21 +158,16 @@ class ProcessPool:
             text = f"the process that scored this sample died twice, the second time with {death}{hint}"
             return [Problem(DIED, text)] * len(unit)
 
-    def _ask(self, worker: _Worker, samples: Sequence[RewardSample], params: Any) -> list[Outcome]:
-        """Raises _Died."""
-        encoded = [sample.SerializeToString() for sample in samples]
-        return worker.score(encoded, params, self._limits.seconds(len(encoded)))
-
     def _note(self, death: _Died) -> None:
         log.warning("a scoring process died with %s: another one takes its place", death)
         self._metrics.observe_death()
 
 
-def parts_of(batch: Sequence[Sequence[RewardSample]], num_processes: int, max_part: int) -> Iterator[Part]:
+def parts_of(batch: Sequence[Unit], num_processes: int, max_part: int) -> Iterator[list[Unit]]:
     """Cuts a batch, in order and between units, so that all processes get some of it."""
     number = sum(len(unit) for unit in batch)
     size = min(max(math.ceil(number / num_processes), MIN_PART), max_part)
-    part: list[Sequence[RewardSample]] = []
+    part: list[Unit] = []
     room = size
     for unit in batch:
         if part and len(unit) > room:
@@ -149,6 +177,18 @@ def parts_of(batch: Sequence[Sequence[RewardSample]], num_processes: int, max_pa
         room -= len(unit)
     if part:
         yield part
+
+
+@dataclass(eq=False)
+class _Part:
+    """What a process is handed at a time."""
+
+    units: Sequence[Unit]
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    @property
+    def samples(self) -> list[EncodedSample]:
+        return [sample for unit in self.units for sample in unit]
 
 
 class _Died(Exception):
@@ -165,49 +205,92 @@ class _Worker:
     def __init__(self, make: Make, log_level: str) -> None:
         self._make = make
         self._log_level = log_level
+        self._memories = [SharedMemory() for _ in range(AHEAD)]
+        self._num_handed = 0
+        self._asked: deque[int] = deque()
+        """Numbers of the parts that it has."""
         self._process: SpawnProcess | None = None
         self._pipe: Connection[Any, Any]
+        self._death: _Died | None = None
+        """Of a process that could not be started anew. Until `answer` has told of it, nothing is handed over."""
 
     def started(self) -> _Worker:
         """Itself, with a process that is ready. Raises _Died."""
         if self._process is None:
             context = multiprocessing.get_context("spawn")
             self._pipe, theirs = context.Pipe()
-            self._process = context.Process(target=_work, args=(theirs, self._make, self._log_level), daemon=True)
-            self._process.start()
-            theirs.close()
-            self._answer(START_S)
+            given = (theirs, self._memories, self._make, self._log_level)
+            process = context.Process(target=_work, args=given, daemon=True)
+            try:
+                process.start()
+            except OSError as error:
+                self._pipe.close()
+                raise _Died(f"no start: {error}") from error
+            finally:
+                theirs.close()
+            self._process = process
+            self._wait(START_S)
         return self
 
-    def score(self, samples: list[bytes], params: Any, seconds: float) -> list[Outcome]:
-        """Raises _Died; RuntimeError for what fails outside of the scorer."""
-        self.started()
-        outcomes: list[Outcome] | None = self._answer(seconds, (samples, params))
+    def hand(self, samples: Sequence[EncodedSample], params: Any) -> None:
+        """Gives it a part, beside at most one other that it has. Where it is gone, `answer` will say so."""
+        if self._death is not None:
+            return
+        try:
+            self.started()
+        except _Died as death:
+            self._death = death
+            return
+        # for a process of our own on this machine alone, as what the pipe carries is
+        bare = pickle.dumps(([replace(sample, media=b"") for sample in samples], params))
+        ends = self._memories[self._num_handed % AHEAD].write([bare, *(sample.media for sample in samples)])
+        with suppress(OSError):
+            self._pipe.send((self._num_handed, ends))
+        self._asked.append(self._num_handed)
+        self._num_handed += 1
+
+    def answer(self, seconds: float) -> list[Outcome]:
+        """To the first part that it has not answered. Raises _Died; RuntimeError for what fails beside the scorer."""
+        if self._death is not None:
+            death, self._death = self._death, None
+            raise death
+        number: int
+        outcomes: list[Outcome] | None
+        number, outcomes = self._wait(seconds)
+        if number != self._asked.popleft():
+            raise RuntimeError("a scoring process answered what it was not asked")
         if outcomes is None:
             raise RuntimeError("a scoring process failed; the log has the reason")
         return outcomes
 
+    def _wait(self, seconds: float) -> Any:
+        """For what it says next. After so many seconds it is killed. Raises _Died."""
+        assert self._process is not None
+        is_late = False
+        try:
+            is_late = not self._pipe.poll(seconds)
+            if not is_late:
+                return self._pipe.recv()
+            self._process.kill()
+        except (EOFError, OSError):
+            pass
+        how = self._end(self._process)
+        raise _Died(f"{how} after {seconds:g} s without an answer" if is_late else how, is_late)
+
     def close(self) -> None:
+        """For good."""
+        self.end()
+        for memory in self._memories:
+            memory.close()
+
+    def end(self) -> None:
+        """Of the process, if there is one."""
         if self._process is not None:
             self._end(self._process)
 
-    def _answer(self, seconds: float, request: Any = None) -> Any:
-        """What it says to a request, or when it is ready. After so many seconds it is killed, which ends both waits:
-        for it to take the request, and to answer."""
-        assert self._process is not None
-        start = time.perf_counter()
-        try:
-            with _killed_after(seconds, self._process):
-                if request is not None:
-                    self._pipe.send(request)
-                return self._pipe.recv()
-        except (EOFError, OSError):
-            is_late = time.perf_counter() - start >= seconds
-            death = self._end(self._process)
-            raise _Died(f"{death} after {seconds:g} s without an answer" if is_late else death, is_late) from None
-
     def _end(self, process: SpawnProcess) -> str:
         """Closes the pipe, waits for the end, and forgets the process. Says with which exit code or signal it ended."""
+        self._asked.clear()
         self._pipe.close()
         process.join(END_S)
         if process.exitcode is None:
@@ -219,20 +302,7 @@ class _Worker:
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-@contextmanager
-def _killed_after(seconds: float, process: SpawnProcess) -> Iterator[None]:
-    """Unless what is inside is done before."""
-    timer = threading.Timer(seconds, process.kill)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
-
-
-def _work(pipe: Connection[Any, Any], make: Make, log_level: str) -> None:
+def _work(pipe: Connection[Any, Any], memories: Sequence[SharedMemory], make: Make, log_level: str) -> None:
     """The life of a process: says that it is ready, then answers part after part until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal's Ctrl-C: the parent drains and closes the pipe
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -248,15 +318,17 @@ def _work(pipe: Connection[Any, Any], make: Make, log_level: str) -> None:
     with suppress(EOFError, OSError):  # the parent has closed the pipe, or is gone
         pipe.send(None)
         while True:
-            samples, params = pipe.recv()
-            pipe.send(_evaluated(evaluate, samples, params))
+            number, ends = pipe.recv()
+            pipe.send((number, _evaluated(evaluate, memories[number % AHEAD].read(ends))))
 
 
-def _evaluated(evaluate: Evaluator[Any], samples: list[bytes], params: Any) -> list[Outcome] | None:
+def _evaluated(evaluate: Evaluator[Any], handed: Sequence[bytes]) -> list[Outcome] | None:
     try:
-        return evaluate([RewardSample.FromString(sample) for sample in samples], params)
+        bare, params = pickle.loads(handed[0])
+        samples = [replace(sample, media=media) for sample, media in zip(bare, handed[1:], strict=True)]
+        return evaluate(samples, params)
     except Exception:
-        log.exception("%d samples failed outside of the scorer", len(samples))
+        log.exception("%d samples failed outside of the scorer", len(handed) - 1)
         return None
 
 

@@ -1,27 +1,22 @@
-"""The RewardService: checks a request, hands its samples to the engine, and answers with one outcome a sample."""
+"""The RewardService: checks a call, hands its samples to the engine, and answers with one outcome a sample."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import grpc
+
 from flowfleet.errors import InvalidRequest
-from flowfleet.proto.reward_pb2 import (
-    DescribeRequest,
-    DescribeResponse,
-    RewardScore,
-    ScoreRequest,
-    ScoreResponse,
-)
-from flowfleet.proto.reward_pb2_grpc import RewardServiceServicer
-from flowfleet.reward_requests import CONTRACT, check_request, size_of
+from flowfleet.proto.reward_pb2 import DescribeRequest, DescribeResponse, RewardScore, ScoreResponse
+from flowfleet.reward_requests import CONTRACT, SERVICE_NAME, ScoreCall, check_ids
 from services.reward.batcher import Limits
 from services.reward.engines import Engine
 from services.reward.metrics import RewardMetrics
 from services.reward.scorers.base import Outcome, Problem
 
 
-class RewardServicer(RewardServiceServicer):
+class RewardServicer:
     """Serves the scorer of an engine, which reads parameters and describes itself here. `start` inside the event loop
     before serving, `drain` when health says not serving."""
 
@@ -30,6 +25,16 @@ class RewardServicer(RewardServiceServicer):
         self._scorer = engine.scorer
         self._limits = limits
         self._metrics = metrics
+
+    def add_to_server(self, server: grpc.aio.Server) -> None:
+        """Instead of the generated function: a call is kept as its samples, and their media once."""
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "Describe": grpc.unary_unary_rpc_method_handler(
+                self.Describe, DescribeRequest.FromString, DescribeResponse.SerializeToString
+            ),
+            "Score": grpc.unary_unary_rpc_method_handler(self.Score, ScoreCall.read, ScoreResponse.SerializeToString),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
 
     async def start(self) -> None:
         await self._engine.start()
@@ -50,14 +55,15 @@ class RewardServicer(RewardServiceServicer):
             needs_group=scorer.needs_group,
             components=scorer.components,
             contract=CONTRACT,
+            call_bytes=scorer.call_bytes,
         )
 
-    async def Score(self, request: ScoreRequest, context: Any) -> ScoreResponse:
+    async def Score(self, call: ScoreCall, context: Any) -> ScoreResponse:
         with self._metrics.request():
-            check_request(request, self._limits.max_batch)
-            params = self._parse(request.params)
-            outcomes = await self._engine.score(request.samples, params, sum(map(size_of, request.samples)))
-            pairs = zip(request.samples, outcomes, strict=True)
+            check_ids((sample.sample_id for sample in call.samples), self._limits.max_batch)
+            params = self._parse(call.params)
+            outcomes = await self._engine.score(call.samples, params, call.num_bytes)
+            pairs = zip(call.samples, outcomes, strict=True)
             scores = [_score(sample.sample_id, outcome) for sample, outcome in pairs]
             return ScoreResponse(scores=scores, version=self._scorer.version)
 

@@ -7,6 +7,7 @@ failure, all within `deadline_s`. Cancelling it closes the connection, by which 
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import ssl
 import time
@@ -28,6 +29,8 @@ from services.reward.judge.settings import JudgeSettings
 from services.reward.retries import ShareBudget, backoff_s
 
 _LONGEST_BACKOFF_S: Final = 10.0
+
+log = logging.getLogger(__name__)
 
 
 class JudgeClient:
@@ -121,7 +124,7 @@ class JudgeClient:
         url, failure, outcome = place.server.url, None, "cancelled"
         began = time.monotonic()
         try:
-            answer = await self._post(url, request)
+            answer = await self._answer(place.server, request)
             outcome = "ok"
         except CallFailed as known:
             failure, outcome = known, known.outcome
@@ -138,6 +141,22 @@ class JudgeClient:
         self._metrics.tokens.labels(kind="prompt").inc(answer.prompt_tokens)
         self._metrics.tokens.labels(kind="completion").inc(answer.completion_tokens)
         return answer
+
+    async def _answer(self, server: Server, request: ChatRequest) -> Answer:
+        """A server that refuses log-probabilities is asked without them, at once and from then on."""
+        bare = request.without_logprobs()
+        if request.top_logprobs is None or server.refuses_logprobs:
+            return await self._post(server.url, bare)
+        try:
+            return await self._post(server.url, request)
+        except CallFailed as failure:
+            if failure.outcome != "no_logprobs":
+                raise
+            answer = await self._post(server.url, bare)
+            if not server.refuses_logprobs:
+                log.warning("%s: it is asked without from now on, and the words of its answers count", failure)
+            server.refuses_logprobs = True
+            return answer
 
     async def _post(self, url: str, request: ChatRequest) -> Answer:
         try:

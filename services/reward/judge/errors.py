@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 import aiohttp
@@ -13,6 +14,15 @@ from services.reward.judge.settings import JudgeSettings
 RETRIED_STATUS: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 CROWDED_STATUS: Final = frozenset({429, 503})
 MAX_RETRY_AFTER_S: Final = 30.0
+_NO_LOGPROBS: Final = re.compile(
+    r"(?=.*logprob)(?!.*\b(max(imum)?|at most|less|greater|range|between|above|up to|limit)\b)"
+    r".*\b(not (be )?(support|allow|permit|enabled|available|implement)|un(support|expect|known|recogni))",
+    re.IGNORECASE,
+)
+"""Of a server that gives no log-probabilities at all; one that gives fewer than are asked for names its limit."""
+_LOGPROBS_HINT: Final = 'settings.top_logprobs, or logprobs = "never" for a server that has none'
+_OTHER_MODEL: Final = "Server is pinned to"
+"""With status 400, of `transformers serve`."""
 
 
 class CallFailed(Exception):
@@ -51,10 +61,12 @@ def of_status(url: str, settings: JudgeSettings, reply: Reply) -> CallFailed:
         return CallFailed("crowded", f"{said} ({hint})", retry=True, retry_after_s=after_s, blames_server=status == 503)
     if status in RETRIED_STATUS:
         return CallFailed("server_error", f"{said} (its log has the reason; settings.urls names it)", retry=True)
+    if status in (400, 403, 422) and _NO_LOGPROBS.match(said):
+        return CallFailed("no_logprobs", f"{said} ({_LOGPROBS_HINT})", retry=False, blames_server=False)
     if status in (401, 403):
         hint = "settings.api_key_env names the environment variable with the key"
         return CallFailed("unauthorised", f"{said} ({hint})", retry=False)
-    if status in (404, 405):
+    if status in (404, 405) or (status == 400 and _OTHER_MODEL in said):
         hint = f"settings.model is {settings.model!r}, settings.urls must end with the version, as /v1"
         return CallFailed("not_found", f"{said} ({hint})", retry=False)
     if 300 <= status < 400:
@@ -68,7 +80,7 @@ def of_status(url: str, settings: JudgeSettings, reply: Reply) -> CallFailed:
 def _hint_for(body: bytes) -> str:
     text = body.decode("utf-8", "replace").lower()
     if "logprob" in text:
-        return 'settings.top_logprobs, or logprobs = "never" for a server that has none'
+        return _LOGPROBS_HINT
     if "image" in text or "multimodal" in text or "multi-modal" in text:
         return "vLLM: --limit-mm-per-prompt must allow the rubric's pictures"
     return "settings.rubric and settings.extra make the request"

@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 
 from flowfleet.errors import Unavailable
 from flowfleet.media import MediaError
+from flowfleet.reward_requests import EncodedSample
 from services.reward.judge.answers import Answer
 from services.reward.judge.client import JudgeClient
 from services.reward.judge.comparisons import (
@@ -30,7 +31,7 @@ from services.reward.judge.metrics import JudgeMetrics
 from services.reward.judge.rubrics import SOURCE, Mode, Rubric
 from services.reward.judge.scale import Reading
 from services.reward.judge.settings import JudgeSettings, VlmSettings
-from services.reward.scorers.base import EncodedSample, Outcome, Problem, Score
+from services.reward.scorers.base import Outcome, Problem, Score
 from services.reward.turns import Turns
 
 Found = TypeVar("Found")
@@ -77,13 +78,18 @@ class Questions:
         return await pictures_of(sample.media, sample.media_type, num_frames, self._frames)
 
     async def ask(
-        self, system: str, parts: Sequence[Part], params: Mapping[str, Any], read: Callable[[Answer], Found]
+        self,
+        system: str,
+        parts: Sequence[Part],
+        params: Mapping[str, Any],
+        read: Callable[[Answer], Found],
+        top_logprobs: int | None = None,
     ) -> Found:
         """What `read` makes of the answer; it raises ValueError where it cannot. Fresh answers are counted, and kept
         if they could be read. Raises Refused."""
         settings = self._settings
         whole = {"temperature": settings.temperature, "seed": 0, **params, **settings.extra}
-        request = chat_request(settings.model, system, parts, whole)
+        request = chat_request(settings.model, system, parts, whole, top_logprobs)
         known = self.client.known(request)
         if known is not None:
             return read(known)
@@ -336,7 +342,6 @@ class Judge:
             parts = filled(self._rubric, texts, pictures)
         except ValueError as error:
             raise Refused(SOURCE_MISSING, str(error)) from error
-        params: dict[str, Any] = {"max_tokens": self._rubric.max_tokens}
-        if logprobs:
-            params |= {"logprobs": True, "top_logprobs": self._settings.top_logprobs}
-        return await self._questions.ask(self._rubric.system, parts, params, read)
+        params = {"max_tokens": self._rubric.max_tokens}
+        top_logprobs = self._settings.top_logprobs if logprobs else None
+        return await self._questions.ask(self._rubric.system, parts, params, read, top_logprobs)

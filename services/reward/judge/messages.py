@@ -10,7 +10,7 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from services.reward.judge.media import Picture
@@ -26,14 +26,21 @@ Part = str | Picture
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ChatRequest:
-    """`body` in pieces, ready to be joined; `key` is equal for requests of equal content."""
+    """`pieces` of the body but for its last brace, ready to be joined; `key` is equal for requests of equal content."""
 
     pieces: tuple[bytes | Picture, ...]
     key: bytes
+    top_logprobs: int | None = None
+    """Likeliest tokens asked for in each place; None: no log-probabilities are."""
 
     @property
     def body(self) -> bytes:
-        return b"".join(piece.url if isinstance(piece, Picture) else piece for piece in self.pieces)
+        asked = "" if self.top_logprobs is None else f', "logprobs": true, "top_logprobs": {self.top_logprobs}'
+        pieces = (piece.url if isinstance(piece, Picture) else piece for piece in self.pieces)
+        return b"".join((*pieces, asked.encode(), b"}"))
+
+    def without_logprobs(self) -> ChatRequest:
+        return replace(self, top_logprobs=None)
 
 
 def filled(rubric: Rubric, texts: Mapping[str, str], media: Mapping[str, Sequence[Part]]) -> list[Part]:
@@ -52,7 +59,9 @@ def filled(rubric: Rubric, texts: Mapping[str, str], media: Mapping[str, Sequenc
     return parts
 
 
-def chat_request(model: str, system: str, parts: Sequence[Part], params: Mapping[str, Any]) -> ChatRequest:
+def chat_request(
+    model: str, system: str, parts: Sequence[Part], params: Mapping[str, Any], top_logprobs: int | None = None
+) -> ChatRequest:
     """A request of one user's message with `parts` (str or Picture) after the system's text, unless that is empty."""
     pictures = [part for part in parts if isinstance(part, Picture)]
     numbers = iter(range(len(pictures)))
@@ -64,11 +73,11 @@ def chat_request(model: str, system: str, parts: Sequence[Part], params: Mapping
     ]
     messages = [{"role": "system", "content": system}] if system else []
     payload = {"model": model, "messages": [*messages, {"role": "user", "content": content}], **params}
-    texts = _MARKS.split(json.dumps(payload, ensure_ascii=False).encode("utf-8", "replace"))
-    key = hashlib.sha256()
+    texts = _MARKS.split(json.dumps(payload, ensure_ascii=False).removesuffix("}").encode("utf-8", "replace"))
+    key = hashlib.sha256(str(top_logprobs).encode())
     pieces: list[bytes | Picture] = []
     for place, text in enumerate(texts):
         picture = pictures[int(text)] if place % 2 else None
         pieces.append(picture or text)
         key.update(picture.digest if picture else hashlib.sha256(text).digest())
-    return ChatRequest(tuple(pieces), key.digest())
+    return ChatRequest(tuple(pieces), key.digest(), top_logprobs)

@@ -21,12 +21,13 @@ from services.reward.judge.settings import JudgeSettings
 
 @dataclass(eq=False)
 class Server:
-    """`last_failure` is what the latest failed call said."""
+    """`last_failure` is what the latest failed call said; one that `refuses_logprobs` is asked without them."""
 
     url: str
     limiter: AimdLimiter
     breaker: CircuitBreaker
     last_failure: str = ""
+    refuses_logprobs: bool = False
 
     @property
     def is_free(self) -> bool:

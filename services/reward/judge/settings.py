@@ -107,8 +107,8 @@ class VlmSettings(JudgeSettings):
     rubric: str
     """Name of a rubric that comes with the service, or a .toml or .yaml file."""
     logprobs: Literal["auto", "require", "never"] = "auto"
-    """"auto": scores from token probabilities where the server gives them, else from the text. "require": an answer
-    without them fails. "never": they are not asked for; for servers that refuse the question."""
+    """"auto": scores from token probabilities where the server gives them, else from the text; a server that refuses
+    them is asked without. "require": an answer without them fails. "never": they are not asked for."""
     top_logprobs: Annotated[int, Field(ge=1, le=100)] = 20
     """Likeliest tokens asked for in each place; vLLM gives at most --max-logprobs (20)."""
     media_root: Path | None = None

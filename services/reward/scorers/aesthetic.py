@@ -61,6 +61,7 @@ class AestheticScorer(Scorer[None]):
     name = "aesthetic"
     modalities = (MODALITY_IMAGE, MODALITY_VIDEO)
     score_range = (-math.inf, math.inf)
+    call_bytes = 0
 
     def __init__(self, settings: AestheticSettings, num_threads: int) -> None:
         config = check_checkpoint(settings.model, "model", ("clip", "siglip", "siglip_vision_model"))

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from flowfleet.media import Frames
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, Modality
+from flowfleet.reward_requests import EncodedSample
 
 Params = TypeVar("Params")
 
@@ -57,20 +58,6 @@ class Sample:
         """The picture; of a video all frames or, evenly spaced from the first to the last, `limit` of them."""
         places = np.linspace(0, len(self.frames) - 1, min(limit, len(self.frames))).round().astype(int)
         return [Image.fromarray(self.frames[place]) for place in places]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class EncodedSample:
-    """What an `AsyncScorer` sees: the file as it came, of which the service has checked the header alone."""
-
-    media: bytes
-    """Encoded picture or video, within the limits of `flowfleet.media.MediaLimits`."""
-    media_type: str
-    """"image/png", "image/jpeg", "image/webp" or "video/mp4", as the scorer's modalities allow."""
-    prompt: str
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    group_id: str = ""
-    sample_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -136,6 +123,8 @@ class _Described(ABC, Generic[Params]):
     components: tuple[str, ...] = ()
     needs_group: bool = False
     """Compares the samples of a group: those of one call with equal `group_id` reach `score` together."""
+    call_bytes: int = 0
+    """That a call should have at most: scoring begins while the rest is under way. 0: large batches gain more."""
 
     @abstractmethod
     def parse(self, params: Mapping[str, str]) -> Params:
@@ -153,6 +142,8 @@ class Scorer(_Described[Params]):
     isolated: bool = False
     """Runs code of others: never in the service's own process, even where one process scores."""
     process_limits: ProcessLimits = ProcessLimits()
+    call_bytes = 2**22
+    """Seven PNGs of 512 x 512 that are full of noise. 0 is better for a model, whose forward pass takes a batch."""
 
     def start(self) -> None:
         """Loads what `score` needs: called once, in the process that scores, before the first batch. The object that
@@ -174,7 +165,8 @@ class AsyncScorer(_Described[Params]):
 
     @abstractmethod
     async def score(self, samples: Sequence[EncodedSample], params: Params) -> list[Outcome]:
-        """One outcome a sample, in order. One call for each call of the service, many at once, and cancelled with it.
+        """One outcome a sample, in order; of the media only the header has been read. One call for each call of the
+        service, many at once, and cancelled with it.
         Raises `flowfleet.errors.Unavailable`, saying why, where nothing can be scored now."""
 
 

@@ -117,6 +117,7 @@ class _ClipScorer(Scorer[None], Generic[Settings]):
     """Components: `tokens_cut`, of the prompt, and those of the subclass."""
 
     modalities = (MODALITY_IMAGE, MODALITY_VIDEO)
+    call_bytes = 0
     number: ClassVar[int] = 1
     """Of this code: goes up when it gives the same picture another score."""
 

@@ -82,6 +82,7 @@ class GenevalScorer(Scorer[str]):
     name = "geneval"
     modalities = (MODALITY_IMAGE, MODALITY_VIDEO)
     components = (*SCORES, "count", "color", "position", "exclude")
+    call_bytes = 0
 
     def __init__(self, settings: GenevalSettings, num_threads: int) -> None:
         self._model_type = str(check_checkpoint(settings.model, "model", OPEN_TYPES + CLOSED_TYPES)["model_type"])

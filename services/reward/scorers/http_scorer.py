@@ -26,19 +26,11 @@ from yarl import URL
 
 from flowfleet.errors import Unavailable
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
+from flowfleet.reward_requests import EncodedSample
 from services.reward import http_client
 from services.reward.cache import LruCache
 from services.reward.retries import ShareBudget, backoff_s
-from services.reward.scorers.base import (
-    AsyncScorer,
-    EncodedSample,
-    Outcome,
-    Problem,
-    Score,
-    ScorerSettings,
-    read_params,
-    score_range,
-)
+from services.reward.scorers.base import AsyncScorer, Outcome, Problem, Score, ScorerSettings, read_params, score_range
 from services.reward.scorers.http_shapes import BAD_ANSWER, SHAPES, BadAnswer
 from services.reward.turns import Turns
 

@@ -94,6 +94,7 @@ class PythonFunction(Scorer[Params]):
         self.modalities = (MODALITY_VIDEO,) if settings.video else (MODALITY_IMAGE,)
         self.score_range = score_range(settings.score_min, settings.score_max)
         self.components = settings.components
+        self.call_bytes = Scorer.call_bytes if settings.batch == 1 else 0
         self.process_limits = ProcessLimits(settings.batch, settings.time_limit_s, 0.0, "settings.time_limit_s")
         self._function: Callable[..., Any]
 

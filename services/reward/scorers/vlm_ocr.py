@@ -14,20 +14,12 @@ from pydantic import Field
 
 from flowfleet.media import MediaError
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
+from flowfleet.reward_requests import EncodedSample
 from services.reward.judge.judging import Questions, Refused
 from services.reward.judge.media import Picture
 from services.reward.judge.metrics import JudgeMetrics
 from services.reward.judge.settings import JudgeSettings
-from services.reward.scorers.base import (
-    AsyncScorer,
-    EncodedSample,
-    Outcome,
-    Problem,
-    Score,
-    boolean,
-    mean_score,
-    read_params,
-)
+from services.reward.scorers.base import AsyncScorer, Outcome, Problem, Score, boolean, mean_score, read_params
 from services.reward.scorers.text import normalise, target_of, text_distance
 
 QUESTION = "Please output only the text content from the image without any additional descriptions or formatting."

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from flowfleet.jobs import RewardPart
 from flowfleet.proto import reward_pb2, reward_pb2_grpc
+from flowfleet.reward_requests import EncodedSample
 from services.controller.directory import StaticDirectory
 from services.controller.reward_calls import RewardCalls
 from services.controller.rewards import RewardPlane
@@ -63,8 +64,8 @@ class Fleet:
         self.now = 1000.0
         self.fetched = 0
 
-    async def score(self, rewards: dict[str, RewardPart], step: int, asked: list[reward_pb2.RewardSample]) -> Any:
-        async def fetch() -> list[reward_pb2.RewardSample]:
+    async def score(self, rewards: dict[str, RewardPart], step: int, asked: list[EncodedSample]) -> Any:
+        async def fetch() -> list[EncodedSample]:
             self.fetched += 1
             return asked
 
@@ -104,5 +105,5 @@ def with_services(
     asyncio.run(asyncio.wait_for(scenario(), 120))
 
 
-def samples(*names: str, size: int = 1) -> list[reward_pb2.RewardSample]:
-    return [reward_pb2.RewardSample(sample_id=name, media=b"x" * size) for name in names]
+def samples(*names: str, size: int = 1) -> list[EncodedSample]:
+    return [EncodedSample(b"x" * size, "", "", sample_id=name) for name in names]

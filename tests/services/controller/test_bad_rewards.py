@@ -23,6 +23,7 @@ from flowfleet.proto.reward_pb2 import (
     ScoreResponse,
 )
 from flowfleet.proto.reward_pb2_grpc import RewardServiceServicer, add_RewardServiceServicer_to_server
+from flowfleet.reward_requests import EncodedSample
 from services.controller import reward_service
 from services.controller.directory import StaticDirectory
 from services.controller.reward_answers import Answer
@@ -31,10 +32,7 @@ from services.controller.rewards import RewardPlane
 from tests.certificates import Authority
 
 Server = Callable[[], AbstractAsyncContextManager[str]]
-SAMPLES = [
-    RewardSample(sample_id=f"job/0/0/{index}", media=b"x" * 2**20, media_type="image/png", group_id="0")
-    for index in range(4)
-]
+SAMPLES = [EncodedSample(b"x" * 2**20, "image/png", "", {}, "0", f"job/0/0/{index}") for index in range(4)]
 PLACE = r"rewards\.beauty: service 'judge' at 127\.0\.0\.1:\d+ "
 
 

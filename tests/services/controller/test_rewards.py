@@ -12,6 +12,7 @@ import pytest
 
 from flowfleet.jobs import RewardPart, parse_job
 from flowfleet.proto import reward_pb2, reward_pb2_grpc
+from flowfleet.reward_requests import EncodedSample
 from services.controller.directory import StaticDirectory
 from services.controller.reward_failures import RewardFailure, RewardPause
 from services.controller.reward_requests import chunks, whole_groups
@@ -56,8 +57,8 @@ class Bound:
     plane: RewardPlane
     parts: dict[str, RewardPart]
 
-    async def score(self, samples: list[reward_pb2.RewardSample], step: int = 0) -> dict[str, Verdict]:
-        async def fetch() -> list[reward_pb2.RewardSample]:
+    async def score(self, samples: list[EncodedSample], step: int = 0) -> dict[str, Verdict]:
+        async def fetch() -> list[EncodedSample]:
             return samples
 
         return await self.plane.score(self.parts, step, {one.sample_id: "" for one in samples}, fetch)
@@ -88,8 +89,8 @@ def with_plane(
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
-def samples(count: int) -> list[reward_pb2.RewardSample]:
-    return [reward_pb2.RewardSample(sample_id=str(k), prompt="p", media=b"x") for k in range(count)]
+def samples(count: int) -> list[EncodedSample]:
+    return [EncodedSample(b"x", "", "p", sample_id=str(k)) for k in range(count)]
 
 
 def test_scores_are_summed_by_weight_and_components_kept() -> None:
@@ -140,17 +141,31 @@ def test_calls_respect_the_batch_limit_of_the_service() -> None:
     assert sorted(service.sizes) == [2, 4, 4]
 
 
+def test_calls_are_as_small_as_the_service_wishes_unless_it_wants_whole_groups() -> None:
+    small, whole = (Scripted(scored(1.0), call_bytes=3 * 100, needs_group=needs_group) for needs_group in (False, True))
+
+    async def use(plane: Bound) -> None:
+        assert len(await plane.score(grouped(8))) == 8
+
+    with_plane({"a": small, "b": whole}, {"a": RewardPart(), "b": RewardPart()}, use)
+    assert sorted(small.sizes) == [2, 3, 3]
+    assert whole.sizes == [8]
+
+
 def test_calls_stay_below_the_byte_limit_and_lose_nothing() -> None:
-    big = [reward_pb2.RewardSample(sample_id=str(k), media=bytes(1000 * k)) for k in range(6)]
+    big = [EncodedSample(bytes(1000 * k), "", "", sample_id=str(k)) for k in range(6)]
     calls = list(chunks(big, max_samples=3, max_bytes=4500))
     assert [sample.sample_id for call in calls for sample in call] == list("012345")
     assert [len(call) for call in calls] == [3, 1, 1, 1]
+    wished = list(chunks(big, max_samples=3, wished_bytes=1500))
+    assert [sample.sample_id for call in wished for sample in call] == list("012345")
+    assert [len(call) for call in wished] == [2, 2, 2]
 
 
-def grouped(*sizes: int) -> list[reward_pb2.RewardSample]:
+def grouped(*sizes: int) -> list[EncodedSample]:
     """Groups of samples, one behind the other."""
     return [
-        reward_pb2.RewardSample(sample_id=f"{group}/{k}", media=b"x" * 100, group_id=str(group))
+        EncodedSample(b"x" * 100, "", "", group_id=str(group), sample_id=f"{group}/{k}")
         for group, size in enumerate(sizes)
         for k in range(size)
     ]

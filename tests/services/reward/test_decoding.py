@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from flowfleet.media import encode_media
-from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO, Modality, RewardSample
+from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO, Modality
+from flowfleet.reward_requests import EncodedSample
 from services.reward.decoding import MAX_PIXELS, MAX_SIDE, Opened, decode, open_sample
 from services.reward.scorers.base import Problem, Sample
 from tests.services.reward.pictures import encoded, sign
@@ -23,7 +24,7 @@ PICTURE = encoded(sign("AB3"))
 def read(
     media: bytes, media_type: str = "image/png", modalities: Sequence[Modality.ValueType] = (MODALITY_IMAGE,)
 ) -> Sample | Problem:
-    sample = RewardSample(media=media, media_type=media_type, prompt="p", metadata={"k": "v"})
+    sample = EncodedSample(media, media_type, "p", {"k": "v"})
     opened = open_sample(sample, modalities)
     return decode(opened) if isinstance(opened, Opened) else opened
 

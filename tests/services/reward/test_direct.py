@@ -15,14 +15,14 @@ from prometheus_client import CollectorRegistry
 from flowfleet import rpc
 from flowfleet.errors import Unavailable
 from flowfleet.proto.reward_pb2 import DescribeRequest, RewardSample, ScoreRequest
-from flowfleet.proto.reward_pb2_grpc import RewardServiceStub, add_RewardServiceServicer_to_server
-from flowfleet.reward_requests import size_of
+from flowfleet.proto.reward_pb2_grpc import RewardServiceStub
+from flowfleet.reward_requests import EncodedSample
 from services.reward.batcher import Limits
 from services.reward.engines import Batched, Direct, Engine
 from services.reward.evaluator import Evaluator
 from services.reward.groups import together
 from services.reward.metrics import RewardMetrics
-from services.reward.scorers.base import AsyncScorer, EncodedSample, Outcome, Sample, Score, Scorer
+from services.reward.scorers.base import AsyncScorer, Outcome, Sample, Score, Scorer
 from services.reward.server import RewardServicer
 from tests.services.reward.pictures import encoded, sample
 
@@ -95,7 +95,7 @@ def serve(scorer: Scorer[None] | Asking, scenario: Scenario, limits: Limits | No
         servicer = RewardServicer(engine, limits, metrics)
         await servicer.start()
         server = rpc.make_server()
-        add_RewardServiceServicer_to_server(servicer, server)
+        servicer.add_to_server(server)
         port = rpc.listen(server, "127.0.0.1", 0)
         await server.start()
         try:
@@ -167,7 +167,7 @@ def test_a_cancelled_call_and_one_past_its_deadline_cancel_the_scorer() -> None:
     serve(scorer, scenario)
 
 
-TWO_BYTES = sum(map(size_of, numbers("1", "2")))
+TWO_BYTES = sum(EncodedSample.of(sample).num_bytes for sample in numbers("1", "2"))
 
 
 @pytest.mark.parametrize("limits", [Limits(max_queued=3), Limits(max_queued_bytes=2 * TWO_BYTES - 1)])

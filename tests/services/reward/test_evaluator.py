@@ -10,6 +10,7 @@ from PIL import Image
 from flowfleet.errors import Unavailable
 from flowfleet.media import encode_media
 from flowfleet.proto.reward_pb2 import MODALITY_VIDEO, RewardSample
+from flowfleet.reward_requests import EncodedSample
 from services.reward import evaluator
 from services.reward.evaluator import Evaluator, finite, unless_all_failed
 from services.reward.scorers.base import Outcome, Problem, Sample, Score, Scorer
@@ -35,7 +36,7 @@ class Lookup(Scorer[None]):
 
 def evaluate(scorer: Lookup, samples: Sequence[RewardSample]) -> list[Outcome]:
     run = Evaluator(scorer, 2)
-    outcomes = run(samples, None)
+    outcomes = run([EncodedSample.of(sample) for sample in samples], None)
     run.close()
     return outcomes
 

@@ -19,7 +19,7 @@ from PIL import Image
 from prometheus_client import CollectorRegistry
 
 from flowfleet.errors import Unavailable
-from flowfleet.proto.reward_pb2 import RewardSample
+from flowfleet.reward_requests import EncodedSample
 from services.reward import pool as pool_module
 from services.reward import scorers
 from services.reward.evaluator import Evaluator
@@ -28,7 +28,7 @@ from services.reward.metrics import RewardMetrics
 from services.reward.pool import MIN_PART, ProcessPool, default_processes, parts_of
 from services.reward.scorers.base import AnyScorer, Outcome, Problem, ProcessLimits, Sample, Score, Scorer
 from tests.services.reward.conftest import reward_process
-from tests.services.reward.pictures import page, sample, sign_sample
+from tests.services.reward.pictures import encoded, page, sample, sign_sample
 from tests.services.reward.test_service import score
 
 MAX_PART = ProcessLimits().max_part
@@ -83,8 +83,14 @@ def obedient() -> Iterator[tuple[ProcessPool, CollectorRegistry]]:
         yield both
 
 
-def asked(*prompts: str) -> list[RewardSample]:
-    return [sample(str(index), Image.new("RGB", (8, 8)), prompt) for index, prompt in enumerate(prompts)]
+PICTURE = encoded(Image.new("RGB", (8, 8)))
+
+
+def asked(*prompts: str, groups: str = "") -> list[EncodedSample]:
+    """With a group each, or of one."""
+    of = groups or " " * len(prompts)
+    pairs = enumerate(zip(prompts, of, strict=True))
+    return [EncodedSample(PICTURE, "image/png", prompt, {}, group, str(index)) for index, (prompt, group) in pairs]
 
 
 def pids_of(pool: ProcessPool) -> list[int]:
@@ -97,10 +103,10 @@ def deaths(registry: CollectorRegistry) -> float:
 
 def test_outcomes_keep_their_order_and_their_own_problems(obedient: tuple[ProcessPool, CollectorRegistry]) -> None:
     pool, registry = obedient
-    samples = asked(*(str(number / 64) for number in range(40)))
-    samples[7].media = b"junk"
-    samples[21].prompt = "fail"
-    samples[30].prompt = "nan"
+    prompts = [str(number / 64) for number in range(40)]
+    prompts[21], prompts[30] = "fail", "nan"
+    samples = asked(*prompts)
+    samples[7] = dataclasses.replace(samples[7], media=b"junk")
     outcomes = pool(samples, "")
     reasons = {index: outcome.reason for index, outcome in enumerate(outcomes) if isinstance(outcome, Problem)}
     assert reasons == {7: "undecodable", 21: "scorer_failed", 30: "non_finite"}
@@ -145,6 +151,42 @@ def test_only_the_sample_that_kills_again_is_a_problem(obedient: tuple[ProcessPo
     assert deaths(registry) == before + 2
 
 
+ONE_BY_ONE = ProcessLimits(max_part=1)
+
+
+class Unsteady(Obedient):
+    """Cannot be made for the third time."""
+
+    def __init__(self, path: Path) -> None:
+        starts = int(path.read_text() or 0) + 1
+        path.write_text(str(starts))
+        if starts == 3:
+            raise OSError("no memory left")
+
+
+def test_scores_stay_with_their_samples_where_a_process_does_not_come_up_again(tmp_path: Path) -> None:
+    counter = tmp_path / "starts"
+    counter.touch()
+    numbers = [str(number / 64) for number in range(1, 7)]
+    scores = [Score(float(number), {"frames": 1}) for number in numbers]
+    with started(partial(Unsteady, counter), 1, ONE_BY_ONE) as (pool, _):
+        outcomes = pool(asked("kill", *numbers), "")
+        assert isinstance(outcomes[0], Problem)
+        assert outcomes[1:] == scores
+        assert pool(asked(*numbers), "") == scores
+
+
+def test_what_a_process_had_ready_is_not_lost_with_it() -> None:
+    numbers = [str(number / 64) for number in range(6)]
+    with started(Obedient, 1, ONE_BY_ONE) as (pool, _):
+        outcomes = pool(asked(*numbers[:2], "kill", *numbers[2:]), "")
+    assert [outcome.value if isinstance(outcome, Score) else None for outcome in outcomes] == [
+        *map(float, numbers[:2]),
+        None,
+        *map(float, numbers[2:]),
+    ]
+
+
 SHORT = ProcessLimits(base_s=2.0, sample_s=0.5)
 
 
@@ -162,10 +204,9 @@ def test_a_process_that_hangs_is_replaced_and_only_its_sample_is_a_problem() -> 
 
 
 def test_a_process_that_takes_no_request_is_replaced() -> None:
-    """More bytes than the pipe holds."""
     with started(Obedient, 1, SHORT) as (pool, registry):
         psutil.Process(pids_of(pool)[0]).suspend()
-        outcome = pool([RewardSample(sample_id="0", media=bytes(2**22), media_type="image/png")], "")[0]
+        outcome = pool([EncodedSample(bytes(2**22), "image/png", "")], "")[0]
         assert isinstance(outcome, Problem)
         assert outcome.reason == "undecodable"
         assert deaths(registry) == 1
@@ -219,7 +260,11 @@ def test_batches_are_cut_for_all_processes(num_samples: int, num_processes: int,
     [([4, 4, 4], 3, [4, 4, 4]), ([20], 4, [20]), ([3, 3, 3, 3], 1, [6, 6]), ([1, 9, 1, 1], 2, [1, 9, 2])],
 )
 def test_groups_are_never_cut(groups: list[int], num_processes: int, sizes: list[int]) -> None:
-    samples = [RewardSample(group_id=str(group)) for group, size in enumerate(groups) for _ in range(size)]
+    samples = [
+        EncodedSample(b"", "image/png", "", group_id=str(group))
+        for group, size in enumerate(groups)
+        for _ in range(size)
+    ]
     parts = list(parts_of(units(samples, whole_groups=True), num_processes, MAX_PART))
     assert [sum(map(len, part)) for part in parts] == sizes
     assert [len(unit) for part in parts for unit in part] == groups
@@ -237,9 +282,7 @@ class OfGroups(Obedient):
 
 
 def test_groups_reach_the_processes_whole_and_are_asked_again_whole(tmp_path: Path) -> None:
-    samples = asked("1", "1", "1", f"kill once {tmp_path / 'a'}", "1", "1", "1")
-    for index, group in enumerate("aabbbcc"):
-        samples[index].group_id = group
+    samples = asked("1", "1", "1", f"kill once {tmp_path / 'a'}", "1", "1", "1", groups="aabbbcc")
     with started(OfGroups, 2, whole_groups=True) as (pool, registry):
         outcomes = pool(samples, "")
         assert deaths(registry) == 1
@@ -259,10 +302,11 @@ def test_ocr_in_processes_gives_the_same_bits() -> None:
     pages = [sample(str(points), page(("Exit 42", 0.2, 0.3, points)), '"Exit 42"') for points in (20, 40, 60)]
     here = Evaluator(scorer, 1)
     with started(partial(scorers.make, "ocr", {}, 1), 2) as (pool, _):
-        for samples, given in ((signs, {}), (signs, {"score": "soft"}), (pages, {"region": "page"})):
-            params = scorer.parse(given)
-            outcomes = pool(samples, params)
-            assert outcomes == here(samples, params)
+        for samples, settings in ((signs, {}), (signs, {"score": "soft"}), (pages, {"region": "page"})):
+            params = scorer.parse(settings)
+            given = [EncodedSample.of(sample) for sample in samples]
+            outcomes = pool(given, params)
+            assert outcomes == here(given, params)
             assert all(isinstance(outcome, Score) for outcome in outcomes)
     here.close()
 

@@ -18,6 +18,7 @@ from PIL import Image
 from prometheus_client import CollectorRegistry
 
 from flowfleet.proto.reward_pb2 import MODALITY_VIDEO
+from flowfleet.reward_requests import EncodedSample
 from services.reward.metrics import RewardMetrics
 from services.reward.pool import ProcessPool
 from services.reward.scorers import make
@@ -159,7 +160,7 @@ def test_hangs_and_crashes_cost_their_own_sample(folder: Path) -> None:
     pool = ProcessPool(partial(make, "python", given, 1), 1, metrics, limits=scorer.process_limits)
     try:
         prompts = ["abc", "hang", "crash", "raise", "pid"]
-        outcomes = pool([sample(prompt, Image.new("RGB", (8, 4)), prompt) for prompt in prompts], ())
+        outcomes = pool([EncodedSample.of(sample(prompt, Image.new("RGB", (8, 4)), prompt)) for prompt in prompts], ())
     finally:
         pool.close()
     assert outcomes[0] == Score(3.0)

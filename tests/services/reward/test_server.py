@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from flowfleet import rpc
 from flowfleet.proto.reward_pb2 import RewardSample, ScoreRequest
-from flowfleet.proto.reward_pb2_grpc import RewardServiceStub, add_RewardServiceServicer_to_server
+from flowfleet.proto.reward_pb2_grpc import RewardServiceStub
 from services.reward.batcher import Limits
 from services.reward.engines import Batched
 from services.reward.evaluator import Evaluator
@@ -66,7 +66,7 @@ def serve(scorer: Echo, limits: Limits, scenario: Scenario) -> CollectorRegistry
         servicer = RewardServicer(Batched(scorer, Evaluator(scorer, 1), limits, metrics), limits, metrics)
         await servicer.start()
         server = rpc.make_server()
-        add_RewardServiceServicer_to_server(servicer, server)
+        servicer.add_to_server(server)
         port = rpc.listen(server, "127.0.0.1", 0)
         await server.start()
         try:

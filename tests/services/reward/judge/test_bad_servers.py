@@ -17,9 +17,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from flowfleet.errors import Unavailable
+from flowfleet.reward_requests import EncodedSample
 from services.reward.judge.metrics import JudgeMetrics
 from services.reward.judge.settings import VlmSettings
-from services.reward.scorers.base import EncodedSample, Outcome, Problem, Score
+from services.reward.scorers.base import Outcome, Problem, Score
 from services.reward.scorers.vlm import VlmScorer
 from tests.certificates import Authority
 from tests.services.reward.judge.bad_server import (
@@ -83,6 +84,11 @@ def score_once(reply: Reply, **settings: Any) -> tuple[list[Outcome], Server, Ru
             status(404, b'{"error": {"message": "no model judge"}}'),
             1,
             r"404: no model judge .*settings.model is 'judge'",
+        ),
+        (
+            status(400, b"{\"detail\": \"Server is pinned to '/m'; requested 'judge'.\"}"),
+            1,
+            r"400: Server is pinned to '/m'; .*settings.model is 'judge'",
         ),
         (status(307, location="http://x/"), 1, r"307: .*points to http://x/: settings.urls"),
         (hang, 2, r"/v1 gave no whole answer in 2 s \(settings.timeout_s = 2"),
@@ -150,13 +156,89 @@ def test_tls(case: str, tmp_path: Path) -> None:
 
 
 def test_a_refused_question_is_the_samples_problem_and_blames_nobody_else() -> None:
-    body = b'{"error": {"message": "logprobs are not supported"}}'
-    (outcome,), server, run = score_once(status(400, body))
+    said = b'{"error": {"message": "Requested sample logprobs of 20, which is greater than max allowed: 5"}}'
+    (outcome,), server, run = score_once(status(400, said))
     assert isinstance(outcome, Problem)
     assert outcome.reason == "judge_refused"
-    assert 'logprobs = "never"' in outcome.message
+    assert "settings.top_logprobs" in outcome.message
     assert len(server.asked) == 1
     assert run.metric("calls_total", server=server.url, outcome="refused") == 1
+
+
+def refuses_logprobs(code: int, body: bytes) -> Reply:
+    async def reply(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        await (status(code, body) if "logprobs" in asked.body else says("Yes"))(asked, writer)
+
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("code", "body"),
+    [
+        (400, b'{"error": {"message": "logprobs are not supported"}}'),
+        (403, b'{"error": {"message": "You are not allowed to request logprobs from this model."}}'),
+        (422, b"{\"detail\": \"Unsupported fields in the request: {'top_logprobs', 'logprobs'}\"}"),
+        (
+            422,
+            b'{"detail": [{"loc": ["body", "logprobs"], "msg": "Extra inputs are not permitted"}]}',
+        ),
+    ],
+)
+def test_a_server_that_refuses_log_probabilities_is_asked_without_from_then_on(
+    code: int, body: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def score() -> None:
+        async with serving(refuses_logprobs(code, body)) as refusing, serving(says("Yes", YES)) as giving:
+            run = Run([refusing.url], concurrency=4)
+            await run.scorer.start()
+            first = await run.scorer.score(samples(2), ())
+            again = await run.scorer.score(samples(6), ())
+            await run.scorer.close()
+            assert first + again == [Score(1.0, {"by_logprobs": 0.0})] * 8
+            assert [asked.body.get("top_logprobs") for asked in refusing.asked] == [20] * 2 + [None] * 6
+            assert len(caplog.records) == 1
+            assert refusing.url in caplog.text
+            both = await Run([refusing.url, giving.url]).score(samples(8))
+            assert {outcome.components["by_logprobs"] for outcome in both if isinstance(outcome, Score)} == {0.0, 1.0}
+
+    asyncio.run(score())
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "top_logprobs=20 is not supported: at most 5",
+        "top_logprobs of 20 is not allowed, max is 5",
+        "Requested sample logprobs of 20, which is greater than max allowed: 5",
+    ],
+)
+def test_a_limit_of_log_probabilities_is_no_refusal_of_them(said: str) -> None:
+    (outcome,), server, _ = score_once(status(400, json.dumps({"error": {"message": said}}).encode()))
+    assert isinstance(outcome, Problem)
+    assert "settings.top_logprobs" in outcome.message
+    assert len(server.asked) == 1
+
+
+def test_a_server_that_fails_without_log_probabilities_too_is_asked_for_them_again() -> None:
+    said = b'{"error": {"message": "images are not supported, only text and logprobs"}}'
+
+    async def score() -> None:
+        async with serving(status(400, said)) as server:
+            run = Run([server.url])
+            await run.scorer.start()
+            for _ in range(2):
+                (outcome,) = await run.scorer.score(samples(1), ())
+                assert isinstance(outcome, Problem)
+            await run.scorer.close()
+            assert [asked.body.get("top_logprobs") for asked in server.asked] == [20, None] * 2
+
+    asyncio.run(score())
+
+
+def test_log_probabilities_that_are_required_and_refused_make_the_call_fail() -> None:
+    reply = refuses_logprobs(422, b'{"detail": "Unsupported fields in the request: {\'logprobs\'}"}')
+    with pytest.raises(Unavailable, match=r'gave no log-probabilities .*settings.logprobs be "auto"'):
+        score_once(reply, logprobs="require")
 
 
 def test_scores_come_from_log_probabilities_or_from_the_text() -> None:
