@@ -197,6 +197,7 @@ async def _end_group(process: TrainerProcess) -> None:
     if not _is_running(process):
         if _start_ticks(process.pid) == "":  # else the pid is somebody else's by now
             _signal_group(process.pid, signal.SIGKILL)
+            await _reap(process.pid)
         return
     _signal_group(process.pid, signal.SIGTERM)
     for _ in range(int(STOP_TIMEOUT_S / POLL_S)):
@@ -204,6 +205,23 @@ async def _end_group(process: TrainerProcess) -> None:
             break
         await asyncio.sleep(POLL_S)
     _signal_group(process.pid, signal.SIGKILL)
+    await _reap(process.pid)
+
+
+async def _reap(pid: int) -> None:
+    """A child that was killed: while threads of it are ending it cannot be waited for, though it is no more running."""
+    for _ in range(int(STOP_TIMEOUT_S / POLL_S)):
+        if _is_reaped(pid):
+            return
+        await asyncio.sleep(POLL_S)
+
+
+def _is_reaped(pid: int) -> bool:
+    """Or was no child of ours."""
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:

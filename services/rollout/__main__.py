@@ -6,10 +6,11 @@ import argparse
 import os
 import sys
 
-from flowfleet.service import PATIENT_THREADS, rpc_parser, run_service
+from flowfleet.service import PATIENT_THREADS, end_soon, rpc_parser, run_service
 
 
 def main() -> int:
+    end_soon()
     return run_service("rollout", _serve, parser())
 
 

@@ -24,7 +24,7 @@ from flowfleet import redis_client, rpc, telemetry
 from flowfleet.blobs import SyncBlobs, open_blobs_sync
 from flowfleet.errors import FlowfleetError
 from flowfleet.proto import trainer_pb2_grpc
-from flowfleet.service import end_with_parent, rpc_parser, run_service
+from flowfleet.service import end_soon, end_with_parent, rpc_parser, run_service
 from services.trainer.commands import Command, Kind
 from services.trainer.publish import Publisher
 from services.trainer.ranks import Ranks
@@ -46,6 +46,7 @@ class _Calls(Protocol):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    end_soon()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
     if int(os.environ.get("RANK", "0")) > 0:

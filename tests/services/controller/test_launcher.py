@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -77,6 +78,28 @@ def test_stopping_ends_the_whole_group(launcher: LocalLauncher, spec: JobSpec, t
         assert not (tmp_path / "trainers" / "job.json").exists()
 
     asyncio.run(scenario())
+
+
+HALF_ENDED = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(60,)).start()
+print("up", flush=True)
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_a_trainer_whose_first_thread_has_ended_leaves_no_zombie(launcher: LocalLauncher, tmp_path: Path) -> None:
+    """As the agent of torchrun sometimes is when it ends: no more running, and not yet to be waited for."""
+    process = subprocess.Popen([sys.executable, "-c", HALF_ENDED], stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"up\n"
+    (tmp_path / "trainers").mkdir(exist_ok=True)
+    (tmp_path / "trainers/job.json").write_text(f'{{"pid": {process.pid}, "started": "1", "port_file": "x"}}')
+    while "Z" not in Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2]:
+        time.sleep(0.01)
+    asyncio.run(launcher.stop("job"))
+    with pytest.raises(ChildProcessError):
+        os.waitpid(process.pid, os.WNOHANG)
 
 
 def test_trainers_of_other_jobs_are_ended(launcher: LocalLauncher, spec: JobSpec, tmp_path: Path) -> None:
