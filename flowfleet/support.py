@@ -2,7 +2,7 @@
 job has to pass.
 
 `python -m flowfleet.support` rewrites it, in the directory of the repository. Free of torch. That a cell keeps its
-promise is shown by tests/e2e/test_matrix.py, which runs each.
+promise is shown by tests/e2e/matrix, which runs each.
 """
 
 from __future__ import annotations

@@ -8,7 +8,9 @@ import pytest
 
 from flowfleet.service import PATIENT_THREADS
 
-os.environ.update(PATIENT_THREADS)  # before torch: tests and the processes they start share few cores
+# Before torch: two files of tests at a time share few cores. Threads that meet at barriers wait for one that has no
+# core: with two a process, steps of the tiny model took four times as long beside one other process.
+os.environ.update(PATIENT_THREADS | {"OMP_NUM_THREADS": "1"})
 
 
 @pytest.fixture(scope="session")

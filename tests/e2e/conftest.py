@@ -78,7 +78,7 @@ def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def small_job(held_out: Path) -> Callable[..., dict[str, Any]]:
     """The demo's job, smaller: 4 steps of 4 prompts × 6 pictures in two updates, a checkpoint every second step.
 
@@ -96,6 +96,7 @@ def small_job(held_out: Path) -> Callable[..., dict[str, Any]]:
             "rollout.group_size": 6,
             "rollout.batch_size": 12,
             "trainer.micro_batch_size": 12,
+            "trainer.threads": 1,
             "schedule.steps": 4,
             "schedule.save_every": 2,
             "schedule.validate_every": 2,

@@ -1,28 +1,45 @@
-"""More than one of a kind: replicas, trainer ranks, rewards; and sampling ahead of training."""
+"""More than one of a kind: replicas, trainer ranks, rewards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import signal
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import assert_accounted
+from tests.e2e.conftest import Fleet, assert_accounted, wait_until
 
 MakeJob = Callable[..., dict[str, Any]]
 pytestmark = pytest.mark.long
 
 
-def test_two_replicas_share_the_work_and_serve_the_same_bits(
-    make_fleet: Callable[..., Any], small_job: MakeJob
+@pytest.fixture(scope="module")
+def replicas(make_fleet: Callable[..., Any]) -> Iterator[Fleet]:
+    """One stack with two replicas."""
+    with make_fleet(replicas=2) as running:
+        yield running
+
+
+def test_two_replicas_share_the_work_and_serve_the_same_bits(replicas: Fleet, small_job: MakeJob) -> None:
+    job = replicas.run(small_job(**{"rollout.batch_size": 6, "trainer.micro_batch_size": 6}))
+    assert_accounted(job, 4 * 24)
+    listed = replicas.client.fleet().replicas
+    assert len(listed) == 2
+    assert all(replica.samples_total > 0 for replica in listed)
+    assert all(row.values["rollout_corr/ratio_max"] == 1.0 for row in replicas.metrics(job))
+
+
+def test_a_replica_killed_during_full_publishing_is_left_out_and_catches_up(
+    replicas: Fleet, small_job: MakeJob
 ) -> None:
-    with make_fleet(replicas=2) as fleet:
-        job = fleet.run(small_job(**{"rollout.batch_size": 6, "trainer.micro_batch_size": 6}))
-        assert_accounted(job, 4 * 24)
-        replicas = fleet.client.fleet().replicas
-        assert len(replicas) == 2
-        assert all(replica.samples_total > 0 for replica in replicas)
-        assert all(row.values["rollout_corr/ratio_max"] == 1.0 for row in fleet.metrics(job))
+    client = replicas.client
+    job = client.submit(small_job(**{"trainer.mode": "full", "trainer.optimizer.lr": 1e-4, "schedule.steps": 6}))
+    wait_until(lambda: client.job(job.id).progress.step >= 2 and client.job(job.id).progress.phase == "publish")
+    os.kill(replicas.pid("rollout-1"), signal.SIGKILL)
+    job = client.wait(job.id, 240)
+    assert_accounted(job, 6 * 24)
 
 
 def test_two_trainer_ranks_and_two_rewards(make_fleet: Callable[..., Any], small_job: MakeJob) -> None:
@@ -38,12 +55,3 @@ def test_two_trainer_ranks_and_two_rewards(make_fleet: Callable[..., Any], small
         assert sample.reward == pytest.approx(
             (sample.scores["ocr"] or 0) + 0.1 * (sample.scores["jpeg_compressibility"] or 0)
         )
-
-
-def test_sampling_ahead_by_one_version(make_fleet: Callable[..., Any], small_job: MakeJob) -> None:
-    with make_fleet() as fleet:
-        job = fleet.run(small_job(**{"schedule.max_staleness": 1, "schedule.steps": 5}))
-        assert_accounted(job, 5 * 24)
-        stale = [row.values["training/off_policy/trajectory_staleness/mean"] for row in fleet.metrics(job)]
-        assert all(value is not None and 0 <= value <= 1 for value in stale)
-        assert max(value or 0 for value in stale) > 0

@@ -93,18 +93,6 @@ def test_the_job_survives(
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-6)
 
 
-def test_a_replica_killed_during_full_publishing_is_left_out_and_catches_up(
-    make_fleet: Callable[..., Any], small_job: MakeJob
-) -> None:
-    with make_fleet(replicas=2) as fleet:
-        client = fleet.client
-        job = client.submit(small_job(**{"trainer.mode": "full", "trainer.optimizer.lr": 1e-4, "schedule.steps": 6}))
-        wait_until(lambda: client.job(job.id).progress.step >= 2 and client.job(job.id).progress.phase == "publish")
-        os.kill(fleet.pid("rollout-1"), signal.SIGKILL)
-        job = client.wait(job.id, 240)
-        assert_accounted(job, 6 * SAMPLES)
-
-
 def curve(fleet: Fleet, job: Job) -> list[list[float]]:
     rows = fleet.metrics(job)
     assert [row.step for row in rows] == list(range(STEPS))

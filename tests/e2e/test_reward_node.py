@@ -43,6 +43,7 @@ def test_the_tiny_model_learns_what_a_service_on_node_rewards(make_fleet: Callab
             spec["data"] = {"train": str(ROOT / spec["data"]["train"]), "validation": str(prompts)}
             spec["rewards"]["colour"]["params"]["target"] = target
             spec["schedule"] |= {"steps": STEPS, "validate_every": STEPS}
+            spec["trainer"]["threads"] = 1
             job = fleet.run(spec, timeout_s=800)
             assert job.status == "succeeded", job.reason
             gains = held_out(fleet, job, STEPS, "colour") - held_out(fleet, job, 0, "colour")

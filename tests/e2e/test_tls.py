@@ -78,7 +78,7 @@ def test_a_job_runs_under_mutual_tls(
         flags = ("--port", "0", "--reward", f"ocr={reward}", "--state-dir", str(state))
         controller = stack.enter_context(running("controller", tmp_path, environment, *flags))
         with Client(f"https://{controller}", KEY, ca=files / "ca.crt") as client:
-            job = client.wait(client.submit(small_job(**{"schedule.steps": 2})).id, 480)
+            job = client.wait(client.submit(small_job(**{"schedule.steps": 2, "trainer.threads": 2})).id, 480)
         assert_accounted(job, 2 * 4 * 6)
 
         monkeypatch.setenv("FLOWFLEET_RPC_TOKEN", TOKEN)

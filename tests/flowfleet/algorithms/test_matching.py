@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from flowfleet.algorithms.matching import MatchingRows, diffusion_nft, dpo, noisy, old_policy_decay
@@ -68,16 +68,21 @@ def seen_by(rows: MatchingRows) -> Inputs:
     return Inputs(*(as_float64(field) for field in fields))
 
 
+def nft_error(inputs: Inputs, beta: float) -> Array:
+    """Of the x0 predicted by the mixture of new and old policy."""
+    sigma = per_row(inputs.sigma, inputs.clean)
+    x_sigma = (1 - sigma) * inputs.clean + sigma * inputs.noise
+    return x_sigma - sigma * ((1 - beta) * inputs.old + beta * inputs.velocity) - inputs.clean
+
+
 def nft_oracle(inputs: Inputs, part: AlgorithmPart) -> tuple[Array, Array, dict[str, float]]:
     """Loss (B,), its gradient in the velocity, and the sums of the metrics, by x0 predictions."""
     sigma, clamp, beta = per_row(inputs.sigma, inputs.clean), part.advantage_clamp or 5.0, part.beta
-    x_sigma = (1 - sigma) * inputs.clean + sigma * inputs.noise
     share = np.clip(inputs.advantages, -clamp, clamp) / (2 * clamp) + 0.5
     size = inputs.clean[0].size
     losses, slopes = [], []
     for sign in (1, -1):
-        mixed = (1 - sign * beta) * inputs.old + sign * beta * inputs.velocity
-        error = x_sigma - sigma * mixed - inputs.clean
+        error = nft_error(inputs, sign * beta)
         weight = np.maximum(row_mean(np.abs(error)), 1e-5)
         losses.append(row_mean(error**2) / weight)
         slopes.append(2 * error * -sigma * sign * beta / size / per_row(weight, error))
@@ -114,12 +119,15 @@ def test_diffusion_nft_matches_the_formula(
 ) -> None:
     part = AlgorithmPart(beta=beta, kl_coef=kl_coef, advantage_clamp=clamp)
     batch = draw(seed, rows, inner, dtype)
+    # Of few elements a sample may be predicted almost exactly, and terms cancel: float32 is left with their rounding.
+    errors = [row_mean(np.abs(nft_error(seen_by(batch), sign * beta))).min() for sign in (1, -1)]
+    assume(dtype == torch.float64 or min(errors) > 0.05)
     output = diffusion_nft(batch, part)
     backward(output.loss)
     loss, slope, sums = nft_oracle(seen_by(batch), part)
-    # A sample of few elements may be predicted almost exactly, which leaves float32 the rounding of its terms.
-    close(output.loss, loss, tolerance, floor=0.1 * (clamp or 5.0) / beta if dtype == torch.float32 else 0.0)
-    close(gradient(batch.velocity), slope, tolerance)
+    terms = (clamp or 5.0) if dtype == torch.float32 else 0.0
+    close(output.loss, loss, tolerance, floor=0.1 * terms / beta)
+    close(gradient(batch.velocity), slope, tolerance, floor=terms)
     values = {name: value.item() for name, value in output.sums.items()}
     assert values == pytest.approx(sums, rel=10 * tolerance, abs=0.1 * tolerance)
     assert not any(value.requires_grad for value in output.sums.values())

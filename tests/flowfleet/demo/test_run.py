@@ -20,10 +20,11 @@ def test_a_short_demo_leaves_everything_and_no_process(tmp_path: Path, monkeypat
     lines = (ROOT / "recipes/tiny/prompts/validation.txt").read_text().splitlines()[:5]
     prompts.write_text("\n".join(lines))
     changes = ["schedule.steps=1", "rollout.prompts_per_step=2", "rollout.group_size=3", f"data.validation={prompts}"]
+    changes += ["trainer.threads=1", "seed=3"]
     text = io.StringIO()
     directory = tmp_path / "demo"
 
-    summary = run_demo(Path("recipes/tiny_ocr.toml"), directory, [*changes, "seed=3"], Console(file=text, width=200))
+    summary = run_demo(Path("recipes/tiny_ocr.toml"), directory, changes, Console(file=text, width=200))
 
     assert (summary["samples_trained"], summary["samples_dropped"], summary["seed"]) == (6, 0, 3)
     assert summary["held_out_prompts"] == 5
