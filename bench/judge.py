@@ -32,8 +32,7 @@ from prometheus_client import CollectorRegistry
 from bench.judge_server import ANSWER, serve
 from bench.reward import as_jpeg, pictures
 from bench.reward_service import cpu_seconds, running
-from flowfleet.proto.reward_pb2_grpc import RewardServiceStub
-from flowfleet.reward_requests import EncodedSample, ScoreCall
+from flowfleet.reward_requests import EncodedSample, ScoreCall, score_method
 from flowfleet.rpc import open_channel
 from flowfleet.service import keep_freed_memory, usable_cpus
 from services.reward.judge.media import Picture
@@ -175,10 +174,10 @@ class _Ways:
         """Of each: bare, the scorer itself, its service."""
         await self._scorer.start()
         async with open_channel(self._address) as channel:
-            stub = RewardServiceStub(channel)
+            score = score_method(channel)
 
             async def service(sample: EncodedSample) -> None:
-                response = await stub.Score(ScoreCall([sample]).message(), timeout=DEADLINE_S)
+                response = await score(ScoreCall([sample]).write(), timeout=DEADLINE_S)
                 assert response.scores[0].WhichOneof("outcome") == "score", response.scores[0].error
 
             pressed = []

@@ -36,7 +36,7 @@ from bench.reward_service import cpu_seconds, running
 from flowfleet.media import decode_media, encode_media
 from flowfleet.proto.reward_pb2 import DescribeRequest
 from flowfleet.proto.reward_pb2_grpc import RewardServiceStub
-from flowfleet.reward_requests import EncodedSample, ScoreCall
+from flowfleet.reward_requests import EncodedSample, ScoreCall, score_method
 from flowfleet.rpc import open_channel
 from flowfleet.service import keep_freed_memory, usable_cpus
 from services.controller.reward_requests import chunks
@@ -218,12 +218,11 @@ async def _compare(
     ratios: list[float] = []
     cpu = [0.0, 0.0]
     async with open_channel(address) as channel:
-        stub = RewardServiceStub(channel)
-
-        described = await stub.Describe(DescribeRequest(), timeout=DEADLINE_S)
+        described = await RewardServiceStub(channel).Describe(DescribeRequest(), timeout=DEADLINE_S)
+        score = score_method(channel)
 
         async def call(samples: Sequence[EncodedSample]) -> None:
-            response = await stub.Score(ScoreCall(samples, case.params).message(), timeout=DEADLINE_S)
+            response = await score(ScoreCall(samples, case.params).write(), timeout=DEADLINE_S)
             assert all(given.WhichOneof("outcome") == "score" for given in response.scores)
 
         async def ask(batch: Sequence[EncodedSample]) -> None:
@@ -233,11 +232,11 @@ async def _compare(
         await ask(batches[0])
         for turn in range(rounds):
             batch = batches[turn % len(batches)]
-            start, spent = time.perf_counter(), time.process_time()
+            spent, start = time.process_time(), time.perf_counter()
             evaluate(batch, params)
             direct.append(time.perf_counter() - start)
             cpu[0] += time.process_time() - spent
-            start, spent = time.perf_counter(), time.process_time() + cpu_seconds(process)
+            spent, start = time.process_time() + cpu_seconds(process), time.perf_counter()
             await ask(batch)
             served.append(time.perf_counter() - start)
             cpu[1] += time.process_time() + cpu_seconds(process) - spent

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import grpc
+
 from flowfleet.errors import InvalidRequest
 from flowfleet.proto import reward_pb2
-from flowfleet.proto.reward_pb2 import RewardSample, ScoreRequest
+from flowfleet.proto.reward_pb2 import RewardSample, ScoreRequest, ScoreResponse
 
 SERVICE_NAME: Final[str] = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
 CONTRACT: Final = 1
@@ -60,19 +62,43 @@ class ScoreCall:
         """Of its samples."""
         return sum(sample.num_bytes for sample in self.samples)
 
-    def message(self) -> ScoreRequest:
-        """The same."""
-        request = ScoreRequest(params=self.params)
+    def write(self) -> bytes:
+        """The serialised message, with one copy of each file; by way of a message object they would be three. Made of
+        parts, since a message is its fields one after the other, in any order
+        (protobuf.dev/programming-guides/encoding). ValueError for texts that are not Unicode."""
+        parts = [ScoreRequest(params=self.params).SerializeToString()]
         for sample in self.samples:
-            request.samples.add(
+            texts = RewardSample(
                 sample_id=sample.sample_id,
-                media=sample.media,
                 media_type=sample.media_type,
                 prompt=sample.prompt,
                 metadata=sample.metadata,
                 group_id=sample.group_id,
-            )
-        return request
+            ).SerializeToString()
+            media = _head(RewardSample.MEDIA_FIELD_NUMBER, len(sample.media))
+            size = len(texts) + len(media) + len(sample.media)
+            parts += [_head(ScoreRequest.SAMPLES_FIELD_NUMBER, size), texts, media, sample.media]
+        return b"".join(parts)
+
+
+def score_method(channel: grpc.aio.Channel) -> grpc.aio.UnaryUnaryMultiCallable[bytes, ScoreResponse]:
+    """`Score` of the service at the other end, for calls that are written: were they written by gRPC, one that cannot
+    be would be sent empty."""
+    return channel.unary_unary(f"/{SERVICE_NAME}/Score", response_deserializer=ScoreResponse.FromString)
+
+
+def _head(field_number: int, size: int) -> bytes:
+    """What comes before a field of so many bytes: its number and wire type, LEN, and the size, as varints."""
+    return _varint(field_number << 3 | 2) + _varint(size)
+
+
+def _varint(number: int) -> bytes:
+    """Seven bits a byte, the lowest first; all but the last byte have the eighth set."""
+    digits = bytearray()
+    while number > 127:
+        digits.append(number & 127 | 128)
+        number >>= 7
+    return bytes([*digits, number])
 
 
 def check_ids(sample_ids: Iterable[str], max_batch: int) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import grpc
 
 from flowfleet.proto import reward_pb2, reward_pb2_grpc
-from flowfleet.reward_requests import CONTRACT, EncodedSample, ScoreCall
+from flowfleet.reward_requests import CONTRACT, EncodedSample, ScoreCall, score_method
 from flowfleet.rpc import open_channel
 from services.controller import reward_failures
 from services.controller.concurrency import end, gather_or_cancel
@@ -57,9 +57,8 @@ class _Replica:
     """The last Describe."""
     called_at: float = float("-inf")
 
-    @property
-    def stub(self) -> reward_pb2_grpc.RewardServiceAsyncStub:
-        return reward_pb2_grpc.RewardServiceStub(self.channel)
+    async def score(self, call: bytes, deadline_s: float) -> reward_pb2.ScoreResponse:
+        return await score_method(self.channel)(call, timeout=deadline_s)
 
     @property
     def broken(self) -> bool:
@@ -88,7 +87,8 @@ class _Replica:
 
     async def _describe(self) -> reward_pb2.DescribeResponse:
         with self.noting_breaks():
-            answer = await self.stub.Describe(reward_pb2.DescribeRequest(), timeout=DESCRIBE_DEADLINE_S)
+            stub = reward_pb2_grpc.RewardServiceStub(self.channel)
+            answer = await stub.Describe(reward_pb2.DescribeRequest(), timeout=DESCRIBE_DEADLINE_S)
         self.described, self.described_at = answer, time.monotonic()
         return answer
 
@@ -256,7 +256,7 @@ class RewardService:
         """One call to a replica that it suits, again on others while it finds replicas gone, and in halves while it is
         too large."""
         call = ScoreCall(samples, params)
-        request = call.message()
+        written = call.write()
         tried: list[str] = []
         while True:
             every = await self._ready(name)
@@ -266,7 +266,7 @@ class RewardService:
             start = time.monotonic()
             try:
                 async with self._lease(replica, len(samples)):
-                    response = await replica.stub.Score(request, timeout=self._deadline_s)
+                    response = await replica.score(written, self._deadline_s)
                     seconds = time.monotonic() - start
                     described = await replica.describe_what_answered(response)
             except grpc.aio.AioRpcError as error:

@@ -30,14 +30,15 @@ log = logging.getLogger(__name__)
 
 
 class Evaluator(Generic[Params]):
-    """Scores batches with one scorer in this process; `num_threads` decode. One call at a time."""
+    """Scores batches with one scorer in this process. Decodes on `num_threads` threads or, where that is 1, on the
+    caller's. One call at a time."""
 
     num_batches = 1
 
     def __init__(self, scorer: Scorer[Params], num_threads: int) -> None:
         scorer.start()
         self._scorer = scorer
-        self._decoders = ThreadPoolExecutor(num_threads, thread_name_prefix="decode")
+        self._decoders = ThreadPoolExecutor(num_threads, thread_name_prefix="decode") if num_threads > 1 else None
 
     def __call__(self, samples: Sequence[EncodedSample], params: Params) -> list[Outcome]:
         """One outcome a sample, in order."""
@@ -46,10 +47,12 @@ class Evaluator(Generic[Params]):
         return [outcome for part in _parts(batch) for outcome in self._score_part(part, params)]
 
     def close(self) -> None:
-        self._decoders.shutdown()
+        if self._decoders:
+            self._decoders.shutdown()
 
     def _score_part(self, part: Sequence[Opened | Problem], params: Params) -> list[Outcome]:
-        decoded = list(self._decoders.map(lambda item: decode(item) if isinstance(item, Opened) else item, part))
+        each = self._decoders.map if self._decoders else map
+        decoded = list(each(lambda item: decode(item) if isinstance(item, Opened) else item, part))
         outcomes = iter(self._score([item for item in decoded if isinstance(item, Sample)], params))
         return [next(outcomes) if isinstance(item, Sample) else item for item in decoded]
 

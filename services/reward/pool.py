@@ -304,9 +304,9 @@ class _Worker:
 
 def _work(pipe: Connection[Any, Any], memories: Sequence[SharedMemory], make: Make, log_level: str) -> None:
     """The life of a process: says that it is ready, then answers part after part until the pipe is closed."""
+    keep_freed_memory()  # before there are threads
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal's Ctrl-C: the parent drains and closes the pipe
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    keep_freed_memory()
     configure_logging("reward", log_level)
     try:
         scorer = make()
