@@ -103,6 +103,12 @@ def test_odd_rates_are_kept_as_fractions() -> None:
 def test_equal_frames_make_equal_bytes() -> None:
     assert encode_media(VIDEO)[0] == MP4
     assert encode_media(np.asfortranarray(VIDEO))[0] == MP4
+    rng, used = np.random.default_rng(0), []
+    for _ in range(200):  # whatever its memory held before
+        used.append(np.full(rng.integers(1, 300_000), rng.integers(256), np.uint8))
+        if len(used) > 40:
+            used.pop(rng.integers(40))
+        assert encode_media(VIDEO)[0] == MP4
 
 
 @pytest.mark.parametrize(
