@@ -97,6 +97,8 @@ def _parse(line: str, url: str, number: int, kind: Kind) -> Prompt:
     where = f"{url}:{number}"
     try:
         record = json.loads(line)
+        if "\\u" in line:
+            _check_characters(record)
         media = (record["chosen"], record["rejected"]) if kind == "preferences" else ()
         images = record.get("images", [])
         if not isinstance(images, list):
@@ -112,6 +114,14 @@ def _parse(line: str, url: str, number: int, kind: Kind) -> Prompt:
         raise ValueError(f"{where}: expected an object like {_SHAPES[kind]}") from None
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
+
+
+def _check_characters(record: Any) -> None:
+    """ValueError for what JSON can escape and no message can hold."""
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds half of a surrogate pair, which is no character") from None
 
 
 def _text(value: Any) -> str:

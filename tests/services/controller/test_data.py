@@ -88,6 +88,11 @@ def test_types_go_by_suffix() -> None:
         ),
         ("list.jsonl", "[1]", "list.jsonl:1: expected an object"),
         ("no_prompt.jsonl", '{"text": "a"}', "no_prompt.jsonl:1: expected an object"),
+        (
+            "half.jsonl",
+            '{"prompt": "a", "chosen": "1.png", "rejected": "2.png", "metadata": {"note": "\\ud800"}}',
+            "half.jsonl:1: holds half of a surrogate pair",
+        ),
     ],
 )
 def test_bad_files_name_the_line(tmp_path: Path, name: str, text: str, message: str, kind: Kind) -> None:
