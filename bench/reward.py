@@ -1,6 +1,6 @@
 """What does the service cost? Each scorer through its service, against calling its function directly.
 
-    python -m bench.reward [--only jpeg ocr_line clip …] [--processes 1 2] [--rounds 5] [--json FILE]
+    python -m bench.reward [--only jpeg ocr_line clip …] [--processes 1 2] [--threads 1 2] [--rounds 5] [--json FILE]
 
 The pictures are rendered: 512 × 512, a line or two of text on a noisy ground, PNG of about 0.5 MB; of `motion`, videos
 of 9 frames of 128 × 128. A batch is a group of 16, as a controller sends it. Directly means: decode and score on one
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import io
+import itertools
 import json
 import os
 import statistics
@@ -97,6 +98,7 @@ class Figures:
 
     case: str
     processes: int
+    threads: int
     direct_ms: float
     """Of a batch of 16, one after the other."""
     service_ms: float
@@ -114,6 +116,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[*CASES], choices=[*CASES, *MODELS], help="(those without models)")
     parser.add_argument("--processes", type=int, nargs="+", default=[1], help="of the service, one run each (1)")
+    parser.add_argument(
+        "--threads", type=int, nargs="+", default=[1], help="of the service's own process, likewise (1)"
+    )
     parser.add_argument("--groups", type=int, default=4, help="of 16 samples (4)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the figures here as well")
@@ -122,8 +127,8 @@ def main() -> None:
     before = os.getloadavg()
     rows: list[Figures] = []
     for name in options.only:
-        for processes in options.processes:
-            rows.append(one(name, processes, options.groups, options.rounds))
+        for processes, threads in itertools.product(options.processes, options.threads):
+            rows.append(one(name, processes, threads, options.groups, options.rounds))
             machine = {"cpus": usable_cpus(), "load_before": before, "load_after": os.getloadavg()}
             if options.json:
                 text = json.dumps(
@@ -132,19 +137,19 @@ def main() -> None:
                 options.json.write_text(text + "\n")
 
 
-def one(name: str, processes: int, num_groups: int, rounds: int) -> Figures:
+def one(name: str, processes: int, threads: int, num_groups: int, rounds: int) -> Figures:
     """A case, printed too."""
     with tempfile.TemporaryDirectory() as folder:
         case = (CASES | MODELS)[name].made(Path(folder))
         samples = (videos if case.video else pictures)(num_groups * GROUP)
-        flags = [*case.flags, "--processes", str(processes), "--threads", "1"]
+        flags = [*case.flags, "--processes", str(processes), "--threads", str(threads)]
         with running(Path(folder), *flags) as (process, address):
-            figures = asyncio.run(_compare(name, case, processes, samples, process, address, rounds))
+            figures = asyncio.run(_compare(name, case, processes, threads, samples, process, address, rounds))
     print(
-        f"{name:<14} {processes} process(es): {figures.direct_ms:.1f} ms directly, {figures.service_ms:.1f} through "
-        f"the service (× {figures.ratio:.2f}); CPU of a sample {figures.direct_cpu_ms:.1f} and "
-        f"{figures.service_cpu_ms:.1f} ms; {figures.rate:.1f} samples/s at once, slowest Describe "
-        f"{figures.slowest_describe_ms:.0f} ms",
+        f"{name:<14} {processes} process(es), {threads} thread(s): {figures.direct_ms:.1f} ms directly, "
+        f"{figures.service_ms:.1f} through the service (× {figures.ratio:.2f}); CPU of a sample "
+        f"{figures.direct_cpu_ms:.1f} and {figures.service_cpu_ms:.1f} ms; {figures.rate:.1f} samples/s at once, "
+        f"slowest Describe {figures.slowest_describe_ms:.0f} ms",
         flush=True,
     )
     return figures
@@ -204,6 +209,7 @@ async def _compare(
     name: str,
     case: Case,
     processes: int,
+    threads: int,
     samples: Sequence[EncodedSample],
     process: psutil.Process,
     address: str,
@@ -211,7 +217,7 @@ async def _compare(
 ) -> Figures:
     scorer = make(case.scorer, case.settings, 1)
     assert isinstance(scorer, Scorer)
-    params, evaluate = scorer.parse(case.params), Evaluator(scorer, 1)
+    params, evaluate = scorer.parse(case.params), Evaluator(scorer, 0)
     batches = list(groups(samples))
     direct: list[float] = []
     served: list[float] = []
@@ -253,6 +259,7 @@ async def _compare(
     return Figures(
         name,
         processes,
+        threads,
         *middle,
         statistics.median(ratios),
         1000 * statistics.median(late - early for early, late in zip(direct, served, strict=True)),

@@ -3,14 +3,16 @@
 Runs in the batcher's worker thread, or in a process of the pool.
 
 Media that cannot be decoded, a score that is not finite and a sample on which the scorer raises become that
-sample's `Problem`; the rest of the batch is scored. Decoding at most `MAX_DECODED_PIXELS` at a time bounds memory.
+sample's `Problem`; the rest of the batch is scored. A batch is taken in parts: while the scorer is at one, the next is
+decoded. That a part has at most `MAX_DECODED_PIXELS` bounds memory.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic
 
@@ -20,8 +22,11 @@ from services.reward.decoding import MAX_PIXELS, Opened, decode, open_sample
 from services.reward.groups import bounds, units
 from services.reward.scorers.base import Outcome, Params, Problem, Sample, Score, Scorer
 
-MAX_DECODED_PIXELS = 4 * MAX_PIXELS
-"""192 MiB as RGB. A longer video is decoded alone."""
+MAX_DECODED_PIXELS = 2 * MAX_PIXELS
+"""96 MiB as RGB, of which two parts are in memory. A longer video is a part alone."""
+
+PART = 4
+"""Units of a part, for scorers that gain nothing from large ones."""
 
 FAILED, DIED = "scorer_failed", "scorer_died"
 """Reasons of Problems that are the scorer's and not the sample's."""
@@ -30,29 +35,38 @@ log = logging.getLogger(__name__)
 
 
 class Evaluator(Generic[Params]):
-    """Scores batches with one scorer in this process. Decodes on `num_threads` threads or, where that is 1, on the
-    caller's. One call at a time."""
+    """Scores batches with one scorer in this process, one call at a time. `num_threads` threads decode what comes next;
+    without any, each part is decoded before it is scored."""
 
     num_batches = 1
 
     def __init__(self, scorer: Scorer[Params], num_threads: int) -> None:
         scorer.start()
         self._scorer = scorer
-        self._decoders = ThreadPoolExecutor(num_threads, thread_name_prefix="decode") if num_threads > 1 else None
+        self._decoders = ThreadPoolExecutor(num_threads, thread_name_prefix="decode") if num_threads else None
 
     def __call__(self, samples: Sequence[EncodedSample], params: Params) -> list[Outcome]:
         """One outcome a sample, in order."""
         opened = [open_sample(sample, self._scorer.modalities) for sample in samples]
         batch = [opened[start:end] for start, end in bounds(units(samples, self._scorer.needs_group))]
-        return [outcome for part in _parts(batch) for outcome in self._score_part(part, params)]
+        outcomes: list[Outcome] = []
+        decoding: deque[Iterator[Sample | Problem]] = deque()
+        for part in _parts(batch, PART if self._decoders and self._scorer.call_bytes else len(batch)):
+            decoding.append(self._decode(part))
+            if len(decoding) > 1:
+                outcomes += self._score_part(list(decoding.popleft()), params)
+        return outcomes + [outcome for part in decoding for outcome in self._score_part(list(part), params)]
 
     def close(self) -> None:
         if self._decoders:
             self._decoders.shutdown()
 
-    def _score_part(self, part: Sequence[Opened | Problem], params: Params) -> list[Outcome]:
+    def _decode(self, part: Sequence[Opened | Problem]) -> Iterator[Sample | Problem]:
+        """Begins at once, if there are threads for it."""
         each = self._decoders.map if self._decoders else map
-        decoded = list(each(lambda item: decode(item) if isinstance(item, Opened) else item, part))
+        return each(lambda item: decode(item) if isinstance(item, Opened) else item, part)
+
+    def _score_part(self, decoded: Sequence[Sample | Problem], params: Params) -> list[Outcome]:
         outcomes = iter(self._score([item for item in decoded if isinstance(item, Sample)], params))
         return [next(outcomes) if isinstance(item, Sample) else item for item in decoded]
 
@@ -98,16 +112,19 @@ def finite(outcome: Outcome) -> Outcome:
     return Problem("non_finite", "; ".join(broken)) if broken else outcome
 
 
-def _parts(batch: Iterable[Sequence[Opened | Problem]]) -> Iterator[list[Opened | Problem]]:
-    """Runs of units with at most MAX_DECODED_PIXELS together, in order; a larger unit stands alone."""
+def _parts(batch: Sequence[Sequence[Opened | Problem]], size: int) -> Iterator[list[Opened | Problem]]:
+    """Runs of units, in order, at most so many and with at most MAX_DECODED_PIXELS together; a larger unit stands
+    alone. As equal as they can be: the OCR reader reads a picture that is alone twice over."""
     part: list[Opened | Problem] = []
-    budget = MAX_DECODED_PIXELS
+    count, budget = 0, MAX_DECODED_PIXELS
+    size = math.ceil(len(batch) / math.ceil(len(batch) / size))
     for unit in batch:
         cost = sum(item.num_pixels for item in unit if isinstance(item, Opened))
-        if part and cost > budget:
+        if count == size or (part and cost > budget):
             yield part
-            part, budget = [], MAX_DECODED_PIXELS
+            part, count, budget = [], 0, MAX_DECODED_PIXELS
         part += unit
+        count += 1
         budget -= cost
     if part:
         yield part

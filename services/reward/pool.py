@@ -311,7 +311,7 @@ def _work(pipe: Connection[Any, Any], memories: Sequence[SharedMemory], make: Ma
     try:
         scorer = make()
         assert isinstance(scorer, Scorer)
-        evaluate = Evaluator(scorer, 1)
+        evaluate = Evaluator(scorer, 0)
     except Exception:
         log.exception("a scoring process has no scorer")
         sys.exit(1)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -11,7 +12,8 @@ from flowfleet.errors import Unavailable
 from flowfleet.media import encode_media
 from flowfleet.proto.reward_pb2 import MODALITY_VIDEO, RewardSample
 from flowfleet.reward_requests import EncodedSample
-from services.reward import evaluator
+from services.reward import decoding, evaluator
+from services.reward.decoding import Opened
 from services.reward.evaluator import Evaluator, finite, unless_all_failed
 from services.reward.scorers.base import Outcome, Problem, Sample, Score, Scorer
 from tests.services.reward.pictures import sample
@@ -34,8 +36,8 @@ class Lookup(Scorer[None]):
         return [self.of(sample.prompt) for sample in samples]
 
 
-def evaluate(scorer: Lookup, samples: Sequence[RewardSample]) -> list[Outcome]:
-    run = Evaluator(scorer, 2)
+def evaluate(scorer: Lookup, samples: Sequence[RewardSample], num_threads: int = 2) -> list[Outcome]:
+    run = Evaluator(scorer, num_threads)
     outcomes = run([EncodedSample.of(sample) for sample in samples], None)
     run.close()
     return outcomes
@@ -131,3 +133,43 @@ def test_few_pixels_are_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     prompts = [f"0.{digit}" for digit in range(1, 8)]
     assert evaluate(scorer, samples(*prompts)) == [Score(float(prompt)) for prompt in prompts]
     assert [len(batch) for batch in scorer.batches] == [3, 3, 1]
+
+
+class OfWholeBatches(Lookup):
+    call_bytes = 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_threads", "number", "parts"),
+    [
+        (Lookup, 2, 4, [4]),
+        (Lookup, 2, 5, [3, 2]),
+        (Lookup, 1, 9, [3, 3, 3]),
+        (Lookup, 0, 9, [9]),
+        (OfWholeBatches, 2, 9, [9]),
+    ],
+)
+def test_a_batch_is_taken_in_equal_parts(kind: type[Lookup], num_threads: int, number: int, parts: list[int]) -> None:
+    scorer = kind(by_float)
+    prompts = [f"0.{digit}" for digit in range(1, number + 1)]
+    assert evaluate(scorer, samples(*prompts), num_threads) == [Score(float(prompt)) for prompt in prompts]
+    assert [len(batch) for batch in scorer.batches] == parts
+
+
+def test_the_next_part_is_decoded_while_one_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded = threading.Event()
+
+    def decode(opened: Opened) -> Sample | Problem:
+        if opened.sample.prompt == "0.8":
+            decoded.set()
+        return decoding.decode(opened)
+
+    class Waiting(Lookup):
+        def score(self, samples: Sequence[Sample], params: None) -> list[Outcome]:
+            assert decoded.wait(60.0)
+            return super().score(samples, params)
+
+    monkeypatch.setattr(evaluator, "decode", decode)
+    scorer = Waiting(by_float)
+    evaluate(scorer, samples(*(f"0.{digit}" for digit in range(1, 9))), 1)
+    assert [len(batch) for batch in scorer.batches] == [4, 4]
