@@ -23,7 +23,7 @@ from services.reward.groups import bounds, units
 from services.reward.scorers.base import Outcome, Params, Problem, Sample, Score, Scorer
 
 MAX_DECODED_PIXELS = 2 * MAX_PIXELS
-"""96 MiB as RGB, of which two parts are in memory. A longer video is a part alone."""
+"""96 MiB as RGB, of which two parts are in memory. A longer video is a part, and in memory, alone."""
 
 PART = 4
 """Units of a part, for scorers that gain nothing from large ones."""
@@ -52,8 +52,11 @@ class Evaluator(Generic[Params]):
         outcomes: list[Outcome] = []
         decoding: deque[Iterator[Sample | Problem]] = deque()
         for part in _parts(batch, PART if self._decoders and self._scorer.call_bytes else len(batch)):
+            is_large = _num_pixels(part) > MAX_DECODED_PIXELS
+            if decoding and is_large:
+                outcomes += self._score_part(list(decoding.popleft()), params)
             decoding.append(self._decode(part))
-            if len(decoding) > 1:
+            if is_large or len(decoding) > 1:
                 outcomes += self._score_part(list(decoding.popleft()), params)
         return outcomes + [outcome for part in decoding for outcome in self._score_part(list(part), params)]
 
@@ -119,7 +122,7 @@ def _parts(batch: Sequence[Sequence[Opened | Problem]], size: int) -> Iterator[l
     count, budget = 0, MAX_DECODED_PIXELS
     size = math.ceil(len(batch) / math.ceil(len(batch) / size))
     for unit in batch:
-        cost = sum(item.num_pixels for item in unit if isinstance(item, Opened))
+        cost = _num_pixels(unit)
         if count == size or (part and cost > budget):
             yield part
             part, count, budget = [], 0, MAX_DECODED_PIXELS
@@ -128,3 +131,7 @@ def _parts(batch: Sequence[Sequence[Opened | Problem]], size: int) -> Iterator[l
         budget -= cost
     if part:
         yield part
+
+
+def _num_pixels(part: Sequence[Opened | Problem]) -> int:
+    return sum(item.num_pixels for item in part if isinstance(item, Opened))

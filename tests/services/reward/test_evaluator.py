@@ -173,3 +173,25 @@ def test_the_next_part_is_decoded_while_one_is_scored(monkeypatch: pytest.Monkey
     scorer = Waiting(by_float)
     evaluate(scorer, samples(*(f"0.{digit}" for digit in range(1, 9))), 1)
     assert [len(batch) for batch in scorer.batches] == [4, 4]
+
+
+def test_a_long_video_is_in_memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OfVideos(Lookup):
+        modalities = (MODALITY_VIDEO,)
+
+        def score(self, samples: Sequence[Sample], params: None) -> list[Outcome]:
+            seen.append(len(decoded))
+            return super().score(samples, params)
+
+    def decode(opened: Opened) -> Sample | Problem:
+        decoded.append(opened.sample.prompt)
+        return decoding.decode(opened)
+
+    seen: list[int] = []
+    decoded: list[str] = []
+    monkeypatch.setattr(evaluator, "decode", decode)
+    monkeypatch.setattr(evaluator, "MAX_DECODED_PIXELS", 3 * 256 - 1)
+    media, media_type = encode_media(np.zeros((3, 16, 16, 3), np.uint8))
+    videos = [RewardSample(media=media, media_type=media_type, prompt=f"0.{digit}") for digit in range(4)]
+    assert evaluate(OfVideos(by_float), videos) == [Score(digit / 10) for digit in range(4)]
+    assert seen == [1, 2, 3, 4]
