@@ -26,7 +26,7 @@ MAX_DECODED_PIXELS = 2 * MAX_PIXELS
 """96 MiB as RGB, of which two parts are in memory. A longer video is a part, and in memory, alone."""
 
 PART = 4
-"""Units of a part, for scorers that gain nothing from large ones."""
+"""Units of a part; a scorer that gains from large ones (`call_bytes` 0) takes a batch in two, of no fewer."""
 
 FAILED, DIED = "scorer_failed", "scorer_died"
 """Reasons of Problems that are the scorer's and not the sample's."""
@@ -51,7 +51,7 @@ class Evaluator(Generic[Params]):
         batch = [opened[start:end] for start, end in bounds(units(samples, self._scorer.needs_group))]
         outcomes: list[Outcome] = []
         decoding: deque[Iterator[Sample | Problem]] = deque()
-        for part in _parts(batch, PART if self._decoders and self._scorer.call_bytes else len(batch)):
+        for part in _parts(batch, self._part_size(len(batch))):
             is_large = _num_pixels(part) > MAX_DECODED_PIXELS
             if decoding and is_large:
                 outcomes += self._score_part(list(decoding.popleft()), params)
@@ -63,6 +63,11 @@ class Evaluator(Generic[Params]):
     def close(self) -> None:
         if self._decoders:
             self._decoders.shutdown()
+
+    def _part_size(self, num_units: int) -> int:
+        if self._decoders is None:
+            return num_units
+        return PART if self._scorer.call_bytes else max(PART, math.ceil(num_units / 2))
 
     def _decode(self, part: Sequence[Opened | Problem]) -> Iterator[Sample | Problem]:
         """Begins at once, if there are threads for it."""

@@ -135,7 +135,7 @@ def test_few_pixels_are_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     assert [len(batch) for batch in scorer.batches] == [3, 3, 1]
 
 
-class OfWholeBatches(Lookup):
+class OfLargeBatches(Lookup):
     call_bytes = 0
 
 
@@ -146,12 +146,15 @@ class OfWholeBatches(Lookup):
         (Lookup, 2, 5, [3, 2]),
         (Lookup, 1, 9, [3, 3, 3]),
         (Lookup, 0, 9, [9]),
-        (OfWholeBatches, 2, 9, [9]),
+        (OfLargeBatches, 2, 4, [4]),
+        (OfLargeBatches, 1, 9, [5, 4]),
+        (OfLargeBatches, 2, 16, [8, 8]),
+        (OfLargeBatches, 0, 16, [16]),
     ],
 )
 def test_a_batch_is_taken_in_equal_parts(kind: type[Lookup], num_threads: int, number: int, parts: list[int]) -> None:
     scorer = kind(by_float)
-    prompts = [f"0.{digit}" for digit in range(1, number + 1)]
+    prompts = [f"0.{index:02}" for index in range(number)]
     assert evaluate(scorer, samples(*prompts), num_threads) == [Score(float(prompt)) for prompt in prompts]
     assert [len(batch) for batch in scorer.batches] == parts
 
