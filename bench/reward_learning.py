@@ -1,6 +1,6 @@
 """The figures of docs/learning.md about rewards: one that is hacked and the same with guards, and a judge that trains.
 
-    python -m bench.reward_learning hacking        recipes tiny_hacked and tiny_guarded
+    python -m bench.reward_learning hacking        recipes tiny_hacked and tiny_guarded with seeds
     python -m bench.reward_learning judge          teaches and serves the tiny judge; tiny_judge with seeds, and frozen
     python -m bench.reward_learning page           draws and writes from what is there
 
@@ -70,13 +70,13 @@ def main() -> int:
     options, console = _parser().parse_args(), Console(width=160)
     if options.what == "hacking":
         own = ("jpeg_compressibility", "ocr", "image_quality")
-        _run(hacking_plans(options.seeds or [1]), own, options, console, None)
+        _run(hacking_plans(options.seeds), own, options, console, None)
     elif options.what == "judge":
         checkpoint = options.directory / "teach"
         teach(checkpoint, options.lessons)
         with judge_service(checkpoint, options.directory / "judge_service", BUSY_EVERY) as judge:
             rewards = (f"judge={judge.address}", "ocr")
-            _run(judge_plans(options.seeds or [1, 2, 3]), rewards, options, console, judge)
+            _run(judge_plans(options.seeds), rewards, options, console, judge)
     write_page(options.directory, options.page)
     return 0
 
@@ -149,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("what", choices=["hacking", "judge", "page"])
-    parser.add_argument("--seeds", type=int, nargs="+", help="hacking: 1; judge: 1 2 3")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="(1 2 3)")
     parser.add_argument("--held-out", type=int, default=48, help="held-out prompts of a validation (48)")
     parser.add_argument("--lessons", type=int, default=400, help="steps of the judge's teaching (400)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of every job; repeatable")

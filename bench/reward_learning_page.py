@@ -28,7 +28,7 @@ JUDGING: dict[str, Measure] = {
     "word's rise in the pixels": lambda one: one.measures["word_rise"],
     "legible: held-out OCR": lambda one: one.scores["ocr"],
 }
-LABELS = {"hacked": "plain reward", "guarded": "with guards", "judge": "trained, a line a seed", "frozen": "frozen"}
+LABELS = {"hacked": "plain reward", "guarded": "with guards", "judge": "trained", "frozen": "frozen"}
 COLOURS = {"hacked": THIRD, "guarded": SECOND, "judge": SECOND, "frozen": FIRST}
 COUNTERS = {
     "questions": ("cache/hit", "cache/miss"),
@@ -88,11 +88,8 @@ def draw(topic: Topic, runs: Sequence[Trained], directory: Path, images: Path) -
     """The curves, and pictures of the first held-out prompts as they come. directory: has NAME-SEED/pictures.npz."""
     measures = HACKING if topic == "hacking" else JUDGING
     about = {
-        "hacking": (
-            "A plain reward is hacked, a guarded one is not",
-            "Means over held-out prompts",
-        ),
-        "judge": ("A vision-language model as the reward", "Means over held-out prompts; dashed: frozen"),
+        "hacking": ("A plain reward is hacked, a guarded one is not", "Held-out means; a line a seed"),
+        "judge": ("A vision-language model as the reward", "Held-out means; a line a seed, dashed: frozen"),
     }[topic]
     panels = {name: [_line(run, measure) for run in runs] for name, measure in measures.items()}
     measure_panels(images / f"reward_{topic}_curves.png", panels, *about, "training steps", num_columns=5)
