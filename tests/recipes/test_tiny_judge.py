@@ -78,7 +78,7 @@ def test_the_guarded_recipe_is_the_hacked_one_with_guards() -> None:
     assert hacked["rewards"]["ocr"]["weight"] == 0.0
     hacked["name"] = guarded["name"]
     hacked["algorithm"]["reward_combination"] = "normalized"
-    hacked["rewards"]["ocr"]["weight"] = 1.0
+    hacked["rewards"]["ocr"]["weight"] = 2.0
     hacked["rewards"]["image_quality"]["gate"] = {"below": 0.7, "above": None, "action": "mask"}
     assert hacked == guarded
 
