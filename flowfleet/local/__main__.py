@@ -47,7 +47,8 @@ def _log_to(state: StateDir) -> TextIO:
 
 
 def _stop_with_stdin(stop: threading.Event) -> None:
-    sys.stdin.buffer.read()
+    while os.read(sys.stdin.fileno(), 4096):  # unbuffered: the lock of a buffer would keep the interpreter from ending
+        pass
     stop.set()
 
 
