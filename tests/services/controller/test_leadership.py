@@ -19,6 +19,7 @@ from flowfleet.jobs import parse_job
 from flowfleet.redis_client import connect
 from services.controller import events as ev
 from services.controller import leadership
+from services.controller.concurrency import end
 from services.controller.leadership import TRY_S, Lease, LeaseLost
 from services.controller.ledger import Ledger
 from services.controller.machine import State
@@ -57,8 +58,7 @@ class Contender:
         return self.registry.get_sample_value("flowfleet_controller_leader")
 
     async def leave(self) -> None:
-        self._task.cancel()
-        await asyncio.wait([self._task])
+        await end([self._task])
 
     def suspend(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Does not renew; nothing else of it changes."""
@@ -91,8 +91,9 @@ async def contender(redis: Any) -> AsyncIterator[Callable[..., Contender]]:
 async def test_one_leads_and_renews_and_the_other_takes_over_when_it_leaves(
     redis: Any, contender: Callable[..., Contender]
 ) -> None:
-    first, second = contender(), contender(try_s=TRY_S)
+    first = contender()
     await first.leads()
+    second = contender(try_s=TRY_S)
     await asyncio.sleep(2 * TTL_S)
     assert (first.lease.held, second.lease.held, second.works) == (True, False, 0)
     assert (first.gauge, second.gauge) == (1.0, 0.0)
@@ -109,8 +110,9 @@ async def test_one_leads_and_renews_and_the_other_takes_over_when_it_leaves(
 async def test_a_lease_that_is_not_renewed_runs_out_and_its_holder_may_write_nothing_any_more(
     redis: Any, contender: Callable[..., Contender], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = contender(), contender()
+    first = contender()
     await first.leads()
+    second = contender()
     job, _ = await JobStore(redis).create(SPEC)
     ledger, launched = Ledger(redis, first.lease, job.id), Launched()
     await ledger.append([ev.PauseRequested()])
