@@ -1,7 +1,11 @@
+import os
 import random
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -22,20 +26,34 @@ def test_a_port_in_use_is_passed_over() -> None:
         assert first not in free_ports(1, rng=random.Random(3))
 
 
-def test_ports_of_another_process_are_passed_over_until_it_ends() -> None:
-    reserve = (
-        "import random; from flowfleet.local.ports import *; print(*free_ports(3, rng=random.Random(5)), flush=True)"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", f"{reserve}; input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
+RESERVE = """
+import random
+from flowfleet.local.ports import free_ports
+print(*free_ports(3, rng=random.Random(5)), flush=True)
+input()
+"""
+
+
+@contextmanager
+def reserved(folder: Path) -> Iterator[set[int]]:
+    """Ports of a process while it lives. Processes with another folder do not know of them."""
+    command = [sys.executable, "-c", RESERVE]
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as other:
         assert other.stdout is not None
-        theirs = [int(port) for port in other.stdout.readline().split()]
-        assert len(theirs) == 3
-        assert all(is_free(port) for port in theirs)
-        assert not set(theirs) & set(free_ports(3, rng=random.Random(5)))
+        yield {int(port) for port in other.stdout.readline().split()}
         other.communicate("\n")
-    assert free_ports(3, rng=random.Random(5)) == theirs
+
+
+def test_ports_of_another_process_are_passed_over_until_it_ends(tmp_path: Path) -> None:
+    with reserved(tmp_path) as first:
+        assert len(first) == 3
+        assert all(is_free(port) for port in first)
+        with reserved(tmp_path) as second:
+            assert len(second) == 3
+            assert not first & second
+    with reserved(tmp_path) as again:
+        assert again == first
 
 
 def test_too_many_ports_are_refused() -> None:
