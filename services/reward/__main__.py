@@ -51,10 +51,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--processes",
         type=int,
-        help="processes that decode and score, each on one thread; 1 is the service's own, on --threads threads. "
+        help="processes that score, each on one thread, with one that decodes; 1 has --threads threads. "
         f"Default for heavy scorers (ocr): half of the usable CPUs, at most {MAX_PROCESSES}; for others: 1",
     )
-    parser.add_argument("--threads", type=int, default=usable_cpus(), help="CPU threads of the service's own process")
+    parser.add_argument("--threads", type=int, default=usable_cpus(), help="CPU threads of the one process")
     parser.add_argument("--drain-s", type=float, default=60.0, help="longest wait for running calls on SIGTERM")
     return parser
 
@@ -113,7 +113,8 @@ def _evaluator(
     log.info("scorer %s %s, processes: %d", scorer.name, scorer.version, num_processes)
     make = partial(scorers.make, options.scorer, settings, 1)
     limits, groups = scorer.process_limits, scorer.needs_group
-    return ProcessPool(make, num_processes, metrics, options.log_level, limits, groups)
+    num_threads = options.threads if num_processes == 1 else 1
+    return ProcessPool(make, num_processes, metrics, options.log_level, limits, groups, num_threads)
 
 
 if __name__ == "__main__":

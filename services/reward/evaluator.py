@@ -14,6 +14,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Generic
 
 from flowfleet.errors import Unavailable
@@ -23,7 +24,8 @@ from services.reward.groups import bounds, units
 from services.reward.scorers.base import Outcome, Params, Problem, Sample, Score, Scorer
 
 MAX_DECODED_PIXELS = 2 * MAX_PIXELS
-"""96 MiB as RGB, of which two parts are in memory. A longer video is a part, and in memory, alone."""
+"""96 MiB as RGB, of which two parts are in memory; in a process of a pool one, and those that it decodes ahead. A
+longer video is a part, and alone in memory; in such a process it is decoded when its turn has come."""
 
 PART = 4
 """Units of a part; a scorer that gains from large ones (`call_bytes` 0) takes a batch in two, of no fewer."""
@@ -32,6 +34,20 @@ FAILED, DIED = "scorer_failed", "scorer_died"
 """Reasons of Problems that are the scorer's and not the sample's."""
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class Part:
+    """What is decoded, and then scored, at a time."""
+
+    items: list[Opened | Problem] = field(default_factory=list)
+    num_pixels: int = 0
+    decoded: Iterator[Sample | Problem] | None = None
+    """Where that has been done."""
+
+    @property
+    def is_large(self) -> bool:
+        return self.num_pixels > MAX_DECODED_PIXELS
 
 
 class Evaluator(Generic[Params]):
@@ -47,16 +63,24 @@ class Evaluator(Generic[Params]):
 
     def __call__(self, samples: Sequence[EncodedSample], params: Params) -> list[Outcome]:
         """One outcome a sample, in order."""
-        opened = [open_sample(sample, self._scorer.modalities) for sample in samples]
-        batch = [opened[start:end] for start, end in bounds(units(samples, self._scorer.needs_group))]
+        return self.finish(self._cut(samples), params)
+
+    def begin(self, samples: Sequence[EncodedSample]) -> list[Part]:
+        """For `finish`, with the first part decoded, unless it is large. From another thread than that which scores."""
+        parts = self._cut(samples)
+        for part in parts[:1]:
+            part.decoded = None if part.is_large else iter([_decode(item) for item in part.items])
+        return parts
+
+    def finish(self, parts: Sequence[Part], params: Params) -> list[Outcome]:
+        """One outcome a sample, in order."""
         outcomes: list[Outcome] = []
         decoding: deque[Iterator[Sample | Problem]] = deque()
-        for part in _parts(batch, self._part_size(len(batch))):
-            is_large = _num_pixels(part) > MAX_DECODED_PIXELS
-            if decoding and is_large:
+        for part in parts:
+            if decoding and part.is_large:
                 outcomes += self._score_part(list(decoding.popleft()), params)
-            decoding.append(self._decode(part))
-            if is_large or len(decoding) > 1:
+            decoding.append(part.decoded or self._decode(part))
+            if part.is_large or len(decoding) > 1:
                 outcomes += self._score_part(list(decoding.popleft()), params)
         return outcomes + [outcome for part in decoding for outcome in self._score_part(list(part), params)]
 
@@ -64,15 +88,19 @@ class Evaluator(Generic[Params]):
         if self._decoders:
             self._decoders.shutdown()
 
+    def _cut(self, samples: Sequence[EncodedSample]) -> list[Part]:
+        opened = [open_sample(sample, self._scorer.modalities) for sample in samples]
+        batch = [opened[start:end] for start, end in bounds(units(samples, self._scorer.needs_group))]
+        return list(_parts(batch, self._part_size(len(batch))))
+
     def _part_size(self, num_units: int) -> int:
         if self._decoders is None:
             return num_units
         return PART if self._scorer.call_bytes else max(PART, math.ceil(num_units / 2))
 
-    def _decode(self, part: Sequence[Opened | Problem]) -> Iterator[Sample | Problem]:
+    def _decode(self, part: Part) -> Iterator[Sample | Problem]:
         """Begins at once, if there are threads for it."""
-        each = self._decoders.map if self._decoders else map
-        return each(lambda item: decode(item) if isinstance(item, Opened) else item, part)
+        return (self._decoders.map if self._decoders else map)(_decode, part.items)
 
     def _score_part(self, decoded: Sequence[Sample | Problem], params: Params) -> list[Outcome]:
         outcomes = iter(self._score([item for item in decoded if isinstance(item, Sample)], params))
@@ -120,23 +148,22 @@ def finite(outcome: Outcome) -> Outcome:
     return Problem("non_finite", "; ".join(broken)) if broken else outcome
 
 
-def _parts(batch: Sequence[Sequence[Opened | Problem]], size: int) -> Iterator[list[Opened | Problem]]:
+def _parts(batch: Sequence[Sequence[Opened | Problem]], size: int) -> Iterator[Part]:
     """Runs of units, in order, at most so many and with at most MAX_DECODED_PIXELS together; a larger unit stands
     alone. As equal as they can be: the OCR reader reads a picture that is alone twice over."""
-    part: list[Opened | Problem] = []
-    count, budget = 0, MAX_DECODED_PIXELS
+    part, count = Part(), 0
     size = math.ceil(len(batch) / math.ceil(len(batch) / size))
     for unit in batch:
-        cost = _num_pixels(unit)
-        if count == size or (part and cost > budget):
+        num_pixels = sum(item.num_pixels for item in unit if isinstance(item, Opened))
+        if count == size or (count and part.num_pixels + num_pixels > MAX_DECODED_PIXELS):
             yield part
-            part, count, budget = [], 0, MAX_DECODED_PIXELS
-        part += unit
+            part, count = Part(), 0
+        part.items += unit
+        part.num_pixels += num_pixels
         count += 1
-        budget -= cost
-    if part:
+    if count:
         yield part
 
 
-def _num_pixels(part: Sequence[Opened | Problem]) -> int:
-    return sum(item.num_pixels for item in part if isinstance(item, Opened))
+def _decode(item: Opened | Problem) -> Sample | Problem:
+    return decode(item) if isinstance(item, Opened) else item

@@ -1,10 +1,10 @@
 """Scoring on several CPU cores at once: processes with a scorer each, which are handed parts of a batch.
 
-A process finds encoded samples in memory that it shares with its parent, decodes and scores them on one thread, and
-sends outcomes back over a pipe; meanwhile its next part is laid ready. One that dies is replaced, and the samples it
-was at are asked again one by one, once; the one on which it dies again becomes a `Problem`. One that takes longer for a
-part than the scorer's `ProcessLimits` is killed, and has died. For a scorer that needs groups, all this goes group by
-group. The pipe is its life line: a process ends when its parent closes it, or is gone, however that happened.
+A process finds encoded samples in memory that it shares with its parent, decodes and scores them, and sends outcomes
+back over a pipe; its next parts are decoded while it scores one. One that dies is replaced, and the samples it was at
+are asked again one by one, once; the one on which it dies again becomes a `Problem`. One that takes longer for a part
+than the scorer's `ProcessLimits` is killed, and has died. For a scorer that needs groups, all this goes group by group.
+The pipe is its life line: a process ends when its parent closes it, or is gone, however that happened.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
@@ -32,7 +32,7 @@ from flowfleet.errors import Unavailable
 from flowfleet.reward_requests import EncodedSample
 from flowfleet.service import keep_freed_memory, usable_cpus
 from flowfleet.telemetry import configure_logging
-from services.reward.evaluator import DIED, Evaluator
+from services.reward.evaluator import DIED, Evaluator, Part
 from services.reward.groups import units
 from services.reward.metrics import RewardMetrics
 from services.reward.scorers.base import AnyScorer, Outcome, Problem, ProcessLimits, Scorer
@@ -42,8 +42,8 @@ MIN_PART = 2
 """Samples handed over at a time, where the scorer takes so many: few (`ProcessLimits.max_part`), so that all processes
 end together and little is asked again after a death; not one, which the OCR reader would read twice over."""
 
-AHEAD = 2
-"""Parts that a process has at most: the one it scores, and the next."""
+MAX_AHEAD = 3
+"""Parts that a process decodes at most while it scores one, with a thread each."""
 
 MAX_PROCESSES = 16
 """By default: they read more pictures a second than a dozen GPUs make."""
@@ -58,6 +58,8 @@ log = logging.getLogger(__name__)
 Make = Callable[[], AnyScorer]
 Unit = Sequence[EncodedSample]
 """A sample, or a whole group of them."""
+_Handed = tuple[int, Future[tuple[list[Part], Any]]]
+"""Number of a part, and what of it is begun."""
 
 
 def default_processes(heavy: bool) -> int:
@@ -67,8 +69,8 @@ def default_processes(heavy: bool) -> int:
 
 
 class ProcessPool:
-    """`num_processes` scorers made by `make`, which must be importable from a new process. Takes the place of an
-    `Evaluator`. Unavailable when a process does not come up."""
+    """`num_processes` scorers made by `make`, which must be importable from a new process; up to `num_threads` threads
+    of each decode. Takes the place of an `Evaluator`. Unavailable when a process does not come up."""
 
     num_batches = 4
     """At once, so that a group that comes in several calls keeps all processes busy."""
@@ -81,11 +83,13 @@ class ProcessPool:
         log_level: str = "info",
         limits: ProcessLimits = ProcessLimits(),
         whole_groups: bool = False,
+        num_threads: int = 1,
     ) -> None:
         self._metrics = metrics
         self._limits = limits
         self._whole_groups = whole_groups
-        self._workers = [_Worker(make, log_level) for _ in range(num_processes)]
+        self._num_ahead = min(num_threads, MAX_AHEAD)
+        self._workers = [_Worker(make, log_level, self._num_ahead) for _ in range(num_processes)]
         self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="pool")
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
         try:
@@ -114,12 +118,12 @@ class ProcessPool:
             worker.close()
 
     def _drive(self, waiting: deque[_Part], params: Any) -> None:
-        """Has one process answer parts while some wait. It takes one ahead while that leaves enough for the others."""
+        """Has one process answer parts while some wait. It takes some ahead while that leaves enough for the others."""
         worker, start = self._idle.get(), time.perf_counter()
         try:
             had: deque[_Part] = deque()
             while True:
-                while len(had) < AHEAD and (not had or len(waiting) >= len(self._workers)):
+                while len(had) <= self._num_ahead and (not had or len(waiting) >= len(self._workers)):
                     try:
                         had.append(waiting.popleft())
                     except IndexError:
@@ -202,10 +206,10 @@ class _Died(Exception):
 class _Worker:
     """One process, started when it is needed. For one thread at a time."""
 
-    def __init__(self, make: Make, log_level: str) -> None:
+    def __init__(self, make: Make, log_level: str, num_ahead: int) -> None:
         self._make = make
         self._log_level = log_level
-        self._memories = [SharedMemory() for _ in range(AHEAD)]
+        self._memories = [SharedMemory() for _ in range(1 + num_ahead)]
         self._num_handed = 0
         self._asked: deque[int] = deque()
         """Numbers of the parts that it has."""
@@ -233,7 +237,7 @@ class _Worker:
         return self
 
     def hand(self, samples: Sequence[EncodedSample], params: Any) -> None:
-        """Gives it a part, beside at most one other that it has. Where it is gone, `answer` will say so."""
+        """Gives it a part, beside no more others than it decodes ahead. Where it is gone, `answer` will say so."""
         if self._death is not None:
             return
         try:
@@ -243,7 +247,9 @@ class _Worker:
             return
         # for a process of our own on this machine alone, as what the pipe carries is
         bare = pickle.dumps(([replace(sample, media=b"") for sample in samples], params))
-        ends = self._memories[self._num_handed % AHEAD].write([bare, *(sample.media for sample in samples)])
+        ends = self._memories[self._num_handed % len(self._memories)].write(
+            [bare, *(sample.media for sample in samples)]
+        )
         with suppress(OSError):
             self._pipe.send((self._num_handed, ends))
         self._asked.append(self._num_handed)
@@ -315,20 +321,44 @@ def _work(pipe: Connection[Any, Any], memories: Sequence[SharedMemory], make: Ma
     except Exception:
         log.exception("a scoring process has no scorer")
         sys.exit(1)
-    with suppress(EOFError, OSError):  # the parent has closed the pipe, or is gone
+    handed: SimpleQueue[_Handed | None] = SimpleQueue()
+    threading.Thread(target=_receive, args=(pipe, memories, evaluate, handed), daemon=True).start()
+    with suppress(OSError):  # the parent has closed the pipe, or is gone
         pipe.send(None)
-        while True:
-            number, ends = pipe.recv()
-            pipe.send((number, _evaluated(evaluate, memories[number % AHEAD].read(ends))))
+        for number, begun in iter(handed.get, None):
+            pipe.send((number, _finished(evaluate, begun)))
 
 
-def _evaluated(evaluate: Evaluator[Any], handed: Sequence[bytes]) -> list[Outcome] | None:
+def _receive(
+    pipe: Connection[Any, Any],
+    memories: Sequence[SharedMemory],
+    evaluate: Evaluator[Any],
+    handed: SimpleQueue[_Handed | None],
+) -> None:
+    """Has parts decoded while others are scored: as many at a time as there are memories beside the one of that."""
+    with ThreadPoolExecutor(len(memories) - 1, thread_name_prefix="decode") as threads:
+        try:
+            while True:
+                number, ends = pipe.recv()
+                given = memories[number % len(memories)].read(ends)
+                handed.put((number, threads.submit(_begun, evaluate, given)))
+        except (EOFError, OSError):
+            pass  # the parent has closed the pipe, or is gone
+        finally:
+            handed.put(None)
+
+
+def _begun(evaluate: Evaluator[Any], given: Sequence[bytes]) -> tuple[list[Part], Any]:
+    """Parts of it, and its parameters."""
+    bare, params = pickle.loads(given[0])
+    return evaluate.begin([replace(sample, media=media) for sample, media in zip(bare, given[1:], strict=True)]), params
+
+
+def _finished(evaluate: Evaluator[Any], begun: Future[tuple[list[Part], Any]]) -> list[Outcome] | None:
     try:
-        bare, params = pickle.loads(handed[0])
-        samples = [replace(sample, media=media) for sample, media in zip(bare, handed[1:], strict=True)]
-        return evaluate(samples, params)
+        return evaluate.finish(*begun.result())
     except Exception:
-        log.exception("%d samples failed outside of the scorer", len(handed) - 1)
+        log.exception("a part failed outside of the scorer")
         return None
 
 

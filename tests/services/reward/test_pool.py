@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,12 +21,13 @@ from prometheus_client import CollectorRegistry
 
 from flowfleet.errors import Unavailable
 from flowfleet.reward_requests import EncodedSample
+from services.reward import decoding, evaluator, scorers
 from services.reward import pool as pool_module
-from services.reward import scorers
+from services.reward.decoding import Opened
 from services.reward.evaluator import Evaluator
 from services.reward.groups import units
 from services.reward.metrics import RewardMetrics
-from services.reward.pool import MIN_PART, ProcessPool, default_processes, parts_of
+from services.reward.pool import MAX_AHEAD, MIN_PART, ProcessPool, default_processes, parts_of
 from services.reward.scorers.base import AnyScorer, Outcome, Problem, ProcessLimits, Sample, Score, Scorer
 from tests.services.reward.conftest import reward_process
 from tests.services.reward.pictures import encoded, page, sample, sign_sample
@@ -67,10 +69,11 @@ def started(
     num_processes: int,
     limits: ProcessLimits = ProcessLimits(),
     whole_groups: bool = False,
+    num_threads: int = 1,
 ) -> Iterator[tuple[ProcessPool, CollectorRegistry]]:
     registry = CollectorRegistry()
     metrics = RewardMetrics("obedient", (0.0, 1.0), registry)
-    pool = ProcessPool(make, num_processes, metrics, limits=limits, whole_groups=whole_groups)
+    pool = ProcessPool(make, num_processes, metrics, limits=limits, whole_groups=whole_groups, num_threads=num_threads)
     try:
         yield pool, registry
     finally:
@@ -176,15 +179,59 @@ def test_scores_stay_with_their_samples_where_a_process_does_not_come_up_again(t
         assert pool(asked(*numbers), "") == scores
 
 
-def test_what_a_process_had_ready_is_not_lost_with_it() -> None:
+@pytest.mark.parametrize("num_threads", [1, MAX_AHEAD])
+def test_what_a_process_had_ready_is_not_lost_with_it(num_threads: int) -> None:
     numbers = [str(number / 64) for number in range(6)]
-    with started(Obedient, 1, ONE_BY_ONE) as (pool, _):
+    with started(Obedient, 1, ONE_BY_ONE, num_threads=num_threads) as (pool, _):
         outcomes = pool(asked(*numbers[:2], "kill", *numbers[2:]), "")
     assert [outcome.value if isinstance(outcome, Score) else None for outcome in outcomes] == [
         *map(float, numbers[:2]),
         None,
         *map(float, numbers[2:]),
     ]
+
+
+class Patient(Obedient):
+    """Scores "0.5" when "0.75" has been decoded."""
+
+    def start(self) -> None:
+        self._is_decoded = threading.Event()
+        evaluator.decode = self._decode
+
+    def _decode(self, opened: Opened) -> Sample | Problem:
+        decoded = decoding.decode(opened)
+        if opened.sample.prompt == "0.75":
+            self._is_decoded.set()
+        return decoded
+
+    def _value(self, prompt: str) -> float:
+        assert prompt != "0.5" or self._is_decoded.wait(30.0)
+        return float(prompt)
+
+
+@pytest.mark.parametrize("num_threads", [1, MAX_AHEAD])
+def test_the_next_parts_are_decoded_while_one_is_scored(num_threads: int) -> None:
+    prompts = ["0.5", *["0.25"] * (num_threads - 1), "0.75", "1", "1"]
+    with started(Patient, 1, ONE_BY_ONE, num_threads=num_threads) as (pool, _):
+        outcomes = pool(asked(*prompts), "")
+    assert outcomes == [Score(float(prompt), {"frames": 1}) for prompt in prompts]
+
+
+class Quitting(Obedient):
+    """Ends its process as a function can that calls sys.exit."""
+
+    def _value(self, prompt: str) -> float:
+        return sys.exit(3) if prompt == "quit" else float(prompt)
+
+
+def test_a_process_that_ends_itself_is_replaced_at_once() -> None:
+    with started(Quitting, 1, ONE_BY_ONE) as (pool, registry):
+        outcomes = pool(asked("0.5", "quit", "0.75"), "")
+        assert outcomes[1] == Problem(
+            "scorer_died", "the process that scored this sample died twice, the second time with exit code 3"
+        )
+        assert (outcomes[0], outcomes[2]) == (Score(0.5, {"frames": 1}), Score(0.75, {"frames": 1}))
+        assert deaths(registry) == 2
 
 
 SHORT = ProcessLimits(base_s=2.0, sample_s=0.5)
