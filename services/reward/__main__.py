@@ -18,7 +18,7 @@ from services.reward.batcher import Limits
 from services.reward.engines import Batched, Direct, Engine
 from services.reward.evaluator import Evaluator
 from services.reward.metrics import RewardMetrics
-from services.reward.pool import MAX_PROCESSES, ProcessPool, default_processes
+from services.reward.pool import MAX_AHEAD, MAX_PROCESSES, ProcessPool, default_processes
 from services.reward.scorers.base import AnyScorer, Scorer
 from services.reward.server import RewardServicer
 from services.reward.settings import read_settings
@@ -51,10 +51,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--processes",
         type=int,
-        help="processes that score, each on one thread, with one that decodes; 1 has --threads threads. "
+        help="processes that score, each on one thread, with another that decodes; 1 is the service's own. "
         f"Default for heavy scorers (ocr): half of the usable CPUs, at most {MAX_PROCESSES}; for others: 1",
     )
-    parser.add_argument("--threads", type=int, default=usable_cpus(), help="CPU threads of the one process")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=usable_cpus(),
+        help="CPU threads of the service's own process; of the one process of an isolated scorer (python), up to "
+        f"{MAX_AHEAD} decode",
+    )
     parser.add_argument("--drain-s", type=float, default=60.0, help="longest wait for running calls on SIGTERM")
     return parser
 

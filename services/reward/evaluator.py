@@ -24,8 +24,8 @@ from services.reward.groups import bounds, units
 from services.reward.scorers.base import Outcome, Params, Problem, Sample, Score, Scorer
 
 MAX_DECODED_PIXELS = 2 * MAX_PIXELS
-"""96 MiB as RGB, of which two parts are in memory; in a process of a pool one, and those that it decodes ahead. A
-longer video is a part, and alone in memory; in such a process it is decoded when its turn has come."""
+"""96 MiB as RGB, of which two parts are in memory: what is scored, and what is decoded ahead. A longer video is a part,
+and alone in memory; in a process of a pool, beside what is decoded ahead."""
 
 PART = 4
 """Units of a part; a scorer that gains from large ones (`call_bytes` 0) takes a batch in two, of no fewer."""
@@ -38,12 +38,12 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Part:
-    """What is decoded, and then scored, at a time."""
+    """What is decoded, and then scored, at a time. Empty when it has been taken for that."""
 
     items: list[Opened | Problem] = field(default_factory=list)
     num_pixels: int = 0
-    decoded: Iterator[Sample | Problem] | None = None
-    """Where that has been done."""
+    decoded: list[Sample | Problem] | None = None
+    """In place of the items, where that was done ahead."""
 
     @property
     def is_large(self) -> bool:
@@ -51,7 +51,7 @@ class Part:
 
 
 class Evaluator(Generic[Params]):
-    """Scores batches with one scorer in this process, one call at a time. `num_threads` threads decode what comes next;
+    """Scores batches with one scorer in this process, one at a time. `num_threads` threads decode what comes next;
     without any, each part is decoded before it is scored."""
 
     num_batches = 1
@@ -65,11 +65,13 @@ class Evaluator(Generic[Params]):
         """One outcome a sample, in order."""
         return self.finish(self._cut(samples), params)
 
-    def begin(self, samples: Sequence[EncodedSample]) -> list[Part]:
-        """For `finish`, with the first part decoded, unless it is large. From another thread than that which scores."""
+    def begin(self, samples: Sequence[EncodedSample], max_pixels: int) -> list[Part]:
+        """For `finish`, with the first part decoded if it has no more pixels. From any thread, beside the others."""
         parts = self._cut(samples)
         for part in parts[:1]:
-            part.decoded = None if part.is_large else iter([_decode(item) for item in part.items])
+            if part.num_pixels <= max_pixels:
+                part.decoded = list(map(_decode, part.items))
+                part.items.clear()
         return parts
 
     def finish(self, parts: Sequence[Part], params: Params) -> list[Outcome]:
@@ -79,7 +81,7 @@ class Evaluator(Generic[Params]):
         for part in parts:
             if decoding and part.is_large:
                 outcomes += self._score_part(list(decoding.popleft()), params)
-            decoding.append(part.decoded or self._decode(part))
+            decoding.append(self._decode(part))
             if part.is_large or len(decoding) > 1:
                 outcomes += self._score_part(list(decoding.popleft()), params)
         return outcomes + [outcome for part in decoding for outcome in self._score_part(list(part), params)]
@@ -99,8 +101,10 @@ class Evaluator(Generic[Params]):
         return PART if self._scorer.call_bytes else max(PART, math.ceil(num_units / 2))
 
     def _decode(self, part: Part) -> Iterator[Sample | Problem]:
-        """Begins at once, if there are threads for it."""
-        return (self._decoders.map if self._decoders else map)(_decode, part.items)
+        """Takes what is in the part. Begins at once, if there are threads for it."""
+        items, part.items = part.items, []
+        decoded, part.decoded = part.decoded, None
+        return iter(decoded) if decoded is not None else (self._decoders.map if self._decoders else map)(_decode, items)
 
     def _score_part(self, decoded: Sequence[Sample | Problem], params: Params) -> list[Outcome]:
         outcomes = iter(self._score([item for item in decoded if isinstance(item, Sample)], params))

@@ -1,10 +1,11 @@
 """Scoring on several CPU cores at once: processes with a scorer each, which are handed parts of a batch.
 
 A process finds encoded samples in memory that it shares with its parent, decodes and scores them, and sends outcomes
-back over a pipe; its next parts are decoded while it scores one. One that dies is replaced, and the samples it was at
-are asked again one by one, once; the one on which it dies again becomes a `Problem`. One that takes longer for a part
-than the scorer's `ProcessLimits` is killed, and has died. For a scorer that needs groups, all this goes group by group.
-The pipe is its life line: a process ends when its parent closes it, or is gone, however that happened.
+back over a pipe; its next parts are decoded while it scores one. One that dies is replaced, and the samples of the part
+that it scored are asked again one by one, once; the one on which it dies again becomes a `Problem`. One that takes
+longer for a part than the scorer's `ProcessLimits` is killed, and has died. For a scorer that needs groups, all this
+goes group by group. The pipe is its life line: a process ends when its parent closes it, or is gone, however that
+happened.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from queue import SimpleQueue
@@ -32,7 +34,7 @@ from flowfleet.errors import Unavailable
 from flowfleet.reward_requests import EncodedSample
 from flowfleet.service import keep_freed_memory, usable_cpus
 from flowfleet.telemetry import configure_logging
-from services.reward.evaluator import DIED, Evaluator, Part
+from services.reward.evaluator import DIED, MAX_DECODED_PIXELS, Evaluator, Part
 from services.reward.groups import units
 from services.reward.metrics import RewardMetrics
 from services.reward.scorers.base import AnyScorer, Outcome, Problem, ProcessLimits, Scorer
@@ -59,7 +61,7 @@ Make = Callable[[], AnyScorer]
 Unit = Sequence[EncodedSample]
 """A sample, or a whole group of them."""
 _Handed = tuple[int, Future[tuple[list[Part], Any]]]
-"""Number of a part, and what of it is begun."""
+"""Number of what a process was handed, and its arguments of `Evaluator.finish`."""
 
 
 def default_processes(heavy: bool) -> int:
@@ -123,7 +125,7 @@ class ProcessPool:
         try:
             had: deque[_Part] = deque()
             while True:
-                while len(had) <= self._num_ahead and (not had or len(waiting) >= len(self._workers)):
+                while len(had) <= self._num_ahead and len(waiting) > len(had) * (len(self._workers) - 1):
                     try:
                         had.append(waiting.popleft())
                     except IndexError:
@@ -131,7 +133,10 @@ class ProcessPool:
                     worker.hand(had[-1].samples, params)
                 if not had:
                     return
-                self._answer(worker, had, params)
+                if not self._answered(worker, had.popleft(), params):
+                    while had:  # each alone: it may have died of decoding one of them
+                        worker.hand(had[0].samples, params)
+                        self._answered(worker, had.popleft(), params)
         except Exception:
             worker.end()  # it may have answers that nobody will read
             raise
@@ -139,16 +144,15 @@ class ProcessPool:
             self._metrics.observe_busy(time.perf_counter() - start)
             self._idle.put(worker)
 
-    def _answer(self, worker: _Worker, had: deque[_Part], params: Any) -> None:
-        """Of the first part that a process has."""
-        part = had.popleft()
+    def _answered(self, worker: _Worker, part: _Part, params: Any) -> bool:
+        """The first part that a process has. False if it died, and others that it had are gone with it."""
         try:
             part.outcomes = worker.answer(self._limits.seconds(len(part.samples)))
         except _Died as death:
             self._note(death)
             part.outcomes = [outcome for unit in part.units for outcome in self._once_more(worker, unit, params)]
-            for other in had:
-                worker.hand(other.samples, params)
+            return False
+        return True
 
     def _once_more(self, worker: _Worker, unit: Unit, params: Any) -> list[Outcome]:
         try:
@@ -335,23 +339,27 @@ def _receive(
     evaluate: Evaluator[Any],
     handed: SimpleQueue[_Handed | None],
 ) -> None:
-    """Has parts decoded while others are scored: as many at a time as there are memories beside the one of that."""
-    with ThreadPoolExecutor(len(memories) - 1, thread_name_prefix="decode") as threads:
-        try:
+    """Has each part decoded that comes, while another is scored, which has one of the memories."""
+    num_ahead = len(memories) - 1
+    begin = partial(_begun, evaluate, MAX_DECODED_PIXELS // num_ahead)
+    try:
+        with ThreadPoolExecutor(num_ahead, thread_name_prefix="decode") as threads:
             while True:
                 number, ends = pipe.recv()
-                given = memories[number % len(memories)].read(ends)
-                handed.put((number, threads.submit(_begun, evaluate, given)))
-        except (EOFError, OSError):
-            pass  # the parent has closed the pipe, or is gone
-        finally:
-            handed.put(None)
+                handed.put((number, threads.submit(begin, memories[number % len(memories)].read(ends))))
+    except (EOFError, OSError):
+        pass  # the parent has closed the pipe, or is gone
+    except Exception:
+        log.exception("a scoring process cannot take more")
+    finally:
+        handed.put(None)
 
 
-def _begun(evaluate: Evaluator[Any], given: Sequence[bytes]) -> tuple[list[Part], Any]:
-    """Parts of it, and its parameters."""
+def _begun(evaluate: Evaluator[Any], max_pixels: int, given: Sequence[bytes]) -> tuple[list[Part], Any]:
+    """For `Evaluator.finish`."""
     bare, params = pickle.loads(given[0])
-    return evaluate.begin([replace(sample, media=media) for sample, media in zip(bare, given[1:], strict=True)]), params
+    samples = [replace(sample, media=media) for sample, media in zip(bare, given[1:], strict=True)]
+    return evaluate.begin(samples, max_pixels), params
 
 
 def _finished(evaluate: Evaluator[Any], begun: Future[tuple[list[Part], Any]]) -> list[Outcome] | None:

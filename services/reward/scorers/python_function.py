@@ -60,7 +60,8 @@ class PythonSettings(ScorerSettings):
     video: bool = False
     """Gets the frames of videos, instead of pictures."""
     time_limit_s: float = Field(default=30.0, gt=0.0, le=3600.0)
-    """Of one call, decoding included. Beyond, its process is killed; each sample is asked once more by itself."""
+    """Of one call, with what of its decoding was not done ahead. Beyond, its process is killed; each sample is asked
+    once more by itself."""
     name: str = Field(default="python", min_length=1)
     """That it goes by in Describe."""
     version: str = ""

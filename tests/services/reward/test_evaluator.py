@@ -135,16 +135,17 @@ def test_few_pixels_are_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     assert [len(batch) for batch in scorer.batches] == [3, 3, 1]
 
 
-def test_of_what_is_begun_the_first_part_is_decoded_unless_it_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_what_is_begun_the_first_part_is_decoded_unless_it_is_larger(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluator, "MAX_DECODED_PIXELS", 2 * 64)
     small, large = samples("0.5", "0.25", "0.75"), [sample("x", Image.new("RGB", (16, 16)), "0.1"), *samples("0.2")]
-    large.insert(1, RewardSample(media=b"junk", media_type="image/png"))
+    small.insert(1, RewardSample(media=b"junk", media_type="image/png"))
     run = Evaluator(Lookup(by_float), 0)
-    for batch, ahead in ((small, [True, False]), (large, [False, False])):
+    for batch, max_pixels, ahead in ((small, 128, [True, False]), (small, 127, [False] * 2), (large, 128, [False] * 2)):
         given = [EncodedSample.of(sample) for sample in batch]
-        parts = run.begin(given)
+        parts = run.begin(given, max_pixels)
         assert [part.decoded is not None for part in parts] == ahead
         assert run.finish(parts, None) == run(given, None)
+        assert not any(part.items or part.decoded for part in parts)
 
 
 class OfLargeBatches(Lookup):

@@ -192,17 +192,20 @@ def test_what_a_process_had_ready_is_not_lost_with_it(num_threads: int) -> None:
 
 
 class Patient(Obedient):
-    """Scores "0.5" when "0.75" has been decoded."""
+    """Scores "0.5", and decodes "0.25", when "0.75" has been decoded. Decoding "kill" kills the process."""
 
     def start(self) -> None:
         self._is_decoded = threading.Event()
         evaluator.decode = self._decode
 
     def _decode(self, opened: Opened) -> Sample | Problem:
-        decoded = decoding.decode(opened)
-        if opened.sample.prompt == "0.75":
+        prompt = opened.sample.prompt
+        if prompt == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if prompt == "0.75":
             self._is_decoded.set()
-        return decoded
+        assert prompt != "0.25" or self._is_decoded.wait(30.0)
+        return decoding.decode(opened)
 
     def _value(self, prompt: str) -> float:
         assert prompt != "0.5" or self._is_decoded.wait(30.0)
@@ -210,11 +213,21 @@ class Patient(Obedient):
 
 
 @pytest.mark.parametrize("num_threads", [1, MAX_AHEAD])
-def test_the_next_parts_are_decoded_while_one_is_scored(num_threads: int) -> None:
+def test_the_next_parts_are_decoded_at_once_while_one_is_scored(num_threads: int) -> None:
     prompts = ["0.5", *["0.25"] * (num_threads - 1), "0.75", "1", "1"]
     with started(Patient, 1, ONE_BY_ONE, num_threads=num_threads) as (pool, _):
         outcomes = pool(asked(*prompts), "")
     assert outcomes == [Score(float(prompt), {"frames": 1}) for prompt in prompts]
+
+
+@pytest.mark.parametrize("num_threads", [1, MAX_AHEAD])
+def test_a_process_that_dies_of_decoding_ahead_costs_its_own_sample(num_threads: int) -> None:
+    prompts = ["1", "0.125", "1", "0.125", "kill", "1", "0.125"]
+    with started(Patient, 1, ONE_BY_ONE, num_threads=num_threads) as (pool, registry):
+        outcomes = pool(asked(*prompts), "")
+        assert 2 <= deaths(registry) <= 3
+    assert isinstance(outcomes.pop(4), Problem)
+    assert outcomes == [Score(float(prompt), {"frames": 1}) for prompt in prompts if prompt != "kill"]
 
 
 class Quitting(Obedient):
