@@ -42,9 +42,10 @@ def restart_later(server: RedisServer, down_s: float = DOWN_S) -> threading.Thre
 
 @pytest.mark.parametrize("down_s", [DOWN_S, pytest.param(LONG_DOWN_S, marks=pytest.mark.long)])
 def test_threads_survive_a_killed_server_and_lose_nothing(server: RedisServer, down_s: float) -> None:
-    restart = restart_later(server, down_s)
     acknowledged, longest = 0, 0.0
     with redis_client.connect_sync(server.url) as client:
+        client.ping()
+        restart = restart_later(server, down_s)
         while restart.is_alive() or acknowledged == 0:
             start = time.monotonic()
             client.set(f"k{acknowledged}", str(acknowledged))
@@ -57,15 +58,19 @@ def test_threads_survive_a_killed_server_and_lose_nothing(server: RedisServer, d
 
 
 def test_tasks_survive_a_killed_server_and_lose_nothing(server: RedisServer) -> None:
-    """Four writers at once, one in pipelines, and a reader that blocks on a stream meanwhile."""
+    """Four writers at once, before, while and after it is down, and a reader that blocks on a stream meanwhile."""
+
+    async def write(client: redis.asyncio.Redis, name: str, count: int) -> None:
+        async with client.pipeline(transaction=True) as pipe:
+            pipe.set(f"{name}:{count}", count)
+            pipe.xadd("stream", {"name": name, "count": count})
+            await pipe.execute()
 
     async def writer(client: redis.asyncio.Redis, name: str, restart: threading.Thread) -> int:
-        count = 0
-        while restart.is_alive() or count == 0:
-            async with client.pipeline(transaction=True) as pipe:
-                pipe.set(f"{name}:{count}", count)
-                pipe.xadd("stream", {"name": name, "count": count})
-                await pipe.execute()
+        count, is_last = 1, False
+        while not is_last:
+            is_last = not restart.is_alive()
+            await write(client, name, count)
             count += 1
         return count
 
@@ -81,13 +86,14 @@ def test_tasks_survive_a_killed_server_and_lose_nothing(server: RedisServer) -> 
             last = entries[-1][0] if entries else last
 
     async def work() -> None:
-        restart, done = restart_later(server), asyncio.Event()
+        done = asyncio.Event()
         async with redis_client.connect(server.url) as client:
             reading = asyncio.create_task(reader(client, done))
+            await asyncio.gather(*(write(client, name, 0) for name in "abcd"))
+            restart = restart_later(server)
             counts = await asyncio.gather(*(writer(client, name, restart) for name in "abcd"))
             done.set()
             written = [f"{name}:{i}" for name, count in zip("abcd", counts, strict=True) for i in range(count)]
-            assert min(counts) > 1
             assert set(map(str.encode, written)) <= await reading
             assert None not in await client.mget(written)
 
