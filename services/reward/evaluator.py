@@ -66,7 +66,7 @@ class Evaluator(Generic[Params]):
         return self.finish(self._cut(samples), params)
 
     def begin(self, samples: Sequence[EncodedSample], max_pixels: int) -> list[Part]:
-        """For `finish`, with the first part decoded if it has no more pixels. From any thread, beside the others."""
+        """For `finish`, with the first part decoded if it has no more pixels. Several threads may call it at once."""
         parts = self._cut(samples)
         for part in parts[:1]:
             if part.num_pixels <= max_pixels:

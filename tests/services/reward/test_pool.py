@@ -237,7 +237,7 @@ class Quitting(Obedient):
         return sys.exit(3) if prompt == "quit" else float(prompt)
 
 
-def test_a_process_that_ends_itself_is_replaced_at_once() -> None:
+def test_a_process_that_ends_itself_is_replaced() -> None:
     with started(Quitting, 1, ONE_BY_ONE) as (pool, registry):
         outcomes = pool(asked("0.5", "quit", "0.75"), "")
         assert outcomes[1] == Problem(
