@@ -28,6 +28,7 @@ from prometheus_client import CollectorRegistry
 from flowfleet import devices, lora, weights
 from flowfleet.accelerators import visible_devices
 from flowfleet.advantages import group_advantages
+from flowfleet.algorithms.windows import noisy_steps
 from flowfleet.jobs import JobSpec
 from flowfleet.media import encode_media
 from flowfleet.models.embeds import PromptEmbeds, concat_embeds
@@ -37,7 +38,6 @@ from flowfleet.seeds import sample_seed
 from flowfleet.service import usable_cpus
 from flowfleet.telemetry import Timings
 from flowfleet.trajectories import Trajectory
-from services.controller.requests import sde_steps
 from services.reward.evaluator import Evaluator
 from services.reward.metrics import RewardMetrics
 from services.reward.pool import ProcessPool, default_processes
@@ -135,7 +135,7 @@ class Monolith:
         advantages, _ = group_advantages(values, groups, std=part.advantage_std, clamp=part.advantage_clamp)
         updates = plan_step([(sample.group, sample.index) for _, sample in samples], self.spec, step, 1)
         parts = [[self._batch(micro, samples, advantages) for micro in update.by_rank[0]] for update in updates]
-        trainer = StepTrainer(self.engine, step, len(samples), sde_steps(self.spec, step))
+        trainer = StepTrainer(self.engine, step, len(samples), noisy_steps(self.spec, step))
         timings = Timings()
         trainer.train(updates, parts, timings)
         return dict(timings.seconds)
@@ -164,7 +164,7 @@ class Monolith:
                 for group in groups
             ),
             sampling=Sampling(part.size, part.num_inference_steps, part.guidance, part.negative_prompt),
-            noise=Noise(part.noise.type, part.noise.eta, sde_steps(self.spec, step), part.noise.share_initial_noise),
+            noise=Noise(part.noise.type, part.noise.eta, noisy_steps(self.spec, step), part.noise.share_initial_noise),
             record="steps",
         )
 

@@ -5,9 +5,14 @@ computes it from `(seed, step)` gets the same. Steps outside the window are ODE 
 trained on.
 """
 
-from typing import Literal, get_args
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, get_args
 
 from flowfleet.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from flowfleet.jobs import JobSpec
 
 WindowStrategy = Literal["fixed", "random", "progressive", "all"]
 """fixed: starts at `low`. random: start drawn every job step. progressive: start moves up, wraps. all: low to high."""
@@ -60,3 +65,22 @@ def window(
         offset = step // shift_every * stride
     start = low + offset % num_starts
     return tuple(range(start, start + size))
+
+
+def noisy_steps(spec: JobSpec, step: int) -> tuple[int, ...]:
+    """The denoising steps that carry noise in a training step of a job: one window for all its groups; none of an
+    ODE."""
+    part = spec.rollout.window
+    if spec.rollout.noise.eta == 0:
+        return ()
+    return window(
+        part.strategy,
+        num_steps=spec.rollout.num_inference_steps,
+        size=part.size,
+        low=part.low,
+        high=part.high,
+        seed=spec.seed,
+        step=step,
+        stride=part.stride,
+        shift_every=part.shift_every,
+    )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from flowfleet.algorithms.windows import window
+from flowfleet.algorithms.windows import noisy_steps
 from flowfleet.jobs import JobSpec
 from flowfleet.planning.facts import Facts
 
@@ -65,11 +65,7 @@ def num_rounds(spec: JobSpec) -> int:
     """Rows of a sample: the noisy steps of the window, or the noise levels of a matching loss."""
     if not spec.records_steps:
         return spec.algorithm.num_noise_levels
-    part = spec.rollout.window
-    steps = window(
-        part.strategy, num_steps=spec.rollout.num_inference_steps, size=part.size, low=part.low, high=part.high
-    )
-    return len(steps)
+    return len(noisy_steps(spec, 0))
 
 
 def passes(spec: JobSpec) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from flowfleet.algorithms.windows import window
+from flowfleet.algorithms.windows import noisy_steps
 from flowfleet.jobs import JobSpec
 from flowfleet.proto import common_pb2, rollout_pb2, trainer_pb2
 from flowfleet.seeds import derive_seed, sample_seed, validation_seed
@@ -27,7 +27,7 @@ def generate(job: JobContext, step: int, wanted: Mapping[int, Sequence[int]]) ->
         noise=rollout_pb2.Noise(
             step_type=job.spec.rollout.noise.type,
             eta=job.spec.rollout.noise.eta,
-            sde_steps=sde_steps(job.spec, step),
+            sde_steps=noisy_steps(job.spec, step),
             share_initial_noise=job.spec.rollout.noise.share_initial_noise,
         ),
         record=common_pb2.RECORD_STEPS if job.spec.records_steps else common_pb2.RECORD_FINAL,
@@ -61,24 +61,6 @@ def validate(job: JobContext, version: int, start: int, prompts: Sequence[Prompt
             )
             for number, prompt in enumerate(prompts, start)
         ],
-    )
-
-
-def sde_steps(spec: JobSpec, step: int) -> tuple[int, ...]:
-    """The denoising steps that carry noise in a training step: one window for all its groups; none of an ODE."""
-    part = spec.rollout.window
-    if spec.rollout.noise.eta == 0:
-        return ()
-    return window(
-        part.strategy,
-        num_steps=spec.rollout.num_inference_steps,
-        size=part.size,
-        low=part.low,
-        high=part.high,
-        seed=spec.seed,
-        step=step,
-        stride=part.stride,
-        shift_every=part.shift_every,
     )
 
 
