@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 AdvantageStd = Literal["global", "group", "none"]
 """What the centred rewards are divided by: the std of the batch, that of the group, or nothing."""
 
-RewardCombination = Literal["sum", "normalized"]
+RewardCombination = Literal["sum", "normalized", "separate"]
 """How several rewards become one advantage: see `combined_advantages`."""
 
 
@@ -94,13 +94,16 @@ def combined_advantages(
     - `normalized`: as GDPO (https://arxiv.org/abs/2601.05242), so that no reward drowns in another's spread. Each
       reward gives (r - mean of the group) / (std of the group + eps); their weighted sum is divided by its std over the
       batch + eps. (Centring it over the batch too would change nothing: every group's sum is 0.) `std` is not used.
+    - `separate`: the weighted sum of each reward's own `group_advantages`, not clamped before, not normalised again
+      (MixGRPO, https://arxiv.org/abs/2507.21802, with `std = "group"`). Of one reward it is `sum` times its weight.
 
     Args:
         rewards: name to (N,) finite numbers.
         weights: of the same names; of any sign.
         group_ids, std, eps, clamp, ddof: as in `group_advantages`; the clamp is last.
-        present: name to (N,) bool, for `normalized`: samples that have no such reward are left out of its means and
-            stds, and their part is 0; their numbers in `rewards` count in the sum alone. None: all have all.
+        present: name to (N,) bool, for `normalized` and `separate`: samples that have no such reward are left out of
+            its means and stds, and their part is 0; their numbers in `rewards` count in the sum alone. None: all have
+            all.
 
     Returns:
         Advantages (N,) float64, and statistics of the weighted sum of the rewards, whatever the combination.
@@ -119,14 +122,17 @@ def combined_advantages(
         total += weights[name] * columns[name]
     if combination == "sum":
         return group_advantages(total, group_ids, std=std, eps=eps, clamp=clamp, ddof=ddof)
+    own_std: AdvantageStd = "group" if combination == "normalized" else std
     advantages = np.zeros(len(group_ids))
     for name in sorted(columns):
         rows = np.arange(len(group_ids)) if present is None else np.flatnonzero(present[name])
         if rows.size:
             ids = [group_ids[row] for row in rows.tolist()]
-            own, _ = group_advantages(columns[name][rows], ids, std="group", eps=eps, clamp=None, ddof=ddof)
+            own, _ = group_advantages(columns[name][rows], ids, std=own_std, eps=eps, clamp=None, ddof=ddof)
             advantages[rows] += weights[name] * own
-    advantages = _clamped(advantages / (_std(advantages, ddof) + eps), clamp)
+    if combination == "normalized":
+        advantages /= _std(advantages, ddof) + eps
+    advantages = _clamped(advantages, clamp)
     return advantages, _stats(_checked(total, group_ids), advantages, _group_indices(group_ids), ddof)
 
 

@@ -151,7 +151,12 @@ def _advantages(job: JobSpec) -> Iterator[str]:
     if loss.needs_pairs:
         yield from _unheard(
             job,
-            ("algorithm.advantage_std", "algorithm.advantage_clamp", "algorithm.reward_combination"),
+            (
+                "algorithm.advantage_std",
+                "algorithm.advantage_clamp",
+                "algorithm.reward_combination",
+                "algorithm.best_of",
+            ),
             f"with algorithm.loss = {loss.name}, whose pairs go by the weighted sum of the rewards: leave it out",
         )
     elif job.rollout.group_size < 2:
@@ -160,6 +165,16 @@ def _advantages(job: JobSpec) -> Iterator[str]:
         yield (
             'algorithm.advantage_std = "none" has no effect with algorithm.reward_combination = "normalized", which '
             "divides by std twice: leave it out"
+        )
+    if part.reward_combination == "separate" and part.advantage_std == "none":
+        yield (
+            'algorithm.reward_combination = "separate" with algorithm.advantage_std = "none" is the weighted sum '
+            'itself: set the one to "sum", or the other to "group" or "global"'
+        )
+    if not loss.needs_pairs and part.best_of is not None and part.best_of >= job.rollout.group_size:
+        yield (
+            f"algorithm.best_of = {part.best_of} leaves out no sample of a group of {job.rollout.group_size}: lower "
+            "it, raise rollout.group_size, or leave it out"
         )
 
 
@@ -194,13 +209,13 @@ def _others_with_influence(job: JobSpec, name: str) -> bool:
 
 def _batches(job: JobSpec) -> Iterator[str]:
     part = job.trainer
-    number, what = job.samples_per_step, "samples"
+    number, what = job.trained_per_step, "samples"
     if job.loss.needs_pairs:
-        number, what = job.rollout.prompts_per_step * job.algorithm.pairs_per_group, "pairs"
+        number, what = number // 2, "pairs"
     if number < part.updates_per_step:
         yield (
-            f"trainer.updates_per_step = {part.updates_per_step} is more than the {number} {what} of a step; lower it "
-            "or raise rollout.prompts_per_step"
+            f"trainer.updates_per_step = {part.updates_per_step} is more than the {number} {what} that a step trains "
+            "on; lower it or raise rollout.prompts_per_step"
         )
     if job.loss.needs_pairs and part.micro_batch_size < 2:
         yield f"trainer.micro_batch_size = 1 cannot hold a pair, which algorithm.loss = {job.loss.name} needs: give 2"

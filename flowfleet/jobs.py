@@ -171,13 +171,17 @@ class AlgorithmPart(Part):
     old_policy: OldPolicyPart = OldPolicyPart()
     pairs_per_group: int = Field(default=1, ge=1)
     """Pairs that online DPO makes of a group: best and worst, second best and second worst, …"""
-    reward_combination: Literal["sum", "normalized"] = "sum"
-    """Several rewards: advantages of their weighted sum, or the weighted sum of each one's own group-normalised
-    advantages, normalised again over the batch (GDPO)."""
+    reward_combination: Literal["sum", "normalized", "separate"] = "sum"
+    """Several rewards. sum: advantages of their weighted sum. normalized: the weighted sum of each one's own
+    group-normalised advantages, normalised again over the batch (GDPO). separate: the weighted sum of each one's own
+    advantages by `advantage_std`, not normalised again (MixGRPO)."""
     advantage_std: Literal["global", "group", "none"] = "global"
     """Divide centred rewards by the std (ddof 0) of the batch, of the group, or not at all."""
     advantage_clamp: float | None = Field(default=5.0, gt=0.0)
     """Advantages are cut to ± this; null leaves them."""
+    best_of: int | None = Field(default=None, ge=2)
+    """Samples of each group that are trained on: the best and the worst half each, by advantages that the whole group
+    gave (DanceGRPO's best-of-n); null trains on all."""
     kl_coef: float = Field(default=0.0, ge=0.0)
     """Weight of the KL (policy losses) or of the squared distance (DiffusionNFT) to the model before training. With
     `trainer.mode = "full"` this keeps a second copy of the weights."""
@@ -410,6 +414,17 @@ class JobSpec(Part):
     @property
     def samples_per_step(self) -> int:
         return self.rollout.prompts_per_step * self.rollout.group_size
+
+    @property
+    def trained_per_step(self) -> int:
+        """Samples of a step that are trained on, where none is dropped: all, or `algorithm.best_of` of each group, or
+        those of the pairs."""
+        part, of_group = self.algorithm, self.rollout.group_size
+        if self.loss.needs_pairs:
+            of_group = 2 * part.pairs_per_group
+        elif part.best_of is not None:
+            of_group = min(of_group, part.best_of)
+        return self.rollout.prompts_per_step * of_group
 
 
 def parse_job(data: dict[str, Any]) -> JobSpec:

@@ -77,7 +77,7 @@ def trainer_memory(spec: JobSpec, facts: Facts) -> TrainerMemory:
     """For any settings of `trainer` but mode, lora and compile, which `facts` were measured with."""
     part, item, ranks = spec.trainer, item_bytes(spec), spec.trainer.world_size
     is_lora = part.mode == "lora"
-    samples = math.ceil(spec.samples_per_step / ranks)
+    samples = math.ceil(spec.trained_per_step / ranks)
     micro = min(part.micro_batch_size, max(1, samples // part.updates_per_step))
     backwards = math.ceil(samples / part.updates_per_step / micro) * num_rounds(spec)
     moments = MOMENTS * facts.trained * _moment_bytes(spec) / ranks

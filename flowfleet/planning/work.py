@@ -14,6 +14,9 @@ class Work:
     """Of one training step unless it says otherwise; FLOPs are model FLOPs (flowfleet/flops.py)."""
 
     samples: int
+    """That are sampled and scored."""
+    trained: int
+    """Of these, trained on."""
     rollout_flops_per_sample: float
     """Denoising and decoding."""
     train_flops_per_sample: float
@@ -28,7 +31,7 @@ class Work:
 
     @property
     def flops(self) -> float:
-        return self.samples * (self.rollout_flops_per_sample + self.train_flops_per_sample)
+        return self.samples * self.rollout_flops_per_sample + self.trained * self.train_flops_per_sample
 
 
 def work(spec: JobSpec, facts: Facts, text_tokens: int) -> Work:
@@ -39,6 +42,7 @@ def work(spec: JobSpec, facts: Facts, text_tokens: int) -> Work:
     size = rollout.size
     return Work(
         samples=spec.samples_per_step,
+        trained=spec.trained_per_step,
         rollout_flops_per_sample=rollout.num_inference_steps * passes(spec) * sampling + facts.decode_flops,
         train_flops_per_sample=num_rounds(spec) * passes(spec) * (training + _without_gradient(spec) * sampling),
         published_bytes=facts.trained * item_bytes(spec),

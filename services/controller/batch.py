@@ -8,9 +8,6 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-NOT_IN_A_PAIR = "not_in_a_pair"
-"""Why a scored sample is not trained on where a loss trains on pairs."""
-
 
 class Phase(StrEnum):
     """Where the step stands that is next to train."""
@@ -96,8 +93,8 @@ class Batch(BaseModel):
         return self.count("scored") if self.num_chosen is None else self.num_chosen
 
     @property
-    def num_unpaired(self) -> int:
-        """Samples that have a score and are in no pair of a loss that trains on pairs."""
+    def num_left_out(self) -> int:
+        """Samples that have a score and are not trained on: in no pair, or not among the best and worst of a group."""
         return self.count("scored") - self.num_trained
 
     def scored(self) -> list[Scored]:

@@ -14,6 +14,10 @@ from services.controller.composition import Columns, columns
 
 PREFERENCE = "preference"
 """The reward of a preference data set: 1 for what was chosen, 0 for what was rejected."""
+NOT_IN_A_PAIR = "not_in_a_pair"
+"""Why a scored sample is not trained on where a loss trains on pairs."""
+NOT_BEST_OR_WORST = "not_best_or_worst"
+"""Why a scored sample is not trained on where `algorithm.best_of` leaves out the middle of its group."""
 _SUM = "sum"
 
 
@@ -36,7 +40,8 @@ def credits_of(
     """The samples that a step trains on, and the statistics of all its rewards, by the rewards of that step.
 
     Ascending by (group, index), or for a loss on pairs by (group, pair) with the winner first; empty where no pair
-    differs. Raises ValueError without a scored sample.
+    differs. With `algorithm.best_of` the middle of each group is left out; its advantages and the statistics are those
+    of whole groups all the same. Raises ValueError without a scored sample.
     """
     groups = [sample.group for sample in scored]
     counted = _columns(spec, rewards, step, scored)
@@ -51,9 +56,34 @@ def credits_of(
         present=counted.present,
     )
     if not spec.loss.needs_pairs:
-        return [_credit(sample, value) for sample, value in zip(scored, values.tolist(), strict=True)], stats
+        credits = [_credit(sample, value) for sample, value in zip(scored, values.tolist(), strict=True)]
+        return best_and_worst(credits, part.best_of), stats
     credits = _paired(scored, counted.totals().tolist(), part.pairs_per_group)
     return credits, _with_advantages(stats, [credit.advantage for credit in credits] or [0.0])
+
+
+def left_out_reason(spec: JobSpec) -> str:
+    """Why a job does not train on samples that have a score, if there are any."""
+    return NOT_IN_A_PAIR if spec.loss.needs_pairs else NOT_BEST_OR_WORST
+
+
+def best_and_worst(credits: Sequence[Credit], best_of: int | None) -> list[Credit]:
+    """Of each group the half of `best_of` with the highest advantages and the half with the lowest, in the given order.
+
+    An odd `best_of` takes one more of the best, as DanceGRPO's code does. Of equal advantages those of higher index
+    count as better. Groups of no more than `best_of` samples stay whole, and so does everything where it is None.
+    """
+    if best_of is None:
+        return list(credits)
+    groups: dict[int, list[Credit]] = {}
+    for credit in credits:
+        groups.setdefault(credit.group, []).append(credit)
+    left_out: set[tuple[int, int]] = set()
+    for group in groups.values():
+        ascending = sorted(group, key=lambda credit: (credit.advantage, credit.index))
+        middle = ascending[best_of // 2 : max(0, len(group) - (best_of - best_of // 2))]
+        left_out.update((credit.group, credit.index) for credit in middle)
+    return [credit for credit in credits if (credit.group, credit.index) not in left_out]
 
 
 def _paired(scored: Sequence[Scored], totals: Sequence[float], pairs_per_group: int) -> list[Credit]:

@@ -24,7 +24,8 @@ from flowfleet.jobs import JobSpec, RewardPart
 from flowfleet.reward_changes import RewardSet, ShadowPart
 from services.controller import events as ev
 from services.controller import gap
-from services.controller.batch import NOT_IN_A_PAIR, Batch, Phase, SampleState, with_dropped
+from services.controller.batch import Batch, Phase, SampleState, with_dropped
+from services.controller.credit import left_out_reason
 
 
 class Status(StrEnum):
@@ -202,7 +203,7 @@ class Machine:
         if event.step == self.state.version:
             batch = self.state.batches.pop(event.step)
             self.state.samples_trained += batch.num_trained
-            self._count_drop(NOT_IN_A_PAIR, batch.num_unpaired)
+            self._count_drop(left_out_reason(self.spec), batch.num_left_out)
             self.state.version += 1
             self.state.trained_at = event.at
             if too_far:

@@ -19,8 +19,8 @@ from flowfleet.advantages import AdvantageStats
 from flowfleet.image_stats import ImageStats, image_stats
 from flowfleet.proto import common_pb2, trainer_pb2
 from flowfleet.telemetry import JobMetrics
-from services.controller.batch import NOT_IN_A_PAIR, Batch, with_dropped
-from services.controller.credit import credits_of
+from services.controller.batch import Batch, with_dropped
+from services.controller.credit import credits_of, left_out_reason
 from services.controller.data import Prompt
 from services.controller.records import Checkpoint, SampleRecord
 from services.controller.reward_rows import reward_row
@@ -87,7 +87,7 @@ class Reports:
             "critic/rewards/revision": float(job.machine.rewards_number_at(step)),
             "perf/throughput": num_scored / duration / self._num_devices(),
             "training/samples": float(state.samples_trained + batch.num_trained),
-            "training/samples_dropped": float(sum(state.samples_dropped.values()) + batch.num_unpaired),
+            "training/samples_dropped": float(sum(state.samples_dropped.values()) + batch.num_left_out),
             "training/off_policy/trajectory_staleness/mean": _staleness(batch),
         }
         await job.store.metrics_put(job.job_id, step, row)
@@ -136,7 +136,7 @@ class Reports:
             images_per_second=batch.count("scored") / recent,
             eta_s=recent * (job.spec.schedule.steps - done),
             samples_trained=state.samples_trained + batch.num_trained,
-            samples_dropped=with_dropped(state.samples_dropped, NOT_IN_A_PAIR, batch.num_unpaired),
+            samples_dropped=with_dropped(state.samples_dropped, left_out_reason(job.spec), batch.num_left_out),
         )
 
 

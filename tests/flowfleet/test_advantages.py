@@ -135,6 +135,62 @@ def test_normalized_rewards_match_the_formula(samples: list[tuple[int, int, int,
     assert stats.advantage_max == advantages.max()
 
 
+@settings(max_examples=60, deadline=None)
+@given(samples=several, std=st.sampled_from(["global", "group"]), clamp=st.sampled_from([None, 0.5]))
+def test_separate_rewards_match_the_formula(
+    samples: list[tuple[int, int, int, int]], std: AdvantageStd, clamp: float | None
+) -> None:
+    weights = {"a": 1.0, "b": 0.5, "c": -2.0}
+    rewards = {name: [sample[k] / 8 for sample in samples] for k, name in enumerate(weights)}
+    groups = [sample[3] for sample in samples]
+    expected = [0.0] * len(samples)
+    for name, weight in weights.items():
+        own = oracle(rewards[name], groups, std, 1e-4, None)
+        expected = [value + weight * part for value, part in zip(expected, own, strict=True)]
+    if clamp is not None:
+        expected = [max(-clamp, min(clamp, value)) for value in expected]
+    advantages, stats = combined_advantages(rewards, weights, groups, combination="separate", std=std, clamp=clamp)
+    np.testing.assert_allclose(advantages, expected, rtol=1e-9, atol=1e-9)
+    assert stats.advantage_min == advantages.min()
+
+
+def test_separate_rewards_as_mix_grpo_adds_them() -> None:
+    """Their `advantage_aggr`: torch's std (ddof 1) of each group plus 1e-8, weighted and added, and nothing more."""
+    drawn = np.random.default_rng(18).normal(size=(4, 3, 12)) * np.array([5.0, 1.0, 30.0, 2.0])[:, None, None]
+    weights = dict(zip("abcd", (1.0, 1.0, 0.5, -0.25), strict=True))
+    theirs = sum(
+        weight * (values - values.mean(-1, keepdims=True)) / (values.std(-1, ddof=1, keepdims=True) + 1e-8)
+        for values, weight in zip(drawn, weights.values(), strict=True)
+    )
+    rewards, groups = (
+        {name: values.ravel() for name, values in zip("abcd", drawn, strict=True)},
+        [*np.repeat(range(3), 12)],
+    )
+    exact, _ = combined_advantages(
+        rewards, weights, groups, combination="separate", std="group", eps=1e-8, ddof=1, clamp=None
+    )
+    np.testing.assert_allclose(exact, np.ravel(theirs), rtol=1e-12)
+    ours, _ = combined_advantages(rewards, weights, groups, combination="separate", std="group", clamp=None)
+    np.testing.assert_allclose(ours / np.ravel(theirs), np.sqrt(12 / 11), rtol=2e-3)  # ddof 0 and eps 1e-4
+    gdpo, _ = combined_advantages(rewards, weights, groups, combination="normalized", clamp=None)
+    np.testing.assert_allclose(ours, gdpo * (ours.std() + 1e-4), rtol=1e-9)
+
+
+def test_of_one_reward_separate_is_the_sum_times_its_weight() -> None:
+    rewards, groups = {"a": [0.0, 1.0, 3.0, 3.5, 9.0]}, [0, 0, 0, 1, 1]
+    separate, _ = combined_advantages(rewards, {"a": 2.0}, groups, combination="separate", clamp=None)
+    alone, _ = group_advantages(rewards["a"], groups, clamp=None)
+    np.testing.assert_allclose(separate, 2 * alone, rtol=1e-12)
+
+
+def test_a_reward_that_some_have_not_is_0_for_them_when_separate() -> None:
+    rewards, present = {"a": [0.0, 1.0, 0.5], "b": [4.0, 0.0, 2.0]}, {"a": [True] * 3, "b": [True, False, True]}
+    advantages, _ = combined_advantages(
+        rewards, {"a": 0.0, "b": 1.0}, [0, 0, 0], combination="separate", std="group", present=present
+    )
+    np.testing.assert_allclose(advantages, [1 / 1.0001, 0.0, -1 / 1.0001], rtol=1e-12)
+
+
 def test_normalized_rewards_count_alike_whatever_their_spread() -> None:
     small, large = [0.0, 1.0, 0.0, 1.0], [0.0, 0.0, 1e6, 1e6]
     rewards, weights = {"small": small, "large": large}, {"small": 1.0, "large": 1.0}

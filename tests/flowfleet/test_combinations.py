@@ -251,6 +251,30 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         'algorithm.advantage_std = "none" has no effect',
         "leave it out",
     ),
+    "separate rewards without a std": (
+        {"algorithm": {"reward_combination": "separate", "advantage_std": "none"}},
+        'algorithm.reward_combination = "separate"',
+        'set the one to "sum"',
+    ),
+    "the best of no more": (
+        {"algorithm": {"best_of": 16}, "rollout": {"group_size": 16}},
+        "algorithm.best_of = 16 leaves out no sample",
+        "raise rollout.group_size",
+    ),
+    "the best of pairs": (
+        {"algorithm": {"name": "online_dpo", "best_of": 4}},
+        "algorithm.best_of has no effect",
+        "leave it out",
+    ),
+    "more updates than the best": (
+        {
+            "algorithm": {"best_of": 2},
+            "rollout": {"prompts_per_step": 2, "group_size": 8},
+            "trainer": {"updates_per_step": 5},
+        },
+        "trainer.updates_per_step = 5 is more than the 4 samples that a step trains on",
+        "lower it",
+    ),
     "no reward": ({"rewards": {}}, "rewards: name at least one", "[rewards.ocr]"),
     "rewards that count for nothing": ({"rewards": {"ocr": {"weight": 0.0}}}, "rewards.*.weight is 0", "a weight"),
     "a curve that counts for nothing": (
@@ -331,6 +355,9 @@ ALLOWED: dict[str, dict[str, Parts]] = {
         }
     },
     "normalised rewards, DanceGRPO's way": {"algorithm": {"name": "dance_grpo", "reward_combination": "normalized"}},
+    "the best and worst of separate rewards, MixGRPO's and DanceGRPO's way": {
+        "algorithm": {"reward_combination": "separate", "advantage_std": "group", "best_of": 8}
+    },
     "preferences without rewards": {"algorithm": {"name": "dpo"}, "rewards": {}},
 }
 

@@ -59,6 +59,39 @@ def test_a_reward_is_weighted_in_both_combinations() -> None:
     assert (stats.reward_min, stats.reward_max) == (3.0, 5.0)
 
 
+def chosen(advantages: list[float], best_of: int | None, group: int = 0) -> list[int]:
+    credits = [Credit(group, index, 0.0, advantage) for index, advantage in enumerate(advantages)]
+    return [one.index for one in credit.best_and_worst(credits, best_of)]
+
+
+def test_best_of_keeps_the_best_and_the_worst_half() -> None:
+    """As DanceGRPO's code: argsort, its last `-n // 2` and its first `n // 2`."""
+    rng = np.random.default_rng(3)
+    for size, best_of in [(16, 8), (16, 7), (5, 4), (12, 2)]:
+        advantages = rng.normal(size=size)
+        order = np.argsort(advantages)
+        theirs = {*order[-best_of // 2 :].tolist(), *order[: best_of // 2].tolist()}
+        assert len(theirs) == best_of
+        assert chosen(advantages.tolist(), best_of) == sorted(theirs)
+
+
+def test_best_of_leaves_small_groups_whole() -> None:
+    assert chosen([0.3, -0.1, 0.2], 4) == chosen([0.3, -0.1, 0.2], None) == chosen([0.3, -0.1, 0.2], 3) == [0, 1, 2]
+    assert chosen([0.0] * 6, 4) == [0, 1, 4, 5]
+
+
+def test_best_of_takes_the_advantages_of_whole_groups() -> None:
+    rewards = np.random.default_rng(5).normal(size=(2, 6))
+    rows = scored(*((group, index, float(rewards[group, index])) for group in range(2) for index in range(6)))[:-3]
+    whole, of_all = credits_of(spec_of({}, {"ocr": {}}, rollout={"group_size": 6}), rows)
+    part, of_part = credits_of(spec_of({"best_of": 4}, {"ocr": {}}, rollout={"group_size": 6}), rows)
+    ranks = np.argsort(np.argsort(rewards[0]))
+    left_out = {(0, index) for index in range(6) if ranks[index] in (2, 3)}
+    assert part == [one for one in whole if (one.group, one.index) not in left_out]
+    assert len(part) == 4 + 3  # three of the second group have a score
+    assert of_part == of_all
+
+
 def test_pairs_stand_together_the_winner_first() -> None:
     rows = [(0, 0, 0.2), (0, 1, 0.9), (0, 2, 0.1), (0, 3, 0.5), (2, 0, 0.3), (2, 5, 0.3)]
     credits, stats = credits_of(

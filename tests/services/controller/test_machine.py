@@ -150,7 +150,14 @@ class World:
                 self.emit(ev.Exported())
 
     def chosen(self, step: int) -> int | None:
-        """Samples in the request: any even number of them where the loss wants pairs, and 0 is one."""
+        """Samples in the request: at most `best_of` of a group, or any even number, 0 too, where the loss wants
+        pairs."""
+        best_of = self.spec.algorithm.best_of
+        if best_of is not None:
+            groups = self.machine.state.batches[step].groups.values()
+            sizes = [sum(sample.status == "scored" for sample in group.values()) for group in groups]
+            self.in_pairs[step] = sum(min(size, best_of) for size in sizes)
+            return self.in_pairs[step]
         if not self.spec.loss.needs_pairs:
             return None
         self.in_pairs[step] = 2 * self.rng.randint(0, len(self.trained_on[step]) // 2)
@@ -229,16 +236,24 @@ def test_every_sample_is_accounted_for() -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(0, 2**32), st.sampled_from([0.0, 0.1]))
-def test_what_is_in_no_pair_is_dropped_when_its_step_trains(seed: int, mishaps: float) -> None:
-    """Whatever happens, each scored sample is trained on or counted as in no pair, once."""
-    world = World(make_spec(algorithm={"name": "online_dpo"}), random.Random(seed), mishaps)
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([0.0, 0.1]),
+    st.sampled_from([("not_in_a_pair", {"name": "online_dpo"}), ("not_best_or_worst", {"best_of": 2})]),
+)
+def test_what_is_left_out_is_dropped_when_its_step_trains(
+    seed: int, mishaps: float, left_out: tuple[str, dict[str, object]]
+) -> None:
+    """Whatever happens, each scored sample is trained on or counted as left out, once."""
+    reason, algorithm = left_out
+    world = World(make_spec(algorithm=algorithm), random.Random(seed), mishaps)
     world.run()
     state = world.machine.state
     num_scored = sum(map(len, world.trained_on.values()))
     assert state.status is Status.SUCCEEDED
     assert state.samples_trained == sum(world.in_pairs.values())
-    assert state.samples_dropped.get("not_in_a_pair", 0) == num_scored - state.samples_trained
+    assert state.samples_dropped.get(reason, 0) == num_scored - state.samples_trained
+    assert not {"not_in_a_pair", "not_best_or_worst"} - {reason} & state.samples_dropped.keys()
 
 
 def test_a_step_without_a_pair_trains_on_nothing_and_goes_on() -> None:
