@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def problems(job: JobSpec) -> Iterator[str]:
     """Everything that is wrong with a job's combination of settings, the plainest first."""
-    for rule in (_window, _noise, _loss_settings, _correction, _pairs, _advantages, _rewards, _batches):
+    for rule in (_window, _noise, _loss_settings, _correction, _pairs, _advantages, _kl_reward, _rewards, _batches):
         yield from rule(job)
 
 
@@ -175,6 +175,32 @@ def _advantages(job: JobSpec) -> Iterator[str]:
         yield (
             f"algorithm.best_of = {part.best_of} leaves out no sample of a group of {job.rollout.group_size}: lower "
             "it, raise rollout.group_size, or leave it out"
+        )
+
+
+def _kl_reward(job: JobSpec) -> Iterator[str]:
+    part = job.algorithm
+    if part.kl_reward == 0:
+        return
+    if job.method.data == "preferences":
+        yield (
+            f"algorithm.kl_reward has no effect with algorithm.name = {job.method.name}, which samples nothing: leave "
+            "it out"
+        )
+    elif job.trainer.mode == "full":
+        yield (
+            'algorithm.kl_reward with trainer.mode = "full" would need a second copy of the weights in every rollout: '
+            'set trainer.mode = "lora", or use algorithm.kl_coef, which the trainer measures'
+        )
+    elif job.rollout.noise.eta == 0:
+        yield (
+            "algorithm.kl_reward is measured at noisy steps, and rollout.noise.eta = 0 has none: give an eta above 0, "
+            "or use algorithm.kl_coef"
+        )
+    if part.reward_combination != "sum":
+        yield (
+            "algorithm.kl_reward is subtracted from the sum of the rewards, which algorithm.reward_combination = "
+            f'"{part.reward_combination}" does not form: set that to "sum", or use algorithm.kl_coef'
         )
 
 

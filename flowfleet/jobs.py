@@ -185,6 +185,9 @@ class AlgorithmPart(Part):
     kl_coef: float = Field(default=0.0, ge=0.0)
     """Weight of the KL (policy losses) or of the squared distance (DiffusionNFT) to the model before training. With
     `trainer.mode = "full"` this keeps a second copy of the weights."""
+    kl_reward: float = Field(default=0.0, ge=0.0)
+    """What a sample's KL to the model before training costs of its reward: the mean over its noisy steps, measured by
+    the rollouts with the adapter off. LoRA only."""
     old_log_probs: Literal["first_forward", "recompute", "rollout"] = "first_forward"
     """Where the old log-probs come from: the update's own first forward where that is exact (else recomputed), always
     recomputed before the update, or the rollout's own (bypass)."""

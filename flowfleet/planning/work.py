@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flowfleet.algorithms.windows import noisy_steps
 from flowfleet.jobs import JobSpec
 from flowfleet.planning.facts import Facts
 from flowfleet.planning.memory import FP32, checkpoint_bytes, item_bytes, num_rounds, passes
@@ -43,7 +44,7 @@ def work(spec: JobSpec, facts: Facts, text_tokens: int) -> Work:
     return Work(
         samples=spec.samples_per_step,
         trained=spec.trained_per_step,
-        rollout_flops_per_sample=rollout.num_inference_steps * passes(spec) * sampling + facts.decode_flops,
+        rollout_flops_per_sample=_forwards(spec) * passes(spec) * sampling + facts.decode_flops,
         train_flops_per_sample=num_rounds(spec) * passes(spec) * (training + _without_gradient(spec) * sampling),
         published_bytes=facts.trained * item_bytes(spec),
         checkpoint_bytes=checkpoint_bytes(spec, facts),
@@ -51,6 +52,11 @@ def work(spec: JobSpec, facts: Facts, text_tokens: int) -> Work:
         + rollout.prompts_per_step * facts.embeds_bytes,
         media_bytes=spec.samples_per_step * size.height * size.width * size.num_frames * 3,
     )
+
+
+def _forwards(spec: JobSpec) -> int:
+    """Denoising steps of a sample, and those of the reference that it is compared with."""
+    return spec.rollout.num_inference_steps + (len(noisy_steps(spec, 0)) if spec.algorithm.kl_reward else 0)
 
 
 def _without_gradient(spec: JobSpec) -> float:

@@ -196,12 +196,15 @@ class GenerateRequest(_message.Message):
     NOISE_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     RECORD_FIELD_NUMBER: _builtins.int
+    REFERENCE_KL_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     step: _builtins.int
     purpose: _common_pb2.Purpose.ValueType
     policy_version: _builtins.int
     record: _common_pb2.Record.ValueType
     """of training samples; RECORD_FINAL goes with any noise, and with media alone"""
+    reference_kl: _builtins.bool
+    """of training samples with noise: measure Sample.reference_kl by a second forward a noisy step"""
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
     @_builtins.property
@@ -221,10 +224,11 @@ class GenerateRequest(_message.Message):
         noise: Global___Noise | None = ...,
         groups: _abc.Iterable[Global___PromptGroup] | None = ...,
         record: _common_pb2.Record.ValueType = ...,
+        reference_kl: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["noise", b"noise", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "job_id", b"job_id", "noise", b"noise", "policy_version", b"policy_version", "purpose", b"purpose", "record", b"record", "sampling", b"sampling", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "job_id", b"job_id", "noise", b"noise", "policy_version", b"policy_version", "purpose", b"purpose", "record", b"record", "reference_kl", b"reference_kl", "sampling", b"sampling", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -32,6 +32,7 @@ class SampleState(BaseModel):
     score: float | None = None
     scores: dict[str, float] = {}
     """Reward → score, not weighted."""
+    reference_kl: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Scored:
     """The weighted sum."""
     scores: dict[str, float] = field(default_factory=dict)
     """Reward → score, not weighted; empty where they were not kept."""
+    reference_kl: float = 0.0
+    """KL to the model before training, for `algorithm.kl_reward`."""
 
 
 class Batch(BaseModel):
@@ -100,7 +103,7 @@ class Batch(BaseModel):
     def scored(self) -> list[Scored]:
         """Every scored sample, ascending by (group, index)."""
         return [
-            Scored(group, index, sample.score, sample.scores)
+            Scored(group, index, sample.score, sample.scores, sample.reference_kl)
             for group, samples in sorted(self.groups.items())
             for index, sample in sorted(samples.items())
             if sample.status == "scored" and sample.score is not None

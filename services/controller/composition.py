@@ -43,6 +43,14 @@ class Columns:
     weights: dict[str, float]
     """At the step."""
 
+    def with_column(self, name: str, values: Sequence[float], weight: float) -> Columns:
+        """With another one, which every sample has."""
+        return Columns(
+            {**self.values, name: np.array(values, dtype=np.float64)},
+            {**self.present, name: np.ones(len(values), dtype=np.bool_)},
+            {**self.weights, name: weight},
+        )
+
     def totals(self) -> NDArray[np.float64]:
         """(N,) weighted sums, comparable with each other."""
         total = np.zeros(len(next(iter(self.values.values()))))

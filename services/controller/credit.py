@@ -19,6 +19,8 @@ NOT_IN_A_PAIR = "not_in_a_pair"
 NOT_BEST_OR_WORST = "not_best_or_worst"
 """Why a scored sample is not trained on where `algorithm.best_of` leaves out the middle of its group."""
 _SUM = "sum"
+_KL = "/kl"
+"""Column of the KL to the model before training; no reward can have this name."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,10 @@ def credits_of(
     of whole groups all the same. Raises ValueError without a scored sample.
     """
     groups = [sample.group for sample in scored]
-    counted = _columns(spec, rewards, step, scored)
     part = spec.algorithm
+    counted = _columns(spec, rewards, step, scored)
+    if part.kl_reward:
+        counted = counted.with_column(_KL, [sample.reference_kl for sample in scored], -part.kl_reward)
     values, stats = combined_advantages(
         counted.values,
         counted.weights,

@@ -59,6 +59,8 @@ class Scored(_Event):
     score: float
     scores: dict[str, float] = {}
     """Reward → score, not weighted; empty in ledgers from before it was kept."""
+    reference_kl: float = 0.0
+    """Of the sample, as its rollout measured it; 0 where it did not, and in ledgers from before that could be."""
 
 
 class Dropped(_Event):

@@ -179,6 +179,7 @@ class Machine:
         sample = self._sample(event.step, event.group, event.index)
         if sample is not None and sample.status == "sampled":
             sample.status, sample.score, sample.scores = "scored", event.score, event.scores
+            sample.reference_kl = event.reference_kl
             self._note_scored(event.step, event.at)
 
     def _on_dropped(self, event: ev.Dropped) -> None:

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 
 from flowfleet.advantages import AdvantageStats
 from flowfleet.image_stats import ImageStats, image_stats
+from flowfleet.jobs import JobSpec
 from flowfleet.proto import common_pb2, trainer_pb2
 from flowfleet.telemetry import JobMetrics
-from services.controller.batch import Batch, with_dropped
+from services.controller.batch import Batch, Scored, with_dropped
 from services.controller.credit import credits_of, left_out_reason
 from services.controller.data import Prompt
 from services.controller.records import Checkpoint, SampleRecord
@@ -84,6 +85,7 @@ class Reports:
             **reward_row("critic", watched, [sample.scores for sample in scored]),
             **_timings(batch, now, duration),
             **self._publish,
+            **_kl_metrics(job.spec, scored),
             "critic/rewards/revision": float(job.machine.rewards_number_at(step)),
             "perf/throughput": num_scored / duration / self._num_devices(),
             "training/samples": float(state.samples_trained + batch.num_trained),
@@ -169,6 +171,12 @@ def _timings(batch: Batch, now: float, duration: float) -> dict[str, float]:
         "timing_s/step": duration,
         "timing_per_image_ms/step": 1000 * duration / max(1, batch.count("scored")),
     }
+
+
+def _kl_metrics(spec: JobSpec, scored: Sequence[Scored]) -> dict[str, float]:
+    if not spec.algorithm.kl_reward or not scored:
+        return {}
+    return {"critic/reference_kl/mean": _mean([sample.reference_kl for sample in scored])}
 
 
 def _staleness(batch: Batch) -> float:

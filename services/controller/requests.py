@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from flowfleet.algorithms.windows import noisy_steps
@@ -13,6 +14,8 @@ from services.controller.context import JobContext, sample_field
 from services.controller.credit import Credit
 from services.controller.data import Prompt
 from services.controller.rewards import Verdict
+
+NON_FINITE_KL = "non_finite_reference_kl"
 
 
 def generate(job: JobContext, step: int, wanted: Mapping[int, Sequence[int]]) -> rollout_pb2.GenerateRequest:
@@ -31,6 +34,7 @@ def generate(job: JobContext, step: int, wanted: Mapping[int, Sequence[int]]) ->
             share_initial_noise=job.spec.rollout.noise.share_initial_noise,
         ),
         record=common_pb2.RECORD_STEPS if job.spec.records_steps else common_pb2.RECORD_FINAL,
+        reference_kl=job.spec.algorithm.kl_reward > 0,
         groups=[
             rollout_pb2.PromptGroup(
                 group=group,
@@ -81,12 +85,21 @@ async def train_step(job: JobContext, step: int, credits: Sequence[Credit]) -> t
 
 
 def scored_or_dropped(sample: common_pb2.Sample, verdict: Verdict) -> ev.Event:
-    """The fact that a verdict tells of a sample."""
+    """The fact that a verdict tells of a sample. One whose KL is not finite cannot be compared with others."""
     step, group, index = sample.id.step, sample.id.group, sample.id.index
     if verdict.score is None:
         may_refill = not verdict.gated_by and not verdict.given_up
         return ev.Dropped(step=step, group=group, index=index, reason=verdict.reason, refill=may_refill)
-    return ev.Scored(step=step, group=group, index=index, score=verdict.score, scores=verdict.rewards)
+    if not math.isfinite(sample.reference_kl):
+        return ev.Dropped(step=step, group=group, index=index, reason=NON_FINITE_KL)
+    return ev.Scored(
+        step=step,
+        group=group,
+        index=index,
+        score=verdict.score,
+        scores=verdict.rewards,
+        reference_kl=sample.reference_kl,
+    )
 
 
 def _sampling(spec: JobSpec, num_inference_steps: int) -> rollout_pb2.Sampling:

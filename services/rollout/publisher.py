@@ -131,4 +131,5 @@ class Publisher:
             width=request.sampling.width,
             num_frames=len(generated.frames),
             replica_id=self._replica_id,
+            reference_kl=generated.reference_kl,
         )

@@ -33,7 +33,10 @@ def generation_request(request: rollout_pb2.GenerateRequest) -> GenerationReques
     groups = _groups(request.groups)
     sampling = _sampling(request.sampling)
     noise = _noise(request.noise, sampling.num_steps)
-    return GenerationRequest(groups, sampling, noise, _record(request, noise))
+    record = _record(request, noise)
+    if request.reference_kl and (record == "none" or not noise.steps or any(group.media for group in groups)):
+        raise ValueError("reference_kl: it is measured at noisy steps: give PURPOSE_TRAIN, and sde_steps with eta > 0")
+    return GenerationRequest(groups, sampling, noise, record, request.reference_kl)
 
 
 def _record(request: rollout_pb2.GenerateRequest, noise: Noise) -> Record:

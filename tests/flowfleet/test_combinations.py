@@ -275,6 +275,26 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         "trainer.updates_per_step = 5 is more than the 4 samples that a step trains on",
         "lower it",
     ),
+    "the KL of full weights as a reward": (
+        {"algorithm": {"kl_reward": 0.1}, "trainer": {"mode": "full"}},
+        "algorithm.kl_reward",
+        'trainer.mode = "lora", or use algorithm.kl_coef',
+    ),
+    "the KL of an ODE as a reward": (
+        {"algorithm": {"name": "diffusion_nft", "kl_reward": 0.1}},
+        "algorithm.kl_reward is measured at noisy steps",
+        "an eta above 0",
+    ),
+    "the KL of given samples as a reward": (
+        {"algorithm": {"name": "dpo", "kl_reward": 0.1}},
+        "algorithm.kl_reward has no effect",
+        "leave it out",
+    ),
+    "the KL beside rewards that are not summed": (
+        {"algorithm": {"kl_reward": 0.1, "reward_combination": "separate"}},
+        "algorithm.kl_reward is subtracted from the sum",
+        'set that to "sum"',
+    ),
     "no reward": ({"rewards": {}}, "rewards: name at least one", "[rewards.ocr]"),
     "rewards that count for nothing": ({"rewards": {"ocr": {"weight": 0.0}}}, "rewards.*.weight is 0", "a weight"),
     "a curve that counts for nothing": (
@@ -357,6 +377,11 @@ ALLOWED: dict[str, dict[str, Parts]] = {
     "normalised rewards, DanceGRPO's way": {"algorithm": {"name": "dance_grpo", "reward_combination": "normalized"}},
     "the best and worst of separate rewards, MixGRPO's and DanceGRPO's way": {
         "algorithm": {"reward_combination": "separate", "advantage_std": "group", "best_of": 8}
+    },
+    "a KL in the reward, of samples with noise": {"algorithm": {"kl_reward": 0.01}},
+    "a KL in the reward, DiffusionNFT on an SDE": {
+        "algorithm": {"name": "diffusion_nft", "kl_reward": 0.01},
+        "rollout": {"noise": {"eta": 0.7}},
     },
     "preferences without rewards": {"algorithm": {"name": "dpo"}, "rewards": {}},
 }

@@ -77,6 +77,8 @@ class GenerationRequest:
     sampling: Sampling
     noise: Noise
     record: Record
+    reference_kl: bool = False
+    """Whether each noisy step is compared with that of the policy without its adapter."""
 
     @property
     def num_samples(self) -> int:
@@ -91,6 +93,8 @@ class GeneratedSample:
     frames: np.ndarray
     """(F, H, W, 3) uint8; one frame for pictures."""
     record: Trajectory | FinalLatents | None
+    reference_kl: float = 0.0
+    """Mean over the noisy steps, if the request asked for it."""
 
 
 @dataclass(frozen=True, slots=True)

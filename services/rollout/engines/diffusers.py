@@ -131,7 +131,7 @@ class DiffusersEngine(RolloutEngine):
     def _encode(self, request: GenerationRequest) -> Encoded:
         assert self._sampler is not None, "prepare comes first"
         assert self._family is not None
-        check_request(request, self._family)
+        check_request(request, self._family, self._lora)
         return self._sampler.encode(request)
 
     def _sample(
@@ -189,8 +189,14 @@ class DiffusersEngine(RolloutEngine):
         self._progress = time.monotonic()
 
 
-def check_request(request: GenerationRequest, family: ModelFamily) -> None:
-    """Raises ValueError for what the family would not heed, or needs and was not given."""
+def check_request(request: GenerationRequest, family: ModelFamily, lora: LoraSpec | None) -> None:
+    """Raises ValueError for what the family would not heed, or needs and was not given, and for a KL to the policy
+    without adapter where there is none."""
+    if request.reference_kl and lora is None:
+        raise ValueError(
+            "reference_kl: full weights have no adapter to switch off: set trainer.mode to lora or algorithm.kl_reward "
+            "to 0"
+        )
     has_images = any(group.images for group in request.groups)
     if has_images and not family.takes_images:
         raise ValueError(f"{family.title} takes no condition images: leave `images` out of the prompts")

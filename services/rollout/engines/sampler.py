@@ -7,13 +7,17 @@ at `max_batch` rows and its prompts are padded to the longest of them, so a requ
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from flowfleet.algorithms.losses import reference_kl
 from flowfleet.algorithms.sde import StepResult, ode_step, reverse_step
+from flowfleet.lora import adapter_disabled
 from flowfleet.models.base import ModelAdapter, Schedule
 from flowfleet.models.embeds import PromptEmbeds
 from flowfleet.trajectories import FinalLatents, Trajectory
@@ -47,6 +51,8 @@ class _Path:
     latents: list[Tensor] = field(default_factory=list)
     next_latents: list[Tensor] = field(default_factory=list)
     log_probs: list[Tensor] = field(default_factory=list)
+    reference_kls: list[Tensor] = field(default_factory=list)
+    """(B,) each, if they were asked for."""
 
     def keep(self, latents: Tensor, result: StepResult) -> None:
         self.latents.append(latents)
@@ -61,14 +67,19 @@ class _Made:
     frames: np.ndarray
     """(B, F, H, W, 3) uint8."""
     records: Sequence[Trajectory | FinalLatents | None]
+    reference_kls: Sequence[float]
     seconds: dict[str, float]
 
 
 class Sampler:
     """Draws samples from the adapter's transformers as they are now."""
 
-    def __init__(self, adapter: ModelAdapter) -> None:
+    def __init__(
+        self, adapter: ModelAdapter, without_lora: Callable[[], AbstractContextManager[None]] | None = None
+    ) -> None:
+        """`without_lora`: inside, the transformers compute as if they had no LoRA adapter; None is PEFT's way."""
         self._adapter = adapter
+        self._without_lora = without_lora or (lambda: adapter_disabled(adapter.experts))
         self._prompts = PromptEncoder(adapter)
 
     def encode(self, request: GenerationRequest) -> Encoded:
@@ -85,8 +96,10 @@ class Sampler:
         prompts = encoded.of([row.prompt for row in rows])
         made = self._given(request, media, checkpoint) if media else self._drawn(request, prompts, rows, checkpoint)
         samples = tuple(
-            GeneratedSample(row.group, row.index, row.seed, frames, record)
-            for row, frames, record in zip(rows, made.frames, made.records, strict=True)
+            GeneratedSample(row.group, row.index, row.seed, frames, record, reference_kl)
+            for row, frames, record, reference_kl in zip(
+                rows, made.frames, made.records, made.reference_kls, strict=True
+            )
         )
         seconds = made.seconds | {"encode": made.seconds["encode"] + encoded.seconds * len(rows) / request.num_samples}
         return GeneratedBatch(samples, *_by_group(prompts, rows), seconds)
@@ -100,7 +113,7 @@ class Sampler:
                 checkpoint()
                 latents = self._adapter.encode_media(torch.from_numpy(frames[None]), request.sampling.size)
                 records.append(FinalLatents(latents[0]))
-        return _Made(np.stack(media), records, {"encode": encode_s[0]})
+        return _Made(np.stack(media), records, [0.0] * len(media), {"encode": encode_s[0]})
 
     def _drawn(
         self, request: GenerationRequest, prompts: _Prompts, rows: Sequence[Row], checkpoint: Callable[[], None]
@@ -114,7 +127,8 @@ class Sampler:
             records = _trajectories(path, request, self._schedule(request))
         elif request.record == "final":
             records = [FinalLatents(row) for row in latents.cpu()]
-        return _Made(frames, records, {"encode": 0.0, "denoise": denoise_s[0], "decode": decode_s[0]})
+        kls = torch.stack(path.reference_kls).mean(0).tolist() if path.reference_kls else [0.0] * len(rows)
+        return _Made(frames, records, kls, {"encode": 0.0, "denoise": denoise_s[0], "decode": decode_s[0]})
 
     def _denoise(
         self, request: GenerationRequest, prompts: _Prompts, rows: Sequence[Row], checkpoint: Callable[[], None]
@@ -124,9 +138,9 @@ class Sampler:
         schedule, path = self._schedule(request), _Path()
         seeds = [row.seed for row in rows]
         latents = adapter.initial_latents([row.initial_seed for row in rows], sampling.size).to(adapter.device)
-        for step in range(schedule.num_steps):
-            checkpoint()
-            velocity = adapter.velocity(
+
+        def velocity_at(step: int, latents: Tensor) -> Tensor:
+            return adapter.velocity(
                 latents,
                 schedule.timesteps[step],
                 prompts[0],
@@ -134,16 +148,24 @@ class Sampler:
                 guidance=sampling.guidance,
                 negative=prompts[1],
             )
+
+        for step in range(schedule.num_steps):
+            checkpoint()
+            velocity = velocity_at(step, latents)
             sigma, sigma_next = schedule.sigmas[step], schedule.sigmas[step + 1]
             if step not in noise.steps:
                 latents = ode_step(latents, velocity, sigma, sigma_next)
                 continue
             drawn = adapter.step_noise(seeds, step, latents.shape[1:]).to(adapter.device)
-            result = reverse_step(noise.step_type)(
-                latents, velocity, sigma, sigma_next, eta=noise.eta, sigma_max=schedule.sigma_max, noise=drawn
-            )
+            scales = {"sigma": sigma, "sigma_next": sigma_next, "eta": noise.eta, "sigma_max": schedule.sigma_max}
+            reverse = partial(reverse_step(noise.step_type), latents, **scales)
+            result = reverse(velocity=velocity, noise=drawn)
             if request.record == "steps":
                 path.keep(latents, result)
+            if request.reference_kl:
+                with self._without_lora():
+                    reference = reverse(velocity=velocity_at(step, latents), prev_sample=result.prev_sample)
+                path.reference_kls.append(reference_kl(result.mean, reference.mean, result.std))
             latents = result.prev_sample
         return latents, path
 

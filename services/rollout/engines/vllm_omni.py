@@ -91,7 +91,7 @@ class VllmOmniEngine(RolloutEngine):
         self, request: GenerationRequest, cancelled: Callable[[], bool]
     ) -> AsyncGenerator[GeneratedBatch, None]:
         assert self._family is not None, "prepare comes first"
-        check_request(request, self._family)
+        check_request(request, self._family, self._lora)
         encoded: Encoded = await self._perform(lambda worker: worker.encode(request))
         running: deque[asyncio.Task[GeneratedBatch]] = deque()
         try:

@@ -8,7 +8,8 @@ fused projections, vLLM's linears and LoRA layers, vLLM-Omni's attention.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +18,7 @@ from vllm.lora.request import LoRARequest
 from vllm_omni.diffusion.cancellation import check_request_cancellation
 from vllm_omni.diffusion.data import DiffusionOutput, DiffusionRequestAbortedError
 from vllm_omni.diffusion.distributed.utils import get_local_device
+from vllm_omni.diffusion.lora.layers import DiffusionBaseLinearLayerWithLoRA
 
 from flowfleet.models.base import ModelAdapter
 from services.rollout.engines.sampler import Sampler
@@ -69,7 +71,19 @@ class RolloutPipeline(nn.Module):
         """Takes an adapter with text encoder and VAE, and gives it the transformers."""
         for component, transformer in self.experts.items():
             setattr(adapter.pipeline, component, transformer)
-        self.adapter, self.sampler = adapter, Sampler(adapter)
+        self.adapter, self.sampler = adapter, Sampler(adapter, self.without_lora)
+
+    @contextmanager
+    def without_lora(self) -> Iterator[None]:
+        """Inside, the transformers compute as before training: the adapter stays where it is and is not read."""
+        layers = [layer for layer in self.modules() if isinstance(layer, DiffusionBaseLinearLayerWithLoRA)]
+        for layer in layers:
+            layer.suspend_lora()
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.resume_lora()
 
     def forward(self, batch: Any) -> list[DiffusionOutput]:
         """Runs the task of each request; vLLM-Omni's own run at start-up has none."""

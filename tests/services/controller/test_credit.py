@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,12 @@ import pytest
 
 from flowfleet.advantages import AdvantageStats
 from flowfleet.jobs import JobSpec, parse_job
-from services.controller import credit
+from flowfleet.proto import common_pb2
+from services.controller import credit, requests
+from services.controller import events as ev
 from services.controller.batch import Scored
 from services.controller.credit import Credit
+from services.controller.rewards import Verdict
 
 
 def spec_of(algorithm: dict[str, Any], rewards: dict[str, Any], **parts: Any) -> JobSpec:
@@ -57,6 +61,39 @@ def test_a_reward_is_weighted_in_both_combinations() -> None:
     assert by_sum[0].advantage > 0 > by_sum[1].advantage  # 5 against 3
     assert by_each[0].advantage < 0 < by_each[1].advantage  # 0.5 against 3, each of std 1
     assert (stats.reward_min, stats.reward_max) == (3.0, 5.0)
+
+
+def with_kl(rows: list[Scored], kls: list[float]) -> list[Scored]:
+    return [replace(row, reference_kl=kl) for row, kl in zip(rows, kls, strict=True)]
+
+
+def test_the_kl_is_subtracted_from_the_total_before_advantages() -> None:
+    rows, kls = scored(*TWO_GROUPS), [0.5, 2.0, 4.0, 0.25]
+    spec = spec_of({"kl_reward": 0.4, "advantage_clamp": None}, {"ocr": {"weight": 2.0}})
+    credits, stats = credits_of(spec, with_kl(rows, kls))
+    totals = np.array([2 * row.score - 0.4 * kl for row, kl in zip(rows, kls, strict=True)])
+    centred = totals - np.repeat([totals[:2].mean(), totals[2:].mean()], 2)
+    expected = centred / (totals.std() + 1e-4)
+    assert [credit.advantage for credit in credits] == pytest.approx(expected.tolist(), rel=1e-12)
+    assert [credit.reward for credit in credits] == [row.score for row in rows]  # people see the reward itself
+    assert stats.reward_mean == pytest.approx(totals.mean())
+    assert stats.zero_std_ratio == 0  # the KL tells two samples of equal reward apart
+
+
+def test_samples_that_are_older_than_the_kl_have_none() -> None:
+    rewards: dict[str, Any] = {"ocr": {}}
+    with_setting, _ = credits_of(spec_of({"kl_reward": 0.4}, rewards), scored(*TWO_GROUPS))
+    without, _ = credits_of(spec_of({}, rewards), with_kl(scored(*TWO_GROUPS), [1.0, 2.0, 3.0, 4.0]))
+    assert with_setting == without
+    summed = [Scored(*row) for row in TWO_GROUPS]  # and old ledgers sums alone
+    assert credits_of(spec_of({"kl_reward": 0.4}, rewards), summed)[0] == without
+
+
+def test_pairs_go_by_the_total_less_the_kl() -> None:
+    rows = with_kl(scored((0, 0, 1.0), (0, 1, 0.9), (0, 2, 0.0)), [1.0, 0.0, 0.0])
+    algorithm = {"name": "online_dpo", "kl_reward": 0.5}
+    spec = spec_of(algorithm, {"ocr": {}}, rollout={"group_size": 3, "noise": {"eta": 0.7}})
+    assert [(credit.index, credit.advantage) for credit in credits_of(spec, rows)[0]] == [(1, 1.0), (2, -1.0)]
 
 
 def chosen(advantages: list[float], best_of: int | None, group: int = 0) -> list[int]:
@@ -124,3 +161,14 @@ def test_an_old_ledger_knows_sums_alone() -> None:
     mixed = [Scored(*TWO_GROUPS[0], {"a": 7.0, "b": 7.0}), *old[1:]]
     expected, _ = credits_of(spec_of({}, {"ocr": {}}), scored(*TWO_GROUPS))
     assert credits_of(spec_of({}, rewards), old)[0] == credits_of(spec_of({}, rewards), mixed)[0] == expected
+
+
+def test_a_kl_that_is_not_finite_drops_its_sample() -> None:
+    sample = common_pb2.Sample(id=common_pb2.SampleId(step=3, group=1, index=2), reference_kl=float("inf"))
+    fact = requests.scored_or_dropped(sample, Verdict(1.0))
+    assert isinstance(fact, ev.Dropped)
+    assert (fact.step, fact.group, fact.index, fact.reason) == (3, 1, 2, "non_finite_reference_kl")
+    sample.reference_kl = 0.5
+    fact = requests.scored_or_dropped(sample, Verdict(1.0))
+    assert isinstance(fact, ev.Scored)
+    assert fact.reference_kl == 0.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
@@ -266,6 +267,16 @@ def test_a_step_without_a_pair_trains_on_nothing_and_goes_on() -> None:
     assert (machine.state.version, machine.state.samples_trained) == (1, 0)
     assert machine.state.samples_dropped == {"not_in_a_pair": 12}
     assert machine.commands() == {Publish(1)}
+
+
+def test_the_kl_of_a_sample_is_kept_and_old_ledgers_have_none() -> None:
+    machine = ready(make_spec())
+    for index, fields in enumerate(({"reference_kl": 0.25}, {})):
+        machine.apply(ev.Sampled(step=0, group=0, index=index, version=0))
+        stored = ev.Scored(step=0, group=0, index=index, score=0.5).model_dump(exclude={"reference_kl"}) | fields
+        machine.apply(event_from_json(json.dumps(stored).encode()))
+    again = State.model_validate_json(machine.state.model_dump_json())
+    assert [sample.reference_kl for sample in again.batches[0].scored()] == [0.25, 0.0]
 
 
 def test_scores_are_kept_by_reward() -> None:

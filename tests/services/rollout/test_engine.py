@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 async def collect(
-    engine: DiffusersEngine, request: GenerationRequest, cancelled: Callable[[], bool] = lambda: False
+    engine: RolloutEngine, request: GenerationRequest, cancelled: Callable[[], bool] = lambda: False
 ) -> list[GeneratedBatch]:
     return [batch async for batch in engine.generate(request, cancelled)]
 
@@ -234,12 +235,79 @@ def test_cancelled_work_stops_at_the_next_step(engine: DiffusersEngine, model: M
     assert len(samples_of(run(collect(engine, make_request())))) == 6
 
 
+def untrained(model: ModelSpec, spec: LoraSpec) -> dict[str, torch.Tensor]:
+    """An adapter before its first update."""
+    adapter = adapter_for(model.path).load(model.path, dtype=torch.float32, components=("transformer",))
+    return {name: value.detach() for name, value in lora.install_lora(adapter.experts, spec).items()}
+
+
 def published(model: ModelSpec, spec: LoraSpec, seed: int) -> dict[str, torch.Tensor]:
     """An adapter as a trainer would publish it after some updates."""
     adapter = adapter_for(model.path).load(model.path, dtype=torch.float32, components=("transformer",))
     generator = torch.Generator().manual_seed(seed)
     shapes = {name: parameter.shape for name, parameter in lora.install_lora(adapter.experts, spec).items()}
     return {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
+
+
+def velocity_by(adapter: ModelAdapter, request: GenerationRequest, batch: GeneratedBatch, step: int) -> np.ndarray:
+    """(B, *latent) float64 of one stored step, by some other copy of the model."""
+    with torch.no_grad():
+        velocity = adapter.velocity(
+            torch.stack([path_of(sample).latents[step] for sample in batch.samples]),
+            path_of(batch.samples[0]).timesteps[step],
+            concat_embeds([batch.embeds[sample.group] for sample in batch.samples]),
+            size=request.sampling.size,
+            guidance=request.sampling.guidance,
+            negative=concat_embeds([batch.negative[s.group] for s in batch.samples]) if batch.negative else None,
+        )
+    return velocity.double().numpy()
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
+def test_the_reference_kl_is_that_of_the_steps_with_and_without_adapter(
+    engine: RolloutEngine, model: ModelSpec, guidance_scale: float
+) -> None:
+    """Against two models of our own, one without any adapter, and the formula of the `sde` step in float64."""
+    state = published(model, LORA, 3)
+    plain, adapted = (
+        adapter_for(model.path).load(model.path, dtype=torch.float32, components=("transformer",)) for _ in range(2)
+    )
+    lora.install_lora(adapted.experts, LORA)
+    lora.load_adapter(adapted.experts, state)
+    run(engine.prepare(model, LORA))
+    run(engine.load_adapter(state))
+    request = replace(make_request(guidance_scale=guidance_scale), reference_kl=True)
+    (batch,) = run(collect(engine, request))
+    expected = np.zeros(len(batch.samples))
+    for step in range(2):
+        path = path_of(batch.samples[0])
+        sigma, sigma_next = float(path.sigmas[step]), float(path.sigmas_next[step])
+        dt, b2 = sigma_next - sigma, 0.7**2 * sigma / (1 - sigma)
+        change = velocity_by(adapted, request, batch, step) - velocity_by(plain, request, batch, step)
+        drift = change * (1 + b2 * (1 - sigma) / (2 * sigma)) * dt
+        expected += (drift**2).reshape(len(drift), -1).mean(1) / (2 * b2 * -dt) / 2
+    measured = [sample.reference_kl for sample in batch.samples]
+    assert min(expected) > 1e-5
+    np.testing.assert_allclose(measured, expected, rtol=1e-3)
+
+
+def test_the_reference_kl_changes_no_sample_and_is_0_before_training(engine: RolloutEngine, model: ModelSpec) -> None:
+    run(engine.prepare(model, LORA))
+    for state, is_zero in ((published(model, LORA, 3), False), (untrained(model, LORA), True)):
+        run(engine.load_adapter(state))
+        without, measured = (
+            samples_of(run(collect(engine, replace(make_request(), reference_kl=wanted)))) for wanted in (False, True)
+        )
+        for one, other in zip(without, measured, strict=True):
+            assert_same(one, other)
+            assert one.reference_kl == 0
+            assert (other.reference_kl == 0) == is_zero
+
+
+def test_full_weights_have_no_reference_kl(engine: RolloutEngine, model: ModelSpec) -> None:
+    run(engine.prepare(model, None))
+    with pytest.raises(ValueError, match=r"reference_kl: .*set trainer.mode to lora or algorithm.kl_reward to 0"):
+        run(collect(engine, replace(make_request(), reference_kl=True)))
 
 
 def test_an_adapter_replaces_another_and_leaves_without_trace(engine: DiffusersEngine, model: ModelSpec) -> None:

@@ -73,6 +73,26 @@ def test_settings_without_sense_are_refused(change: dict[str, float], named: str
         generation_request(request)
 
 
+@pytest.mark.parametrize("purpose", [common_pb2.PURPOSE_TRAIN, common_pb2.PURPOSE_VALIDATE])
+def test_a_reference_kl_needs_training_samples_with_noise(purpose: common_pb2.Purpose) -> None:
+    def request(eta: float) -> rollout_pb2.GenerateRequest:
+        return rollout_pb2.GenerateRequest(
+            job_id="job",
+            purpose=purpose,
+            sampling=rollout_pb2.Sampling(height=32, width=32, num_inference_steps=6, guidance_scale=1.0),
+            noise=rollout_pb2.Noise(step_type="sde", eta=eta, sde_steps=[1]),
+            groups=[rollout_pb2.PromptGroup(group=0, prompt="a", indices=[0], seeds=[7])],
+            record=common_pb2.RECORD_FINAL,
+            reference_kl=True,
+        )
+
+    if purpose == common_pb2.PURPOSE_TRAIN:
+        assert generation_request(request(0.7)).reference_kl
+    for eta in (0.0,) if purpose == common_pb2.PURPOSE_TRAIN else (0.0, 0.7):
+        with pytest.raises(ValueError, match="reference_kl: it is measured at noisy steps"):
+            generation_request(request(eta))
+
+
 def test_an_ode_keeps_nothing_of_the_noise() -> None:
     request = generation_request(
         rollout_pb2.GenerateRequest(

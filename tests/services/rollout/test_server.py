@@ -111,6 +111,12 @@ def test_samples_are_in_the_stream_and_their_blobs_hold_what_they_say(client: An
             two = await asyncio.gather(*(c.generate(make_generate("job-a", 0)) for _ in range(2)))  # In flight at once.
             for again in two:
                 assert [sample.SerializeToString() for sample in again] == [s.SerializeToString() for s in samples]
+            for sample, measured in zip(
+                samples, await c.generate(make_generate("job-a", 0, reference_kl=True)), strict=True
+            ):
+                assert sample.reference_kl == 0 < measured.reference_kl
+                measured.ClearField("reference_kl")
+                assert measured == sample
 
     asyncio.run(scenario())
     assert [(s.id.group, s.id.index) for s in samples] == [(group, index) for group in (0, 1) for index in (0, 1, 2)]

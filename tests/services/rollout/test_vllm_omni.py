@@ -38,8 +38,11 @@ from tests.services.rollout.test_engine import (  # The tests among these run he
     test_an_adapter_replaces_another_and_leaves_without_trace,  # noqa: F401
     test_cancelled_work_stops_at_the_next_step,  # noqa: F401
     test_full_weights_are_received_whole_and_the_next_job_gets_the_base_back,  # noqa: F401
+    test_full_weights_have_no_reference_kl,  # noqa: F401
     test_ode_draws_what_the_diffusers_pipeline_draws,  # noqa: F401
     test_repeated_requests_make_the_same_bits,  # noqa: F401
+    test_the_reference_kl_changes_no_sample_and_is_0_before_training,  # noqa: F401
+    test_the_reference_kl_is_that_of_the_steps_with_and_without_adapter,  # noqa: F401
     test_verify_refuses_one_wrong_element_and_a_missing_name,  # noqa: F401
 )
 
