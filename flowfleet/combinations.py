@@ -245,6 +245,11 @@ def _batches(job: JobSpec) -> Iterator[str]:
         )
     if job.loss.needs_pairs and part.micro_batch_size < 2:
         yield f"trainer.micro_batch_size = 1 cannot hold a pair, which algorithm.loss = {job.loss.name} needs: give 2"
+    if part.deterministic and job.loss.kind == "policy" and job.algorithm.best_of is not None:
+        yield (
+            "trainer.deterministic repeats the rollout's batches, of which algorithm.best_of leaves samples out: set "
+            "trainer.deterministic = false, or leave algorithm.best_of out"
+        )
     if part.deterministic and part.compile:
         yield (
             "trainer.deterministic recomputes the rollout's log-probs bit for bit, which compiled blocks do not: set "

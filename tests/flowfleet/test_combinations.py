@@ -266,6 +266,11 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         "algorithm.best_of has no effect",
         "leave it out",
     ),
+    "the rollout's batches without some samples": (
+        {"algorithm": {"best_of": 4}, "trainer": {"deterministic": True}},
+        "trainer.deterministic repeats the rollout's batches",
+        "leave algorithm.best_of out",
+    ),
     "more updates than the best": (
         {
             "algorithm": {"best_of": 2},
