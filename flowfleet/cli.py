@@ -144,7 +144,7 @@ def demo(
 
 @app.command()
 def submit(
-    file: Annotated[Path, typer.Argument(help="Job file: TOML, YAML or JSON.")],
+    file: Annotated[Path, typer.Argument(help="Job file (TOML, YAML or JSON), or name of a recipe.")],
     follow_: Annotated[bool, typer.Option("--follow", help="Watch the job until it ends.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved job and its processes only.")] = False,
     set_: Annotated[
@@ -170,7 +170,7 @@ def submit(
 
 @app.command()
 def plan(
-    file: Annotated[Path, typer.Argument(help="Job file: TOML, YAML or JSON.")],
+    file: Annotated[Path, typer.Argument(help="Job file (TOML, YAML or JSON), or name of a recipe.")],
     device_memory: Annotated[
         float | None, typer.Option(metavar="GIB", help="Of each accelerator; else that of this machine's.")
     ] = None,

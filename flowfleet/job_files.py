@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,43 @@ from flowfleet.setting_files import change_table
 
 PATH_SETTINGS = (("model", "path"), ("data", "train"), ("data", "validation"))
 """Settings that name files."""
+RECIPES = Path(__file__).parents[1] / "recipes"
+"""Recipes of the checkout or of the installed package."""
+
+
+def recipe_names() -> list[str]:
+    """Names of all recipes: their paths under `recipes/` without the suffix, as "papers/flow_grpo_sd35_ocr"."""
+    return sorted(str(path.relative_to(RECIPES).with_suffix("")) for path in RECIPES.rglob("*.toml") if _is_job(path))
+
+
+def find_job_file(path: Path) -> Path:
+    """The job file that the user means: an existing file, or a recipe by its name without `recipes/` and suffix.
+
+    Raises:
+        ValueError: neither; the message lists recipes of similar names.
+    """
+    if path.exists() or path.suffix or path.is_absolute():
+        return path
+    names = recipe_names()
+    if str(path) in names:
+        return RECIPES / f"{path}.toml"
+    near = difflib.get_close_matches(str(path), names, n=3, cutoff=0.5)
+    near += [name for name in names if Path(name).name == path.name and name not in near]
+    hint = f"did you mean {', '.join(near)}?" if near else f"recipes are {', '.join(names)}"
+    raise ValueError(f"{path}: no such job file, and no recipe of this name: {hint}")
 
 
 def prepare_job(path: Path, changes: Sequence[str] = (), *, same_machine: bool) -> JobSpec:
-    """Reads a job file, applies `key=value` changes and validates it. Raises ValueError with what to change.
+    """Reads a job file or a recipe by name, applies `key=value` changes and validates it.
+
+    Raises ValueError with what to change.
 
     Where the controller sees our files relative paths are made absolute: each is looked for in the current directory,
     then in the job file's directory and the directories above it, and the first that exists is taken. A path found
     nowhere, and every path for a stack elsewhere, goes as it is written and is read relative to the controller's
     directory.
     """
+    path = find_job_file(path)
     data = read_job_file(path)
     for change in changes:
         change_table(data, change, "schedule.steps=20")
@@ -28,6 +56,12 @@ def prepare_job(path: Path, changes: Sequence[str] = (), *, same_machine: bool) 
         for part, name in PATH_SETTINGS:
             _find(data, part, name, [Path.cwd(), *path.resolve().parents])
     return parse_job(data)
+
+
+def _is_job(path: Path) -> bool:
+    """Whether a TOML file of the recipes is a job: it names a model to train and what to train it on."""
+    table = read_job_file(path)
+    return isinstance(table.get("model"), dict) and "data" in table
 
 
 def _find(data: dict[str, Any], part: str, name: str, directories: Sequence[Path]) -> None:

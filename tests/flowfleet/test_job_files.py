@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from flowfleet.job_files import prepare_job
+from flowfleet.job_files import RECIPES, prepare_job, recipe_names
 
 JOB = """
 [model]
@@ -66,9 +66,8 @@ def test_wrong_changes_say_what_to_write(job_file: Path, change: str, message: s
         prepare_job(job_file, [change], same_machine=True)
 
 
-def test_the_shipped_recipes_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
-    root = Path(__file__).parents[2]
-    recipes = sorted((root / "recipes").glob("*.toml"))
+def test_the_shipped_recipes_are_valid() -> None:
+    recipes = [RECIPES / f"{name}.toml" for name in recipe_names()]
 
     assert {path.stem for path in recipes} >= {
         "tiny_ocr",
@@ -78,3 +77,26 @@ def test_the_shipped_recipes_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for path in recipes:
         assert prepare_job(path, same_machine=True).data.train
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_recipe_is_found_by_its_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    assert prepare_job(Path(name), same_machine=True) == prepare_job(RECIPES / f"{name}.toml", same_machine=True)
+
+
+def test_a_file_goes_before_a_recipe_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny_ocr.toml").write_text(JOB)
+
+    assert prepare_job(Path("tiny_ocr.toml"), same_machine=False).model.path == "models/tiny"
+
+
+def test_a_wrong_name_lists_similar_ones() -> None:
+    with pytest.raises(ValueError, match=r"tiny_orc: .* no recipe of this name: did you mean tiny_ocr"):
+        prepare_job(Path("tiny_orc"), same_machine=True)
+    with pytest.raises(ValueError, match=r"recipes are .*qwen_image_ocr_lora, "):
+        prepare_job(Path("zzz"), same_machine=True)
+    with pytest.raises(ValueError, match="cannot be read"):
+        prepare_job(Path("papers/tiny_ocr.toml"), same_machine=True)

@@ -1,7 +1,4 @@
-"""Every model × every algorithm: the cases, their jobs, and what each must have done.
-
-Adapters and full weights take turns over the matrix, so that each model and each algorithm meets both.
-"""
+"""Models × algorithms: the cases that flowfleet/support.py chooses, their jobs, and what each must have done."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ from PIL import Image
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES
 from flowfleet.media import encode_media
 from flowfleet.models.registry import family_of
+from flowfleet.support import run_cases
 from tests.e2e.conftest import Fleet, assert_accounted
 
 SIZE = 32
@@ -28,16 +26,34 @@ FROM_TEXT = ("qwen_image", "stable_diffusion_3", "flux", "chroma", "z_image")
 EDITS_AND_VIDEOS = ("qwen_image_edit", "wan", "wan_two_experts")
 """One checkpoint a family, and Wan with two experts as well; the trainer's and the rollout's tests meet every kind."""
 
+PIPELINES = {
+    "qwen_image": "QwenImagePipeline",
+    "stable_diffusion_3": "StableDiffusion3Pipeline",
+    "flux": "FluxPipeline",
+    "chroma": "ChromaPipeline",
+    "z_image": "ZImagePipeline",
+    "qwen_image_edit": "QwenImageEditPlusPipeline",
+    "wan": "WanPipeline",
+    "wan_two_experts": "WanPipeline",
+}
+"""Kind of checkpoint to its family."""
+
 Case = tuple[str, str, str]
 """Kind of checkpoint, algorithm, trainer mode."""
 
 
 def cases(kinds: tuple[str, ...]) -> list[Case]:
+    """The cases of flowfleet/support.py for these checkpoints. Two experts take the other mode than one."""
     return [
-        (kind, algorithm, "lora" if (row + column) % 2 else "full")
-        for row, kind in enumerate(kinds)
-        for column, algorithm in enumerate(sorted(ALGORITHMS))
+        (kind, case.algorithm, _other(case.mode) if kind == "wan_two_experts" else case.mode)
+        for kind in kinds
+        for case in run_cases()
+        if case.pipeline == PIPELINES[kind]
     ]
+
+
+def _other(mode: str) -> str:
+    return "full" if mode == "lora" else "lora"
 
 
 def write_data(folder: Path) -> None:

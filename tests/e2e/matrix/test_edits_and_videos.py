@@ -1,4 +1,4 @@
-"""Every model that edits pictures or paints videos × every algorithm, end to end through the services: two steps each.
+"""Models that edit pictures or paint videos × algorithms, end to end through the services: two steps each.
 
 A file of its own, so that another core can have it.
 """
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.long
 
 
 @pytest.mark.parametrize(("kind", "algorithm", "mode"), cases(EDITS_AND_VIDEOS))
-def test_every_algorithm_trains_the_model(
+def test_the_algorithm_trains_the_model(
     fleet: Fleet, checkpoint_of: Callable[[str], Path], data: Path, kind: str, algorithm: str, mode: str
 ) -> None:
     check(fleet, checkpoint_of(kind), data, algorithm, mode)
