@@ -19,7 +19,18 @@ if TYPE_CHECKING:
 
 def problems(job: JobSpec) -> Iterator[str]:
     """Everything that is wrong with a job's combination of settings, the plainest first."""
-    for rule in (_window, _noise, _loss_settings, _correction, _pairs, _advantages, _kl_reward, _rewards, _batches):
+    for rule in (
+        _window,
+        _noise,
+        _loss_settings,
+        _correction,
+        _pairs,
+        _advantages,
+        _kl_reward,
+        _rewards,
+        _batches,
+        _average,
+    ):
         yield from rule(job)
 
 
@@ -261,6 +272,11 @@ def _batches(job: JobSpec) -> Iterator[str]:
             'not allow: set rollout.compile = false and rollout.quantization = "none", or trainer.deterministic = '
             "false"
         )
+
+
+def _average(job: JobSpec) -> Iterator[str]:
+    if not job.averages:
+        yield from _unheard(job, ("trainer.ema.every",), "without trainer.ema.decay: give that too, or leave it out")
 
 
 def window_end(job: JobSpec) -> int:

@@ -134,15 +134,17 @@ class CorrectionPart(Part):
 
 
 class OldPolicyPart(Part):
-    """The policy that samples for DiffusionNFT. After step i it keeps the share min(max, rate · (i − delay)) of itself
-    and takes the rest from the trained one; 0 is on-policy."""
+    """The policy that samples for DiffusionNFT. After a training step that brings the job to n optimizer updates it
+    keeps the share min(max, rate · (n − delay)) of itself and takes the rest from the trained one; 0 is on-policy."""
 
     rate: float = Field(default=0.001, ge=0.0, le=1.0)
-    """Growth of the share a step."""
+    """Growth of the share an update. 1 makes it constant: `max` from the first update after `delay` on."""
     max: float = Field(default=0.5, ge=0.0, lt=1.0)
     """Greatest share."""
     delay: int = Field(default=0, ge=0)
-    """Steps for which the share stays 0."""
+    """Updates for which the share stays 0."""
+    every: int = Field(default=1, ge=1)
+    """Training steps from one move of the old policy to the next."""
 
 
 class AlgorithmPart(Part):
@@ -169,6 +171,9 @@ class AlgorithmPart(Part):
     sigma_high: float = Field(default=0.98, gt=0.0, lt=1.0)
     """Upper end of those noise levels."""
     old_policy: OldPolicyPart = OldPolicyPart()
+    advantage_mode: Literal["all", "positive", "negative", "sign", "positive_sign"] = "all"
+    """What DiffusionNFT reads of an advantage: all of it; only what is above 0, or below (the rest counts as 0); its
+    sign (−1, 0, 1); or 1 where it is above 0 and else 0."""
     pairs_per_group: int = Field(default=1, ge=1)
     """Pairs that online DPO makes of a group: best and worst, second best and second worst, …"""
     reward_combination: Literal["sum", "normalized", "separate"] = "sum"
@@ -223,10 +228,21 @@ class OptimizerPart(Part):
     """Where the two moments are: fp32 beside the weights, fp32 in host memory, or beside the weights in 8 bits."""
 
 
+class EmaPart(Part):
+    """An average of the trained weights, which is validated and exported in their place; nothing samples with it. After
+    update n it keeps the share min(decay, (1 + n) / (10 + n)) of itself and takes the rest from the trained weights."""
+
+    decay: float | None = Field(default=None, ge=0.0, lt=1.0)
+    """Greatest share; null: no average. 0 is the trained weights themselves, where an old policy samples."""
+    every: int = Field(default=1, ge=1)
+    """Updates from one step of the average to the next: it follows those n of which n + 1 is a multiple of this."""
+
+
 class TrainerPart(Part):
     mode: Literal["lora", "full"] = "lora"
     lora: LoraPart = LoraPart()
     optimizer: OptimizerPart = OptimizerPart()
+    ema: EmaPart = EmaPart()
     world_size: int = Field(default=1, ge=1, le=4096)
     """Ranks of torchrun, one an accelerator."""
     updates_per_step: int = Field(default=1, ge=1, le=64)
@@ -408,6 +424,11 @@ class JobSpec(Part):
     def records_steps(self) -> bool:
         """Whether rollouts keep the noisy steps; matching losses want the final latents alone."""
         return self.loss.kind == "policy"
+
+    @property
+    def averages(self) -> bool:
+        """Whether what is validated and exported is an average of the trained weights."""
+        return self.trainer.ema.decay is not None
 
     @property
     def reward_services(self) -> tuple[str, ...]:

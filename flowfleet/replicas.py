@@ -88,6 +88,8 @@ class ReplicaRecord:
     job_id: str = ""
     version: int = 0
     """Of the policy; meaningful while serving."""
+    evaluated: bool = False
+    """Whether it serves the version's evaluated weights; else those that sample."""
     digest: str = ""
     samples_total: int = 0
     """Since its start."""

@@ -69,14 +69,14 @@ def diffusion_nft(rows: MatchingRows, part: AlgorithmPart) -> MatchingOutput:
 
     With the current velocity f and the old policy's o, v+ = beta f + (1 - beta) o and v- = (1 + beta) o - beta f. Each
     predicts x0 as x_s - s v, and L+, L- are mean((x0' - x0)^2) / w with the constant w = max(mean|x0' - x0|, 1e-5): so
-    no noise level outweighs the others. With p = clip(A, -a, a) / (2a) + 1/2:
+    no noise level outweighs the others. With p = clip(A, -a, a) / (2a) + 1/2, of A what `advantage_mode` says:
     loss = a (p L+ + (1 - p) L-) / beta + kl_coef mean((f - reference)^2).
 
     x0' - x0 is computed as s (e - x0 - v), which is the same and loses nothing to cancellation at low sigma.
 
     Args:
         rows: uses all; `reference_velocity` only with `kl_coef` above 0.
-        part: uses `beta`, `kl_coef` and `advantage_clamp`, which is a (5 if it is null).
+        part: uses `beta`, `kl_coef`, `advantage_mode` and `advantage_clamp`, which is a (5 if it is null).
     """
     assert rows.old_velocity is not None
     target, sigma = _target(rows), _per_row(rows.sigma, rows.clean)
@@ -84,7 +84,8 @@ def diffusion_nft(rows: MatchingRows, part: AlgorithmPart) -> MatchingOutput:
     positive = _x0_loss(sigma * (target - torch.lerp(old, current, part.beta)))
     negative = _x0_loss(sigma * (target - torch.lerp(old, current, -part.beta)))
     clamp = DEFAULT_CLAMP if part.advantage_clamp is None else part.advantage_clamp
-    share = rows.advantages.detach().to(target).clamp(-clamp, clamp) / (2 * clamp) + 0.5
+    advantages = _ADVANTAGE_MODES[part.advantage_mode](rows.advantages.detach().to(target))
+    share = advantages.clamp(-clamp, clamp) / (2 * clamp) + 0.5
     loss = clamp / part.beta * (share * positive + (1 - share) * negative)
     sums = {
         "actor/nft_positive_loss": positive,
@@ -130,12 +131,24 @@ def dpo(rows: MatchingRows, part: AlgorithmPart) -> MatchingOutput:
     return MatchingOutput(loss.repeat_interleave(2), {name: 2 * value.sum() for name, value in sums.items()})
 
 
-def old_policy_decay(part: OldPolicyPart, step: int) -> float:
-    """The share of itself that the old policy keeps after training step `step` (from 0); the trained one is the rest.
+_ADVANTAGE_MODES: dict[str, Callable[[Tensor], Tensor]] = {
+    "all": lambda advantages: advantages,
+    "positive": lambda advantages: advantages.clamp(min=0),
+    "negative": lambda advantages: advantages.clamp(max=0),
+    "sign": torch.sign,
+    "positive_sign": lambda advantages: advantages.sign().clamp(min=0),
+}
+"""What is left of advantages (B,), by `algorithm.advantage_mode`."""
 
-    min(max, rate * (step - delay)), and 0 until `delay`: a pure function, so a resumed job goes on with its schedule.
+
+def old_policy_decay(part: OldPolicyPart, num_updates: int) -> float:
+    """The share of itself that the old policy keeps when it moves after `num_updates` updates; the trained one is the
+    rest.
+
+    min(max, rate * (num_updates - delay)), and 0 until `delay`: a pure function, so a resumed job goes on with its
+    schedule.
     """
-    return min(part.max, part.rate * max(0, step - part.delay))
+    return min(part.max, part.rate * max(0, num_updates - part.delay))
 
 
 def _target(rows: MatchingRows) -> Tensor:

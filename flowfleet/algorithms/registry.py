@@ -151,7 +151,7 @@ for _loss in (
         "diffusion_nft",
         f"{_MATCHING}:diffusion_nft",
         "matching",
-        reads=("beta", "num_noise_levels", "sigma_low", "sigma_high", "old_policy"),
+        reads=("beta", "num_noise_levels", "sigma_low", "sigma_high", "old_policy", "advantage_mode"),
         defaults={"beta": 0.1},
         at_most={"beta": 1.0},
         keeps_old_policy=True,
@@ -233,7 +233,7 @@ for _algorithm in (
         "https://arxiv.org/abs/2509.16117",
         "Flow matching towards the better samples and away from the worse, by any sampler and without log-probs.",
         loss="diffusion_nft",
-        defaults=_ODE,
+        defaults={**_ODE, "trainer.ema.decay": 0.9},
     ),
     Algorithm(
         "online_dpo",

@@ -92,11 +92,13 @@ def trainer_memory(spec: JobSpec, facts: Facts) -> TrainerMemory:
         "gradients in flight": 0.0 if is_lora else IN_FLIGHT * facts.block * FP32,
         "reference": _reference(spec, facts) / ranks,
         "old policy": FP32 * facts.trained / ranks if spec.loss.keeps_old_policy else 0.0,
+        "average": FP32 * facts.trained / ranks if spec.averages else 0.0,
         "samples": samples * _row_bytes(spec, facts),
         "activations": facts.activations.peak(part.gradient_checkpointing, micro, passes(spec)),
     }
     only_late = ("gradients", "gradients, whole") if backwards == 1 else ()
-    resident = ("frozen base", "masters", "optimizer state", "gradients", "reference", "old policy", "samples")
+    kept = ("reference", "old policy", "average", "samples")
+    resident = ("frozen base", "masters", "optimizer state", "gradients", *kept)
     return TrainerMemory(
         parts={name: size for name, size in parts.items() if size},
         update_peak=sum(size for name, size in parts.items() if name not in only_late),
@@ -120,8 +122,8 @@ def rollout_memory(spec: JobSpec, facts: Facts) -> RolloutMemory:
 
 
 def checkpoint_bytes(spec: JobSpec, facts: Facts) -> int:
-    """Masters, both moments as they are kept, and the old policy, over all ranks."""
-    each = FP32 + MOMENTS * _moment_bytes(spec) + FP32 * spec.loss.keeps_old_policy
+    """Masters, both moments as they are kept, the old policy and the average, over all ranks."""
+    each = FP32 + MOMENTS * _moment_bytes(spec) + FP32 * (spec.loss.keeps_old_policy + spec.averages)
     return int(facts.trained * each)
 
 

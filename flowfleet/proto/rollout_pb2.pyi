@@ -197,6 +197,7 @@ class GenerateRequest(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     RECORD_FIELD_NUMBER: _builtins.int
     REFERENCE_KL_FIELD_NUMBER: _builtins.int
+    EVALUATED_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     step: _builtins.int
     purpose: _common_pb2.Purpose.ValueType
@@ -205,6 +206,8 @@ class GenerateRequest(_message.Message):
     """of training samples; RECORD_FINAL goes with any noise, and with media alone"""
     reference_kl: _builtins.bool
     """of training samples with noise: measure Sample.reference_kl by a second forward a noisy step"""
+    evaluated: _builtins.bool
+    """which weights of `policy_version`, as in PublishWeightsRequest"""
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
     @_builtins.property
@@ -225,10 +228,11 @@ class GenerateRequest(_message.Message):
         groups: _abc.Iterable[Global___PromptGroup] | None = ...,
         record: _common_pb2.Record.ValueType = ...,
         reference_kl: _builtins.bool = ...,
+        evaluated: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["noise", b"noise", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "job_id", b"job_id", "noise", b"noise", "policy_version", b"policy_version", "purpose", b"purpose", "record", b"record", "reference_kl", b"reference_kl", "sampling", b"sampling", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluated", b"evaluated", "groups", b"groups", "job_id", b"job_id", "noise", b"noise", "policy_version", b"policy_version", "purpose", b"purpose", "record", b"record", "reference_kl", b"reference_kl", "sampling", b"sampling", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -462,17 +466,21 @@ class StartWeightUpdateRequest(_message.Message):
 
     JOB_ID_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    EVALUATED_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     version: _builtins.int
+    evaluated: _builtins.bool
+    """which weights of the version, as in PublishWeightsRequest; the same in all phases of an update"""
     def __init__(
         self,
         *,
         job_id: _builtins.str = ...,
         version: _builtins.int = ...,
+        evaluated: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluated", b"evaluated", "job_id", b"job_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -501,8 +509,10 @@ class UpdateWeightsRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     BROADCAST_FIELD_NUMBER: _builtins.int
+    EVALUATED_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     version: _builtins.int
+    evaluated: _builtins.bool
     @_builtins.property
     def adapter(self) -> _common_pb2.BlobRef:
         """safetensors in PEFT's names"""
@@ -518,10 +528,11 @@ class UpdateWeightsRequest(_message.Message):
         version: _builtins.int = ...,
         adapter: _common_pb2.BlobRef | None = ...,
         broadcast: Global___Broadcast | None = ...,
+        evaluated: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "broadcast", b"broadcast", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "broadcast", b"broadcast", "job_id", b"job_id", "source", b"source", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "broadcast", b"broadcast", "evaluated", b"evaluated", "job_id", b"job_id", "source", b"source", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["adapter", "broadcast"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
@@ -594,8 +605,10 @@ class FinishWeightUpdateRequest(_message.Message):
     JOB_ID_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     HASHES_FIELD_NUMBER: _builtins.int
+    EVALUATED_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     version: _builtins.int
+    evaluated: _builtins.bool
     @_builtins.property
     def hashes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """flowfleet.weights.tensor_hash of every parameter sent"""
@@ -606,10 +619,11 @@ class FinishWeightUpdateRequest(_message.Message):
         job_id: _builtins.str = ...,
         version: _builtins.int = ...,
         hashes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        evaluated: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "job_id", b"job_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluated", b"evaluated", "hashes", b"hashes", "job_id", b"job_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -660,6 +674,7 @@ class RolloutStatus(_message.Message):
     ENGINE_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     DEVICE_ID_FIELD_NUMBER: _builtins.int
+    EVALUATED_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     incarnation: _builtins.str
     """new at every process start"""
@@ -677,6 +692,8 @@ class RolloutStatus(_message.Message):
     device: _builtins.str
     device_id: _builtins.str
     """of the physical accelerator, the same in every process; empty on the CPU"""
+    evaluated: _builtins.bool
+    """which weights of `policy_version` it serves, as in PublishWeightsRequest"""
     def __init__(
         self,
         *,
@@ -691,10 +708,11 @@ class RolloutStatus(_message.Message):
         engine: _builtins.str = ...,
         device: _builtins.str = ...,
         device_id: _builtins.str = ...,
+        evaluated: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "device_id", b"device_id", "engine", b"engine", "in_flight", b"in_flight", "incarnation", b"incarnation", "job_id", b"job_id", "policy_version", b"policy_version", "replica_id", b"replica_id", "samples_total", b"samples_total", "state", b"state", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "device_id", b"device_id", "engine", b"engine", "evaluated", b"evaluated", "in_flight", b"in_flight", "incarnation", b"incarnation", "job_id", b"job_id", "policy_version", b"policy_version", "replica_id", b"replica_id", "samples_total", b"samples_total", "state", b"state", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

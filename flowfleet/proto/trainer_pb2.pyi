@@ -238,8 +238,11 @@ class PublishWeightsRequest(_message.Message):
     JOB_ID_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
+    EVALUATED_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     version: _builtins.int
+    evaluated: _builtins.bool
+    """the version's weights that are validated and exported, where the job averages them; else those that sample"""
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Replica]: ...
     def __init__(
@@ -248,10 +251,11 @@ class PublishWeightsRequest(_message.Message):
         job_id: _builtins.str = ...,
         version: _builtins.int = ...,
         replicas: _abc.Iterable[Global___Replica] | None = ...,
+        evaluated: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "replicas", b"replicas", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluated", b"evaluated", "job_id", b"job_id", "replicas", b"replicas", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

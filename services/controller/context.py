@@ -88,9 +88,9 @@ class JobContext:
         await asyncio.gather(self.rewards.close(), *(channel.close(None) for channel in self._channels.values()))
 
     @asynccontextmanager
-    async def replica(self, low: int, high: int, samples: int) -> AsyncIterator[Replica]:
+    async def replica(self, low: int, high: int, samples: int, *, evaluated: bool = False) -> AsyncIterator[Replica]:
         """Lent from the job's pool, as `FleetWatch.lease`. Raises WaitedInVain while the pool has no live replica."""
-        want = Want(low, high, 2 * self.spec.rollout.batch_size)
+        want = Want(low, high, 2 * self.spec.rollout.batch_size, evaluated)
         try:
             async with self.fleet.lease(self.spec.rollout.pool, self.job_id, want, samples) as replica:
                 yield replica

@@ -101,6 +101,8 @@ class Published(_Event):
 
     kind: Literal["published"] = "published"
     version: int
+    evaluated: bool = False
+    """In the version's evaluated weights; else in those that sample."""
 
 
 class Checkpointed(_Event):

@@ -48,6 +48,8 @@ class Replica:
     health: Health = Health.UNKNOWN
     job_id: str = ""
     version: int | None = None
+    evaluated: bool = False
+    """Whether it serves the version's evaluated weights; else those that sample."""
     digest: str = ""
     outstanding: int = 0
     samples_total: int = 0
@@ -59,8 +61,8 @@ class Replica:
     doubted: bool = False
     """It shall be asked itself: its record is old, or it did other than the record says."""
 
-    def serves(self, job_id: str, low: int, high: int) -> bool:
-        ready = self.health is Health.SERVING and self.job_id == job_id
+    def serves(self, job_id: str, low: int, high: int, *, evaluated: bool = False) -> bool:
+        ready = self.health is Health.SERVING and (self.job_id, self.evaluated) == (job_id, evaluated)
         return ready and self.version is not None and low <= self.version <= high
 
     @property
@@ -117,6 +119,7 @@ class Fleet:
                 health=health,
                 job_id=status.job_id,
                 version=status.policy_version if health is Health.SERVING else None,
+                evaluated=status.evaluated,
                 digest=status.weights_digest,
                 samples_total=status.samples_total,
                 device=status.device,
@@ -140,17 +143,17 @@ class Fleet:
         if known is not None:
             self._put(replace(known, outstanding=max(0, known.outstanding + samples)))
 
-    def choose(self, job_id: str, low: int, high: int, limit: int) -> Replica | None:
-        """The least loaded replica that serves a version in low … high and has less than `limit` samples
-        outstanding."""
+    def choose(self, job_id: str, low: int, high: int, limit: int, evaluated: bool = False) -> Replica | None:
+        """The least loaded replica that serves such weights of a version in low … high and has less than `limit`
+        samples outstanding."""
         of_job = self._by_job.get(job_id, {}).values()
-        able = [r for r in of_job if r.outstanding < limit and r.serves(job_id, low, high)]
+        able = [r for r in of_job if r.outstanding < limit and r.serves(job_id, low, high, evaluated=evaluated)]
         return min(able, key=lambda r: (r.outstanding, -(r.version or 0), r.replica_id), default=None)
 
-    def behind(self, pool: str, job_id: str, version: int) -> list[Replica]:
-        """Live replicas of a pool that settled on something else than this version of this job."""
-        settled = (Health.IDLE, Health.SERVING)
-        return [r for r in self.live(pool) if r.health in settled and not r.serves(job_id, version, version)]
+    def behind(self, pool: str, job_id: str, version: int, *, evaluated: bool = False) -> list[Replica]:
+        """Live replicas of a pool that settled on something else than these weights of this version of this job."""
+        settled = [r for r in self.live(pool) if r.health in (Health.IDLE, Health.SERVING)]
+        return [r for r in settled if not r.serves(job_id, version, version, evaluated=evaluated)]
 
     def num_devices(self, job_id: str) -> int:
         """Accelerators that live replicas of a job run on; on CPUs, processes."""
@@ -209,6 +212,7 @@ def _with_record(known: Replica, record: ReplicaRecord) -> Replica:
         health=health,
         job_id=record.job_id,
         version=record.version if health is Health.SERVING else None,
+        evaluated=record.evaluated,
         digest=record.digest,
         samples_total=record.samples_total,
         device=record.device,

@@ -43,11 +43,13 @@ class NobodyThere(Exception):
 
 
 class Want(NamedTuple):
-    """A replica of a version in low … high that has less than `limit` samples outstanding."""
+    """A replica of a version in low … high, in its evaluated weights or in those that sample, that has less than
+    `limit` samples outstanding."""
 
     low: int
     high: int
     limit: int
+    evaluated: bool = False
 
 
 @dataclass(eq=False)

@@ -240,8 +240,8 @@ class JobRunner:
             state = self.machine.state
             if state.trainer_applied is not None:
                 await self._look_at_trainer()
-            pool = self.machine.spec.rollout.pool
-            if state.published >= 0 and self.job.fleet.fleet.behind(pool, self.job.job_id, state.published):
+            pool, behind = self.machine.spec.rollout.pool, self.job.fleet.fleet.behind
+            if state.published >= 0 and behind(pool, self.job.job_id, state.published, evaluated=state.evaluated):
                 await self.emit(ev.ReplicaBehind())
             if time.monotonic() - self._renewed > RENEW_EVERY_S:
                 await self.job.renew(BLOB_TTL_S)

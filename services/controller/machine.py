@@ -76,6 +76,8 @@ class TrainStep:
 @dataclass(frozen=True)
 class Publish:
     version: int
+    evaluated: bool = False
+    """The version's evaluated weights; else those that sample."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,8 @@ class State(BaseModel):
     reason: str = ""
     version: int = 0
     published: int = -1
+    evaluated: bool = False
+    """What is published are that version's evaluated weights; else those that sample."""
     checkpointed: int = 0
     validated: int = -1
     exported: bool = False
@@ -212,7 +216,7 @@ class Machine:
 
     def _on_published(self, event: ev.Published) -> None:
         if event.version == self.state.version:
-            self.state.published, self.state.behind = event.version, False
+            self.state.published, self.state.evaluated, self.state.behind = event.version, event.evaluated, False
 
     def _on_checkpointed(self, event: ev.Checkpointed) -> None:
         self.state.checkpointed = max(self.state.checkpointed, event.version)
@@ -259,7 +263,7 @@ class Machine:
             wanted.update(self._trainer_commands(self.state.trainer_applied))
         for batch in self.state.batches.values():
             wanted.update(self._batch_commands(batch))
-        if self._validation_due:
+        if self._validation_due and self.state.evaluated == self.spec.averages:
             wanted.add(Validate(self.state.published))
         return wanted
 
@@ -271,9 +275,9 @@ class Machine:
             yield TrainStep(applied)
             return
         if applied == state.version:
-            if state.behind or state.published != state.version:
-                yield Publish(state.version)
-            if state.published != state.version:
+            if state.behind or self._publish_due:
+                yield Publish(state.version, self._evaluated_next)
+            if self._publish_due:
                 return
             if self._checkpoint_due:
                 yield Checkpoint(state.version)
@@ -285,7 +289,7 @@ class Machine:
             yield TrainStep(front.step)
 
     def _batch_commands(self, batch: Batch) -> Iterator[Command]:
-        if self.state.published >= batch.step - self.spec.schedule.max_staleness:
+        if self.state.published >= batch.step - self.spec.schedule.max_staleness and not self.state.evaluated:
             for groups in self._bundles(batch):
                 if any(sample.status == "wanted" for group in groups for sample in batch.groups[group].values()):
                     yield Generate(batch.step, groups)
@@ -319,7 +323,7 @@ class Machine:
             return Phase.STARTING
         if state.trainer_applied is not None and state.trainer_applied < state.version:
             return Phase.TRAIN
-        if state.published != state.version:
+        if self._publish_due:
             return Phase.PUBLISH
         if state.version == self.spec.schedule.steps:
             return (
@@ -384,11 +388,26 @@ class Machine:
         return sorted(index for index, sample in samples.items() if sample.status == "wanted")
 
     @property
-    def _validation_due(self) -> bool:
+    def _publish_due(self) -> bool:
+        return (self.state.published, self.state.evaluated) != (self.state.version, self._evaluated_next)
+
+    @property
+    def _evaluated_next(self) -> bool:
+        """Whether the version is published in its evaluated weights: until it is validated. The last one stays so, for
+        nothing is sampled under it."""
         state = self.state
+        is_open = state.validated < state.version or state.version == self.spec.schedule.steps
+        return self.spec.averages and self._is_validated(state.version) and is_open
+
+    def _is_validated(self, version: int) -> bool:
+        """Whether the job has a validation of this version."""
         every, last = self.spec.schedule.validate_every, self.spec.schedule.steps
-        due = state.published >= 0 and (state.published % every == 0 or state.published == last)
-        return due and self.spec.data.validation is not None and state.validated < state.published
+        return self.spec.data.validation is not None and (version % every == 0 or version == last)
+
+    @property
+    def _validation_due(self) -> bool:
+        published = self.state.published
+        return published >= 0 and self._is_validated(published) and self.state.validated < published
 
     @property
     def _checkpoint_due(self) -> bool:

@@ -57,6 +57,7 @@ def validate(job: JobContext, version: int, start: int, prompts: Sequence[Prompt
         step=version,
         purpose=common_pb2.PURPOSE_VALIDATE,
         policy_version=version,
+        evaluated=job.spec.averages,
         sampling=_sampling(job.spec, steps),
         noise=rollout_pb2.Noise(step_type=job.spec.rollout.noise.type, eta=0.0),
         groups=[

@@ -65,8 +65,8 @@ class TrainingStep:
                 await self.advantages(step)
             case do.TrainStep(step):
                 await self.train(step)
-            case do.Publish(version):
-                await self.publish(version)
+            case do.Publish(version, evaluated):
+                await self.publish(version, evaluated)
             case do.Checkpoint(version):
                 await self.checkpoint(version)
             case do.Validate(version):
@@ -154,14 +154,14 @@ class TrainingStep:
         hold = partial(job.store.hold, job.job_id) if job.machine.too_far(trained) else None
         await job.emit(trained, also=hold)
 
-    async def publish(self, version: int) -> None:
+    async def publish(self, version: int, evaluated: bool) -> None:
         """Give every live replica the new weights; each verifies them before it serves them."""
         job, spec = self.job, self.job.spec
         live = job.fleet.fleet.live(spec.rollout.pool)
         if not live:
             raise NotYet(job.nobody_there())
         started = time.monotonic()
-        request = trainer_pb2.PublishWeightsRequest(job_id=job.job_id, version=version)
+        request = trainer_pb2.PublishWeightsRequest(job_id=job.job_id, version=version, evaluated=evaluated)
         request.replicas.extend(trainer_pb2.Replica(replica_id=r.replica_id, address=r.address) for r in live)
         response = await job.trainer().PublishWeights(request, timeout=spec.timeouts.publish_s)
         job.fleet.doubt(result.replica_id for result in response.results if not result.ok)
@@ -169,7 +169,7 @@ class TrainingStep:
         job.reports.published(response, time.monotonic() - started)
         if not any(result.ok for result in response.results):
             raise NotYet(f"no replica took version {version}: {response.results[0].error}")
-        await job.emit(ev.Published(version=version))
+        await job.emit(ev.Published(version=version, evaluated=evaluated))
 
     async def checkpoint(self, version: int) -> None:
         """Save the trainer; blobs of the steps that every kept checkpoint covers may go."""

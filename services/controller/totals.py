@@ -105,13 +105,13 @@ class Totals:
             yield Sample("flowfleet_fleet_replica_seconds_total", (pool,), self._live_s[pool])
 
     def _versions(self, pool: str, job: JobTotals) -> Iterator[Sample]:
-        published = job.machine.state.published
+        published, evaluated = job.machine.state.published, job.machine.state.evaluated
         live = [replica for replica in self._members.get(pool, ()) if replica.live]
         lags = Counter(_lag(replica, job.job_id, published) for replica in live)
         for lag in (*map(str, range(MAX_LAG)), f"{MAX_LAG}+", "none"):
             yield Sample("flowfleet_fleet_replicas_at_version", (pool, job.job_id, lag), lags[lag])
         settled = [replica for replica in live if replica.health in (Health.IDLE, Health.SERVING)]
-        behind = [replica for replica in settled if not replica.serves(job.job_id, published, published)]
+        behind = [r for r in settled if not r.serves(job.job_id, published, published, evaluated=evaluated)]
         number = len(behind) if published >= 0 else 0
         yield Sample("flowfleet_fleet_replicas_behind", (pool, job.job_id), number)
 

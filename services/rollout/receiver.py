@@ -73,7 +73,7 @@ class WeightReceiver:
     async def start(self, request: rollout_pb2.StartWeightUpdateRequest) -> None:
         """Stops admission, then waits for what runs."""
         async with self._lock:
-            self._state.start(request.job_id, request.version)
+            self._state.start(request.job_id, request.version, evaluated=request.evaluated)
             await self._settled()
 
     async def update(self, request: rollout_pb2.UpdateWeightsRequest) -> None:
@@ -119,7 +119,7 @@ class WeightReceiver:
             raise DataLoss(f"transfer group {group.group_id} did not form: {error}") from None
 
     async def _update(self, request: rollout_pb2.UpdateWeightsRequest) -> None:
-        self._state.require_updating(request.job_id, request.version)
+        self._state.require_updating(request.job_id, request.version, evaluated=request.evaluated)
         try:
             match request.WhichOneof("source"):
                 case "adapter":
@@ -161,17 +161,18 @@ class WeightReceiver:
 
     async def _finish(self, request: rollout_pb2.FinishWeightUpdateRequest) -> None:
         state = self._state
-        served = state.phase is Phase.SERVING and (request.job_id, request.version) == (state.job_id, state.version)
-        if served and state.digest == weights.digest(request.hashes):
+        is_held = state.holds(request.job_id, request.version, evaluated=request.evaluated)
+        if is_held and state.phase is Phase.SERVING and state.digest == weights.digest(request.hashes):
             return
-        state.require_loaded(request.job_id, request.version)
+        state.require_loaded(request.job_id, request.version, evaluated=request.evaluated)
         try:
             digest = await self._engine.verify(request.hashes)
         except BaseException:
             state.forget()
             raise
         state.finish(digest)
-        log.info("serves version %d, digest %s", request.version, digest[:12], extra={"job": request.job_id})
+        kind = "evaluated weights, " if request.evaluated else ""
+        log.info("serves version %d, %sdigest %s", request.version, kind, digest[:12], extra={"job": request.job_id})
 
     async def _to_the_end(self, operation: Coroutine[Any, Any, None]) -> None:
         """Runs an operation that a cancelled caller does not cancel. Takes over the lock and releases it."""

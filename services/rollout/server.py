@@ -67,7 +67,9 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[rollout_pb2.GenerateEvent]:
         wanted = await self._media.read(request, generation_request(request))
-        ticket = self._state.admit(request.job_id, request.policy_version, wanted.num_samples)
+        ticket = self._state.admit(
+            request.job_id, request.policy_version, wanted.num_samples, evaluated=request.evaluated
+        )
         self._changed()
         generation = Generation(
             self._engine,
@@ -121,6 +123,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             state="draining" if state.draining else state.phase.value,
             job_id=state.job_id,
             version=state.version,
+            evaluated=state.evaluated,
             digest=state.digest,
             samples_total=self._samples_total,
             device=str(self._engine.device),
@@ -135,6 +138,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             state=rollout_pb2.ROLLOUT_STATE_DRAINING if state.draining else _STATES[state.phase],
             job_id=state.job_id,
             policy_version=state.version,
+            evaluated=state.evaluated,
             weights_digest=state.digest,
             in_flight=state.in_flight,
             samples_total=self._samples_total,

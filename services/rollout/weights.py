@@ -9,6 +9,9 @@ back to SERVING. Draining lies across these states: it refuses work and lets wha
 
 A generation holds a `Ticket` from admission until its samples are published. Weights change only between `touch` and
 the next `finish`, never while samples are in flight; `epoch` rises at each `touch`, so a ticket can be checked.
+
+A job that averages its weights has two kinds of one version: those that sample, and those that are evaluated, which
+means validated and exported. A replica serves one of them at a time, and refuses requests for the other.
 """
 
 from __future__ import annotations
@@ -51,6 +54,8 @@ class WeightState:
         """The job bound by `bind`; empty before the first."""
         self.version = 0
         """Served while SERVING, on its way while UPDATING."""
+        self.evaluated = False
+        """Whether `version` is in its evaluated weights; else in those that sample."""
         self.digest = ""
         """Of the verified hashes while SERVING, else empty."""
         self.epoch = 0
@@ -58,20 +63,20 @@ class WeightState:
         """Samples admitted and not finished."""
         self._loaded = False
 
-    def admit(self, job_id: str, version: int, num_samples: int) -> Ticket:
-        """Takes in samples for the version named. Raises Conflict if it is not served, Unavailable if draining."""
+    def admit(self, job_id: str, version: int, num_samples: int, *, evaluated: bool = False) -> Ticket:
+        """Takes in samples for the version and weights named. Raises Conflict if it does not serve them, Unavailable if
+        it is draining."""
         if self.draining:
             raise Unavailable("this replica is draining: ask another")
         if self.phase is Phase.UPDATING:
             raise Conflict(
-                f"weights are being updated to version {self.version} of job {self.job_id}: ask again once GetStatus "
-                "says SERVING"
+                f"weights are being updated to {self._held} of job {self.job_id}: ask again once GetStatus says SERVING"
             )
         if self.phase is Phase.IDLE:
             raise Conflict("this replica has no verified weights: publish to it first")
-        if (job_id, version) != (self.job_id, self.version):
+        if not self.holds(job_id, version, evaluated=evaluated):
             raise Conflict(
-                f"this replica serves version {self.version} of job {self.job_id}, not version {version} of job "
+                f"this replica serves {self._held} of job {self.job_id}, not {_named(version, evaluated)} of job "
                 f"{job_id}: publish that version to it, or ask for the one it serves"
             )
         self.in_flight += num_samples
@@ -89,7 +94,7 @@ class WeightState:
 
     def bind(self, job_id: str) -> None:
         """The replica now belongs to a job: it has the base model, and no verified weights. "" is none."""
-        self.job_id, self.version = job_id, 0
+        self.job_id, self.version, self.evaluated = job_id, 0, False
         self.forget()
 
     def forget(self) -> None:
@@ -109,7 +114,7 @@ class WeightState:
         self.epoch += 1
         self._loaded = False
 
-    def start(self, job_id: str, version: int) -> None:
+    def start(self, job_id: str, version: int, *, evaluated: bool = False) -> None:
         """Stops admission for an update. Starting again, for whichever version, gives the earlier update up."""
         if self.draining:
             raise Unavailable("this replica is draining: publish to another")
@@ -117,23 +122,27 @@ class WeightState:
             bound = f"job {self.job_id}" if self.job_id else "no job"
             raise Conflict(f"this replica is bound to {bound}, not to job {job_id}: call InitWeightTransfer first")
         self.forget()
-        self.phase, self.version = Phase.UPDATING, version
+        self.phase, self.version, self.evaluated = Phase.UPDATING, version, evaluated
 
-    def require_updating(self, job_id: str, version: int) -> None:
+    def holds(self, job_id: str, version: int, *, evaluated: bool = False) -> bool:
+        """Whether these are the weights that it serves, or is being updated to."""
+        return (job_id, version, evaluated) == (self.job_id, self.version, self.evaluated)
+
+    def require_updating(self, job_id: str, version: int, *, evaluated: bool = False) -> None:
         """Raises Conflict unless this very update is under way."""
-        if self.phase is not Phase.UPDATING or (job_id, version) != (self.job_id, self.version):
-            self._not_updating(job_id, version)
+        if self.phase is not Phase.UPDATING or not self.holds(job_id, version, evaluated=evaluated):
+            self._not_updating(job_id, _named(version, evaluated))
 
     def loaded(self) -> None:
         """All weights of the update under way are in the live model, unverified."""
         assert self.phase is Phase.UPDATING
         self._loaded = True
 
-    def require_loaded(self, job_id: str, version: int) -> None:
+    def require_loaded(self, job_id: str, version: int, *, evaluated: bool = False) -> None:
         """Raises Conflict unless this very update has loaded its weights."""
-        self.require_updating(job_id, version)
+        self.require_updating(job_id, version, evaluated=evaluated)
         if not self._loaded:
-            raise Conflict(f"version {version} of job {job_id} has not been loaded: call UpdateWeights first")
+            raise Conflict(f"{self._held} of job {job_id} has not been loaded: call UpdateWeights first")
 
     def finish(self, digest: str) -> None:
         """The loaded weights were verified: serves them."""
@@ -142,9 +151,16 @@ class WeightState:
         self.phase, self.digest = Phase.SERVING, digest
         self._on_change()
 
-    def _not_updating(self, job_id: str, version: int) -> NoReturn:
-        now = f"{self.phase.value} version {self.version} of job {self.job_id}" if self.job_id else "bound to no job"
+    @property
+    def _held(self) -> str:
+        return _named(self.version, self.evaluated)
+
+    def _not_updating(self, job_id: str, named: str) -> NoReturn:
+        now = f"{self.phase.value} {self._held} of job {self.job_id}" if self.job_id else "bound to no job"
         raise Conflict(
-            f"no update to version {version} of job {job_id} is under way, this replica is {now}: call "
-            "StartWeightUpdate first"
+            f"no update to {named} of job {job_id} is under way, this replica is {now}: call StartWeightUpdate first"
         )
+
+
+def _named(version: int, evaluated: bool) -> str:
+    return f"version {version}, evaluated weights," if evaluated else f"version {version}"

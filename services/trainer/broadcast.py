@@ -76,7 +76,7 @@ class Broadcaster:
         clients = [client for client in clients if client.replica_id not in failed]
         failed |= messages(await failures(clients, lambda client: self._bind(job, client)))
         fruitless = 0
-        while waiting := [client for client in clients if self._wants(job, client, request.version, failed)]:
+        while waiting := [client for client in clients if self._wants(job, client, request, failed)]:
             try:
                 failed |= await self._attempt(job, request, waiting)
                 break
@@ -87,7 +87,7 @@ class Broadcaster:
                 failed |= broken.guilty
                 if fruitless == MAX_ATTEMPTS:
                     failed |= {client.replica_id: str(broken) for client in waiting}
-        return self._of(request.version)
+        return self._of(request)
 
     def leave(self) -> None:
         """Leaves the group; the next attempt makes another."""
@@ -101,12 +101,14 @@ class Broadcaster:
             self._worker.member.close()
         self.leave()
 
-    def _of(self, version: int) -> Published | None:
-        """What was last sent, if it is that version."""
-        return self._last if self._last is not None and self._last.version == version else None
+    def _of(self, request: PublishWeightsRequest) -> Published | None:
+        """What was last sent, if it is what is asked for."""
+        return self._last if self._last is not None and self._last.is_of(request) else None
 
-    def _wants(self, job: Job, client: ReplicaClient, version: int, failed: Mapping[str, str]) -> bool:
-        sent = self._of(version)
+    def _wants(
+        self, job: Job, client: ReplicaClient, request: PublishWeightsRequest, failed: Mapping[str, str]
+    ) -> bool:
+        sent = self._of(request)
         return client.replica_id not in failed and not (sent is not None and client.serves(job.job_id, sent))
 
     async def _bind(self, job: Job, client: ReplicaClient) -> None:
@@ -118,9 +120,13 @@ class Broadcaster:
     async def _attempt(self, job: Job, request: PublishWeightsRequest, clients: list[ReplicaClient]) -> dict[str, str]:
         """One try with all of `clients`; returns who failed to verify. Raises _Broken when one lacks a bucket."""
         group = await self._join(job, clients)
-        await _done(Phase(clients, lambda client: client.start(job.job_id, request.version)))
+        await _done(
+            Phase(clients, lambda client: client.start(job.job_id, request.version, evaluated=request.evaluated))
+        )
         source = rollout_pb2.Broadcast(group_id=group.group_id, buckets=_buckets(job))
-        update = rollout_pb2.UpdateWeightsRequest(job_id=job.job_id, version=request.version, broadcast=source)
+        update = rollout_pb2.UpdateWeightsRequest(
+            job_id=job.job_id, version=request.version, evaluated=request.evaluated, broadcast=source
+        )
         receiving = Phase(clients, lambda client: self._update(client, update))
         try:
             published: Published = await self._runner.call(Command(Kind.SEND_WEIGHTS, request))

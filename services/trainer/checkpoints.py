@@ -1,11 +1,12 @@
 """Checkpoints: `<directory>/step-00000012/`, complete or not there at all.
 
-Tensors (what is trained, AdamW's two moments as they are kept, the old policy of losses that keep one, each rank's
-generator states) are written by torch.distributed.checkpoint in its safetensors storage, each rank its own shards; they
-may be read by another number of ranks. Its usual storage is avoided because that keeps its metadata as a pickle.
-`state.json` has the rest: the record of applied steps, the optimizer's steps, and the names and sizes of all files. A
-folder is written aside and renamed when everything in it is on disk. Aside, each trainer has a name of its own: one
-that was given up may still write. The directory must be shared by all ranks.
+Tensors (what is trained, AdamW's two moments as they are kept, the old policy of losses that keep one, the average of
+jobs that have one, each rank's generator states) are written by torch.distributed.checkpoint in its safetensors
+storage, each rank its own shards; they may be read by another number of ranks. Its usual storage is avoided because
+that keeps its metadata as a pickle. `state.json` has the rest: the record of applied steps, the optimizer's steps and
+all updates, and the names and sizes of all files. A folder is written aside and renamed when everything in it is on
+disk. Aside, each trainer has a name of its own: one that was given up may still write. The directory must be shared by
+all ranks.
 """
 
 from __future__ import annotations
@@ -88,6 +89,9 @@ class Checkpoints:
                 )
             record = Record.from_json(state["record"])
         tensors = _tensors(engine)
+        has_average = "updates" in state  # not if it was written before there were averages
+        if not has_average:
+            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("ema.")}
         if state["world_size"] != engine.ranks.world_size:
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("rng.")}
         single = engine.ranks.world_size == 1
@@ -98,6 +102,9 @@ class Checkpoints:
             no_dist=single,
         )
         _adopt(engine, tensors, state["optimizer_steps"])
+        engine.policies.num_updates = state.get("updates", max(state["optimizer_steps"].values()))
+        if not has_average:
+            engine.policies.start_average()
         return record
 
     def _paths(self) -> list[Path]:
@@ -125,6 +132,7 @@ class Checkpoints:
             "parameters": _fingerprint(engine),
             "files": {file.name: file.stat().st_size for file in sorted(aside.iterdir())},
             "optimizer_steps": engine.optimizer.num_steps(),
+            "updates": engine.policies.num_updates,
             "record": record.to_json(),
         }
         (aside / "state.json").write_text(json.dumps(state), encoding="utf-8")

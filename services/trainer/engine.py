@@ -116,15 +116,15 @@ class Engine:
         if self._keeps_gathered:
             expert.set_reshard_after_backward(is_last)
 
-    def gather(self) -> Gather:
-        """What is published and exported: the policy that samples, in `model.dtype`, to be gathered bucket by bucket.
-        That is the trained policy, but for losses that keep an old one: their old one."""
+    def gather(self, *, evaluated: bool = False) -> Gather:
+        """What is published, in `model.dtype`, to be gathered bucket by bucket: the weights that sample, or those that
+        are evaluated; see `Policies.weights`."""
         self.reshard()
-        return Gather(self.policies.sampling(), self.dtype, self.ranks.device)
+        return Gather(self.policies.weights(evaluated=evaluated), self.dtype, self.ranks.device)
 
-    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def full_tensors(self, *, evaluated: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Collective, a bucket at a time. Whole tensors of what is published, by published name."""
-        return self.gather().tensors()
+        return self.gather(evaluated=evaluated).tensors()
 
     def reshard(self) -> None:
         """Frees gathered parameters, which a forward without backward leaves, so that the model holds its shards."""

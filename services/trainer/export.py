@@ -6,8 +6,8 @@ LoRA: `pytorch_lora_weights.safetensors`, written by diffusers with rank, alpha 
 load_into_transformer_2=True)`. Full: a whole pipeline for `from_pretrained`; what was not trained is linked to the base
 where the file system can, else copied.
 
-Everything is in `model.dtype`: what the rollouts served. So losses that keep an old policy (DiffusionNFT) export that
-one, which samples and which validation measured.
+Everything is in `model.dtype`: what the rollouts served when the job was validated. So a job that averages its weights
+(`trainer.ema`) exports the average; without one, losses that keep an old policy (DiffusionNFT) export that one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def export(engine: Engine, directory: Path) -> Path:
             aside.mkdir(parents=True)
             if not engine.is_lora:
                 _link_base(Path(engine.spec.model.path), aside, engine.experts)
-    tensors = engine.full_tensors()
+    tensors = engine.full_tensors(evaluated=True)
     with engine.ranks.together():
         try:
             if is_writer and engine.is_lora:

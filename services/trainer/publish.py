@@ -1,11 +1,12 @@
 """Rank 0 gives the current weights to replicas. One replica's failure does not stop the others.
 
-They are those of the policy that samples (`Engine.full_tensors`): the trained one, or the old one of a loss that keeps
-one.
+They are those that sample (the trained ones, or the old policy's of a loss that keeps one) or those that are evaluated
+(the average of a job that has one), as the request says: `Policies.weights`.
 
 Full weights go through `broadcast.py`, and so does an adapter where every replica has an accelerator of the trainer's
 kind to itself. Else, or where the broadcast reached none of them, an adapter is a blob that each replica pulls, so that
-replicas are independent. A replica that already serves exactly these weights (job, version, digest) is left alone.
+replicas are independent. A replica that already serves exactly these weights (job, version, kind, digest) is left
+alone.
 """
 
 from __future__ import annotations
@@ -72,14 +73,15 @@ class Publisher:
         self, job: Job, clients: list[ReplicaClient], published: Published | None
     ) -> dict[str, str]:
         assert published is not None, "rank 0 has it"
-        version = published.version
-        update = rollout_pb2.UpdateWeightsRequest(job_id=job.job_id, version=version, adapter=published.adapter)
+        update = rollout_pb2.UpdateWeightsRequest(
+            job_id=job.job_id, version=published.version, evaluated=published.evaluated, adapter=published.adapter
+        )
 
         async def give(client: ReplicaClient) -> None:
             if client.serves(job.job_id, published):
                 return
             await client.init(job.job_id, job.spec)
-            await client.start(job.job_id, version)
+            await client.start(job.job_id, published.version, evaluated=published.evaluated)
             await client.update(update)
             await client.finish(job.job_id, published)
 
@@ -116,8 +118,9 @@ def _response(
     ]
     num_ok = len(results) - len(failed)
     log.info(
-        "version %d on %d of %d replicas in %.2f s",
+        "version %d%s on %d of %d replicas in %.2f s",
         request.version,
+        ", evaluated weights," if request.evaluated else "",
         num_ok,
         len(results),
         seconds,

@@ -63,8 +63,8 @@ class ReplicaClient:
         response: rollout_pb2.InitWeightTransferResponse = await self._call(self._stub.InitWeightTransfer, request)
         return response
 
-    async def start(self, job_id: str, version: int) -> None:
-        request = rollout_pb2.StartWeightUpdateRequest(job_id=job_id, version=version)
+    async def start(self, job_id: str, version: int, *, evaluated: bool = False) -> None:
+        request = rollout_pb2.StartWeightUpdateRequest(job_id=job_id, version=version, evaluated=evaluated)
         start = time.monotonic()
         await self._call(self._stub.StartWeightUpdate, request)
         if self.paused_at is None:  # a later attempt finds it paused
@@ -76,17 +76,19 @@ class ReplicaClient:
 
     async def finish(self, job_id: str, published: Published) -> None:
         request = rollout_pb2.FinishWeightUpdateRequest(
-            job_id=job_id, version=published.version, hashes=published.hashes
+            job_id=job_id, version=published.version, evaluated=published.evaluated, hashes=published.hashes
         )
         await self._call(self._stub.FinishWeightUpdate, request)
         self.verified_at = time.monotonic()
 
     def serves(self, job_id: str, published: Published) -> bool:
-        """Whether its last status shows exactly these weights."""
+        """Whether its last status shows exactly these weights: the average of the trained weights begins with their
+        digest, but is not to be sampled with."""
         status = self.last_status
         return (
             status.state == rollout_pb2.ROLLOUT_STATE_SERVING
             and (status.job_id, status.policy_version) == (job_id, published.version)
+            and status.evaluated == published.evaluated
             and status.weights_digest == published.digest
         )
 

@@ -62,5 +62,8 @@ class StepTrainer:
             loss = losses.sum() * (0.0 if forward.batch.is_padding else weight)
             torch.autograd.backward(loss * self._engine.ranks.world_size)  # FSDP averages over the ranks
             self._totals.add_loss(forward.batch, loss.detach())
-        self._totals.add_outcome(self._engine.optimizer.step())
+        outcome = self._engine.optimizer.step()
+        if outcome.applied:
+            self._engine.policies.updated()
+        self._totals.add_outcome(outcome)
         devices.synchronize(self._engine.ranks.device)

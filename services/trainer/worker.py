@@ -49,10 +49,16 @@ class Published:
     hashes: dict[str, int]
     bytes: int
     adapter: BlobRef | None = None
+    evaluated: bool = False
+    """The version's evaluated weights; else those that sample."""
 
     @property
     def digest(self) -> str:
         return weights.digest(self.hashes)
+
+    def is_of(self, request: trainer_pb2.PublishWeightsRequest) -> bool:
+        """Whether these are the weights that a request asks for."""
+        return (self.version, self.evaluated) == (request.version, request.evaluated)
 
 
 @dataclass
@@ -147,21 +153,21 @@ class Worker:
     def gather_adapter(self, request: trainer_pb2.PublishWeightsRequest) -> Published | None:
         """Rank 0 stores the adapter of the applied version as a blob, once; the other ranks help to gather it."""
         job = self._configured(request.job_id)
-        gather = job.engine.gather()
+        gather = job.engine.gather(evaluated=request.evaluated)
         published: Published | None = None
         state, hashes = _whole(gather, self.ranks.device) if self.ranks.rank == 0 else ({}, {})
         gather.rest()
         with self.ranks.together():
             if self.ranks.rank == 0:
-                known = self._known_adapter(job, request.version)
-                published = known or self._put_adapter(job, request.version, state, hashes)
+                known = self._known_adapter(job, request)
+                published = known or self._put_adapter(job, request, state, hashes)
         return published
 
     def send_weights(self, request: trainer_pb2.PublishWeightsRequest) -> Published | None:
         """Collective. Rank 0 broadcasts all buckets. Raises Unavailable on rank 0 alone when the broadcast fails, the
         ranks in step; any other exception, as of a gather, leaves them out of step."""
         job = self._configured(request.job_id)
-        gather = job.engine.gather()
+        gather = job.engine.gather(evaluated=request.evaluated)
         if self.ranks.rank != 0:
             gather.rest()
             return None
@@ -171,7 +177,7 @@ class Worker:
         except TransferError as error:
             gather.rest()  # with the other ranks, to the end
             raise Unavailable(f"the broadcast broke off: {error}") from error
-        return Published(int(request.version), sent.hashes, sent.bytes)
+        return Published(int(request.version), sent.hashes, sent.bytes, evaluated=request.evaluated)
 
     def _configured(self, job_id: str) -> Job:
         if self.job is None or job_id != self.job.job_id:
@@ -224,18 +230,25 @@ class Worker:
         if skipped:
             log.warning("%d of %d updates skipped: gradient not finite", skipped, num_updates, extra=_extra(request))
 
-    def _known_adapter(self, job: Job, version: int) -> Published | None:
+    def _known_adapter(self, job: Job, request: trainer_pb2.PublishWeightsRequest) -> Published | None:
         """The version's blob when it is still there, its time to live renewed."""
         for published in job.adapters:
-            if published.version == version and published.adapter is not None:
+            if published.is_of(request) and published.adapter is not None:
                 gone = self._blobs.renew([published.adapter], ADAPTER_TTL_S)
                 return None if gone else published
         return None
 
-    def _put_adapter(self, job: Job, version: int, state: dict[str, Tensor], hashes: dict[str, int]) -> Published:
+    def _put_adapter(
+        self,
+        job: Job,
+        request: trainer_pb2.PublishWeightsRequest,
+        state: dict[str, Tensor],
+        hashes: dict[str, int],
+    ) -> Published:
         data = lora.adapter_to_bytes(state)
-        ref = self._blobs.put(keys.blob(job.job_id, "adapter", version), data, ttl_s=ADAPTER_TTL_S)
-        job.adapters.append(Published(version, hashes, len(data), ref))
+        key = keys.blob(job.job_id, "evaluated" if request.evaluated else "adapter", request.version)
+        ref = self._blobs.put(key, data, ttl_s=ADAPTER_TTL_S)
+        job.adapters.append(Published(int(request.version), hashes, len(data), ref, request.evaluated))
         for old in job.adapters[:-_ADAPTERS_KEPT]:
             if old.adapter is not None:
                 self._blobs.delete([old.adapter])

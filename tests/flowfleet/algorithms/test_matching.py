@@ -1,7 +1,8 @@
 """Matching losses and the old policy's schedule against float64 oracles written from the formulas."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,7 +79,14 @@ def nft_error(inputs: Inputs, beta: float) -> Array:
 def nft_oracle(inputs: Inputs, part: AlgorithmPart) -> tuple[Array, Array, dict[str, float]]:
     """Loss (B,), its gradient in the velocity, and the sums of the metrics, by x0 predictions."""
     sigma, clamp, beta = per_row(inputs.sigma, inputs.clean), part.advantage_clamp or 5.0, part.beta
-    share = np.clip(inputs.advantages, -clamp, clamp) / (2 * clamp) + 0.5
+    advantages = {
+        "all": inputs.advantages,
+        "positive": np.maximum(inputs.advantages, 0),
+        "negative": np.minimum(inputs.advantages, 0),
+        "sign": np.sign(inputs.advantages),
+        "positive_sign": np.where(inputs.advantages > 0, 1.0, 0.0),
+    }[part.advantage_mode]
+    share = np.clip(advantages, -clamp, clamp) / (2 * clamp) + 0.5
     size = inputs.clean[0].size
     losses, slopes = [], []
     for sign in (1, -1):
@@ -105,7 +113,8 @@ def nft_oracle(inputs: Inputs, part: AlgorithmPart) -> tuple[Array, Array, dict[
     inner=SHAPES,
     beta=st.sampled_from([0.1, 0.5, 1.0]),
     kl_coef=st.sampled_from([0.0, 0.3]),
-    clamp=st.sampled_from([None, 2.0, 5.0]),
+    clamp=st.sampled_from([None, 0.5, 2.0, 5.0]),
+    mode=st.sampled_from(["all", "positive", "negative", "sign", "positive_sign"]),
 )
 def test_diffusion_nft_matches_the_formula(
     dtype: torch.dtype,
@@ -116,8 +125,9 @@ def test_diffusion_nft_matches_the_formula(
     beta: float,
     kl_coef: float,
     clamp: float | None,
+    mode: Any,
 ) -> None:
-    part = AlgorithmPart(beta=beta, kl_coef=kl_coef, advantage_clamp=clamp)
+    part = AlgorithmPart(beta=beta, kl_coef=kl_coef, advantage_clamp=clamp, advantage_mode=mode)
     batch = draw(seed, rows, inner, dtype)
     # Of few elements a sample may be predicted almost exactly, and terms cancel: float32 is left with their rounding.
     errors = [row_mean(np.abs(nft_error(seen_by(batch), sign * beta))).min() for sign in (1, -1)]
@@ -248,6 +258,29 @@ def test_a_bfloat16_velocity_is_taken_into_the_latents_dtype(loss: object) -> No
     assert torch.equal(half, full)
 
 
+@pytest.mark.parametrize(
+    ("mode", "shares"),
+    [
+        ("all", [0.0, 0.35, 0.5, 0.65, 1.0]),
+        ("positive", [0.5, 0.5, 0.5, 0.65, 1.0]),
+        ("negative", [0.0, 0.35, 0.5, 0.5, 0.5]),
+        ("sign", [0.4, 0.4, 0.5, 0.6, 0.6]),
+        ("positive_sign", [0.5, 0.5, 0.5, 0.6, 0.6]),
+    ],
+)
+def test_what_the_modes_read_of_an_advantage(mode: Any, shares: list[float]) -> None:
+    """The share of L+ for the advantages -9, -1.5, 0, 1.5 and 9 with a clamp of 5, read off two losses of the row."""
+    rows = draw(0, 1, [3], torch.float64)
+    seen = [
+        diffusion_nft(replace(rows, advantages=torch.tensor([value]).double()), AlgorithmPart(advantage_mode=mode))
+        for value in (-9.0, -1.5, 0.0, 1.5, 9.0)
+    ]
+    sums = seen[0].sums
+    positive, negative = (sums[f"actor/nft_{name}_loss"].item() for name in ("positive", "negative"))
+    got = [(output.loss.item() * 0.1 / 5 - negative) / (positive - negative) for output in seen]
+    assert got == pytest.approx(shares)
+
+
 def test_old_policy_decay_follows_the_published_schedules() -> None:
     copy = OldPolicyPart(rate=0.0)
     assert [old_policy_decay(copy, step) for step in (0, 10, 10_000)] == [0.0, 0.0, 0.0]
@@ -256,3 +289,7 @@ def test_old_policy_decay_follows_the_published_schedules() -> None:
     delayed = OldPolicyPart(rate=0.0075, max=0.999, delay=75)
     steps = (0, 74, 75, 76, 175, 1000)
     assert [old_policy_decay(delayed, step) for step in steps] == pytest.approx([0, 0, 0, 0.0075, 0.75, 0.999])
+    epochs = (37, 50, 100)  # of two updates each, in their OCR configuration
+    assert [old_policy_decay(delayed, 2 * (epoch + 1)) for epoch in epochs] == pytest.approx([0.0075, 0.2025, 0.9525])
+    constant = OldPolicyPart(rate=1.0, max=0.9)
+    assert [old_policy_decay(constant, number) for number in (1, 2, 1000)] == [0.9] * 3

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ class ScriptedRollout(rollout_pb2_grpc.RolloutServiceServicer):
 
     def __init__(self, redis: Redis, blobs: BlobStore) -> None:
         self.redis, self.blobs = redis, blobs
-        self.job_id, self.version = "", -1
+        self.job_id, self.version, self.evaluated = "", -1, False
         self.address = ""
         self.refuses = False
         self.drains = False
@@ -61,6 +61,7 @@ class ScriptedRollout(rollout_pb2_grpc.RolloutServiceServicer):
         if self.broken and self.broken in given:
             await context.abort(grpc.StatusCode.DATA_LOSS, "not a whole image/png")
         assert (request.job_id, request.policy_version) == (self.job_id, self.version)
+        assert request.evaluated == self.evaluated
         self.requests.append(request)
         for group in request.groups:
             self.images.append([await self.blobs.get(image.blob) for image in group.images])
@@ -100,8 +101,8 @@ class ScriptedRollout(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def announce(self) -> None:
         state = "draining" if self.drains else "idle" if self.version < 0 else "serving"
-        serves = {"state": state, "job_id": self.job_id}
-        record = ReplicaRecord("r0", self.address, "i", "", "default", version=max(0, self.version), **serves)
+        record = ReplicaRecord("r0", self.address, "i", "", "default", state, self.job_id, max(0, self.version))
+        record = replace(record, evaluated=self.evaluated)
         await ReplicaDirectory(self.redis).put(record)
 
     async def renew(self) -> None:
@@ -119,6 +120,7 @@ class ScriptedRollout(rollout_pb2_grpc.RolloutServiceServicer):
             state=idle if self.version < 0 else serving,
             job_id=self.job_id,
             policy_version=max(0, self.version),
+            evaluated=self.evaluated,
         )
 
 
@@ -128,6 +130,8 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     def __init__(self, rollout: ScriptedRollout) -> None:
         self.rollout = rollout
         self.steps: list[trainer_pb2.TrainStepRequest] = []
+        self.published: list[tuple[int, bool]] = []
+        """Versions, and whether in their evaluated weights."""
         self.metrics: dict[int, dict[str, float]] = {}
         """By step."""
 
@@ -142,7 +146,9 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.TrainStepResponse(step=request.step, policy_version=request.step + 1, metrics=metrics)
 
     async def PublishWeights(self, request: Any, context: Any) -> trainer_pb2.PublishWeightsResponse:
+        self.published.append((request.version, request.evaluated))
         self.rollout.job_id, self.rollout.version = request.job_id, request.version
+        self.rollout.evaluated = request.evaluated
         await self.rollout.announce()
         results = [trainer_pb2.PublishResult(replica_id=replica.replica_id, ok=True) for replica in request.replicas]
         return trainer_pb2.PublishWeightsResponse(version=request.version, results=results)

@@ -95,6 +95,25 @@ def test_policy_losses_get_steps_and_normalised_advantages(run: Run, job: Callab
     run(use, small=ScriptedReward(by_index), large=ScriptedReward(lambda sample: -1000 * by_index(sample)))
 
 
+def test_an_average_is_validated_and_never_sampled_with(
+    run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """The replica refuses a request for other weights than it was given; so does the test's."""
+    held_out = tmp_path / "held-out.txt"
+    held_out.write_text("d\ne\n")
+    settings = job(algorithm={"name": "diffusion_nft"}, rewards={"ocr": {}}, data={"validation": str(held_out)})
+
+    async def use(fleet: ScriptedFleet) -> None:
+        record = await fleet.run(settings)
+        assert record.status is JobStatus.SUCCEEDED, record.reason
+        assert record.results["held_out_reward"] is not None
+        for request in fleet.rollout.requests:
+            assert request.evaluated == (request.purpose == common_pb2.PURPOSE_VALIDATE)
+        assert dict.fromkeys(fleet.trainer.published) == dict.fromkeys([(0, True), (0, False), (1, False), (2, True)])
+
+    run(use, ocr=ScriptedReward(by_index))
+
+
 @pytest.mark.parametrize("name", [name for name, known in ALGORITHMS.items() if known.data == "prompts"])
 def test_every_algorithm_runs_to_its_end(run: Run, job: Callable[..., dict[str, Any]], name: str) -> None:
     """What is recorded goes with the loss, noise enters where there is an eta, and all samples are accounted for."""

@@ -52,6 +52,23 @@ def test_a_replica_gets_no_prompt_but_for_what_it_serves() -> None:
     assert chosen(fleet) == "a"
 
 
+def test_a_replica_that_serves_evaluated_weights_gets_validation_alone() -> None:
+    """Old records and statuses do not say which they serve: those that sample."""
+    fleet = Fleet()
+    fleet.update([record("a", evaluated=True), record("b")])
+    fleet.answered("b", status())
+    for evaluated, able, others in ((True, "a", "b"), (False, "b", "a")):
+        replica = fleet.choose("job", 3, 3, 100, evaluated)
+        assert replica is not None
+        assert replica.replica_id == able
+        behind = fleet.behind("default", "job", 3, evaluated=evaluated)
+        assert [replica.replica_id for replica in behind] == [others]
+    said = status()
+    said.evaluated = True
+    fleet.answered("b", said)
+    assert chosen(fleet) is None
+
+
 def test_the_least_loaded_is_chosen_and_a_full_one_never() -> None:
     fleet = fleet_of("a", "b")
     fleet.charge("a", 10)

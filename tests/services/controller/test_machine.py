@@ -56,6 +56,8 @@ class World:
         self.saved = 0  # in its newest checkpoint
         self.first_applied: list[int] = []
         self.served = -1
+        self.serves_evaluated = False
+        self.publishes: list[tuple[int, bool]] = []
         self.trained_on: dict[int, list[int]] = {}
         self.in_pairs: dict[int, int] = {}
         self.validated: set[int] = set()
@@ -101,14 +103,16 @@ class World:
         match command:
             case EnsureTrainer():
                 self.emit(ev.TrainerReady(applied=self.applied))
-            case Publish(version):
+            case Publish(version, evaluated):
                 if self.applied == version:
-                    self.served = version
-                    self.emit(ev.Published(version=version))
+                    self.served, self.serves_evaluated = version, evaluated
+                    self.publishes.append((version, evaluated))
+                    self.emit(ev.Published(version=version, evaluated=evaluated))
                 else:
                     self.emit(ev.TrainerLost())
             case Generate(step, groups):
                 assert self.machine.admissible(step, max(self.served, 0)), (step, self.served)
+                assert not self.serves_evaluated
                 for group in groups:
                     for index in self.machine.wanted(step, group):
                         if self.rng.random() < 0.8:
@@ -145,6 +149,7 @@ class World:
                 self.emit(ev.Checkpointed(version=version))
             case Validate(version):
                 assert version == self.served
+                assert self.serves_evaluated == self.spec.averages
                 self.validated.add(version)
                 self.emit(ev.Validated(version=version, reward=0.5))
             case Export():
@@ -213,6 +218,79 @@ def test_every_job_ends_well_and_keeps_the_invariants(seed: int, staleness: int,
     for step, versions in world.trained_on.items():
         assert versions
         assert all(step - staleness <= version <= step for version in versions)  # invariant 3
+
+
+def averaged(**schedule: object) -> JobSpec:
+    return make_spec(trainer={"ema": {"decay": 0.9}}, schedule=schedule)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32), st.integers(0, 3), st.sampled_from([0.0, 0.02, 0.15]))
+def test_an_averaged_job_ends_well_and_never_samples_with_its_average(
+    seed: int, staleness: int, mishaps: float
+) -> None:
+    """`World` asserts at each command that the kind of weights is the right one."""
+    world = World(averaged(steps=5, max_staleness=staleness), random.Random(seed), mishaps)
+    world.run()
+    state = world.machine.state
+    assert state.status is Status.SUCCEEDED
+    assert world.first_applied == list(range(5))
+    assert world.validated == {0, 2, 4, 5}
+    for step, versions in world.trained_on.items():
+        assert all(step - staleness <= version <= step for version in versions)
+    if not mishaps:
+        assert world.publishes == [
+            (0, True), (0, False), (1, False), (2, True), (2, False), (3, False), (4, True), (4, False), (5, True)
+        ]  # fmt: skip
+    again = Machine(world.spec)
+    for entry in world.ledger:
+        again.apply(event_from_json(entry))
+    assert again.state.without_volatile() == state.without_volatile()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32), st.integers(0, 3))
+def test_without_an_average_each_version_is_published_once(seed: int, staleness: int) -> None:
+    world = World(make_spec(schedule={"steps": 5, "max_staleness": staleness}), random.Random(seed), 0.0)
+    world.run()
+    assert world.publishes == [(version, False) for version in range(6)]
+
+
+def test_an_average_is_published_for_its_validation_alone() -> None:
+    machine = Machine(averaged(steps=4, validate_every=2, max_staleness=1))
+    machine.apply(ev.TrainerReady(applied=0))
+    assert machine.commands() == {Publish(0, evaluated=True)}
+    machine.apply(ev.Published(version=0, evaluated=True))
+    assert machine.commands() == {Validate(0)}
+    machine.apply(ev.ReplicaBehind())
+    assert machine.commands() == {Validate(0), Publish(0, evaluated=True)}
+    machine.apply(ev.Published(version=0, evaluated=True))
+    machine.apply(ev.Validated(version=0, reward=0.5))
+    assert machine.phase is Phase.PUBLISH
+    assert machine.commands() == {Publish(0)}
+    machine.apply(ev.Published(version=0))
+    assert {type(command) for command in machine.commands()} == {Generate}
+    finish_step(machine, 0)
+    assert Publish(1) in machine.commands()
+
+
+def test_an_average_without_held_out_prompts_is_not_published() -> None:
+    spec = averaged()
+    spec = spec.model_copy(update={"data": spec.data.model_copy(update={"validation": None})})
+    world = World(spec, random.Random(1), 0.0)
+    world.run()
+    assert world.publishes == [(version, False) for version in range(4)]
+
+
+def test_a_ledger_from_before_there_were_averages_is_read() -> None:
+    """Of a DiffusionNFT job, which has one by default: its version is published again, and nothing is lost."""
+    machine = Machine(averaged(steps=3))
+    machine.apply(ev.TrainerReady(applied=0))
+    machine.apply(event_from_json(b'{"kind": "published", "version": 0}'))
+    machine.apply(ev.Sampled(step=0, group=0, index=0, version=0))
+    assert machine.state.batches[0].count("sampled") == 1
+    assert Publish(0, evaluated=True) in machine.commands()
+    assert Validate(0) not in machine.commands()
 
 
 @settings(max_examples=50, deadline=None)

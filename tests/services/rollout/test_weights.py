@@ -34,6 +34,24 @@ def test_a_whole_update_leads_to_serving_exactly_that_version() -> None:
             state.admit(job_id, version, 1)
 
 
+def test_either_kind_of_weights_of_a_version_is_refused_where_the_other_is_served() -> None:
+    """Of requests, and of the phases of an update: an interleaved one of the other kind never finishes."""
+    for evaluated in (False, True):
+        state = WeightState()
+        state.bind("job")
+        state.start("job", 3, evaluated=evaluated)
+        with pytest.raises(Conflict, match="StartWeightUpdate"):
+            state.require_updating("job", 3, evaluated=not evaluated)
+        state.touch()
+        state.loaded()
+        with pytest.raises(Conflict, match="StartWeightUpdate"):
+            state.require_loaded("job", 3, evaluated=not evaluated)
+        state.finish("digest")
+        state.admit("job", 3, 1, evaluated=evaluated)
+        with pytest.raises(Conflict, match="evaluated weights"):
+            state.admit("job", 3, 1, evaluated=not evaluated)
+
+
 def test_no_weights_no_prompts() -> None:
     with pytest.raises(Conflict, match="no verified weights"):
         WeightState().admit("job", 0, 1)

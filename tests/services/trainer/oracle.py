@@ -45,6 +45,7 @@ class Oracle:
             for expert in self.adapter.experts.values():
                 expert.requires_grad_(True)
             self.trained = dict(full_parameters(self.adapter.experts))
+        self.num_updates = 0
         self.reference, self.old = copy.deepcopy(self.adapter), copy.deepcopy(self.adapter)
         part = spec.trainer.optimizer
         self.optimizer = torch.optim.AdamW(
@@ -69,13 +70,14 @@ class Oracle:
             torch.nn.utils.clip_grad_norm_(self.trained.values(), spec.trainer.optimizer.max_grad_norm)
             self.optimizer.step()
             self.optimizer.zero_grad()
+            self.num_updates += 1
             losses.append(float(loss))
-        self._follow(request.step)
+        self._follow()
         return losses
 
-    def _follow(self, step: int) -> None:
+    def _follow(self) -> None:
         part = self.part.old_policy
-        decay = min(part.max, part.rate * max(0, step - part.delay))
+        decay = min(part.max, part.rate * max(0, self.num_updates - part.delay))
         for expert, old in zip(self.adapter.experts.values(), self.old.experts.values(), strict=True):
             for parameter, kept in zip(expert.parameters(), old.parameters(), strict=True):
                 kept.data = decay * kept.data + (1 - decay) * parameter.data

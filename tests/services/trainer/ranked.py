@@ -19,7 +19,7 @@ from flowfleet.proto import trainer_pb2
 from services.trainer.ranks import Ranks
 from services.trainer.worker import Worker
 from tests.services.trainer.steps import JOB
-from tests.services.trainer.workers import engine_of
+from tests.services.trainer.workers import engine_of, state_of
 
 
 def blobs_of(folder: Path) -> SyncBlobs:
@@ -49,11 +49,12 @@ def train(folder: Path, ranks: Ranks, blobs: SyncBlobs) -> None:
     requests = [trainer_pb2.TrainStepRequest.FromString(file.read_bytes()) for file in files]
     metrics = [dict(worker.train(request).metrics) for request in requests]
     worker.save(trainer_pb2.SaveCheckpointRequest(job_id=JOB))
-    state = {name: tensor.contiguous() for name, tensor in engine_of(worker).full_tensors()}
+    sampling, evaluated = state_of(worker), state_of(worker, evaluated=True)
     moments = moments_of(worker)
     if ranks.rank == 0:
         save_file(moments, folder / "moments.safetensors")
-        save_file(state, folder / "published.safetensors")
+        save_file(sampling, folder / "published.safetensors")
+        save_file(evaluated, folder / "evaluated.safetensors")
         (folder / "metrics.json").write_text(json.dumps(metrics))
 
 

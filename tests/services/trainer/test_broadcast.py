@@ -87,7 +87,7 @@ class Client:
             if self.is_absent:
                 await asyncio.sleep(3600)
 
-    async def start(self, job_id: str, version: int) -> None:
+    async def start(self, job_id: str, version: int, *, evaluated: bool) -> None:
         pass
 
     async def status(self, timeout_s: float = 1.0) -> RolloutStatus:

@@ -65,22 +65,25 @@ def test_two_ranks_make_the_update_of_one(tiny_qwen_image: Path, ranks: Ranks, t
         blobs, drawer = blobs_of(tmp_path / name), Drawer(one)
         worker = make_worker(one, ranks, blobs, tmp_path / f"{name}-one")
         requests = [drawer.draw(blobs, step) for step in range(STEPS)]
-        alone[name] = [dict(worker.train(request).metrics) for request in requests], state_of(worker)
+        metrics = [dict(worker.train(request).metrics) for request in requests]
+        alone[name] = metrics, {"published": state_of(worker), "evaluated": state_of(worker, evaluated=True)}
         prepare(tmp_path / name, two, requests)
     torchrun(*(tmp_path / name for name in jobs))
-    for name, (metrics, state) in alone.items():
+    for name, (metrics, states) in alone.items():
         together = json.loads((tmp_path / name / "metrics.json").read_text())
         for mine, theirs in zip(metrics, together, strict=True):
             assert mine.keys() == theirs.keys()
             for metric in mine:
                 if not metric.startswith(("timing", "perf")):
                     assert theirs[metric] == pytest.approx(mine[metric], rel=1e-4, abs=1e-6), metric
-        published = load_file(tmp_path / name / "published.safetensors")
-        assert published.keys() == state.keys()
-        for parameter, tensor in state.items():
-            torch.testing.assert_close(published[parameter], tensor, rtol=1e-4, atol=1e-5)
+        for kind, state in states.items():
+            theirs = load_file(tmp_path / name / f"{kind}.safetensors")
+            assert theirs.keys() == state.keys()
+            for parameter, tensor in state.items():
+                torch.testing.assert_close(theirs[parameter], tensor, rtol=1e-4, atol=1e-5)
 
-    one, _ = worlds(jobs["nft"][0], NFT)  # what two ranks saved, one rank resumes, with its old policy
+    one, _ = worlds(jobs["nft"][0], NFT)  # what two ranks saved, one rank resumes, with its old policy and its average
     resumed = make_worker(one, ranks, blobs_of(tmp_path / "nft"), tmp_path / "nft")
-    saved = load_file(tmp_path / "nft" / "published.safetensors")
-    assert all(torch.equal(saved[name], tensor) for name, tensor in state_of(resumed).items())
+    for kind, state in (("published", state_of(resumed)), ("evaluated", state_of(resumed, evaluated=True))):
+        saved = load_file(tmp_path / "nft" / f"{kind}.safetensors")
+        assert all(torch.equal(saved[name], tensor) for name, tensor in state.items())

@@ -35,6 +35,6 @@ def trained_of(worker: Worker) -> dict[str, torch.Tensor]:
     return {name: local(parameter).clone() for name, parameter in engine_of(worker).trained.items()}
 
 
-def state_of(worker: Worker) -> dict[str, torch.Tensor]:
+def state_of(worker: Worker, *, evaluated: bool = False) -> dict[str, torch.Tensor]:
     """What it would publish."""
-    return {name: tensor.clone() for name, tensor in engine_of(worker).full_tensors()}
+    return {name: tensor.clone() for name, tensor in engine_of(worker).full_tensors(evaluated=evaluated)}
