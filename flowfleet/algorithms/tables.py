@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, Algorithm, Loss
 from flowfleet.docs_tables import rewrite, table
-from flowfleet.jobs import AlgorithmPart, NoisePart, WindowPart
+from flowfleet.jobs import AlgorithmPart, EmaPart, NoisePart, WindowPart
 
 PAGE = Path("docs/algorithms.md")
 
@@ -35,6 +35,7 @@ def parts() -> dict[str, str]:
         "algorithm settings": _settings("algorithm", AlgorithmPart),
         "step settings": _settings("rollout.noise", NoisePart),
         "window settings": _settings("rollout.window", WindowPart),
+        "average settings": _settings("trainer.ema", EmaPart),
     }
 
 

@@ -9,7 +9,8 @@ idempotent: a sample has an identity, TrainStep is keyed by step, a replica that
 
 Versions and steps: version v is the policy after v applied steps. Step s trains on samples of versions s −
 max_staleness … s and makes version s + 1. One step goes through the phases below; with max_staleness > 0 the next
-steps' samples are made meanwhile (batch.py).
+steps' samples are made meanwhile (batch.py). Where a job averages its weights, a version that is to be validated is
+published twice: in its evaluated weights, under which nothing is sampled, then in those that sample.
 """
 
 from __future__ import annotations
@@ -330,7 +331,8 @@ class Machine:
                 Phase.CHECKPOINT if self._checkpoint_due else Phase.VALIDATE if self._validation_due else Phase.EXPORT
             )
         phase = state.batches[state.version].phase
-        return Phase.VALIDATE if phase is Phase.TRAIN and self._validation_due else phase
+        waits = phase is Phase.TRAIN or state.evaluated
+        return Phase.VALIDATE if waits and self._validation_due else phase
 
     def admissible(self, step: int, version: int) -> bool:
         """Whether a sample of `version` may be trained on by `step` (invariant 3)."""

@@ -8,10 +8,14 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from flowfleet.api_types import Job
 from tests.e2e.conftest import Fleet, assert_accounted, wait_until
@@ -26,6 +30,12 @@ NAMES = ("critic/rewards/mean", "actor/loss", "actor/grad_norm")
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[str, list[list[float]]]:
     """Filled by the first test: job kind → curve."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def averaged() -> dict[str, tuple[float, dict[str, Tensor]]]:
+    """Filled by the first test of an averaged job: what it evaluated at its end."""
     return {}
 
 
@@ -91,6 +101,36 @@ def test_the_job_survives(
     assert job.results["samples_trained"] == STEPS * SAMPLES
     for ours, theirs in zip(curve(fleet, job), undisturbed["lora"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("kill", [kill_controller, kill_rollout])
+def test_an_averaged_job_survives_in_mid_validation(
+    fleet: Fleet,
+    small_job: MakeJob,
+    averaged: dict[str, tuple[float, dict[str, Tensor]]],
+    kill: Callable[[Fleet, Job], None],
+) -> None:
+    """The held-out reward and the exported average are those of an undisturbed run."""
+    changes = {"schedule.steps": 3, "trainer.ema": {"decay": 0.9}, "schedule.validation_steps": 40}
+    spec = small_job(**changes)
+    if not averaged:
+        averaged["undisturbed"] = evaluated(fleet.run(spec))
+    client = fleet.client
+    job = client.submit(spec)
+    wait_until(lambda: client.job(job.id).progress.step == 2 and client.job(job.id).progress.phase == "validate")
+    kill(fleet, job)
+    job = client.wait(job.id, 240)
+    assert_accounted(job, 3 * SAMPLES)
+    (reward, weights), (undisturbed, expected) = evaluated(job), averaged["undisturbed"]
+    assert reward == pytest.approx(undisturbed, abs=1e-3)
+    assert weights.keys() == expected.keys()
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-6)
+
+
+def evaluated(job: Job) -> tuple[float, dict[str, Tensor]]:
+    """The last held-out reward, and the adapter that was exported."""
+    return job.results["held_out_reward"], load_file(Path(job.results["model"]) / "pytorch_lora_weights.safetensors")
 
 
 def curve(fleet: Fleet, job: Job) -> list[list[float]]:

@@ -95,6 +95,16 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         "rollout.window.stride has no effect",
         '"progressive"',
     ),
+    "pace of an average that is not kept": (
+        {"trainer": {"ema": {"every": 8}}},
+        "trainer.ema.every has no effect",
+        "trainer.ema.decay",
+    ),
+    "advantages of another loss than DiffusionNFT": (
+        {"algorithm": {"advantage_mode": "sign"}},
+        "algorithm.advantage_mode has no effect",
+        "use diffusion_nft",
+    ),
     "pace of a fixed window": (
         {"rollout": {"window": {"strategy": "fixed", "shift_every": 9}}},
         "rollout.window.shift_every has no effect",
@@ -369,6 +379,8 @@ ALLOWED: dict[str, dict[str, Parts]] = {
     "DiffusionNFT on noisy samples": {"algorithm": {"name": "diffusion_nft"}, "rollout": {"noise": {"eta": 0.5}}},
     "every window of MixGRPO": {"algorithm": {"name": "mix_grpo"}, "rollout": {"window": {"strategy": "random"}}},
     "a defaults' value, written out": {"algorithm": {"name": "flow_dppo", "clip_range": 1e-5}},
+    "Flow-GRPO's average": {"trainer": {"ema": {"decay": 0.9, "every": 8}}},
+    "DiffusionNFT without an average": {"algorithm": {"name": "diffusion_nft"}, "trainer": {"ema": {"decay": None}}},
     "bypass": {"algorithm": {"old_log_probs": "rollout", "correction": {"mode": "truncated", "high": 3.0}}},
     "a band of joint ratios": {"algorithm": {"correction": {"mode": "band", "low": 0.9, "high": 1.1, "joint": True}}},
     "a reward that is only watched": {"rewards": {"ocr": {}, "quality": {"weight": 0.0}}},

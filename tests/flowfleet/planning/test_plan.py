@@ -7,11 +7,18 @@ from typing import Any
 import pytest
 
 from flowfleet.job_files import prepare_job
-from flowfleet.jobs import JobSpec
+from flowfleet.jobs import EmaPart, JobSpec
 from flowfleet.plan import predict
 from flowfleet.planning.advice import advise
 from flowfleet.planning.facts import Facts, gather
-from flowfleet.planning.memory import GIB, RESERVE, TrainerMemory, rollout_memory, trainer_memory
+from flowfleet.planning.memory import (
+    GIB,
+    RESERVE,
+    TrainerMemory,
+    checkpoint_bytes,
+    rollout_memory,
+    trainer_memory,
+)
 
 PROTOTYPE_LACKED = ("masters", "optimizer state", "gradients, whole", "samples")
 """What the LoRA runs behind the measurements had none of: adapters in bf16, one backward, no optimizer, no job."""
@@ -111,6 +118,25 @@ def test_a_reference_and_an_old_policy_are_copies_of_the_shards(eager: tuple[Job
 
     assert trainer_memory(with_reference, facts).parts["reference"] == 2 * facts.params / 4
     assert "reference" not in trainer_memory(full, facts).parts
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_an_average_is_a_copy_of_the_shards_in_fp32_and_nothing_in_replicas(
+    eager: tuple[JobSpec, Facts], mode: str
+) -> None:
+    """Full fine-tuning of Qwen-Image: 82 GB over all ranks."""
+    spec, facts = eager
+    plain = changed(spec, mode=mode, world_size=4)
+    facts = facts if mode == "lora" else replace(facts, trained=facts.params)
+    averaged = changed(plain, ema=EmaPart(decay=0.9))
+    without, held = trainer_memory(plain, facts), trainer_memory(averaged, facts)
+    assert held.parts["average"] == 4 * facts.trained / 4
+    assert held.update_peak - without.update_peak == pytest.approx(held.parts["average"])
+    assert held.optimizer_peak - without.optimizer_peak == pytest.approx(held.parts["average"])
+    assert checkpoint_bytes(averaged, facts) - checkpoint_bytes(plain, facts) == 4 * facts.trained
+    assert rollout_memory(averaged, facts) == rollout_memory(plain, facts)
+    if mode == "full":
+        assert 4 * facts.trained == pytest.approx(82e9, rel=0.01)
 
 
 def test_fp8_rollouts_have_a_byte_more_for_each_large_linear_of_the_blocks(eager: tuple[JobSpec, Facts]) -> None:

@@ -262,6 +262,7 @@ def test_an_average_is_published_for_its_validation_alone() -> None:
     assert machine.commands() == {Publish(0, evaluated=True)}
     machine.apply(ev.Published(version=0, evaluated=True))
     assert machine.commands() == {Validate(0)}
+    assert machine.phase is Phase.VALIDATE
     machine.apply(ev.ReplicaBehind())
     assert machine.commands() == {Validate(0), Publish(0, evaluated=True)}
     machine.apply(ev.Published(version=0, evaluated=True))

@@ -167,6 +167,9 @@ def test_only_the_served_version_of_the_job_is_sampled(client: Any, model: Model
                 code, message = await c.refusal(c.generate(make_generate(job_id, version)))
                 assert code is Code.FAILED_PRECONDITION
                 assert "serves version 3 of job job-b" in message
+            code, message = await c.refusal(c.generate(make_generate("job-b", 3, evaluated=True)))
+            assert code is Code.FAILED_PRECONDITION
+            assert "not version 3, evaluated weights, of job job-b" in message
             await c.publish_adapter("job-b", 4, model, LORA, seed=2)
             samples = await c.generate(make_generate("job-b", 4))
             assert {sample.policy_version for sample in samples} == {4}

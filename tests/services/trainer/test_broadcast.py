@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,14 +13,14 @@ import torch
 from flowfleet import devices
 from flowfleet.errors import Unavailable
 from flowfleet.proto.common_pb2 import BlobRef
-from flowfleet.proto.rollout_pb2 import RolloutStatus, TransferGroup
+from flowfleet.proto.rollout_pb2 import ROLLOUT_STATE_SERVING, RolloutStatus, TransferGroup
 from flowfleet.proto.trainer_pb2 import PublishWeightsRequest, Replica
 from flowfleet.transfer import GroupBroken, TransferMember
 from services.trainer import broadcast, publish
 from services.trainer.broadcast import Broadcaster, common_backend
 from services.trainer.commands import Kind
 from services.trainer.publish import Publisher
-from services.trainer.replicas import ReplicaFailure
+from services.trainer.replicas import ReplicaClient, ReplicaFailure
 from services.trainer.worker import Published
 from tests.services.trainer.steps import make_spec
 
@@ -187,6 +188,23 @@ def test_victims_alone_get_no_endless_attempts(tiny_qwen_image: Any, monkeypatch
     assert sent is None
     assert failed.keys() == {"a", "b"}
     assert [len(victim.groups) for victim in victims] == [broadcast.MAX_ATTEMPTS] * 2
+
+
+def test_a_replica_that_serves_the_same_bits_as_the_other_kind_of_weights_is_published_to_again() -> None:
+    """At version 0 the average is the trained weights, and has their digest."""
+
+    async def scenario() -> None:
+        client = ReplicaClient(Replica(replica_id="a", address="127.0.0.1:1"), 0.0)
+        for evaluated in (False, True):
+            given = Published(0, {"w": 1}, 4, evaluated=evaluated)
+            client.last_status = RolloutStatus(
+                state=ROLLOUT_STATE_SERVING, job_id="j", evaluated=evaluated, weights_digest=given.digest
+            )
+            assert client.serves("j", given)
+            assert not client.serves("j", replace(given, evaluated=not evaluated))
+        await client.close()
+
+    asyncio.run(scenario())
 
 
 def test_an_adapter_that_no_broadcast_delivers_goes_as_a_blob(
