@@ -261,14 +261,12 @@ def test_an_average_is_published_for_its_validation_alone() -> None:
     machine.apply(ev.TrainerReady(applied=0))
     assert machine.commands() == {Publish(0, evaluated=True)}
     machine.apply(ev.Published(version=0, evaluated=True))
-    assert machine.commands() == {Validate(0)}
-    assert machine.phase is Phase.VALIDATE
+    assert (machine.commands(), machine.phase) == ({Validate(0)}, Phase.VALIDATE)
     machine.apply(ev.ReplicaBehind())
     assert machine.commands() == {Validate(0), Publish(0, evaluated=True)}
     machine.apply(ev.Published(version=0, evaluated=True))
     machine.apply(ev.Validated(version=0, reward=0.5))
-    assert machine.phase is Phase.PUBLISH
-    assert machine.commands() == {Publish(0)}
+    assert (machine.commands(), machine.phase) == ({Publish(0)}, Phase.PUBLISH)
     machine.apply(ev.Published(version=0))
     assert {type(command) for command in machine.commands()} == {Generate}
     finish_step(machine, 0)

@@ -157,16 +157,18 @@ def test_what_is_exported_is_the_average_of_the_trained_weights(
     average = {name: tensor.double().numpy() for name, tensor in trained_of(worker).items()}
     decays: list[float] = []
 
+    policies = engine_of(worker).policies
+    updated = policies.updated
+
     def follow() -> None:
+        updated()
         number = len(decays) + 1
         decays.append(min(0.4, (1 + number) / (10 + number)))
         if (number + 1) % every == 0:
             for name, tensor in trained_of(worker).items():
                 average[name] = decays[-1] * average[name] + (1 - decays[-1]) * tensor.double().numpy()
 
-    policies = engine_of(worker).policies
-    updated = policies.updated
-    policies.updated = lambda: (follow(), updated())[1]  # type: ignore[method-assign]
+    policies.updated = follow  # type: ignore[method-assign]
     curve(worker, drawer, files, range(3))
     assert decays == [2 / 11, 3 / 12, 4 / 13, 5 / 14, 6 / 15, 0.4]  # the authors' warm-up
     assert same(state_of(worker), trained_of(worker))
