@@ -83,6 +83,7 @@ class Monolith:
             device=rollout_device,
             load_format=spec.model.load_format,
         )
+        self._adapter.limit_tokens(spec.model.max_sequence_length)
         part = spec.rollout
         acceleration.accelerate(self._adapter.experts, compile=part.compile, quantization=part.quantization)
         if self.engine.is_lora:
@@ -163,8 +164,16 @@ class Monolith:
                 )
                 for group in groups
             ),
-            sampling=Sampling(part.size, part.num_inference_steps, part.guidance, part.negative_prompt),
-            noise=Noise(part.noise.type, part.noise.eta, noisy_steps(self.spec, step), part.noise.share_initial_noise),
+            sampling=Sampling(
+                part.size, part.num_inference_steps, part.guidance, part.negative_prompt, sampler=part.sampler
+            ),
+            noise=Noise(
+                part.noise.type,
+                part.noise.eta,
+                noisy_steps(self.spec, step),
+                part.noise.share_initial_noise,
+                part.tail_steps or 0,
+            ),
             record="steps",
         )
 

@@ -22,6 +22,7 @@ def problems(job: JobSpec) -> Iterator[str]:
     for rule in (
         _window,
         _noise,
+        _sampler,
         _loss_settings,
         _correction,
         _pairs,
@@ -81,6 +82,28 @@ def _noise(job: JobSpec) -> Iterator[str]:
             f"algorithm.loss = {job.loss.name} needs Gaussian log-probs, which rollout.noise.type = {step.name} has "
             f"not: set that to {gaussian}"
         )
+
+
+def _sampler(job: JobSpec) -> Iterator[str]:
+    rollout, tail = job.rollout, job.rollout.tail_steps
+    if rollout.sampler != "euler" and rollout.noise.eta > 0:
+        yield (
+            f'rollout.sampler = "{rollout.sampler}" takes no noise and has no log-prob: set rollout.noise.eta = 0 for '
+            "a loss that needs none, or use rollout.tail_steps after the window, or schedule.validation_sampler for "
+            "validation alone"
+        )
+    if tail is not None and rollout.noise.eta == 0:
+        yield (
+            'rollout.tail_steps has no effect with rollout.noise.eta = 0: use rollout.sampler = "dpm_solver_2" and '
+            "fewer rollout.num_inference_steps"
+        )
+    elif tail is not None and tail >= (left := _steps_left(job)):
+        yield (
+            f"rollout.tail_steps = {tail} is no fewer than the {left} steps that rollout.window leaves after its noisy "
+            "ones: lower it, or leave it out"
+        )
+    if job.data.validation is None:
+        yield from _unheard(job, ("schedule.validation_sampler",), "without data.validation: leave it out")
 
 
 def _loss_settings(job: JobSpec) -> Iterator[str]:
@@ -277,6 +300,12 @@ def _batches(job: JobSpec) -> Iterator[str]:
 def _average(job: JobSpec) -> Iterator[str]:
     if not job.averages:
         yield from _unheard(job, ("trainer.ema.every",), "without trainer.ema.decay: give that too, or leave it out")
+
+
+def _steps_left(job: JobSpec) -> int:
+    """Steps after the earliest window."""
+    window, num_steps = job.rollout.window, job.rollout.num_inference_steps
+    return num_steps - (window_end(job) if window.strategy == "all" else window.low + window.size)
 
 
 def window_end(job: JobSpec) -> int:

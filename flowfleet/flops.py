@@ -67,7 +67,10 @@ class ModelFlops:
 
 def model_flops(spec: JobSpec) -> ModelFlops:
     """Of a job's transformer, by its folder's configurations. Raises ValueError as `load_skeleton` does."""
-    skeleton = load_skeleton(spec.model.path, dtype_of(spec.model.dtype), components=("transformer",))
+    model = spec.model
+    skeleton = load_skeleton(
+        model.path, dtype_of(model.dtype), components=("transformer",), max_sequence_length=model.max_sequence_length
+    )
     return count_model(skeleton, spec)
 
 

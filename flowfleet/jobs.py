@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from flowfleet import combinations, plugins
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, STEPS, Algorithm, Loss, Step
+from flowfleet.algorithms.samplers import SamplerName
 from flowfleet.algorithms.windows import WindowStrategy
 from flowfleet.models.settings import Guidance, Size
 from flowfleet.setting_files import read_table
@@ -39,6 +40,8 @@ class ModelPart(Part):
     load_format: Literal["safetensors", "dummy"] = "safetensors"
     """dummy reads no weights: the folder needs configurations alone, and every process draws the same random ones from
     the parameters' names. For benchmarks."""
+    max_sequence_length: int | None = Field(default=None, ge=1)
+    """Tokens of a prompt in the longest text encoder; unset: the family's default (docs/models.md)."""
 
 
 class NoisePart(Part):
@@ -88,6 +91,13 @@ class RolloutPart(Part):
     num_frames: int = Field(default=1, ge=1, le=1025)
     """Of a video; 1 for pictures."""
     num_inference_steps: int = Field(default=10, ge=2, le=1000)
+    """Denoising steps of the schedule."""
+    sampler: SamplerName = "euler"
+    """The steps of an ODE (`noise.eta` 0), in training and validation. dpm_solver_2: second order, more exact at as
+    many model calls."""
+    tail_steps: int | None = Field(default=None, ge=1, le=1000)
+    """After the last noisy step, go on with `dpm_solver_2` in so many steps (MixGRPO-Flash); unset: Euler's steps on
+    the whole schedule. Validation has no tail."""
     guidance_scale: float = Field(default=1.0, ge=1.0, le=100.0)
     """True classifier-free guidance; 1 is off and halves the work."""
     embedded_guidance: float | None = Field(default=None, ge=0.0, le=100.0)
@@ -348,6 +358,8 @@ class SchedulePart(Part):
     """Steps between validations; there is one before the first step and one after the last as well."""
     validation_steps: int | None = Field(default=None, ge=2, le=1000)
     """Denoising steps of validation; unset: as in training."""
+    validation_sampler: SamplerName | None = None
+    """Sampler of validation; unset: `rollout.sampler`."""
     max_staleness: int = Field(default=0, ge=0, le=16)
     """Policy versions a sample may be behind the step that trains on it. 0 is strictly on-policy."""
 

@@ -91,6 +91,7 @@ def predict(
         raise ValueError(
             f"a device of {device_memory_gib:g} GiB: give more than {RESERVE // GIB}, which are not for tensors"
         )
+    text_tokens = min(text_tokens, spec.model.max_sequence_length or text_tokens)
     facts = gather(spec, text_tokens, compiled=spec.trainer.compile and not is_rough)
     device = None if device_memory_gib is None else device_memory_gib * GIB
     return Plan(

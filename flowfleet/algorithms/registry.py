@@ -205,6 +205,7 @@ for _algorithm in (
         "https://arxiv.org/abs/2510.22319",
         "Flow-GRPO with ratios that are centred and of equal spread at every noise level.",
         loss="grpo_guard",
+        defaults={"algorithm.advantage_std": "group"},
     ),
     Algorithm(
         "flow_dppo",

@@ -15,12 +15,19 @@ from pydantic import BaseModel
 
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, Algorithm, Loss
 from flowfleet.docs_tables import rewrite, table
-from flowfleet.jobs import AlgorithmPart, EmaPart, NoisePart, WindowPart
+from flowfleet.jobs import AlgorithmPart, EmaPart, JobSpec, NoisePart, WindowPart
 
 PAGE = Path("docs/algorithms.md")
 
 _SHOWN = ("algorithm.loss", "rollout.noise.type", "rollout.noise.eta", "rollout.window.strategy", "rollout.window.size")
 """Settings with a column of their own."""
+_SAMPLER_SETTINGS = (
+    "rollout.num_inference_steps",
+    "rollout.sampler",
+    "rollout.tail_steps",
+    "schedule.validation_steps",
+    "schedule.validation_sampler",
+)
 _SCHEMA: dict[str, type[BaseModel]] = {"rollout.noise": NoisePart, "rollout.window": WindowPart}
 
 
@@ -36,6 +43,7 @@ def parts() -> dict[str, str]:
         "step settings": _settings("rollout.noise", NoisePart),
         "window settings": _settings("rollout.window", WindowPart),
         "average settings": _settings("trainer.ema", EmaPart),
+        "sampler settings": table(["setting", "default", "what"], map(_setting_row, _SAMPLER_SETTINGS)),
     }
 
 
@@ -84,6 +92,12 @@ def _setting_rows(prefix: str, part: type[BaseModel]) -> Iterator[list[str]]:
             yield from _setting_rows(f"{prefix}.{name}", type(field.default))
         else:
             yield [f"`{prefix}.{name}`", _value(field.default), field.description or ""]
+
+
+def _setting_row(name: str) -> list[str]:
+    part, key = name.split(".")
+    field = type(JobSpec.model_fields[part].default).model_fields[key]
+    return [f"`{name}`", _value(field.default), field.description or ""]
 
 
 def _given(algorithm: Algorithm, name: str) -> Any:

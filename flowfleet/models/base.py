@@ -72,6 +72,10 @@ class ModelAdapter(ABC):
     text_width: ClassVar[str] = "joint_attention_dim"
     """The transformer's setting that says how wide prompt embeddings are."""
 
+    max_sequence_length: int | None = None
+    """Tokens of a prompt in the longest text encoder, as diffusers' pipelines name it; a family with such a limit gives
+    its default here and heeds what `limit_tokens` puts in its place. None: prompts keep their own length."""
+
     dtype: torch.dtype
     """What the transformer's inputs are cast to. A trainer may set it."""
     device: torch.device
@@ -115,6 +119,14 @@ class ModelAdapter(ABC):
             load_format=load_format,
         )
         return cls(pipeline, vae_config, dtype=dtype, device=torch.device(device))
+
+    def limit_tokens(self, max_sequence_length: int | None) -> None:
+        """Sets `max_sequence_length`; None leaves the family's default. Raises ValueError for a family without one."""
+        if max_sequence_length is None:
+            return
+        if self.max_sequence_length is None:
+            raise ValueError("prompts of this model keep their own length: leave model.max_sequence_length out")
+        self.max_sequence_length = max_sequence_length
 
     @property
     def transformer(self) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flowfleet.models.base import ModelAdapter, without_images
 from flowfleet.models.embeds import PromptEmbeds
-from flowfleet.models.flux import NUM_T5_TOKENS, FluxAdapter, position_ids
+from flowfleet.models.flux import FluxAdapter, position_ids
 from flowfleet.models.loading import USUAL_PARTS
 from flowfleet.models.settings import Guidance, Size
 
@@ -28,14 +28,17 @@ class ChromaAdapter(FluxAdapter):
     def _encode(self, prompts: list[str], images: list[list[Image.Image]] | None) -> PromptEmbeds:
         without_images(images)
         embeds, _, attention, *_ = self.pipeline.encode_prompt(
-            prompts, device=self.device, do_classifier_free_guidance=False, max_sequence_length=NUM_T5_TOKENS
+            prompts,
+            device=self.device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_sequence_length,
         )
         mask = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
         return PromptEmbeds(embeds, mask, {"attention": attention}, has_padding=False)
 
     def blank_prompts(self, count: int, num_tokens: int) -> PromptEmbeds:
-        blank = ModelAdapter.blank_prompts(self, count, NUM_T5_TOKENS)
-        return replace(blank, extras={"attention": blank.embeds.new_zeros(count, NUM_T5_TOKENS)})
+        blank = ModelAdapter.blank_prompts(self, count, self.max_sequence_length)
+        return replace(blank, extras={"attention": blank.embeds.new_zeros(count, self.max_sequence_length)})
 
     def _predict(
         self, latents: Tensor, timesteps: Tensor, prompts: PromptEmbeds, size: Size, guidance: Guidance

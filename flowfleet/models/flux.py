@@ -23,8 +23,6 @@ from flowfleet.models.packing import PATCH, pack, token_grid, unpack
 from flowfleet.models.schedules import flow_match_schedule
 from flowfleet.models.settings import Guidance, Size
 
-NUM_T5_TOKENS = 512
-"""The pipeline's default of `max_sequence_length`."""
 EMBEDDED_GUIDANCE = 3.5
 """The pipeline's default of `guidance_scale`."""
 
@@ -45,18 +43,23 @@ class FluxAdapter(ModelAdapter):
         "vae": ("vae",),
     }
 
+    max_sequence_length: int = 512
+    """Of T5."""
+
     def __init__(self, pipeline: Any, vae_config: dict[str, Any], *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(pipeline, vae_config, dtype=dtype, device=device)
         self._vae = PictureVae(vae_config, self.vae)
 
     def _encode(self, prompts: list[str], images: list[list[Image.Image]] | None) -> PromptEmbeds:
         without_images(images)
-        embeds, pooled, _ = self.pipeline.encode_prompt(prompts, device=self.device, max_sequence_length=NUM_T5_TOKENS)
+        embeds, pooled, _ = self.pipeline.encode_prompt(
+            prompts, device=self.device, max_sequence_length=self.max_sequence_length
+        )
         mask = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
         return PromptEmbeds(embeds, mask, {"pooled": pooled}, has_padding=False)
 
     def blank_prompts(self, count: int, num_tokens: int) -> PromptEmbeds:
-        blank = super().blank_prompts(count, NUM_T5_TOKENS)
+        blank = super().blank_prompts(count, self.max_sequence_length)
         width = self.transformer.config.get("pooled_projection_dim")  # relatives of FLUX.1 have none
         return replace(blank, extras={"pooled": blank.embeds.new_zeros(count, width)} if width else {})
 

@@ -33,6 +33,8 @@ class ModelFamily:
     """Prompts come with condition images."""
     embedded_guidance: bool = False
     """Guidance is an input of the transformer: `rollout.embedded_guidance` has an effect."""
+    max_sequence_length: int | None = None
+    """The greatest `model.max_sequence_length`; None: prompts keep their own length, and it has no effect."""
     frame_multiple: int = 1
     """Frames that a latent frame stands for: `rollout.num_frames` is 1 more than a multiple of it."""
     vae_multiple: int | None = None
@@ -63,10 +65,17 @@ for _family in (
         "StableDiffusion3Pipeline",
         "Stable Diffusion 3",
         "flowfleet.models.stable_diffusion_3:StableDiffusion3Adapter",
+        max_sequence_length=512,
     ),
-    ModelFamily("FluxPipeline", "FLUX.1", "flowfleet.models.flux:FluxAdapter", embedded_guidance=True),
-    ModelFamily("ChromaPipeline", "Chroma", "flowfleet.models.chroma:ChromaAdapter"),
-    ModelFamily("ZImagePipeline", "Z-Image", "flowfleet.models.z_image:ZImageAdapter"),
+    ModelFamily(
+        "FluxPipeline",
+        "FLUX.1",
+        "flowfleet.models.flux:FluxAdapter",
+        embedded_guidance=True,
+        max_sequence_length=512,
+    ),
+    ModelFamily("ChromaPipeline", "Chroma", "flowfleet.models.chroma:ChromaAdapter", max_sequence_length=512),
+    ModelFamily("ZImagePipeline", "Z-Image", "flowfleet.models.z_image:ZImageAdapter", max_sequence_length=512),
     ModelFamily(
         "QwenImageEditPlusPipeline",
         "Qwen-Image-Edit-Plus",
@@ -78,6 +87,7 @@ for _family in (
         "Wan",
         "flowfleet.models.wan:WanAdapter",
         modality="video",
+        max_sequence_length=512,
         frame_multiple=4,
         vae_multiple=2,
     ),

@@ -22,8 +22,6 @@ from flowfleet.models.schedules import flow_match_schedule, scheduler_levels
 from flowfleet.models.settings import Guidance, Size
 
 NUM_CLIP_TOKENS = 77
-NUM_T5_TOKENS = 256
-"""The pipeline's default of `max_sequence_length`."""
 
 
 class StableDiffusion3Adapter(ModelAdapter):
@@ -44,6 +42,9 @@ class StableDiffusion3Adapter(ModelAdapter):
         "vae": ("vae",),
     }
 
+    max_sequence_length: int = 256
+    """Of T5."""
+
     def __init__(self, pipeline: Any, vae_config: dict[str, Any], *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(pipeline, vae_config, dtype=dtype, device=device)
         self._vae = PictureVae(vae_config, self.vae)
@@ -56,13 +57,13 @@ class StableDiffusion3Adapter(ModelAdapter):
             *(prompts, None, None),
             device=self.device,
             do_classifier_free_guidance=False,
-            max_sequence_length=NUM_T5_TOKENS,
+            max_sequence_length=self.max_sequence_length,
         )
         mask = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
         return PromptEmbeds(embeds, mask, {"pooled": pooled}, has_padding=False)
 
     def blank_prompts(self, count: int, num_tokens: int) -> PromptEmbeds:
-        blank = super().blank_prompts(count, NUM_CLIP_TOKENS + NUM_T5_TOKENS)
+        blank = super().blank_prompts(count, NUM_CLIP_TOKENS + self.max_sequence_length)
         width = self.transformer.config.pooled_projection_dim
         return replace(blank, extras={"pooled": blank.embeds.new_zeros(count, width)})
 

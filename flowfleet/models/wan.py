@@ -45,8 +45,8 @@ class WanAdapter(ModelAdapter):
     text_width = "text_dim"
     vae_dtype = torch.float32
     """As diffusers' examples load it, whatever the rest is in."""
-    max_sequence_length: ClassVar[int] = 512
-    """Tokens that the transformer sees of every prompt; longer prompts are cut, as by the pipeline."""
+    max_sequence_length: int = 512
+    """Tokens of UMT5 that the transformer sees of every prompt; longer prompts are cut, as by the pipeline."""
 
     def __init__(self, pipeline: Any, vae_config: dict[str, Any], *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(pipeline, vae_config, dtype=dtype, device=device)
@@ -74,6 +74,9 @@ class WanAdapter(ModelAdapter):
         )
         mask = torch.arange(width) < lengths[:, None]
         return PromptEmbeds(embeds[:, :width].contiguous(), mask.to(self.device))
+
+    def blank_prompts(self, count: int, num_tokens: int) -> PromptEmbeds:
+        return super().blank_prompts(count, min(num_tokens, self.max_sequence_length))
 
     def schedule(self, num_steps: int, size: Size) -> Schedule:
         """Euler's sigmas with the checkpoint's shift, for every size; see `euler_schedule`."""

@@ -34,13 +34,21 @@ class ZImageAdapter(ModelAdapter):
     text_width = "cap_feat_dim"
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
 
+    max_sequence_length: int = 512
+    """Of Qwen3; shorter prompts keep their own length."""
+
     def __init__(self, pipeline: Any, vae_config: dict[str, Any], *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(pipeline, vae_config, dtype=dtype, device=device)
         self._vae = PictureVae(vae_config, self.vae)
 
     def _encode(self, prompts: list[str], images: list[list[Image.Image]] | None) -> PromptEmbeds:
         without_images(images)
-        captions, _ = self.pipeline.encode_prompt(prompts, device=self.device, do_classifier_free_guidance=False)
+        captions, _ = self.pipeline.encode_prompt(
+            prompts,
+            device=self.device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_sequence_length,
+        )
         lengths = torch.tensor([len(caption) for caption in captions])
         mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
         return PromptEmbeds(pad_sequence(captions, batch_first=True), mask.to(self.device))

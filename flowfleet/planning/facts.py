@@ -63,7 +63,8 @@ def gather(spec: JobSpec, text_tokens: int, *, compiled: bool) -> Facts:
     Raises ValueError for a folder without configurations, a size that the model cannot draw, or targets of LoRA that it
     does not have.
     """
-    skeleton = load_skeleton(spec.model.path, dtype_of(spec.model.dtype))
+    model = spec.model
+    skeleton = load_skeleton(model.path, dtype_of(model.dtype), max_sequence_length=model.max_sequence_length)
     size = spec.rollout.size
     experts = skeleton.experts
     expert = next(iter(experts.values()))

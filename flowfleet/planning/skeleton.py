@@ -28,7 +28,10 @@ META = torch.device("meta")
 
 
 def load_skeleton(
-    path: str | Path, dtype: torch.dtype, components: tuple[Component, ...] = ALL_COMPONENTS
+    path: str | Path,
+    dtype: torch.dtype,
+    components: tuple[Component, ...] = ALL_COMPONENTS,
+    max_sequence_length: int | None = None,
 ) -> ModelAdapter:
     """The adapter of a checkpoint folder, its components on the meta device, frozen, in `dtype` as a replica has them.
 
@@ -46,7 +49,9 @@ def load_skeleton(
             if module is not None:
                 pipeline.register_modules(**{name: module})
     vae_config = component_config(family.vae_class, path, "vae")
-    return family(pipeline, vae_config, dtype=dtype, device=META)
+    adapter = family(pipeline, vae_config, dtype=dtype, device=META)
+    adapter.limit_tokens(max_sequence_length)
+    return adapter
 
 
 def _component(index: Mapping[str, Any], path: str | Path, name: str, dtype: torch.dtype) -> nn.Module | None:

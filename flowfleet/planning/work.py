@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flowfleet.algorithms.samplers import mean_model_calls
 from flowfleet.algorithms.windows import noisy_steps
 from flowfleet.jobs import JobSpec
 from flowfleet.planning.facts import Facts
@@ -54,9 +55,9 @@ def work(spec: JobSpec, facts: Facts, text_tokens: int) -> Work:
     )
 
 
-def _forwards(spec: JobSpec) -> int:
-    """Denoising steps of a sample, and those of the reference that it is compared with."""
-    return spec.rollout.num_inference_steps + (len(noisy_steps(spec, 0)) if spec.algorithm.kl_reward else 0)
+def _forwards(spec: JobSpec) -> float:
+    """Model calls of a sample, and those of the reference that it is compared with."""
+    return mean_model_calls(spec) + (len(noisy_steps(spec, 0)) if spec.algorithm.kl_reward else 0)
 
 
 def _without_gradient(spec: JobSpec) -> float:

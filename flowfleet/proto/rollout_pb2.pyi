@@ -62,6 +62,7 @@ class Sampling(_message.Message):
     NUM_FRAMES_FIELD_NUMBER: _builtins.int
     EMBEDDED_GUIDANCE_FIELD_NUMBER: _builtins.int
     CONDITION_PIXELS_FIELD_NUMBER: _builtins.int
+    SAMPLER_FIELD_NUMBER: _builtins.int
     height: _builtins.int
     """pixels"""
     width: _builtins.int
@@ -77,6 +78,8 @@ class Sampling(_message.Message):
     """what a guidance-distilled model is told; absent: the family's default"""
     condition_pixels: _builtins.int
     """area that condition images are resized to; 0: the family's default"""
+    sampler: _builtins.str
+    """of steps without noise: "euler" (also when empty), "dpm_solver_2" """
     def __init__(
         self,
         *,
@@ -88,10 +91,11 @@ class Sampling(_message.Message):
         num_frames: _builtins.int = ...,
         embedded_guidance: _builtins.float | None = ...,
         condition_pixels: _builtins.int = ...,
+        sampler: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_embedded_guidance", b"_embedded_guidance", "embedded_guidance", b"embedded_guidance"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_embedded_guidance", b"_embedded_guidance", "condition_pixels", b"condition_pixels", "embedded_guidance", b"embedded_guidance", "guidance_scale", b"guidance_scale", "height", b"height", "negative_prompt", b"negative_prompt", "num_frames", b"num_frames", "num_inference_steps", b"num_inference_steps", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_embedded_guidance", b"_embedded_guidance", "condition_pixels", b"condition_pixels", "embedded_guidance", b"embedded_guidance", "guidance_scale", b"guidance_scale", "height", b"height", "negative_prompt", b"negative_prompt", "num_frames", b"num_frames", "num_inference_steps", b"num_inference_steps", "sampler", b"sampler", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__embedded_guidance: _TypeAlias = _typing.Literal["embedded_guidance"]  # noqa: Y015
     _WhichOneofArgType__embedded_guidance: _TypeAlias = _typing.Literal["_embedded_guidance", b"_embedded_guidance"]  # noqa: Y015
@@ -109,11 +113,14 @@ class Noise(_message.Message):
     ETA_FIELD_NUMBER: _builtins.int
     SDE_STEPS_FIELD_NUMBER: _builtins.int
     SHARE_INITIAL_NOISE_FIELD_NUMBER: _builtins.int
+    TAIL_STEPS_FIELD_NUMBER: _builtins.int
     step_type: _builtins.str
     """"sde", "cps", …: flowfleet.algorithms.sde.STEPS"""
     eta: _builtins.float
     share_initial_noise: _builtins.bool
     """one initial latent for the whole group"""
+    tail_steps: _builtins.int
+    """dpm_solver_2 in so many steps after the last of sde_steps; 0: the schedule's own"""
     @_builtins.property
     def sde_steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """ascending indices into the schedule"""
@@ -125,10 +132,11 @@ class Noise(_message.Message):
         eta: _builtins.float = ...,
         sde_steps: _abc.Iterable[_builtins.int] | None = ...,
         share_initial_noise: _builtins.bool = ...,
+        tail_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eta", b"eta", "sde_steps", b"sde_steps", "share_initial_noise", b"share_initial_noise", "step_type", b"step_type"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eta", b"eta", "sde_steps", b"sde_steps", "share_initial_noise", b"share_initial_noise", "step_type", b"step_type", "tail_steps", b"tail_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -267,6 +275,7 @@ class ModelSpec(_message.Message):
     LOAD_FORMAT_FIELD_NUMBER: _builtins.int
     COMPILE_FIELD_NUMBER: _builtins.int
     QUANTIZATION_FIELD_NUMBER: _builtins.int
+    MAX_SEQUENCE_LENGTH_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     """directory of a diffusers pipeline"""
     dtype: _builtins.str
@@ -277,6 +286,8 @@ class ModelSpec(_message.Message):
     """the transformer's blocks"""
     quantization: _builtins.str
     """of the linears in the transformer's blocks: "none" (also when empty), "fp8" """
+    max_sequence_length: _builtins.int
+    """tokens of the longest text encoder; 0: the family's default"""
     def __init__(
         self,
         *,
@@ -285,10 +296,11 @@ class ModelSpec(_message.Message):
         load_format: _builtins.str = ...,
         compile: _builtins.bool = ...,
         quantization: _builtins.str = ...,
+        max_sequence_length: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compile", b"compile", "dtype", b"dtype", "load_format", b"load_format", "path", b"path", "quantization", b"quantization"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compile", b"compile", "dtype", b"dtype", "load_format", b"load_format", "max_sequence_length", b"max_sequence_length", "path", b"path", "quantization", b"quantization"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -109,6 +109,11 @@ def _family_problems(spec: JobSpec, family: ModelFamily) -> Iterator[str]:
         )
     if rollout.embedded_guidance is not None and not family.embedded_guidance:
         yield f"rollout.embedded_guidance has no effect on {family.title}: leave it out, or use rollout.guidance_scale"
+    tokens, most = spec.model.max_sequence_length, family.max_sequence_length
+    if tokens is not None and most is None:
+        yield f"model.max_sequence_length has no effect on {family.title}, which cuts no prompts: leave it out"
+    elif tokens is not None and most is not None and tokens > most:
+        yield f"model.max_sequence_length = {tokens}: {family.title} takes at most {most} tokens"
     if rollout.condition_pixels is not None and not family.takes_images:
         yield f"rollout.condition_pixels has no effect on {family.title}, which takes no images: leave it out"
 

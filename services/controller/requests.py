@@ -26,12 +26,13 @@ def generate(job: JobContext, step: int, wanted: Mapping[int, Sequence[int]]) ->
         job_id=job.job_id,
         step=step,
         purpose=common_pb2.PURPOSE_TRAIN,
-        sampling=_sampling(job.spec, job.spec.rollout.num_inference_steps),
+        sampling=_sampling(job.spec, job.spec.rollout.num_inference_steps, job.spec.rollout.sampler),
         noise=rollout_pb2.Noise(
             step_type=job.spec.rollout.noise.type,
             eta=job.spec.rollout.noise.eta,
             sde_steps=noisy_steps(job.spec, step),
             share_initial_noise=job.spec.rollout.noise.share_initial_noise,
+            tail_steps=job.spec.rollout.tail_steps or 0,
         ),
         record=common_pb2.RECORD_STEPS if job.spec.records_steps else common_pb2.RECORD_FINAL,
         reference_kl=job.spec.algorithm.kl_reward > 0,
@@ -58,7 +59,7 @@ def validate(job: JobContext, version: int, start: int, prompts: Sequence[Prompt
         purpose=common_pb2.PURPOSE_VALIDATE,
         policy_version=version,
         evaluated=job.spec.averages,
-        sampling=_sampling(job.spec, steps),
+        sampling=_sampling(job.spec, steps, job.spec.schedule.validation_sampler or job.spec.rollout.sampler),
         noise=rollout_pb2.Noise(step_type=job.spec.rollout.noise.type, eta=0.0),
         groups=[
             rollout_pb2.PromptGroup(
@@ -103,7 +104,7 @@ def scored_or_dropped(sample: common_pb2.Sample, verdict: Verdict) -> ev.Event:
     )
 
 
-def _sampling(spec: JobSpec, num_inference_steps: int) -> rollout_pb2.Sampling:
+def _sampling(spec: JobSpec, num_inference_steps: int, sampler: str) -> rollout_pb2.Sampling:
     return rollout_pb2.Sampling(
         height=spec.rollout.height,
         width=spec.rollout.width,
@@ -113,4 +114,5 @@ def _sampling(spec: JobSpec, num_inference_steps: int) -> rollout_pb2.Sampling:
         num_frames=spec.rollout.num_frames,
         embedded_guidance=spec.rollout.embedded_guidance,
         condition_pixels=spec.rollout.condition_pixels or 0,
+        sampler="" if sampler == "euler" else sampler,
     )

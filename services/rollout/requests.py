@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from typing import cast, get_args
 
 from flowfleet.algorithms.registry import STEPS
+from flowfleet.algorithms.samplers import SamplerName
 from flowfleet.models.settings import Guidance, Size
 from flowfleet.proto import common_pb2, rollout_pb2
 from services.rollout.engines.base import GenerationRequest, Noise, PromptGroup, Record, Sampling
@@ -109,7 +111,15 @@ def _sampling(message: rollout_pb2.Sampling) -> Sampling:
         Guidance(guidance, _embedded_guidance(message)),
         negative,
         message.condition_pixels or None,
+        _sampler(message.sampler or "euler"),
     )
+
+
+def _sampler(name: str) -> SamplerName:
+    for known in get_args(SamplerName):
+        if name == known:
+            return cast(SamplerName, name)
+    raise ValueError(f"sampling.sampler = {name!r}: give one of {', '.join(get_args(SamplerName))}")
 
 
 def _embedded_guidance(message: rollout_pb2.Sampling) -> float | None:
@@ -126,9 +136,11 @@ def _noise(message: rollout_pb2.Noise, num_steps: int) -> Noise:
     if not (math.isfinite(message.eta) and message.eta >= 0):
         raise ValueError(f"noise.eta = {message.eta}: give a finite number of at least 0")
     if not steps or message.eta == 0:
+        if message.tail_steps:
+            raise ValueError(f"noise.tail_steps = {message.tail_steps} needs sde_steps and eta > 0: leave it out")
         return Noise(share_initial=message.share_initial_noise)
     if message.step_type not in STEPS:
         raise ValueError(f"noise.step_type = {message.step_type!r}: give one of {', '.join(STEPS)}")
     if list(steps) != sorted(set(steps)) or steps[-1] >= num_steps:
         raise ValueError(f"noise.sde_steps = {list(steps)}: give ascending steps below {num_steps}, each once")
-    return Noise(message.step_type, message.eta, steps, message.share_initial_noise)
+    return Noise(message.step_type, message.eta, steps, message.share_initial_noise, message.tail_steps)

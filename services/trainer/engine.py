@@ -61,6 +61,7 @@ class Engine:
         self.adapter = adapter_for(spec.model.path).load(
             spec.model.path, dtype=load_dtype, device="cpu", components=("transformer",), load_format="empty"
         )
+        self.adapter.limit_tokens(spec.model.max_sequence_length)
         limits(spec.algorithm, math.prod(self.adapter.latent_shape(spec.rollout.size)))
         self.experts = dict(self.adapter.experts)
         self._sources = {component: self._source(component) for component in self.experts}
@@ -152,12 +153,14 @@ def model_spec(spec: JobSpec) -> ModelSpec:
     """What replicas load. What is at its default is left out, so that a replica which has loaded the folder at its
     start has loaded the job's model."""
     model, rollout = spec.model, spec.rollout
+    is_usual = model.max_sequence_length == adapter_for(model.path).max_sequence_length
     return ModelSpec(
         path=model.path,
         dtype=model.dtype,
         load_format="dummy" if model.load_format == "dummy" else "",
         compile=rollout.compile,
         quantization="" if rollout.quantization == "none" else rollout.quantization,
+        max_sequence_length=0 if is_usual else model.max_sequence_length or 0,
     )
 
 

@@ -53,7 +53,8 @@ def test_a_name_fills_in_what_the_job_leaves_out() -> None:
     assert (dance.algorithm.advantage_std, dance.algorithm.clip_range) == ("group", 1e-4)
     mix = spec_of(algorithm={"name": "mix_grpo"}).rollout.window
     assert (mix.strategy, mix.size, mix.stride, mix.shift_every) == ("progressive", 4, 1, 25)
-    assert spec_of(algorithm={"name": "grpo_guard"}).algorithm.clip_range == 2e-6
+    guard = spec_of(algorithm={"name": "grpo_guard"}).algorithm
+    assert (guard.clip_range, guard.advantage_std) == (2e-6, "group")  # as in all of its authors' configurations
     assert spec_of(algorithm={"name": "flow_dppo"}).algorithm.advantage_clamp is None
     assert spec_of(algorithm={"name": "diffusion_nft"}).rollout.noise.eta == 0
     assert spec_of(algorithm={"name": "dpo"}).rollout.group_size == 2
@@ -134,6 +135,32 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         {"algorithm": {"name": "grpo_guard"}, "rollout": CPS},
         "algorithm.loss = grpo_guard",
         "set that to sde or dance_sde",
+    ),
+    # Samplers
+    "a sampler of an ODE for noisy steps": (
+        {"rollout": {"sampler": "dpm_solver_2"}},
+        'rollout.sampler = "dpm_solver_2" takes no noise',
+        "set rollout.noise.eta = 0",
+    ),
+    "a tail of an ODE": (
+        {"algorithm": {"name": "diffusion_nft"}, "rollout": {"tail_steps": 3}},
+        "rollout.tail_steps has no effect",
+        'use rollout.sampler = "dpm_solver_2"',
+    ),
+    "a tail that saves nothing": (
+        {"algorithm": {"name": "mix_grpo"}, "rollout": {"tail_steps": 6}},
+        "rollout.tail_steps = 6 is no fewer than the 6 steps",
+        "lower it",
+    ),
+    "a tail of a window to the end": (
+        {"rollout": {"tail_steps": 1, "window": {"strategy": "all"}}},
+        "rollout.tail_steps = 1 is no fewer than the 1 steps",
+        "leave it out",
+    ),
+    "a sampler of no validation": (
+        {"schedule": {"validation_sampler": "dpm_solver_2"}},
+        "schedule.validation_sampler has no effect",
+        "leave it out",
     ),
     # Settings of a loss
     "clip range of a trust region": (
@@ -377,6 +404,12 @@ ALLOWED: dict[str, dict[str, Parts]] = {
     "Flow-DPPO on cps": {"algorithm": {"name": "flow_dppo"}, "rollout": CPS},
     "a window of an ODE": {"algorithm": {"name": "diffusion_nft"}, "rollout": {"window": {"size": 1}}},
     "DiffusionNFT on noisy samples": {"algorithm": {"name": "diffusion_nft"}, "rollout": {"noise": {"eta": 0.5}}},
+    "DiffusionNFT's sampler": {"algorithm": {"name": "diffusion_nft"}, "rollout": {"sampler": "dpm_solver_2"}},
+    "MixGRPO-Flash": {"algorithm": {"name": "mix_grpo"}, "rollout": {"num_inference_steps": 25, "tail_steps": 7}},
+    "a sampler of validation alone": {
+        "schedule": {"validation_sampler": "dpm_solver_2"},
+        "data": {"train": "t.txt", "validation": "v.txt"},
+    },
     "every window of MixGRPO": {"algorithm": {"name": "mix_grpo"}, "rollout": {"window": {"strategy": "random"}}},
     "a defaults' value, written out": {"algorithm": {"name": "flow_dppo", "clip_range": 1e-5}},
     "Flow-GRPO's average": {"trainer": {"ema": {"decay": 0.9, "every": 8}}},

@@ -27,4 +27,11 @@ register_algorithm(
     )
 )
 
-register(ModelFamily("OvisImagePipeline", "Ovis-Image", "flowfleet_example.ovis_image:OvisImageAdapter"))
+register(
+    ModelFamily(
+        "OvisImagePipeline",
+        "Ovis-Image",
+        "flowfleet_example.ovis_image:OvisImageAdapter",
+        max_sequence_length=256,
+    )
+)

@@ -21,10 +21,17 @@ class OvisImageAdapter(FluxAdapter):
 
     pipeline_class = OvisImagePipeline
     parts = USUAL_PARTS
+    max_sequence_length: int = 256
+    """Of Qwen3."""
 
     def _encode(self, prompts: list[str], images: list[list[Image.Image]] | None) -> PromptEmbeds:
         without_images(images)
-        embeds, *_ = self.pipeline.encode_prompt(prompts, do_classifier_free_guidance=False, device=self.device)
+        embeds, *_ = self.pipeline.encode_prompt(
+            prompts,
+            do_classifier_free_guidance=False,
+            device=self.device,
+            max_sequence_length=self.max_sequence_length,
+        )
         mask = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
         return PromptEmbeds(embeds, mask, has_padding=False)
 

@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from flowfleet.algorithms.samplers import SamplerName
 from flowfleet.models.embeds import PromptEmbeds
 from flowfleet.models.settings import NO_GUIDANCE, Guidance, Size
 from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
@@ -41,6 +42,8 @@ class Sampling:
     negative_prompt: str = ""
     condition_pixels: int | None = None
     """Area that condition images are resized to; None is the family's default."""
+    sampler: SamplerName = "euler"
+    """Of the steps without noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,8 @@ class Noise:
     steps: tuple[int, ...] = ()
     share_initial: bool = False
     """One initial latent for a whole group."""
+    tail_steps: int = 0
+    """Steps of `dpm_solver_2` after the last noisy one, in place of all that the schedule has there; 0 leaves those."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,6 +112,7 @@ class DiffusersEngine(RolloutEngine):
             device=self.device,
             load_format="dummy" if model.load_format == "dummy" else "safetensors",
         )
+        adapter.limit_tokens(model.max_sequence_length or None)
         acceleration.accelerate(adapter.experts, compile=model.compile, quantization=model.quantization)
         self._model, self._adapter, self._sampler = copied(model), adapter, Sampler(adapter)
 

@@ -10,13 +10,16 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from flowfleet.algorithms.losses import reference_kl
+from flowfleet.algorithms.samplers import tail_length
 from flowfleet.algorithms.sde import StepResult, ode_step, reverse_step
+from flowfleet.algorithms.solver import Prediction, dpm_solver_2_step, predict, tail_sigmas
 from flowfleet.lora import adapter_disabled
 from flowfleet.models.base import ModelAdapter, Schedule
 from flowfleet.models.embeds import PromptEmbeds
@@ -135,42 +138,71 @@ class Sampler:
     ) -> tuple[Tensor, _Path]:
         """Final latents (B, *latent) float32, and the noisy steps if they are wanted."""
         sampling, noise, adapter = request.sampling, request.noise, self._adapter
-        schedule, path = self._schedule(request), _Path()
+        course, path = _course(self._schedule(request), request), _Path()
         seeds = [row.seed for row in rows]
+        before: Prediction | None = None
         latents = adapter.initial_latents([row.initial_seed for row in rows], sampling.size).to(adapter.device)
 
         def velocity_at(step: int, latents: Tensor) -> Tensor:
             return adapter.velocity(
                 latents,
-                schedule.timesteps[step],
+                course.schedule.timesteps[step],
                 prompts[0],
                 size=sampling.size,
                 guidance=sampling.guidance,
                 negative=prompts[1],
             )
 
-        for step in range(schedule.num_steps):
+        for step, (sigma, sigma_next) in enumerate(pairwise(course.schedule.sigmas.tolist())):
             checkpoint()
             velocity = velocity_at(step, latents)
-            sigma, sigma_next = schedule.sigmas[step], schedule.sigmas[step + 1]
-            if step not in noise.steps:
+            now = predict(latents, velocity, sigma)
+            if step in noise.steps:
+                drawn = adapter.step_noise(seeds, step, latents.shape[1:]).to(adapter.device)
+                sigma_max = course.schedule.sigma_max
+                scales = {"sigma": sigma, "sigma_next": sigma_next, "eta": noise.eta, "sigma_max": sigma_max}
+                reverse = partial(reverse_step(noise.step_type), latents, **scales)
+                result = reverse(velocity=velocity, noise=drawn)
+                if request.record == "steps":
+                    path.keep(latents, result)
+                if request.reference_kl:
+                    with self._without_lora():
+                        reference = reverse(velocity=velocity_at(step, latents), prev_sample=result.prev_sample)
+                    path.reference_kls.append(reference_kl(result.mean, reference.mean, result.std))
+                latents = result.prev_sample
+            elif step < course.second_order_from:
                 latents = ode_step(latents, velocity, sigma, sigma_next)
-                continue
-            drawn = adapter.step_noise(seeds, step, latents.shape[1:]).to(adapter.device)
-            scales = {"sigma": sigma, "sigma_next": sigma_next, "eta": noise.eta, "sigma_max": schedule.sigma_max}
-            reverse = partial(reverse_step(noise.step_type), latents, **scales)
-            result = reverse(velocity=velocity, noise=drawn)
-            if request.record == "steps":
-                path.keep(latents, result)
-            if request.reference_kl:
-                with self._without_lora():
-                    reference = reverse(velocity=velocity_at(step, latents), prev_sample=result.prev_sample)
-                path.reference_kls.append(reference_kl(result.mean, reference.mean, result.std))
-            latents = result.prev_sample
+            else:
+                latents = dpm_solver_2_step(latents, velocity, sigma_next, now, before)
+            before = now
         return latents, path
 
     def _schedule(self, request: GenerationRequest) -> Schedule:
         return self._adapter.schedule(request.sampling.num_steps, request.sampling.size)
+
+
+@dataclass(frozen=True)
+class _Course:
+    """The steps that a sample takes."""
+
+    schedule: Schedule
+    """The job's, or with a tail the job's up to the end of the last noisy step."""
+    second_order_from: int
+    """The first step that `dpm_solver_2` takes."""
+
+
+def _course(schedule: Schedule, request: GenerationRequest) -> _Course:
+    noise, num_steps = request.noise, schedule.num_steps
+    tail = tail_length(noise.steps, num_steps, noise.tail_steps)
+    if not tail:
+        return _Course(schedule, 0 if request.sampling.sampler == "dpm_solver_2" else num_steps)
+    start = noise.steps[-1] + 1
+    late = tail_sigmas(schedule.sigmas[start].item(), 1 - start / num_steps, tail)
+    sigmas, timesteps = (
+        torch.cat([schedule.sigmas[:start], late]),
+        torch.cat([schedule.timesteps[:start], 1000 * late[:-1]]),
+    )
+    return _Course(Schedule(timesteps, sigmas), start)
 
 
 def batches(request: GenerationRequest, max_batch: int) -> list[list[Row]]:

@@ -51,6 +51,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
                 load_format=load_format,
             )
         )
+        adapter.limit_tokens(model.max_sequence_length or None)
         pipeline.attach(adapter)
         parameters.require_dtype(self._base(), weights.dtype_of(model.dtype))
         self._fill(model)

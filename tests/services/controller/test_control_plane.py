@@ -279,6 +279,43 @@ def test_a_broken_condition_image_costs_its_own_group_and_its_refills(
     run(use, ocr=ScriptedReward(by_index))
 
 
+@pytest.mark.parametrize(
+    ("parts", "training", "validation"),
+    [
+        (
+            {"rollout": {"tail_steps": 3}, "schedule": {"validation_sampler": "dpm_solver_2"}},
+            ("", 3),
+            ("dpm_solver_2", 0),
+        ),
+        (
+            {"rollout": {"sampler": "dpm_solver_2"}, "algorithm": {"name": "diffusion_nft"}},
+            ("dpm_solver_2", 0),
+            ("dpm_solver_2", 0),
+        ),
+    ],
+)
+def test_a_tail_is_for_training_and_a_sampler_for_validation_too(
+    run: Run,
+    job: Callable[..., dict[str, Any]],
+    tmp_path: Path,
+    parts: dict[str, Any],
+    training: tuple[str, int],
+    validation: tuple[str, int],
+) -> None:
+    settings = job(**parts, data={"validation": str(tmp_path / "prompts.txt")}, rewards={"ocr": {}})
+
+    async def use(fleet: ScriptedFleet) -> None:
+        record = await fleet.run(settings)
+        assert record.status is JobStatus.SUCCEEDED, record.reason
+        asked: dict[bool, set[tuple[str, int]]] = {True: set(), False: set()}
+        for request in fleet.rollout.requests:
+            is_training = request.purpose == common_pb2.PURPOSE_TRAIN
+            asked[is_training].add((request.sampling.sampler, request.noise.tail_steps))
+        assert asked == {True: {training}, False: {validation}}
+
+    run(use, ocr=ScriptedReward(by_index))
+
+
 def test_videos_go_to_rewards_that_score_videos(run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     size = {"prompts_per_step": 2, "group_size": 4, "num_frames": 9, "embedded_guidance": 3.0, "condition_pixels": 512}
     good = job(rollout=size, rewards={"motion": {}}, data={"validation": str(tmp_path / "prompts.txt")})

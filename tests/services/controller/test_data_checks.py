@@ -121,6 +121,18 @@ async def test_embedded_guidance_goes_with_a_distilled_model(api: Api, job: Job,
     assert setting == "rollout.embedded_guidance"
 
 
+async def test_only_models_that_cut_prompts_take_a_length(api: Api, job: Job, tmp_path: Path) -> None:
+    async def refused(pipeline: str, tokens: int) -> list[tuple[str, str]]:
+        asked = {**model(tmp_path / "m", pipeline), "max_sequence_length": tokens}
+        return await refusals(api, job(model=asked))
+
+    assert await refused("StableDiffusion3Pipeline", 128) == []
+    [(setting, detail)] = await refused("StableDiffusion3Pipeline", 513)
+    assert (setting, "Stable Diffusion 3 takes at most 512 tokens" in detail) == ("model.max_sequence_length", True)
+    [(setting, detail)] = await refused("QwenImagePipeline", 128)
+    assert (setting, "Qwen-Image, which cuts no prompts" in detail) == ("model.max_sequence_length", True)
+
+
 async def test_images_go_with_models_that_take_them(api: Api, job: Job, tmp_path: Path) -> None:
     edit = model(tmp_path / "edit", "QwenImageEditPlusPipeline")
     picture(tmp_path / "1.png", 8, 8)

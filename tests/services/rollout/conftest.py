@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flowfleet.algorithms.samplers import SamplerName
 from flowfleet.models.settings import Guidance, Size
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
 from services.rollout.engines.base import GenerationRequest, Noise, PromptGroup, Record, Sampling
@@ -40,6 +41,8 @@ def make_request(
     num_steps: int = 4,
     size: Size = SIZE,
     record: Record | None = None,
+    sampler: SamplerName = "euler",
+    tail_steps: int = 0,
 ) -> GenerationRequest:
     """Training samples, their steps kept if there is noise; sample i of group g has the seed 1000 g + i."""
     groups = tuple(
@@ -48,8 +51,10 @@ def make_request(
     )
     return GenerationRequest(
         groups,
-        Sampling(size, num_steps, Guidance(guidance_scale), " " if guidance_scale > 1 else ""),
-        Noise(step_type, eta, sde_steps, share_initial) if sde_steps else Noise(share_initial=share_initial),
+        Sampling(size, num_steps, Guidance(guidance_scale), " " if guidance_scale > 1 else "", sampler=sampler),
+        Noise(step_type, eta, sde_steps, share_initial, tail_steps)
+        if sde_steps
+        else Noise(share_initial=share_initial),
         record or ("steps" if sde_steps else "none"),
     )
 

@@ -4,23 +4,26 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from diffusers import QwenImagePipeline
+from diffusers import DPMSolverMultistepScheduler, QwenImagePipeline
 
 from flowfleet import devices, lora, weights
 from flowfleet.algorithms.sde import reverse_step
+from flowfleet.algorithms.solver import dpm_solver_2_step, predict, tail_sigmas
 from flowfleet.errors import DataLoss
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.embeds import concat_embeds
 from flowfleet.models.loading import dummy_parameter
 from flowfleet.models.registry import adapter_for
+from flowfleet.models.settings import Guidance
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
-from flowfleet.trajectories import Trajectory
+from flowfleet.trajectories import FinalLatents, Trajectory
 from services.rollout import acceleration
 from services.rollout.acceleration import quantize_rows
 from services.rollout.engines.base import Cancelled, GeneratedBatch, GeneratedSample, GenerationRequest, RolloutEngine
@@ -46,6 +49,11 @@ def samples_of(batches: list[GeneratedBatch]) -> list[GeneratedSample]:
 def path_of(sample: GeneratedSample) -> Trajectory:
     assert isinstance(sample.record, Trajectory)
     return sample.record
+
+
+def final_of(sample: GeneratedSample) -> torch.Tensor:
+    assert isinstance(sample.record, FinalLatents)
+    return sample.record.latents
 
 
 def adapter_of(engine: DiffusersEngine) -> ModelAdapter:
@@ -90,8 +98,10 @@ def test_ode_draws_what_the_diffusers_pipeline_draws(
         assert np.abs(sample.frames[0].astype(float) - image * 255).max() <= 0.51
 
 
-def recomputed(adapter: ModelAdapter, request: GenerationRequest, batch: GeneratedBatch, step: int) -> torch.Tensor:
-    """(B,) log-probs of one stored step as a trainer computes them: with gradients, from what the blobs hold."""
+def recomputed_without_gradient(
+    adapter: ModelAdapter, request: GenerationRequest, batch: GeneratedBatch, step: int
+) -> torch.Tensor:
+    """(B,) log-probs of one stored step as a trainer computes them, from what the blobs hold."""
     pairs = [path_of(sample).pair(step) for sample in batch.samples]
     first = path_of(batch.samples[0])
     latents = torch.stack([pair[0] for pair in pairs])
@@ -103,7 +113,6 @@ def recomputed(adapter: ModelAdapter, request: GenerationRequest, batch: Generat
         guidance=request.sampling.guidance,
         negative=concat_embeds([batch.negative[s.group] for s in batch.samples]) if batch.negative else None,
     )
-    assert velocity.requires_grad
     schedule = adapter.schedule(request.sampling.num_steps, request.sampling.size)
     return reverse_step(request.noise.step_type)(
         latents,
@@ -114,6 +123,13 @@ def recomputed(adapter: ModelAdapter, request: GenerationRequest, batch: Generat
         sigma_max=schedule.sigma_max,
         prev_sample=torch.stack([pair[1] for pair in pairs]),
     ).log_prob
+
+
+def recomputed(adapter: ModelAdapter, request: GenerationRequest, batch: GeneratedBatch, step: int) -> torch.Tensor:
+    """The same with gradients."""
+    log_probs = recomputed_without_gradient(adapter, request, batch, step)
+    assert log_probs.requires_grad
+    return log_probs
 
 
 @pytest.mark.parametrize("step_type", ["sde", "cps"])
@@ -204,6 +220,81 @@ def test_noise_enters_in_the_window_only(engine: DiffusersEngine, model: ModelSp
     expected = latents + (schedule.sigmas[3].double() - schedule.sigmas[2].double()).float() * velocity
     found = torch.stack([path_of(sample).latents[1] for sample in batch.samples])
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
+def test_the_second_order_sampler_draws_what_diffusers_scheduler_draws(
+    engine: DiffusersEngine, model: ModelSpec, guidance_scale: float
+) -> None:
+    """On the model's own noise levels, which that scheduler is handed."""
+    run(engine.prepare(model, None))
+    request = make_request(
+        sde_steps=(), num_steps=6, sampler="dpm_solver_2", record="final", guidance_scale=guidance_scale
+    )
+    (batch,) = run(collect(engine, request))
+    (euler,) = run(collect(engine, make_request(sde_steps=(), num_steps=6, record="final")))
+    adapter = adapter_of(engine)
+    schedule = adapter.schedule(6, SIZE)
+    scheduler_class: Any = DPMSolverMultistepScheduler
+    scheduler = scheduler_class(prediction_type="flow_prediction", use_flow_sigmas=True)
+    scheduler.set_timesteps(6)
+    scheduler.sigmas = schedule.sigmas
+    latents = adapter.initial_latents([sample.seed for sample in batch.samples], SIZE)
+    prompts = concat_embeds([batch.embeds[sample.group] for sample in batch.samples])
+    negative = concat_embeds([batch.negative[s.group] for s in batch.samples]) if batch.negative else None
+    for timestep, its_own in zip(schedule.timesteps, scheduler.timesteps, strict=True):
+        with torch.no_grad():
+            velocity = adapter.velocity(
+                latents, timestep, prompts, size=SIZE, guidance=Guidance(guidance_scale), negative=negative
+            )
+        latents = scheduler.step(velocity, its_own, latents, return_dict=False)[0]
+    found, other = (torch.stack([final_of(sample) for sample in made.samples]) for made in (batch, euler))
+    torch.testing.assert_close(found, latents, rtol=0, atol=1e-5)
+    assert (found - other).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("step_type", ["sde", "cps"])
+def test_a_tail_leaves_what_is_trained_as_it_is(engine: DiffusersEngine, model: ModelSpec, step_type: str) -> None:
+    """Same bits up to the end of the last noisy step, in fewer calls; the pictures are coarser ones."""
+    run(engine.prepare(model, LORA))
+    calls = []
+    for tail_steps in (0, 3):
+        asked: list[None] = []
+        request = make_request(step_type=step_type, num_steps=10, sde_steps=(1, 2), tail_steps=tail_steps)
+        (batch,) = run(collect(engine, request, lambda asked=asked: bool(asked.append(None))))  # type: ignore[misc]
+        calls.append((len(asked), batch))
+    (whole, plain), (short, tailed) = calls
+    assert (whole, short) == (10, 3 + 3)
+    for one, other in zip(plain.samples, tailed.samples, strict=True):
+        assert path_of(one).to_bytes() == path_of(other).to_bytes()
+        assert not np.array_equal(one.frames, other.frames)
+    for step in range(2):
+        stored = torch.stack([path_of(sample).log_probs[step] for sample in tailed.samples])
+        assert torch.equal(recomputed_without_gradient(adapter_of(engine), request, tailed, step), stored)
+
+
+def test_a_tail_follows_the_second_order_sampler_on_its_own_levels(engine: DiffusersEngine, model: ModelSpec) -> None:
+    run(engine.prepare(model, None))
+    request = make_request(num_steps=10, sde_steps=(0, 1), tail_steps=3, record="final")
+    (batch,) = run(collect(engine, request))
+    (steps,) = run(collect(engine, make_request(num_steps=10, sde_steps=(0, 1), tail_steps=3)))
+    adapter = adapter_of(engine)
+    schedule = adapter.schedule(10, SIZE)
+    sigmas = tail_sigmas(float(schedule.sigmas[2]), 0.8, 3)
+    prompts = concat_embeds([batch.embeds[sample.group] for sample in batch.samples])
+
+    def velocity(latents: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return adapter.velocity(latents, 1000 * sigma, prompts, size=SIZE)
+
+    at_last_noisy = torch.stack([path_of(sample).latents[1] for sample in steps.samples])
+    latents = torch.stack([path_of(sample).next_latents[1] for sample in steps.samples])
+    before = predict(at_last_noisy, velocity(at_last_noisy, schedule.sigmas[1]), float(schedule.sigmas[1]))
+    for sigma, sigma_next in pairwise(sigmas):
+        v = velocity(latents, sigma)
+        now = predict(latents, v, float(sigma))
+        latents, before = dpm_solver_2_step(latents, v, float(sigma_next), now, before), now
+    assert torch.equal(torch.stack([final_of(sample) for sample in batch.samples]), latents)
 
 
 def test_a_group_can_share_its_initial_noise(engine: DiffusersEngine, model: ModelSpec) -> None:

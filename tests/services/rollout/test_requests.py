@@ -18,7 +18,7 @@ def test_a_request_arrives_as_it_was_meant() -> None:
         sampling=rollout_pb2.Sampling(
             height=32, width=48, num_inference_steps=6, guidance_scale=4.1, negative_prompt="blurry"
         ),
-        noise=rollout_pb2.Noise(step_type="sde", eta=0.7, sde_steps=[0, 2], share_initial_noise=True),
+        noise=rollout_pb2.Noise(step_type="sde", eta=0.7, sde_steps=[0, 2], share_initial_noise=True, tail_steps=2),
         groups=[
             rollout_pb2.PromptGroup(group=5, prompt="b", indices=[3, 1], seeds=[33, 2**64 - 1], initial_seed=9),
             rollout_pb2.PromptGroup(group=2, prompt="a", indices=[0], seeds=[7]),
@@ -27,7 +27,7 @@ def test_a_request_arrives_as_it_was_meant() -> None:
     request = generation_request(rollout_pb2.GenerateRequest.FromString(sent.SerializeToString()))
     assert request.groups == (PromptGroup(2, "a", (0,), (7,)), PromptGroup(5, "b", (1, 3), (2**64 - 1, 33), 9))
     assert request.sampling == Sampling(Size(32, 48), 6, Guidance(4.1), "blurry")
-    assert request.noise == Noise("sde", 0.7, (0, 2), share_initial=True)
+    assert request.noise == Noise("sde", 0.7, (0, 2), share_initial=True, tail_steps=2)
     assert request.record == "steps"
     assert request.num_samples == 3
 
@@ -44,12 +44,15 @@ def test_settings_of_videos_edits_and_distilled_models_arrive() -> None:
             num_frames=9,
             embedded_guidance=0.0,
             condition_pixels=4096,
+            sampler="dpm_solver_2",
         ),
         groups=[rollout_pb2.PromptGroup(group=0, prompt="a", indices=[0], seeds=[7])],
         record=common_pb2.RECORD_FINAL,
     )
     request = generation_request(rollout_pb2.GenerateRequest.FromString(sent.SerializeToString()))
-    assert request.sampling == Sampling(Size(32, 48, 9), 6, Guidance(1.0, 0.0), condition_pixels=4096)
+    assert request.sampling == Sampling(
+        Size(32, 48, 9), 6, Guidance(1.0, 0.0), condition_pixels=4096, sampler="dpm_solver_2"
+    )
     assert request.record == "final"
 
 
@@ -59,9 +62,10 @@ def test_settings_of_videos_edits_and_distilled_models_arrive() -> None:
         ({"num_frames": 1026}, "sampling.num_frames"),
         ({"embedded_guidance": -1.0}, "sampling.embedded_guidance"),
         ({"embedded_guidance": float("inf")}, "sampling.embedded_guidance"),
+        ({"sampler": "heun"}, "sampling.sampler = 'heun': give one of euler, dpm_solver_2"),
     ],
 )
-def test_settings_without_sense_are_refused(change: dict[str, float], named: str) -> None:
+def test_settings_without_sense_are_refused(change: dict[str, Any], named: str) -> None:
     usual: dict[str, Any] = {"height": 32, "width": 48, "num_inference_steps": 6, "guidance_scale": 1.0}
     request = rollout_pb2.GenerateRequest(
         job_id="job",
@@ -91,6 +95,18 @@ def test_a_reference_kl_needs_training_samples_with_noise(purpose: common_pb2.Pu
     for eta in (0.0,) if purpose == common_pb2.PURPOSE_TRAIN else (0.0, 0.7):
         with pytest.raises(ValueError, match="reference_kl: it is measured at noisy steps"):
             generation_request(request(eta))
+
+
+def test_a_tail_needs_noise_before_it() -> None:
+    request = rollout_pb2.GenerateRequest(
+        job_id="job",
+        purpose=common_pb2.PURPOSE_VALIDATE,
+        sampling=rollout_pb2.Sampling(height=32, width=48, num_inference_steps=6, guidance_scale=1.0),
+        noise=rollout_pb2.Noise(tail_steps=2),
+        groups=[rollout_pb2.PromptGroup(group=0, prompt="a", indices=[0], seeds=[7])],
+    )
+    with pytest.raises(ValueError, match=r"noise\.tail_steps = 2 needs sde_steps"):
+        generation_request(request)
 
 
 def test_an_ode_keeps_nothing_of_the_noise() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from flowfleet import lora, weights
+from flowfleet.algorithms.samplers import SamplerName
 from flowfleet.errors import DataLoss
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.registry import adapter_for
@@ -104,6 +105,26 @@ def test_trajectories_equal_the_diffusers_engines(
         assert gap(path_of(ours).next_latents, path_of(theirs).next_latents) == 0
         assert gap(path_of(ours).log_probs, path_of(theirs).log_probs) == 0
         assert np.array_equal(ours.frames, theirs.frames)
+
+
+@pytest.mark.parametrize(("sde_steps", "sampler", "tail_steps"), [((), "dpm_solver_2", 0), ((0, 1), "euler", 2)])
+def test_second_order_samples_equal_the_diffusers_engines(
+    engine: VllmOmniEngine,
+    other: DiffusersEngine,
+    model: ModelSpec,
+    sde_steps: tuple[int, ...],
+    sampler: SamplerName,
+    tail_steps: int,
+) -> None:
+    for prepared in (engine, other):
+        run(prepared.prepare(model, None))
+    request = make_request(
+        sde_steps=sde_steps, num_steps=6, sampler=sampler, tail_steps=tail_steps, record="final", guidance_scale=4.0
+    )
+    for ours, theirs in of_both(engine, other, request):
+        assert isinstance(ours.record, FinalLatents)
+        assert isinstance(theirs.record, FinalLatents)
+        assert gap(ours.record.latents, theirs.record.latents) <= 1e-4
 
 
 @pytest.mark.parametrize("record", ["none", "steps", "final"])
