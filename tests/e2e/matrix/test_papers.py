@@ -1,0 +1,52 @@
+"""Each recipe of recipes/papers, at a tiny size: submitted, run through the services, and exported."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowfleet.algorithms.registry import ALGORITHMS
+from flowfleet.jobs import read_job_file
+from flowfleet.papers import FOLDER, read_recipes
+from flowfleet.setting_files import put, read_table
+from tests.e2e.conftest import Fleet, assert_accounted
+from tests.e2e.matrix.cases import NUM_PROMPTS
+
+SIZES = read_table(Path(__file__).with_name("paper_sizes.toml"), "a table of sizes")
+
+
+def make_job(name: str, checkpoint_of: Callable[[str], Path], data: Path) -> dict[str, Any]:
+    """The recipe with the sizes of paper_sizes.toml, on a tiny checkpoint, with a reward that needs no model."""
+    job = read_job_file(FOLDER / f"{name}.toml")
+    is_pairs = ALGORITHMS[job["algorithm"]["name"]].data == "preferences"
+    changes = SIZES["settings"] | ({} if is_pairs else SIZES["settings_of_prompts"])
+    changes |= SIZES["settings_of_lora"] if job["trainer"]["mode"] == "lora" else {}
+    changes |= {
+        "model.path": str(checkpoint_of(SIZES["checkpoints"][job["model"]["path"]])),
+        "data.train": str(data / ("001.jsonl" if is_pairs else "000.jsonl")),
+        "data.validation": str(data / "000.jsonl"),
+    }
+    for reward in job.setdefault("rewards", {"jpeg_compressibility": {}}).values():
+        reward["service"] = "jpeg_compressibility"
+    for setting, value in changes.items():
+        put(job, setting, value)
+    return job
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(read_recipes()))
+def test_the_recipe_runs(fleet: Fleet, checkpoint_of: Callable[[str], Path], data: Path, name: str) -> None:
+    spec = make_job(name, checkpoint_of, data)
+    job = fleet.run(spec)
+
+    steps, group = spec["schedule"]["steps"], spec["rollout"].get("group_size", 2)
+    assert_accounted(job, steps * NUM_PROMPTS * group)
+    rows = [row.values for row in fleet.metrics(job)]
+    assert len(rows) == steps
+    assert all(value is None or math.isfinite(value) for row in rows for value in row.values()), rows
+    assert any((row["actor/grad_norm"] or 0) > 0 for row in rows), "no gradient in any step"
+    assert Path(job.results["model"]).is_dir()
