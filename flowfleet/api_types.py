@@ -70,6 +70,8 @@ class Job(Answer):
     results: dict[str, Any] = {}
     """Name → path or figure, once the job has ended."""
     rewards: JobRewards = JobRewards()
+    warnings: list[str] = []
+    """What the settings allow but hardly mean, a sentence each."""
 
     @property
     def ended(self) -> bool:

@@ -164,6 +164,7 @@ def submit(
         spec = prepare_job(file, set_ or (), same_machine=client.same_files)
         job = client.submit(spec, idempotency_key)
         out.print(job.id, highlight=False)
+        views.show_warnings(job.warnings, err)
         if follow_:
             _watch(client, job)
 

@@ -72,7 +72,14 @@ def show_job(job: Job, console: Console) -> None:
         if value:
             facts.add_row(Text(name, style="bright_black"), value)
     console.print(facts)
+    show_warnings(job.warnings, console)
     console.print("\n" + as_yaml(job.spec), highlight=False)
+
+
+def show_warnings(warnings: Iterable[str], console: Console) -> None:
+    """What the settings of a job allow but hardly mean."""
+    for warning in warnings:
+        console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
 
 
 def show_fleet(fleet: Fleet, console: Console) -> None:

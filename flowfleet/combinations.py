@@ -1,5 +1,7 @@
 """Which settings of a job go with which others. Asked at submit, so that no trainer ever meets what cannot work.
 
+`problems` refuses a job. `warnings` lets it run and is shown with it: what a published recipe may want all the same.
+
 Each rule below gives the problems of one part of a job: a sentence that begins with a setting and says what to change.
 A setting that nothing listens to is a problem only if the job changed it: what schema, algorithm or loss gave is not
 the user's doing.
@@ -31,8 +33,31 @@ def problems(job: JobSpec) -> Iterator[str]:
         _rewards,
         _batches,
         _average,
+        _optimizer,
     ):
         yield from rule(job)
+
+
+def warnings(job: JobSpec) -> Iterator[str]:
+    """What is hardly meant, a sentence each."""
+    idle = [name for name in _LIMITS if name in job.loss.reads and getattr(job.algorithm, name) is not None]
+    idle = [name for name in idle if name not in _replaced(job)]
+    if job.most_updates_per_step == 1 and job.algorithm.old_log_probs != "rollout" and idle:
+        settings = " and ".join(f"algorithm.{name}" for name in idle)
+        yield (
+            f"{settings} {'have' if len(idle) > 1 else 'has'} no effect with one update a step, in which the policy is "
+            "still the old one: set trainer.updates_per_step or trainer.passes to 2 or more"
+        )
+
+
+_NATS = {"clip_range": "clip_nats", "clip_range_low": "clip_nats_low", "kl_threshold": "kl_threshold_nats"}
+"""Limits to the same ones in nats, which replace them."""
+_LIMITS = (*_NATS, *_NATS.values())
+"""Settings of `algorithm` that bound how far an update goes from the old policy."""
+
+
+def _replaced(job: JobSpec) -> set[str]:
+    return {plain for plain, nats in _NATS.items() if getattr(job.algorithm, nats) is not None}
 
 
 def _window(job: JobSpec) -> Iterator[str]:
@@ -118,7 +143,7 @@ def _loss_settings(job: JobSpec) -> Iterator[str]:
         value = getattr(part, name)
         if value > greatest:
             yield f"algorithm.{name} = {value} must be at most {greatest} with algorithm.loss = {loss.name}"
-    for plain, nats in (("clip_range", "clip_nats"), ("kl_threshold", "kl_threshold_nats")):
+    for plain, nats in _NATS.items():
         if nats in loss.reads and getattr(part, nats) is not None:
             yield from _unheard(job, (f"algorithm.{plain}",), f"beside algorithm.{nats}: leave one of them out")
     if loss.kind == "matching" and part.sigma_low >= part.sigma_high:
@@ -156,7 +181,20 @@ def _correction(job: JobSpec) -> Iterator[str]:
             'when algorithm.old_log_probs = "rollout": set joint to false, mode to "rejection", or old_log_probs to '
             '"recompute"'
         )
-    silent = {"none": ("low", "high", "joint"), "truncated": ("low",)}.get(mode, ())
+    rejecting = ("reject_low", "reject_high")
+    silent = {
+        "none": ("low", "high", "joint", "level", "normalize", *rejecting),
+        "truncated": ("low",),
+        "band": rejecting,
+        "rejection": rejecting,
+    }[mode]
+    if part.old_log_probs == "rollout" and part.correction.needs_all_rows:
+        name = "level" if part.correction.level == "sequence" else "normalize"
+        yield (
+            f'algorithm.correction.{name} = "{getattr(part.correction, name)}" needs the log-probs of all rows before '
+            'the first update, which algorithm.old_log_probs = "rollout" saves: set that to "recompute", or leave '
+            f"algorithm.correction.{name} out"
+        )
     yield from _unheard(
         job,
         tuple(f"algorithm.correction.{name}" for name in silent),
@@ -272,7 +310,7 @@ def _batches(job: JobSpec) -> Iterator[str]:
     number, what = job.trained_per_step, "samples"
     if job.loss.needs_pairs:
         number, what = number // 2, "pairs"
-    if number < part.updates_per_step:
+    if number < part.updates_per_step and _is_changed(job, "trainer.updates_per_step"):
         yield (
             f"trainer.updates_per_step = {part.updates_per_step} is more than the {number} {what} that a step trains "
             "on; lower it or raise rollout.prompts_per_step"
@@ -308,6 +346,24 @@ def _steps_left(job: JobSpec) -> int:
     return num_steps - (window_end(job) if window.strategy == "all" else window.low + window.size)
 
 
+def _optimizer(job: JobSpec) -> Iterator[str]:
+    part = job.trainer.optimizer
+    total = job.schedule.steps * job.most_updates_per_step
+    if part.warmup_updates >= total:
+        yield (
+            f"trainer.optimizer.warmup_updates = {part.warmup_updates} is not below the {total} updates of the job: "
+            "lower it, or raise schedule.steps"
+        )
+    if part.lr_schedule == "constant":
+        yield from _unheard(
+            job,
+            ("trainer.optimizer.final_lr",),
+            'with trainer.optimizer.lr_schedule = "constant": leave it out, or use "linear" or "cosine"',
+        )
+    elif part.final_lr > part.lr:
+        yield f"trainer.optimizer.final_lr = {part.final_lr} is above trainer.optimizer.lr = {part.lr}: lower it"
+
+
 def window_end(job: JobSpec) -> int:
     """End (exclusive) of the steps that may carry noise."""
     high = job.rollout.window.high
@@ -329,9 +385,7 @@ def _is_changed(job: JobSpec, name: str) -> bool:
     part, *rest = name.split(".")
     value = reduce(getattr, rest, getattr(job, part))
     given = [reduce(getattr, rest, type(job).model_fields[part].default)]
-    for defaults, key in ((job.method.defaults, name), (job.loss.defaults, name.removeprefix("algorithm."))):
-        if key in defaults:
-            given.append(defaults[key])
+    given += [defaults[name] for defaults in (job.method.defaults, job.loss.settings) if name in defaults]
     return value not in given
 
 

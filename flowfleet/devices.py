@@ -102,6 +102,11 @@ def has_fused_optimizer(device: torch.device) -> bool:
     return device.type in ("cpu", "cuda")
 
 
+def has_float64(device: torch.device) -> bool:
+    """Whether torch computes in float64 there."""
+    return device.type in ("cpu", "cuda")
+
+
 def has_fp8(device: torch.device) -> bool:
     """Whether torch multiplies float8 matrices with row-wise scales there in hardware."""
     return device.type == "cuda" and torch.version.hip is None and _of(device).get_device_capability(device) >= (8, 9)

@@ -22,6 +22,8 @@ from flowfleet.local.session import place_stack
 def explain(spec: JobSpec, console: Console) -> None:
     """The resolved job, and each process that a local stack would start for it."""
     _print(console, "# The job, defaults filled in\n" + as_yaml(spec.model_dump(mode="json")))
+    for warning in spec.warnings:
+        _print(console, f"\nwarning: {warning}")
     _show_needs(spec, console)
     _print(console, "\n# Its processes on a local stack; port 0: a free one, chosen at start")
     rewards = tuple(name if name in SCORERS else f"{name}=HOST:PORT" for name in spec.reward_services)

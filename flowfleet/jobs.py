@@ -141,6 +141,20 @@ class CorrectionPart(Part):
     """Greatest ratio."""
     joint: bool = False
     """Take the ratio of a step's joint density over all elements, not its geometric mean per element."""
+    level: Literal["step", "sequence"] = "step"
+    """What has a ratio of its own: each noisy step of a sample, or the sample by all of them (with `joint` the product
+    of its steps' ratios, else their geometric mean)."""
+    normalize: Literal["none", "batch"] = "none"
+    """batch: divide the weights by their mean over the step's rows, before `reject_low` and `reject_high` act."""
+    reject_low: float | None = Field(default=None, gt=0.0, le=1.0)
+    """Rows whose ratio is below this count for nothing, whatever their weight; unset: none."""
+    reject_high: float | None = Field(default=None, ge=1.0)
+    """Rows whose ratio is above this count for nothing, whatever their weight; unset: none."""
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """Whether a row's weight depends on other rows, so that all old log-probs come before the first update."""
+        return self.mode != "none" and (self.level == "sequence" or self.normalize == "batch")
 
 
 class OldPolicyPart(Part):
@@ -168,6 +182,10 @@ class AlgorithmPart(Part):
     """Of the ratio of mean log-probs a latent element."""
     clip_nats: float | None = Field(default=None, gt=0.0)
     """The same limit in nats of the joint ratio; replaces `clip_range` and serves every resolution."""
+    clip_range_low: float | None = Field(default=None, gt=0.0, lt=1.0)
+    """How far the ratio counts below 1; unset: as far as above."""
+    clip_nats_low: float | None = Field(default=None, gt=0.0)
+    """The same limit in nats of the joint ratio; replaces `clip_range_low`."""
     kl_threshold: float = Field(default=1e-5, gt=0.0)
     """Flow-DPPO's trust region: KL of a step to the old policy's, mean over its elements."""
     kl_threshold_nats: float | None = Field(default=None, gt=0.0)
@@ -234,6 +252,13 @@ class OptimizerPart(Part):
     eps: float = Field(default=1e-8, gt=0.0)
     weight_decay: float = Field(default=1e-4, ge=0.0)
     max_grad_norm: float = Field(default=1.0, gt=0.0)
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How `lr` falls to `final_lr` between the warm-up and the job's last update: not at all, linearly, or by half a
+    cosine."""
+    warmup_updates: int = Field(default=0, ge=0)
+    """Updates in which `lr` rises linearly from 0."""
+    final_lr: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Where `linear` and `cosine` end."""
     state: Literal["device", "host", "8bit"] = "device"
     """Where the two moments are: fp32 beside the weights, fp32 in host memory, or beside the weights in 8 bits."""
 
@@ -256,7 +281,10 @@ class TrainerPart(Part):
     world_size: int = Field(default=1, ge=1, le=4096)
     """Ranks of torchrun, one an accelerator."""
     updates_per_step: int = Field(default=1, ge=1, le=64)
-    """Optimizer updates a step; the samples of the step are split among them."""
+    """Optimizer updates a step; the samples of the step are split among them, in fewer if there are too few. Unset: the
+    loss's, 2 where it limits the ratio to the old policy, which is 1 in the only update of a step."""
+    passes: int = Field(default=1, ge=1, le=64)
+    """Passes over a step's samples, each of `updates_per_step` updates. The old policy is the one before the first."""
     micro_batch_size: int = Field(default=16, ge=1, le=4096)
     """Rows of one forward and backward on one rank."""
     gradient_checkpointing: Literal["none", "selective", "full"] = "none"
@@ -462,6 +490,24 @@ class JobSpec(Part):
             of_group = min(of_group, part.best_of)
         return self.rollout.prompts_per_step * of_group
 
+    @property
+    def most_updates_per_step(self) -> int:
+        """Optimizer updates of a step that has samples enough."""
+        return self.trainer.updates_per_step * self.trainer.passes
+
+    @property
+    def recomputes_all(self) -> bool:
+        """Whether the trainer computes the old log-probs of all samples before a step's first update."""
+        part = self.algorithm
+        return part.old_log_probs == "recompute" or (
+            part.old_log_probs == "first_forward" and (self.trainer.passes > 1 or part.correction.needs_all_rows)
+        )
+
+    @property
+    def warnings(self) -> list[str]:
+        """What works but is hardly meant, a sentence each (flowfleet/combinations.py)."""
+        return list(combinations.warnings(self))
+
 
 def parse_job(data: dict[str, Any]) -> JobSpec:
     """Validates a job. Raises ValueError with one line a problem, each naming its setting and what to change."""
@@ -491,7 +537,7 @@ def _filled(data: dict[str, Any]) -> dict[str, Any]:
     defaults: dict[str, Any] = {}
     if algorithm is not None:
         loss = LOSSES.get(str(part.get("loss", algorithm.loss)))
-        by_loss = {f"algorithm.{name}": value for name, value in (loss.defaults if loss else {}).items()}
+        by_loss = loss.settings if loss else {}
         by_algorithm = {"algorithm.loss": algorithm.loss, **algorithm.defaults}
         is_own = loss is not None and loss.name == algorithm.loss
         defaults = by_loss | by_algorithm if is_own else by_algorithm | by_loss

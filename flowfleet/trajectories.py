@@ -29,14 +29,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Trajectory:
-    """The W steps of one sample at which noise entered, fp32 but for the indices. ValueError when it does not fit."""
+    """The W steps of one sample at which noise entered, fp32 unless it says otherwise. ValueError when it does not
+    fit."""
 
     latents: Tensor
     """(W, *latent): x before each step."""
     next_latents: Tensor
     """(W, *latent): x after each step."""
     log_probs: Tensor
-    """(W,): the rollout's own, mean or sum as `algorithms.sde` states."""
+    """(W,) float64, or fp32 of a device without it: the rollout's own, a mean as `algorithms.sde` states."""
     sigmas: Tensor
     """(W,)"""
     sigmas_next: Tensor
@@ -51,7 +52,8 @@ class Trajectory:
         _check("step_indices", self.step_indices, (steps,), torch.int64)
         _check("latents", self.latents, (steps, *self.latents.shape[1:]), torch.float32)
         _check("next_latents", self.next_latents, tuple(self.latents.shape), torch.float32)
-        for name in ("log_probs", "sigmas", "sigmas_next", "timesteps"):
+        _check("log_probs", self.log_probs.double(), (steps,), torch.float64)
+        for name in ("sigmas", "sigmas_next", "timesteps"):
             _check(name, getattr(self, name), (steps,), torch.float32)
         if steps == 0 or self.latents.dim() < 2:
             raise ValueError("a trajectory needs at least one step with a latent of at least one dimension")

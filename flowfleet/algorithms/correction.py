@@ -5,6 +5,10 @@ recomputes the old log-probabilities itself and the ratio of the loss starts at 
 they differ by more, or samples are stale, rows are weighed or left out by the ratio of the trainer to the rollout:
 `truncated` is truncated importance sampling (Ionides 2008, doi:10.1198/106186008X320456), `band` also drops what lies
 outside two bounds, `rejection` only drops. A row that is left out stays in the denominator of the mean.
+
+The ratio is that of a row, or with `level = "sequence"` that of a sample, which all its noisy steps share. Weights may
+be divided by their mean over the step's rows (`normalize = "batch"`), and rows dropped by bounds of their own besides
+(`reject_low`, `reject_high`). verl has the same choices for language models.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from torch import Tensor
 from flowfleet.telemetry import LOG_PROB_GAP
 
 if TYPE_CHECKING:
+    from flowfleet.algorithms.losses import Limits
     from flowfleet.jobs import CorrectionPart
 
 MAX_LOG_RATIO = 20.0
@@ -30,11 +35,12 @@ class Correction:
     """Weights for a loss, and how far trainer and rollout are apart. Nothing here has a gradient."""
 
     weights: Tensor | None
-    """(B,) constants, or None for no weight."""
+    """(..., B) constants, or None for no weight."""
     log_ratio: Tensor
-    """(B,) of the ratio that was judged, cut to +-20; 0 everywhere means exact agreement."""
+    """(..., B) of the ratio that was judged, cut to +-20; 0 everywhere means exact agreement."""
     outside: Tensor
-    """(B,) bool: rows whose weight was truncated (`truncated`) or that were left out (`band`, `rejection`)."""
+    """(..., B) bool: rows whose weight was truncated (`truncated`) or that were left out (`band`, `rejection` and the
+    bounds of rejection)."""
 
     def sums(self) -> dict[str, Tensor]:
         """Charted name to its 0-d sum over the rows: a share and a mean once divided by the number of rows."""
@@ -46,11 +52,22 @@ class Correction:
 def correct(
     part: CorrectionPart, old_log_prob: Tensor, rollout_log_prob: Tensor, *, num_elements: int, bypass: bool
 ) -> Correction:
-    """Weights of rows drawn with `rollout_log_prob`.
+    """Weights of rows drawn with `rollout_log_prob`: `weigh`, then `reject`. Not for `normalize = "batch"`, which comes
+    between them and needs all rows."""
+    assert part.normalize == "none", "the mean over all rows is needed in between"
+    weighed = weigh(part, old_log_prob, rollout_log_prob, num_elements=num_elements, bypass=bypass)
+    return reject(part, weighed)
+
+
+def weigh(
+    part: CorrectionPart, old_log_prob: Tensor, rollout_log_prob: Tensor, *, num_elements: int, bypass: bool
+) -> Correction:
+    """Weights by `part.mode` alone.
 
     With the ratio r = exp(old_log_prob - rollout_log_prob), a geometric mean over the elements of a sample, or with
     `part.joint` r = exp(num_elements * (old_log_prob - rollout_log_prob)), of the step's joint density (the exponent is
-    cut to +-20 after the multiplication, which is the same as before and after):
+    cut to +-20 after the multiplication, which is the same as before and after). With the level `sequence` it is the
+    geometric mean over the sample's steps as well, with `part.joint` the product of theirs:
 
     - none: no weight.
     - truncated: min(high, r).
@@ -62,14 +79,18 @@ def correct(
     rejection makes sense there; flowfleet/combinations.py refuses the others.
 
     Args:
-        part: mode, low, high, joint.
-        old_log_prob: (B,) by the trainer, under the policy before this update; bypassing, under the current one.
-        rollout_log_prob: (B,) as stored by the rollout.
+        part: mode, level, low, high, joint.
+        old_log_prob: (B,) by the trainer, under the policy before this update; bypassing, under the current one. (W, B)
+            with the level `sequence`: all noisy steps of each sample.
+        rollout_log_prob: of the same shape, as stored by the rollout.
         num_elements: of a sample's latents.
         bypass: whether the loss takes `rollout_log_prob` for the old policy's.
     """
     assert not (bypass and part.joint and part.mode in ("truncated", "band")), "refused when the job is read"
     gap = (old_log_prob - rollout_log_prob).detach()
+    if part.level == "sequence":
+        assert gap.dim() == 2
+        gap = (gap.sum(0) if part.joint else gap.mean(0)).expand_as(gap)
     log_ratio = (gap * num_elements if part.joint else gap).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
     if part.mode == "none":
@@ -82,9 +103,23 @@ def correct(
     return Correction(kept.masked_fill(outside, 0.0), log_ratio, outside)
 
 
-def agreement_metrics(log_ratio: Tensor, clip_range: float | None = None) -> dict[str, float]:
-    """Charted names for (B,) log-ratios of trainer over rollout. `clip_range`: of the loss, if it has one; rows whose
-    ratio is further from 1 would be clipped at once were the rollout's log-probs the old ones."""
+def reject(part: CorrectionPart, weighed: Correction, mean: float = 1.0) -> Correction:
+    """With weights divided by `mean`, and 0 in rows whose ratio is below `reject_low` or above `reject_high`."""
+    if weighed.weights is None:
+        return weighed
+    ratio = weighed.log_ratio.exp()
+    is_rejected = torch.zeros_like(weighed.outside)
+    if part.reject_low is not None:
+        is_rejected = is_rejected | (ratio < part.reject_low)
+    if part.reject_high is not None:
+        is_rejected = is_rejected | (ratio > part.reject_high)
+    weights = (weighed.weights / mean).masked_fill(is_rejected, 0.0)
+    return Correction(weights, weighed.log_ratio, weighed.outside | is_rejected)
+
+
+def agreement_metrics(log_ratio: Tensor, limits: Limits | None = None) -> dict[str, float]:
+    """Charted names for (B,) log-ratios of trainer over rollout. `limits`: of a loss that clips; rows whose ratio is
+    beyond them would be clipped at once were the rollout's log-probs the old ones."""
     gap = log_ratio.detach().double().cpu()
     metrics = {
         "rollout_corr/ratio_mean": gap.exp().mean().item(),
@@ -93,6 +128,7 @@ def agreement_metrics(log_ratio: Tensor, clip_range: float | None = None) -> dic
         "rollout_corr/log_ratio_abs_max": gap.abs().max().item(),
         "rollout_corr/exact": (gap == 0).double().mean().item(),
     }
-    if clip_range is not None:
-        metrics["rollout_corr/beyond_clip"] = (gap.expm1().abs() > clip_range).double().mean().item()
+    if limits is not None:
+        is_beyond = (gap > limits.log_high) | (gap < limits.log_low)
+        metrics["rollout_corr/beyond_clip"] = is_beyond.double().mean().item()
     return metrics

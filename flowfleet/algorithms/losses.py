@@ -26,9 +26,21 @@ class Limits:
     """How far one update may move from the old policy, per element of a sample's latents."""
 
     clip_range: float
-    """c: the ratio counts within 1 - c … 1 + c."""
+    """c: the ratio counts up to 1 + c."""
     kl_threshold: float
     """Of the KL of one step, a mean over its elements."""
+    clip_range_low: float | None = None
+    """The ratio counts from 1 minus this on; None: 1 - c."""
+
+    @property
+    def log_low(self) -> float:
+        """The least log-ratio that counts, below 0."""
+        return math.log1p(-(self.clip_range if self.clip_range_low is None else self.clip_range_low))
+
+    @property
+    def log_high(self) -> float:
+        """The greatest log-ratio that counts."""
+        return math.log1p(self.clip_range)
 
 
 def limits(part: AlgorithmPart, num_elements: int) -> Limits:
@@ -36,17 +48,19 @@ def limits(part: AlgorithmPart, num_elements: int) -> Limits:
 
     Raises ValueError for so many nats an element that nothing would be clipped.
     """
-    clip, threshold = part.clip_range, part.kl_threshold
+    clip, low, threshold = part.clip_range, part.clip_range_low, part.kl_threshold
     if part.clip_nats is not None:
         clip = clip_range_from_nats(part.clip_nats, num_elements)
+    if part.clip_nats_low is not None:
+        low = -math.expm1(-part.clip_nats_low / num_elements)
     if part.kl_threshold_nats is not None:
         threshold = part.kl_threshold_nats / num_elements
-    return Limits(clip, threshold)
+    return Limits(clip, threshold, low)
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyRows:
-    """What losses of the Flow-GRPO family read; all of one dtype, B rows."""
+    """What losses of the Flow-GRPO family read, B rows. Log-probs may be of a wider dtype than the rest."""
 
     log_prob: Tensor
     """(B,) of the current policy, with gradient; a mean over elements."""
@@ -118,22 +132,22 @@ PolicyLoss = Callable[[PolicyRows, Limits], LossOutput]
 def flow_grpo(rows: PolicyRows, limits: Limits) -> LossOutput:
     """Flow-GRPO, https://arxiv.org/abs/2505.05470: the clipped surrogate of PPO on the ratio of mean log-probabilities.
 
-    loss = weight * max(-A rho, -A clip(rho, 1 - c, 1 + c)) with rho = exp(log_prob - old_log_prob).
+    loss = weight * max(-A rho, -A clip(rho, 1 - c_low, 1 + c)) with rho = exp(log_prob - old_log_prob).
 
     Args:
         rows: uses `log_prob`, `old_log_prob`, `advantages` and `weights`.
-        limits: uses `clip_range`; see `clip_range_from_nats`.
+        limits: uses `clip_range` and `clip_range_low`; see `clip_range_from_nats`.
     """
     log_ratio = rows.log_prob - rows.old_log_prob.detach()
-    loss = _weighted(_clipped(log_ratio, rows.advantages, limits.clip_range), rows)
-    return LossOutput(loss, ratio_stats(log_ratio, *_beyond(log_ratio, limits.clip_range)))
+    loss = _weighted(_clipped(log_ratio, rows.advantages, limits), rows)
+    return LossOutput(loss, ratio_stats(log_ratio, *_beyond(log_ratio, limits)))
 
 
 def grpo_guard(rows: PolicyRows, limits: Limits) -> LossOutput:
     """GRPO-Guard, https://arxiv.org/abs/2510.22319: ratios that are centred and of equal spread at every noise level.
 
     With s the step std and b = mean((mu - mu_old)^2) / (2 s^2), the normalised ratio is
-    rho = exp((log_prob - old_log_prob + b) s), and loss = weight * max(-A rho, -A clip(rho, 1 - c, 1 + c)) / (-dt).
+    rho = exp((log_prob - old_log_prob + b) s), and loss = weight * max(-A rho, -A clip(rho, 1 - c_low, 1 + c)) / -dt.
     For a sample x' = mu_old + s e the exponent is mean(e (mu - mu_old)): the plain ratio's drift of -b is gone, and no
     step's ratio is blown up by a small s. Dividing by -dt evens out the gradients of the steps.
 
@@ -143,14 +157,14 @@ def grpo_guard(rows: PolicyRows, limits: Limits) -> LossOutput:
 
     Args:
         rows: uses all; `log_prob` must be Gaussian, so not of `cps`. A row with std 0 has ratio 1 and no gradient.
-        limits: uses `clip_range`, here of the normalised ratio.
+        limits: uses `clip_range` and `clip_range_low`, here of the normalised ratio.
     """
     assert rows.dt is not None
     assert rows.std is not None
     log_ratio = rows.log_prob - rows.old_log_prob.detach()
     normalised = (log_ratio + _drift(rows)) * rows.std
-    loss = _weighted(_clipped(normalised, rows.advantages, limits.clip_range) / -rows.dt, rows)
-    return LossOutput(loss, ratio_stats(normalised, *_beyond(normalised, limits.clip_range), raw=log_ratio))
+    loss = _weighted(_clipped(normalised, rows.advantages, limits) / -rows.dt, rows)
+    return LossOutput(loss, ratio_stats(normalised, *_beyond(normalised, limits), raw=log_ratio))
 
 
 def flow_dppo(rows: PolicyRows, limits: Limits) -> LossOutput:
@@ -237,16 +251,21 @@ def _drift(rows: PolicyRows) -> Tensor:
     return reference_kl(rows.mean, rows.old_mean, rows.std)
 
 
-def _clipped(log_ratio: Tensor, advantages: Tensor, clip_range: float) -> Tensor:
-    """PPO's surrogate, (B,): the worse of the ratio's and the clipped ratio's loss."""
-    advantages, ratio = advantages.detach(), log_ratio.exp()
-    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range))
+def _clipped(log_ratio: Tensor, advantages: Tensor, limits: Limits) -> Tensor:
+    """PPO's surrogate, (B,): the worse of the ratio's and the clipped ratio's loss.
+
+    That is the ratio cut off on the side where it would gain. The logarithm is cut, because float32 has no ratio
+    between 1 and 1 + 1.2e-7, and a video's clip range is below that.
+    """
+    advantages = advantages.detach()
+    cut = torch.where(advantages >= 0, log_ratio.clamp(max=limits.log_high), log_ratio.clamp(min=limits.log_low))
+    return -advantages * cut.exp()
 
 
-def _beyond(log_ratio: Tensor, clip_range: float) -> tuple[Tensor, Tensor]:
+def _beyond(log_ratio: Tensor, limits: Limits) -> tuple[Tensor, Tensor]:
     """(B,) bool each: rows with a ratio above the clip range, and below it."""
-    excess = log_ratio.detach().expm1()
-    return excess > clip_range, excess < -clip_range
+    log_ratio = log_ratio.detach()
+    return log_ratio > limits.log_high, log_ratio < limits.log_low
 
 
 def _weighted(loss: Tensor, rows: PolicyRows) -> Tensor:

@@ -45,7 +45,8 @@ class Loss:
     reads: tuple[str, ...] = ()
     """Settings of `algorithm` that only some losses read, and this one does."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of `algorithm` to values that suit this loss better than the schema's defaults."""
+    """Settings to values that suit this loss better than the schema's defaults: of `algorithm` by their names, of other
+    parts of the job by their dotted ones."""
     at_most: Mapping[str, float] = field(default_factory=dict)
     """Settings of `algorithm` to the greatest value that makes sense for this loss."""
     needs_old_mean: bool = False
@@ -58,6 +59,11 @@ class Loss:
     """Compares with the model before training."""
     keeps_old_policy: bool = False
     """An old policy samples, and follows the trained one by `algorithm.old_policy`."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """`defaults` by dotted names."""
+        return {name if "." in name else f"algorithm.{name}": value for name, value in self.defaults.items()}
 
     def load(self) -> Callable[..., Any]:
         """Imports the function; needs torch."""
@@ -128,14 +134,18 @@ for _step in (
 ):
     register_step(_step)
 
+_CLIP = ("clip_range", "clip_range_low", "clip_nats", "clip_nats_low")
+_TWO_UPDATES = {"trainer.updates_per_step": 2}
+"""In a step's only update the ratio to the old policy is 1, so that no limit acts."""
+
 for _loss in (
-    Loss("flow_grpo", f"{_LOSSES}:flow_grpo", "policy", reads=("clip_range", "clip_nats")),
+    Loss("flow_grpo", f"{_LOSSES}:flow_grpo", "policy", reads=_CLIP, defaults=_TWO_UPDATES),
     Loss(
         "grpo_guard",
         f"{_LOSSES}:grpo_guard",
         "policy",
-        reads=("clip_range", "clip_nats"),
-        defaults={"clip_range": 2e-6},
+        reads=_CLIP,
+        defaults={"clip_range": 2e-6, **_TWO_UPDATES},
         needs_old_mean=True,
         needs_gaussian=True,
     ),
@@ -144,7 +154,7 @@ for _loss in (
         f"{_LOSSES}:flow_dppo",
         "policy",
         reads=("kl_threshold", "kl_threshold_nats"),
-        defaults={"advantage_clamp": None},
+        defaults={"advantage_clamp": None, **_TWO_UPDATES},
         needs_old_mean=True,
     ),
     Loss(

@@ -56,7 +56,7 @@ def _algorithm_row(algorithm: Algorithm) -> list[str]:
     elif is_ode:
         step, window = "the ODE (eta 0)", "–"
     loss = LOSSES[algorithm.loss]
-    others = {f"algorithm.{name}": value for name, value in loss.defaults.items()} | dict(algorithm.defaults)
+    others = loss.settings | dict(algorithm.defaults)
     also = {name: value for name, value in others.items() if name not in _SHOWN}
     title = f"[{algorithm.title}]({algorithm.paper})" if algorithm.paper else algorithm.title
     return [f"`{algorithm.name}`", f"{title}. {algorithm.summary}", step, window, f"`{algorithm.loss}`", _listed(also)]

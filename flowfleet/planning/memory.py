@@ -93,7 +93,7 @@ def trainer_memory(spec: JobSpec, facts: Facts) -> TrainerMemory:
         "reference": _reference(spec, facts) / ranks,
         "old policy": FP32 * facts.trained / ranks if spec.loss.keeps_old_policy else 0.0,
         "average": FP32 * facts.trained / ranks if spec.averages else 0.0,
-        "samples": samples * _row_bytes(spec, facts),
+        "samples": min(2, part.passes) * samples * _row_bytes(spec, facts),
         "activations": facts.activations.peak(part.gradient_checkpointing, micro, passes(spec)),
     }
     only_late = ("gradients", "gradients, whole") if backwards == 1 else ()

@@ -46,7 +46,9 @@ def work(spec: JobSpec, facts: Facts, text_tokens: int) -> Work:
         samples=spec.samples_per_step,
         trained=spec.trained_per_step,
         rollout_flops_per_sample=_forwards(spec) * passes(spec) * sampling + facts.decode_flops,
-        train_flops_per_sample=num_rounds(spec) * passes(spec) * (training + _without_gradient(spec) * sampling),
+        train_flops_per_sample=num_rounds(spec)
+        * passes(spec)
+        * (spec.trainer.passes * training + _without_gradient(spec) * sampling),
         published_bytes=facts.trained * item_bytes(spec),
         checkpoint_bytes=checkpoint_bytes(spec, facts),
         trajectory_bytes=spec.samples_per_step * states * facts.latent * FP32
@@ -61,10 +63,13 @@ def _forwards(spec: JobSpec) -> float:
 
 
 def _without_gradient(spec: JobSpec) -> float:
-    """Forwards a row beside those of the update: old log-probs of all updates but the first, and the reference."""
+    """Forwards a row beside those of the update: old log-probs of all updates but the first, and the reference. A
+    matching loss has other rows in each pass."""
     count = float(spec.loss.needs_reference or spec.algorithm.kl_coef > 0) + float(spec.loss.keeps_old_policy)
-    if spec.records_steps and spec.algorithm.old_log_probs == "recompute":
+    if not spec.records_steps:
+        return count * spec.trainer.passes
+    if spec.recomputes_all:
         count += 1
-    if spec.records_steps and spec.algorithm.old_log_probs == "first_forward":
+    elif spec.algorithm.old_log_probs == "first_forward":
         count += 1 - 1 / spec.trainer.updates_per_step
     return count

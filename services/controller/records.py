@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, computed_field
 
 from flowfleet.errors import Conflict
 from flowfleet.jobs import JobSpec
@@ -146,6 +146,15 @@ class JobRecord(Record):
     """Name → path or figure, written when the job ends."""
     rewards: JobRewards = JobRewards(active=RewardRevision(number=0, rewards={}))
     """As they are now, and as they shall be."""
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def warnings(self) -> list[str]:
+        """What the job's settings allow but hardly mean, a sentence each."""
+        try:
+            return self.job_spec().warnings
+        except ValueError:  # of an older release, or of a plugin that is not installed
+            return []
 
     @property
     def pool(self) -> str:

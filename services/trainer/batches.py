@@ -1,8 +1,11 @@
 """Which rank trains on which samples in which forward: pure, the same on every rank.
 
-A step has updates (one optimizer step each), an update has micro-batches (one forward and backward each), and every
-rank runs the same number of them, because each takes part in the collectives of FSDP. Where there are too few, a rank
-repeats samples that are trained elsewhere; such a `MicroBatch` is padding and weighs nothing.
+A step has passes over its samples, a pass has updates (one optimizer step each), an update has micro-batches (one
+forward and backward each). Every rank runs the same number of them, because each takes part in the collectives of FSDP.
+Where there are too few, a rank repeats samples that are trained elsewhere; such a `MicroBatch` is padding and weighs
+nothing.
+
+A rank keeps its samples in all passes, which deal them to other updates: what it knows of them holds for every pass.
 
 The two samples of a pair stay together in one micro-batch, the winner first.
 
@@ -65,6 +68,16 @@ def plan_step(
     return tuple(_divided(sorted(share, key=lambda unit: keys[unit[0]]), size, world_size) for share in shares)
 
 
+def plan_passes(
+    keys: Sequence[Key], spec: JobSpec, step: int, world_size: int, *, pairs: Sequence[Pair] = ()
+) -> tuple[tuple[Update, ...], ...]:
+    """The updates of each of `trainer.passes`. The first is `plan_step`'s; a later one has as many samples of each rank
+    in each update, drawn anew from the rank's."""
+    first = plan_step(keys, spec, step, world_size, pairs=pairs)
+    later = range(1, spec.trainer.passes)
+    return (first, *(_redealt(first, keys, spec, (step, number), is_paired=bool(pairs)) for number in later))
+
+
 def split(items: Sequence[T], num_parts: int) -> list[list[T]]:
     """Consecutive parts whose lengths differ by one at most; empty ones where there are too few items."""
     bounds = [len(items) * part // num_parts for part in range(num_parts + 1)]
@@ -90,6 +103,38 @@ def _shuffled(items: list[T], spec: JobSpec, step: int) -> list[T]:
     if spec.trainer.updates_per_step == 1:
         return items
     return random.Random(derive_seed(spec.seed, "updates", step)).sample(items, len(items))
+
+
+def _redealt(
+    updates: Sequence[Update], keys: Sequence[Key], spec: JobSpec, path: tuple[int, int], *, is_paired: bool
+) -> tuple[Update, ...]:
+    """The same numbers of each rank's units in each update. `path`: step and pass."""
+    keeps_batches = spec.trainer.deterministic and spec.records_steps
+    by_rank: list[list[tuple[MicroBatch, ...]]] = []
+    for rank in range(len(updates[0].by_rank)):
+        before = [update.by_rank[rank] for update in updates]
+        dealt = [[batch for batch in batches if not batch.is_padding] for batches in before]
+        units = [_units(batches, is_whole=keeps_batches, is_paired=is_paired) for batches in dealt]
+        pool = list(chain(*units))
+        random.Random(derive_seed(spec.seed, "passes", *path, rank)).shuffle(pool)
+        after = []
+        for batches, own in zip(before, units, strict=True):
+            share, pool = sorted(pool[: len(own)], key=lambda unit: keys[unit[0]]), pool[len(own) :]
+            parts = share if keeps_batches else [tuple(chain(*part)) for part in split(share, len(batches)) if part]
+            after.append(_padded([MicroBatch(part) for part in parts], len(batches), batches[0].rows))
+        by_rank.append(after)
+    return tuple(_update(batches) for batches in zip(*by_rank, strict=True))
+
+
+def _units(batches: Sequence[MicroBatch], *, is_whole: bool, is_paired: bool) -> list[Unit]:
+    if is_whole:
+        return [batch.rows for batch in batches]
+    rows, size = list(chain(*(batch.rows for batch in batches))), 2 if is_paired else 1
+    return [tuple(rows[start : start + size]) for start in range(0, len(rows), size)]
+
+
+def _update(by_rank: tuple[tuple[MicroBatch, ...], ...]) -> Update:
+    return Update(sum(len(batch.rows) for batch in chain(*by_rank) if not batch.is_padding), by_rank)
 
 
 def _dealt(parts: Sequence[Unit], world_size: int) -> Update:

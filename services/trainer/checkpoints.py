@@ -4,9 +4,9 @@ Tensors (what is trained, AdamW's two moments as they are kept, the old policy o
 jobs that have one, each rank's generator states) are written by torch.distributed.checkpoint in its safetensors
 storage, each rank its own shards; they may be read by another number of ranks. Its usual storage is avoided because
 that keeps its metadata as a pickle. `state.json` has the rest: the record of applied steps, the optimizer's steps and
-all updates, and the names and sizes of all files. A folder is written aside and renamed when everything in it is on
-disk. Aside, each trainer has a name of its own: one that was given up may still write. The directory must be shared by
-all ranks.
+all updates, the loss's scale, and the names and sizes of all files. A folder is written aside and renamed when
+everything in it is on disk. Aside, each trainer has a name of its own: one that was given up may still write. The
+directory must be shared by all ranks.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ class Checkpoints:
         engine.policies.num_updates = state.get("updates", max(state["optimizer_steps"].values()))
         if not has_average:
             engine.policies.start_average()
+        engine.loss_scale.restore(state.get("loss_scale", {}))
         return record
 
     def _paths(self) -> list[Path]:
@@ -133,6 +134,7 @@ class Checkpoints:
             "files": {file.name: file.stat().st_size for file in sorted(aside.iterdir())},
             "optimizer_steps": engine.optimizer.num_steps(),
             "updates": engine.policies.num_updates,
+            "loss_scale": engine.loss_scale.to_json(),
             "record": record.to_json(),
         }
         (aside / "state.json").write_text(json.dumps(state), encoding="utf-8")

@@ -30,6 +30,7 @@ from flowfleet.service import usable_cpus
 from services.trainer.blocks import checkpoint_blocks, compile_blocks
 from services.trainer.gather import Gather
 from services.trainer.loading import CheckpointSource, DummySource, Source, fill, fill_parameter
+from services.trainer.loss_scale import LossScale
 from services.trainer.optimizer import ShardedAdamW
 from services.trainer.policies import Policies, Policy
 from services.trainer.ranks import Ranks
@@ -47,6 +48,7 @@ class Engine:
     trained: dict[str, Any]
     """Parameters that are trained, by published name: DTensors, fp32."""
     optimizer: ShardedAdamW
+    loss_scale: LossScale
     policies: Policies
     """What is kept beside the trained weights."""
 
@@ -62,7 +64,9 @@ class Engine:
             spec.model.path, dtype=load_dtype, device="cpu", components=("transformer",), load_format="empty"
         )
         self.adapter.limit_tokens(spec.model.max_sequence_length)
-        limits(spec.algorithm, math.prod(self.adapter.latent_shape(spec.rollout.size)))
+        num_elements = math.prod(self.adapter.latent_shape(spec.rollout.size))
+        limits(spec.algorithm, num_elements)
+        self.loss_scale = LossScale(num_elements, is_on=self.dtype == torch.float16)
         self.experts = dict(self.adapter.experts)
         self._sources = {component: self._source(component) for component in self.experts}
         for component, expert in self.experts.items():

@@ -52,7 +52,7 @@ class StepsBatch(Batch):
     next_latents: Tensor
     """(W, B, *latent) float32, after each step."""
     rollout_log_probs: Tensor
-    """(W, B) float32, as the rollout stored them."""
+    """(W, B) float64, as the rollout stored them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,14 +38,15 @@ class Mfu:
         """Collective. `perf/mfu/actor`, and `perf/mfu/actor_infer` of a policy loss that inferred before its updates.
 
         Args:
-            batches: this rank's of each update.
+            batches: this rank's of each update of one pass; all passes have the same rows.
             num_rounds: rows of a sample.
             seconds: of the step's phases, by name.
         """
         if self._flops is None:  # on every rank
             return {}
         forwards = [self._forwards(part, self._flops.sampling) * num_rounds for part in batches]
-        backwards = sum(self._forwards(part, self._flops.training) * num_rounds for part in batches)
+        rows = sum(self._forwards(part, self._flops.training) * num_rounds for part in batches)
+        backwards = rows * self._spec.trainer.passes
         inferred = sum(count * work for count, work in zip(self._passes(len(batches)), forwards, strict=True))
         mine = torch.tensor([backwards, inferred], dtype=torch.float64)
         updated, looked = self._ranks.sum(mine).tolist()
@@ -57,8 +58,8 @@ class Mfu:
         """Forwards without gradient of a row, by update; matching losses make theirs inside the update."""
         if not self._spec.records_steps:
             return [0] * num_updates
-        mode, reference = self._spec.algorithm.old_log_probs, int(needs_reference(self._spec))
-        late = {"recompute": 0, "first_forward": 1}.get(mode, num_updates)
+        bypass, reference = self._spec.algorithm.old_log_probs == "rollout", int(needs_reference(self._spec))
+        late = 0 if self._spec.recomputes_all else num_updates if bypass else 1
         return [reference + int(number >= late) for number in range(num_updates)]
 
     def _forwards(self, batches: Sequence[Batch], flops: Callable[[float], float]) -> float:

@@ -32,6 +32,9 @@ class UpdateOutcome:
     """Before clipping, over all ranks; may be infinite or NaN."""
     applied: bool
     """False when the gradient was not finite: weights and optimizer are as before."""
+    lr: float
+    loss_scale: float
+    """By which the gradients were too large (loss_scale.py)."""
 
 
 class ShardedAdamW:
@@ -44,16 +47,17 @@ class ShardedAdamW:
         self._moments = make_moments(part.state, {name: local(parameter) for name, parameter in trained.items()})
         self._num_steps = {_component(name): 0 for name in trained}
 
-    def step(self) -> UpdateOutcome:
-        """Collective. Clips and applies the gradients, or drops them if they are not finite; then frees them."""
+    def step(self, lr: float, loss_scale: float = 1.0) -> UpdateOutcome:
+        """Collective. Divides the gradients by the loss's scale, clips and applies them, or drops them if they are not
+        finite; then frees them."""
         grads = {name: local(parameter.grad) for name, parameter in self._trained.items() if parameter.grad is not None}
-        norm = self._norm(list(grads.values()))
-        outcome = UpdateOutcome(float(norm), math.isfinite(float(norm)))
+        norm = float(self._norm(list(grads.values()))) / loss_scale
+        outcome = UpdateOutcome(norm, math.isfinite(norm), lr, loss_scale)
         if outcome.applied and grads:
-            share = self._part.max_grad_norm / (outcome.grad_norm + 1e-6)
-            if share < 1:
+            share = min(1.0, self._part.max_grad_norm / (norm + 1e-6)) / loss_scale
+            if share != 1:
                 torch._foreach_mul_(list(grads.values()), share)
-            self._apply(grads)
+            self._apply(grads, lr)
         for parameter in self._trained.values():
             parameter.grad = None
         return outcome
@@ -74,15 +78,15 @@ class ShardedAdamW:
         self._num_steps = {component: num_steps[component] for component in self._num_steps}
 
     @torch.no_grad()
-    def _apply(self, grads: Mapping[str, Tensor]) -> None:
+    def _apply(self, grads: Mapping[str, Tensor], lr: float) -> None:
         for component in dict.fromkeys(map(_component, grads)):
             own = {name: grad for name, grad in grads.items() if _component(name) == component}
             shards = {name: local(self._trained[name]) for name in own}
             for pieces in self._moments.pieces(shards, own):
-                self._update(pieces, self._num_steps[component])
+                self._update(pieces, self._num_steps[component], lr)
             self._num_steps[component] += 1
 
-    def _update(self, pieces: Sequence[Piece], num_steps: int) -> None:
+    def _update(self, pieces: Sequence[Piece], num_steps: int, lr: float) -> None:
         """AdamW's step number `num_steps` + 1 of these."""
         pieces = [piece for piece in pieces if piece.grad.numel()]
         part, device = self._part, self._ranks.device
@@ -97,7 +101,7 @@ class ShardedAdamW:
             amsgrad=False,
             beta1=part.betas[0],
             beta2=part.betas[1],
-            lr=part.lr,
+            lr=lr,
             weight_decay=part.weight_decay,
             eps=part.eps,
             maximize=False,

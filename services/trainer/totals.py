@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flowfleet.algorithms.correction import MAX_LOG_RATIO, agreement_metrics
-from flowfleet.algorithms.losses import RatioStats
+from flowfleet.algorithms.losses import Limits, RatioStats
 from flowfleet.telemetry import LOG_PROB_NOT_FINITE
 from services.trainer.inputs import Batch, StepsBatch
 from services.trainer.optimizer import UpdateOutcome
@@ -23,7 +23,7 @@ class Totals:
         """`num_steps`: noisy ones, 0 for losses that read none; `num_samples`: of the step, over all ranks."""
         self._ranks = ranks
         self._shape = num_steps, num_samples
-        self.clip_range: float | None = None
+        self.limits: Limits | None = None
         """Of the ratio of log-probs, by the loss; none where it limits something else."""
         self._gaps: list[tuple[int | slice, list[int], Tensor]] = []
         self._loss = torch.zeros((), device=ranks.device)
@@ -56,15 +56,18 @@ class Totals:
     def add_outcome(self, outcome: UpdateOutcome) -> None:
         self._outcomes.append(outcome)
 
-    def metrics(self, num_updates: int) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Collective; equal on every rank."""
+        last = self._outcomes[-1]
         norms = [outcome.grad_norm for outcome in self._outcomes if outcome.applied]
         skipped = sum(not outcome.applied for outcome in self._outcomes)
         return {
             "actor/kl_loss": 0.0,
-            **self._means(num_updates),
+            **self._means(len(self._outcomes)),
             "actor/grad_norm": math.fsum(norms) / len(norms) if norms else math.nan,
             "actor/skipped_updates": float(skipped),
+            "actor/lr": last.lr,
+            **({} if last.loss_scale == 1 else {"actor/loss_scale": last.loss_scale}),
             **self._over_ranks().metrics(),
             **self._agreement(),
         }
@@ -104,7 +107,7 @@ class Totals:
         ratio = known.exp()
         return {
             **not_finite,
-            **agreement_metrics(known, self.clip_range),
+            **agreement_metrics(known, self.limits),
             "rollout_corr/ratio_min": ratio.min().item(),
             "rollout_corr/ratio_max": ratio.max().item(),
             "rollout_corr/ratio_max_abs_dev": (ratio - 1).abs().max().item(),

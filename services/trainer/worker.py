@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,13 @@ from flowfleet.proto import trainer_pb2
 from flowfleet.proto.common_pb2 import BlobRef
 from flowfleet.telemetry import Timings
 from flowfleet.transfer import TransferError, TransferMember
-from services.trainer.batches import plan_step
+from services.trainer.batches import Update, plan_passes
 from services.trainer.checkpoints import Checkpoints
 from services.trainer.commands import Command, Kind
 from services.trainer.engine import Engine
 from services.trainer.export import export
 from services.trainer.gather import Gather
-from services.trainer.inputs import StepReader
+from services.trainer.inputs import Batch, StepReader
 from services.trainer.mfu import Mfu
 from services.trainer.ranks import Ranks
 from services.trainer.record import Record
@@ -130,15 +132,16 @@ class Worker:
             if not sample_keys:
                 return self._passed_over(job, request)
             pairs = pairs_of(request, job.spec)
-            updates = plan_step(sample_keys, job.spec, request.step, self.ranks.world_size, pairs=pairs)
-            job.reader.read(request, updates, self.ranks.rank)
-            batches = [[job.reader.batch(micro) for micro in update.by_rank[self.ranks.rank]] for update in updates]
+            plan = plan_passes(sample_keys, job.spec, request.step, self.ranks.world_size, pairs=pairs)
+            job.reader.read(request, plan[0], self.ranks.rank)
+            batches = self._batches(job, plan[0])
         sde_steps = request.samples[0].sample.sde_steps if job.spec.records_steps else ()
         trainer = StepTrainer(job.engine, request.step, len(sample_keys), sde_steps)
-        metrics = trainer.train(updates, batches, timings)
+        later = ((updates, self._batches(job, updates)) for updates in plan[1:])
+        metrics = trainer.train(chain([(plan[0], batches)], later), timings)
         metrics |= job.mfu.metrics(batches, trainer.num_rounds, timings.seconds)
         job.reader.clear()
-        self._recorded(job, request, metrics, len(updates), timings)
+        self._recorded(job, request, metrics, sum(map(len, plan)), timings)
         return step_response(job.record, request.step, replayed=False)
 
     def save(self, request: trainer_pb2.SaveCheckpointRequest) -> trainer_pb2.SaveCheckpointResponse:
@@ -179,6 +182,10 @@ class Worker:
             raise Unavailable(f"the broadcast broke off: {error}") from error
         return Published(int(request.version), sent.hashes, sent.bytes, evaluated=request.evaluated)
 
+    def _batches(self, job: Job, updates: Sequence[Update]) -> list[list[Batch]]:
+        """This rank's of each update."""
+        return [[job.reader.batch(micro) for micro in update.by_rank[self.ranks.rank]] for update in updates]
+
     def _configured(self, job_id: str) -> Job:
         if self.job is None or job_id != self.job.job_id:
             owner = "no job yet" if self.job is None else f"job {self.job.job_id}"
@@ -216,7 +223,6 @@ class Worker:
         record.samples += len(request.samples)
         staleness = [request.step - item.sample.policy_version for item in request.samples]
         metrics |= {
-            "actor/lr": job.spec.trainer.optimizer.lr,
             "actor/skipped_updates_total": float(record.skipped_updates),
             "training/step_samples": float(len(request.samples)),
             "training/samples_total": float(record.samples),

@@ -31,10 +31,11 @@ class Objective(Protocol):
     def num_rounds(self) -> int: ...
 
     def prepare(self, batches: Sequence[Sequence[Batch]], timings: Timings) -> None:
-        """Collective. Takes the rank's micro-batches of each update, and computes what other policies say of them."""
+        """Collective. Takes the rank's micro-batches of each update of the next pass, and computes what other policies
+        say of them."""
 
     def forwards(self, update: int) -> Sequence[Forward]:
-        """Of an update, in order. The experts that they go through are the same on every rank."""
+        """Of an update of this pass, in order. The experts that they go through are the same on every rank."""
 
 
 def velocity(engine: Engine, latents: Tensor, timestep: Tensor, batch: Batch) -> Tensor:

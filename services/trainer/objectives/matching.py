@@ -45,13 +45,16 @@ class MatchingObjective:
         boundary = engine.adapter.boundary if len(engine.experts) > 1 else None
         self._draws = Draws(spec.seed, step, (part.sigma_low, part.sigma_high), boundary)
         self._items: list[list[_Item]] = []
+        self._num_passes = 0
 
     @property
     def num_rounds(self) -> int:
         return self._part.num_noise_levels
 
     def prepare(self, batches: Sequence[Sequence[Batch]], timings: Timings) -> None:
-        """See `Objective`: velocities of the reference and of the old policy, where the loss reads them."""
+        """See `Objective`: velocities of the reference and of the old policy, where the loss reads them. A pass has new
+        noise: its rounds are numbered on."""
+        self._num_passes += 1
         self._items = [
             [_Item(cast(FinalBatch, batch), number) for batch in part] for number, part in enumerate(batches)
         ]
@@ -63,7 +66,9 @@ class MatchingObjective:
                 self._add_velocities("old")
 
     def forwards(self, update: int) -> list[Forward]:
-        components = [self._component(self._draws.interval(update, k)) for k in range(self.num_rounds)]
+        components = [
+            self._component(self._draws.interval(update, self._drawn_round(k))) for k in range(self.num_rounds)
+        ]
         return [
             Forward(item.batch, component, partial(self._losses, item, k))
             for item in self._items[update]
@@ -99,9 +104,13 @@ class MatchingObjective:
     def _drawn(self, item: _Item, k: int) -> tuple[Tensor, Tensor]:
         """Noise (B, *latent) of round k on the device, and its sigmas (B,) on the CPU, where an expert is chosen by
         them. Drawn anew each time, which costs less than to keep them."""
-        clean, places = item.batch.clean, item.batch.places
+        clean, places, k = item.batch.clean, item.batch.places, self._drawn_round(k)
         noise = self._draws.noise(places, k, clean.shape[1:])
         return noise.to(clean.device), self._draws.sigmas(places, item.update, k)
+
+    def _drawn_round(self, k: int) -> int:
+        """Under which round k of this pass is drawn."""
+        return (self._num_passes - 1) * self.num_rounds + k
 
     def _velocity(self, item: _Item, noise: Tensor, sigma: Tensor) -> Tensor:
         clean = item.batch.clean

@@ -85,7 +85,7 @@ def test_none_gives_no_weights_but_still_the_gap() -> None:
 def test_how_far_rows_are_from_agreement() -> None:
     """Ratios on both sides of a clip range of 0.1: 1 - 0.2, 1 - 0.05, 1, 1 + 0.05 and 1 + 0.2; then many at once."""
     ratios = torch.tensor([0.8, 0.95, 1.0, 1.05, 1.2], dtype=torch.float64)
-    assert agreement_metrics(ratios.log(), 0.1)["rollout_corr/beyond_clip"] == 0.4
+    assert agreement_metrics(ratios.log(), Limits(0.1, 1.0))["rollout_corr/beyond_clip"] == 0.4
     gaps = torch.linspace(-1, 1, 2001, dtype=torch.float64)[torch.randperm(2001)]
     assert agreement_metrics(gaps)["rollout_corr/log_ratio_abs_p99"] == pytest.approx(0.99, abs=1e-3)
 

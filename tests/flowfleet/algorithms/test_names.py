@@ -33,4 +33,7 @@ def test_every_registered_loss_can_be_imported(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_every_setting_that_a_loss_reads_or_sets_exists(name: str) -> None:
-    assert {*LOSSES[name].reads, *LOSSES[name].defaults} <= set(jobs.AlgorithmPart.model_fields)
+    assert set(LOSSES[name].reads) <= set(jobs.AlgorithmPart.model_fields)
+    for setting in LOSSES[name].settings:
+        part, key = setting.split(".")
+        assert key in type(jobs.JobSpec.model_fields[part].default).model_fields

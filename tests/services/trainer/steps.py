@@ -35,7 +35,8 @@ PROMPTS = ('A red sign that says "K7"', 'A blue sign that says "QXZ4"', 'A green
 
 
 def make_spec(path: Path, **parts: dict[str, Any]) -> JobSpec:
-    """3 prompts × 2 samples of 32×32 pixels, 4 steps of which 2 carry noise; one batch of 4 rows and one of 2."""
+    """3 prompts × 2 samples of 32×32 pixels, 4 steps of which 2 carry noise; one batch of 4 rows and one of 2,
+    one update."""
     base: dict[str, dict[str, Any]] = {
         "model": {"path": str(path), "dtype": "float32"},
         "data": {"train": "unused.txt"},
@@ -52,6 +53,7 @@ def make_spec(path: Path, **parts: dict[str, Any]) -> JobSpec:
         "algorithm": {} if "name" in parts.get("algorithm", {}) else {"clip_range": 0.5},
         "trainer": {
             "micro_batch_size": 4,
+            "updates_per_step": 1,
             "deterministic": True,
             "threads": 1,
             "lora": {"rank": 3, "alpha": 6.0},

@@ -59,7 +59,7 @@ def run(optimizer: ShardedAdamW, trained: dict[str, Any], steps: range, only: st
             if name.startswith(only):
                 grad = gradient(name, parameter.detach().to_local(), step)
                 parameter.grad = type(parameter.data).from_local(grad, parameter.device_mesh, parameter.placements)
-        assert optimizer.step().applied
+        assert optimizer.step(1e-2).applied
 
 
 def oracle(start: dict[str, Tensor], steps: int, part: OptimizerPart) -> dict[str, Tensor]:
