@@ -102,6 +102,7 @@ def test_a_step_whose_updates_are_one_backward_has_no_gradients_at_its_start(eag
             "rollout": spec.rollout.model_copy(update={"window": window, "prompts_per_step": 1, "group_size": 16}),
         }
     )
+    one = changed(one, updates_per_step=1)
     two = changed(one, micro_batch_size=8)
 
     first, second = trainer_memory(one, facts), trainer_memory(two, facts)
