@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from PIL import Image, ImageOps
 
-from flowfleet import keys
+from flowfleet import keys, plugins
+from flowfleet.algorithms.registry import ALGORITHMS
 from flowfleet.blobs import SyncBlobs
 from flowfleet.jobs import JobSpec, parse_job
 from flowfleet.lora import install_lora, load_adapter
@@ -53,7 +54,7 @@ def make_spec(path: Path, **parts: dict[str, Any]) -> JobSpec:
         "algorithm": {} if "name" in parts.get("algorithm", {}) else {"clip_range": 0.5},
         "trainer": {
             "micro_batch_size": 4,
-            "updates_per_step": 1,
+            "updates_per_step": _updates(parts.get("algorithm", {}).get("name", "flow_grpo")),
             "deterministic": True,
             "threads": 1,
             "lora": {"rank": 3, "alpha": 6.0},
@@ -64,6 +65,12 @@ def make_spec(path: Path, **parts: dict[str, Any]) -> JobSpec:
     for name, part in parts.items():
         base[name] = {**base.get(name, {}), **part}
     return parse_job(base)
+
+
+def _updates(algorithm: str) -> int:
+    """1, or what an algorithm itself brings."""
+    plugins.load()
+    return int(ALGORITHMS[algorithm].defaults.get("trainer.updates_per_step", 1))
 
 
 class Drawer:
