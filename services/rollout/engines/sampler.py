@@ -159,9 +159,14 @@ class Sampler:
             now = predict(latents, velocity, sigma)
             if step in noise.steps:
                 drawn = adapter.step_noise(seeds, step, latents.shape[1:]).to(adapter.device)
-                sigma_max = course.schedule.sigma_max
-                scales = {"sigma": sigma, "sigma_next": sigma_next, "eta": noise.eta, "sigma_max": sigma_max}
-                reverse = partial(reverse_step(noise.step_type), latents, **scales)
+                reverse = partial(
+                    reverse_step(noise.step_type),
+                    latents,
+                    sigma=sigma,
+                    sigma_next=sigma_next,
+                    eta=noise.eta,
+                    sigma_max=course.schedule.sigma_max,
+                )
                 result = reverse(velocity=velocity, noise=drawn)
                 if request.record == "steps":
                     path.keep(latents, result)

@@ -77,12 +77,11 @@ def test_settings_without_sense_are_refused(change: dict[str, Any], named: str) 
         generation_request(request)
 
 
-@pytest.mark.parametrize("purpose", [common_pb2.PURPOSE_TRAIN, common_pb2.PURPOSE_VALIDATE])
-def test_a_reference_kl_needs_training_samples_with_noise(purpose: common_pb2.Purpose) -> None:
-    def request(eta: float) -> rollout_pb2.GenerateRequest:
+def test_a_reference_kl_needs_training_samples_with_noise() -> None:
+    def request(eta: float, *, is_training: bool = True) -> rollout_pb2.GenerateRequest:
         return rollout_pb2.GenerateRequest(
             job_id="job",
-            purpose=purpose,
+            purpose=common_pb2.PURPOSE_TRAIN if is_training else common_pb2.PURPOSE_VALIDATE,
             sampling=rollout_pb2.Sampling(height=32, width=32, num_inference_steps=6, guidance_scale=1.0),
             noise=rollout_pb2.Noise(step_type="sde", eta=eta, sde_steps=[1]),
             groups=[rollout_pb2.PromptGroup(group=0, prompt="a", indices=[0], seeds=[7])],
@@ -90,11 +89,10 @@ def test_a_reference_kl_needs_training_samples_with_noise(purpose: common_pb2.Pu
             reference_kl=True,
         )
 
-    if purpose == common_pb2.PURPOSE_TRAIN:
-        assert generation_request(request(0.7)).reference_kl
-    for eta in (0.0,) if purpose == common_pb2.PURPOSE_TRAIN else (0.0, 0.7):
+    assert generation_request(request(0.7)).reference_kl
+    for refused in (request(0.0), request(0.7, is_training=False)):
         with pytest.raises(ValueError, match="reference_kl: it is measured at noisy steps"):
-            generation_request(request(eta))
+            generation_request(refused)
 
 
 def test_a_tail_needs_noise_before_it() -> None:
