@@ -30,6 +30,7 @@ def problems(job: JobSpec) -> Iterator[str]:
         _pairs,
         _advantages,
         _kl_reward,
+        _adapter,
         _rewards,
         _batches,
         _average,
@@ -274,6 +275,19 @@ def _kl_reward(job: JobSpec) -> Iterator[str]:
             "algorithm.kl_reward is subtracted from the sum of the rewards, which algorithm.reward_combination = "
             f'"{part.reward_combination}" does not form: set that to "sum", or use algorithm.kl_coef'
         )
+
+
+def _adapter(job: JobSpec) -> Iterator[str]:
+    if job.trainer.mode == "lora":
+        return
+    if job.model.adapter is not None:
+        yield (
+            'model.adapter: trainer.mode = "full" has no adapter that could start from it: export the pipeline with '
+            'the adapter merged in (trainer.lora.merge) and give that as model.path, or set trainer.mode = "lora"'
+        )
+    yield from _unheard(
+        job, ("trainer.lora.merge",), 'with trainer.mode = "full", which exports a whole pipeline anyway: leave it out'
+    )
 
 
 def _rewards(job: JobSpec) -> Iterator[str]:

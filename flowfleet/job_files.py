@@ -10,7 +10,7 @@ from typing import Any
 from flowfleet.jobs import JobSpec, parse_job, read_job_file
 from flowfleet.setting_files import change_table
 
-PATH_SETTINGS = (("model", "path"), ("data", "train"), ("data", "validation"))
+PATH_SETTINGS = (("model", "path"), ("model", "adapter"), ("data", "train"), ("data", "validation"))
 """Settings that name files."""
 RECIPES = Path(__file__).parents[1] / "recipes"
 """Recipes of the checkout or of the installed package."""

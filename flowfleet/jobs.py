@@ -35,6 +35,9 @@ class Part(BaseModel):
 class ModelPart(Part):
     path: str = Field(min_length=1)
     """Directory of a diffusers pipeline, readable by rollouts and trainer."""
+    adapter: str | None = Field(default=None, min_length=1)
+    """Adapter that a LoRA job starts from, readable by the trainer: the folder or file of an export of ours, diffusers'
+    or PEFT's, or a checkpoint's folder. Unset: a new one, which changes nothing at first."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Of the weights while sampling and of the forward pass while training. Latents stay fp32."""
     load_format: Literal["safetensors", "dummy"] = "safetensors"
@@ -242,6 +245,8 @@ class LoraPart(Part):
     alpha: float = Field(default=128.0, gt=0.0)
     target_modules: tuple[str, ...] | None = None
     """Names of modules that are adapted; unset: those that suit the model's family."""
+    merge: bool = False
+    """Export a whole pipeline with the adapter merged into its transformers, in place of the adapter alone."""
 
 
 class OptimizerPart(Part):

@@ -13,6 +13,7 @@ from typing import Any
 
 import fsspec
 
+from flowfleet.adapter_files import find_adapter
 from flowfleet.jobs import JobSpec, parse_job
 from flowfleet.media import MediaLimits
 from flowfleet.models.registry import FAMILIES, ModelFamily, family_of
@@ -72,6 +73,11 @@ def _file_problems(spec: JobSpec) -> Iterator[str]:
         yield from _family_problems(spec, family)
         yield from _size_problems(spec, family)
     yield from _limit_problems(spec)
+    if spec.model.adapter is not None:
+        try:
+            find_adapter(Path(spec.model.adapter))
+        except ValueError as error:
+            yield f"model.adapter: {error}"
     data: list[tuple[str, str | None, Kind]] = [
         ("train", spec.data.train, spec.method.data),
         ("validation", spec.data.validation, "prompts"),

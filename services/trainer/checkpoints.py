@@ -22,17 +22,21 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from flowfleet import devices
 from flowfleet.errors import Conflict
-from services.trainer.engine import Engine
+from services.trainer.ranks import Ranks
 from services.trainer.record import Record
+
+if TYPE_CHECKING:
+    from services.trainer.engine import Engine
 
 FORMAT = "flowfleet.trainer.v2"
 _NAME = re.compile(r"step-(\d{8,})")
@@ -60,7 +64,7 @@ class Checkpoints:
         path = self.directory / name
         aside = self.directory / f".{name}.{ranks.broadcast(self.token.encode()).decode()}.partial"
         with ranks.together():
-            exists = self._state(path) is not None
+            exists = complete_state(path) is not None
             if not exists and ranks.rank == 0:
                 self._clean(record.applied - 1)
                 aside.mkdir(parents=True)
@@ -76,12 +80,12 @@ class Checkpoints:
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint."""
-        return next((path for path in self._paths() if self._state(path) is not None), None)
+        return next((path for path in self._paths() if complete_state(path) is not None), None)
 
     def load(self, engine: Engine, path: Path) -> Record:
         """Collective. Puts a checkpoint into model, optimizer and generators. Raises Conflict if it does not fit."""
         with engine.ranks.together():
-            state = self._state(path)
+            state = complete_state(path)
             if state is None or state["job_id"] != self.job_id or state["parameters"] != _fingerprint(engine):
                 raise Conflict(
                     f"{path} is no checkpoint of job {self.job_id} with this model and adapter, and with moments in as "
@@ -94,13 +98,7 @@ class Checkpoints:
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("ema.")}
         if state["world_size"] != engine.ranks.world_size:
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("rng.")}
-        single = engine.ranks.world_size == 1
-        load(
-            tensors,
-            storage_reader=HuggingFaceStorageReader(str(path)),
-            process_group=engine.ranks.control,
-            no_dist=single,
-        )
+        read_into(tensors, path, engine.ranks)
         _adopt(engine, tensors, state["optimizer_steps"])
         engine.policies.num_updates = state.get("updates", max(state["optimizer_steps"].values()))
         if not has_average:
@@ -115,15 +113,6 @@ class Checkpoints:
         found = [(int(match[1]), path) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name))]
         return [path for _, path in sorted(found, reverse=True)]
 
-    def _state(self, path: Path) -> dict[str, Any] | None:
-        """`state.json` of a complete checkpoint, else None."""
-        try:
-            state: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
-            sizes = {name: (path / name).stat().st_size for name in state["files"]}
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-        return state if state["format"] == FORMAT and sizes == state["files"] else None
-
     def _complete(self, aside: Path, path: Path, engine: Engine, record: Record) -> None:
         """The last steps, by rank 0: `state.json`, everything to disk, the name, and room."""
         state = {
@@ -137,6 +126,8 @@ class Checkpoints:
             "loss_scale": engine.loss_scale.to_json(),
             "record": record.to_json(),
         }
+        if engine.is_lora:
+            state["lora_alpha"] = engine.spec.trainer.lora.alpha
         (aside / "state.json").write_text(json.dumps(state), encoding="utf-8")
         for file in (*aside.iterdir(), aside):
             _sync(file)
@@ -153,6 +144,32 @@ class Checkpoints:
             match = _ASIDE.fullmatch(left.name)
             if match and (match[2] == self.token or int(match[1]) <= step or _age_s(left) > STALE_S):
                 shutil.rmtree(left, ignore_errors=True)
+
+
+def complete_state(path: Path) -> dict[str, Any] | None:
+    """`state.json` of a complete checkpoint, else None."""
+    try:
+        state: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        sizes = {name: (path / name).stat().st_size for name in state["files"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return state if state["format"] == FORMAT and sizes == state["files"] else None
+
+
+def read_into(tensors: dict[str, Tensor], path: Path, ranks: Ranks) -> None:
+    """Collective. Copies what a checkpoint has by the same names into these, however it was spread over its ranks."""
+    load(
+        tensors,
+        storage_reader=HuggingFaceStorageReader(str(path)),
+        process_group=ranks.control,
+        no_dist=ranks.world_size == 1,
+    )
+
+
+def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Of the whole tensors in a checkpoint, by name."""
+    stored = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    return {name: tuple(item.size) for name, item in stored.items() if isinstance(item, TensorStorageMetadata)}
 
 
 def _tensors(engine: Engine) -> dict[str, Tensor]:

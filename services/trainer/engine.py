@@ -35,6 +35,7 @@ from services.trainer.optimizer import ShardedAdamW
 from services.trainer.policies import Policies, Policy
 from services.trainer.ranks import Ranks
 from services.trainer.sharding import allocate, reshard, shard_expert
+from services.trainer.warm_start import WarmStart, open_adapter
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +53,9 @@ class Engine:
     policies: Policies
     """What is kept beside the trained weights."""
 
-    def __init__(self, spec: JobSpec, ranks: Ranks) -> None:
-        """Loads the model; `shard` comes next. Raises ValueError for a model, size or target that is not there, or
+    def __init__(self, spec: JobSpec, ranks: Ranks, *, resumes: bool = False) -> None:
+        """Loads the model; `shard` comes next. `resumes`: a checkpoint is loaded after that, so `model.adapter` is not
+        read. Raises ValueError for a model, size, target or adapter that is not there, an adapter that does not fit, or
         limits that limit nothing at this size."""
         self.spec = spec
         self.ranks = ranks
@@ -68,13 +70,17 @@ class Engine:
         limits(spec.algorithm, num_elements)
         self.loss_scale = LossScale(num_elements, is_on=self.dtype == torch.float16)
         self.experts = dict(self.adapter.experts)
-        self._sources = {component: self._source(component) for component in self.experts}
+        self._sources = {component: self.source(component) for component in self.experts}
         for component, expert in self.experts.items():
             self._sources[component].check(expert)
             expert.requires_grad_(not self.is_lora)
             cast_persistent_buffers(expert, self.dtype)
         if self.is_lora:
             lora.inject_lora(self.experts, lora_spec(spec), dtype=torch.float32)
+        self._start: WarmStart | None = None
+        if spec.model.adapter is not None and not resumes:
+            self._start = open_adapter(Path(spec.model.adapter), list(self.experts))
+            self._start.check(lora.named_adapter_parameters(self.experts), lora_spec(spec))
         for expert in self.experts.values():
             if spec.trainer.gradient_checkpointing != "none":
                 checkpoint_blocks(expert, spec.trainer.gradient_checkpointing)
@@ -140,14 +146,20 @@ class Engine:
         """Whether parameters stay gathered between the forwards of an update: where it is the adapter alone."""
         return self.ranks.world_size == 1 and self.is_lora
 
-    def _source(self, component: str) -> Source:
+    def source(self, component: str) -> Source:
+        """The weights of a transformer as they were before training, from disk or drawn anew."""
         model = self.spec.model
         if model.load_format == "dummy":
             return DummySource(component, self.ranks.device)
         return CheckpointSource(Path(model.path) / component)
 
     def _start_adapter(self) -> None:
-        """Every rank draws all of it and keeps its shards."""
+        """What the job starts from; or every rank draws all of it and keeps its shards."""
+        if self._start is not None:
+            self._start.fill(self.trained, self.ranks)
+            self._start = None
+            log.info("starts from the adapter %s", self.spec.model.adapter)
+            return
         seed = derive_seed(self.spec.seed, "lora")
         for name, start in lora.initial_values(self.trained, lora_spec(self.spec), seed):
             fill_parameter(self.trained[name], self.ranks, start.__getitem__)

@@ -6,6 +6,9 @@ LoRA: `pytorch_lora_weights.safetensors`, written by diffusers with rank, alpha 
 load_into_transformer_2=True)`. Full: a whole pipeline for `from_pretrained`; what was not trained is linked to the base
 where the file system can, else copied.
 
+LoRA with `trainer.lora.merge`: such a pipeline too, its transformers' weights read from the base once more and written
+with scale · B A added, shard by shard.
+
 Everything is in `model.dtype`: what the rollouts served when the job was validated. So a job that averages its weights
 (`trainer.ema`) exports the average; without one, losses that keep an old policy (DiffusionNFT) export that one.
 """
@@ -15,16 +18,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from flowfleet import weights
+from flowfleet.jobs import JobSpec
 from flowfleet.proto.rollout_pb2 import Bucket
 from services.trainer.engine import Engine, lora_spec
+from services.trainer.loading import persistent
 
 SHARD_BYTES = 4 * 2**30
 _WEIGHTS = "diffusion_pytorch_model"
@@ -39,15 +45,17 @@ def export(engine: Engine, directory: Path) -> Path:
         if is_writer:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
-            if not engine.is_lora:
+            if exports_pipeline(engine.spec):
                 _link_base(Path(engine.spec.model.path), aside, engine.experts)
     tensors = engine.full_tensors(evaluated=True)
     with engine.ranks.together():
         try:
-            if is_writer and engine.is_lora:
-                _write_adapters(engine, dict(tensors), aside)
-            elif is_writer:
+            if is_writer and not engine.is_lora:
                 _write_experts(engine, aside, tensors)
+            elif is_writer and exports_pipeline(engine.spec):
+                _write_merged(engine, aside, dict(tensors))
+            elif is_writer:
+                _write_adapters(engine, dict(tensors), aside)
         finally:
             for _ in tensors:
                 pass  # ranks gather together to the end
@@ -55,6 +63,11 @@ def export(engine: Engine, directory: Path) -> Path:
             shutil.rmtree(directory, ignore_errors=True)
             os.replace(aside, directory)
     return directory
+
+
+def exports_pipeline(spec: JobSpec) -> bool:
+    """Whether the export is a whole pipeline, not an adapter."""
+    return spec.trainer.mode == "full" or spec.trainer.lora.merge
 
 
 def _write_adapters(engine: Engine, state: dict[str, Tensor], path: Path) -> None:
@@ -90,6 +103,32 @@ def _write_experts(engine: Engine, path: Path, tensors: Iterator[tuple[str, Tens
         }
         specs = weights.specs_of(of_component, engine.dtype)
         _write_transformer(path / component, weights.make_buckets(specs, SHARD_BYTES), tensors)
+
+
+def _write_merged(engine: Engine, path: Path, adapter: Mapping[str, Tensor]) -> None:
+    for component, expert in engine.experts.items():
+        base = {name: tensor for name, tensor in persistent(expert) if ".lora_" not in name}
+        shards = weights.make_buckets(weights.specs_of(base), SHARD_BYTES)
+        _write_transformer(path / component, shards, _merged(engine, component, base, adapter))
+
+
+def _merged(
+    engine: Engine, component: str, base: Mapping[str, Tensor], adapter: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors of a transformer by the names, and in the order and dtypes, of `base`; sums are of float32."""
+    source, part = engine.source(component), engine.spec.trainer.lora
+    for name, tensor in base.items():
+        if not isinstance(tensor, nn.Parameter):
+            stored = source.buffer(name)
+            yield name, tensor if stored is None else stored.to(tensor.dtype)
+            continue
+        weight = source.rows(name, tensor.shape, slice(None))
+        module = f"{component}.{name.removesuffix('.weight')}"
+        if f"{module}.lora_A.weight" in adapter:
+            weight = weight.to(engine.ranks.device, torch.float32)
+            down, up = (adapter[f"{module}.lora_{factor}.weight"].to(weight) for factor in "AB")
+            weight += (part.alpha / part.rank) * (up.flatten(1) @ down.flatten(1)).view_as(weight)
+        yield name, weight.to(tensor.dtype)
 
 
 def _write_transformer(path: Path, shards: list[Bucket], tensors: Iterator[tuple[str, Tensor]]) -> None:

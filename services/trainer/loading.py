@@ -73,7 +73,7 @@ class CheckpointSource:
             raise ValueError(f"the weights in {folder} cannot be read: {error}") from error
 
     def check(self, expert: nn.Module) -> None:
-        wanted = {name: tensor for name, tensor in _persistent(expert) if ".lora_" not in name}
+        wanted = {name: tensor for name, tensor in persistent(expert) if ".lora_" not in name}
         if missing := sorted(name for name in wanted if name not in self._places):
             raise ValueError(
                 f"{self._folder} has no weights for {len(missing)} of {len(wanted)} tensors, the first is "
@@ -99,7 +99,7 @@ def fill(expert: nn.Module, source: Source, ranks: Ranks) -> None:
         for name, parameter in expert.named_parameters():
             if ".lora_" not in name:
                 fill_parameter(parameter, ranks, partial(source.rows, _plain(name), parameter.shape))
-        for name, buffer in _persistent(expert):
+        for name, buffer in persistent(expert):
             value = source.buffer(name) if not isinstance(buffer, nn.Parameter) else None
             if value is not None:
                 buffer.copy_(value)
@@ -114,7 +114,7 @@ def fill_parameter(parameter: Tensor, ranks: Ranks, rows_of: Callable[[slice], T
     shard.copy_(rows_of(rows))
 
 
-def _persistent(expert: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def persistent(expert: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and the buffers that checkpoints hold, by their names there."""
     kept = expert.state_dict().keys()
     yield from ((_plain(name), parameter) for name, parameter in expert.named_parameters())

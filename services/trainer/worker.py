@@ -108,10 +108,13 @@ class Worker:
         if self.job is None:
             with self.ranks.together():
                 spec = parse_job(json.loads(request.spec_json))
-                engine = Engine(spec, self.ranks)
                 checkpoints = Checkpoints(Path(request.directory), request.job_id, spec.schedule.keep_last)
+            newest = checkpoints.newest() if self.ranks.rank == 0 else None
+            name = self.ranks.broadcast(str(newest or "").encode()).decode()
+            with self.ranks.together():
+                engine = Engine(spec, self.ranks, resumes=bool(name))
             engine.shard()
-            self.job = self._resumed(request, engine, checkpoints)
+            self.job = self._resumed(request, engine, checkpoints, name)
             self._request = request
         elif request != self._request:
             raise Conflict(
@@ -192,9 +195,9 @@ class Worker:
             raise Conflict(f"this trainer belongs to {owner}: call Configure for job {job_id}, on a trainer of its own")
         return self.job
 
-    def _resumed(self, request: trainer_pb2.ConfigureRequest, engine: Engine, checkpoints: Checkpoints) -> Job:
-        newest = checkpoints.newest() if self.ranks.rank == 0 else None
-        name = self.ranks.broadcast(str(newest or "").encode()).decode()
+    def _resumed(
+        self, request: trainer_pb2.ConfigureRequest, engine: Engine, checkpoints: Checkpoints, name: str
+    ) -> Job:
         record = checkpoints.load(engine, Path(name)) if name else Record()
         log.info("configured at version %d", record.applied, extra={"job": request.job_id})
         reader = StepReader(engine.adapter, engine.spec, self._blobs)

@@ -337,6 +337,16 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         "algorithm.kl_reward is subtracted from the sum",
         'set that to "sum"',
     ),
+    "full fine-tuning from an adapter": (
+        {"model": {"path": "m", "adapter": "a"}, "trainer": {"mode": "full"}},
+        'model.adapter: trainer.mode = "full" has no adapter',
+        "merged in (trainer.lora.merge) and give that as model.path",
+    ),
+    "full weights merged": (
+        {"trainer": {"mode": "full", "lora": {"merge": True}}},
+        "trainer.lora.merge has no effect",
+        "leave it out",
+    ),
     "no reward": ({"rewards": {}}, "rewards: name at least one", "[rewards.ocr]"),
     "rewards that count for nothing": ({"rewards": {"ocr": {"weight": 0.0}}}, "rewards.*.weight is 0", "a weight"),
     "a curve that counts for nothing": (
