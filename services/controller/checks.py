@@ -76,7 +76,7 @@ def _file_problems(spec: JobSpec) -> Iterator[str]:
     if spec.model.adapter is not None:
         try:
             find_adapter(Path(spec.model.adapter))
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             yield f"model.adapter: {error}"
     data: list[tuple[str, str | None, Kind]] = [
         ("train", spec.data.train, spec.method.data),

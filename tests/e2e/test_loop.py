@@ -106,3 +106,21 @@ def test_cancel_ends_a_job_and_the_next_one_runs(fleet: Fleet, small_job: MakeJo
     client.cancel(job.id)
     assert client.wait(job.id, 60).status == "cancelled"
     assert client.wait(waiting.id, 240).status == "succeeded"
+
+
+@pytest.mark.long
+def test_a_merged_job_and_one_that_starts_where_it_was(fleet: Fleet, small_job: MakeJob) -> None:
+    """Best and worst of each group, the KL in their reward, a pipeline as export, and a job from the checkpoint."""
+    settings = {"algorithm.kl_reward": 0.5, "algorithm.best_of": 4, "trainer.deterministic": False}
+    job = fleet.run(small_job(**settings, **{"trainer.lora.merge": True}))
+    assert_accounted(job, 4 * 24)
+    assert job.results["samples_dropped"] == {"not_best_or_worst": 4 * 4 * 2}
+    kls = [row.values["critic/reference_kl/mean"] or 0.0 for row in fleet.metrics(job)]
+    assert kls[0] == 0 < min(kls[1:])  # the first policy is the reference
+    model = Path(job.results["model"])
+    assert (model / "model_index.json").is_file()
+    assert not list(model.glob("pytorch_lora_weights*"))
+    checkpoint = max(fleet.client.checkpoints(job.id), key=lambda point: point.step).path
+    again = fleet.run(small_job(**settings, **{"model.adapter": checkpoint, "schedule.steps": 1}))
+    assert (fleet.metrics(again)[0].values["critic/reference_kl/mean"] or 0.0) > kls[1]  # of four steps, not of one
+    assert (Path(again.results["model"]) / "pytorch_lora_weights.safetensors").is_file()

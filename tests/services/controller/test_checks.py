@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,6 +58,22 @@ def test_a_trainer_of_more_ranks_than_accelerators_is_refused_at_submit() -> Non
         asyncio.run(check(spec, StaticDirectory({"ocr": "x:1"}), ("0", "1")))
     message = "trainer.world_size = 3: trainers have 2 accelerators here (0, 1), one a rank; set it to at most 2"
     assert any(problem.startswith(message) for problem in refused.value.problems)
+
+
+@pytest.mark.parametrize("name", ["none", "x" * 5000])
+def test_an_adapter_that_is_not_there_is_refused_at_submit(name: str, tmp_path: Path) -> None:
+    def problems() -> list[str]:
+        spec = parse({**DEFAULT, "model": {"path": "m", "adapter": str(tmp_path / name)}})
+        with pytest.raises(InvalidJob) as refused:
+            asyncio.run(check(spec, StaticDirectory({"ocr": "x:1"})))
+        return [problem for problem in refused.value.problems if problem.startswith("model.adapter: ")]
+
+    assert len(problems()) == 1
+    if len(name) < 255:
+        (tmp_path / name).mkdir()
+        assert "holds no adapter: give a folder with pytorch_lora_weights.safetensors" in problems()[0]
+        (tmp_path / name / "adapter_model.safetensors").touch()  # what is in it, the trainer says
+        assert problems() == []
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import QwenImagePipeline
+from diffusers import QwenImagePipeline, WanPipeline
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -79,7 +79,7 @@ def test_it_starts_from_an_adapter_of_pefts(
         adapter_for(str(tiny_qwen_image)).load(str(tiny_qwen_image), dtype=torch.float32).experts["transformer"]
     )
     config = LoraConfig(r=3, lora_alpha=6, target_modules=["to_q", "img_mlp.net.2"], init_lora_weights=False)
-    peft: Any = get_peft_model(transformer, config)  # type: ignore[arg-type]
+    peft: Any = get_peft_model(transformer, config)
     peft.save_pretrained(tmp_path / "lora")
     expected = {
         name.replace("base_model.model.", "transformer.").replace(".default.", "."): parameter.detach()
@@ -263,12 +263,10 @@ def test_a_merged_pipeline_computes_as_base_and_adapter(
 
 
 def test_both_experts_are_merged(wan: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path) -> None:
-    from diffusers import WanPipeline
-
     spec = spec_of(wan, "lora", lora={"rank": 3, "alpha": 6.0, "merge": True}, optimizer={"lr": 0.1})
     worker, drawer = make_worker(spec, ranks, files, tmp_path), Drawer(spec)
     worker.train(drawer.draw(files, 0))
-    pipeline = WanPipeline.from_pretrained(export(worker, tmp_path / "model"))
+    pipeline: Any = WanPipeline.from_pretrained(export(worker, tmp_path / "model"))  # type: ignore[no-untyped-call]
     own = drawer.adapter
     loaded = type(own)(pipeline, own.vae_config, dtype=own.dtype, device=own.device)
     for sigma in (0.9, 0.5):
