@@ -7,7 +7,7 @@
       requests.py     what a step asks for, checked                      batches.py     which rank trains on what
       inputs.py       this rank's share of a step: blobs to tensors      update.py      the update of one step
       objectives/     what a loss trains on: noisy steps or new noise    totals.py      the step's metrics
-      engine.py       transformers, adapter, FSDP2, optimizer            policies.py    reference and old policy
+      engine.py       transformers, adapter, FSDP2, optimizer            policies.py    reference, old policy, average
       blocks.py       checkpointing and compiling of blocks              loading.py     weights into shards
       optimizer.py    AdamW on shards                                    moments.py     its moments (quantized.py)
       checkpoints.py  safetensors by torch.distributed.checkpoint        export.py      folders that diffusers loads
