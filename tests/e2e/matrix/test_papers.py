@@ -14,7 +14,6 @@ from flowfleet.jobs import read_job_file
 from flowfleet.papers import FOLDER, read_recipes
 from flowfleet.setting_files import put, read_table
 from tests.e2e.conftest import Fleet, assert_accounted
-from tests.e2e.matrix.cases import NUM_PROMPTS
 
 SIZES = read_table(Path(__file__).with_name("paper_sizes.toml"), "a table of sizes")
 
@@ -23,7 +22,7 @@ def make_job(name: str, checkpoint_of: Callable[[str], Path], data: Path) -> dic
     """The recipe with the sizes of paper_sizes.toml, on a tiny checkpoint, with a reward that needs no model."""
     job = read_job_file(FOLDER / f"{name}.toml")
     is_pairs = ALGORITHMS[job["algorithm"]["name"]].data == "preferences"
-    changes = SIZES["settings"] | ({} if is_pairs else SIZES["settings_of_prompts"])
+    changes = SIZES["settings"] | SIZES["settings_of_pairs" if is_pairs else "settings_of_prompts"]
     changes |= SIZES["settings_of_lora"] if job["trainer"]["mode"] == "lora" else {}
     changes |= {
         "model.path": str(checkpoint_of(SIZES["checkpoints"][job["model"]["path"]])),
@@ -43,8 +42,8 @@ def test_the_recipe_runs(fleet: Fleet, checkpoint_of: Callable[[str], Path], dat
     spec = make_job(name, checkpoint_of, data)
     job = fleet.run(spec)
 
-    steps, group = spec["schedule"]["steps"], spec["rollout"].get("group_size", 2)
-    assert_accounted(job, steps * NUM_PROMPTS * group)
+    steps, rollout = spec["schedule"]["steps"], spec["rollout"]
+    assert_accounted(job, steps * rollout["prompts_per_step"] * rollout.get("group_size", 2))
     rows = [row.values for row in fleet.metrics(job)]
     assert len(rows) == steps
     assert all(value is None or math.isfinite(value) for row in rows for value in row.values()), rows
