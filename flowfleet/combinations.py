@@ -357,7 +357,8 @@ def _average(job: JobSpec) -> Iterator[str]:
 def _steps_left(job: JobSpec) -> int:
     """Steps after the earliest window."""
     window, num_steps = job.rollout.window, job.rollout.num_inference_steps
-    return num_steps - (window_end(job) if window.strategy == "all" else window.low + window.size)
+    is_sized = window.strategy in ("fixed", "random", "progressive")
+    return num_steps - (window.low + window.size if is_sized else window_end(job))
 
 
 def _optimizer(job: JobSpec) -> Iterator[str]:

@@ -215,7 +215,7 @@ for _algorithm in (
         "https://arxiv.org/abs/2510.22319",
         "Flow-GRPO with ratios that are centred and of equal spread at every noise level.",
         loss="grpo_guard",
-        defaults={"algorithm.advantage_std": "group"},
+        defaults={"algorithm.advantage_std": "group"},  # as in all configurations of its authors
     ),
     Algorithm(
         "flow_dppo",
