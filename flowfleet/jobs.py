@@ -36,8 +36,8 @@ class ModelPart(Part):
     path: str = Field(min_length=1)
     """Directory of a diffusers pipeline, readable by rollouts and trainer."""
     adapter: str | None = Field(default=None, min_length=1)
-    """Adapter that a LoRA job starts from, readable by the trainer: the folder or file of an export of ours, diffusers'
-    or PEFT's, or a checkpoint's folder. Unset: a new one, which changes nothing at first."""
+    """Adapter that a LoRA job starts from, readable by controller and trainer: the folder or file of an export of ours,
+    diffusers' or PEFT's, or a checkpoint's folder. Unset: a new one, which changes nothing at first."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Of the weights while sampling and of the forward pass while training. Latents stay fp32."""
     load_format: Literal["safetensors", "dummy"] = "safetensors"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +27,20 @@ _OTHER_KINDS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "lora
 """Settings of PEFT that make of an adapter what A, B, rank and alpha do not tell."""
 
 
-@dataclass
+Fill = Callable[[Mapping[str, Any], Ranks], None]
+
+
+@dataclass(frozen=True)
 class WarmStart:
     """An adapter on disk, by published name."""
 
     path: Path
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    alphas: dict[str, float] = field(default_factory=dict)
-    """By component, where they are known."""
-    targets: tuple[str, ...] = ()
-    """Target modules, where they are known."""
-    fill: Callable[[Mapping[str, Any], Ranks], None] = lambda trained, ranks: None
+    shapes: Mapping[str, tuple[int, ...]]
+    alphas: frozenset[float]
+    """Of its transformers; none where it does not tell."""
+    targets: tuple[str, ...]
+    """Target modules; none where it does not tell."""
+    fill: Fill
     """Collective. Writes it into the shards of a job's adapter."""
 
     def check(self, parameters: Mapping[str, Tensor], lora: LoraSpec) -> None:
@@ -47,7 +50,7 @@ class WarmStart:
         if ranks != {lora.rank}:
             has = " and ".join(map(str, sorted(ranks)))
             raise self._problem(f"has rank {has}, and trainer.lora.rank is {lora.rank}: set that to {has}")
-        for alpha in self.alphas.values():
+        for alpha in self.alphas:
             if alpha != lora.alpha:
                 raise self._problem(
                     f"has alpha {alpha:g}, and trainer.lora.alpha is {lora.alpha:g}: set that to {alpha:g}"
@@ -79,9 +82,10 @@ def open_adapter(path: Path, components: Sequence[str]) -> WarmStart:
     try:
         files = find_adapter(path)
         return _of_checkpoint(path) if files.layout == "checkpoint" else _of_files(path, files, components)
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        text = str(error)
-        raise ValueError(text if text.startswith("model.adapter") else f"model.adapter: {text}") from error
+    except (OSError, SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"model.adapter: {path} cannot be read: {error}; give a whole one") from error
+    except ValueError as error:
+        raise ValueError(f"model.adapter: {error}") from None
 
 
 def _of_checkpoint(path: Path) -> WarmStart:
@@ -102,30 +106,33 @@ def _of_checkpoint(path: Path) -> WarmStart:
     def fill(trained: Mapping[str, Any], ranks: Ranks) -> None:
         read_into({f"{prefix}{name}": parameter.detach() for name, parameter in trained.items()}, path, ranks)
 
-    return WarmStart(path, shapes, {} if alpha is None else {"": alpha}, fill=fill)
+    return WarmStart(path, shapes, frozenset() if alpha is None else frozenset([alpha]), (), fill)
 
 
 def _of_files(path: Path, files: AdapterFiles, components: Sequence[str]) -> WarmStart:
-    start = WarmStart(path)
     slices: dict[str, Any] = {}
+    alphas: set[float] = set()
+    targets: tuple[str, ...] = ()
     for number, component in enumerate(components):
         file = files.of_component(component, number)
         if not file.is_file():
             raise ValueError(f"{path} has no {file.name} for the model's {component}: give an adapter of both experts")
         opened: Any = safe_open(str(file), framework="pt")
         keys: list[str] = opened.keys()
-        slices |= {_published(key, component, files, file): opened.get_slice(key) for key in keys}
+        own = {_published(key, component, files, file): opened.get_slice(key) for key in keys}
         config = _config(opened, files, file, component)
-        start.targets = start.targets or _targets(config)
-        start.alphas[component] = _alpha(config, file, slices)
-    start.shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
+        if not any(".lora_A." in name for name in own):
+            raise ValueError(f"{file} holds no factors of LoRA: give an adapter")
+        alphas.add(_alpha(config, file, own))
+        targets = targets or _targets(config)
+        slices |= own
 
     def fill(trained: Mapping[str, Any], ranks: Ranks) -> None:
         for name, parameter in trained.items():
             fill_parameter(parameter, ranks, slices[name].__getitem__)
 
-    start.fill = fill
-    return start
+    shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
+    return WarmStart(path, shapes, frozenset(alphas), targets, fill)
 
 
 def _published(key: str, component: str, files: AdapterFiles, file: Path) -> str:
@@ -158,7 +165,7 @@ def _alpha(config: Mapping[str, Any], file: Path, slices: Mapping[str, Any]) -> 
             )
     if "lora_alpha" in config:
         return float(config["lora_alpha"])
-    return float(next(part.get_shape()[0] for name, part in slices.items() if ".lora_A." in name))
+    return float(min(part.get_shape()[0] for name, part in slices.items() if ".lora_A." in name))
 
 
 def _targets(config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -128,6 +128,7 @@ def test_a_resumed_job_does_not_need_the_adapter_any_more(
         make_worker(spec, ranks, files, tmp_path / "another")
 
 
+@pytest.mark.long
 def test_two_ranks_fill_their_own_shards(job: Path, tiny_qwen_image: Path, tmp_path: Path) -> None:
     """Rank 3 does not divide by two. Nothing is trained: what is published is what was read."""
     for name, place in (("export", "model"), ("checkpoint", "checkpoints/step-00000002")):
@@ -193,7 +194,9 @@ def test_what_is_no_adapter_is_refused(job: Path, tiny_qwen_image: Path, ranks: 
     save_file(foreign, tmp_path / FILE)
     assert "is not named as diffusers or PEFT name a factor" in refusal(tmp_path)
     (tmp_path / FILE).write_bytes(b"torn")
-    assert "model.adapter: " in refusal(tmp_path)
+    assert "cannot be read: " in refusal(tmp_path)
+    save_file({}, tmp_path / FILE)
+    assert "holds no factors of LoRA: give an adapter" in refusal(tmp_path)
     partial = shutil.copytree(job / "checkpoints/step-00000002", tmp_path / "step-00000002")
     next(partial.glob("*.safetensors")).unlink()
     assert "is not a complete checkpoint" in refusal(partial)
