@@ -203,10 +203,8 @@ def _course(schedule: Schedule, request: GenerationRequest) -> _Course:
         return _Course(schedule, 0 if request.sampling.sampler == "dpm_solver_2" else num_steps)
     start = noise.steps[-1] + 1
     late = tail_sigmas(schedule.sigmas[start].item(), 1 - start / num_steps, tail)
-    sigmas, timesteps = (
-        torch.cat([schedule.sigmas[:start], late]),
-        torch.cat([schedule.timesteps[:start], 1000 * late[:-1]]),
-    )
+    sigmas = torch.cat([schedule.sigmas[:start], late])
+    timesteps = torch.cat([schedule.timesteps[:start], 1000 * late[:-1]])
     return _Course(Schedule(timesteps, sigmas), start)
 
 

@@ -22,6 +22,7 @@ NUM_PROMPTS = 2
 GROUP_SIZE = 4
 NUM_STEPS = 2
 NUM_FRAMES = 5
+MAX_TOKENS = 24
 FROM_TEXT = ("qwen_image", "stable_diffusion_3", "flux", "chroma", "z_image")
 EDITS_AND_VIDEOS = ("qwen_image_edit", "wan", "wan_two_experts")
 """One checkpoint a family, and Wan with two experts as well; the trainer's and the rollout's tests meet every kind."""
@@ -85,6 +86,10 @@ def _line(number: int, is_video: bool, has_images: bool, is_pairs: bool) -> dict
     return line
 
 
+SAMPLERS: dict[str, dict[str, Any]] = {"mix_grpo": {"tail_steps": 1}, "diffusion_nft": {"sampler": "dpm_solver_2"}}
+"""As the authors sample (MixGRPO-Flash): log-probs must stay exact."""
+
+
 def make_job(checkpoint: Path, data: Path, algorithm: str, mode: str) -> dict[str, Any]:
     family = family_of(checkpoint)
     is_video, is_pairs = family.modality == "video", ALGORITHMS[algorithm].data == "preferences"
@@ -102,6 +107,7 @@ def make_job(checkpoint: Path, data: Path, algorithm: str, mode: str) -> dict[st
             "num_inference_steps": 3,
             "batch_size": NUM_PROMPTS * GROUP_SIZE,
             "window": {"size": 1},
+            **SAMPLERS.get(algorithm, {}),
         },
         "trainer": {
             "mode": mode,
@@ -112,6 +118,8 @@ def make_job(checkpoint: Path, data: Path, algorithm: str, mode: str) -> dict[st
         },
         "schedule": {"steps": NUM_STEPS, "save_every": NUM_STEPS},
     }
+    if family.max_sequence_length is not None:
+        job["model"]["max_sequence_length"] = MAX_TOKENS
     if not is_pairs:
         job["rollout"]["group_size"] = GROUP_SIZE
     if family.takes_images:
