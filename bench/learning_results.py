@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flowfleet.algorithms.registry import ALGORITHMS
+from flowfleet.algorithms.windows import default_end
 from flowfleet.docs_tables import table
 
 TARGET = 0.85
@@ -139,7 +140,7 @@ def noise_of(settings: Mapping[str, Any]) -> str:
     if not noise["eta"]:
         return "none"
     low, size, steps = window["low"], window["size"], settings["rollout"]["num_inference_steps"]
-    high = window["high"] or steps - 1
+    high = window["high"] or default_end(window["strategy"], num_steps=steps, size=size, low=low)
     shared = ", one initial noise a group" if noise["share_initial_noise"] else ""
     moves = f"{window['stride']} on after {window['shift_every']} training steps"
     which = {
@@ -147,6 +148,8 @@ def noise_of(settings: Mapping[str, Any]) -> str:
         "fixed": f"{low + 1} to {low + size}",
         "random": f"{size} at random in {low + 1} to {high}",
         "progressive": f"{size} in {low + 1} to {high}, {moves}",
+        "listed": ", ".join(str(index + 1) for index in window.get("steps", ())),
+        "fraction": f"{low + 1} to {high}, {window.get('fraction', 0.0):.0%} of them trained",
     }
     return f"{noise['type']} {noise['eta']:g}: {which[window['strategy']]}, of {steps}{shared}"
 

@@ -28,7 +28,7 @@ from prometheus_client import CollectorRegistry
 from flowfleet import devices, lora, weights
 from flowfleet.accelerators import visible_devices
 from flowfleet.advantages import group_advantages
-from flowfleet.algorithms.windows import noisy_steps
+from flowfleet.algorithms.windows import noisy_steps, trained_steps
 from flowfleet.jobs import JobSpec
 from flowfleet.media import encode_media
 from flowfleet.models.embeds import PromptEmbeds, concat_embeds
@@ -136,7 +136,7 @@ class Monolith:
         advantages, _ = group_advantages(values, groups, std=part.advantage_std, clamp=part.advantage_clamp)
         updates = plan_step([(sample.group, sample.index) for _, sample in samples], self.spec, step, 1)
         parts = [[self._batch(micro, samples, advantages) for micro in update.by_rank[0]] for update in updates]
-        trainer = StepTrainer(self.engine, step, len(samples), noisy_steps(self.spec, step))
+        trainer = StepTrainer(self.engine, step, len(samples), trained_steps(self.spec, step))
         timings = Timings()
         trainer.train(updates, parts, timings)
         return dict(timings.seconds)
@@ -165,7 +165,12 @@ class Monolith:
                 for group in groups
             ),
             sampling=Sampling(
-                part.size, part.num_inference_steps, part.guidance, part.negative_prompt, sampler=part.sampler
+                part.size,
+                part.num_inference_steps,
+                part.guidance,
+                part.negative_prompt,
+                sampler=part.sampler,
+                shift=part.shift,
             ),
             noise=Noise(
                 part.noise.type,
@@ -173,6 +178,7 @@ class Monolith:
                 noisy_steps(self.spec, step),
                 part.noise.share_initial_noise,
                 part.tail_steps or 0,
+                trained_steps(self.spec, step),
             ),
             record="steps",
         )

@@ -14,6 +14,7 @@ from functools import reduce
 from typing import TYPE_CHECKING
 
 from flowfleet.algorithms.registry import LOSSES, STEPS
+from flowfleet.algorithms.windows import default_end
 
 if TYPE_CHECKING:
     from flowfleet.jobs import JobSpec
@@ -63,23 +64,69 @@ def _replaced(job: JobSpec) -> set[str]:
 
 def _window(job: JobSpec) -> Iterator[str]:
     rollout, window = job.rollout, job.rollout.window
+    yield from _unheard_window(job)
     if rollout.noise.eta == 0:
+        return
+    if window.strategy == "listed":
+        yield from _listed(job)
         return
     high = window_end(job)
     if high > rollout.num_inference_steps:
         yield f"rollout.window.high = {high} lies beyond rollout.num_inference_steps = {rollout.num_inference_steps}"
     elif window.low >= high:
         yield f"rollout.window.low = {window.low} leaves no step below {high}: lower it"
-    elif window.strategy != "all" and window.low + window.size > high:
+    elif window.strategy in _SIZED and window.low + window.size > high:
         yield (
             f"rollout.window.size = {window.size} does not fit into steps {window.low}…{high - 1}: lower it, or widen "
             "rollout.window.low and .high"
         )
-    if window.strategy != "progressive":
-        yield from _unheard(
-            job,
-            ("rollout.window.stride", "rollout.window.shift_every"),
-            f'with rollout.window.strategy = "{window.strategy}": leave it out, or use "progressive"',
+
+
+_SIZED = ("fixed", "random", "progressive")
+"""Strategies of windows that move or stand, of `rollout.window.size` steps."""
+
+
+def _listed(job: JobSpec) -> Iterator[str]:
+    steps, number = job.rollout.window.steps, job.rollout.num_inference_steps
+    if not steps:
+        yield 'rollout.window.strategy = "listed" needs rollout.window.steps, for example [0, 2, 5]'
+    elif list(steps) != sorted(set(steps)) or steps[0] < 0 or steps[-1] >= number:
+        yield f"rollout.window.steps = {list(steps)}: give ascending steps from 0 to {number - 1}, each once"
+
+
+def _unheard_window(job: JobSpec) -> Iterator[str]:
+    window = job.rollout.window
+    where = f'with rollout.window.strategy = "{window.strategy}": leave it out, or use '
+    readers: dict[str, tuple[str, ...]] = {
+        "stride": ("progressive",),
+        "shift_every": ("progressive",),
+        "pace": ("progressive",),
+        "at_end": ("progressive",),
+        "steps": ("listed",),
+        "fraction": ("fraction",),
+    }
+    if window.strategy in ("listed", "fraction"):
+        readers["size"] = _SIZED
+    if window.strategy == "listed":
+        readers["low"] = readers["high"] = (*_SIZED, "all", "fraction")
+    for name, strategies in readers.items():
+        if window.strategy not in strategies:
+            listening = " or ".join(f'"{strategy}"' for strategy in strategies)
+            yield from _unheard(job, (f"rollout.window.{name}",), where + listening)
+    if window.strategy == "fraction" and job.loss.kind == "matching" and job.rollout.noise.eta > 0:
+        yield (
+            f'rollout.window.strategy = "fraction" has no effect with algorithm.loss = {job.loss.name}, which trains '
+            'on no noisy steps: use "all"'
+        )
+    for name, pace in (("pace_min", "decay"), ("pace_from", "exp_decay"), ("pace_rate", "exp_decay")):
+        if window.strategy != "progressive" or window.pace != pace:
+            yield from _unheard(
+                job, (f"rollout.window.{name}",), f'without rollout.window.pace = "{pace}": leave it out'
+            )
+    if window.pace == "decay" and window.pace_min is not None and window.pace_min > window.shift_every:
+        yield (
+            f"rollout.window.pace_min = {window.pace_min} lies above rollout.window.shift_every = "
+            f"{window.shift_every}, from which it falls: lower it"
         )
 
 
@@ -88,10 +135,11 @@ def _noise(job: JobSpec) -> Iterator[str]:
     if step.max_eta is not None and noise.eta > step.max_eta:
         yield f"rollout.noise.eta = {noise.eta}: {step.name} takes at most {step.max_eta:g}: lower it"
     if not step.noise_at_end and noise.eta > 0 and window_end(job) > last:
-        yield (
-            f"rollout.window.high = {window_end(job)}: the last step ends at sigma 0, where {step.name} adds no noise "
-            f"and teaches nothing; set rollout.window.high to at most {last}"
-        )
+        ends = f"the last step ends at sigma 0, where {step.name} adds no noise and teaches nothing"
+        if job.rollout.window.strategy == "listed":
+            yield f"rollout.window.steps: {ends}; leave out step {last}"
+        else:
+            yield f"rollout.window.high = {window_end(job)}: {ends}; set rollout.window.high to at most {last}"
     if noise.eta == 0 and job.loss.kind == "policy":
         yield (
             f"rollout.noise.eta = 0 samples an ODE, which has no log-prob: give the loss {job.loss.name} an eta > 0, "
@@ -147,7 +195,19 @@ def _loss_settings(job: JobSpec) -> Iterator[str]:
     for plain, nats in _NATS.items():
         if nats in loss.reads and getattr(part, nats) is not None:
             yield from _unheard(job, (f"algorithm.{plain}",), f"beside algorithm.{nats}: leave one of them out")
-    if loss.kind == "matching" and part.sigma_low >= part.sigma_high:
+    if loss.kind == "matching" and part.sigma_sampling == "schedule":
+        yield from _unheard(
+            job,
+            ("algorithm.sigma_low", "algorithm.sigma_high"),
+            'with algorithm.sigma_sampling = "schedule", which has the sampler\'s levels: leave it out',
+        )
+        if part.num_noise_levels > job.rollout.num_inference_steps:
+            yield (
+                f"algorithm.num_noise_levels = {part.num_noise_levels} is more than the "
+                f"{job.rollout.num_inference_steps} levels that the sampler has: lower it, or choose another "
+                "algorithm.sigma_sampling"
+            )
+    elif loss.kind == "matching" and part.sigma_low >= part.sigma_high:
         yield f"algorithm.sigma_low = {part.sigma_low} must lie below algorithm.sigma_high = {part.sigma_high}"
     if part.kl_coef > 0 and loss.needs_reference:
         yield f"algorithm.kl_coef has no effect with algorithm.loss = {loss.name}, which holds to the reference by beta"
@@ -381,8 +441,13 @@ def _optimizer(job: JobSpec) -> Iterator[str]:
 
 def window_end(job: JobSpec) -> int:
     """End (exclusive) of the steps that may carry noise."""
-    high = job.rollout.window.high
-    return max(1, job.rollout.num_inference_steps - 1) if high is None else high
+    window = job.rollout.window
+    if window.strategy == "listed":
+        return max(window.steps, default=-1) + 1
+    if window.high is not None:
+        return window.high
+    number = job.rollout.num_inference_steps
+    return default_end(window.strategy, num_steps=number, size=window.size, low=window.low)
 
 
 def _unheard(job: JobSpec, settings: tuple[str, ...], where: str) -> Iterator[str]:

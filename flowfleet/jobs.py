@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from flowfleet import combinations, plugins
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, STEPS, Algorithm, Loss, Step
 from flowfleet.algorithms.samplers import SamplerName
-from flowfleet.algorithms.windows import WindowStrategy
+from flowfleet.algorithms.windows import AtEnd, Pace, Window, WindowStrategy
 from flowfleet.models.settings import Guidance, Size
 from flowfleet.setting_files import read_table
 
@@ -64,21 +64,41 @@ class NoisePart(Part):
 
 
 class WindowPart(Part):
-    """Denoising steps at which noise enters and which are trained. One window a step, shared by all groups."""
+    """Denoising steps at which noise enters and which are trained. The same for all groups of a training step."""
 
     strategy: WindowStrategy = "random"
     """fixed: starts at `low`. random: start drawn every training step. progressive: moves up, then starts over. all:
-    from `low` to `high`, whatever `size` is."""
+    from `low` to `high`, whatever `size` is. listed: those of `steps`. fraction: noise from `low` to `high`, of which a
+    share drawn every training step is trained."""
     size: int = Field(default=2, ge=1, le=1000)
     """Number of steps with noise."""
     low: int = Field(default=0, ge=0)
     """First step that may carry noise."""
     high: int | None = Field(default=None, ge=1)
-    """End (exclusive) of the steps that may carry noise; unset: all but the last."""
+    """End (exclusive) of the steps that may carry noise. Unset: half of the steps (at least `size`) for random, all but
+    two for progressive, all but the last for the others."""
     stride: int = Field(default=1, ge=1)
     """Steps by which `progressive` moves the window."""
     shift_every: int = Field(default=1, ge=1)
-    """Training steps after which `progressive` moves it."""
+    """Training steps after which `progressive` moves it; the first such number for a `pace` that is not constant."""
+    pace: Pace = "constant"
+    """How the number of training steps at one start changes. decay: falls linearly to `pace_min` at `high`. exp_decay:
+    falls by the factor exp(-`pace_rate`) for each step beyond `pace_from`, rounded up."""
+    pace_min: int | None = Field(default=None, ge=1)
+    """Least number of training steps of `decay`; unset: a quarter of `shift_every`."""
+    pace_from: int = Field(default=13, ge=0)
+    """Start up to which `exp_decay` stays at `shift_every`."""
+    pace_rate: float = Field(default=0.1, ge=0.0)
+    """Rate of `exp_decay`."""
+    at_end: AtEnd = "start_over"
+    """What `progressive` does at `high`. start_over: windows that reach beyond it are cut, then it goes back to `low`.
+    stay: it keeps the last whole window."""
+    steps: tuple[int, ...] = ()
+    """The noisy steps of `listed`, ascending from 0."""
+    fraction: float = Field(default=0.6, gt=0.0, le=1.0)
+    """Share of the noisy steps that `fraction` trains, rounded down."""
+    allow_coarse: bool = False
+    """Take steps whose noise is more than 4 times the noise level that they end at. The samples keep that noise."""
 
 
 class RolloutPart(Part):
@@ -101,6 +121,9 @@ class RolloutPart(Part):
     tail_steps: int | None = Field(default=None, ge=1, le=1000)
     """After the last noisy step, go on with `dpm_solver_2` in so many steps (MixGRPO-Flash); unset: Euler's steps on
     the whole schedule. Validation has no tail."""
+    shift: float | None = Field(default=None, gt=0.0, le=100.0)
+    """Shift s of the noise levels in place of the checkpoint's, static for every size: u becomes s u / (1 + (s - 1) u).
+    Unset: the checkpoint's."""
     guidance_scale: float = Field(default=1.0, ge=1.0, le=100.0)
     """True classifier-free guidance; 1 is off and halves the work."""
     embedded_guidance: float | None = Field(default=None, ge=0.0, le=100.0)
@@ -122,6 +145,11 @@ class RolloutPart(Part):
     """A sample that could not be scored: ask for another of its group, or train on fewer and count it."""
     max_refills: int = Field(default=2, ge=0, le=100)
     """Replacements a group may ask for in one step."""
+
+    @property
+    def noise_window(self) -> Window:
+        """Which denoising steps carry noise, training step by training step."""
+        return Window(num_steps=self.num_inference_steps, **self.window.model_dump(exclude={"allow_coarse"}))
 
     @property
     def size(self) -> Size:
@@ -197,10 +225,14 @@ class AlgorithmPart(Part):
     """DiffusionNFT: share of the trained policy in the two that are matched. DPO: how close to the reference."""
     num_noise_levels: int = Field(default=4, ge=1, le=1000)
     """Noise levels at which a matching loss trains each sample of a step."""
+    sigma_sampling: Literal["shifted", "uniform", "schedule"] = "shifted"
+    """How those noise levels are drawn. shifted: uniform before the model's shift, so they lie as densely as the
+    sampler's. uniform: uniform from `sigma_low` to `sigma_high`. schedule: the sampler's own, in a random order for
+    each sample and none twice."""
     sigma_low: float = Field(default=0.02, gt=0.0, lt=1.0)
-    """Lower end of those noise levels."""
+    """Least of those noise levels; lower ones are raised to it. Not for `schedule`."""
     sigma_high: float = Field(default=0.98, gt=0.0, lt=1.0)
-    """Upper end of those noise levels."""
+    """Greatest of those noise levels; higher ones are lowered to it. Not for `schedule`."""
     old_policy: OldPolicyPart = OldPolicyPart()
     advantage_mode: Literal["all", "positive", "negative", "sign", "positive_sign"] = "all"
     """What DiffusionNFT reads of an advantage: all of it; only what is above 0, or below (the rest counts as 0); its

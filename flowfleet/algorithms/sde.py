@@ -88,7 +88,7 @@ class ReverseStep:
             prev_sample: (B, ...) the stored sample at `sigma_next`. At most one of `noise` and `prev_sample`.
         """
         _check_inputs(latents, velocity, eta, noise, prev_sample)
-        scales = self._scales(sigma, sigma_next, eta, sigma_max)
+        scales = self.scales(sigma, sigma_next, eta, sigma_max)
         if len(scales.std) not in (1, len(latents)):
             raise ValueError(f"need one sigma or one a row, but got {len(scales.std)} for {len(latents)} rows")
         mean = _rows(scales.latents, latents) * latents + _rows(scales.velocity, latents) * velocity.to(latents.dtype)
@@ -98,7 +98,8 @@ class ReverseStep:
         prev_sample = prev_sample.detach().to(latents.dtype)
         return StepResult(prev_sample, self._log_prob(prev_sample - mean, scales.std), mean, std)
 
-    def _scales(self, sigma: Sigma, sigma_next: Sigma, eta: float, sigma_max: Sigma) -> StepScales:
+    def scales(self, sigma: Sigma, sigma_next: Sigma, eta: float, sigma_max: Sigma) -> StepScales:
+        """Of steps from `sigma` to `sigma_next`; see `__call__` for the arguments."""
         s, s_next, s_max = (_float64(value) for value in (sigma, sigma_next, sigma_max))
         if not bool(((s_next >= 0) & (s_next < s) & (s <= 1) & ((s < 1) | (s_max < 1))).all()):
             raise ValueError(

@@ -1,12 +1,16 @@
-"""Which sampling steps carry noise: the window, a function of the job's seed and step alone. Free of torch.
+"""Which sampling steps carry noise and are trained: a function of the job's seed and training step. Free of torch.
 
-All samples of a job step share one window (windows that differ inside a group make training diverge), and whoever
-computes it from `(seed, step)` gets the same. Steps outside the window are ODE steps: nothing of them is stored or
-trained on.
+All samples of a training step share its steps (windows that differ inside a group make training diverge), and whoever
+computes them from `(seed, step)` gets the same. Steps without noise are ODE steps: nothing of them is stored or trained
+on.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, get_args
 
 from flowfleet.seeds import derive_seed
@@ -14,73 +18,172 @@ from flowfleet.seeds import derive_seed
 if TYPE_CHECKING:
     from flowfleet.jobs import JobSpec
 
-WindowStrategy = Literal["fixed", "random", "progressive", "all"]
-"""fixed: starts at `low`. random: start drawn every job step. progressive: start moves up, wraps. all: low to high."""
+WindowStrategy = Literal["fixed", "random", "progressive", "all", "listed", "fraction"]
+"""fixed: starts at `low`. random: start drawn every training step. progressive: start moves up, then starts over. all:
+low to high. listed: the steps of a list. fraction: noise from low to high, of which a drawn share is trained."""
+
+Pace = Literal["constant", "decay", "exp_decay"]
+"""How long `progressive` stays at a start: equally long, linearly shorter, or exponentially shorter from a step on."""
+
+AtEnd = Literal["start_over", "stay"]
+"""What `progressive` does at `high`: it goes back to `low`, or stays at the last whole window."""
 
 
-def window(
-    strategy: WindowStrategy,
-    *,
-    num_steps: int,
-    size: int = 0,
-    low: int = 0,
-    high: int | None = None,
-    seed: int = 0,
-    step: int = 0,
-    stride: int = 1,
-    shift_every: int = 1,
-) -> tuple[int, ...]:
-    """The indices of the sampling steps with noise in job step `step`, in rising order.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """The noisy steps of a job. `random` and `progressive` are MixGRPO's, https://arxiv.org/abs/2507.21802, `fraction`
+    is DanceGRPO's, https://arxiv.org/abs/2505.07818.
 
-    Args:
-        strategy: see `WindowStrategy`; `random` and `progressive` are those of MixGRPO,
-        https://arxiv.org/abs/2507.21802. num_steps: sampling steps of the schedule. size: steps in the window;
-        ignored by `all`. low, high: the window lies in [low, high); `high` left out is all but the last step, where
-        noise would stay. seed, step: the job's seed and step; `random` draws from both, `progressive` looks at `step`
-        only. stride, shift_every: `progressive` moves the start by `stride` after every `shift_every` job steps.
-
-    Raises:
-        ValueError: a range outside the schedule, or one that the window does not fit into.
+    Raises ValueError for a range or steps outside the schedule, or a window that does not fit into its range.
     """
-    high = max(1, num_steps - 1) if high is None else high
-    if strategy not in get_args(WindowStrategy):
-        raise ValueError(f"unknown window strategy {strategy!r}: choose one of {', '.join(get_args(WindowStrategy))}")
-    if not 0 <= low < high <= num_steps:
-        raise ValueError(
-            f"a window range needs 0 <= low < high <= {num_steps} (steps), but low is {low} and high {high}"
-        )
-    if strategy == "all":
-        return tuple(range(low, high))
-    if not 1 <= size <= high - low:
-        raise ValueError(
-            f"a window of {size} steps does not fit the range [{low}, {high}): size must be 1 to {high - low}"
-        )
-    if stride < 1 or shift_every < 1:
-        raise ValueError(f"stride and shift_every must be at least 1, but are {stride} and {shift_every}")
-    num_starts = high - low - size + 1
-    offset = 0
-    if strategy == "random":
-        offset = derive_seed(seed, "window", step)
-    elif strategy == "progressive":
-        offset = step // shift_every * stride
-    start = low + offset % num_starts
-    return tuple(range(start, start + size))
+
+    strategy: WindowStrategy
+    num_steps: int
+    """Of the sampling schedule."""
+    size: int = 2
+    """Steps in the window, for `fixed`, `random` and `progressive`."""
+    low: int = 0
+    """First step that may carry noise."""
+    high: int | None = None
+    """End (exclusive) of the steps that may; None: `default_end`."""
+    stride: int = 1
+    """Steps by which `progressive` moves."""
+    shift_every: int = 1
+    """Training steps that `progressive` stays at a start: always (constant), at the first one (decay), or up to
+    `pace_from` (exp_decay)."""
+    pace: Pace = "constant"
+    pace_min: int | None = None
+    """Training steps that `decay` goes down to; None: a quarter of `shift_every`, at least 1."""
+    pace_from: int = 13
+    """Start after which `exp_decay` gets shorter."""
+    pace_rate: float = 0.1
+    """Rate of `exp_decay` for each step of the schedule."""
+    at_end: AtEnd = "start_over"
+    steps: tuple[int, ...] = ()
+    """Of `listed`, ascending."""
+    fraction: float = 0.6
+    """Share of the noisy steps that `fraction` trains."""
+
+    def __post_init__(self) -> None:
+        if self.strategy not in get_args(WindowStrategy):
+            known = ", ".join(get_args(WindowStrategy))
+            raise ValueError(f"unknown window strategy {self.strategy!r}: choose one of {known}")
+        if self.strategy == "listed":
+            self._check_listed()
+            return
+        if not 0 <= self.low < self.end <= self.num_steps:
+            raise ValueError(
+                f"a window range needs 0 <= low < high <= {self.num_steps} (steps), but low is {self.low} and high "
+                f"{self.end}"
+            )
+        room = self.end - self.low
+        if self.strategy in ("fixed", "random", "progressive") and not 1 <= self.size <= room:
+            raise ValueError(
+                f"a window of {self.size} steps does not fit the range [{self.low}, {self.end}): size must be 1 to "
+                f"{room}"
+            )
+        if self.stride < 1 or self.shift_every < 1:
+            raise ValueError(f"stride and shift_every must be at least 1, but are {self.stride} and {self.shift_every}")
+
+    @property
+    def end(self) -> int:
+        """End (exclusive) of the steps that may carry noise."""
+        if self.strategy == "listed":
+            return max(self.steps, default=-1) + 1
+        if self.high is not None:
+            return self.high
+        return default_end(self.strategy, num_steps=self.num_steps, size=self.size, low=self.low)
+
+    def noisy(self, seed: int, step: int) -> tuple[int, ...]:
+        """The sampling steps with noise in training step `step` of a job with this seed, in rising order."""
+        if self.strategy == "listed":
+            return self.steps
+        if self.strategy in ("all", "fraction"):
+            return tuple(range(self.low, self.end))
+        start = self._start(seed, step)
+        return tuple(range(start, min(start + self.size, self.end)))
+
+    def trained(self, seed: int, step: int) -> tuple[int, ...]:
+        """Those of `noisy` that are stored and trained on, in rising order: all of them, but for `fraction`."""
+        noisy = self.noisy(seed, step)
+        if self.strategy != "fraction":
+            return noisy
+        drawn = sorted(noisy, key=lambda index: derive_seed(seed, "window/fraction", step, index))
+        return tuple(sorted(drawn[: self.most]))
+
+    @property
+    def most(self) -> int:
+        """The most steps that a training step trains."""
+        if self.strategy == "listed":
+            return len(self.steps)
+        room = self.end - self.low
+        if self.strategy == "fraction":
+            return max(1, int(room * self.fraction))
+        return room if self.strategy == "all" else self.size
+
+    @property
+    def reachable(self) -> tuple[int, ...]:
+        """Every step that carries noise in some training step, in rising order."""
+        if self.strategy == "random":
+            return tuple(range(self.low, self.end))
+        if self.strategy != "progressive":
+            return self.noisy(0, 0)
+        starts = self._starts()
+        return tuple(sorted({index for start in starts for index in range(start, min(start + self.size, self.end))}))
+
+    def _check_listed(self) -> None:
+        ascending = all(a < b for a, b in zip(self.steps, self.steps[1:], strict=False))
+        if not self.steps or not ascending or self.steps[0] < 0 or self.end > self.num_steps:
+            raise ValueError(
+                f"listed steps must be ascending, each once, from 0 to {self.num_steps - 1}, but are {list(self.steps)}"
+            )
+
+    def _start(self, seed: int, step: int) -> int:
+        if self.strategy == "random":
+            return self.low + derive_seed(seed, "window", step) % (self.end - self.low - self.size + 1)
+        return self.low if self.strategy == "fixed" else self._progress(step)
+
+    def _progress(self, step: int) -> int:
+        """Where `progressive` starts: a round of all starts, each for its stay, that comes again and again."""
+        starts = self._starts()
+        ends = list(accumulate(map(self._stay, starts)))
+        if self.at_end == "stay" and step >= ends[-1]:
+            return starts[-1]
+        return starts[bisect_right(ends, step % ends[-1])]
+
+    def _starts(self) -> list[int]:
+        """Starting over, the last windows are cut at `high`, as MixGRPO's are. Staying, the last one is whole."""
+        if self.at_end == "start_over":
+            return list(range(self.low, self.end, self.stride))
+        last = self.end - self.size
+        return [*range(self.low, last, self.stride), last]
+
+    def _stay(self, start: int) -> int:
+        """Training steps at a start, by the formulas of MixGRPO's code."""
+        if self.pace == "decay":
+            least = max(1, self.shift_every // 4) if self.pace_min is None else self.pace_min
+            progress = start / self.end
+            return max(least, int(self.shift_every * (1 - progress) + least * progress))
+        if self.pace == "exp_decay":
+            return math.ceil(self.shift_every * math.exp(-self.pace_rate * max(0, start - self.pace_from)))
+        return self.shift_every
+
+
+def default_end(strategy: WindowStrategy, *, num_steps: int, size: int, low: int) -> int:
+    """`high` of a job that leaves it out: the first half for `random`, as Flow-GRPO-Fast has it, all but the last two
+    steps for `progressive`, as MixGRPO has it, and all but the last, where noise would stay, for the others. A window
+    that does not fit widens it, but never to the last step.
+    """
+    last = max(1, num_steps - 1)
+    wanted = {"random": num_steps // 2, "progressive": num_steps - 2}.get(strategy, last)
+    return min(max(wanted, low + size), last)
 
 
 def noisy_steps(spec: JobSpec, step: int) -> tuple[int, ...]:
-    """The denoising steps that carry noise in a training step of a job: one window for all its groups; none of an
-    ODE."""
-    part = spec.rollout.window
-    if spec.rollout.noise.eta == 0:
-        return ()
-    return window(
-        part.strategy,
-        num_steps=spec.rollout.num_inference_steps,
-        size=part.size,
-        low=part.low,
-        high=part.high,
-        seed=spec.seed,
-        step=step,
-        stride=part.stride,
-        shift_every=part.shift_every,
-    )
+    """The denoising steps that carry noise in a training step of a job, the same for all its groups; none of an ODE."""
+    return spec.rollout.noise_window.noisy(spec.seed, step) if spec.rollout.noise.eta > 0 else ()
+
+
+def trained_steps(spec: JobSpec, step: int) -> tuple[int, ...]:
+    """Those of `noisy_steps` that are stored and trained on."""
+    return spec.rollout.noise_window.trained(spec.seed, step) if spec.rollout.noise.eta > 0 else ()

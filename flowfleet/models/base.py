@@ -177,8 +177,9 @@ class ModelAdapter(ABC):
         return PromptEmbeds(embeds, mask, has_padding=False)
 
     @abstractmethod
-    def schedule(self, num_steps: int, size: Size) -> Schedule:
-        """The schedule of a size, from the scheduler's configuration alone: equal bits in every process."""
+    def schedule(self, num_steps: int, size: Size, shift: float | None = None) -> Schedule:
+        """The schedule of a size, from the scheduler's configuration alone: equal bits in every process. `shift` is a
+        static one in place of the configuration's."""
 
     @abstractmethod
     def latent_shape(self, size: Size) -> tuple[int, ...]:

@@ -63,9 +63,10 @@ class FluxAdapter(ModelAdapter):
         width = self.transformer.config.get("pooled_projection_dim")  # relatives of FLUX.1 have none
         return replace(blank, extras={"pooled": blank.embeds.new_zeros(count, width)} if width else {})
 
-    def schedule(self, num_steps: int, size: Size) -> Schedule:
+    def schedule(self, num_steps: int, size: Size, shift: float | None = None) -> Schedule:
         rows, columns = self._token_grid(size)
-        return flow_match_schedule(self.pipeline.scheduler.config, num_steps, rows * columns)
+        config = self.pipeline.scheduler.config
+        return flow_match_schedule(config, num_steps, rows * columns, shift=shift)
 
     def latent_shape(self, size: Size) -> tuple[int, ...]:
         rows, columns = self._token_grid(size)

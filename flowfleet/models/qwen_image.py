@@ -39,7 +39,7 @@ class QwenImageAdapter(ModelAdapter):
         self._latents_mean = torch.tensor(vae_config["latents_mean"]).reshape(1, -1, 1, 1)
         self._latents_std = torch.tensor(vae_config["latents_std"]).reshape(1, -1, 1, 1)
         self._decoder = None if self.vae is None else SingleFrameDecoder(self.vae)
-        self._schedules: dict[tuple[int, int], Schedule] = {}
+        self._schedules: dict[tuple[int, int, float | None], Schedule] = {}
 
     def _encode(self, prompts: list[str], images: list[list[Image.Image]] | None) -> PromptEmbeds:
         without_images(images)
@@ -48,11 +48,12 @@ class QwenImageAdapter(ModelAdapter):
             mask = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
         return PromptEmbeds(embeds, mask.bool())
 
-    def schedule(self, num_steps: int, size: Size) -> Schedule:
+    def schedule(self, num_steps: int, size: Size, shift: float | None = None) -> Schedule:
         rows, columns = self._token_grid(size)
-        key = num_steps, rows * columns
+        key = num_steps, rows * columns, shift
         if key not in self._schedules:
-            self._schedules[key] = flow_match_schedule(self.pipeline.scheduler.config, *key)
+            config = self.pipeline.scheduler.config
+            self._schedules[key] = flow_match_schedule(config, num_steps, rows * columns, shift=shift)
         return self._schedules[key]
 
     def latent_shape(self, size: Size) -> tuple[int, ...]:

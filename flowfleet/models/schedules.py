@@ -25,17 +25,23 @@ def scheduler_levels(num_steps: int) -> None:
 
 
 def flow_match_schedule(
-    config: Mapping[str, Any], num_steps: int, num_image_tokens: int, *, levels: Levels = even_levels
+    config: Mapping[str, Any],
+    num_steps: int,
+    num_image_tokens: int,
+    *,
+    shift: float | None = None,
+    levels: Levels = even_levels,
 ) -> Schedule:
     """What diffusers' pipelines on a `FlowMatchEulerDiscreteScheduler` sample with, bit for bit.
 
     The levels are shifted by the configuration: by its `shift`, or with `use_dynamic_shifting` by mu, which grows
-    linearly with the image tokens.
+    linearly with the image tokens. A given `shift` takes the place of both, and of the stretch to a terminal sigma.
 
     Args:
         config: of a `FlowMatchEulerDiscreteScheduler`.
         num_steps: N, at least 1.
         num_image_tokens: length of the image's token sequence.
+        shift: static shift of the job; None is the configuration's.
         levels: what the pipeline starts from.
 
     Raises:
@@ -44,7 +50,8 @@ def flow_match_schedule(
     if num_steps < 1:
         raise ValueError(f"the number of sampling steps must be at least 1, but it is {num_steps}")
     scheduler_class: Any = FlowMatchEulerDiscreteScheduler
-    scheduler = scheduler_class.from_config(dict(config))
+    own = {} if shift is None else {"shift": shift, "use_dynamic_shifting": False, "shift_terminal": None}
+    scheduler = scheduler_class.from_config({**config, **own})
     with np.errstate(invalid="ignore"):  # One step under a terminal shift is 0 / 0; it is refused below.
         scheduler.set_timesteps(num_steps, sigmas=levels(num_steps), mu=_shift(scheduler.config, num_image_tokens))
     sigmas = scheduler.sigmas

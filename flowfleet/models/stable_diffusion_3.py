@@ -67,9 +67,10 @@ class StableDiffusion3Adapter(ModelAdapter):
         width = self.transformer.config.pooled_projection_dim
         return replace(blank, extras={"pooled": blank.embeds.new_zeros(count, width)})
 
-    def schedule(self, num_steps: int, size: Size) -> Schedule:
+    def schedule(self, num_steps: int, size: Size, shift: float | None = None) -> Schedule:
         rows, columns = self._token_grid(size)
-        return flow_match_schedule(self.pipeline.scheduler.config, num_steps, rows * columns, levels=scheduler_levels)
+        config = self.pipeline.scheduler.config
+        return flow_match_schedule(config, num_steps, rows * columns, shift=shift, levels=scheduler_levels)
 
     def latent_shape(self, size: Size) -> tuple[int, ...]:
         rows, columns = self._token_grid(size)

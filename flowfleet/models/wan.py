@@ -23,7 +23,7 @@ from torch import Tensor
 from flowfleet.models.base import ModelAdapter, Schedule, to_pixels, to_uint8, without_images
 from flowfleet.models.embeds import PromptEmbeds, pad_embeds
 from flowfleet.models.loading import Component
-from flowfleet.models.schedules import flow_match_schedule, scheduler_levels
+from flowfleet.models.schedules import flow_match_schedule
 from flowfleet.models.settings import Guidance, Size
 
 PATCH = 2
@@ -57,7 +57,7 @@ class WanAdapter(ModelAdapter):
         self._latent_channels = int(vae_config["z_dim"])
         self._latents_mean = torch.tensor(vae_config["latents_mean"]).reshape(1, -1, 1, 1, 1)
         self._latents_std = torch.tensor(vae_config["latents_std"]).reshape(1, -1, 1, 1, 1)
-        self._schedules: dict[int, Schedule] = {}
+        self._schedules: dict[tuple[int, float | None], Schedule] = {}
 
     def _encode(self, prompts: list[str], images: list[list[Image.Image]] | None) -> PromptEmbeds:
         without_images(images)
@@ -78,11 +78,12 @@ class WanAdapter(ModelAdapter):
     def blank_prompts(self, count: int, num_tokens: int) -> PromptEmbeds:
         return super().blank_prompts(count, min(num_tokens, self.max_sequence_length))
 
-    def schedule(self, num_steps: int, size: Size) -> Schedule:
-        """Euler's sigmas with the checkpoint's shift, for every size; see `euler_schedule`."""
-        if num_steps not in self._schedules:
-            self._schedules[num_steps] = euler_schedule(self.pipeline.scheduler.config, num_steps)
-        return self._schedules[num_steps]
+    def schedule(self, num_steps: int, size: Size, shift: float | None = None) -> Schedule:
+        """Of every size; see `euler_schedule`."""
+        key = num_steps, shift
+        if key not in self._schedules:
+            self._schedules[key] = euler_schedule(self.pipeline.scheduler.config, num_steps, shift)
+        return self._schedules[key]
 
     def latent_shape(self, size: Size) -> tuple[int, ...]:
         multiple = self._spatial_scale * PATCH
@@ -131,22 +132,24 @@ class WanAdapter(ModelAdapter):
         return latents.cpu()
 
 
-def euler_schedule(config: Mapping[str, Any], num_steps: int) -> Schedule:
-    """What the pipeline samples with when its scheduler is a `FlowMatchEulerDiscreteScheduler`, bit for bit.
+def euler_schedule(config: Mapping[str, Any], num_steps: int, shift: float | None = None) -> Schedule:
+    """Wan's noise levels for first-order steps: sigma = s u / (1 + (s - 1) u) over u = linspace(1, 1/N, N), then 0.
 
-    Wan's checkpoints carry a UniPC multistep scheduler, whose steps have no density to learn from. The noise levels
-    here are those of the first-order scheduler with the same shift: sigma = s u / (1 + (s - 1) u) over u from 1 evenly
-    down to that scheduler's least sigma, then 0.
+    Wan's checkpoints carry a UniPC multistep scheduler, whose steps have no density to learn from; these are its noise
+    levels, to its rounding of timesteps. A checkpoint that was saved with a `FlowMatchEulerDiscreteScheduler` gets the
+    same ones. That scheduler by itself would shift twice, as `WanPipeline` hands it no levels: it starts from a range
+    that its constructor has shifted already.
 
     Args:
         config: of the checkpoint's scheduler. s is its `flow_shift` (UniPC and the other multistep solvers), or its
             `shift` if it is a `FlowMatchEulerDiscreteScheduler`, whose other settings then count as well.
-        num_steps: at least 1.
+        num_steps: N, at least 1.
+        shift: s of the job; None is the checkpoint's.
 
     Raises:
         ValueError: no steps, a scheduler that does not follow a flow, or one whose shift depends on the size.
     """
-    return flow_match_schedule(_euler_config(config), num_steps, 0, levels=scheduler_levels)
+    return flow_match_schedule(_euler_config(config), num_steps, 0, shift=shift)
 
 
 def _euler_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -53,9 +53,10 @@ class ZImageAdapter(ModelAdapter):
         mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
         return PromptEmbeds(pad_sequence(captions, batch_first=True), mask.to(self.device))
 
-    def schedule(self, num_steps: int, size: Size) -> Schedule:
+    def schedule(self, num_steps: int, size: Size, shift: float | None = None) -> Schedule:
         rows, columns = self._token_grid(size)
-        return flow_match_schedule(self.pipeline.scheduler.config, num_steps, rows * columns, levels=_even_levels)
+        config = self.pipeline.scheduler.config
+        return flow_match_schedule(config, num_steps, rows * columns, shift=shift, levels=_even_levels)
 
     def latent_shape(self, size: Size) -> tuple[int, ...]:
         rows, columns = self._token_grid(size)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from flowfleet.algorithms.coarse import check_noise
 from flowfleet.flops import ModelFlops, count_model, flops_of, forward
 from flowfleet.jobs import JobSpec
 from flowfleet.models.base import ModelAdapter
@@ -60,12 +61,12 @@ class Facts:
 def gather(spec: JobSpec, text_tokens: int, *, compiled: bool) -> Facts:
     """`compiled`: whether the trainer's blocks are.
 
-    Raises ValueError for a folder without configurations, a size that the model cannot draw, or targets of LoRA that it
-    does not have.
+    Raises ValueError for a folder without configurations, a size that the model cannot draw, noise that its schedule is
+    too coarse for, or targets of LoRA that it does not have.
     """
-    model = spec.model
+    model, rollout, size = spec.model, spec.rollout, spec.rollout.size
     skeleton = load_skeleton(model.path, dtype_of(model.dtype), max_sequence_length=model.max_sequence_length)
-    size = spec.rollout.size
+    check_noise(spec, skeleton.schedule(rollout.num_inference_steps, size, rollout.shift))
     experts = skeleton.experts
     expert = next(iter(experts.values()))
     latent = math.prod(skeleton.latent_shape(size))

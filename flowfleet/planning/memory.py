@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from flowfleet.algorithms.windows import noisy_steps
 from flowfleet.jobs import JobSpec
 from flowfleet.planning.facts import Facts
 
@@ -62,10 +61,10 @@ def item_bytes(spec: JobSpec) -> int:
 
 
 def num_rounds(spec: JobSpec) -> int:
-    """Rows of a sample: the noisy steps of the window, or the noise levels of a matching loss."""
+    """Rows of a sample, at most: the noisy steps that are trained, or the noise levels of a matching loss."""
     if not spec.records_steps:
         return spec.algorithm.num_noise_levels
-    return len(noisy_steps(spec, 0))
+    return spec.rollout.noise_window.most
 
 
 def passes(spec: JobSpec) -> int:

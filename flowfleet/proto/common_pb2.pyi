@@ -206,7 +206,7 @@ class Sample(_message.Message):
 
     @_builtins.property
     def sde_steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """denoising steps at which noise entered, ascending"""
+        """noisy denoising steps that the trajectory holds, ascending"""
 
     def __init__(
         self,

@@ -63,6 +63,7 @@ class Sampling(_message.Message):
     EMBEDDED_GUIDANCE_FIELD_NUMBER: _builtins.int
     CONDITION_PIXELS_FIELD_NUMBER: _builtins.int
     SAMPLER_FIELD_NUMBER: _builtins.int
+    SHIFT_FIELD_NUMBER: _builtins.int
     height: _builtins.int
     """pixels"""
     width: _builtins.int
@@ -80,6 +81,8 @@ class Sampling(_message.Message):
     """area that condition images are resized to; 0: the family's default"""
     sampler: _builtins.str
     """of steps without noise: "euler" (also when empty), "dpm_solver_2" """
+    shift: _builtins.float
+    """static shift of the noise levels; absent: as the checkpoint's scheduler says"""
     def __init__(
         self,
         *,
@@ -92,14 +95,20 @@ class Sampling(_message.Message):
         embedded_guidance: _builtins.float | None = ...,
         condition_pixels: _builtins.int = ...,
         sampler: _builtins.str = ...,
+        shift: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_embedded_guidance", b"_embedded_guidance", "embedded_guidance", b"embedded_guidance"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_embedded_guidance", b"_embedded_guidance", "_shift", b"_shift", "embedded_guidance", b"embedded_guidance", "shift", b"shift"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_embedded_guidance", b"_embedded_guidance", "condition_pixels", b"condition_pixels", "embedded_guidance", b"embedded_guidance", "guidance_scale", b"guidance_scale", "height", b"height", "negative_prompt", b"negative_prompt", "num_frames", b"num_frames", "num_inference_steps", b"num_inference_steps", "sampler", b"sampler", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_embedded_guidance", b"_embedded_guidance", "_shift", b"_shift", "condition_pixels", b"condition_pixels", "embedded_guidance", b"embedded_guidance", "guidance_scale", b"guidance_scale", "height", b"height", "negative_prompt", b"negative_prompt", "num_frames", b"num_frames", "num_inference_steps", b"num_inference_steps", "sampler", b"sampler", "shift", b"shift", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__embedded_guidance: _TypeAlias = _typing.Literal["embedded_guidance"]  # noqa: Y015
     _WhichOneofArgType__embedded_guidance: _TypeAlias = _typing.Literal["_embedded_guidance", b"_embedded_guidance"]  # noqa: Y015
+    _WhichOneofReturnType__shift: _TypeAlias = _typing.Literal["shift"]  # noqa: Y015
+    _WhichOneofArgType__shift: _TypeAlias = _typing.Literal["_shift", b"_shift"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__embedded_guidance) -> _WhichOneofReturnType__embedded_guidance | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__shift) -> _WhichOneofReturnType__shift | None: ...
 
 Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
 
@@ -114,6 +123,7 @@ class Noise(_message.Message):
     SDE_STEPS_FIELD_NUMBER: _builtins.int
     SHARE_INITIAL_NOISE_FIELD_NUMBER: _builtins.int
     TAIL_STEPS_FIELD_NUMBER: _builtins.int
+    RECORDED_STEPS_FIELD_NUMBER: _builtins.int
     step_type: _builtins.str
     """"sde", "cps", …: flowfleet.algorithms.sde.STEPS"""
     eta: _builtins.float
@@ -125,6 +135,10 @@ class Noise(_message.Message):
     def sde_steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """ascending indices into the schedule"""
 
+    @_builtins.property
+    def recorded_steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """ascending, of sde_steps: what RECORD_STEPS keeps; none: all of them"""
+
     def __init__(
         self,
         *,
@@ -133,10 +147,11 @@ class Noise(_message.Message):
         sde_steps: _abc.Iterable[_builtins.int] | None = ...,
         share_initial_noise: _builtins.bool = ...,
         tail_steps: _builtins.int = ...,
+        recorded_steps: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eta", b"eta", "sde_steps", b"sde_steps", "share_initial_noise", b"share_initial_noise", "step_type", b"step_type", "tail_steps", b"tail_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eta", b"eta", "recorded_steps", b"recorded_steps", "sde_steps", b"sde_steps", "share_initial_noise", b"share_initial_noise", "step_type", b"step_type", "tail_steps", b"tail_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

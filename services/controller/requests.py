@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from flowfleet.algorithms.windows import noisy_steps
+from flowfleet.algorithms.windows import noisy_steps, trained_steps
 from flowfleet.jobs import JobSpec
 from flowfleet.proto import common_pb2, rollout_pb2, trainer_pb2
 from flowfleet.seeds import derive_seed, sample_seed, validation_seed
@@ -31,6 +31,7 @@ def generate(job: JobContext, step: int, wanted: Mapping[int, Sequence[int]]) ->
             step_type=job.spec.rollout.noise.type,
             eta=job.spec.rollout.noise.eta,
             sde_steps=noisy_steps(job.spec, step),
+            recorded_steps=trained_steps(job.spec, step),
             share_initial_noise=job.spec.rollout.noise.share_initial_noise,
             tail_steps=job.spec.rollout.tail_steps or 0,
         ),
@@ -115,4 +116,5 @@ def _sampling(spec: JobSpec, num_inference_steps: int, sampler: str) -> rollout_
         embedded_guidance=spec.rollout.embedded_guidance,
         condition_pixels=spec.rollout.condition_pixels or 0,
         sampler="" if sampler == "euler" else sampler,
+        shift=spec.rollout.shift,
     )

@@ -22,7 +22,7 @@ from flowfleet.blobs import BlobStore
 from flowfleet.media import encode_media
 from flowfleet.models.embeds import PromptEmbeds
 from flowfleet.proto.common_pb2 import PURPOSE_TRAIN, BlobRef, Media, Sample, SampleId
-from flowfleet.proto.rollout_pb2 import GenerateRequest
+from flowfleet.proto.rollout_pb2 import GenerateRequest, Noise
 from flowfleet.streams import TrajectoryStream
 from flowfleet.trajectories import EmbedsBlob
 from services.rollout.engines.base import GeneratedBatch, GeneratedSample
@@ -126,10 +126,15 @@ class Publisher:
             policy_version=request.policy_version,
             prompt_embeds=shared.embeds[generated.group],
             negative_embeds=shared.negative.get(generated.group),
-            sde_steps=request.noise.sde_steps if request.noise.eta > 0 and not shared.media else (),
+            sde_steps=_recorded(request.noise) if request.noise.eta > 0 and not shared.media else (),
             height=request.sampling.height,
             width=request.sampling.width,
             num_frames=len(generated.frames),
             replica_id=self._replica_id,
             reference_kl=generated.reference_kl,
         )
+
+
+def _recorded(noise: Noise) -> Sequence[int]:
+    """The noisy steps that trajectories hold."""
+    return noise.recorded_steps or noise.sde_steps

@@ -112,6 +112,7 @@ def _sampling(message: rollout_pb2.Sampling) -> Sampling:
         negative,
         message.condition_pixels or None,
         _sampler(message.sampler or "euler"),
+        _shift(message),
     )
 
 
@@ -120,6 +121,14 @@ def _sampler(name: str) -> SamplerName:
         if name == known:
             return cast(SamplerName, name)
     raise ValueError(f"sampling.sampler = {name!r}: give one of {', '.join(get_args(SamplerName))}")
+
+
+def _shift(message: rollout_pb2.Sampling) -> float | None:
+    if not message.HasField("shift"):
+        return None
+    if not (math.isfinite(message.shift) and message.shift > 0):
+        raise ValueError(f"sampling.shift = {message.shift}: give a finite number above 0, or leave it out")
+    return message.shift
 
 
 def _embedded_guidance(message: rollout_pb2.Sampling) -> float | None:
@@ -143,4 +152,7 @@ def _noise(message: rollout_pb2.Noise, num_steps: int) -> Noise:
         raise ValueError(f"noise.step_type = {message.step_type!r}: give one of {', '.join(STEPS)}")
     if list(steps) != sorted(set(steps)) or steps[-1] >= num_steps:
         raise ValueError(f"noise.sde_steps = {list(steps)}: give ascending steps below {num_steps}, each once")
-    return Noise(message.step_type, message.eta, steps, message.share_initial_noise, message.tail_steps)
+    recorded = tuple(message.recorded_steps)
+    if list(recorded) != sorted(set(recorded)) or not set(recorded) <= set(steps):
+        raise ValueError(f"noise.recorded_steps = {list(recorded)}: give ascending ones of sde_steps, each once")
+    return Noise(message.step_type, message.eta, steps, message.share_initial_noise, message.tail_steps, recorded)

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from flowfleet import devices, lora, weights
+from flowfleet.algorithms.coarse import check_noise
 from flowfleet.algorithms.losses import limits
 from flowfleet.jobs import JobSpec
-from flowfleet.models.base import ModelAdapter
+from flowfleet.models.base import ModelAdapter, Schedule
 from flowfleet.models.empty import cast_persistent_buffers
 from flowfleet.models.registry import adapter_for
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
@@ -55,8 +56,8 @@ class Engine:
 
     def __init__(self, spec: JobSpec, ranks: Ranks, *, resumes: bool = False) -> None:
         """Loads the model; `shard` comes next. `resumes`: a checkpoint is loaded after that, so `model.adapter` is not
-        read. Raises ValueError for a model, size, target or adapter that is not there, an adapter that does not fit, or
-        limits that limit nothing at this size."""
+        read. Raises ValueError for a model, size, target or adapter that is not there, an adapter that does not fit,
+        limits that limit nothing at this size, or noise that a step is too coarse for."""
         self.spec = spec
         self.ranks = ranks
         self.dtype = weights.dtype_of(spec.model.dtype)
@@ -69,6 +70,7 @@ class Engine:
         num_elements = math.prod(self.adapter.latent_shape(spec.rollout.size))
         limits(spec.algorithm, num_elements)
         self.loss_scale = LossScale(num_elements, is_on=self.dtype == torch.float16)
+        check_noise(spec, self.schedule)
         self.experts = dict(self.adapter.experts)
         self._sources = {component: self.source(component) for component in self.experts}
         for component, expert in self.experts.items():
@@ -101,6 +103,12 @@ class Engine:
             self._start_adapter()
         self.optimizer = ShardedAdamW(self.trained, self.spec.trainer.optimizer, self.ranks)
         self.policies = Policies(self.spec, self.experts, self.trained, self.dtype)
+
+    @property
+    def schedule(self) -> Schedule:
+        """What rollouts sample with."""
+        rollout = self.spec.rollout
+        return self.adapter.schedule(rollout.num_inference_steps, rollout.size, rollout.shift)
 
     @property
     def is_lora(self) -> bool:

@@ -73,7 +73,8 @@ class StepReader:
         self._spec = spec
         self._blobs = blobs
         self._shape = adapter.latent_shape(spec.rollout.size)
-        self._schedule: Schedule = adapter.schedule(spec.rollout.num_inference_steps, spec.rollout.size)
+        rollout = spec.rollout
+        self._schedule: Schedule = adapter.schedule(rollout.num_inference_steps, rollout.size, rollout.shift)
         self._samples: Sequence[TrainSample] = ()
         self._records: dict[int, Trajectory | FinalLatents] = {}
         self._embeds: dict[str, PromptEmbeds] = {}

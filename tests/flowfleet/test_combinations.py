@@ -111,6 +111,75 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         "rollout.window.shift_every has no effect",
         '"progressive"',
     ),
+    "a list of no window": (
+        {"rollout": {"window": {"steps": [1, 2]}}},
+        "rollout.window.steps has no effect",
+        'use "listed"',
+    ),
+    "an empty list": (
+        {"rollout": {"window": {"strategy": "listed"}}},
+        'rollout.window.strategy = "listed"',
+        "[0, 2, 5]",
+    ),
+    "a list beyond the schedule": (
+        {"rollout": {"window": {"strategy": "listed", "steps": [0, 10]}}},
+        "rollout.window.steps = [0, 10]",
+        "from 0 to 9",
+    ),
+    "a list backwards": (
+        {"rollout": {"window": {"strategy": "listed", "steps": [2, 1]}}},
+        "rollout.window.steps = [2, 1]",
+        "ascending",
+    ),
+    "cps at the last step of a list": (
+        {"rollout": CPS | {"window": {"strategy": "listed", "steps": [0, 9]}}},
+        "rollout.window.steps: the last step",
+        "leave out step 9",
+    ),
+    "a range of a list": (
+        {"rollout": {"window": {"strategy": "listed", "steps": [1], "high": 5}}},
+        "rollout.window.high has no effect",
+        "leave it out",
+    ),
+    "a size of a fraction": (
+        {"rollout": {"window": {"strategy": "fraction", "size": 3}}},
+        "rollout.window.size has no effect",
+        '"random"',
+    ),
+    "a fraction of no fraction": (
+        {"rollout": {"window": {"fraction": 0.5}}},
+        "rollout.window.fraction has no effect",
+        'use "fraction"',
+    ),
+    "a fraction of steps that nothing trains on": (
+        {
+            "algorithm": {"name": "diffusion_nft"},
+            "rollout": {"noise": {"eta": 0.5}, "window": {"strategy": "fraction"}},
+        },
+        'rollout.window.strategy = "fraction" has no effect',
+        'use "all"',
+    ),
+    "a decay of a random window": (
+        {"rollout": {"window": {"pace": "decay"}}},
+        "rollout.window.pace has no effect",
+        '"progressive"',
+    ),
+    "a rate of no decay": (
+        {"algorithm": {"name": "mix_grpo"}, "rollout": {"window": {"pace": "decay", "pace_rate": 0.5}}},
+        "rollout.window.pace_rate has no effect",
+        '"exp_decay"',
+    ),
+    "a decay that grows": (
+        {"algorithm": {"name": "mix_grpo"}, "rollout": {"window": {"pace": "decay", "pace_min": 26}}},
+        "rollout.window.pace_min = 26",
+        "lower it",
+    ),
+    "a stay of a random window": (
+        {"rollout": {"window": {"at_end": "stay"}}},
+        "rollout.window.at_end has no effect",
+        '"progressive"',
+    ),
+    "a shift of nothing": ({"rollout": {"shift": 0.0}}, "rollout.shift", "greater than 0"),
     "cps with too much noise": (
         {"rollout": {"noise": {"type": "cps", "eta": 1.2}}},
         "rollout.noise.eta = 1.2",
@@ -198,6 +267,21 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         {"algorithm": {"name": "diffusion_nft", "sigma_low": 0.7, "sigma_high": 0.6}},
         "algorithm.sigma_low = 0.7",
         "below algorithm.sigma_high = 0.6",
+    ),
+    "bounds of the sampler's levels": (
+        {"algorithm": {"name": "diffusion_nft", "sigma_sampling": "schedule", "sigma_low": 0.1}},
+        "algorithm.sigma_low has no effect",
+        "the sampler's levels",
+    ),
+    "more levels than the sampler has": (
+        {"algorithm": {"name": "diffusion_nft", "sigma_sampling": "schedule", "num_noise_levels": 11}},
+        "algorithm.num_noise_levels = 11",
+        "lower it",
+    ),
+    "noise levels of a policy loss": (
+        {"algorithm": {"sigma_sampling": "uniform"}},
+        "algorithm.sigma_sampling has no effect",
+        "use diffusion_nft, dpo",
     ),
     "two ties to the reference": (
         {"algorithm": {"name": "online_dpo", "kl_coef": 0.1}},
@@ -424,6 +508,13 @@ ALLOWED: dict[str, dict[str, Parts]] = {
     "a defaults' value, written out": {"algorithm": {"name": "flow_dppo", "clip_range": 1e-5}},
     "Flow-GRPO's average": {"trainer": {"ema": {"decay": 0.9, "every": 8}}},
     "DiffusionNFT without an average": {"algorithm": {"name": "diffusion_nft"}, "trainer": {"ema": {"decay": None}}},
+    "all steps but some": {"rollout": {"window": {"strategy": "listed", "steps": [0, 3, 9]}}},
+    "a share of all steps": {"rollout": {"window": {"strategy": "fraction", "fraction": 0.6}, "shift": 3.0}},
+    "MixGRPO, decaying": {"algorithm": {"name": "mix_grpo"}, "rollout": {"window": {"pace": "decay", "pace_min": 1}}},
+    "the sampler's levels": {
+        "algorithm": {"name": "diffusion_nft", "sigma_sampling": "schedule", "num_noise_levels": 9}
+    },
+    "two steps": {"rollout": {"num_inference_steps": 2, "window": {"size": 1}}},
     "bypass": {"algorithm": {"old_log_probs": "rollout", "correction": {"mode": "truncated", "high": 3.0}}},
     "a band of joint ratios": {"algorithm": {"correction": {"mode": "band", "low": 0.9, "high": 1.1, "joint": True}}},
     "a reward that is only watched": {"rewards": {"ocr": {}, "quality": {"weight": 0.0}}},

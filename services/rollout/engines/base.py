@@ -44,6 +44,8 @@ class Sampling:
     """Area that condition images are resized to; None is the family's default."""
     sampler: SamplerName = "euler"
     """Of the steps without noise."""
+    shift: float | None = None
+    """Static shift of the noise levels; None is the checkpoint's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,13 @@ class Noise:
     """One initial latent for a whole group."""
     tail_steps: int = 0
     """Steps of `dpm_solver_2` after the last noisy one, in place of all that the schedule has there; 0 leaves those."""
+    recorded: tuple[int, ...] = ()
+    """Of `steps`, those that are kept where steps are recorded; none: all."""
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The noisy steps that are kept where steps are recorded."""
+        return self.recorded or self.steps
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,7 +168,7 @@ class Sampler:
                     sigma_max=course.schedule.sigma_max,
                 )
                 result = reverse(velocity=velocity, noise=drawn)
-                if request.record == "steps":
+                if request.record == "steps" and step in noise.kept:
                     path.keep(latents, result)
                 if request.reference_kl:
                     with self._without_lora():
@@ -183,7 +183,8 @@ class Sampler:
         return latents, path
 
     def _schedule(self, request: GenerationRequest) -> Schedule:
-        return self._adapter.schedule(request.sampling.num_steps, request.sampling.size)
+        sampling = request.sampling
+        return self._adapter.schedule(sampling.num_steps, sampling.size, sampling.shift)
 
 
 @dataclass(frozen=True)
@@ -239,7 +240,7 @@ def _by_group(prompts: _Prompts, rows: Sequence[Row]) -> tuple[dict[int, PromptE
 
 def _trajectories(path: _Path, request: GenerationRequest, schedule: Schedule) -> list[Trajectory]:
     """One a row, on the CPU; they share the batch's memory."""
-    steps = torch.tensor(request.noise.steps)
+    steps = torch.tensor(request.noise.kept)
     latents, next_latents = torch.stack(path.latents, 1).cpu(), torch.stack(path.next_latents, 1).cpu()
     log_probs = torch.stack(path.log_probs, 1).cpu()
     sigmas, sigmas_next, timesteps = schedule.sigmas[steps], schedule.sigmas[steps + 1], schedule.timesteps[steps]

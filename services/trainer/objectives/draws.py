@@ -7,13 +7,16 @@ the side is drawn for each (step, update, round), as likely as its share of the 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from flowfleet.models.base import seeded_noise
+from flowfleet.jobs import JobSpec
+from flowfleet.models.base import ModelAdapter, seeded_noise
 from flowfleet.seeds import derive_seed
 
 Place = tuple[int, int]
@@ -23,44 +26,116 @@ Interval = tuple[float, float]
 
 MARGIN = 1e-6
 """Distance kept from the boundary, so that no rounding puts a noise level on its other side."""
+FINE_STEPS = 1000
+"""Steps of the schedule that stands for the model's shift: as many as the levels that models are trained on."""
 
 
 @dataclass(frozen=True)
-class Draws:
+class Draws(ABC):
     """Of one step of a job."""
 
     seed: int
     step: int
-    levels: Interval
-    """All noise levels that are trained."""
-    boundary: float | None = None
+    boundary: float | None
     """With two experts: the sigma that parts them."""
 
+    @abstractmethod
     def interval(self, update: int, k: int) -> Interval:
         """Where the noise levels of round k lie: on one side of the boundary."""
-        sides = self._sides()
-        widths = [high - low for low, high in sides]
-        place = self._uniform("side", update, k) * sum(widths)
-        return sides[0] if place < widths[0] or len(sides) == 1 else sides[1]
 
+    @abstractmethod
     def sigmas(self, places: Sequence[Place], update: int, k: int) -> Tensor:
-        """(B,) float32 on the CPU, each uniform in the round's interval."""
-        low, high = self.interval(update, k)
-        shares = [self._uniform("sigma", *place, k) for place in places]
-        return torch.tensor([low + (high - low) * share for share in shares], dtype=torch.float32)
+        """(B,) float32 on the CPU, each in the round's interval."""
 
     def noise(self, places: Sequence[Place], k: int, shape: Sequence[int]) -> Tensor:
         """(B, *shape) float32 standard normal on the CPU."""
         return seeded_noise([derive_seed(self.seed, "match/noise", self.step, *place, k) for place in places], shape)
 
-    def _sides(self) -> list[Interval]:
-        """The parts of `levels` that lie on one side of the boundary each."""
-        low, high = self.levels
-        if self.boundary is None:
-            return [self.levels]
-        sides = (low, min(high, self.boundary - MARGIN)), (max(low, self.boundary + MARGIN), high)
-        return [(start, end) for start, end in sides if start < end]
-
     def _uniform(self, purpose: str, *path: int) -> float:
         """In [0, 1)."""
         return derive_seed(self.seed, f"match/{purpose}", self.step, *path) / 2**63
+
+
+@dataclass(frozen=True)
+class ContinuousDraws(Draws):
+    """sigma = Q(u) for a uniform u, cut to `levels`. A side of the boundary is drawn as likely as its share of u."""
+
+    levels: Interval
+    """The least and the greatest noise level."""
+    quantiles: np.ndarray
+    """(M + 1,) float64, rising: Q at u = 0, 1/M … 1, linear in between."""
+
+    def interval(self, update: int, k: int) -> Interval:
+        return self._side(update, k)[1]
+
+    def sigmas(self, places: Sequence[Place], update: int, k: int) -> Tensor:
+        (start, end), (low, high) = self._side(update, k)
+        shares = [start + (end - start) * self._uniform("sigma", *place, k) for place in places]
+        sigmas = np.interp(shares, np.linspace(0, 1, len(self.quantiles)), self.quantiles)
+        return torch.from_numpy(np.clip(sigmas, low, high)).float()
+
+    def _side(self, update: int, k: int) -> tuple[Interval, Interval]:
+        """The u of the round, and the noise levels that they are cut to."""
+        low, high = self.levels
+        if self.boundary is None:
+            return (0.0, 1.0), self.levels
+        if low > self.boundary - MARGIN:
+            return (0.0, 1.0), (max(low, self.boundary + MARGIN), max(high, self.boundary + MARGIN))
+        if high < self.boundary + MARGIN:
+            return (0.0, 1.0), (low, min(high, self.boundary - MARGIN))
+        part = float(np.interp(self.boundary, self.quantiles, np.linspace(0, 1, len(self.quantiles))))
+        if self._uniform("side", update, k) < part:
+            return (0.0, part), (low, self.boundary - MARGIN)
+        return (part, 1.0), (self.boundary + MARGIN, high)
+
+
+@dataclass(frozen=True)
+class ScheduleDraws(Draws):
+    """The levels of the sampler, in an order of its own for each sample, none twice.
+
+    With two experts the order of sides is drawn for all samples together, by shuffling all levels; on either side each
+    sample has its own order.
+    """
+
+    sigmas_of_steps: Tensor
+    """(N,) float32 on the CPU."""
+
+    def interval(self, update: int, k: int) -> Interval:
+        levels = self.sigmas_of_steps[self._side(update, k)[0]]
+        return float(levels.min()), float(levels.max())
+
+    def sigmas(self, places: Sequence[Place], update: int, k: int) -> Tensor:
+        side, number = self._side(update, k)
+        chosen = [side[int(self._shuffled(len(side), "order", *place)[number])] for place in places]
+        return self.sigmas_of_steps[torch.stack(chosen)]
+
+    def _side(self, update: int, k: int) -> tuple[Tensor, int]:
+        """Indices of the levels on the round's side, and how many rounds before it were there."""
+        is_high = self._is_high()
+        sides = is_high[self._shuffled(len(is_high), "sides", update)] if self.boundary is not None else is_high
+        return (is_high == sides[k]).nonzero().flatten(), int((sides[:k] == sides[k]).sum())
+
+    def _is_high(self) -> Tensor:
+        """(N,) As the adapter chooses an expert."""
+        if self.boundary is None:
+            return torch.ones_like(self.sigmas_of_steps, dtype=torch.bool)
+        return 1000 * self.sigmas_of_steps >= self.boundary * 1000
+
+    def _shuffled(self, count: int, purpose: str, *path: int) -> Tensor:
+        """(count,) A permutation."""
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, f"match/{purpose}", self.step, *path))
+        return torch.randperm(count, generator=generator)
+
+
+def draws_of(spec: JobSpec, adapter: ModelAdapter, step: int) -> Draws:
+    """By the job's `algorithm.sigma_sampling`."""
+    part, rollout = spec.algorithm, spec.rollout
+    boundary = adapter.boundary if len(adapter.experts) > 1 else None
+    if part.sigma_sampling == "schedule":
+        schedule = adapter.schedule(rollout.num_inference_steps, rollout.size, rollout.shift)
+        return ScheduleDraws(spec.seed, step, boundary, schedule.sigmas[:-1])
+    levels = part.sigma_low, part.sigma_high
+    quantiles = np.array(levels)
+    if part.sigma_sampling == "shifted":
+        quantiles = adapter.schedule(FINE_STEPS, rollout.size, rollout.shift).sigmas.double().numpy()[::-1].copy()
+    return ContinuousDraws(spec.seed, step, boundary, levels, quantiles)

@@ -20,7 +20,7 @@ from flowfleet.telemetry import Timings
 from services.trainer.engine import Engine
 from services.trainer.inputs import Batch, FinalBatch
 from services.trainer.objectives.base import Forward, velocity
-from services.trainer.objectives.draws import Draws, Interval
+from services.trainer.objectives.draws import Interval, draws_of
 from services.trainer.policies import Policy, needs_reference
 from services.trainer.totals import Totals
 
@@ -42,8 +42,7 @@ class MatchingObjective:
         spec, part = engine.spec, engine.spec.algorithm
         self._engine, self._part, self._totals = engine, part, totals
         self._loss = spec.loss.load()
-        boundary = engine.adapter.boundary if len(engine.experts) > 1 else None
-        self._draws = Draws(spec.seed, step, (part.sigma_low, part.sigma_high), boundary)
+        self._draws = draws_of(spec, engine.adapter, step)
         self._items: list[list[_Item]] = []
         self._num_passes = 0
 

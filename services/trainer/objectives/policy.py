@@ -54,7 +54,7 @@ class PolicyObjective:
         self._steps = list(sde_steps)
         self._part, self._noise = spec.algorithm, spec.rollout.noise
         self._kind, self._loss = spec.loss, spec.loss.load()
-        self._schedule = engine.adapter.schedule(spec.rollout.num_inference_steps, spec.rollout.size)
+        self._schedule = engine.schedule
         self._num_elements = math.prod(engine.adapter.latent_shape(spec.rollout.size))
         self._limits = limits(spec.algorithm, self._num_elements)
         totals.limits = self._limits if "clip_range" in spec.loss.reads else None

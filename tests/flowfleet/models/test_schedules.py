@@ -1,12 +1,15 @@
 """Schedules: the published check values, and equality in bits with what diffusers' pipeline samples with."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowfleet.models.schedules import flow_match_schedule
+from flowfleet.models.schedules import Levels, even_levels, flow_match_schedule, scheduler_levels
 from tests.tiny_models.qwen_image import make_qwen_scheduler
 
 CONFIG = dict(make_qwen_scheduler().config)
@@ -45,3 +48,23 @@ def test_step_numbers_without_a_schedule_are_refused(num_steps: int, message: st
 def test_one_step_works_without_a_terminal_shift() -> None:
     schedule = flow_match_schedule(CONFIG | {"shift_terminal": None}, 1, 1024)
     assert schedule.sigmas.tolist() == [1.0, 0.0]
+
+
+STATIC = dict(FlowMatchEulerDiscreteScheduler(shift=3.0).config)
+
+
+@pytest.mark.parametrize("config", [CONFIG, STATIC], ids=["dynamic, with a terminal sigma", "static"])
+@pytest.mark.parametrize("shift", [1.0, 3.0, 7.5])
+def test_a_jobs_shift_takes_the_place_of_the_checkpoints(config: dict[str, Any], shift: float) -> None:
+    u = np.linspace(1, 1 / 16, 16)
+    schedule = flow_match_schedule(config, 16, 1024, shift=shift)
+    np.testing.assert_allclose(schedule.sigmas, np.append(shift * u / (1 + (shift - 1) * u), 0.0), rtol=1e-6)
+    assert torch.equal(schedule.timesteps, 1000 * schedule.sigmas[:-1])
+    other_size = flow_match_schedule(config, 16, 64, shift=shift)
+    assert torch.equal(schedule.sigmas, other_size.sigmas)
+
+
+@pytest.mark.parametrize("levels", [even_levels, scheduler_levels])
+def test_the_checkpoints_own_shift_changes_nothing(levels: Levels) -> None:
+    own = flow_match_schedule(STATIC, 10, 1024, levels=levels)
+    assert torch.equal(flow_match_schedule(STATIC, 10, 1024, levels=levels, shift=3.0).sigmas, own.sigmas)

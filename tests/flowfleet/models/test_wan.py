@@ -42,13 +42,26 @@ def adapters(folders: dict[str, Path]) -> dict[str, WanAdapter]:
 
 @pytest.fixture(scope="module")
 def pipelines(folders: dict[str, Path]) -> dict[str, Any]:
-    """With first-order schedulers of the checkpoints' shifts."""
+    """With first-order schedulers of the checkpoints' shifts, which are handed Wan's levels."""
     return {kind: load_pipeline(folder, SHIFT[kind]) for kind, folder in folders.items()}
+
+
+def levels_of(steps: int, shift: float) -> np.ndarray:
+    """In float64: linspace(1, 1/N, N), shifted once, and 0."""
+    u = np.linspace(1, 1 / steps, steps)
+    return np.append(shift * u / (1 + (shift - 1) * u), 0.0)
 
 
 def load_pipeline(folder: Path, shift: float) -> Any:
     pipeline: Any = WanPipeline.from_pretrained(str(folder))
     pipeline.scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
+    own: Any = pipeline.scheduler.set_timesteps
+
+    def set_timesteps(steps: int, device: Any = None) -> None:
+        """`WanPipeline` names no levels, and the scheduler's own would be shifted twice."""
+        own(sigmas=np.linspace(1, 1 / steps, steps), device=device)
+
+    pipeline.scheduler.set_timesteps = set_timesteps
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
@@ -285,15 +298,44 @@ def test_timesteps_may_differ_by_row(adapters: dict[str, WanAdapter]) -> None:
                 torch.testing.assert_close(together[row], alone, rtol=0, atol=1e-6)
 
 
-def test_the_shift_is_read_from_either_scheduler() -> None:
+FLOW: dict[str, Any] = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
+
+
+@pytest.mark.parametrize("steps", [1, 10, 40])
+@pytest.mark.parametrize("shift", [1.0, 3.0, 5.0, 12.0])
+def test_levels_are_shifted_once_whatever_the_scheduler(steps: int, shift: float) -> None:
     euler, unipc = FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
-    flow: dict[str, Any] = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
-    expected = euler_schedule(euler(shift=8.0).config, 10)
-    assert torch.equal(euler_schedule(unipc(flow_shift=8.0, **flow).config, 10).sigmas, expected.sigmas)
-    least = 8 * 0.001 / (1 + 7 * 0.001)  # the scheduler's least sigma, which is shifted once already
-    u = np.linspace(1, least, 10)
-    np.testing.assert_allclose(expected.sigmas, [*(8 * u / (1 + 7 * u)), 0], rtol=1e-6)
-    np.testing.assert_allclose(expected.timesteps, 1000 * expected.sigmas[:-1], rtol=1e-6)
+    schedule = euler_schedule(unipc(flow_shift=shift, **FLOW).config, steps)
+    np.testing.assert_allclose(schedule.sigmas, levels_of(steps, shift), rtol=1e-6)
+    assert torch.equal(schedule.timesteps, 1000 * schedule.sigmas[:-1])
+    for config, own in ((euler(shift=shift).config, None), (unipc(flow_shift=7.0, **FLOW).config, shift)):
+        same = euler_schedule(config, steps, own)
+        assert torch.equal(same.sigmas, schedule.sigmas)
+        assert torch.equal(same.timesteps, schedule.timesteps)
+
+
+@pytest.mark.parametrize("steps", [10, 40])
+def test_levels_are_those_of_the_checkpoints_own_solver(steps: int) -> None:
+    """UniPC starts a little below 1 and takes its levels from a grid of a thousand."""
+    unipc = UniPCMultistepScheduler(flow_shift=5.0, **FLOW)
+    unipc.set_timesteps(steps)
+    schedule = euler_schedule(unipc.config, steps)
+    np.testing.assert_allclose(schedule.sigmas, unipc.sigmas, rtol=0, atol=5e-3)
+    if steps == 10:  # the last ones, that were .594 .395 .024 when shifted twice
+        assert schedule.sigmas[-4:].tolist() == pytest.approx([0.6818, 0.5556, 0.3571, 0], abs=1e-4)
+
+
+def test_half_of_ten_steps_are_the_high_noise_experts(adapters: dict[str, WanAdapter]) -> None:
+    """Of A14B's boundary, 0.875, and a shift of 5."""
+    adapter = adapters["wan_two_experts"]
+    schedule = adapter.schedule(10, SIZES["wan_two_experts"])
+    assert [adapter.expert(timestep) is adapter.transformer for timestep in schedule.timesteps] == [True] * 5 + [
+        False
+    ] * 5
+
+
+def test_schedulers_that_are_no_flow_are_refused() -> None:
+    euler, unipc = FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
     with pytest.raises(ValueError, match="one shift for all sizes"):
         euler_schedule(euler(use_dynamic_shifting=True).config, 10)
     with pytest.raises(ValueError, match="is of no flow"):

@@ -297,6 +297,28 @@ def test_a_tail_follows_the_second_order_sampler_on_its_own_levels(engine: Diffu
     assert torch.equal(torch.stack([final_of(sample) for sample in batch.samples]), latents)
 
 
+def test_a_share_of_the_noisy_steps_is_recorded(engine: DiffusersEngine, model: ModelSpec) -> None:
+    """The samples are those of all noisy steps; of the steps only those that were asked for are kept."""
+    run(engine.prepare(model, None))
+    request = make_request(sde_steps=(0, 1, 2))
+    (whole,) = run(collect(engine, request))
+    (part,) = run(collect(engine, replace(request, noise=replace(request.noise, recorded=(0, 2)))))
+    for one, other in zip(whole.samples, part.samples, strict=True):
+        assert np.array_equal(one.frames, other.frames)
+        assert path_of(other).step_indices.tolist() == [0, 2]
+        for name in ("latents", "next_latents", "log_probs", "sigmas", "sigmas_next", "timesteps"):
+            assert torch.equal(getattr(path_of(one), name)[[0, 2]], getattr(path_of(other), name))
+
+
+def test_a_jobs_shift_is_the_schedules(engine: DiffusersEngine, model: ModelSpec) -> None:
+    run(engine.prepare(model, None))
+    request = make_request(sde_steps=(1, 2))
+    shifted = replace(request, sampling=replace(request.sampling, shift=2.5))
+    (batch,) = run(collect(engine, shifted))
+    u = np.linspace(1, 1 / 4, 4)
+    np.testing.assert_allclose(path_of(batch.samples[0]).sigmas, (2.5 * u / (1 + 1.5 * u))[1:3], rtol=1e-6)
+
+
 def test_a_group_can_share_its_initial_noise(engine: DiffusersEngine, model: ModelSpec) -> None:
     run(engine.prepare(model, None))
     (batch,) = run(collect(engine, make_request(sde_steps=(0,), share_initial=True)))

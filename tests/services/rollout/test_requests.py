@@ -16,9 +16,11 @@ def test_a_request_arrives_as_it_was_meant() -> None:
         job_id="job",
         purpose=common_pb2.PURPOSE_TRAIN,
         sampling=rollout_pb2.Sampling(
-            height=32, width=48, num_inference_steps=6, guidance_scale=4.1, negative_prompt="blurry"
+            height=32, width=48, num_inference_steps=6, guidance_scale=4.1, negative_prompt="blurry", shift=3.1
         ),
-        noise=rollout_pb2.Noise(step_type="sde", eta=0.7, sde_steps=[0, 2], share_initial_noise=True, tail_steps=2),
+        noise=rollout_pb2.Noise(
+            step_type="sde", eta=0.7, sde_steps=[0, 2], share_initial_noise=True, recorded_steps=[2], tail_steps=2
+        ),
         groups=[
             rollout_pb2.PromptGroup(group=5, prompt="b", indices=[3, 1], seeds=[33, 2**64 - 1], initial_seed=9),
             rollout_pb2.PromptGroup(group=2, prompt="a", indices=[0], seeds=[7]),
@@ -26,8 +28,8 @@ def test_a_request_arrives_as_it_was_meant() -> None:
     )
     request = generation_request(rollout_pb2.GenerateRequest.FromString(sent.SerializeToString()))
     assert request.groups == (PromptGroup(2, "a", (0,), (7,)), PromptGroup(5, "b", (1, 3), (2**64 - 1, 33), 9))
-    assert request.sampling == Sampling(Size(32, 48), 6, Guidance(4.1), "blurry")
-    assert request.noise == Noise("sde", 0.7, (0, 2), share_initial=True, tail_steps=2)
+    assert request.sampling == Sampling(Size(32, 48), 6, Guidance(4.1), "blurry", shift=3.1)
+    assert request.noise == Noise("sde", 0.7, (0, 2), share_initial=True, tail_steps=2, recorded=(2,))
     assert request.record == "steps"
     assert request.num_samples == 3
 
@@ -61,6 +63,8 @@ def test_settings_of_videos_edits_and_distilled_models_arrive() -> None:
     [
         ({"num_frames": 1026}, "sampling.num_frames"),
         ({"embedded_guidance": -1.0}, "sampling.embedded_guidance"),
+        ({"shift": 0.0}, "sampling.shift"),
+        ({"shift": float("nan")}, "sampling.shift"),
         ({"embedded_guidance": float("inf")}, "sampling.embedded_guidance"),
         ({"sampler": "heun"}, "sampling.sampler = 'heun': give one of euler, dpm_solver_2"),
     ],
@@ -122,3 +126,16 @@ def test_an_ode_keeps_nothing_of_the_noise() -> None:
     assert request.noise == Noise()
     assert request.sampling.negative_prompt == ""
     assert request.record == "none"
+
+
+@pytest.mark.parametrize("recorded", [[1], [2, 0], [0, 0]])
+def test_recorded_steps_are_noisy_ones(recorded: list[int]) -> None:
+    request = rollout_pb2.GenerateRequest(
+        job_id="job",
+        purpose=common_pb2.PURPOSE_TRAIN,
+        sampling=rollout_pb2.Sampling(height=32, width=48, num_inference_steps=6, guidance_scale=1.0),
+        noise=rollout_pb2.Noise(step_type="sde", eta=0.7, sde_steps=[0, 2], recorded_steps=recorded),
+        groups=[rollout_pb2.PromptGroup(group=0, prompt="a", indices=[0], seeds=[7])],
+    )
+    with pytest.raises(ValueError, match=r"noise\.recorded_steps"):
+        generation_request(request)

@@ -7,6 +7,7 @@ are copies of the whole model.
 import copy
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,7 +52,7 @@ class Oracle:
         self.optimizer = torch.optim.AdamW(
             self.trained.values(), lr=part.lr, betas=part.betas, eps=part.eps, weight_decay=part.weight_decay
         )
-        self.schedule = self.adapter.schedule(spec.rollout.num_inference_steps, spec.rollout.size)
+        self.schedule = self.adapter.schedule(spec.rollout.num_inference_steps, spec.rollout.size, spec.rollout.shift)
 
     def state(self) -> dict[str, Tensor]:
         """What is trained, by published name."""
@@ -134,9 +135,7 @@ class Oracle:
         places = [(item.sample.id.group, item.pair if part.loss == "dpo" else item.sample.id.index) for item in items]
         seeds = [derive_seed(self.spec.seed, "match/noise", step, *place, k) for place in places]
         noise = torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
-        low, high = self._interval(step, update, k)
-        shares = [derive_seed(self.spec.seed, "match/sigma", step, *place, k) / 2**63 for place in places]
-        flat = torch.tensor([low + (high - low) * share for share in shares])
+        flat = torch.tensor([self._sigma(place, step, update, k) for place in places], dtype=torch.float32)
         sigma = flat.reshape(-1, *[1] * len(shape))
         noisy = (1 - sigma) * clean + sigma * noise
         velocities = [self._velocity(self.adapter, noisy, 1000 * flat, items)]
@@ -161,15 +160,40 @@ class Oracle:
             total = total + 5 / part.beta * weight * _mean((mixture - clean) ** 2) / distance
         return total
 
-    def _interval(self, step: int, update: int, k: int) -> tuple[float, float]:
-        """The noise levels of a round: all, or those of the expert that was drawn."""
-        low, high = self.part.sigma_low, self.part.sigma_high
-        if len(self.adapter.experts) == 1 or self.adapter.boundary is None:
-            return low, high
-        sides = [(low, self.adapter.boundary - 1e-6), (self.adapter.boundary + 1e-6, high)]
-        widths = [end - start for start, end in sides]
-        place = derive_seed(self.spec.seed, "match/side", step, update, k) / 2**63 * sum(widths)
-        return sides[0] if place < widths[0] else sides[1]
+    def _sigma(self, place: tuple[int, int], step: int, update: int, k: int) -> float:
+        """The noise level of a round, among all or those of the expert that was drawn."""
+        part, rollout, seed = self.part, self.spec.rollout, self.spec.seed
+        boundary = self.adapter.boundary if len(self.adapter.experts) == 2 else None
+        if part.sigma_sampling == "schedule":
+            return self._listed_sigma(place, step, update, k, boundary)
+        share = derive_seed(seed, "match/sigma", step, *place, k) / 2**63
+        fine = self.adapter.schedule(1000, rollout.size, rollout.shift).sigmas.double().flip(0).tolist()
+        grid = fine if part.sigma_sampling == "shifted" else [part.sigma_low, part.sigma_high]
+        us = [number / (len(grid) - 1) for number in range(len(grid))]
+        start, end, low, high = 0.0, 1.0, part.sigma_low, part.sigma_high
+        if boundary is not None and low < boundary < high:
+            parting = float(np.interp(boundary, grid, us))
+            if derive_seed(seed, "match/side", step, update, k) / 2**63 < parting:
+                end, high = parting, boundary - 1e-6
+            else:
+                start, low = parting, boundary + 1e-6
+        sigma = float(np.interp(start + (end - start) * share, us, grid))
+        return min(max(sigma, low), high)
+
+    def _listed_sigma(self, place: tuple[int, int], step: int, update: int, k: int, boundary: float | None) -> float:
+        """Round k takes the side of the k-th of all shuffled levels, and there the sample's next one."""
+
+        def shuffled(purpose: str, count: int, *path: int) -> list[int]:
+            seed = derive_seed(self.spec.seed, f"match/{purpose}", step, *path)
+            order: list[int] = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+            return order
+
+        levels: list[float] = self.schedule.sigmas[:-1].tolist()
+        sides = [boundary is not None and level >= boundary for level in levels]
+        order = shuffled("sides", len(levels), update)
+        drawn = [sides[index] for index in order]
+        own = [level for level, side in zip(levels, sides, strict=True) if side == drawn[k]]
+        return own[shuffled("order", len(own), *place)[drawn[:k].count(drawn[k])]]
 
     # Both -------------------------------------------------------------------------------------------------------------
 

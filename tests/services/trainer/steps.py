@@ -141,16 +141,18 @@ class Drawer:
                 rollout.guidance,
                 rollout.negative_prompt,
                 rollout.condition_pixels,
+                shift=rollout.shift,
             ),
-            noise=self._noise(),
+            noise=self._noise(step),
             record="steps" if self._spec.records_steps else "final",
         )
 
-    def _noise(self) -> Noise:
-        """Where the job is fixed to: the window's first steps from 0."""
-        noise, window = self._spec.rollout.noise, self._spec.rollout.window
-        steps = tuple(range(window.low, window.low + window.size))
-        return Noise(noise.type, noise.eta, steps if noise.eta > 0 else ())
+    def _noise(self, step: int) -> Noise:
+        noise, seed = self._spec.rollout.noise, self._spec.seed
+        if noise.eta == 0:
+            return Noise()
+        window = self._spec.rollout.noise_window
+        return Noise(noise.type, noise.eta, window.noisy(seed, step), recorded=window.trained(seed, step))
 
     def _store(self, blobs: SyncBlobs, step: int, batch: GeneratedBatch) -> list[Sample]:
         def put(kind: str, prompts: Mapping[int, PromptEmbeds]) -> dict[int, BlobRef]:

@@ -51,10 +51,21 @@ def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
     return {name.partition(".")[0] for name in after if not torch.equal(before[name], after[name])}
 
 
-@MODES
-def test_updates_equal_plain_pytorch(mode: str, wan: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mode", "sampling"), [("lora", "shifted"), ("full", "uniform"), ("lora", "schedule"), ("full", "schedule")]
+)
+def test_updates_equal_plain_pytorch(
+    mode: str, sampling: str, wan: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
+) -> None:
     """Four updates of two rounds, each round on the side that was drawn for it."""
-    spec = spec_of(wan, mode, updates_per_step=2)
+    levels = {} if sampling == "schedule" else {"sigma_low": 0.75, "sigma_high": 0.98}
+    algorithm = {"name": "diffusion_nft", "num_noise_levels": 2, "old_policy": {"rate": 0.5}, **levels}
+    spec = make_spec(
+        wan,
+        algorithm=algorithm | {"sigma_sampling": sampling},
+        rollout={"num_frames": 5},
+        trainer={"mode": mode, "optimizer": {"lr": 1e-2, "eps": 1e-3}, "updates_per_step": 2},
+    )
     worker, oracle, drawer = make_worker(spec, ranks, files, tmp_path), Oracle(spec, files), Drawer(spec)
     before = trained_of(worker)
     for step in range(2):

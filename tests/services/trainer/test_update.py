@@ -20,8 +20,14 @@ from tests.services.trainer.workers import make_worker, state_of
 
 @pytest.mark.parametrize(
     "rollout",
-    [{"noise": {"type": "cps", "eta": 0.6}}, {"guidance_scale": 3.0}, {"noise": {"eta": 1.2}, "window": {"size": 3}}],
-    ids=["cps", "guided", "wide"],
+    [
+        {"noise": {"type": "cps", "eta": 0.6}},
+        {"guidance_scale": 3.0},
+        {"noise": {"eta": 1.2}, "window": {"size": 3, "allow_coarse": True}},
+        {"shift": 4.0, "window": {"strategy": "listed", "steps": [0, 2]}},
+        {"shift": 4.0, "window": {"strategy": "fraction", "fraction": 0.7}},
+    ],
+    ids=["cps", "guided", "wide", "listed", "fraction"],
 )
 def test_log_probs_are_the_rollouts_bit_for_bit(
     rollout: dict[str, Any], tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
@@ -39,6 +45,7 @@ def test_a_job_that_cannot_be_trained_is_refused(
     spec = make_spec(tiny_qwen_image)
     no_target = {"lora": {"target_modules": ["to_x"]}}
     no_limit = {"name": "flow_grpo", "clip_nats": 1e3}
+    coarse = {"window": {"strategy": "all", "size": 2}}
     bad_jobs = [
         (make_spec(tmp_path / "nowhere").model_dump_json(), "is not a folder"),
         (
@@ -46,6 +53,7 @@ def test_a_job_that_cannot_be_trained_is_refused(
             "no module 'to_x'",
         ),
         (make_spec(tiny_qwen_image, algorithm=no_limit).model_dump_json(), "lower clip_nats"),
+        (make_spec(tiny_qwen_image, rollout=coarse).model_dump_json(), "step 2 of 4 is too coarse"),
         (make_spec(tiny_qwen_image, rollout={"num_frames": 5}).model_dump_json(), "leave num_frames at 1"),
         (spec.model_dump_json().replace('"seed"', '"sed"'), "did you mean seed"),
         ("{", "Expecting"),

@@ -1,0 +1,60 @@
+"""No recipe adds noise that its schedule is too coarse for, unless it says so. No weights are read; a checkpoint that
+is not in the repository is stood in for by a tiny one of its family, with the scheduler as published."""
+
+import tomllib
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowfleet.algorithms.coarse import check_noise
+from flowfleet.jobs import load_job
+from flowfleet.models.base import ModelAdapter
+from flowfleet.planning.skeleton import load_skeleton
+from tests.tiny_models import make_tiny
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted(
+    path.relative_to(ROOT)
+    for path in (ROOT / "recipes").rglob("*.toml")
+    if "path" in tomllib.loads(path.read_text(encoding="utf-8")).get("model", {})
+)
+KINDS = {
+    "qwen-image-edit": "qwen_image_edit",
+    "qwen-image": "qwen_image",
+    "flux": "flux_distilled",
+    "stable-diffusion-3": "stable_diffusion_3",
+    "sd3": "stable_diffusion_3",
+    "z-image": "z_image",
+    "chroma": "chroma",
+    "wan2.2": "wan_two_experts",
+    "wan": "wan",
+}
+"""A part of a checkpoint's name to its stand-in; the first that fits."""
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelAdapter]:
+    """By the path that a recipe names."""
+
+    @cache
+    def load(kind: str) -> ModelAdapter:
+        return load_skeleton(make_tiny(kind, tmp_path_factory.mktemp("models") / kind), torch.float32, ())
+
+    def find(path: str) -> ModelAdapter:
+        if (ROOT / path / "model_index.json").exists():
+            return load_skeleton(ROOT / path, torch.float32, ())
+        kinds = [kind for part, kind in KINDS.items() if part in Path(path).name.lower()]
+        assert kinds, f"{path}: name the family of this checkpoint in KINDS"
+        return load(kinds[0])
+
+    return find
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_a_recipe_adds_no_noise_that_stays(recipe: Path, stand_in: Callable[[str], ModelAdapter]) -> None:
+    spec = load_job(ROOT / recipe)
+    rollout = spec.rollout
+    check_noise(spec, stand_in(spec.model.path).schedule(rollout.num_inference_steps, rollout.size, rollout.shift))
