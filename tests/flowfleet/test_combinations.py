@@ -566,3 +566,56 @@ def test_every_default_of_an_algorithm_is_a_setting(name: str) -> None:
         for key in path.split("."):
             assert key in type(part).model_fields, path
             part = getattr(part, key)
+
+
+def test_one_update_a_step_is_warned_of_where_a_limit_would_never_act() -> None:
+    assert spec_of().trainer.updates_per_step == 2
+    assert spec_of(algorithm={"name": "diffusion_nft"}).trainer.updates_per_step == 1
+    assert spec_of(algorithm={"name": "online_dpo"}).trainer.updates_per_step == 1
+    one = {"updates_per_step": 1}
+    assert spec_of().warnings == spec_of(trainer=one | {"passes": 2}).warnings == []
+    assert spec_of(algorithm={"name": "diffusion_nft"}).warnings == []
+    assert spec_of(algorithm={"old_log_probs": "rollout"}, trainer=one).warnings == []  # the ratio to the rollout
+    (warning,) = spec_of(trainer=one).warnings
+    assert warning.startswith("algorithm.clip_range has no effect with one update a step")
+    (warning,) = spec_of(trainer=one, algorithm={"clip_nats": 0.2, "clip_range_low": 1e-6}).warnings
+    assert warning.startswith("algorithm.clip_range_low and algorithm.clip_nats have no effect")
+    (warning,) = spec_of(trainer=one, algorithm={"name": "flow_dppo"}).warnings
+    assert warning.startswith("algorithm.kl_threshold has no effect")
+
+
+def test_a_default_of_two_updates_gives_way_to_too_few_samples() -> None:
+    """Of a loss on pairs that brings it: only what the job itself wrote is refused."""
+    two = {"trainer.updates_per_step": 2}
+    register_loss(Loss("pairwise", "no.module:none", "matching", needs_pairs=True, defaults=two))
+    try:
+        one_pair: Parts = {"algorithm": {"name": "online_dpo", "loss": "pairwise"}, "rollout": {"prompts_per_step": 1}}
+        assert spec_of(**one_pair).trainer.updates_per_step == 2
+        assert "trainer.updates_per_step = 3" in problem_of(**one_pair, trainer={"updates_per_step": 3})
+    finally:
+        del LOSSES["pairwise"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "problem"),
+    [
+        ({"optimizer": {"final_lr": 1e-5}}, "trainer.optimizer.final_lr has no effect"),
+        ({"optimizer": {"lr_schedule": "linear", "final_lr": 1e-2}}, "above trainer.optimizer.lr"),
+        ({"optimizer": {"warmup_updates": 200}}, "not below the 200 updates"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused(parts: Parts, problem: str) -> None:
+    assert problem in problem_of(trainer=parts)
+
+
+@pytest.mark.parametrize(
+    ("correction", "old", "problem"),
+    [
+        ({"level": "sequence"}, "recompute", "level has no effect"),
+        ({"mode": "rejection", "reject_high": 2.0}, "recompute", "reject_high has no effect"),
+        ({"mode": "truncated", "level": "sequence"}, "rollout", 'correction.level = "sequence" needs the log-probs'),
+        ({"mode": "band", "normalize": "batch"}, "rollout", 'correction.normalize = "batch" needs the log-probs'),
+    ],
+)
+def test_a_correction_that_cannot_be_is_refused(correction: Parts, old: str, problem: str) -> None:
+    assert problem in problem_of(algorithm={"correction": correction, "old_log_probs": old})

@@ -8,7 +8,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from flowfleet.algorithms.correction import agreement_metrics, correct
+from flowfleet.algorithms.correction import agreement_metrics, correct, reject, weigh
 from flowfleet.algorithms.losses import Limits, PolicyRows, flow_grpo
 from flowfleet.jobs import CorrectionPart
 from tests.flowfleet.algorithms.numerics import PRECISIONS, as_float64, close
@@ -129,3 +129,49 @@ def test_bypassing_truncation_bounds_the_losss_own_ratio() -> None:
     weights = correct(part, current, rollout, num_elements=8, bypass=True).weights
     rows = PolicyRows(current, rollout, -torch.ones(3, dtype=torch.float64), weights)
     assert flow_grpo(rows, Limits(0.9, 1.0)).loss.tolist() == pytest.approx([0.5, 1.5, 2.0])
+
+
+@PRECISIONS
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    rows=st.integers(1, 8),
+    steps=st.integers(1, 4),
+    mode=st.sampled_from(["truncated", "band", "rejection"]),
+    level=st.sampled_from(["step", "sequence"]),
+    joint=st.booleans(),
+    mean=st.sampled_from([1.0, 0.7, 1.9]),
+    bounds=st.sampled_from([(None, None), (0.6, None), (None, 1.4), (0.9, 1.1)]),
+)
+def test_levels_means_and_bounds_of_rejection_match_the_definitions(
+    dtype: torch.dtype,
+    tolerance: float,
+    seed: int,
+    rows: int,
+    steps: int,
+    mode: str,
+    level: str,
+    joint: bool,
+    mean: float,
+    bounds: tuple[float | None, float | None],
+) -> None:
+    num_elements = 32
+    low, high = bounds
+    part = CorrectionPart.model_validate(
+        {"mode": mode, "low": 0.5, "high": 1.5, "level": level, "joint": joint, "reject_low": low, "reject_high": high}
+    )
+    rng = np.random.default_rng(seed)
+    rollout = torch.tensor(rng.normal(0, 3, (steps, rows)), dtype=dtype)
+    gaps = rng.normal(0, 0.5 / (num_elements if joint else 1), (steps, rows))
+    old = rollout + torch.tensor(gaps, dtype=dtype)
+    seen = as_float64(old - rollout)
+    if level == "sequence":
+        seen = np.broadcast_to(seen.sum(0) if joint else seen.mean(0), seen.shape)
+    ratios = np.exp(seen * (num_elements if joint else 1))
+    expected = np.array([[weight(part, gap, num_elements, False)[0] for gap in row] for row in seen.tolist()]) / mean
+    expected[(ratios < (low or 0)) | (ratios > (high or np.inf))] = 0.0
+    found = reject(part, weigh(part, old, rollout, num_elements=num_elements, bypass=False), mean).weights
+    assert found is not None
+    limits = [bound for bound in (0.5, 1.5, low, high) if bound is not None]
+    clear = np.min([abs(ratios - bound) for bound in limits], axis=0) > 1e-4  # float32 may see others on a bound
+    close(found[torch.tensor(clear)], expected[clear], tolerance * 10)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from diffusers.optimization import get_scheduler
 from torch import Tensor
 
 from flowfleet.blobs import SyncBlobs
@@ -22,7 +23,7 @@ from flowfleet.proto.trainer_pb2 import TrainSample, TrainStepRequest
 from flowfleet.seeds import derive_seed
 from flowfleet.trajectories import EmbedsBlob, FinalLatents, Trajectory
 from flowfleet.weights import full_parameters
-from services.trainer.batches import plan_step
+from services.trainer.batches import plan_passes
 from services.trainer.engine import lora_spec
 from services.trainer.requests import check_request, pairs_of
 
@@ -52,6 +53,12 @@ class Oracle:
         self.optimizer = torch.optim.AdamW(
             self.trained.values(), lr=part.lr, betas=part.betas, eps=part.eps, weight_decay=part.weight_decay
         )
+        self.scheduler = get_scheduler(
+            part.lr_schedule if part.lr_schedule != "constant" else "constant_with_warmup",
+            self.optimizer,
+            num_warmup_steps=part.warmup_updates,
+            num_training_steps=spec.schedule.steps * spec.trainer.updates_per_step * spec.trainer.passes,
+        )
         self.schedule = self.adapter.schedule(spec.rollout.num_inference_steps, spec.rollout.size, spec.rollout.shift)
 
     def state(self) -> dict[str, Tensor]:
@@ -63,13 +70,15 @@ class Oracle:
         spec, losses = self.spec, []
         if spec.loss.kind == "policy":
             self.old = copy.deepcopy(self.adapter)
-        plan = plan_step(check_request(request, spec), spec, request.step, 1, pairs=pairs_of(request, spec))
-        for number, update in enumerate(plan):
+        plan = plan_passes(check_request(request, spec), spec, request.step, 1, pairs=pairs_of(request, spec))
+        for place, (number, update) in enumerate((n, update) for part in plan for n, update in enumerate(part)):
             rows = [row for batch in update.by_rank[0] for row in batch.rows]
-            loss = self._loss([request.samples[row] for row in rows], request.step, number)
+            past = place // len(plan[0]) * self.part.num_noise_levels
+            loss = self._loss([request.samples[row] for row in rows], request.step, number, past)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.trained.values(), spec.trainer.optimizer.max_grad_norm)
             self.optimizer.step()
+            self.scheduler.step()
             self.optimizer.zero_grad()
             self.num_updates += 1
             losses.append(float(loss))
@@ -83,12 +92,12 @@ class Oracle:
             for parameter, kept in zip(expert.parameters(), old.parameters(), strict=True):
                 kept.data = decay * kept.data + (1 - decay) * parameter.data
 
-    def _loss(self, items: Sequence[TrainSample], step: int, update: int) -> Tensor:
-        """Mean over samples and rounds."""
+    def _loss(self, items: Sequence[TrainSample], step: int, update: int, past: int) -> Tensor:
+        """Mean over samples and rounds. `past`: rounds of noise drawn in earlier passes."""
         if self.spec.loss.kind == "policy":
             steps = items[0].sample.sde_steps
             return torch.stack([self._policy_loss(items, k, step) for k, step in enumerate(steps)]).mean()
-        rounds = range(self.part.num_noise_levels)
+        rounds = range(past, past + self.part.num_noise_levels)
         return torch.stack([self._matching_loss(items, step, update, k) for k in rounds]).mean()
 
     # Policy losses ----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowfleet.jobs import JobSpec
-from services.trainer.batches import Update, plan_step, split
+from services.trainer.batches import Update, plan_passes, plan_step, split
 from tests.services.trainer.steps import make_spec
 
 
@@ -26,6 +26,10 @@ def spec_with(
         rollout={"prompts_per_step": prompts, "group_size": group_size, "batch_size": batch},
         trainer={"deterministic": deterministic, "micro_batch_size": micro, "updates_per_step": updates},
     )
+
+
+def rows_by_rank(update: Update) -> list[list[int]]:
+    return [[row for batch in rank if not batch.is_padding for row in batch.rows] for rank in update.by_rank]
 
 
 def real_rows(update: Update) -> list[int]:
@@ -127,3 +131,63 @@ def test_a_pair_stays_together_winner_first(
         for batch in (batch for rank in update.by_rank for batch in rank):
             assert 0 < len(batch.rows) <= micro
             assert set(zip(batch.rows[0::2], batch.rows[1::2], strict=True)) <= set(pairs)
+
+
+@given(
+    num_groups=st.integers(1, 5),
+    group_size=st.sampled_from([2, 4]),
+    micro=st.integers(2, 6),
+    updates=st.integers(1, 3),
+    world_size=st.integers(1, 4),
+    kind=st.sampled_from(["plain", "deterministic", "pairs"]),
+)
+def test_every_pass_has_each_sample_once_on_its_rank(
+    num_groups: int, group_size: int, micro: int, updates: int, world_size: int, kind: str
+) -> None:
+    """With as many updates and micro-batches as the first pass, and pairs and the rollout's batches whole."""
+    keys = list(product(range(num_groups), range(group_size)))
+    pairs = [(row + 1, row) for row in range(0, len(keys), 2)] if kind == "pairs" else []
+    algorithm = {"name": "online_dpo", "pairs_per_group": group_size // 2} if pairs else {}
+    spec = make_spec(
+        Path("model"),
+        algorithm=algorithm,
+        rollout={"prompts_per_step": num_groups, "group_size": group_size, "batch_size": 4},
+        trainer={
+            "deterministic": kind == "deterministic",
+            "micro_batch_size": micro,
+            "updates_per_step": min(updates, num_groups * group_size // 2),
+            "passes": 3,
+        },
+    )
+    first, *later = plan_passes(keys, spec, step=3, world_size=world_size, pairs=pairs)
+    assert first == plan_step(keys, spec, step=3, world_size=world_size, pairs=pairs)
+    assert len(later) == 2
+    whole = {batch.rows for update in first for rank in update.by_rank for batch in rank}
+    for plan in later:
+        assert len(plan) == len(first)
+        for rank in range(world_size):
+            mine = [sorted(row for update in part for row in rows_by_rank(update)[rank]) for part in (first, plan)]
+            assert mine[0] == mine[1]
+        for before, update in zip(first, plan, strict=True):
+            assert [len(rank) for rank in update.by_rank] == [len(rank) for rank in before.by_rank]
+            assert len(real_rows(update)) == update.num_samples
+            batches = [batch for rank in update.by_rank for batch in rank]
+            assert all(0 < len(batch.rows) <= micro for batch in batches)
+            if kind == "deterministic":
+                assert {batch.rows for batch in batches} <= whole
+            if pairs:
+                for batch in batches:
+                    assert set(zip(batch.rows[0::2], batch.rows[1::2], strict=True)) <= set(pairs)
+
+
+def test_passes_mix_updates_by_seed_step_and_pass() -> None:
+    keys = list(product(range(4), range(4)))
+    spec = make_spec(
+        Path("model"),
+        rollout={"prompts_per_step": 4, "group_size": 4},
+        trainer={"deterministic": False, "updates_per_step": 2, "passes": 3},
+    )
+    plans = [plan_passes(keys, spec, step, world_size=1) for step in (0, 0, 1)]
+    assert plans[0] == plans[1]
+    dealt = [tuple(sorted(real_rows(update))) for plan in (plans[0], plans[2]) for part in plan for update in part]
+    assert len(set(dealt)) == len(dealt)

@@ -56,3 +56,25 @@ def test_two_steps_equal_plain_pytorch(
 
 def test_every_loss_is_here() -> None:
     assert sorted(ALGORITHMS) == sorted(LOSSES)
+
+
+@pytest.mark.parametrize("loss", ["flow_grpo", "grpo_guard", "diffusion_nft"])
+def test_passes_and_a_schedule_equal_plain_pytorch(
+    loss: str, tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
+) -> None:
+    """Old policy and reference are those before the step in every pass; noise is new in each."""
+    optimizer = OPTIMIZER | {"lr_schedule": "linear", "warmup_updates": 3}
+    spec = make_spec(
+        tiny_qwen_image,
+        algorithm=ALGORITHMS[loss] | {"kl_coef": 0.01},
+        schedule={"steps": 3},
+        trainer={"optimizer": optimizer, "updates_per_step": 2, "passes": 2, "deterministic": loss == "flow_grpo"},
+    )
+    worker, oracle, drawer = make_worker(spec, ranks, files, tmp_path), Oracle(spec, files), Drawer(spec)
+    for step in range(2):
+        request = drawer.draw(files, step)
+        metrics, losses = worker.train(request).metrics, oracle.train(request)
+        assert metrics["actor/loss"] == pytest.approx(sum(losses) / 4, rel=1e-4, abs=1e-6)
+    assert metrics["actor/lr"] == pytest.approx(OPTIMIZER["lr"] * (12 - 7) / (12 - 3))
+    for name, tensor in oracle.state().items():
+        torch.testing.assert_close(trained_of(worker)[name], tensor, rtol=1e-4, atol=1e-5)
