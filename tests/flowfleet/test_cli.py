@@ -90,6 +90,18 @@ def test_dry_run_and_plan_tell_what_a_job_needs_without_a_controller(
     assert (masters * 2**30, state) == (4 * numbers["params"], 2 * masters)
 
 
+def test_warnings_are_shown_at_submit_in_a_dry_run_and_later(run: Run, client: Client, job_file: Path) -> None:
+    one = ("--set", "trainer.updates_per_step=1")
+    expected = "warning: algorithm.clip_range has no effect with one update a step"
+    submitted = run("submit", str(job_file), *one)
+    assert expected in submitted.stderr
+    (warning,) = client.job(submitted.stdout.strip()).warnings
+    assert f"warning: {warning}".startswith(expected)
+    assert expected in run("submit", str(job_file), "--dry-run", *one).stdout
+    assert expected in run("show", submitted.stdout.strip()).stdout
+    assert "warning" not in run("submit", str(job_file)).stderr
+
+
 def test_jobs_and_show(run: Run, client: Client, job_file: Path) -> None:
     job = client.submit(job_file)
 

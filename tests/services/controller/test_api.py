@@ -29,6 +29,14 @@ async def test_a_submitted_job_is_shown_and_listed(api: Api, job: Job) -> None:
     assert runner.notified == 1
 
 
+async def test_a_job_is_answered_with_its_warnings(api: Api, job: Job) -> None:
+    usual = await api.client.post("/v1/jobs", json=job())
+    assert usual.json()["warnings"] == []
+    odd = (await api.client.post("/v1/jobs", json=job(trainer={"updates_per_step": 1}))).json()
+    assert [warning.partition(" has ")[0] for warning in odd["warnings"]] == ["algorithm.clip_range"]
+    assert (await api.client.get(f"/v1/jobs/{odd['id']}")).json()["warnings"] == odd["warnings"]
+
+
 async def test_submit_is_idempotent_by_key(api: Api, job: Job) -> None:
     first = await api.submit(job(), **{"Idempotency-Key": "k"})
     assert await api.submit(job(seed=1), **{"Idempotency-Key": "k"}) == first  # 1 is the default: the same job
