@@ -19,6 +19,7 @@ from flowfleet.planning.memory import (
     rollout_memory,
     trainer_memory,
 )
+from flowfleet.planning.work import work
 
 PROTOTYPE_LACKED = ("masters", "optimizer state", "gradients, whole", "samples")
 """What the LoRA runs behind the measurements had none of: adapters in bf16, one backward, no optimizer, no job."""
@@ -147,6 +148,21 @@ def test_fp8_rollouts_have_a_byte_more_for_each_large_linear_of_the_blocks(eager
     width, layers = 3072, 60  # 8 of d x d, and 4 of d x 4d, a block
     assert rollout_memory(fp8, facts).parts["fp8 copies"] == layers * (8 + 4 * 4) * width**2
     assert rollout_memory(fp8, facts).peak == rollout_memory(spec, facts).peak + layers * 24 * width**2
+
+
+def test_best_of_trains_on_fewer_and_a_kl_in_the_reward_samples_more(eager: tuple[JobSpec, Facts]) -> None:
+    """Of 16 samples of a group 4 are trained on; at the 2 noisy steps of 10 the reference computes too."""
+    spec, facts = eager
+    halved = spec.model_copy(update={"algorithm": spec.algorithm.model_copy(update={"best_of": 4, "kl_reward": 0.1})})
+    before, after = work(spec, facts, 128), work(halved, facts, 128)
+    assert (before.samples, before.trained, after.samples, after.trained) == (512, 512, 512, 128)
+    denoising = [one.rollout_flops_per_sample - facts.decode_flops for one in (before, after)]
+    assert denoising[1] / denoising[0] == pytest.approx(12 / 10)
+    assert before.flops - after.flops == pytest.approx(
+        384 * before.train_flops_per_sample - 512 * (denoising[1] - denoising[0])
+    )
+    samples = [trainer_memory(one, facts).parts["samples"] for one in (spec, halved)]
+    assert samples[0] == 4 * samples[1]
 
 
 def test_what_is_advised_fits(eager: tuple[JobSpec, Facts]) -> None:
