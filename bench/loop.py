@@ -29,6 +29,7 @@ from typing import Any
 from bench.full_size import PROMPTS, write_checkpoint
 from bench.loop_figures import Row, loop_figures, policy_version, rollout_busy_s
 from flowfleet.client import Client
+from flowfleet.job_files import data_folders
 from flowfleet.jobs import JobSpec, parse_job
 from flowfleet.local.plan import StackOptions
 from flowfleet.local.session import local_stack
@@ -123,6 +124,7 @@ def run_as_services(options: argparse.Namespace, spec: JobSpec, state_dir: Path)
     stack_options = StackOptions(
         state_dir=state_dir,
         port=0,
+        data_roots=data_folders(spec),
         replicas=options.rollouts,
         engine=options.engine,
         max_batch=options.batch_size,

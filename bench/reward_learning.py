@@ -129,7 +129,9 @@ def _stack(state: Path, rewards: tuple[str, ...]) -> Iterator[Client]:
     """A fresh one: jobs that an ended command left behind would run first."""
     stop_stack(StateDir(state))
     shutil.rmtree(state, ignore_errors=True)
-    options = StackOptions(state_dir=state, port=0, rewards=rewards, model="recipes/tiny/model")
+    options = StackOptions(
+        state_dir=state, port=0, data_roots=(state.parent,), rewards=rewards, model="recipes/tiny/model"
+    )
     with local_stack(options) as stack, Client(stack.url) as client:
         yield client
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from bench.monolith import Monolith
 from flowfleet.client import Client
+from flowfleet.job_files import data_folders
 from flowfleet.jobs import parse_job, read_job_file
 from flowfleet.local.plan import StackOptions
 from flowfleet.local.session import local_stack
@@ -43,7 +44,7 @@ def main() -> None:
     alone: Rows = []
     services: Rows = []
     with tempfile.TemporaryDirectory() as state:
-        stack = StackOptions(state_dir=Path(state), port=0, model=spec.model.path)
+        stack = StackOptions(state_dir=Path(state), port=0, data_roots=data_folders(spec), model=spec.model.path)
         with local_stack(stack) as running, Client(running.url) as client:
             for number in range(options.rounds):
                 alone += [monolith.step(number * spec.schedule.steps + step) for step in range(spec.schedule.steps)][1:]

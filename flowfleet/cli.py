@@ -69,6 +69,13 @@ def up(
     dtype: Annotated[str, typer.Option(help="Of that model.")] = "float32",
     engine: Annotated[Literal["diffusers", "vllm-omni"], typer.Option(help="Of the rollouts.")] = "diffusers",
     max_batch: Annotated[int | None, typer.Option(help="Most rows of one forward of a rollout.")] = None,
+    data_root: Annotated[
+        list[Path] | None,
+        typer.Option(help="Folder that jobs may read, beside the working folder and the recipes; repeatable."),
+    ] = None,
+    data_url: Annotated[
+        list[str] | None, typer.Option(help="SCHEME://HOST from which jobs may read data; repeatable (none).")
+    ] = None,
     rollout_devices: Annotated[
         str, typer.Option(help='Accelerators as in 0,1, one a rollout; "auto": the first ones.')
     ] = "auto",
@@ -90,6 +97,8 @@ def up(
     options = StackOptions(
         state_dir=state_dir,
         port=port,
+        data_roots=tuple(data_root or ()),
+        data_urls=tuple(data_url or ()),
         replicas=(1 if rollouts_on is None else len(rollouts_on)) if replicas is None else replicas,
         rewards=tuple(reward or ("ocr",)),
         model=model,

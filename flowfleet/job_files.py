@@ -16,6 +16,13 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 """Recipes of the checkout or of the installed package."""
 
 
+def data_folders(spec: JobSpec) -> tuple[Path, ...]:
+    """Folders of this machine that the job names: for the `data_roots` of a stack that is started for it."""
+    data = [Path(place).parent for place in (spec.data.train, spec.data.validation) if place and "://" not in place]
+    models = [Path(place) for place in (spec.model.path, spec.model.adapter) if place and not place.startswith("job:")]
+    return (*data, *models)
+
+
 def recipe_names() -> list[str]:
     """Names of all recipes: their paths under `recipes/` without the suffix, as "papers/flow_grpo_sd35_ocr"."""
     return sorted(str(path.relative_to(RECIPES).with_suffix("")) for path in RECIPES.rglob("*.toml") if _is_job(path))

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import av
 import numpy as np
@@ -169,16 +169,16 @@ def open_media(data: bytes, media_type: str, limits: MediaLimits | None = None) 
     return opened
 
 
-def shown_size(path: str, media_type: str) -> tuple[int, int]:
+def shown_size(file: IO[bytes], media_type: str, name: str) -> tuple[int, int]:
     """Width and height of the picture that `decode` gives of a file of one of `PICTURE_TYPES`, by its header alone.
-    Raises MediaError."""
+    Raises MediaError, with the file's `name`."""
     try:
-        with Image.open(path, formats=[PICTURE_TYPES[media_type]]) as picture:
+        with Image.open(file, formats=[PICTURE_TYPES[media_type]]) as picture:
             # of the base class: a PNG's own reads all pixels first, for data behind them
             orientation = Image.Image.getexif(picture).get(ExifTags.Base.Orientation)
             width, height = picture.size
     except Exception as error:  # as in `_reading`
-        raise MediaError("undecodable", f"{path} is no readable {media_type}: {type(error).__name__}") from error
+        raise MediaError("undecodable", f"{name} is no readable {media_type}: {type(error).__name__}") from error
     return (height, width) if orientation in _QUARTER_TURNS else (width, height)
 
 

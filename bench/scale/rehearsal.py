@@ -50,6 +50,7 @@ def fleet(load: Load, folder: Path, profile: bool) -> Iterator[tuple[RedisServer
         for child in children.values():
             wait_for_line(child, folder)
         flags = ["--port", "0", "--port-file", str(port_file), "--state-dir", str(folder / "state")]
+        flags += ["--data-root", str(folder)]
         flags += ["--reward", f"{REWARD}={load.reward_address}", "--log-level", "warning"]
         dump = str(folder / "controller.prof") if profile else "-"
         start("controller", "bench.scale.controller", load.to_json(), str(folder / "lag.json"), dump, *flags)

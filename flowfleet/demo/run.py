@@ -16,7 +16,7 @@ from flowfleet.api_types import Job, JobEvent
 from flowfleet.client import Client
 from flowfleet.demo import plots
 from flowfleet.demo.results import Outcome, fetch, fetch_pairs, held_out_curve, summarise, training_curve
-from flowfleet.job_files import prepare_job
+from flowfleet.job_files import data_folders, prepare_job
 from flowfleet.jobs import JobSpec
 from flowfleet.local.plan import StackOptions
 from flowfleet.local.session import local_stack, stop_stack
@@ -76,6 +76,7 @@ def _stack_options(spec: JobSpec, directory: Path, engine: Engine) -> StackOptio
     return StackOptions(
         state_dir=directory / "stack",
         port=0,
+        data_roots=data_folders(spec),
         rewards=spec.reward_services,
         model=spec.model.path,
         dtype=spec.model.dtype,

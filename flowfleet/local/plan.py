@@ -12,8 +12,9 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from flowfleet.accelerators import show_only
+from flowfleet.job_files import RECIPES
 from flowfleet.local.placement import NOWHERE, Placement
-from flowfleet.local.stack import DEFAULT_PORT, DEFAULT_STATE_DIR, MARK, StateDir
+from flowfleet.local.stack import DEFAULT_PORT, DEFAULT_STATE_DIR, MARK, StackError, StateDir
 from flowfleet.service import PATIENT_THREADS
 
 HOST = "127.0.0.1"
@@ -31,6 +32,10 @@ class StackOptions(BaseModel):
     state_dir: Path = DEFAULT_STATE_DIR
     port: int = Field(default=DEFAULT_PORT, ge=0, le=65_535)
     """Of the REST API; 0 takes a free one."""
+    data_roots: tuple[Path, ...] = ()
+    """Folders that jobs may read, beside the working folder and the recipes."""
+    data_urls: tuple[str, ...] = ()
+    """SCHEME://HOST from which jobs may read data and images."""
     replicas: int = Field(default=1, ge=0, le=64)
     """Rollout processes."""
     rewards: tuple[str, ...] = ("ocr",)
@@ -135,15 +140,37 @@ def make_plan(
     rewards = [_reward(name, free, {MARK: str(state.path)}) for name in _own_rewards(options)]
     addresses = {reward.name.removeprefix("reward-"): reward.address for reward in rewards}
     addresses |= dict(_split(reward) for reward in options.rewards if "=" in reward)
-    controller = _controller(options.port or controller_port, state, addresses, placement.trainer, env)
+    controller = _controller(options, options.port or controller_port, addresses, placement.trainer, env)
     return Plan((redis, *rollouts, *rewards, controller), f"http://{controller.address}", redis_url, placement)
 
 
+def data_roots(options: StackOptions) -> list[Path]:
+    """What jobs of the stack may read: the working folder, the recipes, the preloaded model, and what the options
+    add.
+
+    Raises StackError in a working folder that holds the whole machine.
+    """
+    here = Path.cwd()
+    if here == Path(here.anchor):
+        raise StackError(f"jobs may read the working folder, which is {here}: start the stack in another folder")
+    model = () if options.model is None else (Path(options.model),)
+    return list(dict.fromkeys(path.expanduser().resolve() for path in (here, RECIPES, *model, *options.data_roots)))
+
+
 def _controller(
-    port: int, state: StateDir, rewards: Mapping[str, str], trainer_devices: Sequence[str], env: Mapping[str, str]
+    options: StackOptions,
+    port: int,
+    rewards: Mapping[str, str],
+    trainer_devices: Sequence[str],
+    env: Mapping[str, str],
 ) -> ProcessPlan:
+    state = StateDir(options.state_dir)
     argv = [*_service("controller", port), "--state-dir", str(state.path)]
     argv += ["--rewards-file", str(state.path / REWARDS_FILE)]
+    for root in data_roots(options):
+        argv += ["--data-root", str(root)]
+    for url in options.data_urls:
+        argv += ["--data-url", url]
     if trainer_devices:
         argv += ["--trainer-devices", ",".join(trainer_devices)]
     for name, address in rewards.items():

@@ -25,7 +25,7 @@ async def submit(request: Request, response: Response, use: Use, idempotency_key
     spec = checks.parse(await read_object(request))
     record = await use.store.find_submitted(spec, idempotency_key) if idempotency_key else None
     if record is None:
-        await checks.check(spec, use.directory, use.settings.trainer_devices)
+        await checks.check(spec, use.directory, use.sources, use.settings.trainer_devices)
         record, _ = await use.store.create(spec, idempotency_key)
     await use.runner.notify()
     response.headers["Location"] = f"/v1/jobs/{record.id}"

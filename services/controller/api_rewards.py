@@ -23,6 +23,7 @@ from services.controller.rewards import modality_of
 from services.controller.services import JobId, Services, Use
 from services.controller.shadow_queue import pair_of
 from services.controller.shadows import Comparison
+from services.controller.sources import Sources
 
 MAX_REVISIONS = 1000
 """Of a job: all of them are kept, and shown."""
@@ -99,7 +100,7 @@ async def _revision(use: Services, record: JobRecord, change: RewardChange) -> R
         after = changed(spec, before, change)
     except ValueError as error:
         raise InvalidJob(str(error).split("\n")) from None
-    await _check_services(spec, before, after, use.directory)
+    await _check_services(spec, before, after, use.directory, use.sources)
     pending = record.rewards.pending
     return RewardRevision(
         number=change.revision + 1,
@@ -109,7 +110,9 @@ async def _revision(use: Services, record: JobRecord, change: RewardChange) -> R
     )
 
 
-async def _check_services(spec: JobSpec, before: RewardSet, after: RewardSet, directory: Directory) -> None:
+async def _check_services(
+    spec: JobSpec, before: RewardSet, after: RewardSet, directory: Directory, sources: Sources
+) -> None:
     """What is new must be known and answer, so that no step waits for it, and take its params; a shadow, for which none
     waits, may be without replicas for now."""
     shadows = {name: part.as_reward() for name, part in after.shadows.items()}
@@ -133,7 +136,7 @@ async def _check_services(spec: JobSpec, before: RewardSet, after: RewardSet, di
     for name, part in asked.items():
         if name not in known or part.service_of(name) != known[name].service_of(name):
             await _describe(spec, name, part.service_of(name), directory)
-    if problems := await refusals(spec, asked, directory):
+    if problems := await refusals(spec, asked, directory, sources):
         raise InvalidJob(problems)
 
 

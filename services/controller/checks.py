@@ -8,23 +8,23 @@ import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import fsspec
 
 from flowfleet.adapter_files import find_adapter
 from flowfleet.jobs import JobSpec, parse_job
 from flowfleet.media import MediaLimits
 from flowfleet.models.registry import FAMILIES, ModelFamily, family_of
 from services.controller.conditions import ConditionShapes
-from services.controller.data import PICTURES, VIDEOS, Kind, Prompt, load_prompts, media_type
+from services.controller.data import PICTURES, VIDEOS, Kind, Prompt, media_type
 from services.controller.directory import Directory
 from services.controller.launcher import device_problem
+from services.controller.places import NotAllowed, is_remote
 from services.controller.problems import InvalidJob
 from services.controller.reward_trials import refusals
+from services.controller.sources import Sources
 
-MAX_PROMPT_BYTES = 1 << 30
 MAX_LINES = 20
 """Lines of a data set that are named, of those that are wrong."""
 
@@ -37,15 +37,15 @@ def parse(data: dict[str, Any]) -> JobSpec:
         raise InvalidJob(str(error).split("\n")) from None
 
 
-async def check(spec: JobSpec, directory: Directory, trainer_devices: Sequence[str] = ()) -> None:
-    """Raises InvalidJob when a file is missing or unreadable, the model cannot do what is asked, a reward service or
-    the rollout pool is not one of the fleet's, the trainer wants more accelerators than it has, or a reward refuses its
-    params."""
+async def check(spec: JobSpec, directory: Directory, sources: Sources, trainer_devices: Sequence[str] = ()) -> None:
+    """Raises InvalidJob when a file is missing, unreadable or not one that jobs may read, the model cannot do what is
+    asked, a reward service or the rollout pool is not one of the fleet's, the trainer wants more accelerators than it
+    has, or a reward refuses its params. Nothing remote is fetched: `open_job` does that."""
     problems = [*_fleet_problems(spec, directory)]
     if problem := device_problem(spec, trainer_devices):
         problems.append(problem)
-    problems += await asyncio.to_thread(lambda: list(_file_problems(spec)))
-    problems = problems or await refusals(spec, spec.rewards, directory)
+    problems += await asyncio.to_thread(lambda: list(_file_problems(spec, sources)))
+    problems = problems or await refusals(spec, spec.rewards, directory, sources)
     if problems:
         raise InvalidJob(problems)
 
@@ -63,46 +63,83 @@ def _fleet_problems(spec: JobSpec, directory: Directory) -> Iterator[str]:
         yield f"rollout.pool = {spec.rollout.pool!r}: this fleet has no such pool; it has: {known}"
 
 
-def _file_problems(spec: JobSpec) -> Iterator[str]:
+@dataclass(frozen=True)
+class JobData:
+    """What a job reads before its first step."""
+
+    spec: JobSpec
+    """With folders in place of `job:ID`."""
+    training: list[Prompt]
+    held_out: list[Prompt]
+
+
+def open_job(spec: JobSpec, sources: Sources) -> JobData:
+    """Fetches the job's data, and checks what is remote as a submit checks files. Blocking.
+
+    Raises ValueError for what the job may not read, by the settings of now, or what is wrong with it.
+    """
+    path = sources.places.model(spec.model.path)
+    shapes = ConditionShapes(sources)
+    read: dict[str, list[Prompt]] = {"train": [], "validation": []}
+    for name, url, kind in _data_of(spec):
+        read[name] = sources.prompts(url, kind)
+        if is_remote(url):
+            family = _family(spec.model.path, sources)
+            lines = itertools.chain.from_iterable(
+                _line_problems(spec, family, shapes, sources, prompt) for prompt in read[name]
+            )
+            if problems := list(itertools.islice(lines, MAX_LINES)):
+                raise ValueError("\n".join(f"data.{name}: {problem}" for problem in problems))
+    adapter = None if spec.model.adapter is None else str(sources.places.model(spec.model.adapter))
+    model = spec.model.model_copy(update={"path": str(path), "adapter": adapter})
+    return JobData(spec.model_copy(update={"model": model}), read["train"], read["validation"])
+
+
+def _file_problems(spec: JobSpec, sources: Sources) -> Iterator[str]:
     family = None
     try:
-        family = _family(spec.model.path)
+        family = _family(spec.model.path, sources)
     except ValueError as error:
         yield f"model.path: {error}"
     else:
         yield from _family_problems(spec, family)
-        yield from _size_problems(spec, family)
+        yield from _size_problems(spec, family, sources)
     yield from _limit_problems(spec)
     if spec.model.adapter is not None:
         try:
-            find_adapter(Path(spec.model.adapter))
+            find_adapter(sources.places.model(spec.model.adapter))
         except (OSError, ValueError) as error:
             yield f"model.adapter: {error}"
-    data: list[tuple[str, str | None, Kind]] = [
-        ("train", spec.data.train, spec.method.data),
-        ("validation", spec.data.validation, "prompts"),
-    ]
-    shapes = ConditionShapes()
-    for name, url, kind in data:
-        if url is not None:
-            yield from (f"data.{name}: {problem}" for problem in _data_problems(spec, family, shapes, url, kind))
+    shapes = ConditionShapes(sources)
+    for name, url, kind in _data_of(spec):
+        yield from (f"data.{name}: {problem}" for problem in _data_problems(spec, family, shapes, sources, url, kind))
+
+
+def _data_of(spec: JobSpec) -> Iterator[tuple[str, str, Kind]]:
+    """Setting, path or URL, and kind of each data set."""
+    yield "train", spec.data.train, spec.method.data
+    if spec.data.validation is not None:
+        yield "validation", spec.data.validation, "prompts"
 
 
 # -- the model -------------------------------------------------------------------------------------------------------
 
 
-def _family(path: str) -> ModelFamily:
-    index = Path(path) / "model_index.json"
-    try:
-        readable = index.is_file() and os.access(index, os.R_OK)
-    except (OSError, ValueError):  # a name that no file can have
-        readable = False
-    if not readable:
+def _family(path: str, sources: Sources) -> ModelFamily:
+    folder = sources.places.model(path)
+    if not _is_readable(folder / "model_index.json"):
         raise ValueError(
             f"{path!r} holds no readable model_index.json; give the directory of a diffusers pipeline, as an absolute "
             "path that controller, rollouts and trainer all see"
         )
-    return family_of(path)
+    return family_of(folder)
+
+
+def _is_readable(path: Path) -> bool:
+    try:
+        return path.is_file() and os.access(path, os.R_OK)
+    except (OSError, ValueError):  # a name that no file can have
+        return False
 
 
 def _family_problems(spec: JobSpec, family: ModelFamily) -> Iterator[str]:
@@ -124,7 +161,7 @@ def _family_problems(spec: JobSpec, family: ModelFamily) -> Iterator[str]:
         yield f"rollout.condition_pixels has no effect on {family.title}, which takes no images: leave it out"
 
 
-def _size_problems(spec: JobSpec, family: ModelFamily) -> Iterator[str]:
+def _size_problems(spec: JobSpec, family: ModelFamily, sources: Sources) -> Iterator[str]:
     """Sizes that the family's adapter would refuse."""
     frames, step = spec.rollout.num_frames, family.frame_multiple
     if family.modality == "video" and (frames - 1) % step:
@@ -133,18 +170,18 @@ def _size_problems(spec: JobSpec, family: ModelFamily) -> Iterator[str]:
             f"rollout.num_frames = {frames}: {family.title} makes 1 more than a multiple of {step} frames; set it to "
             f"{less} or {less + step}"
         )
-    multiple = _pixel_multiple(spec.model.path, family)
+    multiple = _pixel_multiple(sources.places.model(spec.model.path), family)
     for name, pixels in (("height", spec.rollout.height), ("width", spec.rollout.width)):
         if pixels % multiple:
             yield f"rollout.{name} = {pixels}: this {family.title} checkpoint draws multiples of {multiple} pixels"
 
 
-def _pixel_multiple(path: str, family: ModelFamily) -> int:
+def _pixel_multiple(path: Path, family: ModelFamily) -> int:
     """1 where the checkpoint does not say."""
     if family.vae_multiple is None:
         return 1
     try:
-        config = json.loads((Path(path) / "vae" / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((path / "vae" / "config.json").read_text(encoding="utf-8"))
         return max(1, int(config["scale_factor_spatial"]) * family.vae_multiple)
     except (OSError, ValueError, KeyError, TypeError):  # the adapter will say what is wrong with the VAE
         return 1
@@ -161,32 +198,39 @@ def _limit_problems(spec: JobSpec) -> Iterator[str]:
 
 
 def _data_problems(
-    spec: JobSpec, family: ModelFamily | None, shapes: ConditionShapes, url: str, kind: Kind
+    spec: JobSpec, family: ModelFamily | None, shapes: ConditionShapes, sources: Sources, url: str, kind: Kind
 ) -> Iterator[str]:
-    """Devices and endless files are not opened."""
+    """Devices and endless files are not opened, and nothing is fetched."""
     try:
-        filesystem, path = fsspec.core.url_to_fs(url)
-        if not filesystem.isfile(path):
+        if is_remote(url):
+            sources.places.check(url)
+        elif not sources.places.is_file(url):
             yield f"there is no file {url!r}; give an absolute path or URL that the controller can read"
-        elif (size := filesystem.size(path)) > MAX_PROMPT_BYTES:
-            yield f"{url!r} has {size} bytes; a prompt file has at most {MAX_PROMPT_BYTES}"
         else:
-            prompts = load_prompts(url, kind)
-            lines = itertools.chain.from_iterable(_line_problems(spec, family, shapes, prompt) for prompt in prompts)
+            prompts = sources.prompts(url, kind)
+            lines = itertools.chain.from_iterable(
+                _line_problems(spec, family, shapes, sources, prompt) for prompt in prompts
+            )
             yield from itertools.islice(lines, MAX_LINES)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError) as error:
         yield str(error)
 
 
-def _line_problems(spec: JobSpec, family: ModelFamily | None, shapes: ConditionShapes, prompt: Prompt) -> Iterator[str]:
+def _line_problems(
+    spec: JobSpec, family: ModelFamily | None, shapes: ConditionShapes, sources: Sources, prompt: Prompt
+) -> Iterator[str]:
+    media = (*prompt.images, *prompt.media)
+    if refused := [str(error) for medium in media if (error := _refusal(sources, medium))]:
+        yield from (f"{prompt.source}: {problem}" for problem in refused)
+        return
     if family is not None and bool(prompt.images) != family.takes_images:
         wish = 'needs condition images: add "images"' if family.takes_images else 'takes no images: leave out "images"'
         yield f"{prompt.source}: {family.title} {wish}"
     elif prompt.images and (problem := shapes.problem(prompt)):
         yield f"{prompt.source}: {problem}"
-    for medium in (*prompt.images, *prompt.media):
+    for medium in media:
         problem = _type_problem(spec, medium, is_condition=medium in prompt.images)
-        if problem or not _is_there(medium):
+        if problem or not (is_remote(medium) or sources.places.is_file(medium)):
             yield f"{prompt.source}: {problem or f'there is no file {medium}'}"
 
 
@@ -199,6 +243,10 @@ def _type_problem(spec: JobSpec, medium: str, *, is_condition: bool) -> str:
     return f"{medium} is no video, and rollout.num_frames = {num_frames}: give {', '.join(VIDEOS)}"
 
 
-def _is_there(url: str) -> bool:
-    """On this machine. What lies elsewhere is looked for when it is needed: to ask for each would take long."""
-    return "://" in url or Path(url).is_file()
+def _refusal(sources: Sources, medium: str) -> NotAllowed | None:
+    """Why a job may not read a file or URL. What lies elsewhere is looked for when it is needed."""
+    try:
+        sources.places.check(medium)
+    except NotAllowed as error:
+        return error
+    return None

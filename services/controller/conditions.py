@@ -10,18 +10,19 @@ from __future__ import annotations
 
 from functools import cache
 from math import gcd
-from pathlib import Path
 
-from flowfleet.media import shown_size
 from services.controller.data import Prompt, media_type
+from services.controller.places import is_remote
+from services.controller.sources import Sources
 
 
 class ConditionShapes:
     """Of one job: holds each line against the first."""
 
-    def __init__(self) -> None:
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
         self._first: Prompt | None = None
-        self._size = cache(_size)
+        self._size = cache(self._read_size)
 
     def problem(self, prompt: Prompt) -> str:
         """What is wrong with a line's images and what to do, or nothing.
@@ -53,12 +54,11 @@ class ConditionShapes:
             "crop or pad the condition images of the job's data to one aspect ratio"
         )
 
-
-def _size(url: str) -> tuple[int, int] | None:
-    """Width and height of a picture on this machine. Raises ValueError if it cannot be read."""
-    if "://" in url or not Path(url).is_file():
-        return None
-    return shown_size(url, media_type(url))
+    def _read_size(self, url: str) -> tuple[int, int] | None:
+        """Width and height of a picture on this machine. Raises ValueError if it cannot be read."""
+        if is_remote(url) or not self._sources.places.is_file(url):
+            return None
+        return self._sources.picture_size(url, media_type(url))
 
 
 def _shape(size: tuple[int, int]) -> str:

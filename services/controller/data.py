@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal
 
-import fsspec
 import numpy as np
 
 from flowfleet.seeds import derive_seed
@@ -40,18 +39,17 @@ class Prompt:
     """file:line, for messages."""
 
 
-def load_prompts(url: str, kind: Kind = "prompts") -> list[Prompt]:
-    """Reads a .txt file (one prompt a line) or a .jsonl file of objects (flowfleet.jobs.DataPart); blank lines are
-    skipped, relative paths lie beside the file.
+def parse_prompts(data: bytes, url: str, kind: Kind = "prompts") -> list[Prompt]:
+    """The lines of a .txt file (one prompt a line) or a .jsonl file of objects (flowfleet.jobs.DataPart); blank lines
+    are skipped, relative paths lie beside the file.
 
     Raises ValueError naming the file and line that is wrong.
     """
     if kind == "preferences" and not url.endswith(".jsonl"):
         raise ValueError(f"{url}: preferences come as .jsonl, each line {_SHAPES[kind]}")
     try:
-        with fsspec.open(url, "rt", encoding="utf-8") as file:
-            lines = file.read().splitlines()
-    except (OSError, ValueError) as error:
+        lines = data.decode("utf-8").splitlines()
+    except UnicodeDecodeError as error:
         raise ValueError(f"{url}: prompts cannot be read: {error}") from None
     filled = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
     if not filled:
@@ -59,19 +57,6 @@ def load_prompts(url: str, kind: Kind = "prompts") -> list[Prompt]:
     if not url.endswith(".jsonl"):
         return [Prompt(line, source=f"{url}:{number}") for number, line in filled]
     return [_parse(line, url, number, kind) for number, line in filled]
-
-
-def first_prompt(url: str) -> Prompt:
-    """Of a file of prompts, which is read no further. Raises as `load_prompts`."""
-    try:
-        with fsspec.open(url, "rt", encoding="utf-8") as file:
-            number, line = next((pair for pair in enumerate(file, 1) if pair[1].strip()), (0, ""))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{url}: prompts cannot be read: {error}") from None
-    if not number:
-        raise ValueError(f"{url}: holds no prompt")
-    text = line.strip()
-    return _parse(text, url, number, "prompts") if url.endswith(".jsonl") else Prompt(text, source=f"{url}:{number}")
 
 
 def prompts_of_step(prompts: list[Prompt], seed: int, step: int, count: int) -> list[Prompt]:

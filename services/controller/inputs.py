@@ -12,14 +12,14 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 
-import fsspec
-
 from flowfleet import keys
 from flowfleet.blobs import BlobStore
 from flowfleet.errors import DataLoss, Unavailable
 from flowfleet.proto import common_pb2, rollout_pb2
 from services.controller.concurrency import gather_or_cancel
 from services.controller.data import Prompt, media_type
+from services.controller.places import NotAllowed
+from services.controller.sources import Sources
 
 BLOB_TTL_S = 24 * 3600
 MAX_MEDIA_BYTES = 1 << 28
@@ -28,9 +28,10 @@ MAX_MEDIA_BYTES = 1 << 28
 class Inputs:
     """Of one job."""
 
-    def __init__(self, job_id: str, blobs: BlobStore) -> None:
+    def __init__(self, job_id: str, blobs: BlobStore, sources: Sources) -> None:
         self._job_id = job_id
         self._blobs = blobs
+        self._sources = sources
         self._conditions: dict[str, common_pb2.Media] = {}
 
     async def attach(self, request: rollout_pb2.GenerateRequest, prompts: Sequence[Prompt]) -> None:
@@ -61,16 +62,17 @@ class Inputs:
         return known
 
     async def _store(self, kind: str, url: str) -> common_pb2.Media:
-        data = await asyncio.to_thread(_read, url)
+        data = await asyncio.to_thread(_read, self._sources, url)
         key = keys.blob(self._job_id, kind, hashlib.sha256(data).hexdigest())
         blob = await self._blobs.put(key, data, ttl_s=BLOB_TTL_S)
         return common_pb2.Media(blob=blob, media_type=media_type(url))
 
 
-def _read(url: str) -> bytes:
+def _read(sources: Sources, url: str) -> bytes:
     try:
-        with fsspec.open(url, "rb") as file:
-            data: bytes = file.read(MAX_MEDIA_BYTES + 1)
+        data = sources.read(url, MAX_MEDIA_BYTES + 1)
+    except NotAllowed as error:
+        raise DataLoss(f"the data set names a file that jobs may not read: {error}") from None
     except FileNotFoundError:
         raise DataLoss(f"the data set names {url}, which is not there") from None
     except OSError as error:

@@ -13,12 +13,14 @@ from flowfleet.jobs import JobSpec, RewardPart
 from flowfleet.media import Frames, encode_media
 from flowfleet.proto import reward_pb2
 from flowfleet.reward_requests import EncodedSample
-from services.controller.data import Prompt, first_prompt
+from services.controller.data import Prompt
 from services.controller.directory import Directory
+from services.controller.places import is_remote
 from services.controller.reward_calls import RewardCalls
 from services.controller.reward_failures import RewardFailure
 from services.controller.reward_service import RewardService
 from services.controller.rewards import modality_of
+from services.controller.sources import Sources
 
 TRIAL_S = 10.0
 """For the whole of it. A service that needs longer is not waited for: it has refused nothing."""
@@ -27,12 +29,14 @@ NUM_FRAMES = 5
 """Of a video."""
 
 
-async def refusals(spec: JobSpec, rewards: Mapping[str, RewardPart], directory: Directory) -> list[str]:
+async def refusals(
+    spec: JobSpec, rewards: Mapping[str, RewardPart], directory: Directory, sources: Sources
+) -> list[str]:
     """What the services of these rewards say of calls that they will never take, one line a reward. Errors of single
     samples are none, nor is a service that cannot be reached or takes long."""
     if not rewards:
         return []
-    prompt = await asyncio.to_thread(_prompt, spec)
+    prompt = await asyncio.to_thread(_prompt, spec, sources)
     found = await asyncio.gather(*(_refusal(spec, name, part, directory, prompt) for name, part in rewards.items()))
     return [problem for problem in found if problem]
 
@@ -55,11 +59,13 @@ async def _refusal(spec: JobSpec, name: str, part: RewardPart, directory: Direct
     return ""
 
 
-def _prompt(spec: JobSpec) -> Prompt:
-    """The first of the job; an empty one where its file is gone by now."""
+def _prompt(spec: JobSpec, sources: Sources) -> Prompt:
+    """The first of the job; an empty one where its file is gone by now, or would have to be fetched."""
+    if is_remote(spec.data.train):
+        return Prompt("")
     try:
-        return first_prompt(spec.data.train)
-    except (OSError, ValueError, ImportError):
+        return sources.first_prompt(spec.data.train)
+    except ValueError:
         return Prompt("")
 
 

@@ -20,9 +20,9 @@ from flowfleet.errors import Conflict, NotFound, Unavailable
 from flowfleet.jobs import JobSpec
 from flowfleet.telemetry import JobMetrics
 from services.controller.changes import listen, tell
+from services.controller.checks import JobData, open_job
 from services.controller.concurrency import end
 from services.controller.context import JobContext
-from services.controller.data import load_prompts
 from services.controller.demand import DemandHash, demand, work_of
 from services.controller.directory import Directory, StaticDirectory
 from services.controller.fleet import Replica
@@ -40,6 +40,7 @@ from services.controller.reward_calls import RewardCalls
 from services.controller.rewards import RewardPlane, modality_of
 from services.controller.settings import ControllerSettings
 from services.controller.shadow_queue import ShadowMetrics, ShadowQueue
+from services.controller.sources import Sources
 from services.controller.store import JobStore
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class Runner:
         launcher = launcher or LocalLauncher(settings.state_dir, settings.trainer_python, settings.trainer_devices)
         self._settings = settings
         self._redis = redis
+        self._sources = Sources(settings.places)
         self._lease = Lease(redis, registry)
         self._store = store.fenced_by(self._lease)
         self._launcher = FencedLauncher(launcher, self._lease)
@@ -226,10 +228,10 @@ class Runner:
         await self._fail(job_id, reason)
 
     async def _drive(self, record: JobRecord) -> None:
-        spec = record.job_spec()
+        data = await asyncio.to_thread(open_job, record.job_spec(), self._sources)
         ledger = Ledger(self._redis, self._lease, record.id)
-        machine = await ledger.restore(spec)
-        runner = JobRunner(ledger, machine, lambda *parts: self._context(record, *parts))
+        machine = await ledger.restore(data.spec)
+        runner = JobRunner(ledger, machine, lambda *parts: self._context(record, data, *parts))
         runner.job.reports = Reports(runner.job, self._metrics)
         runner.job.shadows = ShadowQueue(runner.job, self._shadow_metrics)
         self._running[record.id] = runner
@@ -240,7 +242,9 @@ class Runner:
             del self._running[record.id]
             await runner.job.close()
 
-    def _context(self, record: JobRecord, machine: Machine, emit: Any, changed: asyncio.Condition) -> JobContext:
+    def _context(
+        self, record: JobRecord, data: JobData, machine: Machine, emit: Any, changed: asyncio.Condition
+    ) -> JobContext:
         spec = machine.spec
         directory = self._settings.state_dir.resolve() / "jobs" / record.id
         directory.mkdir(parents=True, exist_ok=True)
@@ -253,7 +257,7 @@ class Runner:
             changed=changed,
             redis=self._redis,
             blobs=blobs,
-            inputs=Inputs(record.id, blobs),
+            inputs=Inputs(record.id, blobs, self._sources),
             store=self._store,
             fleet=self._fleet,
             rewards=RewardPlane(
@@ -266,8 +270,8 @@ class Runner:
             launcher=self._launcher,
             shortage=self._directory.shortage,
             directory=directory,
-            training_prompts=load_prompts(spec.data.train, spec.method.data),
-            held_out=load_prompts(spec.data.validation) if spec.data.validation else [],
+            training_prompts=data.training,
+            held_out=data.held_out,
         )
 
     async def _fail(self, job_id: str, reason: str) -> None:

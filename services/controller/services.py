@@ -18,6 +18,7 @@ from services.controller.directory import Directory
 from services.controller.records import Record
 from services.controller.seam import Runner
 from services.controller.settings import ControllerSettings
+from services.controller.sources import Sources
 from services.controller.store import JobStore
 
 T = TypeVar("T")
@@ -32,6 +33,7 @@ class Services:
     blobs: BlobStore
     directory: Directory
     runner: Runner
+    sources: Sources
     registry: CollectorRegistry
     comparisons: Comparisons = field(default_factory=Comparisons)
     closing: asyncio.Event = field(default_factory=asyncio.Event)

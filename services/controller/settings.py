@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, f
 
 from flowfleet.service import API_KEY, is_loopback, service_parser
 from services.controller.directory import addresses
+from services.controller.places import Places, url_origin
 from services.controller.trainer_template import load_template
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -34,6 +35,10 @@ class ControllerSettings(BaseModel):
     """Serves /metrics there as well, without the API key. Unset: only beside the REST API."""
     state_dir: Path = Path("state")
     """Of jobs: logs, checkpoints, results."""
+    data_roots: tuple[Path, ...] = ()
+    """Folders below which jobs may name data, images and models. Empty: no path at all."""
+    data_urls: tuple[str, ...] = ()
+    """SCHEME://HOST[:PORT] (of an object store: SCHEME://BUCKET) from which jobs may read data and images."""
     rewards: dict[str, str] = {}
     """Name → host:port of each reward service."""
     rewards_file: Path | None = None
@@ -78,6 +83,24 @@ class ControllerSettings(BaseModel):
     def _addresses(cls, rewards: dict[str, str]) -> dict[str, str]:
         return addresses(rewards, "--reward")
 
+    @field_validator("data_roots")
+    @classmethod
+    def _roots(cls, roots: tuple[Path, ...]) -> tuple[Path, ...]:
+        for root in roots:
+            if not root.is_absolute():
+                raise ValueError(f"--data-root {root}: give an absolute path")
+            if root.resolve() == Path("/"):
+                raise ValueError(f"--data-root {root} would let jobs read the whole machine: name the folders of data")
+        return roots
+
+    @field_validator("data_urls")
+    @classmethod
+    def _urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            if url_origin(url) != url.rstrip("/"):
+                raise ValueError(f"--data-url {url}: give scheme and host alone, as in {url_origin(url)}")
+        return tuple(map(url_origin, urls))
+
     @field_validator("trainer_devices")
     @classmethod
     def _devices(cls, devices: tuple[str, ...]) -> tuple[str, ...]:
@@ -121,6 +144,11 @@ class ControllerSettings(BaseModel):
         """Bound to loopback only."""
         return is_loopback(self.host)
 
+    @property
+    def places(self) -> Places:
+        """What jobs may read."""
+        return Places.of(self.data_roots, self.data_urls, self.state_dir)
+
     @classmethod
     def from_command_line(cls, argv: Sequence[str], env: Mapping[str, str] = os.environ) -> ControllerSettings:
         """Raises ValueError, one line a problem. Exits as argparse does for an unknown flag."""
@@ -136,6 +164,8 @@ class ControllerSettings(BaseModel):
                 blobs=env.get("FLOWFLEET_BLOBS") or "redis",
                 namespace=env.get("POD_NAMESPACE", ""),
                 rewards={name: address for name, _, address in rewards},
+                data_roots=tuple(flags.pop("data_root")),
+                data_urls=tuple(flags.pop("data_url")),
                 **{name: value for name, value in flags.items() if value is not None},
             )
         except ValidationError as error:
@@ -151,6 +181,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = service_parser("Runs jobs and serves the REST API.")
     parser.set_defaults(port=8470)
     parser.add_argument("--state-dir", type=Path, help="directory of jobs: logs, checkpoints, results (state)")
+    parser.add_argument(
+        "--data-root", type=Path, action="append", default=[], metavar="DIR", help="a folder that jobs may read (none)"
+    )
+    parser.add_argument(
+        "--data-url", action="append", default=[], metavar="SCHEME://HOST", help="where jobs may read data from (none)"
+    )
     parser.add_argument("--reward", action="append", default=[], metavar="NAME=HOST:PORT", help="a reward service")
     parser.add_argument(
         "--rewards-file", type=Path, metavar="FILE", help='more of them, NAME = "HOST:PORT" a line; read as it changes'

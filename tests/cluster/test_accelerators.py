@@ -84,6 +84,7 @@ async def controller(cluster: Cluster, template: Path, redis_url: str) -> AsyncI
     settings = ControllerSettings(
         redis_url=SecretStr(redis_url),
         state_dir=template.parent / "state",
+        data_roots=(template.parent,),
         kubernetes=RELEASE,
         namespace=cluster.namespace,
         trainer_template=template,

@@ -81,7 +81,8 @@ class Controller:
     def start(self) -> None:
         port = self.scaler.rpartition(":")[2]
         flags = ["--host", self._host, "--port", str(self._port), "--scaler-port", port, "--reward", "ocr=127.0.0.1:1"]
-        command = [sys.executable, "-m", "tests.cluster.scripted_controller", "--state-dir", str(self._folder), *flags]
+        flags += ["--state-dir", str(self._folder / "state"), "--data-root", str(self._folder)]
+        command = [sys.executable, "-m", "tests.cluster.scripted_controller", *flags]
         with (self._folder / "controller.log").open("ab") as log:
             self.process = subprocess.Popen(command, env=self._env, stderr=log)
         until(self._serves, 60)

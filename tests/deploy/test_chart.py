@@ -251,7 +251,15 @@ def test_the_controller_is_told_of_the_release() -> None:
         "--trainer-template": "/etc/flowfleet/trainer/trainer.yaml",
         "--owner": f"{FULLNAME}-controller",
         "--log-level": "info",
+        "--data-root": "/app/recipes",
     }
+
+
+def test_jobs_may_read_shared_volumes_recipes_and_what_the_values_name() -> None:
+    arguments = container(Rendered("everything").pod("controller"))["args"]
+    roots = [argument for argument in arguments if argument.startswith("--data-")]
+    mounts = ("/app/recipes", "/models", "/data/prompts")
+    assert roots == [*(f"--data-root={path}" for path in mounts), "--data-url=s3://prompts"]
 
 
 def test_updates_of_the_controller_leave_no_gap_and_those_of_accelerators_need_none_to_spare() -> None:

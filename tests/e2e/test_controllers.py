@@ -22,7 +22,7 @@ from flowfleet.client import Client
 from flowfleet.local.stack import MARK
 from flowfleet.redis_client import connect_sync
 from services.controller.leadership import TTL_S
-from tests.e2e.conftest import Fleet, assert_accounted, wait_until
+from tests.e2e.conftest import ROOT, Fleet, assert_accounted, wait_until
 from tests.e2e.test_kills import SAMPLES, STEPS, curve
 
 pytestmark = pytest.mark.long
@@ -38,6 +38,8 @@ class Second:
         self._log = folder / "controller.log"
         reward = f"ocr={stack.processes['reward-ocr'].address}"
         flags = ["--port", "0", "--port-file", str(self._port_file), "--state-dir", stack.state_dir, "--reward", reward]
+        for root in (ROOT, folder.parent):
+            flags += ["--data-root", str(root)]
         self._command = [sys.executable, "-m", "services.controller", *flags]
         self._env = {**os.environ, "FLOWFLEET_REDIS_URL": stack.redis_url, MARK: stack.state_dir}
         self._process: subprocess.Popen[bytes] | None = None

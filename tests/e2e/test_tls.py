@@ -75,7 +75,8 @@ def test_a_job_runs_under_mutual_tls(
         reward = stack.enter_context(running("reward", tmp_path, environment, "--scorer", "ocr", "--port", "0"))
         rollout = stack.enter_context(running("rollout", tmp_path, environment, "--port", "0", "--device", "cpu"))
         state = stack.enter_context(trainers_of(tmp_path / "state"))
-        flags = ("--port", "0", "--reward", f"ocr={reward}", "--state-dir", str(state))
+        roots = [flag for root in (ROOT, tmp_path.parent) for flag in ("--data-root", str(root))]
+        flags = ("--port", "0", "--reward", f"ocr={reward}", "--state-dir", str(state), *roots)
         controller = stack.enter_context(running("controller", tmp_path, environment, *flags))
         with Client(f"https://{controller}", KEY, ca=files / "ca.crt") as client:
             job = client.wait(client.submit(small_job(**{"schedule.steps": 2, "trainer.threads": 2})).id, 480)

@@ -267,6 +267,8 @@ def test_the_surface_is_what_users_know() -> None:
 
     assert options == {
         "up": [
+            "--data-root",
+            "--data-url",
             "--detach",
             "--dtype",
             "--engine",

@@ -5,9 +5,10 @@ import pytest
 from pydantic import ValidationError
 
 from flowfleet.accelerators import VISIBLE
+from flowfleet.job_files import RECIPES
 from flowfleet.local.placement import place
 from flowfleet.local.plan import StackOptions, make_plan, ports_needed
-from flowfleet.local.stack import MARK
+from flowfleet.local.stack import MARK, StackError
 
 URL = "redis://:secret@127.0.0.1:20000/0"
 
@@ -39,6 +40,19 @@ def test_the_redis_password_stands_in_no_command_line(tmp_path: Path) -> None:
     with_redis = {p.name for p in plan.processes if "FLOWFLEET_REDIS_URL" in p.env}
     assert with_redis == {"controller", "rollout-0"}
     assert all(process.env[MARK] == str(tmp_path) for process in plan.processes)
+
+
+def test_jobs_may_read_the_working_folder_and_the_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = StackOptions(data_roots=(Path("more"),), data_urls=("https://data.example.org",))
+    plan = make_plan(options, range(20_000, 20_000 + ports_needed(options)), ["redis-server"], URL)
+    argv = plan.processes[-1].argv
+    roots = [argv[place + 1] for place, word in enumerate(argv) if word == "--data-root"]
+    assert roots == [str(tmp_path), str(RECIPES.resolve()), str(tmp_path / "more")]
+    assert argv[argv.index("--data-url") + 1] == "https://data.example.org"
+    monkeypatch.chdir("/")
+    with pytest.raises(StackError, match="start the stack in another folder"):
+        make_plan(options, range(20_000, 20_000 + ports_needed(options)), ["redis-server"], URL)
 
 
 def test_port_zero_lets_the_controller_take_a_free_one(tmp_path: Path) -> None:

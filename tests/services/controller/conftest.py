@@ -93,7 +93,13 @@ async def serve(settings: ControllerSettings) -> AsyncIterator[Api]:
 @pytest.fixture
 def settings(redis_url: str, tmp_path: Path) -> ControllerSettings:
     rewards = {"ocr": "127.0.0.1:7001", "jpeg": "127.0.0.1:7002"}
-    return ControllerSettings(redis_url=SecretStr(redis_url), state_dir=tmp_path / "state", rewards=rewards)
+    return ControllerSettings(
+        redis_url=SecretStr(redis_url),
+        state_dir=tmp_path / "state",
+        data_roots=(tmp_path,),
+        data_urls=("s3://bucket",),
+        rewards=rewards,
+    )
 
 
 @pytest.fixture

@@ -261,7 +261,9 @@ async def scripted_fleet(
     add_reward = reward_pb2_grpc.add_RewardServiceServicer_to_server
     addresses = {name: await serve(add_reward, reward) for name, reward in rewards.items()}
     launcher = ScriptedLauncher(await serve(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, trainer))
-    settings = ControllerSettings(redis_url=SecretStr(redis_url), state_dir=state_dir, rewards=addresses)
+    settings = ControllerSettings(
+        redis_url=SecretStr(redis_url), state_dir=state_dir, data_roots=(state_dir.parent,), rewards=addresses
+    )
     store = JobStore(redis)
     runner = Runner(settings, redis, store, CollectorRegistry(), launcher)
     await runner.start()

@@ -189,7 +189,9 @@ async def test_params_are_tried_on_a_sample_like_the_jobs(
 ) -> None:
     spec = parse_job(job(rollout={"num_frames": frames}))
     params = {"score": "soft"}
-    assert await refusals(spec, {service: RewardPart(params=params)}, api.services.directory) == []
+    assert (
+        await refusals(spec, {service: RewardPart(params=params)}, api.services.directory, api.services.sources) == []
+    )
     (asked,) = services[service].asked
     (sample,) = asked.samples
     assert (dict(asked.params), sample.prompt, sample.media_type) == (params, 'A red sign that says "K7QX"', media_type)
@@ -198,7 +200,7 @@ async def test_params_are_tried_on_a_sample_like_the_jobs(
 
 async def test_who_scores_groups_is_tried_on_one(api: Api, job: MakeJob, services: dict[str, Service]) -> None:
     services["v2"].answer.needs_group = True
-    assert await refusals(parse_job(job()), {"v2": RewardPart()}, api.services.directory) == []
+    assert await refusals(parse_job(job()), {"v2": RewardPart()}, api.services.directory, api.services.sources) == []
     (asked,) = services["v2"].asked
     assert len(asked.samples) == parse_job(job()).rollout.group_size
     assert len({sample.group_id for sample in asked.samples}) == 1

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from flowfleet.jobs import JobSpec
 from services.controller.checks import check, parse
 from services.controller.directory import StaticDirectory
+from services.controller.places import Places
 from services.controller.problems import InvalidJob
+from services.controller.sources import Sources
 
 DEFAULT: dict[str, Any] = JobSpec.model_validate(
     {"model": {"path": "m"}, "rewards": {"ocr": {}}, "data": {"train": "t.txt"}}
@@ -55,7 +57,7 @@ def test_any_value_anywhere(place: tuple[str, ...], added: str, value: Any) -> N
 def test_a_trainer_of_more_ranks_than_accelerators_is_refused_at_submit() -> None:
     spec = parse({**DEFAULT, "trainer": {"world_size": 3}})
     with pytest.raises(InvalidJob) as refused:
-        asyncio.run(check(spec, StaticDirectory({"ocr": "x:1"}), ("0", "1")))
+        asyncio.run(check(spec, StaticDirectory({"ocr": "x:1"}), Sources(Places()), ("0", "1")))
     message = "trainer.world_size = 3: trainers have 2 accelerators here (0, 1), one a rank; set it to at most 2"
     assert any(problem.startswith(message) for problem in refused.value.problems)
 
@@ -87,5 +89,5 @@ def test_a_name_that_the_fleet_does_not_know_is_refused_at_submit(job: dict[str,
     directory = StaticDirectory({"ocr": "x:1", "jpeg": "x:2"})
     directory.pools = {"b", "a"}
     with pytest.raises(InvalidJob) as refused:
-        asyncio.run(check(parse({**DEFAULT, **job}), directory))
+        asyncio.run(check(parse({**DEFAULT, **job}), directory, Sources(Places())))
     assert problem in refused.value.problems

@@ -46,7 +46,7 @@ def job(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a\nb\nc\n")
     base: dict[str, Any] = {
-        "model": {"path": "m"},
+        "model": {"path": str(tmp_path / "m")},
         "data": {"train": str(prompts)},
         "rollout": {"prompts_per_step": 2, "group_size": 4, "batch_size": 8},
         "schedule": {"steps": 2, "save_every": 1, "validate_every": 2, "keep_last": 1},

@@ -86,7 +86,8 @@ class Scene:
 
     async def start(self) -> Controller:
         port_file = self._folder / f"port-{time.monotonic_ns()}"
-        flags = ["--port", "0", "--port-file", str(port_file), "--state-dir", str(self._folder)]
+        flags = ["--port", "0", "--port-file", str(port_file), "--state-dir", str(self._folder / "state")]
+        flags += ["--data-root", str(self._folder)]
         module = "tests.services.controller.scripted_controller"
         reward = ["--reward", f"ocr={self.rollout.address}"]
         process = await asyncio.create_subprocess_exec(sys.executable, "-m", module, *flags, *reward, env=self._env)

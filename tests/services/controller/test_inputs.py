@@ -14,6 +14,8 @@ from flowfleet.redis_client import connect
 from services.controller import inputs as module
 from services.controller.data import Prompt
 from services.controller.inputs import Inputs
+from services.controller.places import Places
+from services.controller.sources import Sources
 
 pytestmark = pytest.mark.anyio
 
@@ -23,6 +25,11 @@ async def blobs(redis_url: str) -> AsyncIterator[BlobStore]:
     client = connect(redis_url)
     yield RedisBlobs(client)
     await client.aclose()
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Sources:
+    return Sources(Places.of([tmp_path], [], tmp_path / "state"))
 
 
 def request(*indices: list[int]) -> rollout_pb2.GenerateRequest:
@@ -35,9 +42,11 @@ def file(path: Path, content: bytes) -> str:
     return str(path)
 
 
-async def test_a_condition_image_is_stored_once_and_again_when_it_is_gone(blobs: BlobStore, tmp_path: Path) -> None:
+async def test_a_condition_image_is_stored_once_and_again_when_it_is_gone(
+    blobs: BlobStore, sources: Sources, tmp_path: Path
+) -> None:
     same = Prompt("a", images=(file(tmp_path / "1.png", b"one"), file(tmp_path / "2.jpg", b"one")))
-    inputs = Inputs("job", blobs)
+    inputs = Inputs("job", blobs, sources)
     first, second = request([0, 1], [0]), request([2])
     await inputs.attach(first, [same, same])
     media = [medium for group in first.groups for medium in group.images]
@@ -57,9 +66,9 @@ async def test_a_condition_image_is_stored_once_and_again_when_it_is_gone(blobs:
 
 
 async def test_asking_again_prolongs_its_life(
-    blobs: BlobStore, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    blobs: BlobStore, sources: Sources, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inputs, client = Inputs("job", blobs), connect(redis_url)
+    inputs, client = Inputs("job", blobs, sources), connect(redis_url)
     prompt = Prompt("a", images=(file(tmp_path / "1.png", b"one"),))
     lives = []
     for ttl in (100, 1000):
@@ -70,22 +79,24 @@ async def test_asking_again_prolongs_its_life(
     await client.aclose()
 
 
-async def test_given_media_follow_the_indices(blobs: BlobStore, tmp_path: Path) -> None:
+async def test_given_media_follow_the_indices(blobs: BlobStore, sources: Sources, tmp_path: Path) -> None:
     pair = Prompt("a", media=(file(tmp_path / "good.mp4", b"good"), file(tmp_path / "bad.mp4", b"bad")))
     asked = request([1, 0], [1])
-    await Inputs("job", blobs).attach(asked, [pair, pair])
+    await Inputs("job", blobs, sources).attach(asked, [pair, pair])
     found = [[await blobs.get(medium.blob) for medium in group.media] for group in asked.groups]
     assert found == [[b"bad", b"good"], [b"bad"]]
     assert {medium.media_type for group in asked.groups for medium in group.media} == {"video/mp4"}
     assert not any(group.images for group in asked.groups)
 
 
-async def test_forgetting_frees_this_jobs_condition_images_alone(blobs: BlobStore, tmp_path: Path) -> None:
+async def test_forgetting_frees_this_jobs_condition_images_alone(
+    blobs: BlobStore, sources: Sources, tmp_path: Path
+) -> None:
     prompt = Prompt("a", images=(file(tmp_path / "1.png", b"one"),), media=(file(tmp_path / "2.png", b"two"),))
     mine, others = request([0]), request([0])
-    await Inputs("job", blobs).attach(mine, [prompt])
-    await Inputs("job2", blobs).attach(others, [prompt])
-    await Inputs("job", blobs).forget()
+    await Inputs("job", blobs, sources).attach(mine, [prompt])
+    await Inputs("job2", blobs, sources).attach(others, [prompt])
+    await Inputs("job", blobs, sources).forget()
     with pytest.raises(NotFound):
         await blobs.get(mine.groups[0].images[0].blob)
     assert await blobs.get(others.groups[0].images[0].blob) == b"one"
@@ -93,9 +104,9 @@ async def test_forgetting_frees_this_jobs_condition_images_alone(blobs: BlobStor
 
 
 async def test_what_cannot_be_read_now_is_asked_for_again_and_what_is_too_large_is_refused(
-    blobs: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    blobs: BlobStore, sources: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inputs = Inputs("job", blobs)
+    inputs = Inputs("job", blobs, sources)
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(Unavailable, match=r"folder\.png, which cannot be read"):
         await inputs.attach(request([0]), [Prompt("a", images=(str(tmp_path / "folder.png"),))])

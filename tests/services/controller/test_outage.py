@@ -21,7 +21,12 @@ Job = Callable[..., dict[str, Any]]
 
 async def test_a_killed_redis_is_a_pause(tmp_path: Path, job: Job) -> None:
     server = RedisServer(tmp_path / "redis")
-    settings = ControllerSettings(redis_url=SecretStr(server.start()), rewards={"ocr": "127.0.0.1:1"})
+    settings = ControllerSettings(
+        redis_url=SecretStr(server.start()),
+        state_dir=tmp_path / "state",
+        data_roots=(tmp_path,),
+        rewards={"ocr": "127.0.0.1:1"},
+    )
     try:
         async with serve(settings) as api:
             first = await api.submit(job())

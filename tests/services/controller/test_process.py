@@ -34,7 +34,8 @@ def controller(module: str, redis_url: str, folder: Path, **env: str) -> Iterato
     """A process that serves, and its address."""
     port_file = folder / "port"
     port_file.unlink(missing_ok=True)
-    argv = ["--port", "0", "--port-file", str(port_file), "--state-dir", str(folder), "--reward", "ocr=127.0.0.1:1"]
+    argv = ["--port", "0", "--port-file", str(port_file), "--reward", "ocr=127.0.0.1:1"]
+    argv += ["--state-dir", str(folder / "state"), "--data-root", str(folder)]
     process = launch(module, *argv, FLOWFLEET_REDIS_URL=redis_url, **env)
     try:
         deadline = time.monotonic() + 60

@@ -26,7 +26,7 @@ def run(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
 
     def start(use: Callable[[ScriptedFleet, dict[str, Any]], Awaitable[None]], **settings: dict[str, Any]) -> None:
         job = {
-            "model": {"path": "m"},
+            "model": {"path": str(tmp_path / "m")},
             "data": {"train": str(prompts), "validation": str(prompts)},
             "rollout": {"prompts_per_step": 2, "group_size": GROUP, "batch_size": 8},
             "schedule": {"steps": 2, "save_every": 1, "validate_every": 2, "keep_last": 1},

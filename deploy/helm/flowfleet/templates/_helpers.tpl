@@ -361,3 +361,9 @@ spec:
         name: {{ include "flowfleet.fullname" $root }}-scaler
       {{- end }}
 {{- end }}
+{{- /* Folders that jobs may read, as JSON: the images' recipes, the volumes that controller, rollouts and trainers share, and those of the values. */ -}}
+{{- define "flowfleet.dataRoots" -}}
+{{- $roots := list "/app/recipes" -}}
+{{- range .Values.volumeMounts }}{{ $roots = append $roots .mountPath }}{{ end -}}
+{{- toJson (uniq (concat $roots .Values.controller.dataRoots)) -}}
+{{- end }}
