@@ -76,6 +76,9 @@ def up(
     data_url: Annotated[
         list[str] | None, typer.Option(help="SCHEME://HOST from which jobs may read data; repeatable (none).")
     ] = None,
+    data_network: Annotated[
+        list[str] | None, typer.Option(help="CIDR in which those hosts may be, if not public; repeatable (none).")
+    ] = None,
     rollout_devices: Annotated[
         str, typer.Option(help='Accelerators as in 0,1, one a rollout; "auto": the first ones.')
     ] = "auto",
@@ -99,6 +102,7 @@ def up(
         port=port,
         data_roots=tuple(data_root or ()),
         data_urls=tuple(data_url or ()),
+        data_networks=tuple(data_network or ()),
         replicas=(1 if rollouts_on is None else len(rollouts_on)) if replicas is None else replicas,
         rewards=tuple(reward or ("ocr",)),
         model=model,

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import av
 import numpy as np
 from av.video.reformatter import Interpolation
 from numpy.typing import NDArray
-from PIL import ExifTags, Image, ImageOps
+from PIL import Image, ImageOps
 
 Frames = NDArray[np.uint8]
 """(F, H, W, 3) RGB."""
@@ -42,8 +42,6 @@ _SCALER: Final = (
     | Interpolation.BITEXACT
 )
 """How colours are converted: without the rounding that by default darkens by a level or two, alike on every machine."""
-_QUARTER_TURNS: Final = frozenset({5, 6, 7, 8})
-"""Of EXIF's orientations: those that swap width and height."""
 _BT709: Final = 1
 _LIMITED_RANGE: Final = 1
 
@@ -167,19 +165,6 @@ def open_media(data: bytes, media_type: str, limits: MediaLimits | None = None) 
         opened = _open_picture(data, media_type) if is_picture else _open_video(data, media_type, limits)
     _check(opened, limits)
     return opened
-
-
-def shown_size(file: IO[bytes], media_type: str, name: str) -> tuple[int, int]:
-    """Width and height of the picture that `decode` gives of a file of one of `PICTURE_TYPES`, by its header alone.
-    Raises MediaError, with the file's `name`."""
-    try:
-        with Image.open(file, formats=[PICTURE_TYPES[media_type]]) as picture:
-            # of the base class: a PNG's own reads all pixels first, for data behind them
-            orientation = Image.Image.getexif(picture).get(ExifTags.Base.Orientation)
-            width, height = picture.size
-    except Exception as error:  # as in `_reading`
-        raise MediaError("undecodable", f"{name} is no readable {media_type}: {type(error).__name__}") from error
-    return (height, width) if orientation in _QUARTER_TURNS else (width, height)
 
 
 def _check(opened: OpenedMedia, limits: MediaLimits) -> None:

@@ -36,6 +36,8 @@ class StackOptions(BaseModel):
     """Folders that jobs may read, beside the working folder and the recipes."""
     data_urls: tuple[str, ...] = ()
     """SCHEME://HOST from which jobs may read data and images."""
+    data_networks: tuple[str, ...] = ()
+    """Networks (CIDR) that are not public, in which those hosts may be."""
     replicas: int = Field(default=1, ge=0, le=64)
     """Rollout processes."""
     rewards: tuple[str, ...] = ("ocr",)
@@ -171,6 +173,8 @@ def _controller(
         argv += ["--data-root", str(root)]
     for url in options.data_urls:
         argv += ["--data-url", url]
+    for network in options.data_networks:
+        argv += ["--data-network", network]
     if trainer_devices:
         argv += ["--trainer-devices", ",".join(trainer_devices)]
     for name, address in rewards.items():

@@ -12,6 +12,7 @@ from flowfleet import tls
 from flowfleet.service import keep_freed_memory
 from flowfleet.telemetry import configure_logging
 from services.controller.app import create_app
+from services.controller.confinement import hide_memory
 from services.controller.runner import Runner
 from services.controller.seam import RunnerFactory
 from services.controller.server import Server
@@ -27,6 +28,7 @@ def main(argv: Sequence[str], runner_factory: RunnerFactory = Runner) -> int:
         print(f"services.controller: error: {error}", file=sys.stderr)
         return 2
     keep_freed_memory()
+    hide_memory()
     server = Server(create_app(settings, runner_factory), settings, certificates)
     try:
         server.run()

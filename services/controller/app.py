@@ -21,7 +21,6 @@ from services.controller.scaler import Scaler, serve_scaler
 from services.controller.seam import RunnerFactory
 from services.controller.services import Services
 from services.controller.settings import ControllerSettings
-from services.controller.sources import Sources
 from services.controller.store import JobStore
 
 
@@ -75,7 +74,8 @@ async def _start(settings: ControllerSettings, runner_factory: RunnerFactory, st
         scaler = Scaler(redis, store, platform.directory)
         await stack.enter_async_context(serve_scaler(scaler, settings.host, settings.scaler_port))
     blobs = open_blobs(redis, settings.blobs, registry)
-    sources = Sources(settings.places)
+    sources = settings.sources
+    stack.callback(sources.close)
     services = Services(settings, redis, store, blobs, platform.directory, runner, sources, registry)
     leaving = asyncio.create_task(_leave(services), name="hand over at once")
     stack.push_async_callback(end, [leaving])

@@ -40,7 +40,6 @@ from services.controller.reward_calls import RewardCalls
 from services.controller.rewards import RewardPlane, modality_of
 from services.controller.settings import ControllerSettings
 from services.controller.shadow_queue import ShadowMetrics, ShadowQueue
-from services.controller.sources import Sources
 from services.controller.store import JobStore
 
 log = logging.getLogger(__name__)
@@ -69,7 +68,7 @@ class Runner:
         launcher = launcher or LocalLauncher(settings.state_dir, settings.trainer_python, settings.trainer_devices)
         self._settings = settings
         self._redis = redis
-        self._sources = Sources(settings.places)
+        self._sources = settings.sources
         self._lease = Lease(redis, registry)
         self._store = store.fenced_by(self._lease)
         self._launcher = FencedLauncher(launcher, self._lease)
@@ -100,6 +99,7 @@ class Runner:
         if self._task is not None:
             await end([self._task])
         await self._fleet.stop()
+        self._sources.close()
 
     async def notify(self) -> None:
         """Something was submitted or asked for."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, f
 from flowfleet.service import API_KEY, is_loopback, service_parser
 from services.controller.directory import addresses
 from services.controller.places import Places, url_origin
+from services.controller.sources import Sources
 from services.controller.trainer_template import load_template
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -39,6 +41,8 @@ class ControllerSettings(BaseModel):
     """Folders below which jobs may name data, images and models. Empty: no path at all."""
     data_urls: tuple[str, ...] = ()
     """SCHEME://HOST[:PORT] (of an object store: SCHEME://BUCKET) from which jobs may read data and images."""
+    data_networks: tuple[str, ...] = ()
+    """Networks (CIDR) that are not public, in which hosts of `data_urls` may be."""
     rewards: dict[str, str] = {}
     """Name → host:port of each reward service."""
     rewards_file: Path | None = None
@@ -101,6 +105,16 @@ class ControllerSettings(BaseModel):
                 raise ValueError(f"--data-url {url}: give scheme and host alone, as in {url_origin(url)}")
         return tuple(map(url_origin, urls))
 
+    @field_validator("data_networks")
+    @classmethod
+    def _networks(cls, networks: tuple[str, ...]) -> tuple[str, ...]:
+        for network in networks:
+            try:
+                ipaddress.ip_network(network)
+            except ValueError as error:
+                raise ValueError(f"--data-network {network}: {error}; give a network as in 10.1.0.0/16") from None
+        return networks
+
     @field_validator("trainer_devices")
     @classmethod
     def _devices(cls, devices: tuple[str, ...]) -> tuple[str, ...]:
@@ -145,9 +159,9 @@ class ControllerSettings(BaseModel):
         return is_loopback(self.host)
 
     @property
-    def places(self) -> Places:
-        """What jobs may read."""
-        return Places.of(self.data_roots, self.data_urls, self.state_dir)
+    def sources(self) -> Sources:
+        """What reads for jobs. To be closed."""
+        return Sources(Places.of(self.data_roots, self.data_urls, self.state_dir), self.data_networks)
 
     @classmethod
     def from_command_line(cls, argv: Sequence[str], env: Mapping[str, str] = os.environ) -> ControllerSettings:
@@ -166,6 +180,7 @@ class ControllerSettings(BaseModel):
                 rewards={name: address for name, _, address in rewards},
                 data_roots=tuple(flags.pop("data_root")),
                 data_urls=tuple(flags.pop("data_url")),
+                data_networks=tuple(flags.pop("data_network")),
                 **{name: value for name, value in flags.items() if value is not None},
             )
         except ValidationError as error:
@@ -186,6 +201,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--data-url", action="append", default=[], metavar="SCHEME://HOST", help="where jobs may read data from (none)"
+    )
+    parser.add_argument(
+        "--data-network", action="append", default=[], metavar="CIDR", help="where their hosts may be, if not public"
     )
     parser.add_argument("--reward", action="append", default=[], metavar="NAME=HOST:PORT", help="a reward service")
     parser.add_argument(

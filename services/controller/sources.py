@@ -1,14 +1,14 @@
-"""Reads what a job's data name, where the operator lets it (places.py)."""
+"""Reads what a job's data name, where the operator lets it (places.py), by a process without secrets (reader.py)."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
-import fsspec
-
-from flowfleet.media import shown_size
+from flowfleet.media import PICTURE_TYPES
 from services.controller.data import Kind, Prompt, parse_prompts
 from services.controller.places import Places, is_remote
+from services.controller.reader import Reader
 
 MAX_PROMPT_BYTES = 1 << 30
 FIRST_BYTES = 1 << 20
@@ -16,28 +16,37 @@ FIRST_BYTES = 1 << 20
 
 
 class Sources:
-    """Blocking. What is remote is fetched by `read` alone."""
+    """Blocking. What is remote is fetched by `read` alone. `networks` are those that hosts may be in, beside public
+    ones."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: Places, networks: Sequence[str] = ()) -> None:
         self.places = places
+        self.reader = Reader([url.partition(":")[0] for url in places.urls], networks)
+
+    def close(self) -> None:
+        """Ends the processes that read."""
+        self.reader.close()
 
     def read(self, place: str, limit: int) -> bytes:
         """The first `limit` bytes. Raises NotAllowed (a ValueError), FileNotFoundError, and OSError for the rest."""
         self.places.check(place)
-        if not is_remote(place):
-            with os.fdopen(self.places.open(place), "rb") as file:
-                return file.read(limit)
+        if is_remote(place):
+            return self.reader.fetch(place, limit)
+        descriptor = self.places.open(place)
         try:
-            with fsspec.open(place, "rb") as file:
-                data: bytes = file.read(limit)
-                return data
-        except (ValueError, ImportError) as error:
-            raise OSError(f"{type(error).__name__}: {error}") from error
+            return self.reader.read_file(descriptor, limit)
+        finally:
+            os.close(descriptor)
 
     def picture_size(self, place: str, media_type: str) -> tuple[int, int]:
-        """Width and height by the header of a picture on this machine. Raises ValueError and OSError."""
-        with os.fdopen(self.places.open(place), "rb") as file:
-            return shown_size(file, media_type, place)
+        """Width and height, as they are shown, by the header of a picture on this machine. Raises ValueError."""
+        descriptor = self.places.open(place)
+        try:
+            return self.reader.picture_size(descriptor, PICTURE_TYPES[media_type])
+        except OSError as error:
+            raise ValueError(f"{place} is no readable {media_type}: {error}") from None
+        finally:
+            os.close(descriptor)
 
     def prompts(self, place: str, kind: Kind = "prompts") -> list[Prompt]:
         """Raises ValueError as `parse_prompts`, also for a file that cannot be read."""

@@ -267,6 +267,7 @@ def test_the_surface_is_what_users_know() -> None:
 
     assert options == {
         "up": [
+            "--data-network",
             "--data-root",
             "--data-url",
             "--detach",

@@ -239,7 +239,7 @@ async def test_a_submit_fetches_nothing(
     url = "http://127.0.0.1:1/prompts.txt"
     assert "--data-url http://127.0.0.1:1" in (await refusals(api, job(data={"train": url})))["data.train"]
     listed = settings.model_copy(update={"data_urls": ("http://127.0.0.1:1",)})
-    monkeypatch.setattr(api.services.sources, "places", listed.places)
+    monkeypatch.setattr(api.services.sources, "places", listed.sources.places)
     assert await refusals(api, job(data={"train": url, "validation": url})) == {}
     with pytest.raises(ValueError, match="cannot be read"):
         open_job(parse(job(data={"train": url})), api.services.sources)
