@@ -82,8 +82,8 @@ class Places:
         return self.path(place).is_file()
 
     def model(self, place: str) -> Path:
-        """A model's or an adapter's folder or file, as trainers and rollouts see it; every file in it may be read too, as
-        may be the configuration beside an adapter's file. Raises NotAllowed."""
+        """A model's or an adapter's folder or file, as trainers and rollouts see it; every file in it may be read too,
+        and the configuration beside an adapter's file. Raises NotAllowed."""
         folder = self.path(place)
         if folder.is_file():
             self._check_resolved(Path(os.path.realpath(folder.with_name(PEFT_CONFIG))), place)

@@ -120,7 +120,7 @@ def test_a_merged_job_and_one_that_starts_where_it_was(fleet: Fleet, small_job: 
     model = Path(job.results["model"])
     assert (model / "model_index.json").is_file()
     assert not list(model.glob("pytorch_lora_weights*"))
-    checkpoint = max(fleet.client.checkpoints(job.id), key=lambda point: point.step).path
+    checkpoint = f"job:{job.id}@{max(point.step for point in fleet.client.checkpoints(job.id))}"
     again = fleet.run(small_job(**settings, **{"model.adapter": checkpoint, "schedule.steps": 1}))
     assert (fleet.metrics(again)[0].values["critic/reference_kl/mean"] or 0.0) > kls[1]  # of four steps, not of one
     assert (Path(again.results["model"]) / "pytorch_lora_weights.safetensors").is_file()

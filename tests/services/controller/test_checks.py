@@ -64,10 +64,12 @@ def test_a_trainer_of_more_ranks_than_accelerators_is_refused_at_submit() -> Non
 
 @pytest.mark.parametrize("name", ["none", "x" * 5000])
 def test_an_adapter_that_is_not_there_is_refused_at_submit(name: str, tmp_path: Path) -> None:
+    sources = Sources(Places.of([tmp_path], [], tmp_path / "state"))
+
     def problems() -> list[str]:
         spec = parse({**DEFAULT, "model": {"path": "m", "adapter": str(tmp_path / name)}})
         with pytest.raises(InvalidJob) as refused:
-            asyncio.run(check(spec, StaticDirectory({"ocr": "x:1"})))
+            asyncio.run(check(spec, StaticDirectory({"ocr": "x:1"}), sources))
         return [problem for problem in refused.value.problems if problem.startswith("model.adapter: ")]
 
     assert len(problems()) == 1

@@ -209,10 +209,14 @@ async def test_every_path_of_a_job_is_held_to_the_roots(
     (outside / "model_index.json").write_text('{"_class_name": "QwenImagePipeline"}')
     (outside / "p.txt").write_text("a secret")
     prompts = str(outside / "p.txt")
-    wrong = {"model": {"path": str(outside)}, "data": {"train": prompts, "validation": "/proc/self/environ"}}
+    (outside / "adapter_model.safetensors").touch()
+    wrong = {
+        "model": {"path": str(outside), "adapter": str(outside)},
+        "data": {"train": prompts, "validation": "/proc/self/environ"},
+    }
     found = await refusals(api, job(**wrong))
-    assert set(found) == {"model.path", "data.train", "data.validation"}
-    assert all("--data-root" in found[name] for name in ("model.path", "data.train"))
+    assert set(found) == {"model.path", "model.adapter", "data.train", "data.validation"}
+    assert all("--data-root" in found[name] for name in ("model.path", "model.adapter", "data.train"))
     assert "a secret" not in str(found)
 
 
@@ -254,6 +258,8 @@ def test_a_running_job_is_held_to_the_settings_of_now(job: Job, tmp_path: Path) 
     export = tmp_path / "state" / "jobs" / JOB_ID / "model"
     export.mkdir(parents=True)
     (export / "model_index.json").write_text('{"_class_name": "QwenImagePipeline"}')
-    named = parse(job(model={"path": f"job:{JOB_ID}"}))
+    checkpoint = tmp_path / "state" / "jobs" / JOB_ID / "checkpoints" / "step-00000004"
+    checkpoint.mkdir(parents=True)
+    named = parse(job(model={"path": f"job:{JOB_ID}", "adapter": f"job:{JOB_ID}@4"}))
     opened = open_job(named, Sources(Places.of([tmp_path], [], tmp_path / "state")))
-    assert opened.spec.model.path == str(export)
+    assert (opened.spec.model.path, opened.spec.model.adapter) == (str(export), str(checkpoint))
