@@ -208,6 +208,7 @@ def _monitoring(cluster: Cluster, release: str) -> list[dict[str, Any]]:
     values = json.loads(cluster.helm("get", "values", release, "--all", "--output", "json"))
     for part in ("serviceMonitor", "podMonitor", "prometheusRule"):
         values["monitoring"][part]["enabled"] = True
+    values["networkPolicy"]["enabled"] = False  # its addresses are asked of the cluster, which a rendering does not
     templates = [f"--show-only=templates/{name}.yaml" for name in ("servicemonitor", "podmonitor", "prometheusrule")]
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(values, file)

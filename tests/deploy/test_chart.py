@@ -12,6 +12,7 @@ import pytest
 from services.controller.trainer_template import parse_template
 from tests.deploy.conftest import (
     ALL,
+    API_SERVER,
     CHART,
     FULLNAME,
     Object,
@@ -30,7 +31,7 @@ SECRETS = ("FLOWFLEET_API_KEY", "FLOWFLEET_RPC_TOKEN", "FLOWFLEET_REDIS_PASSWORD
 
 @pytest.mark.parametrize("name", ALL)
 def test_lint_is_content(name: str) -> None:
-    done = helm("lint", "--strict", str(CHART), *values_of(name))
+    done = helm("lint", "--strict", str(CHART), *API_SERVER, *values_of(name))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -259,7 +260,8 @@ def test_jobs_may_read_shared_volumes_recipes_and_what_the_values_name() -> None
     arguments = container(Rendered("everything").pod("controller"))["args"]
     roots = [argument for argument in arguments if argument.startswith("--data-")]
     mounts = ("/app/recipes", "/models", "/data/prompts")
-    assert roots == [*(f"--data-root={path}" for path in mounts), "--data-url=s3://prompts"]
+    networks = ["--data-url=s3://prompts", "--data-network=10.30.0.0/16"]
+    assert roots == [*(f"--data-root={path}" for path in mounts), *networks]
 
 
 def test_updates_of_the_controller_leave_no_gap_and_those_of_accelerators_need_none_to_spare() -> None:
@@ -480,7 +482,7 @@ def test_the_job_of_helm_test_is_valid_and_has_one_step() -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_the_notes_say_what_to_do_next(name: str) -> None:
-    done = helm("install", "fleet", str(CHART), "--namespace", "ns", "--dry-run=client", *values_of(name))
+    done = helm("install", "fleet", str(CHART), "--namespace", "ns", "--dry-run=client", *API_SERVER, *values_of(name))
     assert done.returncode == 0, done.stderr
     notes = done.stdout.partition("\nNOTES:\n")[2]
     assert "FLOWFLEET_URL=" in notes
@@ -501,10 +503,21 @@ def test_pairs_of_settings_that_cannot_work_are_told() -> None:
         'pools=[{"name":"a","autoscaling":{"minReplicas":5}}]': "autoscaling.maxReplicas",
         'accelerator={"resource":"","backend":"gloo"}': "pools[0] (default): accelerators=1",
     }
+    outside = 'redis={"enabled":false,"external":{"existingSecret":"r"}}'
+    refused[outside] = "redis.external.cidr"
+    refused['networkPolicy.apiServer.cidrs=["10.0.0.0/8","0.0.0.0/0"]'] = "0.0.0.0/0 lets the controller call every"
     for setting, message in refused.items():
-        done = helm("template", "fleet", str(CHART), "--set-json", setting)
+        done = helm("template", "fleet", str(CHART), *API_SERVER, "--set-json", setting)
         assert done.returncode != 0, setting
         assert message in done.stderr, f"{setting}: {done.stderr}"
+
+
+def test_without_a_cluster_to_ask_the_command_for_the_api_servers_address_is_told() -> None:
+    done = helm("template", "fleet", str(CHART))
+    assert done.returncode != 0
+    for words in ("networkPolicy.apiServer.cidrs is empty", "kubectl --namespace default get service/kubernetes"):
+        assert words in done.stderr
+    assert helm("template", "fleet", str(CHART), "--set", "networkPolicy.enabled=false").returncode == 0
 
 
 def test_monitoring_is_rendered_where_it_is_switched_on() -> None:

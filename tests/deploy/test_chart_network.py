@@ -139,6 +139,18 @@ def test_the_api_server_is_for_the_controller() -> None:
     assert [c for c in COMPONENTS if network.lets_out(c, peer, 443)] == ["controller"]
 
 
+def test_no_policy_lets_the_controller_out_to_everywhere(any_profile: Rendered) -> None:
+    blocks = [
+        peer["ipBlock"]["cidr"]
+        for policy in any_profile.kind("NetworkPolicy")
+        for rule in policy["spec"].get("egress", ())
+        for peer in rule["to"]
+        if "ipBlock" in peer
+    ]
+    assert "10.0.0.1/32" in blocks
+    assert not {"0.0.0.0/0", "::/0"} & set(blocks)
+
+
 def test_an_external_redis_and_an_object_store_are_reached_by_address() -> None:
     network = Network(Rendered("external-redis"))
     reached = [c for c in COMPONENTS if c in network.labels and network.lets_out_to_address(c, "10.20.0.0/16", 6380)]

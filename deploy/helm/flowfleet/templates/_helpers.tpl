@@ -367,3 +367,18 @@ spec:
 {{- range .Values.volumeMounts }}{{ $roots = append $roots .mountPath }}{{ end -}}
 {{- toJson (uniq (concat $roots .Values.controller.dataRoots)) -}}
 {{- end }}
+{{- /* Networks of the API server, as JSON: those of the values, else its addresses as the cluster tells them; none where only `to` is given or nobody can be asked. */ -}}
+{{- define "flowfleet.apiServer" -}}
+{{- $cidrs := .Values.networkPolicy.apiServer.cidrs -}}
+{{- if not (or $cidrs .Values.networkPolicy.apiServer.to) -}}
+{{- $addresses := list -}}
+{{- with lookup "v1" "Service" "default" "kubernetes" -}}
+{{- $addresses = .spec.clusterIPs | default (list .spec.clusterIP) -}}
+{{- end -}}
+{{- with lookup "discovery.k8s.io/v1" "EndpointSlice" "default" "kubernetes" -}}
+{{- range .endpoints }}{{ $addresses = concat $addresses .addresses }}{{ end -}}
+{{- end -}}
+{{- range uniq $addresses }}{{ $cidrs = append $cidrs (printf "%s/%s" . (ternary "128" "32" (contains ":" .))) }}{{ end -}}
+{{- end -}}
+{{- toJson $cidrs -}}
+{{- end }}
