@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,8 @@ class IdleRunner:
         self.notified += 1
 
     def fleet_view(self) -> list[Replica]:
-        return [Replica("rollout-0", "127.0.0.1:7000", "default", "i1", Health.SERVING, "job", 3, "d", 4, 5, "cpu")]
+        place = Replica("rollout-0", "127.0.0.1:7000", "default", "i1", Health.SERVING, "job", 3, digest="d")
+        return [replace(place, outstanding=4, samples_total=5, device="cpu")]
 
 
 @dataclass
