@@ -101,11 +101,18 @@ def _own_files() -> tuple[str, ...]:
 
 
 def _become_nobody() -> None:
-    """Root alone can, and must: what only root may read is what a reader must not."""
-    if os.geteuid() == 0:
+    """Root alone can, and must: what only root may read is what a reader must not. Ends the process where it cannot."""
+    if os.geteuid() != 0:
+        return
+    try:
         os.setgroups([])
         os.setresgid(_NOBODY, _NOBODY, _NOBODY)
         os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+    except OSError as error:
+        raise SystemExit(
+            f"the reader of data cannot leave root ({error.strerror}): run the controller as another user, or give it "
+            "CAP_SETUID and CAP_SETGID"
+        ) from None
 
 
 def _landlock(libc: ctypes.CDLL, paths: Sequence[str]) -> None:

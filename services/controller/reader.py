@@ -61,7 +61,9 @@ class Reader:
                 answer, body = process.ask(question, descriptors)
             except (OSError, ValueError) as error:
                 process.end()
-                raise OSError(f"the reader of data did not answer: {error}") from error
+                raise OSError(
+                    f"the reader of data did not answer ({error}); the controller's log may say why"
+                ) from error
             self._give_back(process)
         if "missing" in answer:
             raise FileNotFoundError(answer["missing"])
