@@ -69,6 +69,8 @@ class Job(Answer):
     progress: Progress = Progress()
     results: dict[str, Any] = {}
     """Name → path or figure, once the job has ended."""
+    archive: str = ""
+    """Folder of its archive, once that is complete."""
     rewards: JobRewards = JobRewards()
     warnings: list[str] = []
     """What the settings allow but hardly mean, a sentence each."""

@@ -85,6 +85,13 @@ def up(
     trainer_devices: Annotated[
         str, typer.Option(help='Accelerators of trainers, one a rank; "auto": those that rollouts leave.')
     ] = "auto",
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Limit of what stays of ended jobs, as in jobs=200; repeatable."),
+    ] = None,
+    archive: Annotated[
+        str | None, typer.Option(metavar="URL", help="Where ended jobs are copied before they are removed (fsspec).")
+    ] = None,
     start_timeout: Annotated[float, typer.Option(help="Seconds until every process must serve.")] = 900.0,
     port: Annotated[int, typer.Option(help="Of the REST API; 0 takes a free one.")] = DEFAULT_PORT,
     state_dir: StackDir = DEFAULT_STATE_DIR,
@@ -111,6 +118,8 @@ def up(
         max_batch=max_batch,
         rollout_devices=rollouts_on,
         trainer_devices=_devices(trainer_devices),
+        keep=tuple(keep or ()),
+        archive=archive,
         start_timeout_s=start_timeout,
     )
     if detach:
@@ -260,6 +269,28 @@ def resume(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
     """Let a paused job go on."""
     with connect(url, ca) as client:
         _say(client.resume(client.find(job_id).id))
+
+
+@app.command()
+def delete(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
+    """Remove an ended job and its history; its checkpoints and models stay, and so does its archive."""
+    with connect(url, ca) as client:
+        _say(client.delete(client.find(job_id).id))
+
+
+@app.command()
+def archived(
+    archive: Annotated[str, typer.Argument(metavar="URL", help="The controller's FLOWFLEET_ARCHIVE.")],
+    job_id: Annotated[str | None, typer.Argument(metavar="[ID]", help="Show this job; none: list them all.")] = None,
+) -> None:
+    """List or show jobs of an archive; no controller is asked."""
+    from flowfleet.archive import Archive
+
+    found = Archive(archive)
+    if job_id is None:
+        out.print(views.jobs_table(found.jobs()))
+    else:
+        views.show_job(found.job(job_id), out)
 
 
 # -- parts -----------------------------------------------------------------------------------------------------------

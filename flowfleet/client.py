@@ -132,6 +132,11 @@ class Client:
     def resume(self, job_id: str) -> Job:
         return self._act(job_id, "resume")
 
+    def delete(self, job_id: str) -> Job:
+        """Asks for an ended job to be removed with its history, after it is archived where the controller has an
+        archive. ApiError (409) while it has not ended. `flowfleet.archive.Archive` reads archives."""
+        return Job.model_validate(self._call("DELETE", f"/v1/jobs/{job_id}").json())
+
     def wait(self, job_id: str, timeout_s: float | None = None) -> Job:
         """Returns when the job has ended. TimeoutError after `timeout_s`."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s

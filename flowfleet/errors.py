@@ -4,8 +4,10 @@
     ├── InvalidRequest    the caller must change something; so does any ValueError
     ├── Unauthenticated   no token, or a wrong one
     ├── NotFound          no such job, blob, …
+    │   └── Gone          it was there and was deleted
     ├── Conflict          not in this state; the message names the state that would do
     ├── TooLarge          over a size limit
+    ├── Full              no room: memory has to be freed first
     ├── Unavailable       try again: the other side is down, draining or starting
     └── DataLoss          bytes are not what was written (size, checksum, malformed)
 
@@ -37,12 +39,20 @@ class NotFound(FlowfleetError):
     """There is no such thing."""
 
 
+class Gone(NotFound):
+    """It was there and was deleted."""
+
+
 class Conflict(FlowfleetError):
     """Not possible in the present state."""
 
 
 class TooLarge(FlowfleetError):
     """Over a size limit."""
+
+
+class Full(FlowfleetError):
+    """No room: memory has to be freed first."""
 
 
 class Unavailable(FlowfleetError):
@@ -62,6 +72,7 @@ _GRPC_CODES: Mapping[type[BaseException], grpc.StatusCode] = {
     NotFound: grpc.StatusCode.NOT_FOUND,
     Conflict: grpc.StatusCode.FAILED_PRECONDITION,
     TooLarge: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Full: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
     redis.exceptions.ConnectionError: grpc.StatusCode.UNAVAILABLE,
     redis.exceptions.TimeoutError: grpc.StatusCode.UNAVAILABLE,
@@ -74,8 +85,10 @@ _HTTP_STATUS: Mapping[type[BaseException], int] = {
     ValueError: 400,
     Unauthenticated: 401,
     NotFound: 404,
+    Gone: 410,
     Conflict: 409,
     TooLarge: 413,
+    Full: 507,
     Unavailable: 503,
     redis.exceptions.ConnectionError: 503,
     redis.exceptions.TimeoutError: 503,

@@ -121,6 +121,16 @@ def shadow(job_id: str, pair: str, part: str) -> str:
     return job_key(job_id, "shadow", pair, part)
 
 
+def tombstone(job_id: str) -> str:
+    """What a deleted job was, while its `Idempotency-Key` lives."""
+    return fleet_key("deleted", job_id)
+
+
+def leftovers() -> str:
+    """Sorted set: ended and deleted jobs whose keys the leader still has to clear, by when it does."""
+    return fleet_key("jobs", "leftovers")
+
+
 def idempotency(key: str) -> str:
     """Record of one `Idempotency-Key`; hashed, since clients may send any characters."""
     return fleet_key("idempotency", hashlib.sha256(key.encode()).hexdigest())

@@ -54,6 +54,10 @@ class StackOptions(BaseModel):
     """Accelerators, one a rollout; unset: the machine's first ones."""
     trainer_devices: tuple[str, ...] | None = None
     """Accelerators of a job's trainer, one a rank; unset: those that rollouts leave."""
+    keep: tuple[str, ...] = ()
+    """NAME=VALUE limits of what stays of ended jobs, as the controller's `--keep`."""
+    archive: str | None = None
+    """fsspec URL to which ended jobs are copied; unset: FLOWFLEET_ARCHIVE."""
     start_timeout_s: float = Field(default=900.0, gt=0.0)
     """Longest wait until every process serves, with the preloaded model in memory."""
 
@@ -177,6 +181,10 @@ def _controller(
         argv += ["--data-network", network]
     if trainer_devices:
         argv += ["--trainer-devices", ",".join(trainer_devices)]
+    for limit in options.keep:
+        argv += ["--keep", limit]
+    if options.archive is not None:
+        env = {**env, "FLOWFLEET_ARCHIVE": options.archive}
     for name, address in rewards.items():
         argv += ["--reward", f"{name}={address}"]
     address = f"{HOST}:{port}"

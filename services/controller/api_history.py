@@ -9,7 +9,6 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from flowfleet.errors import InvalidRequest, NotFound
-from flowfleet.proto.common_pb2 import BlobRef
 from services.controller import sse
 from services.controller.records import (
     Checkpoint,
@@ -21,6 +20,7 @@ from services.controller.records import (
     Record,
     SampleRecord,
 )
+from services.controller.samples import media_ref
 from services.controller.services import KnownJobId, Limit, Page, Services, Use
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["history"])
@@ -122,9 +122,8 @@ async def media(
 ) -> Response:
     """The picture's bytes."""
     found = await use.store.get_sample(job_id, step, group, index, purpose)
-    ref = BlobRef(uri=found.media_uri, size_bytes=found.media_size_bytes, sha256=found.media_sha256)
     try:
-        content = await use.blobs.get(ref)
+        content = await use.blobs.get(media_ref(found))
     except NotFound:
         raise NotFound(f"the picture of sample {step}/{group}/{index} is no longer kept") from None
     headers = {"Cache-Control": "private, max-age=86400", "X-Content-Type-Options": "nosniff"}

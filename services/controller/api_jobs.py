@@ -25,6 +25,7 @@ async def submit(request: Request, response: Response, use: Use, idempotency_key
     spec = checks.parse(await read_object(request))
     record = await use.store.find_submitted(spec, idempotency_key) if idempotency_key else None
     if record is None:
+        await use.memory.check_room()
         await checks.check(spec, use.directory, use.sources, use.settings.trainer_devices)
         record, _ = await use.store.create(spec, idempotency_key)
     await use.runner.notify()
@@ -47,6 +48,13 @@ async def list_jobs(
 @router.get("/{job_id}")
 async def show_job(job_id: JobId, use: Use) -> JobRecord:
     return await use.store.get(job_id)
+
+
+@router.delete("/{job_id}", status_code=202)
+async def delete(job_id: JobId, use: Use) -> JobRecord:
+    """Removes an ended job and its history, once it is archived where the operator has an archive. Checkpoints and
+    exported models stay. Afterwards the job is 410 while its Idempotency-Key lives, then 404."""
+    return await _request(job_id, use, "delete")
 
 
 @router.post("/{job_id}/cancel", status_code=202)

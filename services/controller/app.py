@@ -16,6 +16,7 @@ from services.controller.auth import Guard
 from services.controller.concurrency import end
 from services.controller.deletion_cost import keep_deletion_costs
 from services.controller.gauges import count_jobs
+from services.controller.memory import Memory
 from services.controller.platform import open_platform
 from services.controller.scaler import Scaler, serve_scaler
 from services.controller.seam import RunnerFactory
@@ -76,7 +77,9 @@ async def _start(settings: ControllerSettings, runner_factory: RunnerFactory, st
     blobs = open_blobs(redis, settings.blobs, registry)
     sources = settings.sources
     stack.callback(sources.close)
-    services = Services(settings, redis, store, blobs, platform.directory, runner, sources, registry)
+    services = Services(
+        settings, redis, store, blobs, platform.directory, runner, sources, registry, Memory(redis, settings.keep)
+    )
     leaving = asyncio.create_task(_leave(services), name="hand over at once")
     stack.push_async_callback(end, [leaving])
     return services

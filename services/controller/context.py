@@ -25,6 +25,7 @@ from services.controller.fleet_watch import FleetWatch, NobodyThere, Want
 from services.controller.inputs import Inputs
 from services.controller.launcher import Launcher
 from services.controller.machine import Machine
+from services.controller.memory import Memory
 from services.controller.rewards import RewardPlane, Verdict
 from services.controller.store import JobStore
 from services.controller.waiting import NotYet, WaitedInVain
@@ -60,6 +61,7 @@ class JobContext:
     fleet: FleetWatch
     rewards: RewardPlane
     launcher: Launcher
+    memory: Memory
     shortage: Callable[[str, str], str]
     """Why pods of a component and name cannot run, as `Directory.shortage`."""
     directory: Path

@@ -43,9 +43,18 @@ class History:
         return str(replies[0].decode()) if replies else None
 
     async def events(self, job_id: str, after: str | None = None, limit: int = 100) -> list[JobEvent]:
-        """The next events after an id (None: from the oldest kept), in order."""
-        start = f"({after}" if after else "-"
-        return [_event(*entry) for entry in await self._redis.xrange(keys.events(job_id), start, "+", limit)]
+        """The next events after an id (None: from the oldest kept), in order.
+
+        Where events after that id are no longer kept, an event of type "gap" stands for them.
+        """
+        name = keys.events(job_id)
+        if after is None:
+            return [_event(*entry) for entry in await self._redis.xrange(name, "-", "+", limit)]
+        async with self._redis.pipeline(transaction=True) as pipe:
+            oldest, following = await pipe.xrange(name, "-", "+", 1).xrange(name, f"({after}", "+", limit).execute()
+        found = [_event(*entry) for entry in following]
+        gap = _gap(after, _event(*oldest[0])) if oldest else None
+        return found if gap is None else [gap, *found][:limit]
 
     async def metrics_put(self, job_id: str, step: int, values: Mapping[str, float]) -> None:
         """Adds to the row of a step, last writer wins: doing it again changes nothing."""
@@ -90,6 +99,28 @@ def add_event(pipe: Pipe, job_id: str, type: str, data: Mapping[str, Any]) -> No
 def encode(value: Any) -> str:
     """JSON. Raises ValueError for NaN and infinity, which JSON has not."""
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
+
+
+def _gap(after: str, oldest: JobEvent) -> JobEvent | None:
+    """The event that stands for those after `after` that are gone. A job's stream begins with its first status."""
+    is_first = oldest.type == "status" and oldest.data["previous"] == ""
+    before = _before(oldest.id)
+    if is_first or _order(after) >= before:
+        return None
+    reason = f"events after {after} and before {oldest.id} are no longer kept"
+    data = {"after": after, "before": oldest.id, "reason": reason}
+    return JobEvent(id="{}-{}".format(*before), type="gap", time=oldest.time, data=data)
+
+
+def _order(event_id: str) -> tuple[int, int]:
+    milliseconds, _, sequence = event_id.partition("-")
+    return int(milliseconds), int(sequence or 0)
+
+
+def _before(event_id: str) -> tuple[int, int]:
+    """The greatest id below: where a reader goes on who was told of the gap."""
+    milliseconds, sequence = _order(event_id)
+    return (milliseconds, sequence - 1) if sequence else (milliseconds - 1, (1 << 64) - 1)
 
 
 def _event(entry_id: bytes, fields: dict[bytes, bytes]) -> JobEvent:

@@ -15,6 +15,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -237,6 +238,7 @@ class JobRunner:
         """What nobody tells us: the trainer's death, replicas that are behind, the user's wishes, blobs that age."""
         while True:
             await self._look_at_wishes()
+            await self._look_at_memory()
             state = self.machine.state
             if state.trainer_applied is not None:
                 await self._look_at_trainer()
@@ -271,6 +273,14 @@ class JobRunner:
             await self.emit(ev.ResumeRequested())
         if revision > self.machine.rewards_number:
             await self._change_rewards()
+
+    async def _look_at_memory(self) -> None:
+        """Pauses the job while Redis still has room for that; its user resumes it."""
+        if self.machine.finished or self.machine.state.status is Status.PAUSED:
+            return
+        if reason := await self.job.memory.pause_reason():
+            log.warning("the job pauses: %s", reason, extra={"job": self.job.job_id})
+            await self.emit(ev.PauseRequested(reason=reason), also=partial(self.job.store.hold, self.job.job_id))
 
     async def _change_rewards(self) -> None:
         """Makes the user's newest wish a fact, from the first step on that is not open when it is recorded. While the

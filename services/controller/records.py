@@ -16,7 +16,7 @@ from flowfleet.errors import Conflict
 from flowfleet.jobs import JobSpec
 from flowfleet.reward_changes import RewardSet
 
-Action = Literal["pause", "resume", "cancel"]
+Action = Literal["pause", "resume", "cancel", "delete"]
 Purpose = Literal["train", "validate"]
 Order = Literal["newest", "oldest", "best", "worst"]
 
@@ -39,12 +39,14 @@ class Desired(StrEnum):
     RUNNING = "running"
     PAUSED = "paused"
     CANCELLED = "cancelled"
+    DELETED = "deleted"  # asked for by the user; the leader archives it first
 
 
 TARGETS: dict[Action, Desired] = {
     "pause": Desired.PAUSED,
     "resume": Desired.RUNNING,
     "cancel": Desired.CANCELLED,
+    "delete": Desired.DELETED,
 }
 
 
@@ -54,6 +56,10 @@ def next_desired(status: JobStatus, desired: Desired, action: Action) -> Desired
     Raises Conflict when the job has ended otherwise, or is being cancelled and asked to go on.
     """
     target = TARGETS[action]
+    if target == Desired.DELETED:
+        if not status.terminal:
+            raise Conflict(f"the job is {status}: cancel it, wait until it has ended, then delete it")
+        return target
     if status == JobStatus.CANCELLED and target == Desired.CANCELLED:
         return desired
     if status.terminal:
@@ -144,6 +150,8 @@ class JobRecord(Record):
     progress: Progress = Progress()
     results: dict[str, Any] = {}
     """Name → path or figure, written when the job ends."""
+    archive: str = ""
+    """Folder of its archive, once that is complete."""
     rewards: JobRewards = JobRewards(active=RewardRevision(number=0, rewards={}))
     """As they are now, and as they shall be."""
 

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from flowfleet.archive import Archive
 from flowfleet.blobs import open_blobs
 from flowfleet.errors import Conflict, NotFound, Unavailable
 from flowfleet.jobs import JobSpec
@@ -29,12 +30,15 @@ from services.controller.fleet import Replica
 from services.controller.fleet_watch import FleetWatch
 from services.controller.inputs import Inputs
 from services.controller.job_runner import JobRunner
+from services.controller.keeper import Keeper
 from services.controller.launcher import Launcher, LocalLauncher, stop_for_good
 from services.controller.leadership import Lease, LeaseLost
 from services.controller.ledger import Ledger
 from services.controller.machine import Machine
+from services.controller.memory import Memory
 from services.controller.monitor import Monitor
 from services.controller.records import Desired, JobRecord, JobStatus
+from services.controller.redis_trouble import trouble
 from services.controller.reports import Reports
 from services.controller.reward_calls import RewardCalls
 from services.controller.rewards import RewardPlane, modality_of
@@ -79,6 +83,14 @@ class Runner:
         self._metrics = JobMetrics(registry)
         self._reward_calls = RewardCalls(registry)
         self._shadow_metrics = ShadowMetrics(registry)
+        self._memory = Memory(redis, settings.keep)
+        self._keeper = Keeper(
+            self._store,
+            open_blobs(redis, settings.blobs, registry),
+            settings.keep,
+            Archive(settings.archive) if settings.archive else None,
+            blobs_in_redis=settings.blobs == "redis",
+        )
         self._wake = asyncio.Event()
         self._jobs: dict[str, str] = {}
         """Rollout pool → the job that it ran last, or runs."""
@@ -142,6 +154,7 @@ class Runner:
     async def _run_jobs(self) -> None:
         """One job at a time in each pool, oldest first; wishes of those that wait are heard meanwhile."""
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._keeper.run(), name="keeper")
             tasks: dict[str, asyncio.Task[None]] = {}
             while True:
                 self._wake.clear()
@@ -214,7 +227,7 @@ class Runner:
             except LeaseLost:
                 raise
             except RedisError as error:
-                log.warning("Redis is away; the job waits: %s", error, extra={"job": job_id})
+                log.warning("the job waits: %s", trouble(error) or error, extra={"job": job_id})
             except Unavailable as error:
                 log.warning("the job waits: %s", error, extra={"job": job_id})
             except ValueError as error:
@@ -268,6 +281,7 @@ class Runner:
                 patience_s=spec.timeouts.rewards_s,
             ),
             launcher=self._launcher,
+            memory=self._memory,
             shortage=self._directory.shortage,
             directory=directory,
             training_prompts=data.training,
@@ -312,7 +326,7 @@ def _may_fail() -> Iterator[None]:
     except LeaseLost:
         raise
     except RedisError as error:
-        log.warning("jobs are not looked at: %s", error)
+        log.warning("jobs are not looked at: %s", trouble(error) or error)
     except Exception:
         log.exception("jobs are not looked at")
 

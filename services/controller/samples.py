@@ -11,10 +11,12 @@ from typing import Any
 
 from flowfleet import keys
 from flowfleet.errors import NotFound
+from flowfleet.proto.common_pb2 import BlobRef
 from services.controller.records import Order, Purpose, SampleRecord
 
 MAX_SAMPLES = 100_000
 """Of one purpose; beyond it the oldest steps go."""
+PAGE = 1000
 
 _SWAP = """
 if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return 0 end
@@ -103,6 +105,18 @@ class SampleShelf:
         following = found[limit - 1].decode() if len(found) > limit else None
         return await self._records(job_id, purpose, found[:limit]), following
 
+    async def media_beyond(self, job_id: str, newest: int) -> list[BlobRef]:
+        """Pictures and videos of the samples beyond the newest of each purpose."""
+        found = []
+        purposes: tuple[Purpose, ...] = ("train", "validate")
+        for purpose in purposes:
+            beyond = await self._redis.zcard(_Names(job_id, purpose).order) - newest
+            for start in range(0, beyond, PAGE):
+                stop = min(start + PAGE, beyond) - 1
+                references = await self._redis.zrange(_Names(job_id, purpose).order, start, stop)
+                found += [media_ref(record) for record in await self._records(job_id, purpose, references)]
+        return [ref for ref in found if ref.uri]
+
     async def _by_reward(
         self, job_id: str, purpose: Purpose, step: int | None, best: bool, cursor: str | None, limit: int
     ) -> tuple[list[SampleRecord], str | None]:
@@ -138,6 +152,11 @@ class SampleShelf:
             pipe.zrem(names.order, *oldest)
             pipe.zrem(names.rewards, *oldest)
             await pipe.execute()
+
+
+def media_ref(sample: SampleRecord) -> BlobRef:
+    """Where the sample's picture or video is."""
+    return BlobRef(uri=sample.media_uri, size_bytes=sample.media_size_bytes, sha256=sample.media_sha256)
 
 
 def _put(pipe: Any, names: _Names, sample: SampleRecord) -> None:

@@ -15,6 +15,7 @@ from flowfleet.blobs import BlobStore
 from flowfleet.errors import NotFound
 from services.controller.comparisons import Comparisons
 from services.controller.directory import Directory
+from services.controller.memory import Memory
 from services.controller.records import Record
 from services.controller.seam import Runner
 from services.controller.settings import ControllerSettings
@@ -35,6 +36,7 @@ class Services:
     runner: Runner
     sources: Sources
     registry: CollectorRegistry
+    memory: Memory
     comparisons: Comparisons = field(default_factory=Comparisons)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server shuts down: open streams end."""

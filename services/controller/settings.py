@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, f
 
 from flowfleet.service import API_KEY, is_loopback, service_parser
 from services.controller.directory import addresses
+from services.controller.keep import Keep
 from services.controller.places import Places, url_origin
 from services.controller.sources import Sources
 from services.controller.trainer_template import load_template
@@ -51,6 +52,10 @@ class ControllerSettings(BaseModel):
     """FLOWFLEET_API_KEY: required of clients when set; must be set beyond loopback."""
     blobs: str = "redis"
     """FLOWFLEET_BLOBS: "redis", or the fsspec URL of the blob store."""
+    keep: Keep = Keep()
+    """What stays of ended jobs, and at which use of Redis's memory jobs wait."""
+    archive: str = ""
+    """FLOWFLEET_ARCHIVE: fsspec URL to which ended jobs are copied before they are removed. Empty: no archive."""
     trainer_python: str = sys.executable
     """Interpreter that starts trainers; it has torch, the controller's own need not."""
     trainer_devices: tuple[str, ...] = ()
@@ -176,6 +181,8 @@ class ControllerSettings(BaseModel):
                 redis_url=SecretStr(env.get("FLOWFLEET_REDIS_URL", "").strip()),
                 api_key=SecretStr(env[API_KEY].strip()) if env.get(API_KEY) else None,
                 blobs=env.get("FLOWFLEET_BLOBS") or "redis",
+                archive=env.get("FLOWFLEET_ARCHIVE", ""),
+                keep=_keep(flags.pop("keep")),
                 namespace=env.get("POD_NAMESPACE", ""),
                 rewards={name: address for name, _, address in rewards},
                 data_roots=tuple(flags.pop("data_root")),
@@ -187,9 +194,23 @@ class ControllerSettings(BaseModel):
             raise ValueError("\n".join(_explain(item["loc"], item["msg"]) for item in error.errors())) from None
 
 
+def _keep(items: Sequence[str]) -> dict[str, str]:
+    """NAME=VALUE of each. Raises ValueError."""
+    found: dict[str, str] = {}
+    for item in items:
+        name, equals, value = item.partition("=")
+        if name not in Keep.model_fields or not equals:
+            raise ValueError(f"--keep {item}: give NAME=VALUE, with NAME one of {', '.join(Keep.model_fields)}")
+        if name in found:
+            raise ValueError(f"--keep {name} is given twice")
+        found[name] = value
+    return found
+
+
 def _explain(location: Sequence[int | str], message: str) -> str:
     own = message.removeprefix("Value error, ")
-    return own if own != message else f"--{str(location[0]).replace('_', '-')}: {message}"
+    setting = str(location[0]).replace("_", "-") + "".join(f" {part}" for part in location[1:])
+    return own if own != message else f"--{setting}: {message}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -208,6 +229,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--reward", action="append", default=[], metavar="NAME=HOST:PORT", help="a reward service")
     parser.add_argument(
         "--rewards-file", type=Path, metavar="FILE", help='more of them, NAME = "HOST:PORT" a line; read as it changes'
+    )
+    parser.add_argument(
+        "--keep",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="limit of what stays of ended jobs, e.g. jobs=200 or days=30; docs/operations.md lists them",
     )
     parser.add_argument("--trainer-python", help="interpreter that starts trainers (this one)")
     parser.add_argument(

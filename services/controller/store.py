@@ -15,12 +15,13 @@ from typing import Any
 from redis.asyncio import Redis
 
 from flowfleet import keys
-from flowfleet.errors import Conflict, NotFound
+from flowfleet.errors import Conflict, Gone, NotFound
 from flowfleet.jobs import JobSpec
 from services.controller.history import History, Pipe, add_event, encode
 from services.controller.ids import new_job_id
 from services.controller.leadership import Lease
 from services.controller.records import Action, Desired, JobRecord, JobStatus, Progress, from_epoch, next_desired
+from services.controller.removal import Removal, leave
 from services.controller.reward_shelf import REVISION, RewardShelf, rewards_of
 from services.controller.samples import SampleShelf
 
@@ -30,7 +31,7 @@ if redis.call('HGET', KEYS[1], 'desired') == ARGV[1] then redis.call('HSET', KEY
 """
 
 
-class JobStore(History, SampleShelf, RewardShelf):
+class JobStore(History, SampleShelf, RewardShelf, Removal):
     """`redis` decodes no responses; `clock` gives seconds since the epoch."""
 
     def __init__(self, redis: Redis, clock: Callable[[], float] = time.time, lease: Lease | None = None) -> None:
@@ -45,14 +46,17 @@ class JobStore(History, SampleShelf, RewardShelf):
     async def create(self, spec: JobSpec, idempotency_key: str | None = None) -> tuple[JobRecord, bool]:
         """Queues a job. The same key with the same job gives the first one and False; with another job, Conflict."""
         job_id = new_job_id()
-        key = keys.idempotency(idempotency_key or job_id)
+        key = keys.idempotency(idempotency_key) if idempotency_key else keys.job(job_id)
 
         async def attempt(pipe: Pipe) -> tuple[str, bool]:
-            earlier = await _submitted(pipe, key, spec)
-            if earlier is not None:
-                return earlier, earlier == job_id  # our own, when the answer to a first attempt was lost
+            if await pipe.exists(keys.job(job_id)):
+                return job_id, True  # the answer to a first attempt was lost
+            if idempotency_key and (earlier := await _submitted(pipe, key, spec)) is not None:
+                return earlier, False
             pipe.multi()
-            pipe.set(key, json.dumps({"job": job_id, "digest": _digest(spec)}), ex=IDEMPOTENCY_TTL_S)
+            if idempotency_key:
+                pipe.set(key, json.dumps({"job": job_id, "digest": _digest(spec)}), ex=IDEMPOTENCY_TTL_S)
+                pipe.hset(keys.job(job_id), "idempotency", key)
             pipe.hset(keys.job(job_id), mapping=self._first_fields(spec))
             for index in (keys.jobs(), keys.jobs_with_status(JobStatus.QUEUED)):
                 pipe.zadd(index, {job_id: 0})
@@ -68,8 +72,11 @@ class JobStore(History, SampleShelf, RewardShelf):
         return None if job_id is None else await self.get(job_id)
 
     async def get(self, job_id: str) -> JobRecord:
-        """Raises NotFound."""
-        return _record(job_id, await self._redis.hgetall(keys.job(job_id)))
+        """Raises NotFound; Gone for a deleted job while its Idempotency-Key lives."""
+        row = await self._redis.hgetall(keys.job(job_id))
+        if not row and (stone := await self._redis.get(keys.tombstone(job_id))) is not None:
+            raise Gone(json.loads(stone)["reason"])
+        return _record(job_id, row)
 
     async def glance(self, job_ids: Sequence[str]) -> list[tuple[JobStatus, Desired]]:
         """What changes of running jobs, in one round trip. Raises NotFound."""
@@ -98,12 +105,13 @@ class JobStore(History, SampleShelf, RewardShelf):
             for job_id in found[:limit]:
                 pipe.hgetall(keys.job(job_id))
             rows = await pipe.execute()
-        records = [_record(job_id, row) for job_id, row in zip(found, rows, strict=False)]
+        records = [_record(job_id, row) for job_id, row in zip(found, rows, strict=False) if row]  # else just deleted
         return records, found[limit - 1] if len(found) > limit else None
 
     async def status(self, job_id: str) -> JobStatus:
-        """Raises NotFound."""
-        return JobStatus(_present(job_id, await self._redis.hget(keys.job(job_id), "status")))
+        """Raises NotFound or Gone."""
+        status = await self._redis.hget(keys.job(job_id), "status")
+        return (await self.get(job_id)).status if status is None else JobStatus(status.decode())
 
     async def counts(self) -> dict[JobStatus, int]:
         """Jobs by status."""
@@ -136,6 +144,8 @@ class JobStore(History, SampleShelf, RewardShelf):
             pipe.zrem(keys.jobs_with_status(previous), job_id)
             pipe.zadd(keys.jobs_with_status(status), {job_id: 0})
             add_event(pipe, job_id, "status", {"status": status, "previous": previous, "reason": reason})
+            if status.terminal:
+                leave(pipe, job_id, self._clock())
             return True
 
         return bool(await self._transaction(attempt, keys.job(job_id)))
@@ -151,8 +161,10 @@ class JobStore(History, SampleShelf, RewardShelf):
                 return
             pipe.multi()
             pipe.hset(keys.job(job_id), "desired", target)
-            add_event(pipe, job_id, "request", {"action": action})
+            if target != Desired.DELETED:  # the last status was the last event
+                add_event(pipe, job_id, "request", {"action": action})
 
+        await self.status(job_id)
         await self._transaction(attempt, keys.job(job_id))
         return await self.get(job_id)
 
@@ -209,6 +221,10 @@ async def _submitted(redis: Pipe, key: str, spec: JobSpec) -> str | None:
     if found is None:
         return None
     earlier = json.loads(found)
+    if not await redis.exists(keys.job(earlier["job"])):
+        raise Conflict(
+            f"this Idempotency-Key was used for job {earlier['job']}, which was deleted: use a new key to run it again"
+        )
     if earlier["digest"] != _digest(spec):
         raise Conflict(f"this Idempotency-Key was used for another job, {earlier['job']}: give each job its own")
     return str(earlier["job"])
@@ -224,7 +240,9 @@ def _record(job_id: str, row: dict[bytes, bytes]) -> JobRecord:
     fields = {name.decode(): value.decode() for name, value in row.items()}
     if "status" not in fields:
         raise NotFound(f"no job {job_id}")
-    times = {name: from_epoch(float(value)) for name, value in fields.items() if name.endswith("_at")}
+    times = {
+        name: from_epoch(float(fields[name])) for name in ("created_at", "started_at", "ended_at") if name in fields
+    }
     progress = {
         name.removeprefix("progress."): json.loads(value)
         for name, value in fields.items()
@@ -239,6 +257,7 @@ def _record(job_id: str, row: dict[bytes, bytes]) -> JobRecord:
         spec=json.loads(fields["spec"]),
         progress=Progress(**progress),
         results=json.loads(fields.get("results", "{}")),
+        archive=fields.get("archive", ""),
         rewards=rewards_of(fields),
         **times,
     )

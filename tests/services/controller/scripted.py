@@ -240,7 +240,7 @@ class ScriptedFleet:
 
 @asynccontextmanager
 async def scripted_fleet(
-    redis_url: str, state_dir: Path, rewards: Mapping[str, ScriptedReward]
+    redis_url: str, state_dir: Path, rewards: Mapping[str, ScriptedReward], **settings_of: Any
 ) -> AsyncIterator[ScriptedFleet]:
     redis = connect(redis_url)
     blobs = open_blobs(redis, "redis")
@@ -262,7 +262,11 @@ async def scripted_fleet(
     addresses = {name: await serve(add_reward, reward) for name, reward in rewards.items()}
     launcher = ScriptedLauncher(await serve(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, trainer))
     settings = ControllerSettings(
-        redis_url=SecretStr(redis_url), state_dir=state_dir, data_roots=(state_dir.parent,), rewards=addresses
+        redis_url=SecretStr(redis_url),
+        state_dir=state_dir,
+        data_roots=(state_dir.parent,),
+        rewards=addresses,
+        **settings_of,
     )
     store = JobStore(redis)
     runner = Runner(settings, redis, store, CollectorRegistry(), launcher)
