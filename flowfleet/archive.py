@@ -82,7 +82,8 @@ class Archive:
 
     def write(self, job_id: str, name: str, data: bytes) -> None:
         path = self._path(job_id, name)
-        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        if "file" in self._fs.protocol or self._fs.protocol == "file":  # object stores have no folders
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         self._fs.pipe_file(path, data)
 
     def complete(self, job_id: str, counts: Mapping[str, int]) -> None:

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
@@ -120,6 +120,16 @@ class ControllerSettings(BaseModel):
                 raise ValueError(f"--data-network {network}: {error}; give a network as in 10.1.0.0/16") from None
         return networks
 
+    @field_validator("archive")
+    @classmethod
+    def _archive_can_be_shown(cls, url: str) -> str:
+        if "@" in url.partition("://")[2].partition("/")[0]:
+            raise ValueError(
+                "FLOWFLEET_ARCHIVE: leave user and password out of the URL, jobs show it; give them by the store's own "
+                "environment"
+            )
+        return url
+
     @field_validator("trainer_devices")
     @classmethod
     def _devices(cls, devices: tuple[str, ...]) -> tuple[str, ...]:
@@ -194,8 +204,8 @@ class ControllerSettings(BaseModel):
             raise ValueError("\n".join(_explain(item["loc"], item["msg"]) for item in error.errors())) from None
 
 
-def _keep(items: Sequence[str]) -> dict[str, str]:
-    """NAME=VALUE of each. Raises ValueError."""
+def _keep(items: Sequence[str]) -> Any:
+    """Gives each NAME=VALUE to pydantic, which makes a Keep of them. Raises ValueError."""
     found: dict[str, str] = {}
     for item in items:
         name, equals, value = item.partition("=")

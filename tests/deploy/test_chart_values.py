@@ -234,6 +234,14 @@ def test_secrets_that_are_given_are_not_made() -> None:
     assert controller["FLOWFLEET_REDIS_PASSWORD"]["secretKeyRef"] == {"name": "fleet", "key": "redis"}
 
 
+def test_limits_and_archive_reach_the_controller() -> None:
+    pod = Rendered("everything").pod("controller")
+    (container,) = pod["spec"]["containers"]
+    kept = [argument for argument in container["args"] if argument.startswith("--keep=")]
+    assert sorted(kept) == ["--keep=days=0.5", "--keep=jobs=200", "--keep=metrics=2000000"]
+    assert environment(pod)["FLOWFLEET_ARCHIVE"]["value"] == "s3://bucket/jobs"
+
+
 def test_the_api_key_is_given_to_none_but_the_controller_and_the_test(any_profile: Rendered) -> None:
     have = {name for name, pod in any_profile.pods() if "FLOWFLEET_API_KEY" in environment(pod)}
     assert have == {f"{FULLNAME}-controller", "test"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from flowfleet.archive import Archive
 from flowfleet.blobs import BlobStore, digest, open_blobs
 from flowfleet.errors import Conflict, Gone, NotFound
 from flowfleet.jobs import JobSpec, parse_job
+from flowfleet.local.plan import StackOptions, make_plan, ports_needed
 from flowfleet.proto.common_pb2 import BlobRef
 from flowfleet.redis_client import connect
 from services.controller import removal
@@ -22,6 +24,7 @@ from services.controller.keeper import Keeper
 from services.controller.leadership import Lease, LeaseLost
 from services.controller.records import Desired, JobStatus, SampleRecord
 from services.controller.removal import EndedJob
+from services.controller.settings import ControllerSettings
 from services.controller.store import JobStore
 
 pytestmark = pytest.mark.anyio
@@ -54,6 +57,36 @@ def test_the_first_to_end_goes_first_by_count_age_and_bytes() -> None:
 def test_limits_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ValueError, match=r"refuse_above=0.95 must not be greater than pause_above=0.9"):
         Keep(refuse_above=0.95)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--keep", "job=3"], "--keep job=3: give NAME=VALUE, with NAME one of jobs, days"),
+        (["--keep", "jobs"], "--keep jobs: give NAME=VALUE"),
+        (["--keep", "jobs=3", "--keep", "jobs=4"], "--keep jobs is given twice"),
+        (["--keep", "jobs=-1"], "--keep jobs: Input should be greater than or equal to 0"),
+        (["--keep", "days=nan"], "--keep days"),
+        (["--keep", "pause_above=0.5"], "--keep refuse_above=0.8 must not be greater than pause_above=0.5"),
+    ],
+)
+def test_a_limit_that_cannot_work_is_named(argv: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ControllerSettings.from_command_line(argv, {"FLOWFLEET_REDIS_URL": "redis://127.0.0.1:1/0"})
+
+
+def test_limits_and_archive_reach_the_controller_of_a_stack(tmp_path: Path) -> None:
+    options = StackOptions(state_dir=tmp_path, keep=("jobs=3", "days=0.5"), archive="s3://bucket/jobs")
+    plan = make_plan(options, range(20_000, 20_000 + ports_needed(options)), ["redis-server"], "redis://127.0.0.1:1/0")
+    process = next(process for process in plan.processes if process.name == "controller")
+    settings = ControllerSettings.from_command_line(process.argv[3:], process.env)
+    assert (settings.keep, settings.archive) == (Keep(jobs=3, days=0.5), "s3://bucket/jobs")
+
+
+def test_an_archive_url_holds_no_password() -> None:
+    env = {"FLOWFLEET_REDIS_URL": "redis://127.0.0.1:1/0", "FLOWFLEET_ARCHIVE": "ftp://me:secret@host/jobs"}
+    with pytest.raises(ValueError, match="leave user and password out of the URL"):
+        ControllerSettings.from_command_line([], env)
 
 
 @pytest.fixture
