@@ -219,8 +219,10 @@ def _keep(items: Sequence[str]) -> Any:
 
 def _explain(location: Sequence[int | str], message: str) -> str:
     own = message.removeprefix("Value error, ")
-    setting = str(location[0]).replace("_", "-") + "".join(f" {part}" for part in location[1:])
-    return own if own != message else f"--{setting}: {message}"
+    if own != message:
+        return own
+    flag, *name = map(str, location)
+    return " ".join([f"--{flag.replace('_', '-')}", *name]) + f": {message}"
 
 
 def _parser() -> argparse.ArgumentParser:

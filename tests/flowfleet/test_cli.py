@@ -267,12 +267,14 @@ def test_the_surface_is_what_users_know() -> None:
 
     assert options == {
         "up": [
+            "--archive",
             "--data-network",
             "--data-root",
             "--data-url",
             "--detach",
             "--dtype",
             "--engine",
+            "--keep",
             "--max-batch",
             "--model",
             "--port",
@@ -326,6 +328,8 @@ def test_the_surface_is_what_users_know() -> None:
         "cancel": ["--ca", "--url"],
         "pause": ["--ca", "--url"],
         "resume": ["--ca", "--url"],
+        "delete": ["--ca", "--url"],
+        "archived": [],
     }
 
 
