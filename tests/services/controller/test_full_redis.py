@@ -124,7 +124,7 @@ def tiny(tmp_path: Path) -> dict[str, Any]:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a\nb\n")
     return {
-        "model": {"path": "m"},
+        "model": {"path": str(tmp_path / "m")},
         "data": {"train": str(prompts)},
         "rewards": {"ocr": {}},
         "rollout": {"prompts_per_step": 2, "group_size": 2, "batch_size": 4},
@@ -170,7 +170,8 @@ async def soak(
     async with scripted_fleet(redis_url, folder / "state", rewards, keep=Keep(jobs=keep)) as fleet:
         for number in range(1, jobs + 1):
             fleet.trainer.steps.clear()
-            assert (await fleet.run(job)).status is JobStatus.SUCCEEDED
+            record = await fleet.run(job)
+            assert record.status is JobStatus.SUCCEEDED, record.reason
             if number in (first, jobs):
                 await asyncio.sleep(0.5)  # the last job's driver ends
                 seen.append(await settled(fleet))
