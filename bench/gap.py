@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from torch import Tensor
 from bench.full_size import PROMPTS, write_checkpoint
 from flowfleet import devices
 from flowfleet.algorithms.correction import agreement_metrics
+from flowfleet.algorithms.losses import Limits
 from flowfleet.algorithms.sde import reverse_step
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.embeds import PromptEmbeds, concat_embeds
@@ -174,7 +176,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, float]:
         compile_blocks(adapter.experts)
     samples = load_file(options.samples, device=str(device))
     gaps = [gap.flatten().cpu() for gap in log_prob_gaps(adapter, samples, options)]
-    metrics = agreement_metrics(torch.cat(gaps), options.clip)
+    metrics = agreement_metrics(torch.cat(gaps), Limits(options.clip, kl_threshold=math.inf))
     return {
         "mean": metrics[LOG_PROB_GAP],
         "p99": metrics["rollout_corr/log_ratio_abs_p99"],

@@ -53,7 +53,7 @@ from services.rollout.engines.base import (
     Sampling,
 )
 from services.rollout.engines.sampler import Sampler, batches
-from services.trainer.batches import MicroBatch, plan_step
+from services.trainer.batches import MicroBatch, plan_passes
 from services.trainer.engine import Engine, lora_spec
 from services.trainer.inputs import StepsBatch
 from services.trainer.ranks import Ranks
@@ -134,11 +134,13 @@ class Monolith:
         part = self.spec.algorithm
         groups = [sample.group for _, sample in samples]
         advantages, _ = group_advantages(values, groups, std=part.advantage_std, clamp=part.advantage_clamp)
-        updates = plan_step([(sample.group, sample.index) for _, sample in samples], self.spec, step, 1)
-        parts = [[self._batch(micro, samples, advantages) for micro in update.by_rank[0]] for update in updates]
+        passes = [
+            (updates, [[self._batch(micro, samples, advantages) for micro in update.by_rank[0]] for update in updates])
+            for updates in plan_passes([(sample.group, sample.index) for _, sample in samples], self.spec, step, 1)
+        ]
         trainer = StepTrainer(self.engine, step, len(samples), trained_steps(self.spec, step))
         timings = Timings()
-        trainer.train(updates, parts, timings)
+        trainer.train(passes, timings)
         return dict(timings.seconds)
 
     def publish(self) -> None:

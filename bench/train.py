@@ -31,6 +31,7 @@ from flowfleet.telemetry import Timings
 from services.trainer.batches import MicroBatch, Update
 from services.trainer.engine import Engine
 from services.trainer.inputs import StepsBatch
+from services.trainer.optimizer import UpdateOutcome
 from services.trainer.ranks import Ranks
 from services.trainer.update import StepTrainer
 
@@ -114,10 +115,10 @@ def _noting_optimizer(engine: Engine) -> list[tuple[float, float]]:
     inner = engine.optimizer.step
     notes: list[tuple[float, float]] = []
 
-    def step() -> Any:
+    def step(lr: float, loss_scale: float) -> UpdateOutcome:
         devices.synchronize(engine.ranks.device)
         start = time.perf_counter()
-        outcome = inner()
+        outcome = inner(lr, loss_scale)
         devices.synchronize(engine.ranks.device)
         notes.append((time.perf_counter() - start, outcome.grad_norm))
         return outcome
@@ -138,7 +139,7 @@ def _step(engine: Engine, options: argparse.Namespace, number: int) -> float:
     trainer = StepTrainer(engine, number, num_samples, list(range(options.window)))
     devices.synchronize(ranks.device)
     start = time.perf_counter()
-    trainer.train([Update(num_samples, (micro,) * ranks.world_size)], [batches], Timings())
+    trainer.train([([Update(num_samples, (micro,) * ranks.world_size)], [batches])], Timings())
     devices.synchronize(ranks.device)
     return time.perf_counter() - start
 

@@ -29,7 +29,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> JobSpec:
         "rollout": {
             "prompts_per_step": 2,
             "group_size": 4,
-            "num_inference_steps": 3,
+            "num_inference_steps": 4,
             "guidance_scale": 1.0,
             "batch_size": 4,
             "height": 64,
