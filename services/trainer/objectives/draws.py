@@ -91,7 +91,7 @@ class ContinuousDraws(Draws):
 
 @dataclass(frozen=True)
 class ScheduleDraws(Draws):
-    """The levels of the sampler, in an order of its own for each sample, none twice.
+    """The levels of the sampler, in an order of its own for each sample and pass, none twice in a pass.
 
     With two experts the order of sides is drawn for all samples together, by shuffling all levels; on either side each
     sample has its own order.
@@ -99,6 +99,8 @@ class ScheduleDraws(Draws):
 
     sigmas_of_steps: Tensor
     """(N,) float32 on the CPU."""
+    num_rounds: int
+    """Of a pass, at most N; the rounds of later passes are numbered on."""
 
     def interval(self, update: int, k: int) -> Interval:
         levels = self.sigmas_of_steps[self._side(update, k)[0]]
@@ -106,13 +108,16 @@ class ScheduleDraws(Draws):
 
     def sigmas(self, places: Sequence[Place], update: int, k: int) -> Tensor:
         side, number = self._side(update, k)
-        chosen = [side[int(self._shuffled(len(side), "order", *place)[number])] for place in places]
+        number_of_pass = k // self.num_rounds
+        chosen = [side[int(self._shuffled(len(side), "order", *place, number_of_pass)[number])] for place in places]
         return self.sigmas_of_steps[torch.stack(chosen)]
 
     def _side(self, update: int, k: int) -> tuple[Tensor, int]:
-        """Indices of the levels on the round's side, and how many rounds before it were there."""
-        is_high = self._is_high()
-        sides = is_high[self._shuffled(len(is_high), "sides", update)] if self.boundary is not None else is_high
+        """Indices of the levels on the round's side, and how many rounds of its pass before it were there."""
+        is_high, (number_of_pass, k) = self._is_high(), divmod(k, self.num_rounds)
+        sides = is_high
+        if self.boundary is not None:
+            sides = is_high[self._shuffled(len(is_high), "sides", update, number_of_pass)]
         return (is_high == sides[k]).nonzero().flatten(), int((sides[:k] == sides[k]).sum())
 
     def _is_high(self) -> Tensor:
@@ -133,7 +138,7 @@ def draws_of(spec: JobSpec, adapter: ModelAdapter, step: int) -> Draws:
     boundary = adapter.boundary if len(adapter.experts) > 1 else None
     if part.sigma_sampling == "schedule":
         schedule = adapter.schedule(rollout.num_inference_steps, rollout.size, rollout.shift)
-        return ScheduleDraws(spec.seed, step, boundary, schedule.sigmas[:-1])
+        return ScheduleDraws(spec.seed, step, boundary, schedule.sigmas[:-1], part.num_noise_levels)
     levels = part.sigma_low, part.sigma_high
     quantiles = np.array(levels)
     if part.sigma_sampling == "shifted":

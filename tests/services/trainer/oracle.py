@@ -190,7 +190,8 @@ class Oracle:
         return min(max(sigma, low), high)
 
     def _listed_sigma(self, place: tuple[int, int], step: int, update: int, k: int, boundary: float | None) -> float:
-        """Round k takes the side of the k-th of all shuffled levels, and there the sample's next one."""
+        """Round k of a pass takes the side of the k-th of all shuffled levels, and there the sample's next one."""
+        number, k = divmod(k, self.part.num_noise_levels)
 
         def shuffled(purpose: str, count: int, *path: int) -> list[int]:
             seed = derive_seed(self.spec.seed, f"match/{purpose}", step, *path)
@@ -199,10 +200,10 @@ class Oracle:
 
         levels: list[float] = self.schedule.sigmas[:-1].tolist()
         sides = [boundary is not None and level >= boundary for level in levels]
-        order = shuffled("sides", len(levels), update)
+        order = shuffled("sides", len(levels), update, number)
         drawn = [sides[index] for index in order]
         own = [level for level, side in zip(levels, sides, strict=True) if side == drawn[k]]
-        return own[shuffled("order", len(own), *place)[drawn[:k].count(drawn[k])]]
+        return own[shuffled("order", len(own), *place, number)[drawn[:k].count(drawn[k])]]
 
     # Both -------------------------------------------------------------------------------------------------------------
 

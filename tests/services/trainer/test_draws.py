@@ -36,7 +36,7 @@ def shifted(seed: int, step: int, shift: float = 5.0, boundary: float | None = N
 
 def scheduled(seed: int, step: int, steps: int = 10, boundary: float | None = None) -> ScheduleDraws:
     u = torch.linspace(1, 1 / steps, steps)
-    return ScheduleDraws(seed, step, boundary, 5 * u / (1 + 4 * u))
+    return ScheduleDraws(seed, step, boundary, 5 * u / (1 + 4 * u), num_rounds=steps)
 
 
 laws = pytest.mark.parametrize("make", [uniform, shifted, scheduled])
@@ -153,6 +153,18 @@ def test_with_two_experts_the_samplers_levels_come_side_by_side() -> None:
             assert sorted(row.tolist(), reverse=True) == draws.sigmas_of_steps.tolist()
         orders.add(tuple(is_high.tolist()))
     assert len(orders) > 1
+
+
+@pytest.mark.parametrize("boundary", [None, BOUNDARY])
+def test_each_pass_has_the_samplers_levels_in_an_order_of_its_own(boundary: float | None) -> None:
+    """Six rounds of ten levels a pass: none twice in a pass, and the second pass goes beyond the ten."""
+    levels = scheduled(1, 0, 10).sigmas_of_steps
+    draws = ScheduleDraws(1, 0, boundary, levels, num_rounds=6)
+    passes = [torch.stack([draws.sigmas(PLACES[:50], 0, 6 * n + k) for k in range(6)], 1) for n in range(3)]
+    for rounds in passes:
+        assert all(len(set(row)) == 6 and set(row) <= set(levels.tolist()) for row in rounds.tolist())
+    assert not torch.equal(passes[0], passes[1])
+    assert not torch.equal(passes[1], passes[2])
 
 
 # On the model's own schedule ------------------------------------------------------------------------------------------

@@ -58,15 +58,23 @@ def test_every_loss_is_here() -> None:
     assert sorted(ALGORITHMS) == sorted(LOSSES)
 
 
-@pytest.mark.parametrize("loss", ["flow_grpo", "grpo_guard", "diffusion_nft"])
+@pytest.mark.parametrize(
+    ("loss", "changes"),
+    [
+        ("flow_grpo", {}),
+        ("grpo_guard", {}),
+        ("diffusion_nft", {}),
+        ("diffusion_nft", {"sigma_sampling": "schedule", "num_noise_levels": 3}),  # six rounds, four levels
+    ],
+)
 def test_passes_and_a_schedule_equal_plain_pytorch(
-    loss: str, tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
+    loss: str, changes: dict[str, object], tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
 ) -> None:
     """Old policy and reference are those before the step in every pass; noise is new in each."""
     optimizer = OPTIMIZER | {"lr_schedule": "linear", "warmup_updates": 3}
     spec = make_spec(
         tiny_qwen_image,
-        algorithm=ALGORITHMS[loss] | {"kl_coef": 0.01},
+        algorithm=ALGORITHMS[loss] | {"kl_coef": 0.01} | changes,
         schedule={"steps": 3},
         trainer={"optimizer": optimizer, "updates_per_step": 2, "passes": 2, "deterministic": loss == "flow_grpo"},
     )
