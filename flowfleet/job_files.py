@@ -34,7 +34,7 @@ def find_job_file(path: Path) -> Path:
     Raises:
         ValueError: neither; the message lists recipes of similar names.
     """
-    if path.exists() or path.suffix or path.is_absolute():
+    if path.suffix or path.is_absolute() or (path.exists() and not path.is_dir()):
         return path
     names = recipe_names()
     if str(path) in names:

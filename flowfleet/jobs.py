@@ -228,7 +228,7 @@ class AlgorithmPart(Part):
     sigma_sampling: Literal["shifted", "uniform", "schedule"] = "shifted"
     """How those noise levels are drawn. shifted: uniform before the model's shift, so they lie as densely as the
     sampler's. uniform: uniform from `sigma_low` to `sigma_high`. schedule: the sampler's own, in a random order for
-    each sample and none twice."""
+    each sample and pass, none twice in a pass."""
     sigma_low: float = Field(default=0.02, gt=0.0, lt=1.0)
     """Least of those noise levels; lower ones are raised to it. Not for `schedule`."""
     sigma_high: float = Field(default=0.98, gt=0.0, lt=1.0)

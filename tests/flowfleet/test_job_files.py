@@ -93,6 +93,13 @@ def test_a_file_goes_before_a_recipe_of_its_name(tmp_path: Path, monkeypatch: py
     assert prepare_job(Path("tiny_ocr.toml"), same_machine=False).model.path == "models/tiny"
 
 
+def test_a_recipe_goes_before_a_folder_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "papers/flow_grpo_sd35_ocr").mkdir(parents=True)
+
+    assert prepare_job(Path("papers/flow_grpo_sd35_ocr"), same_machine=True).name == "flow-grpo-sd35-ocr"
+
+
 def test_a_wrong_name_lists_similar_ones() -> None:
     with pytest.raises(ValueError, match=r"tiny_orc: .* no recipe of this name: did you mean tiny_ocr"):
         prepare_job(Path("tiny_orc"), same_machine=True)
