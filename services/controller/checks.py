@@ -90,7 +90,9 @@ def open_job(spec: JobSpec, sources: Sources) -> JobData:
             )
             if problems := list(itertools.islice(lines, MAX_LINES)):
                 raise ValueError("\n".join(f"data.{name}: {problem}" for problem in problems))
-    adapter = None if spec.model.adapter is None else str(sources.places.model(spec.model.adapter))
+    adapter = spec.model.adapter
+    if adapter is not None:  # a job that has begun resumes from its own checkpoint; the trainer misses it otherwise
+        adapter = str(sources.places.model(adapter, may_be_gone=True))
     model = spec.model.model_copy(update={"path": str(path), "adapter": adapter})
     return JobData(spec.model_copy(update={"model": model}), read["train"], read["validation"])
 

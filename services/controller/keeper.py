@@ -27,7 +27,7 @@ from services.controller.store import JobStore
 log = logging.getLogger(__name__)
 
 PERIOD_S = 5.0
-WORKING_BLOBS = ("trajectory", "prompt_embeds", "negative", "condition", "adapter")
+WORKING_BLOBS = ("trajectory", "embeds", "negative", "condition", "adapter", "evaluated")
 """Kinds of blobs that only a running job needs."""
 
 

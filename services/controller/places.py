@@ -54,10 +54,11 @@ class Places:
         else:
             self.path(place)
 
-    def path(self, place: str) -> Path:
-        """Where a path leads. Raises NotAllowed if a job may not read there, whether something is there or not."""
+    def path(self, place: str, *, may_be_gone: bool = False) -> Path:
+        """Where a path leads. Raises NotAllowed if a job may not read there, whether something is there or not; of what
+        a job made also if it is gone, unless it may be."""
         if is_job(place):
-            return self._of_job(place)
+            return self._of_job(place, may_be_gone=may_be_gone)
         try:
             found = Path(os.path.realpath(place.removeprefix("file://")))
         except (OSError, ValueError) as error:  # a name that no file can have
@@ -81,10 +82,10 @@ class Places:
         """Whether there is a regular file. Raises NotAllowed."""
         return self.path(place).is_file()
 
-    def model(self, place: str) -> Path:
+    def model(self, place: str, *, may_be_gone: bool = False) -> Path:
         """A model's or an adapter's folder or file, as trainers and rollouts see it; every file in it may be read too,
-        and the configuration beside an adapter's file. Raises NotAllowed."""
-        folder = self.path(place)
+        and the configuration beside an adapter's file. Raises NotAllowed, as `path` does."""
+        folder = self.path(place, may_be_gone=may_be_gone)
         if folder.is_file():
             self._check_resolved(Path(os.path.realpath(folder.with_name(PEFT_CONFIG))), place)
         for found in _links(folder):
@@ -113,7 +114,7 @@ class Places:
         """An export links what it did not train from the model that it began with, which may be an export too."""
         return self.state_dir is not None and path.is_relative_to(self.state_dir / "jobs")
 
-    def _of_job(self, place: str) -> Path:
+    def _of_job(self, place: str, *, may_be_gone: bool) -> Path:
         match = _EXPORT.fullmatch(place)
         if match is None or self.state_dir is None:
             raise NotAllowed(
@@ -124,7 +125,7 @@ class Places:
         path = Path(os.path.realpath(self.state_dir.joinpath("jobs", job_id, *parts)))
         if not path.is_relative_to(self.state_dir / "jobs" / job_id):
             raise NotAllowed(f"{place!r} leads out of its job's folder")
-        if not path.is_dir():
+        if not path.is_dir() and not may_be_gone:
             what = "exported no model" if step is None else f"has no checkpoint of step {int(step)}"
             raise NotAllowed(f"{place!r}: job {job_id} {what} here")
         return path

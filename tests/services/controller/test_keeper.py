@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from flowfleet import keys
 from flowfleet.archive import Archive
@@ -275,3 +276,21 @@ async def test_a_controller_that_dies_in_between_is_continued(store: JobStore, b
     await store.remove(job_id, "was deleted")  # and nothing after that
     await Keeper(store, blobs, Keep()).look()
     assert await all_keys(redis) - before == {keys.leftovers().encode()}
+
+
+async def test_what_only_a_running_job_needs_goes_from_a_store_of_files(
+    store: JobStore, clock: Clock, tmp_path: Path
+) -> None:
+    """Each kind of blob by the name under which rollouts, trainer and controller write it."""
+    job_id = (await store.create(spec(), None))[0].id
+    await store.set_status(job_id, JobStatus.RUNNING)
+    files = open_blobs(connect("redis://127.0.0.1:1"), f"file://{tmp_path}/blobs", CollectorRegistry())
+    working = ("trajectory", "embeds", "negative", "condition", "adapter", "evaluated")
+    refs = {kind: await files.put(keys.blob(job_id, kind, 0), b"data") for kind in (*working, "media", "given")}
+    await store.set_status(job_id, JobStatus.FAILED)
+    await Keeper(store, files, Keep(), clock=clock, blobs_in_redis=False).look()
+    for kind in working:
+        with pytest.raises(NotFound):
+            await files.get(refs[kind])
+    for kind in ("media", "given"):
+        assert await files.get(refs[kind]) == b"data"

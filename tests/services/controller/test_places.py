@@ -263,3 +263,10 @@ def test_a_running_job_is_held_to_the_settings_of_now(job: Job, tmp_path: Path) 
     named = parse(job(model={"path": f"job:{JOB_ID}", "adapter": f"job:{JOB_ID}@4"}))
     opened = open_job(named, Sources(Places.of([tmp_path], [], tmp_path / "state")))
     assert (opened.spec.model.path, opened.spec.model.adapter) == (str(export), str(checkpoint))
+    checkpoint.rmdir()  # which a job that has begun does without
+    again = open_job(named, Sources(Places.of([tmp_path], [], tmp_path / "state")))
+    assert again.spec == opened.spec
+    (export / "model_index.json").unlink()
+    export.rmdir()
+    with pytest.raises(NotAllowed, match="exported no model"):
+        open_job(named, Sources(Places.of([tmp_path], [], tmp_path / "state")))
