@@ -73,7 +73,7 @@ class Job(Answer):
     """Folder of its archive, once that is complete."""
     rewards: JobRewards = JobRewards()
     warnings: list[str] = []
-    """What the settings allow but hardly mean, a sentence each."""
+    """Settings that are valid but probably not intended, one sentence each."""
 
     @property
     def ended(self) -> bool:

@@ -77,7 +77,7 @@ def show_job(job: Job, console: Console) -> None:
 
 
 def show_warnings(warnings: Iterable[str], console: Console) -> None:
-    """What the settings of a job allow but hardly mean."""
+    """Prints the warnings of a job."""
     for warning in warnings:
         console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
 

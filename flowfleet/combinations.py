@@ -41,7 +41,7 @@ def problems(job: JobSpec) -> Iterator[str]:
 
 
 def warnings(job: JobSpec) -> Iterator[str]:
-    """What is hardly meant, a sentence each."""
+    """Settings that are valid but probably not intended, one sentence each."""
     idle = [name for name in _LIMITS if name in job.loss.reads and getattr(job.algorithm, name) is not None]
     idle = [name for name in idle if name not in _replaced(job)]
     if job.most_updates_per_step == 1 and job.algorithm.old_log_probs != "rollout" and idle:

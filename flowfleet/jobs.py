@@ -542,7 +542,7 @@ class JobSpec(Part):
 
     @property
     def warnings(self) -> list[str]:
-        """What works but is hardly meant, a sentence each (flowfleet/combinations.py)."""
+        """Settings that are valid but probably not intended, one sentence each (flowfleet/combinations.py)."""
         return list(combinations.warnings(self))
 
 

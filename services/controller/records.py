@@ -158,7 +158,7 @@ class JobRecord(Record):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def warnings(self) -> list[str]:
-        """What the job's settings allow but hardly mean, a sentence each."""
+        """Settings that are valid but probably not intended, one sentence each."""
         try:
             return self.job_spec().warnings
         except ValueError:  # of an older release, or of a plugin that is not installed
