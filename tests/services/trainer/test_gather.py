@@ -66,10 +66,11 @@ def test_a_broken_broadcast_keeps_the_ranks_in_step_and_a_failed_gather_ends_the
     worker = make_worker(make_spec(tiny_qwen_image, trainer={"mode": "full"}), ranks, files, tmp_path)
     request = PublishWeightsRequest(job_id=JOB, version=0)
     assert worker.job is not None
-    tensors = worker.job.engine.policies.sampling()
+    tensors = worker.job.engine.policies.weights(evaluated=False)
     gathers: list[Gather] = []
 
-    def gather() -> Gather:
+    def gather(*, evaluated: bool = False) -> Gather:
+        del evaluated
         gathers.append(Gather(tensors, torch.float32, CPU, bucket_bytes=20_000))
         return gathers[-1]
 
