@@ -239,7 +239,7 @@ def test_limits_and_archive_reach_the_controller() -> None:
     (container,) = pod["spec"]["containers"]
     kept = [argument for argument in container["args"] if argument.startswith("--keep=")]
     assert sorted(kept) == ["--keep=days=0.5", "--keep=jobs=200", "--keep=metrics=2000000"]
-    assert environment(pod)["FLOWFLEET_ARCHIVE"]["value"] == "s3://bucket/jobs"
+    assert environment(pod)["FLOWFLEET_ARCHIVE"] == "s3://bucket/jobs"
 
 
 def test_the_api_key_is_given_to_none_but_the_controller_and_the_test(any_profile: Rendered) -> None:
