@@ -20,6 +20,7 @@ from services.controller.runner import Runner
 from services.controller.settings import ControllerSettings
 from tests.cluster.conftest import CHART, Cluster, run
 from tests.cluster.stand_in import RELEASE, idle, owner, until
+from tests.deploy.conftest import API_SERVER
 
 GPUS = 64
 LABEL = "flowfleet-test/accelerated"
@@ -48,7 +49,7 @@ def chart(cluster: Cluster, *templates: str) -> list[dict[str, Any]]:
     values = {"fullnameOverride": RELEASE, "keda": {"enabled": False}, "rollout": {"replicas": 1}}
     values |= {"accelerator": {"nodeSelector": {LABEL: "true"}}}
     shown = [flag for name in templates for flag in ("--show-only", f"templates/{name}.yaml")]
-    command = ("helm", "template", RELEASE, str(CHART), "--namespace", cluster.namespace, "--values", "-")
+    command = ("helm", "template", RELEASE, str(CHART), "--namespace", cluster.namespace, *API_SERVER, "--values", "-")
     rendered = run(*command, *shown, stdin=json.dumps(values))
     return [found for found in yaml.safe_load_all(rendered) if found]
 

@@ -17,6 +17,7 @@ from services.controller.kubernetes_launcher import KubernetesLauncher
 from tests.cluster.conftest import CHART, Cluster
 from tests.cluster.conftest import run as command_of
 from tests.cluster.stand_in import PREFIX, RELEASE, TAG, Release, directory_of, job_of, release, trainer_template, until
+from tests.deploy.conftest import API_SERVER
 
 Scenario = Callable[[Release], Awaitable[None]]
 
@@ -214,7 +215,7 @@ def chart(cluster: Cluster, *templates: str) -> list[dict[str, Any]]:
         "images": {"registry": PREFIX.rstrip("/"), "tag": TAG, "redis": f"{PREFIX}flowfleet-redis:{TAG}"},
     }
     shown = [flag for name in templates for flag in ("--show-only", f"templates/{name}.yaml")]
-    files = ("--values", str(CHART / "values-cpu.yaml"), "--values", "-")
+    files = (*API_SERVER, "--values", str(CHART / "values-cpu.yaml"), "--values", "-")
     command = ("helm", "template", RELEASE, str(CHART), "--namespace", cluster.namespace, *files, *shown)
     return [found for found in yaml.safe_load_all(command_of(*command, stdin=json.dumps(values))) if found]
 

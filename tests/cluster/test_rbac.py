@@ -25,6 +25,7 @@ from services.controller.kubernetes_launcher import KubernetesLauncher
 from services.controller.waiting import NotYet
 from tests.cluster.conftest import CHART, Cluster, run
 from tests.cluster.stand_in import RELEASE, directory_of, job_of, owner, trainer_template, until
+from tests.deploy.conftest import API_SERVER
 
 CONTROLLER = "ff-controller"
 SECRETS = Resource("/api/v1", "secrets")
@@ -35,7 +36,7 @@ ROLES = Resource("/apis/rbac.authorization.k8s.io/v1", "roles")
 
 def install(cluster: Cluster) -> None:
     """The accounts and the role of the chart."""
-    flags = ("--namespace", cluster.namespace, "--set", f"fullnameOverride={RELEASE}")
+    flags = (*API_SERVER, "--namespace", cluster.namespace, "--set", f"fullnameOverride={RELEASE}")
     rendered = run("helm", "template", RELEASE, str(CHART), *flags, "--show-only", "templates/rbac.yaml")
     cluster.kubectl("apply", "--filename", "-", stdin=rendered)
 
