@@ -264,6 +264,22 @@ def test_jobs_may_read_shared_volumes_recipes_and_what_the_values_name() -> None
     assert roots == [*(f"--data-root={path}" for path in mounts), *networks]
 
 
+def test_jobs_may_not_read_secrets_that_are_mounted_beside_models() -> None:
+    kinds = {
+        "secret": {"secretName": "store"},
+        "configMap": {"name": "ca"},
+        "projected": {"sources": []},
+        "downwardAPI": {"items": []},
+        "csi": {"driver": "secrets-store.csi.k8s.io"},
+    }
+    volumes = [{"name": kind.lower(), kind: source} for kind, source in kinds.items()]
+    volumes += [{"name": "data", "csi": {"driver": "s3.csi.aws.com"}}]
+    mounts = [{"name": volume["name"], "mountPath": f"/mnt/{volume['name']}"} for volume in volumes]
+    rendered = Rendered("nvidia", f"volumes={json.dumps(volumes)}", f"volumeMounts={json.dumps(mounts)}")
+    arguments = container(rendered.pod("controller"))["args"]
+    assert [word for word in arguments if "data-root" in word] == ["--data-root=/app/recipes", "--data-root=/mnt/data"]
+
+
 def test_updates_of_the_controller_leave_no_gap_and_those_of_accelerators_need_none_to_spare() -> None:
     rendered = Rendered("everything")
 

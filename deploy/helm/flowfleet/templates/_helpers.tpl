@@ -361,10 +361,14 @@ spec:
         name: {{ include "flowfleet.fullname" $root }}-scaler
       {{- end }}
 {{- end }}
-{{- /* Folders that jobs may read, as JSON: the images' recipes, the volumes that controller, rollouts and trainers share, and those of the values. */ -}}
+{{- /* Folders that jobs may read, as JSON: the images' recipes, the volumes that controller, rollouts and trainers share, but for those of Secrets and their like, and those of the values. */ -}}
 {{- define "flowfleet.dataRoots" -}}
 {{- $roots := list "/app/recipes" -}}
-{{- range .Values.volumeMounts }}{{ $roots = append $roots .mountPath }}{{ end -}}
+{{- $private := list -}}
+{{- range .Values.volumes -}}
+{{- if or .secret .configMap .projected .downwardAPI (contains "secret" (dig "csi" "driver" "" .)) }}{{ $private = append $private .name }}{{ end -}}
+{{- end -}}
+{{- range .Values.volumeMounts }}{{ if not (has .name $private) }}{{ $roots = append $roots .mountPath }}{{ end }}{{ end -}}
 {{- toJson (uniq (concat $roots .Values.controller.dataRoots)) -}}
 {{- end }}
 {{- /* Networks of the API server, as JSON: those of the values, else its addresses as the cluster tells them; none where only `to` is given or nobody can be asked. */ -}}
