@@ -92,8 +92,11 @@ class Keeper:
             return True
         try:
             folder = await archive_job(self._store, self._blobs, self._archive, job.job_id)
-        except (OSError, ImportError, ValueError) as error:
-            log.error("keeper cannot archive to %s: %s", self._archive.url, error, extra={"job": job.job_id})
+        except (LeaseLost, RedisError):
+            raise
+        except Exception as error:  # of whatever a store's client raises: the other jobs must not wait for this one
+            cause = f"{type(error).__name__}: {error}"
+            log.error("keeper cannot archive to %s: %s", self._archive.url, cause, extra={"job": job.job_id})
             return False
         await self._store.mark_archived(job.job_id, folder)
         return True

@@ -18,7 +18,8 @@ ADVICE = (
 
 
 class Memory:
-    """Of one Redis. Its limit is `maxmemory`, or the memory of its machine where that is not set."""
+    """Share of one Redis's memory in use. Its limit is `maxmemory`, or the memory of its machine where that is not set.
+    A Redis that tells neither is never full."""
 
     def __init__(self, redis: Any, keep: Keep, clock: Callable[[], float] = time.monotonic) -> None:
         self._redis, self._keep, self._clock = redis, keep, clock
@@ -45,6 +46,7 @@ class Memory:
     async def _look(self) -> float:
         if self._clock() - self._looked >= LOOK_S:
             info = await self._redis.info("memory")
-            self._share = info["used_memory"] / (info.get("maxmemory") or info["total_system_memory"])
+            limit = info.get("maxmemory") or info.get("total_system_memory")  # some services tell neither
+            self._share = info["used_memory"] / limit if limit else 0.0
             self._looked = self._clock()
         return self._share

@@ -6,14 +6,17 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from redis.asyncio import Redis
 
 from flowfleet import keys
+from flowfleet.errors import Full
 from flowfleet.redis_client import connect
 from services.controller import keeper, removal
 from services.controller.keep import Keep
+from services.controller.memory import Memory
 from services.controller.records import JobStatus
 from services.controller.settings import ControllerSettings
 from tests.services.controller.conftest import Api, serve
@@ -41,6 +44,24 @@ async def test_above_the_watermark_a_submit_is_refused_in_words(settings: Contro
         assert response.headers["content-type"] == "application/problem+json"
         assert "flowfleet delete ID" in response.json()["detail"]
         assert await api.store.jobs() == ([], None)
+
+
+@pytest.mark.parametrize(
+    ("info", "is_full"),
+    [
+        ({"used_memory": 9, "maxmemory": 10, "total_system_memory": 1000}, True),
+        ({"used_memory": 9, "maxmemory": 0, "total_system_memory": 10}, True),
+        ({"used_memory": 9, "maxmemory": 0}, False),
+    ],
+)
+async def test_a_redis_that_tells_no_limit_is_never_full(info: dict[str, int], is_full: bool) -> None:
+    redis = AsyncMock()
+    redis.info.return_value = info
+    if is_full:
+        with pytest.raises(Full, match="uses 90% of its memory"):
+            await Memory(redis, Keep()).check_room()
+    else:
+        await Memory(redis, Keep()).check_room()
 
 
 async def test_a_submit_that_was_accepted_is_found_again_above_the_watermark(

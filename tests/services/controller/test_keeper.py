@@ -257,6 +257,36 @@ async def test_an_ended_job_is_archived_before_it_goes(
     assert (counts["events"], counts["metrics"], counts["samples"], counts["media"]) == (6, 3, 3, 3)
 
 
+class PoisonedArchive(Archive):
+    """Fails for one job with an error that is not an OSError, as clients of object stores do."""
+
+    poison = ""
+
+    def write(self, job_id: str, name: str, data: bytes) -> None:
+        if job_id == self.poison:
+            raise RuntimeError("NoCredentials")
+        super().write(job_id, name, data)
+
+
+async def test_a_job_that_cannot_be_archived_stops_no_other(
+    store: JobStore, blobs: BlobStore, redis: Any, clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    archive = PoisonedArchive(f"file://{tmp_path}/archive")
+    archive.poison = stuck = await history(store, blobs)
+    await store.set_status(stuck, JobStatus.SUCCEEDED)
+    clock.now += 1
+    other = await history(store, blobs)
+    await store.set_status(other, JobStatus.SUCCEEDED)
+    await redis.set(keys.job_key(stuck, "ledger"), b"x")
+    await Keeper(store, blobs, Keep(jobs=0), archive, clock=clock).look()
+    assert "RuntimeError: NoCredentials" in caplog.text
+    assert (await store.get(stuck)).status == JobStatus.SUCCEEDED
+    assert [job.id for job in archive.jobs()] == [other]
+    with pytest.raises(NotFound):
+        await store.get(other)
+    assert not await redis.exists(keys.job_key(stuck, "ledger"))
+
+
 async def test_only_the_leader_removes(store: JobStore, blobs: BlobStore, redis: Any, clock: Clock) -> None:
     job_id = await history(store, blobs)
     await store.set_status(job_id, JobStatus.SUCCEEDED)
