@@ -159,8 +159,15 @@ def data_roots(options: StackOptions) -> list[Path]:
     here = Path.cwd()
     if here == Path(here.anchor):
         raise StackError(f"jobs may read the working folder, which is {here}: start the stack in another folder")
-    model = () if options.model is None else (Path(options.model),)
+    model = () if options.model is None else (_whole_model(Path(options.model).expanduser().resolve()),)
     return list(dict.fromkeys(path.expanduser().resolve() for path in (here, RECIPES, *model, *options.data_roots)))
+
+
+def _whole_model(folder: Path) -> Path:
+    """A model's folder. A snapshot of the Hugging Face cache only links files of the repository's folder above it."""
+    repository = folder.parents[1] if len(folder.parents) > 1 else folder
+    is_snapshot = folder.parent.name == "snapshots" and (repository / "blobs").is_dir()
+    return repository if is_snapshot else folder
 
 
 def _controller(

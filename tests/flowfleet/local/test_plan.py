@@ -7,8 +7,9 @@ from pydantic import ValidationError
 from flowfleet.accelerators import VISIBLE
 from flowfleet.job_files import RECIPES
 from flowfleet.local.placement import place
-from flowfleet.local.plan import StackOptions, make_plan, ports_needed
+from flowfleet.local.plan import StackOptions, data_roots, make_plan, ports_needed
 from flowfleet.local.stack import MARK, StackError
+from services.controller.places import Places
 
 URL = "redis://:secret@127.0.0.1:20000/0"
 
@@ -53,6 +54,22 @@ def test_jobs_may_read_the_working_folder_and_the_recipes(tmp_path: Path, monkey
     monkeypatch.chdir("/")
     with pytest.raises(StackError, match="start the stack in another folder"):
         make_plan(options, range(20_000, 20_000 + ports_needed(options)), ["redis-server"], URL)
+
+
+def test_jobs_may_read_a_preloaded_snapshot_of_the_hugging_face_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository, work = tmp_path / "hub" / "models--a--b", tmp_path / "work"
+    snapshot = repository / "snapshots" / "0123"
+    for folder in (snapshot, repository / "blobs", work):
+        folder.mkdir(parents=True)
+    (repository / "blobs" / "ab").write_text("{}")
+    (snapshot / "model_index.json").symlink_to("../../blobs/ab")
+    monkeypatch.chdir(work)
+    roots = data_roots(StackOptions(model=str(snapshot)))
+    assert roots == [work, RECIPES.resolve(), repository]
+    assert Places.of(roots, [], work / "state").model(str(snapshot)) == snapshot
+    assert data_roots(StackOptions(model=str(tmp_path / "model")))[-1] == tmp_path / "model"
 
 
 def test_port_zero_lets_the_controller_take_a_free_one(tmp_path: Path) -> None:
