@@ -83,6 +83,22 @@ def test_an_orphan_in_its_own_session_is_found_by_its_mark(
     assert not psutil.pid_exists(orphan) or psutil.Process(orphan).status() == psutil.STATUS_ZOMBIE
 
 
+def test_a_controller_that_hides_its_environment_is_found_by_its_command_line(
+    tmp_path: Path, started: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only root reads the environment of a process that cannot be dumped."""
+
+    def refuse(process: psutil.Process) -> dict[str, str]:
+        raise psutil.AccessDenied(process.pid)
+
+    for folder in ("ours", "theirs"):
+        command = [sys.executable, "-c", SLEEP, "-m", "services.controller", "--state-dir", str(tmp_path / folder)]
+        started.append(subprocess.Popen(command, text=True))
+    start(started, SLEEP)
+    monkeypatch.setattr(psutil.Process, "environ", refuse)
+    assert [p.pid for p in find_processes([], tmp_path / "ours")] == [started[0].pid]
+
+
 def test_a_process_deaf_to_sigterm_is_killed(tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
     process = start(started, DEAF)
     assert line(process) == "deaf"
