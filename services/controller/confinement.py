@@ -50,6 +50,14 @@ _STARTS = (
 )
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+_NOT_PUBLIC: tuple[Network, ...] = tuple(
+    map(
+        ipaddress.ip_network,
+        ("168.63.129.16/32", "192.0.0.0/24", "192.88.99.0/24", "::/96", "::ffff:0:0:0/96", "fec0::/10"),
+    )
+)
+"""Of a cloud's hosts (Azure, Oracle), of protocols, IPv4 inside IPv6, and site-local: public to `ipaddress`, at least
+in Python 3.11."""
 
 
 def hide_memory() -> None:
@@ -79,6 +87,8 @@ def is_public(address: str, networks: Sequence[Network] = ()) -> bool:
         return False
     if any(found in network for network in networks if network.version == found.version):
         return True
+    if any(found in network for network in _NOT_PUBLIC if network.version == found.version):
+        return False
     return found.is_global and not found.is_multicast
 
 

@@ -143,6 +143,11 @@ def test_a_name_that_leads_inside_is_not_followed(site: str, tmp_path: Path, hos
         ("::ffff:169.254.169.254", False),
         ("64:ff9b::a9fe:a9fe", False),
         ("2002:a9fe:a9fe::1", False),
+        ("168.63.129.16", False),
+        ("192.0.0.192", False),
+        ("fec0::1", False),
+        ("::a9fe:a9fe", False),
+        ("::ffff:0:a9fe:a9fe", False),
         ("localhost", False),
     ],
 )
