@@ -44,6 +44,7 @@ from services.controller.reward_calls import RewardCalls
 from services.controller.rewards import RewardPlane, modality_of
 from services.controller.settings import ControllerSettings
 from services.controller.shadow_queue import ShadowMetrics, ShadowQueue
+from services.controller.sources import Unread
 from services.controller.store import JobStore
 
 log = logging.getLogger(__name__)
@@ -215,7 +216,7 @@ class Runner:
 
     async def _run_job(self, job_id: str) -> None:
         """One job to its end. An error of ours is logged and the job continued from its ledger, a limited number of
-        times in a row; who is away is waited for."""
+        times in a row, as data that cannot be read are tried again; who is away is waited for."""
         crash = 0
         while crash < MAX_CRASHES:
             began = time.monotonic()
@@ -230,6 +231,9 @@ class Runner:
                 log.warning("the job waits: %s", trouble(error) or error, extra={"job": job_id})
             except Unavailable as error:
                 log.warning("the job waits: %s", error, extra={"job": job_id})
+            except Unread as error:
+                crash, reason = crash + 1, str(error)
+                log.warning("the job's data are not read (%d): %s", crash, error, extra={"job": job_id})
             except ValueError as error:
                 await self._fail(job_id, str(error))
                 return

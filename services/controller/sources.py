@@ -15,6 +15,10 @@ FIRST_BYTES = 1 << 20
 """Read of a file of which the first line alone is wanted."""
 
 
+class Unread(ValueError):
+    """The file or host did not answer as it should; the next try may succeed."""
+
+
 class Sources:
     """Blocking. What is remote is fetched by `read` alone. `networks` are those that hosts may be in, beside public
     ones."""
@@ -49,7 +53,8 @@ class Sources:
             os.close(descriptor)
 
     def prompts(self, place: str, kind: Kind = "prompts") -> list[Prompt]:
-        """Raises ValueError as `parse_prompts`, also for a file that cannot be read."""
+        """Raises ValueError as `parse_prompts`, also for a file that is missing, and Unread for one that is unreadable
+        now."""
         data = self._prompt_bytes(place, MAX_PROMPT_BYTES + 1)
         if len(data) > MAX_PROMPT_BYTES:
             raise ValueError(f"{place!r} is too large: a prompt file has at most {MAX_PROMPT_BYTES} bytes")
@@ -65,4 +70,5 @@ class Sources:
         try:
             return self.read(place, limit)
         except OSError as error:
-            raise ValueError(f"{place}: prompts cannot be read: {error}") from None
+            kind = ValueError if isinstance(error, FileNotFoundError) else Unread
+            raise kind(f"{place}: prompts cannot be read: {error}") from None

@@ -18,7 +18,7 @@ from PIL import Image
 from services.controller.confinement import is_public
 from services.controller.places import NotAllowed, Places
 from services.controller.reader import clean_environment
-from services.controller.sources import Sources
+from services.controller.sources import Sources, Unread
 
 LOOPBACK = "127.0.0.0/8"
 
@@ -79,6 +79,14 @@ def test_files_and_pictures_are_read(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         sources.read(str(tmp_path / "gone.txt"), 4)
     sources.close()
+
+
+def test_prompts_that_may_be_read_later_are_told_from_those_that_are_missing(open_sources: Sources, site: str) -> None:
+    with pytest.raises(Unread, match="ended after 9 of 14 bytes"):
+        open_sources.prompts(f"{site}/a.txt?cut")
+    with pytest.raises(ValueError, match="404") as missing:
+        open_sources.prompts(f"{site}/gone.txt")
+    assert not isinstance(missing.value, Unread)
 
 
 def test_a_reader_that_died_is_replaced(tmp_path: Path) -> None:

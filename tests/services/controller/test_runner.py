@@ -21,6 +21,7 @@ from services.controller.leadership import LeaseLost
 from services.controller.records import JobRecord, JobStatus
 from services.controller.runner import Runner
 from services.controller.settings import ControllerSettings
+from services.controller.sources import Unread
 from services.controller.store import JobStore
 
 SPEC = parse_job({"model": {"path": "m"}, "rewards": {"ocr": {}}, "data": {"train": "t.txt"}})
@@ -130,11 +131,35 @@ def test_a_crash_of_the_driver_is_survived(redis_url: str, tmp_path: Path) -> No
     with_runner(redis_url, tmp_path, use)
 
 
+def test_data_that_cannot_be_read_now_are_tried_again(redis_url: str, tmp_path: Path) -> None:
+    async def use(runner: WaitingRunner, store: JobStore) -> None:
+        runner.crashes, runner.error = 1, Unread("s3://b/t.txt: prompts cannot be read: SlowDown")
+        runner.gate.set()
+        job, _ = await store.create(SPEC)
+        await runner.start()
+        await reached(store, job.id, JobStatus.SUCCEEDED)
+        assert runner.order == [job.id, job.id]
+
+    with_runner(redis_url, tmp_path, use)
+
+
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "RESTART_DELAY_S", 0.01)
     monkeypatch.setattr(runner, "MAX_CRASHES", 2)
     monkeypatch.setattr(launcher, "STOP_DELAY_S", 0.01)
+
+
+@pytest.mark.usefixtures("soon")
+def test_data_that_stay_unreadable_fail_the_job_with_their_reason(redis_url: str, tmp_path: Path) -> None:
+    async def use(runner: WaitingRunner, store: JobStore) -> None:
+        runner.crashes, runner.error = 2, Unread("s3://b/t.txt: prompts cannot be read: SlowDown")
+        job, _ = await store.create(SPEC)
+        await runner.start()
+        await reached(store, job.id, JobStatus.FAILED)
+        assert (await store.get(job.id)).reason == "s3://b/t.txt: prompts cannot be read: SlowDown"
+
+    with_runner(redis_url, tmp_path, use)
 
 
 @pytest.mark.usefixtures("soon")
