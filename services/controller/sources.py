@@ -55,8 +55,9 @@ class Sources:
     def prompts(self, place: str, kind: Kind = "prompts") -> list[Prompt]:
         """Raises ValueError as `parse_prompts`, also for a file that is missing, and Unread for one that is unreadable
         now."""
-        data = self._prompt_bytes(place, MAX_PROMPT_BYTES + 1)
-        if len(data) > MAX_PROMPT_BYTES:
+        too_large = not is_remote(place) and self._size(place) > MAX_PROMPT_BYTES  # weights, say: not read at all
+        data = b"" if too_large else self._prompt_bytes(place, MAX_PROMPT_BYTES + 1)
+        if too_large or len(data) > MAX_PROMPT_BYTES:
             raise ValueError(f"{place!r} is too large: a prompt file has at most {MAX_PROMPT_BYTES} bytes")
         return parse_prompts(data, place, kind)
 
@@ -65,6 +66,17 @@ class Sources:
         data = self._prompt_bytes(place, FIRST_BYTES)
         first = next((line for line in data.splitlines() if line.strip()), b"")
         return parse_prompts(first, place)[0]
+
+    def _size(self, place: str) -> int:
+        """Bytes of a file; 0 where it cannot be opened, which reading it tells."""
+        try:
+            descriptor = self.places.open(place)
+        except OSError:
+            return 0
+        try:
+            return os.fstat(descriptor).st_size
+        finally:
+            os.close(descriptor)
 
     def _prompt_bytes(self, place: str, limit: int) -> bytes:
         try:

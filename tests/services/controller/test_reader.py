@@ -18,7 +18,7 @@ from PIL import Image
 from services.controller.confinement import is_public
 from services.controller.places import NotAllowed, Places
 from services.controller.reader import clean_environment
-from services.controller.sources import Sources, Unread
+from services.controller.sources import MAX_PROMPT_BYTES, Sources, Unread
 
 LOOPBACK = "127.0.0.0/8"
 
@@ -87,6 +87,15 @@ def test_prompts_that_may_be_read_later_are_told_from_those_that_are_missing(ope
     with pytest.raises(ValueError, match="404") as missing:
         open_sources.prompts(f"{site}/gone.txt")
     assert not isinstance(missing.value, Unread)
+
+
+def test_a_file_that_is_too_large_for_prompts_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = Sources(Places.of([tmp_path], [], tmp_path / "state"))
+    with (tmp_path / "weights.txt").open("wb") as file:
+        file.truncate(MAX_PROMPT_BYTES + 1)
+    monkeypatch.setattr(sources.reader, "read_file", lambda *_: pytest.fail("was read"))
+    with pytest.raises(ValueError, match="is too large: a prompt file has at most"):
+        sources.prompts(str(tmp_path / "weights.txt"))
 
 
 def test_a_reader_that_died_is_replaced(tmp_path: Path) -> None:
