@@ -160,7 +160,8 @@ def _shown(place: str) -> str:
 
 def url_origin(url: str) -> str:
     """SCHEME://HOST[:PORT], lower case, without a default port. Raises ValueError for chained or unknown protocols."""
-    if "::" in _IPV6_HOST.sub("//", url, count=1) or any(character.isspace() or character == "\\" for character in url):
+    odd = any(character.isspace() or not character.isprintable() or character == "\\" for character in url)
+    if odd or "::" in _IPV6_HOST.sub("//", url, count=1):
         raise ValueError(f"{_shown(url)}: chained protocols, spaces and backslashes are not read; give one plain URL")
     parts = urlsplit(url)
     scheme = parts.scheme.lower()
@@ -171,6 +172,8 @@ def url_origin(url: str) -> str:
     if not parts.hostname:
         raise ValueError(f"{_shown(url)} names no host")
     if scheme in OBJECT_STORES:
+        if ".." in url.split("/"):  # some clients take it for another bucket
+            raise ValueError(f"{_shown(url)}: leave .. out, an object store has no folders")
         return f"{scheme}://{parts.netloc}"
     host = parts.hostname.rstrip(".")
     host = f"[{host}]" if ":" in host else host
