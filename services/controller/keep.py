@@ -24,7 +24,8 @@ class Keep(BaseModel):
     days: float = Field(default=90.0, ge=0.0, allow_inf_nan=False)
     """Longest time that an ended job stays."""
     gib: float = Field(default=16.0, ge=0.0, allow_inf_nan=False)
-    """Most GiB of Redis that the histories of ended jobs take together."""
+    """Most GiB of Redis that the histories of ended jobs take together; never more than half of what submits may
+    fill."""
     detail_days: float = Field(default=30.0, ge=0.0, allow_inf_nan=False)
     """Time after a job's end from which only the next three numbers of it stay; its pictures go with its samples."""
     events: int = Field(default=1000, ge=1)
@@ -46,6 +47,10 @@ class Keep(BaseModel):
                 "a new job must not be taken where running ones pause"
             )
         return self
+
+    def within(self, limit: int) -> Keep:
+        """These limits for a Redis of `limit` bytes: ended jobs must go before new ones are refused for them."""
+        return self.model_copy(update={"gib": min(self.gib, limit * self.refuse_above / 2 / 2**30)})
 
 
 def to_remove(jobs: Sequence[EndedJob], sizes: Mapping[str, int], keep: Keep, now: float) -> dict[str, str]:

@@ -20,6 +20,7 @@ from flowfleet.blobs import BlobStore
 from services.controller.archiving import archive_job
 from services.controller.keep import Keep, to_remove, to_thin
 from services.controller.leadership import LeaseLost
+from services.controller.memory import Memory
 from services.controller.redis_trouble import trouble
 from services.controller.removal import EndedJob
 from services.controller.store import JobStore
@@ -41,12 +42,13 @@ class Keeper:
         keep: Keep,
         archive: Archive | None = None,
         *,
+        memory: Memory | None = None,
         blobs_in_redis: bool = True,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._in_redis = blobs_in_redis  # those go with the job's keys
         self._store, self._blobs = store, blobs
-        self._keep, self._archive, self._clock = keep, archive, clock
+        self._keep, self._archive, self._memory, self._clock = keep, archive, memory, clock
         self._sizes: dict[str, int] = {}
         """Job → bytes of Redis that its history takes; an ended job does not grow."""
 
@@ -68,7 +70,8 @@ class Keeper:
         jobs = await self._store.ended()
         await self._measure(jobs)
         now = self._clock()
-        removed = to_remove(jobs, self._sizes, self._keep, now)
+        limit = await self._memory.limit() if self._memory else 0
+        removed = to_remove(jobs, self._sizes, self._keep.within(limit) if limit else self._keep, now)
         thinned = set(to_thin(jobs, self._keep, now)) - removed.keys()
         for job in jobs:
             if not await self._archived(job):

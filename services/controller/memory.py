@@ -23,7 +23,7 @@ class Memory:
 
     def __init__(self, redis: Any, keep: Keep, clock: Callable[[], float] = time.monotonic) -> None:
         self._redis, self._keep, self._clock = redis, keep, clock
-        self._share, self._looked = 0.0, float("-inf")
+        self._limit, self._share, self._looked = 0, 0.0, float("-inf")
 
     async def check_room(self) -> None:
         """Raises Full where a submit must be refused."""
@@ -43,10 +43,15 @@ class Memory:
             ", then `flowfleet resume` the job"
         )
 
+    async def limit(self) -> int:
+        """Bytes that Redis may use; 0 where it does not tell."""
+        await self._look()
+        return self._limit
+
     async def _look(self) -> float:
         if self._clock() - self._looked >= LOOK_S:
             info = await self._redis.info("memory")
-            limit = info.get("maxmemory") or info.get("total_system_memory")  # some services tell neither
-            self._share = info["used_memory"] / limit if limit else 0.0
+            self._limit = info.get("maxmemory") or info.get("total_system_memory") or 0  # some services tell neither
+            self._share = info["used_memory"] / self._limit if self._limit else 0.0
             self._looked = self._clock()
         return self._share

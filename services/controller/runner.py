@@ -90,6 +90,7 @@ class Runner:
             open_blobs(redis, settings.blobs, registry),
             settings.keep,
             Archive(settings.archive) if settings.archive else None,
+            memory=self._memory,
             blobs_in_redis=settings.blobs == "redis",
         )
         self._wake = asyncio.Event()

@@ -169,7 +169,7 @@ async def test_running_jobs_pause_above_the_higher_watermark(
         assert record.desired == "paused"
         assert "running jobs pause" in record.reason
         assert "flowfleet resume" in record.reason
-        fleet.runner._memory._keep = Keep()  # somebody made room
+        fleet.runner._memory._keep = fleet.runner._keeper._keep = Keep()  # somebody made room
         await fleet.store.request(record.id, "resume")
         async with asyncio.timeout(20):
             record = await fleet.reached(record.id, lambda job: job.status.terminal)

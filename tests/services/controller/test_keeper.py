@@ -7,6 +7,7 @@ import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -23,6 +24,7 @@ from services.controller import removal
 from services.controller.keep import DAY_S, Keep, to_remove, to_thin
 from services.controller.keeper import Keeper
 from services.controller.leadership import Lease, LeaseLost
+from services.controller.memory import Memory
 from services.controller.records import Desired, JobStatus, SampleRecord
 from services.controller.removal import EndedJob
 from services.controller.settings import ControllerSettings
@@ -255,6 +257,22 @@ async def test_an_ended_job_is_archived_before_it_goes(
     assert [archive.media(job_id, sample) for sample in found] == [f"picture {step}".encode() for step in range(3)]
     counts = json.loads((tmp_path / "archive" / job_id / "complete.json").read_text())
     assert (counts["events"], counts["metrics"], counts["samples"], counts["media"]) == (6, 3, 3, 3)
+
+
+async def test_ended_jobs_go_before_they_fill_a_small_redis(store: JobStore, blobs: BlobStore, clock: Clock) -> None:
+    """The default of 16 GiB is more than many a Redis has: the half of what submits may fill counts."""
+    first, second = [await history(store, blobs) for _ in range(2)]
+    for job_id in (first, second):
+        clock.now += 1
+        await store.set_status(job_id, JobStatus.SUCCEEDED)
+    size = await store.history_bytes(first)
+    redis = AsyncMock()
+    redis.info.return_value = {"used_memory": 0, "maxmemory": int(1.5 * size / 0.4)}
+    await Keeper(store, blobs, Keep(), memory=Memory(redis, Keep()), clock=clock).look()
+    with pytest.raises(NotFound):
+        await store.get(first)
+    assert (await store.get(second)).status == JobStatus.SUCCEEDED
+    assert Keep(gib=1).within(100 * GIB).gib == 1
 
 
 class PoisonedArchive(Archive):
