@@ -54,7 +54,7 @@ async def _copy_media(blobs: BlobStore, archive: Archive, job_id: str, samples: 
         async with turn:
             try:
                 data = await blobs.get(media_ref(sample))
-            except (NotFound, DataLoss):
+            except (NotFound, DataLoss, ValueError):  # ValueError: it is in a store that was configured before
                 return 0
             place = (sample.purpose, sample.step, sample.group, sample.index, sample.media_type)
             await asyncio.to_thread(archive.write, job_id, media_name(*place), data)

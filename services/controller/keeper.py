@@ -8,6 +8,7 @@ operator has an archive; while that cannot be written nothing is removed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -106,7 +107,8 @@ class Keeper:
 
     async def _thin(self, job_id: str) -> None:
         keep = self._keep
-        await self._blobs.delete(await self._store.media_beyond(job_id, keep.samples))
+        with contextlib.suppress(ValueError):  # of a store that was configured before: its pictures expire there
+            await self._blobs.delete(await self._store.media_beyond(job_id, keep.samples))
         await self._store.thin(job_id, keep.events, keep.metrics, keep.samples)
         self._sizes.pop(job_id, None)
 

@@ -275,6 +275,21 @@ async def test_ended_jobs_go_before_they_fill_a_small_redis(store: JobStore, blo
     assert Keep(gib=1).within(100 * GIB).gib == 1
 
 
+async def test_pictures_in_a_store_of_before_stop_nothing(
+    store: JobStore, blobs: BlobStore, redis: Any, clock: Clock, tmp_path: Path
+) -> None:
+    """An operator moved the blobs out of Redis: what old jobs name there is not this store's."""
+    job_id = await history(store, blobs)
+    await store.set_status(job_id, JobStatus.SUCCEEDED)
+    clock.now += 2 * DAY_S
+    moved = open_blobs(redis, f"file://{tmp_path}/blobs")
+    archive = Archive(f"file://{tmp_path}/archive")
+    keep = Keep(detail_days=1, samples=1)
+    await Keeper(store, moved, keep, archive, blobs_in_redis=False, clock=clock).look()
+    assert len(list(archive.samples(job_id))) == 3
+    assert len((await store.samples(job_id))[0]) == 1
+
+
 class PoisonedArchive(Archive):
     """Fails for one job with an error that is not an OSError, as clients of object stores do."""
 
