@@ -67,7 +67,9 @@ class Keeper:
             await asyncio.sleep(PERIOD_S)
 
     async def look(self) -> None:
-        """Archives, thins and removes what is due, then clears what is left of it."""
+        """Archives, thins and removes what is due, then clears what is left of it. Raises LeaseLost on a controller
+        that leads no more: the keeper ends there even if a connection swallowed its cancellation."""
+        await self._store.confirm()
         jobs = await self._store.ended()
         await self._measure(jobs)
         now = self._clock()

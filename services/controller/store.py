@@ -43,6 +43,11 @@ class JobStore(History, SampleShelf, RewardShelf, Removal):
         """The same store, whose changes of status raise LeaseLost once another controller leads."""
         return JobStore(self._redis, self._clock, lease)
 
+    async def confirm(self) -> None:
+        """Asks Redis whether this controller still leads. Raises LeaseLost if it does not."""
+        if self._lease is not None:
+            await self._lease.confirm()
+
     async def create(self, spec: JobSpec, idempotency_key: str | None = None) -> tuple[JobRecord, bool]:
         """Queues a job. The same key with the same job gives the first one and False; with another job, Conflict."""
         job_id = new_job_id()
