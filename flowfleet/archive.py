@@ -64,7 +64,7 @@ class Archive:
         return self._lines(job_id, "rewards", RewardRevision)
 
     def samples(self, job_id: str) -> Iterator[Sample]:
-        """Of training, then of validation, each from the oldest."""
+        """Samples of training, then of validation, each from the oldest."""
         return self._lines(job_id, "samples", Sample)
 
     def media(self, job_id: str, sample: Sample) -> bytes:

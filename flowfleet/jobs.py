@@ -119,8 +119,8 @@ class RolloutPart(Part):
     """The steps of an ODE (`noise.eta` 0), in training and validation. dpm_solver_2: second order, more exact at as
     many model calls."""
     tail_steps: int | None = Field(default=None, ge=1, le=1000)
-    """After the last noisy step, go on with `dpm_solver_2` in so many steps (MixGRPO-Flash); unset: Euler's steps on
-    the whole schedule. Validation has no tail."""
+    """Steps of `dpm_solver_2` after the last noisy step (MixGRPO-Flash); unset: Euler's on the whole schedule.
+    Validation has no tail."""
     shift: float | None = Field(default=None, gt=0.0, le=100.0)
     """Shift s of the noise levels in place of the checkpoint's, static for every size: u becomes s u / (1 + (s - 1) u).
     Unset: the checkpoint's."""
@@ -295,7 +295,7 @@ class OptimizerPart(Part):
     warmup_updates: int = Field(default=0, ge=0)
     """Updates in which `lr` rises linearly from 0."""
     final_lr: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Where `linear` and `cosine` end."""
+    """The rate at which `linear` and `cosine` end."""
     state: Literal["device", "host", "8bit"] = "device"
     """Where the two moments are: fp32 beside the weights, fp32 in host memory, or beside the weights in 8 bits."""
 

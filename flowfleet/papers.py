@@ -26,7 +26,7 @@ _PER_JOB = ("name", "data.", "model.path", "rewards.", "algorithm.name")
 
 
 def read_sources() -> dict[str, Any]:
-    """Where the values of the recipes come from: `sources` by name, and `recipes` by name with their `settings`."""
+    """The origins of the recipes' values: `sources` by name, and `recipes` by name with their `settings`."""
     return read_table(FOLDER / SOURCES, "a table of sources")
 
 
@@ -143,7 +143,7 @@ def _names(names: list[str], known: Iterable[str]) -> str:
 
 
 def _value(value: Any) -> str:
-    """As in a job file; long lists by their length."""
+    """A value as in a job file; long lists by their length."""
     if isinstance(value, list | tuple):
         return f"{len(value)} names" if value and isinstance(value[0], str) else json.dumps(list(value))
     return f"{value:g}" if isinstance(value, float) else json.dumps(value)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from flowfleet.models.base import Schedule
 
 MOST = 4.0
-"""Of a step's std to the noise level that it ends at. Sound steps have up to 1.5, the coarse one of Qwen-Image 24."""
+"""Largest ratio of a step's std to the level it ends at. Sound steps have up to 1.5, Qwen-Image's coarse one 24."""
 
 
 def check_noise(spec: JobSpec, schedule: Schedule) -> None:

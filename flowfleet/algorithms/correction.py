@@ -104,7 +104,7 @@ def weigh(
 
 
 def reject(part: CorrectionPart, weighed: Correction, mean: float = 1.0) -> Correction:
-    """With weights divided by `mean`, and 0 in rows whose ratio is below `reject_low` or above `reject_high`."""
+    """Divides weights by `mean`, and sets those to 0 whose ratio is below `reject_low` or above `reject_high`."""
     if weighed.weights is None:
         return weighed
     ratio = weighed.log_ratio.exp()

@@ -136,7 +136,7 @@ for _step in (
 
 _CLIP = ("clip_range", "clip_range_low", "clip_nats", "clip_nats_low")
 _TWO_UPDATES = {"trainer.updates_per_step": 2}
-"""In a step's only update the ratio to the old policy is 1, so that no limit acts."""
+"""Losses with limits want two updates: in a step's only update the ratio to the old policy is 1 and no limit acts."""
 
 for _loss in (
     Loss("flow_grpo", f"{_LOSSES}:flow_grpo", "policy", reads=_CLIP, defaults=_TWO_UPDATES),

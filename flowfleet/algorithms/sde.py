@@ -99,7 +99,7 @@ class ReverseStep:
         return StepResult(prev_sample, self._log_prob(prev_sample - mean, scales.std), mean, std)
 
     def scales(self, sigma: Sigma, sigma_next: Sigma, eta: float, sigma_max: Sigma) -> StepScales:
-        """Of steps from `sigma` to `sigma_next`; see `__call__` for the arguments."""
+        """Scales of steps from `sigma` to `sigma_next`; see `__call__` for the arguments."""
         s, s_next, s_max = (_float64(value) for value in (sigma, sigma_next, sigma_max))
         if not bool(((s_next >= 0) & (s_next < s) & (s <= 1) & ((s < 1) | (s_max < 1))).all()):
             raise ValueError(

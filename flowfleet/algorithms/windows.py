@@ -39,7 +39,7 @@ class Window:
 
     strategy: WindowStrategy
     num_steps: int
-    """Of the sampling schedule."""
+    """Steps of the sampling schedule."""
     size: int = 2
     """Steps in the window, for `fixed`, `random` and `progressive`."""
     low: int = 0
@@ -60,7 +60,7 @@ class Window:
     """Rate of `exp_decay` for each step of the schedule."""
     at_end: AtEnd = "start_over"
     steps: tuple[int, ...] = ()
-    """Of `listed`, ascending."""
+    """The steps of `listed`, ascending."""
     fraction: float = 0.6
     """Share of the noisy steps that `fraction` trains."""
 
@@ -104,7 +104,7 @@ class Window:
         return tuple(range(start, min(start + self.size, self.end)))
 
     def trained(self, seed: int, step: int) -> tuple[int, ...]:
-        """Those of `noisy` that are stored and trained on, in rising order: all of them, but for `fraction`."""
+        """The steps of `noisy` that are stored and trained on, in rising order: all of them, but for `fraction`."""
         noisy = self.noisy(seed, step)
         if self.strategy != "fraction":
             return noisy
@@ -144,7 +144,7 @@ class Window:
         return self.low if self.strategy == "fixed" else self._progress(step)
 
     def _progress(self, step: int) -> int:
-        """Where `progressive` starts: a round of all starts, each for its stay, that comes again and again."""
+        """The start of `progressive`: a round of all starts, each for its stay, repeats for ever."""
         starts = self._starts()
         ends = list(accumulate(map(self._stay, starts)))
         if self.at_end == "stay" and step >= ends[-1]:
@@ -185,5 +185,5 @@ def noisy_steps(spec: JobSpec, step: int) -> tuple[int, ...]:
 
 
 def trained_steps(spec: JobSpec, step: int) -> tuple[int, ...]:
-    """Those of `noisy_steps` that are stored and trained on."""
+    """The steps of `noisy_steps` that are stored and trained on."""
     return spec.rollout.noise_window.trained(spec.seed, step) if spec.rollout.noise.eta > 0 else ()

@@ -43,7 +43,7 @@ class StableDiffusion3Adapter(ModelAdapter):
     }
 
     max_sequence_length: int = 256
-    """Of T5."""
+    """Tokens of T5."""
 
     def __init__(self, pipeline: Any, vae_config: dict[str, Any], *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(pipeline, vae_config, dtype=dtype, device=device)

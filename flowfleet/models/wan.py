@@ -79,7 +79,7 @@ class WanAdapter(ModelAdapter):
         return super().blank_prompts(count, min(num_tokens, self.max_sequence_length))
 
     def schedule(self, num_steps: int, size: Size, shift: float | None = None) -> Schedule:
-        """Of every size; see `euler_schedule`."""
+        """The same for every size; see `euler_schedule`."""
         key = num_steps, shift
         if key not in self._schedules:
             self._schedules[key] = euler_schedule(self.pipeline.scheduler.config, num_steps, shift)

@@ -35,7 +35,7 @@ class ZImageAdapter(ModelAdapter):
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
 
     max_sequence_length: int = 512
-    """Of Qwen3; shorter prompts keep their own length."""
+    """Tokens of Qwen3; shorter prompts keep their own length."""
 
     def __init__(self, pipeline: Any, vae_config: dict[str, Any], *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(pipeline, vae_config, dtype=dtype, device=device)

@@ -16,9 +16,9 @@ class Work:
     """Of one training step unless it says otherwise; FLOPs are model FLOPs (flowfleet/flops.py)."""
 
     samples: int
-    """That are sampled and scored."""
+    """Samples that are drawn and scored."""
     trained: int
-    """Of these, trained on."""
+    """Samples that are trained on."""
     rollout_flops_per_sample: float
     """Denoising and decoding."""
     train_flops_per_sample: float

@@ -68,7 +68,7 @@ class JobData:
     """What a job reads before its first step."""
 
     spec: JobSpec
-    """With folders in place of `job:ID`."""
+    """The job with folders in place of `job:ID`."""
     training: list[Prompt]
     held_out: list[Prompt]
 

@@ -44,7 +44,7 @@ class Columns:
     """At the step."""
 
     def with_column(self, name: str, values: Sequence[float], weight: float) -> Columns:
-        """With another one, which every sample has."""
+        """The same with another column, which every sample has."""
         return Columns(
             {**self.values, name: np.array(values, dtype=np.float64)},
             {**self.present, name: np.ones(len(values), dtype=np.bool_)},

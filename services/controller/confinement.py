@@ -56,8 +56,8 @@ _NOT_PUBLIC: tuple[Network, ...] = tuple(
         ("168.63.129.16/32", "192.0.0.0/24", "192.88.99.0/24", "::/96", "::ffff:0:0:0/96", "fec0::/10"),
     )
 )
-"""Of a cloud's hosts (Azure, Oracle), of protocols, IPv4 inside IPv6, and site-local: public to `ipaddress`, at least
-in Python 3.11."""
+"""Addresses of a cloud's hosts (Azure, Oracle), of protocols, IPv4 inside IPv6, and site-local ones. `ipaddress` takes
+them for public, at least in Python 3.11."""
 
 
 def hide_memory() -> None:

@@ -72,7 +72,7 @@ def left_out_reason(spec: JobSpec) -> str:
 
 
 def best_and_worst(credits: Sequence[Credit], best_of: int | None) -> list[Credit]:
-    """Of each group the half of `best_of` with the highest advantages and the half with the lowest, in the given order.
+    """The best and the worst `best_of / 2` samples of each group, by advantage, in the given order.
 
     An odd `best_of` takes one more of the best, as DanceGRPO's code does. Of equal advantages those of higher index
     count as better. Groups of no more than `best_of` samples stay whole, and so does everything where it is None.

@@ -60,7 +60,7 @@ class Scored(_Event):
     scores: dict[str, float] = {}
     """Reward → score, not weighted; empty in ledgers from before it was kept."""
     reference_kl: float = 0.0
-    """Of the sample, as its rollout measured it; 0 where it did not, and in ledgers from before that could be."""
+    """The sample's KL as its rollout measured it; 0 where it did not, and in ledgers that are older than the field."""
 
 
 class Dropped(_Event):
@@ -102,7 +102,7 @@ class Published(_Event):
     kind: Literal["published"] = "published"
     version: int
     evaluated: bool = False
-    """In the version's evaluated weights; else in those that sample."""
+    """Whether these are the version's evaluated weights; else those that sample."""
 
 
 class Checkpointed(_Event):

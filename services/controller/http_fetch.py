@@ -10,7 +10,7 @@ from urllib.parse import quote, urljoin, urlsplit
 from services.controller.places import url_origin
 
 TIMEOUT_S = 30.0
-"""Of a connection's silence. The controller limits the whole."""
+"""Limit of a connection's silence. The controller limits the whole."""
 MAX_REDIRECTS = 5
 _REDIRECTS = (301, 302, 303, 307, 308)
 _SAFE = "/%:@!$&'()*+,;=~-._?"

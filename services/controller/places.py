@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from flowfleet.adapter_files import PEFT_CONFIG
 
 FORBIDDEN = ("/proc", "/sys", "/dev", "/run/secrets", "/var/run/secrets")
-"""Where the kernel and the cluster show secrets. No root makes these readable."""
+"""Folders in which the kernel and the cluster show secrets. No root makes these readable."""
 OBJECT_STORES = ("s3", "gs", "az", "abfs", "oss")
 SCHEMES = ("https", "http", *OBJECT_STORES)
 """Schemes of URLs that an operator may list."""
@@ -55,8 +55,8 @@ class Places:
             self.path(place)
 
     def path(self, place: str, *, may_be_gone: bool = False) -> Path:
-        """Where a path leads. Raises NotAllowed if a job may not read there, whether something is there or not; of what
-        a job made also if it is gone, unless it may be."""
+        """Resolves a path. Raises NotAllowed if a job may not read there, whether something is there or not; of what a
+        job made also if it is gone, unless it may be."""
         if is_job(place):
             return self._of_job(place, may_be_gone=may_be_gone)
         try:
@@ -154,7 +154,7 @@ def is_job(place: str) -> bool:
 
 
 def _shown(place: str) -> str:
-    """For messages."""
+    """The place as messages show it."""
     return repr(place if len(place) <= 200 else place[:200] + "…")
 
 

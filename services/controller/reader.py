@@ -19,7 +19,7 @@ from services.controller.reader_process import ANSWER, QUESTION
 
 PROCESSES = 4
 DEADLINE_S = 600.0
-"""For one file. A reader that takes longer is ended."""
+"""Limit of one file. A reader that takes longer is ended."""
 PREFIX = "FLOWFLEET_READER_"
 _PASSED = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONHOME", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
 

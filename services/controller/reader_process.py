@@ -25,7 +25,7 @@ from services.controller.confinement import Network, confine
 QUESTION = struct.Struct("!I")
 ANSWER = struct.Struct("!IQ")
 _QUARTER_TURNS = (5, 6, 7, 8)
-"""Of EXIF's orientations: those that swap width and height."""
+"""EXIF's orientations that swap width and height."""
 
 
 def main(arguments: list[str]) -> NoReturn:
@@ -54,7 +54,7 @@ def prepare(arguments: list[str]) -> socket.socket:
 
 
 def load(schemes: list[str]) -> None:
-    """As another user the interpreter's files may be out of reach later on."""
+    """Imports early: as another user the interpreter's files may be out of reach later on."""
     import encodings.idna  # noqa: F401, of host names
 
     from PIL import ExifTags, Image, JpegImagePlugin, PngImagePlugin, WebPImagePlugin  # noqa: F401

@@ -18,7 +18,7 @@ from flowfleet import keys
 from services.controller.records import Desired, JobStatus, Purpose
 
 LATE_S = 600.0
-"""After which leftovers are cleared again."""
+"""Seconds after which leftovers are cleared again."""
 BATCH = 500
 WORKING = frozenset({"state", "ledger", "refs", "train", "trajectories"})
 """Parts of a job's keys that only a running job needs."""
@@ -123,7 +123,7 @@ class Removal:
         return bool(await self._redis.exists(keys.job(job_id)))
 
     async def leftovers(self) -> list[Leftover]:
-        """Those to clear now."""
+        """Leftovers to clear now."""
         found = await self._redis.zrangebyscore(keys.leftovers(), "-inf", self._clock())
         parts = [member.decode().partition("/") for member in found]
         return [Leftover(job_id, again == "1") for again, _, job_id in parts]

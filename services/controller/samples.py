@@ -155,7 +155,7 @@ class SampleShelf:
 
 
 def media_ref(sample: SampleRecord) -> BlobRef:
-    """Where the sample's picture or video is."""
+    """The place of the sample's picture or video."""
     return BlobRef(uri=sample.media_uri, size_bytes=sample.media_size_bytes, sha256=sample.media_sha256)
 
 

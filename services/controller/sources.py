@@ -62,7 +62,7 @@ class Sources:
         return parse_prompts(data, place, kind)
 
     def first_prompt(self, place: str) -> Prompt:
-        """Of a file of prompts, of which only the start is read. Raises as `prompts`."""
+        """The first prompt of a file, of which only the start is read. Raises as `prompts`."""
         data = self._prompt_bytes(place, FIRST_BYTES)
         first = next((line for line in data.splitlines() if line.strip()), b"")
         return parse_prompts(first, place)[0]

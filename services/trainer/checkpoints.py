@@ -167,7 +167,7 @@ def read_into(tensors: dict[str, Tensor], path: Path, ranks: Ranks) -> None:
 
 
 def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Of the whole tensors in a checkpoint, by name."""
+    """Shapes of the whole tensors in a checkpoint, by name."""
     stored = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     return {name: tuple(item.size) for name, item in stored.items() if isinstance(item, TensorStorageMetadata)}
 

@@ -12,7 +12,7 @@ from flowfleet.jobs import JobSpec
 
 
 def learning_rate(spec: JobSpec, step: int, number: int) -> float:
-    """Of update `number` of training step `step`, both from 0.
+    """The rate of update `number` of training step `step`, both from 0.
 
     In the warm-up it is lr i / warmup_updates at place i, which begins at 0, as in diffusers' and transformers'
     `get_scheduler`; then it falls to `final_lr`, which it would reach one update after the job's last one.

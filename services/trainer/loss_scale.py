@@ -25,14 +25,14 @@ GREATEST = 2.0**60
 
 @dataclass
 class LossScale:
-    """Of a job; the same on every rank. Part of each checkpoint."""
+    """The scale of a job; the same on every rank. Part of each checkpoint."""
 
     num_elements: int
-    """Of a sample's latents."""
+    """Elements of a sample's latents."""
     is_on: bool
     """Off it is always 1."""
     scale: float | None = None
-    """Of the next update; None before the first."""
+    """The scale of the next update; None before the first."""
     num_finite: int = 0
     """Updates in a row without overflow since the scale changed."""
 

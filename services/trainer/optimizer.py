@@ -34,7 +34,7 @@ class UpdateOutcome:
     """False when the gradient was not finite: weights and optimizer are as before."""
     lr: float
     loss_scale: float
-    """By which the gradients were too large (loss_scale.py)."""
+    """The factor by which the gradients were too large (loss_scale.py)."""
 
 
 class ShardedAdamW:

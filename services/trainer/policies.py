@@ -66,7 +66,7 @@ class Policies:
             self._move(self._average, average_decay(part, self.num_updates))
 
     def follow(self, step: int) -> float | None:
-        """After training step `step` (from 0) the old policy moves towards the trained one, where it is its turn.
+        """Moves the old policy towards the trained one after training step `step` (from 0), where it is its turn.
         Returns the share of itself that it kept; None without an old policy."""
         if self._old is None:
             return None
@@ -100,7 +100,7 @@ class Policies:
             shard.copy_(local(self._trained[name]))
 
     def _move(self, shards: Mapping[str, Tensor], decay: float) -> None:
-        """To decay shards + (1 - decay) trained; a decay of 0 gives the trained weights' bits."""
+        """Moves to decay shards + (1 - decay) trained; a decay of 0 gives the trained weights' bits."""
         for name, shard in shards.items():
             shard.lerp_(local(self._trained[name]), 1 - decay)
 

@@ -37,7 +37,7 @@ class WarmStart:
     path: Path
     shapes: Mapping[str, tuple[int, ...]]
     alphas: frozenset[float]
-    """Of its transformers; none where it does not tell."""
+    """LoRA alphas of its transformers; none where it does not tell."""
     targets: tuple[str, ...]
     """Target modules; none where it does not tell."""
     fill: Fill
@@ -89,7 +89,7 @@ def open_adapter(path: Path, components: Sequence[str]) -> WarmStart:
 
 
 def _of_checkpoint(path: Path) -> WarmStart:
-    """Of the trained weights alone: no moments, no old policy, no averages."""
+    """Reads the trained weights alone: no moments, no old policy, no averages."""
     state = complete_state(path)
     if state is None:
         raise ValueError(f"{path} is not a complete checkpoint: give another one of the job")
@@ -157,7 +157,7 @@ def _config(opened: Any, files: AdapterFiles, file: Path, component: str) -> dic
 
 
 def _alpha(config: Mapping[str, Any], file: Path, slices: Mapping[str, Any]) -> float:
-    """As diffusers reads it: the rank, in a file that does not tell."""
+    """The alpha as diffusers reads it: the rank, in a file that does not tell."""
     for name in _OTHER_KINDS:
         if config.get(name):
             raise ValueError(

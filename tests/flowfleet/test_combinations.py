@@ -585,7 +585,7 @@ def test_one_update_a_step_is_warned_of_where_a_limit_would_never_act() -> None:
 
 
 def test_a_default_of_two_updates_gives_way_to_too_few_samples() -> None:
-    """Of a loss on pairs that brings it: only what the job itself wrote is refused."""
+    """A loss on pairs may bring it: only what the job itself wrote is refused."""
     two = {"trainer.updates_per_step": 2}
     register_loss(Loss("pairwise", "no.module:none", "matching", needs_pairs=True, defaults=two))
     try:

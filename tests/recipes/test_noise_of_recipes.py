@@ -37,7 +37,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelAdapter]:
-    """By the path that a recipe names."""
+    """Adapters by the path that a recipe names."""
 
     @cache
     def load(kind: str) -> ModelAdapter:

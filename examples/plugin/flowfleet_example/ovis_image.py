@@ -22,7 +22,7 @@ class OvisImageAdapter(FluxAdapter):
     pipeline_class = OvisImagePipeline
     parts = USUAL_PARTS
     max_sequence_length: int = 256
-    """Of Qwen3."""
+    """Tokens of Qwen3."""
 
     def _encode(self, prompts: list[str], images: list[list[Image.Image]] | None) -> PromptEmbeds:
         without_images(images)

@@ -43,7 +43,7 @@ class Sampling:
     condition_pixels: int | None = None
     """Area that condition images are resized to; None is the family's default."""
     sampler: SamplerName = "euler"
-    """Of the steps without noise."""
+    """The sampler of the steps without noise."""
     shift: float | None = None
     """Static shift of the noise levels; None is the checkpoint's."""
 
@@ -60,7 +60,7 @@ class Noise:
     tail_steps: int = 0
     """Steps of `dpm_solver_2` after the last noisy one, in place of all that the schedule has there; 0 leaves those."""
     recorded: tuple[int, ...] = ()
-    """Of `steps`, those that are kept where steps are recorded; none: all."""
+    """The part of `steps` that is kept where steps are recorded; none: all."""
 
     @property
     def kept(self) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ class Objective(Protocol):
         say of them."""
 
     def forwards(self, update: int) -> Sequence[Forward]:
-        """Of an update of this pass, in order. The experts that they go through are the same on every rank."""
+        """The forwards of an update of this pass, in order. They go through the same experts on every rank."""
 
 
 def velocity(engine: Engine, latents: Tensor, timestep: Tensor, batch: Batch) -> Tensor:

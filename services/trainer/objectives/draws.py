@@ -100,7 +100,7 @@ class ScheduleDraws(Draws):
     sigmas_of_steps: Tensor
     """(N,) float32 on the CPU."""
     num_rounds: int
-    """Of a pass, at most N; the rounds of later passes are numbered on."""
+    """Rounds of a pass, at most N; those of later passes are numbered on."""
 
     def interval(self, update: int, k: int) -> Interval:
         levels = self.sigmas_of_steps[self._side(update, k)[0]]
@@ -133,7 +133,7 @@ class ScheduleDraws(Draws):
 
 
 def draws_of(spec: JobSpec, adapter: ModelAdapter, step: int) -> Draws:
-    """By the job's `algorithm.sigma_sampling`."""
+    """The draws that the job's `algorithm.sigma_sampling` names."""
     part, rollout = spec.algorithm, spec.rollout
     boundary = adapter.boundary if len(adapter.experts) > 1 else None
     if part.sigma_sampling == "schedule":

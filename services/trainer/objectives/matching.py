@@ -108,7 +108,7 @@ class MatchingObjective:
         return noise.to(clean.device), self._draws.sigmas(places, item.update, k)
 
     def _drawn_round(self, k: int) -> int:
-        """Under which round k of this pass is drawn."""
+        """The number under which round k of this pass is drawn."""
         return (self._num_passes - 1) * self.num_rounds + k
 
     def _velocity(self, item: _Item, noise: Tensor, sigma: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ def _line(number: int, is_video: bool, has_images: bool, is_pairs: bool) -> dict
 
 
 SAMPLERS: dict[str, dict[str, Any]] = {"mix_grpo": {"tail_steps": 1}, "diffusion_nft": {"sampler": "dpm_solver_2"}}
-"""As the authors sample (MixGRPO-Flash): log-probs must stay exact."""
+"""The authors' way to sample (MixGRPO-Flash): log-probs must stay exact."""
 
 
 def make_job(checkpoint: Path, data: Path, algorithm: str, mode: str) -> dict[str, Any]:

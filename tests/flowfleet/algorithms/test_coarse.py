@@ -16,7 +16,7 @@ from flowfleet.models.schedules import Levels, even_levels, flow_match_schedule,
 from tests.tiny_models.qwen_image import make_qwen_scheduler
 
 TOKENS = 1024
-"""Of 512² pixels."""
+"""Tokens of 512² pixels."""
 QWEN = dict(make_qwen_scheduler().config)
 SD3 = dict(FlowMatchEulerDiscreteScheduler(shift=3.0).config)
 FLUX: dict[str, Any] = dict(FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True).config)
@@ -127,14 +127,14 @@ def test_the_eta_that_is_named_is_enough() -> None:
     name=st.sampled_from(["flow_grpo", "dance_grpo"]),
 )
 def test_no_default_range_reaches_a_coarse_step(family: str, steps: int, strategy: str, name: str) -> None:
-    """With the algorithm's own eta. From 46 steps on `progressive` of DanceGRPO's 1.2 does, and is refused."""
+    """Takes the algorithm's own eta. From 46 steps on `progressive` of DanceGRPO's 1.2 does, and is refused."""
     assert not problem_of(family, spec_of(name, steps, strategy=strategy, size=2))
     if strategy == "random":
         assert not problem_of(family, spec_of(name, steps + 40, strategy=strategy, size=2))
 
 
 def final_std(noisy: tuple[int, ...], *, data_std: float) -> float:
-    """Of samples drawn on Qwen-Image's schedule by DanceGRPO's steps, if the data are Gaussian of that std: the exact
+    """Std of samples on Qwen-Image's schedule by DanceGRPO's steps, if the data are Gaussian with `data_std`. The exact
     velocity is linear in x, so the variance goes from step to step in closed form."""
     schedule, variance = schedule_of("qwen", 10), 1.0
     for index in range(10):

@@ -17,7 +17,7 @@ from flowfleet.jobs import parse_job
 
 Velocity = Callable[[Any, float], Any]
 MEAN, DEVIATION = 0.7, 0.8
-"""Of the data of `flow`."""
+"""Mean and std of the data of `flow`."""
 
 
 def flow(x: Any, sigma: float) -> Any:
@@ -28,7 +28,7 @@ def flow(x: Any, sigma: float) -> Any:
 
 
 def transported(x: Any, sigma: float, sigma_next: float) -> Any:
-    """Where `flow` takes x, exactly: standardised values stay."""
+    """The exact end of x under `flow`: standardized values stay."""
 
     def deviation(level: float) -> float:
         return float(np.sqrt((1 - level) ** 2 * DEVIATION**2 + level**2))
@@ -109,7 +109,7 @@ def test_steps_are_diffusers_on_the_same_sigmas(num_steps: int, first: float | N
 
 @pytest.mark.parametrize(("second_order", "order"), [(False, 1), (True, 2)])
 def test_the_error_falls_with_the_order_of_the_sampler(second_order: bool, order: int) -> None:
-    """Between levels where the log of the signal-to-noise ratio is finite: to a half with Euler, to a quarter here."""
+    """Compares levels at which the log signal-to-noise ratio is finite: to a half with Euler, to a quarter here."""
     x = torch.linspace(-2, 2, 9, dtype=torch.float64)
     exact = transported(x, 0.95, 0.05)
     errors = []

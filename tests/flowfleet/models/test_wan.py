@@ -42,12 +42,12 @@ def adapters(folders: dict[str, Path]) -> dict[str, WanAdapter]:
 
 @pytest.fixture(scope="module")
 def pipelines(folders: dict[str, Path]) -> dict[str, Any]:
-    """With first-order schedulers of the checkpoints' shifts, which are handed Wan's levels."""
+    """Pipelines with first-order schedulers of the checkpoints' shifts, which are handed Wan's levels."""
     return {kind: load_pipeline(folder, SHIFT[kind]) for kind, folder in folders.items()}
 
 
 def levels_of(steps: int, shift: float) -> np.ndarray:
-    """In float64: linspace(1, 1/N, N), shifted once, and 0."""
+    """The formula in float64: linspace(1, 1/N, N), shifted once, and 0."""
     u = np.linspace(1, 1 / steps, steps)
     return np.append(shift * u / (1 + (shift - 1) * u), 0.0)
 
@@ -326,7 +326,7 @@ def test_levels_are_those_of_the_checkpoints_own_solver(steps: int) -> None:
 
 
 def test_half_of_ten_steps_are_the_high_noise_experts(adapters: dict[str, WanAdapter]) -> None:
-    """Of A14B's boundary, 0.875, and a shift of 5."""
+    """A14B's boundary, 0.875, and a shift of 5."""
     adapter = adapters["wan_two_experts"]
     schedule = adapter.schedule(10, SIZES["wan_two_experts"])
     assert [adapter.expert(timestep) is adapter.transformer for timestep in schedule.timesteps] == [True] * 5 + [

@@ -151,7 +151,7 @@ def test_fp8_rollouts_have_a_byte_more_for_each_large_linear_of_the_blocks(eager
 
 
 def test_best_of_trains_on_fewer_and_a_kl_in_the_reward_samples_more(eager: tuple[JobSpec, Facts]) -> None:
-    """Of 16 samples of a group 4 are trained on; at the 2 noisy steps of 10 the reference computes too."""
+    """4 of a group's 16 samples are trained on; at the 2 noisy steps of 10 the reference computes too."""
     spec, facts = eager
     halved = spec.model_copy(update={"algorithm": spec.algorithm.model_copy(update={"best_of": 4, "kl_reward": 0.1})})
     before, after = work(spec, facts, 128), work(halved, facts, 128)

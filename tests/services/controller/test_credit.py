@@ -102,7 +102,7 @@ def chosen(advantages: list[float], best_of: int | None, group: int = 0) -> list
 
 
 def test_best_of_keeps_the_best_and_the_worst_half() -> None:
-    """As DanceGRPO's code: argsort, its last `-n // 2` and its first `n // 2`."""
+    """DanceGRPO's rule: argsort, its last `-n // 2` and its first `n // 2`."""
     rng = np.random.default_rng(3)
     for size, best_of in [(16, 8), (16, 7), (5, 4), (12, 2)]:
         advantages = rng.normal(size=size)

@@ -282,7 +282,7 @@ def test_an_average_without_held_out_prompts_is_not_published() -> None:
 
 
 def test_a_ledger_from_before_there_were_averages_is_read() -> None:
-    """Of a DiffusionNFT job, which has one by default: its version is published again, and nothing is lost."""
+    """A DiffusionNFT job has one by default: its version is published again, and nothing is lost."""
     machine = Machine(averaged(steps=3))
     machine.apply(ev.TrainerReady(applied=0))
     machine.apply(event_from_json(b'{"kind": "published", "version": 0}'))

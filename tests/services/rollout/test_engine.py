@@ -226,7 +226,7 @@ def test_noise_enters_in_the_window_only(engine: DiffusersEngine, model: ModelSp
 def test_the_second_order_sampler_draws_what_diffusers_scheduler_draws(
     engine: DiffusersEngine, model: ModelSpec, guidance_scale: float
 ) -> None:
-    """On the model's own noise levels, which that scheduler is handed."""
+    """Hands that scheduler the model's own noise levels."""
     run(engine.prepare(model, None))
     request = make_request(
         sde_steps=(), num_steps=6, sampler="dpm_solver_2", record="final", guidance_scale=guidance_scale

@@ -35,7 +35,7 @@ def test_a_whole_update_leads_to_serving_exactly_that_version() -> None:
 
 
 def test_either_kind_of_weights_of_a_version_is_refused_where_the_other_is_served() -> None:
-    """Of requests, and of the phases of an update: an interleaved one of the other kind never finishes."""
+    """Requests and the phases of an update are held apart: an interleaved one of the other kind never finishes."""
     for evaluated in (False, True):
         state = WeightState()
         state.bind("job")

@@ -144,7 +144,7 @@ def test_a_pair_stays_together_winner_first(
 def test_every_pass_has_each_sample_once_on_its_rank(
     num_groups: int, group_size: int, micro: int, updates: int, world_size: int, kind: str
 ) -> None:
-    """With as many updates and micro-batches as the first pass, and pairs and the rollout's batches whole."""
+    """Later passes have as many updates and micro-batches, and keep pairs and the rollout's batches whole."""
     keys = list(product(range(num_groups), range(group_size)))
     pairs = [(row + 1, row) for row in range(0, len(keys), 2)] if kind == "pairs" else []
     algorithm = {"name": "online_dpo", "pairs_per_group": group_size // 2} if pairs else {}

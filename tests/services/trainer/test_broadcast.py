@@ -191,7 +191,7 @@ def test_victims_alone_get_no_endless_attempts(tiny_qwen_image: Any, monkeypatch
 
 
 def test_a_replica_that_serves_the_same_bits_as_the_other_kind_of_weights_is_published_to_again() -> None:
-    """At version 0 the average is the trained weights, and has their digest."""
+    """The average of version 0 is the trained weights, and has their digest."""
 
     async def scenario() -> None:
         client = ReplicaClient(Replica(replica_id="a", address="127.0.0.1:1"), 0.0)

@@ -22,7 +22,7 @@ from tests.tiny_models import make_tiny
 LEVELS = (0.02, 0.98)
 PLACES = [(group, number) for group in range(40) for number in range(50)]
 BOUNDARY = 0.875
-"""Of Wan2.2 T2V A14B; its tiny stand-in has a shift of 5."""
+"""Boundary of Wan2.2 T2V A14B; its tiny stand-in has a shift of 5."""
 
 
 def uniform(seed: int, step: int, levels: Interval = LEVELS, boundary: float | None = None) -> Draws:
@@ -176,7 +176,7 @@ def two_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def high_share(folder: Path, adapter: ModelAdapter, sampling: str, shift: float | None, rounds: int) -> float:
-    """Of the rounds of 400 steps, those that go through the high-noise expert."""
+    """Share of the rounds of 400 steps that go through the high-noise expert."""
     spec = make_spec(
         folder,
         algorithm={"name": "diffusion_nft", "sigma_sampling": sampling, "num_noise_levels": rounds},

@@ -116,7 +116,7 @@ def test_experts_of_unequal_age_are_resumed_bit_for_bit(
 
 @MODES
 def test_diffusers_loads_the_export(mode: str, wan: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path) -> None:
-    """By the velocities of both experts. Without an average it is the old policy that is exported."""
+    """Compares the velocities of both experts. Without an average it is the old policy that is exported."""
     spec = spec_of(wan, mode, ema={"decay": None})
     worker, drawer = make_worker(spec, ranks, files, tmp_path), Drawer(spec)
     for step in range(2):

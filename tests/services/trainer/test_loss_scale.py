@@ -22,7 +22,7 @@ from tests.services.trainer.workers import engine_of, make_worker, state_of
 
 
 def velocity_gradient(dtype: torch.dtype, num_rows: int, num_elements: int, scale: float) -> Tensor:
-    """Of one of `num_rows` rows, divided by the scale again, where a model that computes in `dtype` receives it."""
+    """Gradient of one of `num_rows` rows, unscaled again, where a model that computes in `dtype` receives it."""
     generator = torch.Generator().manual_seed(1)
     x, v, noise = (torch.randn(1, num_elements, generator=generator) for _ in range(3))
     leaf = v.half().to(dtype).requires_grad_()  # the same velocity in both
@@ -37,7 +37,7 @@ def velocity_gradient(dtype: torch.dtype, num_rows: int, num_elements: int, scal
 
 @pytest.mark.parametrize(("num_rows", "num_elements", "kept"), [(512, 65_536, 0.5), (8192, 16_384, 0.0)])
 def test_a_scaled_gradient_is_float32s_but_for_rounding(num_rows: int, num_elements: int, kept: float) -> None:
-    """Without a scale at most `kept` of it is left."""
+    """At most `kept` of it is left without a scale."""
     exact = velocity_gradient(torch.float32, num_rows, num_elements, 1.0)
     assert velocity_gradient(torch.float16, num_rows, num_elements, 1.0).norm() <= kept * exact.norm()
     scale = LossScale(num_elements, is_on=True).before(num_rows)

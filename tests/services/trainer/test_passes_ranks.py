@@ -24,7 +24,7 @@ JOBS: dict[str, dict[str, Any]] = {
     },
     "float16": {"model": {"dtype": "float16"}, "trainer": {"micro_batch_size": 2, "updates_per_step": 2}},
 }
-"""With one update a pass, both ranks deal their samples to the updates that one rank deals them to."""
+"""One update a pass: both ranks deal their samples to the updates that one rank deals them to."""
 
 
 @pytest.mark.long

@@ -74,7 +74,7 @@ def test_a_job_starts_from_what_another_left(
 def test_it_starts_from_an_adapter_of_pefts(
     job: Path, tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
 ) -> None:
-    """As `PeftModel.save_pretrained` writes it, which Flow-GRPO's and DiffusionNFT's scripts call."""
+    """Files as `PeftModel.save_pretrained` writes them, which Flow-GRPO's and DiffusionNFT's scripts call."""
     transformer = (
         adapter_for(str(tiny_qwen_image)).load(str(tiny_qwen_image), dtype=torch.float32).experts["transformer"]
     )
@@ -94,7 +94,7 @@ def test_it_starts_from_an_adapter_of_pefts(
 def test_the_reference_is_the_base_and_the_old_policy_the_adapter(
     job: Path, tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
 ) -> None:
-    """As the originals have it: their reference is the model with the adapter switched off."""
+    """The originals' reference is the model with the adapter switched off."""
     plain = start_from(job / "model", tiny_qwen_image)
     spec = make_spec(
         tiny_qwen_image,
