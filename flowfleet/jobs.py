@@ -440,6 +440,9 @@ class TimeoutPart(Part):
     train_step_s: float = Field(default=7200.0, gt=0.0)
     publish_s: float = Field(default=600.0, gt=0.0)
     checkpoint_s: float = Field(default=1800.0, gt=0.0)
+    hang_s: float = Field(default=120.0, ge=1.0)
+    """A process that works and makes no progress for so long is killed and replaced. The working thread itself reports
+    its progress; loading, compiling and checkpoints have longer limits of their own."""
 
 
 class JobSpec(Part):
