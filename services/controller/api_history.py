@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
@@ -26,6 +26,21 @@ from services.controller.services import KnownJobId, Limit, Page, Services, Use
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["history"])
 
 MEDIA_TYPES = frozenset({"image/png", "image/jpeg", "image/webp", "video/mp4"})
+OTHER_MEDIA = "application/octet-stream"
+EVENT_ID = {"pattern": r"^[0-9]{1,19}(-[0-9]{1,19})?$"}
+"""Documented; the handler refuses others in words."""
+SAMPLE_CURSOR = {"pattern": r"^([0-9]{10}/[0-9]{5}/[0-9]{5}|[0-9]{1,12})$"}
+_STREAM: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}},
+    204: {"description": "The stream has ended: do not come back"},
+}
+_MEDIA: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The picture or video",
+        "content": {kind: {"schema": {"type": "string", "format": "binary"}} for kind in sorted(MEDIA_TYPES)}
+        | {OTHER_MEDIA: {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
 MAX_STEP = 10_000_000
 Number = Annotated[int, Query(ge=0, le=MAX_STEP)]
 
@@ -54,17 +69,20 @@ class Sample(Record):
     """Where the picture is served, while it is kept."""
 
 
-@router.get("/events", response_model=Page[JobEvent])
+@router.get("/events", response_model=Page[JobEvent], responses=_STREAM)
 async def events(
     request: Request,
     job_id: KnownJobId,
     use: Use,
-    cursor: Annotated[str | None, Query(description="Id of the last event seen.")] = None,
+    cursor: Annotated[str | None, Query(description="Id of the last event seen.", json_schema_extra=EVENT_ID)] = None,
     limit: Limit = 100,
-    last_event_id: Annotated[str | None, Header(description="As `cursor`; it takes precedence.")] = None,
+    last_event_id: Annotated[
+        str | None, Header(description="As `cursor`; it takes precedence.", json_schema_extra=EVENT_ID)
+    ] = None,
 ) -> Page[JobEvent] | Response:
     """Pages of JSON, oldest first; with `Accept: text/event-stream` a stream that ends with the job."""
-    after = _event_id(last_event_id or cursor)
+    seen, asked = _event_id(last_event_id), _event_id(cursor)
+    after = seen or asked
     if "text/event-stream" in request.headers.get("accept", ""):
         return await _stream(job_id, use, after)
     items = await use.store.events(job_id, after, limit)
@@ -104,7 +122,7 @@ async def samples(
     purpose: Purpose = "train",
     step: Number | None = None,
     order: Annotated[Order, Query(description="best and worst go by reward.")] = "newest",
-    cursor: str | None = None,
+    cursor: Annotated[str | None, Query(json_schema_extra=SAMPLE_CURSOR)] = None,
     limit: Limit = 50,
 ) -> Page[Sample]:
     try:
@@ -116,7 +134,7 @@ async def samples(
     return Page(items=[_sample(job_id, item) for item in items], next_cursor=following)
 
 
-@router.get("/samples/{step}/{group}/{index}/media", response_class=Response)
+@router.get("/samples/{step}/{group}/{index}/media", response_class=Response, responses=_MEDIA)
 async def media(
     job_id: KnownJobId, step: int, group: int, index: int, use: Use, purpose: Purpose = "train"
 ) -> Response:
@@ -127,7 +145,7 @@ async def media(
     except NotFound:
         raise NotFound(f"the picture of sample {step}/{group}/{index} is no longer kept") from None
     headers = {"Cache-Control": "private, max-age=86400", "X-Content-Type-Options": "nosniff"}
-    media_type = found.media_type if found.media_type in MEDIA_TYPES else "application/octet-stream"
+    media_type = found.media_type if found.media_type in MEDIA_TYPES else OTHER_MEDIA
     return Response(content, media_type=media_type, headers=headers)
 
 
@@ -138,9 +156,6 @@ def _sample(job_id: str, record: SampleRecord) -> Sample:
 
 
 def _event_id(text: str | None) -> str | None:
-    if not text:
-        return None
-    found = re.fullmatch(r"(\d{1,20})(?:-(\d{1,20}))?", text, re.ASCII)
-    if not found or any(int(part) >= 1 << 64 for part in found.groups("0")):
+    if text is not None and not re.fullmatch(EVENT_ID["pattern"], text):
         raise InvalidRequest("Last-Event-ID or cursor: give the id of an event as you got it, e.g. 1700000000000-0")
     return text

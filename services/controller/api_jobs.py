@@ -19,7 +19,7 @@ IdempotencyKey = Annotated[
 ]
 
 
-@router.post("", status_code=202)
+@router.post("", status_code=202, responses={202: {"headers": {"Location": {"schema": {"type": "string"}}}}})
 async def submit(request: Request, response: Response, use: Use, idempotency_key: IdempotencyKey = None) -> JobRecord:
     """Queues a job: the job file's settings as JSON."""
     spec = checks.parse(await read_object(request))

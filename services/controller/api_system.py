@@ -106,7 +106,7 @@ def _check_runner(use: Services) -> None:
         raise Unavailable("the runner has stopped; restart the controller")
 
 
-@router.get("/metrics", response_class=Response)
+@router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(use: Use) -> Response:
     """For Prometheus."""
     return Response(generate_latest(use.registry), media_type=CONTENT_TYPE_LATEST)

@@ -43,9 +43,10 @@ def create_app(settings: ControllerSettings, runner_factory: RunnerFactory) -> F
         redoc_url=None,
         redirect_slashes=False,
     )
-    for router in (api_jobs.router, api_rewards.router, api_history.router, api_system.router):
+    routers = (api_jobs.router, api_rewards.router, api_history.router, api_system.router)
+    for router in routers:
         app.include_router(router)
-    problems.install(app)
+    problems.install(app, [route for router in routers for route in router.routes])
     openapi.install(app)
     key = settings.api_key.get_secret_value() if settings.api_key else None
     app.add_middleware(Guard, api_key=key)

@@ -13,6 +13,14 @@ from flowfleet.reward_changes import RewardChange
 from services.controller.problems import MEDIA_TYPE, Problem
 
 _REF = "#/components/schemas/{model}"
+_HEADERS = {
+    name: {"description": description, "schema": {"type": "string"}}
+    for name, description in (
+        ("Retry-After", "Of 503 and 507: seconds after which to try again."),
+        ("WWW-Authenticate", "Of 401."),
+        ("Allow", "Of 405: the methods of the path."),
+    )
+}
 
 
 def install(app: FastAPI) -> None:
@@ -38,10 +46,13 @@ def _exact(page: dict[str, Any]) -> dict[str, Any]:
     submit["requestBody"] = {"required": True, "content": _content("application/json", "JobSpec")}
     change = page["paths"]["/v1/jobs/{job_id}/rewards"]["patch"]
     change["requestBody"] = {"required": True, "content": _content("application/json", "RewardChange")}
+    problem = {"description": "Problem", "headers": _HEADERS, "content": _content(MEDIA_TYPE, "Problem")}
     for path in page["paths"].values():
         for operation in path.values():
             operation["responses"].pop("422", None)
-            operation["responses"]["default"] = {"description": "Problem", "content": _content(MEDIA_TYPE, "Problem")}
+            operation["responses"]["default"] = problem
+            for parameter in operation.get("parameters", ()):
+                parameter["schema"] = _present(parameter["schema"])
     page["components"]["schemas"] = dict(sorted(schemas.items()))
     page["components"]["securitySchemes"] = {
         "key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
@@ -49,6 +60,13 @@ def _exact(page: dict[str, Any]) -> dict[str, Any]:
     }
     page["security"] = [{"key": []}, {"bearer": []}, {}]
     return page
+
+
+def _present(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a parameter that is given: an optional one may be absent, but has no null in a URL or header."""
+    kinds = [kind for kind in schema.get("anyOf", ()) if kind != {"type": "null"}]
+    rest = {name: value for name, value in schema.items() if name != "anyOf"}
+    return {**kinds[0], **rest} if len(kinds) == 1 else schema
 
 
 def _content(media_type: str, model: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
 
 from flowfleet.errors import FlowfleetError, Full, InvalidRequest, http_status
 from services.controller.redis_trouble import trouble
@@ -78,11 +79,12 @@ def problem(
     return Response(content, status, headers=headers, media_type=MEDIA_TYPE)
 
 
-def install(app: FastAPI) -> None:
+def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
+    """Answers errors as problems; `routes` are all of the app's."""
     app.add_exception_handler(FlowfleetError, _ours)
     app.add_exception_handler(RedisError, _redis)
     app.add_exception_handler(RequestValidationError, _validation)
-    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(HTTPException, partial(_http, routes))
     app.add_exception_handler(Exception, _unexpected)
 
 
@@ -115,14 +117,20 @@ async def _validation(request: Request, error: Exception) -> Response:
     return problem(422, detail, request.url.path, title="Invalid request", errors=errors)
 
 
-async def _http(request: Request, error: Exception) -> Response:
+async def _http(routes: Sequence[BaseRoute], request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    detail: Any = error.detail
+    detail, headers = str(error.detail), error.headers
     if error.status_code == 404:
         detail = f"there is no {request.url.path}"
     elif error.status_code == 405:
-        detail = f"{request.method} is not possible here"
-    return problem(error.status_code, str(detail), request.url.path, headers=error.headers)
+        detail, headers = f"{request.method} is not possible here", {"Allow": _allowed(routes, request) or "GET"}
+    return problem(error.status_code, detail, request.url.path, headers=headers)
+
+
+def _allowed(routes: Sequence[BaseRoute], request: Request) -> str:
+    """The methods of all routes of the path: Starlette names those of the first alone."""
+    matching = [route for route in routes if isinstance(route, Route) and route.path_regex.match(request.url.path)]
+    return ", ".join(sorted({method for route in matching for method in route.methods or ()}))
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:

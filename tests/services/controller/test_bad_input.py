@@ -208,6 +208,7 @@ async def test_another_content_type_is_refused(jobs: Api, job: Job, content_type
         ("GET", "/v1/jobs?status=lost", 422),
         ("GET", "/v1/jobs/{id}/events?cursor=18446744073709551616-0", 400),
         ("GET", "/v1/jobs/{id}/events?cursor=$", 400),
+        ("GET", "/v1/jobs/{id}/events?cursor=", 400),
         ("GET", "/v1/jobs/{id}/samples?cursor=zzz", 400),
         ("GET", "/v1/jobs/{id}/samples?order=odd", 422),
         ("GET", "/v1/jobs/{id}/samples?step=-1", 422),
