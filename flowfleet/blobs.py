@@ -33,6 +33,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from flowfleet.blob_metrics import BlobMetrics
 from flowfleet.errors import DataLoss, NotFound
+from flowfleet.limits import MAX_BLOB_BYTES, check_bytes
 from flowfleet.proto.common_pb2 import BlobRef
 
 CHUNK_BYTES: Final = 256 * 2**20
@@ -132,6 +133,7 @@ class _RedisLayout:
         if not ref.uri.startswith("redis:"):
             raise ValueError(f"blob {ref.uri!r} is not in Redis: set FLOWFLEET_BLOBS alike on every service")
         key = ref.uri.removeprefix("redis:")
+        check_bytes(f"blob {ref.uri[:200]}", ref.size_bytes, MAX_BLOB_BYTES)
         num_chunks = math.ceil(ref.size_bytes / self._chunk_bytes)
         return [key] if num_chunks <= 1 else [f"{key}:{ref.sha256}:{chunk}" for chunk in range(num_chunks)]
 

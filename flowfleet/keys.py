@@ -9,6 +9,14 @@ import hashlib
 import re
 
 _PART = re.compile(r"[A-Za-z0-9._-]+")
+_JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def check_job_id(job_id: str) -> str:
+    """The id itself, fit for keys and folders. Raises ValueError if it is not."""
+    if not _JOB_ID.fullmatch(job_id):
+        raise ValueError(f"job_id {job_id[:200]!r}: give 1 to 128 letters, digits, dots, dashes or underscores")
+    return job_id
 
 
 def job_key(job_id: str, *parts: str | int) -> str:

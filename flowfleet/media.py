@@ -19,6 +19,8 @@ from av.video.reformatter import Interpolation
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
+from flowfleet.limits import MAX_MEDIA_BYTES
+
 Frames = NDArray[np.uint8]
 """(F, H, W, 3) RGB."""
 
@@ -58,7 +60,7 @@ class MediaError(ValueError):
 class MediaLimits:
     """What a file may hold at most."""
 
-    max_bytes: int = 2**28
+    max_bytes: int = MAX_MEDIA_BYTES
     """Of the file."""
     max_pixels: int = 4096 * 4096
     """Of one frame."""

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 from flowfleet import keys
+from flowfleet.service import check_address
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +114,7 @@ class ReplicaRecord:
         ]
         if wrong:
             raise ValueError(f"missing, or of another type: {', '.join(wrong)}")
+        check_address(known["address"])
         return cls(**known)
 
 

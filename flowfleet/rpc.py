@@ -26,10 +26,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from flowfleet import service, tls
-from flowfleet.errors import Unavailable, grpc_code
+from flowfleet.errors import InvalidRequest, Unavailable, grpc_code
 
 MAX_MESSAGE_BYTES: Final = 64 * 2**20
-MAX_ERROR_LENGTH: Final = 2000  # a status travels in trailers, which are limited to 8 KiB
+MAX_ERROR_BYTES: Final = 2000  # a status travels in trailers, which are limited to 8 KiB, as up to three bytes a byte
 _MS: Final = 1000
 
 RETRY_POLICY: Final = {
@@ -73,8 +73,9 @@ log = logging.getLogger(__name__)
 def open_channel(address: str, *, token: str | None = None) -> grpc.aio.Channel:
     """A channel to host:port; the token comes from the environment unless given. Close it with `await close()`.
 
-    ValueError for certificates that cannot work.
+    ValueError for what is no host:port, and for certificates that cannot work.
     """
+    service.check_address(address)
     token, certificates = token or service.secret(service.RPC_TOKEN), tls.from_env()
     interceptors: list[Any] = [_UnaryRules(token, address, certificates), _StreamRules(token)]
     if certificates is None:
@@ -176,7 +177,7 @@ async def serve(
 
 
 async def _serve_probes(health: HealthState, host: str, port: int) -> grpc.aio.Server:
-    server = grpc.aio.server(options=_SERVER_OPTIONS)
+    server = grpc.aio.server(interceptors=[_Guard(None, None)], options=_SERVER_OPTIONS)
     await health.register(server)
     bound = _bind(server, host, port, None, "--health-port")
     await server.start()
@@ -351,10 +352,10 @@ class _Guard(grpc.aio.ServerInterceptor):
             if handler.response_streaming
             else (_guard_unary, grpc.unary_unary_rpc_method_handler)
         )
-        behaviour = handler.unary_stream or handler.unary_unary
+        behaviour, read = handler.unary_stream or handler.unary_unary, _reader(handler.request_deserializer)
         if not self._admits(method, handler_call_details.invocation_metadata):
-            behaviour = _refuse
-        return make(wrap(behaviour, method, self._name), handler.request_deserializer, handler.response_serializer)
+            behaviour, read = _refuse, _unread
+        return make(wrap(behaviour, method, self._name), read, handler.response_serializer)
 
     def _admits(self, method: str, metadata: Any) -> bool:
         """Probes carry no token, so the health check needs none."""
@@ -362,6 +363,30 @@ class _Guard(grpc.aio.ServerInterceptor):
             return True
         sent = dict(metadata or ()).get("authorization", "")
         return hmac.compare_digest(str(sent).encode(), self._expected)
+
+
+def _reader(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Reads a request. What is not a message becomes the `InvalidRequest` that ends the call: gRPC would log a
+    traceback and answer UNKNOWN."""
+
+    def read(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except Exception as error:
+            return InvalidRequest(f"the request is not a message of this method: {error}")
+
+    return read
+
+
+def _unread(_data: bytes) -> None:
+    """Of a call that is refused anyway, nothing is read."""
+
+
+async def _check(request: Any, context: Any, name: str | None) -> None:
+    """Ends a call that may not be made, or whose request cannot be read."""
+    await _check_name(context, name)
+    if isinstance(request, InvalidRequest):
+        raise request
 
 
 async def _refuse(_request: Any, context: Any) -> None:
@@ -381,7 +406,7 @@ def _guard_unary(behaviour: Callable[..., Any], method: str, name: str | None) -
 
     async def guarded(request: Any, context: Any) -> Any:
         try:
-            await _check_name(context, name)
+            await _check(request, context, name)
             if inspect.iscoroutinefunction(behaviour):
                 return await behaviour(request, context)
             return await asyncio.to_thread(behaviour, request, context)
@@ -396,7 +421,7 @@ def _guard_stream(behaviour: Callable[..., Any], method: str, name: str | None) 
 
     async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
         try:
-            await _check_name(context, name)
+            await _check(request, context, name)
             if not inspect.isasyncgenfunction(behaviour):
                 await behaviour(request, context)
                 return
@@ -417,8 +442,15 @@ async def _abort(error: Exception, context: Any, method: str) -> None:
     if code is grpc.StatusCode.INTERNAL:
         log.error("%s failed", method, exc_info=error)
         await context.abort(code, f"{method} failed inside the service; its log has the reason")
-    log.warning("%s: %s: %s", method, code.name, error, exc_info=error if type(error) is ValueError else None)
-    await context.abort(code, (str(error) or code.name)[:MAX_ERROR_LENGTH])
+    message = _shortened(str(error)) or code.name
+    is_ours = type(error) is ValueError and len(str(error)) <= MAX_ERROR_BYTES  # a long one quotes its caller
+    log.warning("%s: %s: %s", method, code.name, message, exc_info=error if is_ours else None)
+    await context.abort(code, message)
+
+
+def _shortened(message: str) -> str:
+    """The start of a message, as far as a status can carry it: a caller's own text may be part of it."""
+    return message[:MAX_ERROR_BYTES].encode(errors="replace")[:MAX_ERROR_BYTES].decode(errors="ignore")
 
 
 def _text(method: str | bytes) -> str:

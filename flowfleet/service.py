@@ -18,6 +18,7 @@ import gc
 import ipaddress
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
@@ -29,6 +30,8 @@ from flowfleet.errors import FlowfleetError
 
 RPC_TOKEN: Final = "FLOWFLEET_RPC_TOKEN"
 API_KEY: Final = "FLOWFLEET_API_KEY"
+STATE_DIR: Final = "FLOWFLEET_STATE_DIR"
+"""Environment of a trainer: the directory that holds the folders of all jobs."""
 _PR_SET_PDEATHSIG: Final = 1
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 
@@ -36,6 +39,8 @@ PATIENT_THREADS: Final = {"GOMP_SPINCOUNT": "10000"}
 """Environment for processes that compute on CPUs beside others. OpenMP's threads spin long at every barrier by default,
 and where two such processes share cores each spins away the other's time: a forward pass took thirty times as long.
 Spinning briefly costs nothing when alone; not spinning at all (OMP_WAIT_POLICY=PASSIVE) costs a quarter."""
+
+_ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:.]{2,45}\]|[A-Za-z0-9_][A-Za-z0-9._-]{0,252}):([0-9]{1,5})")
 
 _M_TRIM_THRESHOLD: Final = -1
 _M_ARENA_MAX: Final = -8
@@ -160,6 +165,21 @@ def is_loopback(host: str) -> bool:
 def format_address(host: str, port: int) -> str:
     """host:port, an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check_address(address: str) -> str:
+    """Returns the address, which is host:port of an IP address or a DNS name. Raises ValueError for anything else, such
+    as another scheme of gRPC's (unix:, dns:, xds:), a path or a list."""
+    found = _ADDRESS.fullmatch(address)
+    if not found or not 0 < int(found[2]) <= 65_535:
+        raise ValueError(f"address {address[:200]!r}: give HOST:PORT, as in 127.0.0.1:7001")
+    return address
+
+
+def check_host(host: str) -> str:
+    """Returns the host, an IP address (IPv6 without brackets) or a DNS name. Raises ValueError for anything else."""
+    check_address(format_address(host, 1))
+    return host
 
 
 def write_port_file(path: Path | None, address: str) -> None:

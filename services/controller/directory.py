@@ -12,9 +12,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from flowfleet.service import check_address
+
 log = logging.getLogger(__name__)
 
-_ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
@@ -84,6 +85,13 @@ class StaticDirectory:
 def addresses(rewards: Mapping[str, Any], source: str) -> dict[str, str]:
     """Name → "host:port", as given. Raises ValueError, which names `source`, for one that is no such thing."""
     for name, address in rewards.items():
-        if not _NAME.fullmatch(name) or not isinstance(address, str) or not _ADDRESS.fullmatch(address):
+        if not _NAME.fullmatch(name) or not _is_address(address):
             raise ValueError(f"{source} {name}={address}: give NAME=HOST:PORT, as in ocr=127.0.0.1:7001")
     return dict(rewards)
+
+
+def _is_address(address: Any) -> bool:
+    try:
+        return isinstance(address, str) and bool(check_address(address))
+    except ValueError:
+        return False

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from flowfleet import keys
 from flowfleet.blobs import BlobStore
 from flowfleet.errors import DataLoss, Unavailable
+from flowfleet.limits import MAX_MEDIA_BYTES
 from flowfleet.proto import common_pb2, rollout_pb2
 from services.controller.concurrency import gather_or_cancel
 from services.controller.data import Prompt, media_type
@@ -22,7 +23,6 @@ from services.controller.places import NotAllowed
 from services.controller.sources import Sources
 
 BLOB_TTL_S = 24 * 3600
-MAX_MEDIA_BYTES = 1 << 28
 
 
 class Inputs:

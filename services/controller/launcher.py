@@ -22,7 +22,7 @@ from typing import Protocol
 from flowfleet.accelerators import show_only
 from flowfleet.commands import trainer_command
 from flowfleet.jobs import JobSpec
-from flowfleet.service import PATIENT_THREADS, usable_cpus
+from flowfleet.service import PATIENT_THREADS, STATE_DIR, usable_cpus
 from services.controller.leadership import LeaseLost
 
 log = logging.getLogger(__name__)
@@ -88,6 +88,7 @@ class LocalLauncher:
     goes."""
 
     def __init__(self, state_dir: Path, python: str = sys.executable, devices: Sequence[str] = ()) -> None:
+        self._state_dir = state_dir
         self._directory = state_dir / "trainers"
         self._logs = state_dir / "logs"
         self._python = python
@@ -135,7 +136,7 @@ class LocalLauncher:
             pid = os.posix_spawnp(
                 command[0],
                 command,
-                {**PATIENT_THREADS, **os.environ, "OMP_NUM_THREADS": str(threads), **show_only(devices)},
+                {**PATIENT_THREADS, **os.environ, **self._variables(threads), **show_only(devices)},
                 file_actions=[(os.POSIX_SPAWN_DUP2, output.fileno(), 1), (os.POSIX_SPAWN_DUP2, output.fileno(), 2)],
                 setsid=True,  # it outlives a killed controller, which finds it again
             )
@@ -145,6 +146,9 @@ class LocalLauncher:
         temporary.replace(self._file(job_id))
         log.info("started trainer", extra={"job": job_id, "pid": pid, "devices": ",".join(devices)})
         return process
+
+    def _variables(self, threads: int) -> dict[str, str]:
+        return {"OMP_NUM_THREADS": str(threads), STATE_DIR: str(self._state_dir.resolve())}
 
     def _read(self, job_id: str) -> TrainerProcess | None:
         try:

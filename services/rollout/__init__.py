@@ -4,6 +4,7 @@
     server             RolloutService: admission, streaming, status
     generation         one admitted request: engine and publisher overlapped, dropped when nobody waits
     weights            which weights are live and who may use them: the receiver's state machine (pure)
+    binding            InitWeightTransfer, checked as a whole before anything is let go
     receiver           the four phases of a weight update around it
     requests           GenerateRequest to the engine's plain request, checked
     publisher          pictures and trajectories to the blob store and the job's stream

@@ -13,29 +13,20 @@ import asyncio
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any
 
 from flowfleet import weights
 from flowfleet.blobs import BlobStore
 from flowfleet.errors import DataLoss, Unavailable
 from flowfleet.lora import adapter_from_bytes
+from flowfleet.models.registry import family_of
 from flowfleet.proto import common_pb2, rollout_pb2
 from flowfleet.transfer import GroupBroken, TransferMember
+from services.rollout.binding import Binding, read_binding, read_group
 from services.rollout.engines.base import RolloutEngine
-from services.rollout.requests import check_job_id
 from services.rollout.weights import Phase, WeightState
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Binding:
-    """What the engine was prepared for."""
-
-    job_id: str
-    model: rollout_pb2.ModelSpec
-    lora: rollout_pb2.LoraSpec | None
 
 
 class WeightReceiver:
@@ -57,11 +48,11 @@ class WeightReceiver:
         self._member: TransferMember | None = None
 
     async def init(self, request: rollout_pb2.InitWeightTransferRequest) -> None:
-        """Binds to the job; a binding that is the same already stays, served version included."""
+        """Binds to the job; a binding that is the same already stays, served version included. So does what is bound
+        when the request cannot work: it is checked first."""
         if self._state.draining:
             raise Unavailable("this replica is draining: publish to another")
-        binding = _binding(request)
-        group = request.group if request.HasField("group") else None
+        binding, group = read_binding(request), read_group(request, self._engine.device)
         given_up = threading.Event()
         await self._lock.acquire()
         try:
@@ -100,6 +91,7 @@ class WeightReceiver:
         self, binding: Binding, group: rollout_pb2.TransferGroup | None, given_up: Callable[[], bool]
     ) -> None:
         if binding != self._binding:
+            await asyncio.to_thread(family_of, binding.model.path)  # raises before anything is let go
             self._binding = None
             self._state.bind("")
             await self._settled()
@@ -184,16 +176,3 @@ class WeightReceiver:
         self._lock.release()
         if not task.cancelled() and task.exception() is not None:
             log.warning("weights: %s", task.exception())
-
-
-def _binding(request: rollout_pb2.InitWeightTransferRequest) -> Binding:
-    """Checked, and copied out of the message. Raises ValueError."""
-    check_job_id(request.job_id)
-    if not request.model.path:
-        raise ValueError("model.path: give the directory of a diffusers pipeline")
-    weights.dtype_of(request.model.dtype)
-    if not request.HasField("lora"):
-        return Binding(request.job_id, request.model, None)
-    if request.lora.rank < 1 or not request.lora.alpha > 0 or not request.lora.target_modules:
-        raise ValueError("lora: give rank and alpha above 0, and target_modules")
-    return Binding(request.job_id, request.model, request.lora)

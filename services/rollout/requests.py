@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from typing import cast, get_args
 
 from flowfleet.algorithms.registry import STEPS
 from flowfleet.algorithms.samplers import SamplerName
+from flowfleet.keys import check_job_id
+from flowfleet.limits import MAX_IMAGES, MAX_PROMPT_BYTES, check_bytes
 from flowfleet.models.settings import Guidance, Size
 from flowfleet.proto import common_pb2, rollout_pb2
 from services.rollout.engines.base import GenerationRequest, Noise, PromptGroup, Record, Sampling
@@ -17,16 +18,6 @@ MAX_SAMPLES = 65_536
 MAX_STEPS = 1000
 MAX_SIDE = 8192
 MAX_FRAMES = 1025
-MAX_IMAGES = 8
-"""Condition images of a group."""
-_JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-
-
-def check_job_id(job_id: str) -> str:
-    """The id itself, fit for a Redis key. Raises ValueError if it is not."""
-    if not _JOB_ID.fullmatch(job_id):
-        raise ValueError(f"job_id {job_id!r}: give 1 to 128 letters, digits, dots, dashes or underscores")
-    return job_id
 
 
 def generation_request(request: rollout_pb2.GenerateRequest) -> GenerationRequest:
@@ -87,6 +78,7 @@ def _group(message: rollout_pb2.PromptGroup) -> PromptGroup:
         raise ValueError(
             f"group {message.group}: give one of media an index, not {len(message.media)} and {len(indices)}"
         )
+    check_bytes(f"group {message.group}: its prompt", len(message.prompt.encode()), MAX_PROMPT_BYTES)
     pairs = sorted(zip(indices, seeds, strict=True))
     ordered = tuple(index for index, _ in pairs), tuple(seed for _, seed in pairs)
     return PromptGroup(message.group, message.prompt, *ordered, initial_seed=message.initial_seed)
@@ -101,6 +93,7 @@ def _sampling(message: rollout_pb2.Sampling) -> Sampling:
     guidance = message.guidance_scale
     if not (math.isfinite(guidance) and guidance >= 1):
         raise ValueError(f"sampling.guidance_scale = {guidance}: give a number of at least 1; 1 is off")
+    check_bytes("sampling.negative_prompt", len(message.negative_prompt.encode()), MAX_PROMPT_BYTES)
     negative = message.negative_prompt if guidance > 1 else ""
     size = Size(message.height, message.width, message.num_frames or 1)
     if size.num_frames > MAX_FRAMES:

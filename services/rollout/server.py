@@ -17,6 +17,7 @@ from flowfleet import devices
 from flowfleet.blobs import BlobStore
 from flowfleet.proto import rollout_pb2, rollout_pb2_grpc
 from flowfleet.replicas import ReplicaRecord
+from services.rollout.binding import MAX_TIMEOUT_S
 from services.rollout.engines.base import RolloutEngine
 from services.rollout.generation import Generation
 from services.rollout.media import MediaReader
@@ -148,6 +149,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         )
 
     async def Drain(self, request: rollout_pb2.DrainRequest, context: Any) -> rollout_pb2.DrainResponse:
+        if not 0 <= request.timeout_s <= MAX_TIMEOUT_S:
+            raise ValueError(f"timeout_s = {request.timeout_s}: give seconds from 0 to {MAX_TIMEOUT_S:.0f}")
         return rollout_pb2.DrainResponse(unfinished=await self.drain(request.timeout_s))
 
     async def drain(self, timeout_s: float) -> int:

@@ -1,16 +1,30 @@
-"""What a TrainStep asks for, checked before anything is read: whatever is wrong says which sample it is."""
+"""What calls ask for, checked before anything is read: whatever is wrong says which sample, or which field, it is."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from flowfleet.errors import InvalidRequest
 from flowfleet.jobs import JobSpec
+from flowfleet.keys import check_job_id
 from flowfleet.models.settings import Size
 from flowfleet.proto.common_pb2 import Sample, SampleId
 from flowfleet.proto.trainer_pb2 import TrainSample, TrainStepRequest
+from flowfleet.service import STATE_DIR
 from services.trainer.batches import Key, Pair
+
+
+def check_directory(directory: str, job_id: str) -> None:
+    """Raises InvalidRequest unless a directory to write to is absolute and, where `FLOWFLEET_STATE_DIR` is set, one of
+    the job's own below it, links resolved."""
+    path, root = Path(directory), os.environ.get(STATE_DIR)
+    if not job_id or not path.is_absolute() or ".." in path.parts or "\0" in directory:
+        raise InvalidRequest(f"directory {directory[:200]!r} of job {job_id[:64]!r}: give an absolute one without ..")
+    if root and not path.resolve().is_relative_to(jobs := Path(root).resolve() / "jobs" / check_job_id(job_id)):
+        raise InvalidRequest(f"directory {directory[:200]!r}: give one below {jobs}")
 
 
 def check_request(request: TrainStepRequest, spec: JobSpec) -> list[Key]:

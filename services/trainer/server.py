@@ -7,9 +7,11 @@ from typing import Any
 
 from flowfleet.errors import Conflict
 from flowfleet.proto import trainer_pb2, trainer_pb2_grpc
+from flowfleet.service import check_address
 from flowfleet.telemetry import JobMetrics
 from services.trainer.commands import Command, Kind
 from services.trainer.publish import Publisher
+from services.trainer.requests import check_directory
 from services.trainer.runner import Runner
 from services.trainer.worker import Job, Worker, step_response
 
@@ -32,8 +34,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def Configure(self, request: trainer_pb2.ConfigureRequest, context: Any) -> trainer_pb2.ConfigureResponse:
         self._touch()
-        if not request.job_id or not request.directory:
-            raise ValueError("job_id and directory must be given")
+        check_directory(request.directory, request.job_id)
         response: trainer_pb2.ConfigureResponse = await self._command(Kind.CONFIGURE, request)
         return response
 
@@ -46,6 +47,8 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> trainer_pb2.PublishWeightsResponse:
         self._touch()
         job = self._job(request.job_id)
+        for replica in request.replicas:
+            check_address(replica.address)
         limit = job.spec.timeouts.publish_s
         left = min(limit, context.time_remaining() or limit)
         key = "publish", request.SerializeToString(deterministic=True)
@@ -64,8 +67,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> trainer_pb2.ExportModelResponse:
         self._touch()
         self._job(request.job_id)
-        if not request.directory:
-            raise ValueError("directory must be given")
+        check_directory(request.directory, request.job_id)
         response: trainer_pb2.ExportModelResponse = await self._command(Kind.EXPORT, request)
         return response
 

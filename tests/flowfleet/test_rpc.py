@@ -139,7 +139,93 @@ def test_an_unexpected_exception_is_internal_and_its_text_stays_inside(caplog: p
 def test_a_long_message_is_cut_not_lost() -> None:
     received = asyncio.run(describe_error(ValueError("x" * 100_000)))
     assert received.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert received.details() == "x" * rpc.MAX_ERROR_LENGTH
+    assert received.details() == "x" * rpc.MAX_ERROR_BYTES
+
+
+def test_a_message_of_wide_characters_fits_into_a_status() -> None:
+    received = asyncio.run(describe_error(ValueError("\u2603" * 100_000)))
+    assert received.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert set(received.details() or "") == {"\u2603"}
+
+
+GARBAGE = (b"\x0a\xff\xff\xff\xff\x0f", b"\xff" * 64, b"\x0a\x02\xc3\x28")
+"""A field longer than the message, an endless varint, and a text that is no UTF-8."""
+
+
+@pytest.mark.parametrize("token", [None, "secret"])
+def test_malformed_protobuf_is_an_invalid_argument_without_a_traceback(
+    token: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of every kind of handler, the health service among them; a caller without the token has nothing parsed."""
+
+    async def codes(channel: grpc.aio.Channel) -> set[grpc.StatusCode]:
+        unary = [channel.unary_unary(f"/{REWARD}/Score"), channel.unary_unary("/grpc.health.v1.Health/Check")]
+        stream = channel.unary_stream("/flowfleet.v1.RolloutService/Generate")
+        found = set()
+        for data in GARBAGE[:2]:
+            for call in (*unary, stream):
+                answer = call(data, timeout=10)
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await (answer.read() if call is stream else answer)
+                found.add(caught.value.code())
+        return found
+
+    async def scenario() -> tuple[set[grpc.StatusCode], set[grpc.StatusCode]]:
+        async with (
+            running(PlainReward(), Rollout(1), token=token) as address,
+            rpc.open_channel(address, token=token) as right,
+            rpc.open_channel(address, token="wrong") as wrong,
+        ):
+            return await codes(right), await codes(wrong)
+
+    invalid, refused = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED
+    found = asyncio.run(scenario())
+    assert found == ({invalid}, {invalid, refused} if token else {invalid})
+    assert "not a message of this method" in caplog.text
+    assert "Traceback" not in caplog.text
+    assert not any(record.exc_info for record in caplog.records)
+
+
+def test_text_that_is_no_unicode_is_an_invalid_argument() -> None:
+    async def call() -> grpc.aio.AioRpcError:
+        async with running(Rollout(1)) as address, rpc.open_channel(address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.unary_stream("/flowfleet.v1.RolloutService/Generate")(GARBAGE[2], timeout=10).read()
+            return caught.value
+
+    assert asyncio.run(call()).code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+NO_ADDRESSES = (
+    *(
+        "unix:/tmp/a",
+        "unix:///tmp/a:1",
+        "dns:///host:1",
+        "dns://1.1.1.1/a:1",
+        "xds:///a:1",
+        "ipv4:1.2.3.4:1,5.6.7.8:1",
+    ),
+    *(
+        "host",
+        "host:",
+        "host:0",
+        "host:65536",
+        ":1",
+        "a b:1",
+        "host:1/path",
+        "user@host:1",
+        "[::1:1",
+        "a\n:1",
+        "-a:1",
+        "",
+    ),
+)
+
+
+@pytest.mark.parametrize("address", NO_ADDRESSES)
+def test_a_channel_leads_to_a_host_and_a_port_alone(address: str) -> None:
+    with pytest.raises(ValueError, match="give HOST:PORT"):
+        rpc.open_channel(address)
 
 
 def test_a_handlers_own_abort_passes_through() -> None:

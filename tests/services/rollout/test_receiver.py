@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,7 +41,14 @@ def receiver_with(failure: Exception) -> WeightReceiver:
     return WeightReceiver(engine, WeightState(), blobs, settled)  # type: ignore[arg-type]
 
 
-def init_request(port: int, size: int, timeout_s: float) -> rollout_pb2.InitWeightTransferRequest:
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """Of a model, as far as a binding looks into it."""
+    (tmp_path / "model_index.json").write_text('{"_class_name": "QwenImagePipeline"}')
+    return str(tmp_path)
+
+
+def init_request(folder: str, port: int, size: int, timeout_s: float) -> rollout_pb2.InitWeightTransferRequest:
     group = rollout_pb2.TransferGroup(
         group_id="g",
         backend="gloo",
@@ -50,7 +58,7 @@ def init_request(port: int, size: int, timeout_s: float) -> rollout_pb2.InitWeig
         world_size=size,
         timeout_s=timeout_s,
     )
-    model = rollout_pb2.ModelSpec(path="m", dtype="float32")
+    model = rollout_pb2.ModelSpec(path=folder, dtype="float32")
     return rollout_pb2.InitWeightTransferRequest(job_id="job", model=model, group=group)
 
 
@@ -62,11 +70,11 @@ def init_request(port: int, size: int, timeout_s: float) -> rollout_pb2.InitWeig
         (RuntimeError("illegal address"), RuntimeError),
     ],
 )
-def test_only_a_broken_group_makes_a_replica_a_victim(failure: Exception, told: type[Exception]) -> None:
+def test_only_a_broken_group_makes_a_replica_a_victim(failure: Exception, told: type[Exception], folder: str) -> None:
     async def scenario() -> None:
         store = TransferStore("127.0.0.1", 20)
         receiver = receiver_with(failure)
-        request = init_request(store.port, 2, 20)
+        request = init_request(folder, store.port, 2, 20)
         theirs = rollout_pb2.TransferGroup()
         theirs.CopyFrom(request.group)
         theirs.rank = 0
@@ -84,14 +92,14 @@ def test_only_a_broken_group_makes_a_replica_a_victim(failure: Exception, told: 
     asyncio.run(scenario())
 
 
-def test_an_absent_peer_and_an_unreachable_store_are_told_apart() -> None:
+def test_an_absent_peer_and_an_unreachable_store_are_told_apart(folder: str) -> None:
     async def scenario() -> None:
         store = TransferStore("127.0.0.1", 1)
         receiver = receiver_with(ValueError())
         with pytest.raises(DataLoss, match=r"ranks \[0, 2\] of 3 have not come"):
-            await receiver.init(init_request(store.port, 3, 0.5))
+            await receiver.init(init_request(folder, store.port, 3, 0.5))
         with pytest.raises(RuntimeError) as caught:
-            await receiver.init(init_request(1, 3, 0.5))  # nothing listens there
+            await receiver.init(init_request(folder, 1, 3, 0.5))  # nothing listens there
         assert not isinstance(caught.value, GroupBroken)
 
     asyncio.run(scenario())

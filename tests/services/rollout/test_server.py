@@ -16,8 +16,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from PIL import Image
 
 from flowfleet import keys, weights
+from flowfleet.limits import MAX_PROMPT_BYTES
 from flowfleet.proto import common_pb2, rollout_pb2, rollout_pb2_grpc
-from flowfleet.proto.rollout_pb2 import ModelSpec
+from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
 from flowfleet.replicas import ReplicaDirectory
 from flowfleet.streams import TrajectoryConsumer
 from flowfleet.trajectories import EmbedsBlob, Trajectory
@@ -277,20 +278,135 @@ def test_weights_that_do_not_verify_are_never_served(client: Any, model: ModelSp
     asyncio.run(scenario())
 
 
-def test_a_binding_that_failed_leaves_no_job(client: Any, model: ModelSpec) -> None:
+def group(**changed: Any) -> rollout_pb2.TransferGroup:
+    """One that a replica could join, but for what is changed."""
+    fields = {
+        "group_id": "g",
+        "backend": "gloo",
+        "store_host": "127.0.0.1",
+        "store_port": 1,
+        "rank": 1,
+        "world_size": 2,
+        "timeout_s": 5.0,
+    }
+    return rollout_pb2.TransferGroup(**{**fields, **changed})
+
+
+def test_an_init_that_cannot_work_leaves_what_is_served(client: Any, model: ModelSpec) -> None:
+    """Each request is of another job, so that it would let go of the adapter that is served."""
+    spec = {"path": model.path, "dtype": "float32"}
+    models = (
+        ModelSpec(path=model.path + "-gone", dtype="float32"),
+        ModelSpec(path=model.path, dtype="float31"),
+        ModelSpec(dtype="float32"),
+        ModelSpec(path="/proc/self", dtype="float32"),
+        ModelSpec(path="nul\0", dtype="float32"),
+        ModelSpec(**spec, load_format="pickle"),
+        ModelSpec(**spec, quantization="int1"),
+    )
+    loras = (
+        LoraSpec(rank=0, alpha=8.0, target_modules=["to_q"]),
+        LoraSpec(rank=2**31, alpha=8.0, target_modules=["to_q"]),
+        LoraSpec(rank=4, alpha=float("nan"), target_modules=["to_q"]),
+        LoraSpec(rank=4, alpha=float("inf"), target_modules=["to_q"]),
+        LoraSpec(rank=4, alpha=8.0),
+        LoraSpec(rank=4, alpha=8.0, target_modules=["to_q", ""]),
+    )
+    groups = [
+        group(**changed)
+        for changed in (
+            {"group_id": ""},
+            {"group_id": "g" * 257},
+            {"group_id": "a b"},
+            {"backend": ""},
+            {"backend": "mpi"},
+            {"backend": "nccl"},  # the replica is on a CPU
+            {"store_host": ""},
+            {"store_host": "unix:/tmp/store"},
+            {"store_host": "host/path"},
+            {"store_host": "a,b"},
+            {"store_port": 0},
+            {"store_port": 65_536},
+            {"rank": 0},
+            {"rank": 2},
+            {"world_size": 1},
+            {"world_size": 2**31},
+            {"timeout_s": 0.0},
+            {"timeout_s": float("nan")},
+            {"timeout_s": float("inf")},
+            {"timeout_s": 1e9},
+        )
+    ]
+
     async def scenario() -> None:
         async with client() as c:
             await c.publish_adapter("job-i", 0, model, LORA, seed=1)
-            gone = ModelSpec(path=model.path + "-gone", dtype="float32")
-            code, message = await c.refusal(c.init("job-j", gone))
-            assert (code, "-gone" in message) == (Code.INVALID_ARGUMENT, True)
+            before = await c.status()
+            wrong = [
+                *(c.init("job-j", one) for one in models),
+                *(c.init("job-j", model, lora=one) for one in loras),
+                *(c.init("job-j", model, lora=LORA, group=one) for one in groups),
+                *(c.init(job, model, lora=LORA) for job in ("", "../job", "a" * 129, "a:b")),
+            ]
+            for call in wrong:
+                code, message = await c.refusal(call)
+                assert code is Code.INVALID_ARGUMENT, message
+            assert await c.status() == before
+            assert len(await c.generate(make_generate("job-i", 0))) == 6
+
+    asyncio.run(scenario())
+
+
+def test_a_binding_that_failed_leaves_no_job(client: Any, model: ModelSpec, tmp_path: Path) -> None:
+    """That such a folder has no weights is found out while it is loaded."""
+    (tmp_path / "model_index.json").write_text('{"_class_name": "QwenImagePipeline"}')
+
+    async def scenario() -> None:
+        async with client() as c:
+            await c.publish_adapter("job-i", 0, model, LORA, seed=1)
+            await c.refusal(c.init("job-j", ModelSpec(path=str(tmp_path), dtype="float32")))
             assert ((await c.status()).state, (await c.status()).job_id) == (IDLE, "")
             code, _ = await c.refusal(c.start("job-i", 1))
             assert code is Code.FAILED_PRECONDITION
-            for wrong in (ModelSpec(path=model.path, dtype="float31"), ModelSpec(dtype="float32")):
-                code, message = await c.refusal(c.init("job-j", wrong))
-                assert code is Code.INVALID_ARGUMENT, message
             await c.publish_adapter("job-i", 1, model, LORA, seed=1)
+
+    asyncio.run(scenario())
+
+
+def test_what_no_submit_would_send_is_refused_in_a_word(client: Any, model: ModelSpec, replica: ReplicaProcess) -> None:
+    """Texts and sizes over the limits, and bytes that are no message: nothing of it is in the log at length."""
+
+    async def scenario() -> None:
+        async with client() as c:
+            await c.publish_adapter("job-l", 0, model, LORA, seed=1)
+            written = replica.log.stat().st_size
+            long = make_generate("job-l", 0)
+            long.groups[0].prompt = "x" * (MAX_PROMPT_BYTES + 1)
+            wide = make_generate("job-l", 0)
+            wide.groups[0].prompt = "\u2603" * (MAX_PROMPT_BYTES // 3 + 1)
+            negative = make_generate("job-l", 0)
+            negative.sampling.guidance_scale, negative.sampling.negative_prompt = 2.0, "x" * 10_000_000
+            unused = make_generate("job-l", 0)
+            unused.sampling.negative_prompt = "x" * (MAX_PROMPT_BYTES + 1)
+            name = make_generate("job-l" * 1_000_000, 0)
+            for request in (long, wide, negative, unused, name):
+                code, message = await c.refusal(c.generate(request))
+                assert code is Code.INVALID_ARGUMENT, message
+            method = c.channel.unary_stream("/flowfleet.v1.RolloutService/Generate")
+            code, _ = await c.refusal(method(b"\xff" * 64, timeout=10).read())
+            assert code is Code.INVALID_ARGUMENT
+            for timeout_s in (-1.0, float("nan"), float("inf")):
+                code, _ = await c.refusal(c.call("Drain", rollout_pb2.DrainRequest(timeout_s=timeout_s)))
+                assert code is Code.INVALID_ARGUMENT
+            await c.start("job-l", 1)
+            huge = common_pb2.BlobRef(uri="redis:ff:job-l:blob", size_bytes=2**63)
+            code, message = await c.refusal(c.update_adapter("job-l", 1, huge))
+            assert (code, "at most" in message) == (Code.INVALID_ARGUMENT, True)
+            assert replica.log.stat().st_size - written < 100_000
+            await c.publish_adapter("job-l", 1, model, LORA, seed=1)
+            full = make_generate("job-l", 1)
+            full.groups[0].prompt = "x" * MAX_PROMPT_BYTES
+            assert len(await c.generate(full)) == 6
 
     asyncio.run(scenario())
 

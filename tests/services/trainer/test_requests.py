@@ -10,7 +10,7 @@ from flowfleet.errors import InvalidRequest
 from flowfleet.jobs import JobSpec
 from flowfleet.proto.common_pb2 import BlobRef, Sample, SampleId
 from flowfleet.proto.trainer_pb2 import TrainSample, TrainStepRequest
-from services.trainer.requests import check_request, pairs_of
+from services.trainer.requests import check_directory, check_request, pairs_of
 from tests.services.trainer.steps import JOB, make_spec
 
 Change = Callable[[TrainStepRequest], object]
@@ -98,3 +98,20 @@ def test_frames_and_negatives_are_checked() -> None:
 @pytest.mark.parametrize("name", ["online_dpo", "flow_grpo"])
 def test_a_step_may_have_nothing_to_learn_from(name: str) -> None:
     assert check_request(TrainStepRequest(job_id=JOB, step=3), spec_of(name)) == []
+
+
+def test_a_directory_is_one_of_the_jobs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "jobs" / "job-1"
+    (tmp_path / "jobs" / "link").mkdir(parents=True)
+    own.symlink_to(tmp_path / "jobs" / "link")
+    check_directory("/anywhere/checkpoints", "job-1")
+    monkeypatch.setenv("FLOWFLEET_STATE_DIR", str(tmp_path))
+    for wrong in ("", "checkpoints", "/etc", f"{own}/../job-2", f"{tmp_path}/jobs", f"{own}/checkpoints", "/a\0b"):
+        with pytest.raises(InvalidRequest, match="directory"):
+            check_directory(wrong, "job-1")  # the job's folder is a link out of it
+    own.unlink()
+    check_directory(f"{own}/checkpoints", "job-1")
+    check_directory(f"{own}/model", "job-1")
+    for job_id in ("job-2", "", "..", "."):
+        with pytest.raises((InvalidRequest, ValueError), match="job"):
+            check_directory(f"{own}/checkpoints", job_id)
