@@ -19,7 +19,7 @@ from flowfleet.proto import common_pb2, trainer_pb2, trainer_pb2_grpc
 from flowfleet.reward_requests import EncodedSample
 from flowfleet.rpc import open_channel
 from services.controller.concurrency import Budget
-from services.controller.data import Prompt, prompts_of_step
+from services.controller.data import Deal, Prompt
 from services.controller.fleet import Replica
 from services.controller.fleet_watch import FleetWatch, NobodyThere, Want
 from services.controller.inputs import Inputs
@@ -65,7 +65,8 @@ class JobContext:
     shortage: Callable[[str, str], str]
     """Why pods of a component and name cannot run, as `Directory.shortage`."""
     directory: Path
-    training_prompts: list[Prompt]
+    deal: Deal
+    """Of the training prompts."""
     held_out: list[Prompt]
     trainer_address: str = ""
     drawn: dict[tuple[int, int], Drawn] = field(default_factory=dict)
@@ -110,9 +111,9 @@ class JobContext:
         async with self.changed:
             await self.changed.wait_for(condition)
 
-    def prompts(self, step: int) -> list[Prompt]:
+    def prompts(self, step: int) -> Sequence[Prompt]:
         """One a group."""
-        return prompts_of_step(self.training_prompts, self.spec.seed, step, self.spec.rollout.prompts_per_step)
+        return self.deal.of_step(step)
 
     # -- references of samples -----------------------------------------------------------------------------------
 
@@ -196,8 +197,7 @@ class JobContext:
     @property
     def _of_step(self) -> tuple[str, ...]:
         """What goes with its step. The negative embeds are the whole job's, but where condition images are in them."""
-        has_images = any(prompt.images for prompt in self.training_prompts)
-        return ("trajectory", "prompt_embeds", *(("negative_embeds",) if has_images else ()))
+        return ("trajectory", "prompt_embeds", *(("negative_embeds",) if self.deal.has_images else ()))
 
     async def _held_steps(self) -> Any:
         async for key in self.redis.scan_iter(match=keys.job_key(self.job_id, "refs") + ":*", count=1000):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from pathlib import PurePath
 from typing import Any, Literal
 
@@ -18,6 +19,10 @@ PICTURES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".
 VIDEOS = {".mp4": "video/mp4"}
 MEDIA_TYPES = PICTURES | VIDEOS
 """By a file's suffix."""
+MAX_PASSES = 2
+"""Orders that are remembered; one of a million prompts has 8 MB."""
+MAX_STEPS = 32
+"""Steps that are remembered: more than can be open at once."""
 
 _SHAPES: dict[Kind, str] = {
     "prompts": '{"prompt": "…", "metadata": {…}, "images": ["…"]}, metadata and images may be left out',
@@ -25,7 +30,7 @@ _SHAPES: dict[Kind, str] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """One line of a data set."""
 
@@ -59,9 +64,28 @@ def parse_prompts(data: bytes, url: str, kind: Kind = "prompts") -> list[Prompt]
     return [_parse(line, url, number, kind) for number, line in filled]
 
 
-def prompts_of_step(prompts: list[Prompt], seed: int, step: int, count: int) -> list[Prompt]:
-    """The `count` prompts of a step: passes over the data, each shuffled anew, cut into steps. Nothing is left out."""
-    return [_nth(prompts, seed, step * count + k) for k in range(count)]
+class Deal:
+    """Deals `count` prompts to each step: passes over the data, each shuffled by itself, cut into steps. Nothing is
+    left out. Remembers the orders of the last passes and what the last steps were given."""
+
+    def __init__(self, prompts: list[Prompt], seed: int, count: int) -> None:
+        self._prompts, self._seed, self._count = prompts, seed, count
+        self._order = lru_cache(MAX_PASSES)(self._shuffled)
+        self.of_step = lru_cache(MAX_STEPS)(self._dealt)
+        """Gives the prompts of a step, one a group."""
+
+    @cached_property
+    def has_images(self) -> bool:
+        """Whether a prompt has a condition image."""
+        return any(prompt.images for prompt in self._prompts)
+
+    def _dealt(self, step: int) -> tuple[Prompt, ...]:
+        places = (divmod(step * self._count + k, len(self._prompts)) for k in range(self._count))
+        return tuple(self._prompts[self._order(number)[offset]] for number, offset in places)
+
+    def _shuffled(self, number: int) -> Any:
+        """Positions of the prompts in the order of a pass."""
+        return np.random.default_rng(derive_seed(self._seed, "epoch", number)).permutation(len(self._prompts))
 
 
 def media_type(url: str) -> str:
@@ -70,12 +94,6 @@ def media_type(url: str) -> str:
     if suffix not in MEDIA_TYPES:
         raise ValueError(f"{url}: its suffix tells no media type; known are {', '.join(MEDIA_TYPES)}")
     return MEDIA_TYPES[suffix]
-
-
-def _nth(prompts: list[Prompt], seed: int, position: int) -> Prompt:
-    epoch, offset = divmod(position, len(prompts))
-    order = np.random.default_rng(derive_seed(seed, "epoch", epoch)).permutation(len(prompts))
-    return prompts[int(order[offset])]
 
 
 def _parse(line: str, url: str, number: int, kind: Kind) -> Prompt:

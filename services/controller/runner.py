@@ -24,6 +24,7 @@ from services.controller.changes import listen, tell
 from services.controller.checks import JobData, open_job
 from services.controller.concurrency import end
 from services.controller.context import JobContext
+from services.controller.data import Deal
 from services.controller.demand import DemandHash, demand, work_of
 from services.controller.directory import Directory, StaticDirectory
 from services.controller.fleet import Replica
@@ -289,7 +290,7 @@ class Runner:
             memory=self._memory,
             shortage=self._directory.shortage,
             directory=directory,
-            training_prompts=data.training,
+            deal=Deal(data.training, spec.seed, spec.rollout.prompts_per_step),
             held_out=data.held_out,
         )
 
