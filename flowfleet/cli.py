@@ -89,6 +89,10 @@ def up(
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Limit of what stays of ended jobs, as in jobs=200; repeatable."),
     ] = None,
+    limit: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Most that jobs may ask for, as in samples_per_step=512; repeatable."),
+    ] = None,
     archive: Annotated[
         str | None, typer.Option(metavar="URL", help="Where ended jobs are copied before they are removed (fsspec).")
     ] = None,
@@ -119,6 +123,7 @@ def up(
         rollout_devices=rollouts_on,
         trainer_devices=_devices(trainer_devices),
         keep=tuple(keep or ()),
+        limits=tuple(limit or ()),
         archive=archive,
         start_timeout_s=start_timeout,
     )

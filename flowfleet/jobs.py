@@ -11,9 +11,9 @@ import itertools
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from flowfleet import combinations, plugins
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, STEPS, Algorithm, Loss, Step
@@ -24,6 +24,21 @@ from flowfleet.setting_files import read_table
 
 REWARD_NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}"
 """A part of names of metrics, of reasons and of settings: without dots and slashes, which divide those."""
+
+
+LEAST_FACTOR = 1e-6
+
+
+def _counts(factor: float) -> float:
+    if 0 < abs(factor) < LEAST_FACTOR:
+        raise ValueError(f"{factor:g} is too small to count: give 0, or at least {LEAST_FACTOR:g}")
+    return factor
+
+
+Seconds = Annotated[float, Field(ge=0.1, le=604_800.0)]
+"""A deadline: from a tenth of a second to a week."""
+Factor = Annotated[float, Field(ge=-1e6, le=1e6), AfterValidator(_counts)]
+"""A weight of a reward, or a factor of one."""
 
 
 class Part(BaseModel):
@@ -360,13 +375,13 @@ class GatePart(Part):
 class RewardPart(Part):
     service: str | None = Field(default=None, min_length=1)
     """Name of the reward service; unset: the reward's own name. Several rewards may ask one service."""
-    weight: float = 1.0
+    weight: Factor = 1.0
     """Of the score in the sum. 0 only watches, or guards with `gate`."""
     params: dict[str, str] = {}
     """Handed to the scorer with each request."""
     clip: tuple[float, float] | None = None
     """[low, high] that the raw score is cut to before it is weighted."""
-    curve: tuple[tuple[int, float], ...] = ()
+    curve: tuple[tuple[int, Factor], ...] = ()
     """[[step, factor], …], steps ascending: factors of the weight, linear in between, constant before and after."""
     gate: GatePart | None = None
     """By the raw score."""
@@ -432,15 +447,15 @@ class SchedulePart(Part):
 class TimeoutPart(Part):
     """Deadlines of remote calls, seconds."""
 
-    generate_s: float = Field(default=1800.0, gt=0.0)
-    score_s: float = Field(default=300.0, gt=0.0)
+    generate_s: Seconds = 1800.0
+    score_s: Seconds = 300.0
     """Of one call to a reward service."""
-    rewards_s: float = Field(default=1800.0, gt=0.0)
+    rewards_s: Seconds = 1800.0
     """A reward that fails is asked again for so long after its samples were first sent; then `on_failure` decides."""
-    train_step_s: float = Field(default=7200.0, gt=0.0)
-    publish_s: float = Field(default=600.0, gt=0.0)
-    checkpoint_s: float = Field(default=1800.0, gt=0.0)
-    hang_s: float = Field(default=120.0, ge=1.0)
+    train_step_s: Seconds = 7200.0
+    publish_s: Seconds = 600.0
+    checkpoint_s: Seconds = 1800.0
+    hang_s: Annotated[float, Field(ge=1.0, le=604_800.0)] = 120.0
     """A process that works and makes no progress for so long is killed and replaced. The working thread itself reports
     its progress; loading, compiling and checkpoints have longer limits of their own."""
 

@@ -56,6 +56,8 @@ class StackOptions(BaseModel):
     """Accelerators of a job's trainer, one a rank; unset: those that rollouts leave."""
     keep: tuple[str, ...] = ()
     """NAME=VALUE limits of what stays of ended jobs, as the controller's `--keep`."""
+    limits: tuple[str, ...] = ()
+    """NAME=VALUE limits of what jobs may ask for, as the controller's `--limit`."""
     archive: str | None = None
     """fsspec URL to which ended jobs are copied; unset: FLOWFLEET_ARCHIVE."""
     start_timeout_s: float = Field(default=900.0, gt=0.0)
@@ -190,6 +192,8 @@ def _controller(
         argv += ["--trainer-devices", ",".join(trainer_devices)]
     for limit in options.keep:
         argv += ["--keep", limit]
+    for limit in options.limits:
+        argv += ["--limit", limit]
     if options.archive is not None:
         env = {**env, "FLOWFLEET_ARCHIVE": options.archive}
     for name, address in rewards.items():

@@ -26,7 +26,8 @@ async def submit(request: Request, response: Response, use: Use, idempotency_key
     record = await use.store.find_submitted(spec, idempotency_key) if idempotency_key else None
     if record is None:
         await use.memory.check_room()
-        await checks.check(spec, use.directory, use.sources, use.settings.trainer_devices)
+        await checks.check(spec, use.directory, use.sources, use.settings.limits, use.settings.trainer_devices)
+        use.settings.limits.check_room(spec, await use.store.unended())
         record, _ = await use.store.create(spec, idempotency_key)
     await use.runner.notify()
     response.headers["Location"] = f"/v1/jobs/{record.id}"

@@ -20,6 +20,7 @@ from services.controller.conditions import ConditionShapes
 from services.controller.data import PICTURES, VIDEOS, Kind, Prompt, media_type
 from services.controller.directory import Directory
 from services.controller.launcher import device_problem
+from services.controller.limits import Limits
 from services.controller.places import NotAllowed, is_remote
 from services.controller.problems import InvalidJob
 from services.controller.reward_trials import refusals
@@ -37,13 +38,15 @@ def parse(data: dict[str, Any]) -> JobSpec:
         raise InvalidJob(str(error).split("\n")) from None
 
 
-async def check(spec: JobSpec, directory: Directory, sources: Sources, trainer_devices: Sequence[str] = ()) -> None:
-    """Raises InvalidJob when a file is missing, unreadable or not one that jobs may read, the model cannot do what is
-    asked, a reward service or the rollout pool is not one of the fleet's, the trainer wants more accelerators than it
-    has, or a reward refuses its params. Nothing remote is fetched: `open_job` does that."""
+async def check(
+    spec: JobSpec, directory: Directory, sources: Sources, limits: Limits, trainer_devices: Sequence[str] = ()
+) -> None:
+    """Raises InvalidJob when the job asks for more samples than the operator admits, a file is missing, unreadable or
+    not one that jobs may read, the model cannot do what is asked, a reward service or the rollout pool is not one of
+    the fleet's, the trainer wants more accelerators than it has, or a reward refuses its params. Nothing remote is
+    fetched: `open_job` does that."""
     problems = [*_fleet_problems(spec, directory)]
-    if problem := device_problem(spec, trainer_devices):
-        problems.append(problem)
+    problems += filter(None, [limits.problem(spec), device_problem(spec, trainer_devices)])
     problems += await asyncio.to_thread(lambda: list(_file_problems(spec, sources)))
     problems = problems or await refusals(spec, spec.rewards, directory, sources)
     if problems:

@@ -15,11 +15,14 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, f
 from flowfleet.service import API_KEY, is_loopback, service_parser
 from services.controller.directory import addresses
 from services.controller.keep import Keep
+from services.controller.limits import Limits
 from services.controller.places import Places, url_origin
 from services.controller.sources import Sources
 from services.controller.trainer_template import load_template
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+_FLAGS = {"limits": "limit"}
+"""Setting → flag, where the names differ."""
 
 
 class ControllerSettings(BaseModel):
@@ -54,6 +57,8 @@ class ControllerSettings(BaseModel):
     """FLOWFLEET_BLOBS: "redis", or the fsspec URL of the blob store."""
     keep: Keep = Keep()
     """What stays of ended jobs, and at which use of Redis's memory jobs wait."""
+    limits: Limits = Limits()
+    """How much one job, and all jobs together, may ask for."""
     archive: str = ""
     """FLOWFLEET_ARCHIVE: fsspec URL to which ended jobs are copied before they are removed. Empty: no archive."""
     trainer_python: str = sys.executable
@@ -192,7 +197,8 @@ class ControllerSettings(BaseModel):
                 api_key=SecretStr(env[API_KEY].strip()) if env.get(API_KEY) else None,
                 blobs=env.get("FLOWFLEET_BLOBS") or "redis",
                 archive=env.get("FLOWFLEET_ARCHIVE", ""),
-                keep=_keep(flags.pop("keep")),
+                keep=_named("keep", flags.pop("keep"), Keep),
+                limits=_named("limit", flags.pop("limit"), Limits),
                 namespace=env.get("POD_NAMESPACE", ""),
                 rewards={name: address for name, _, address in rewards},
                 data_roots=tuple(flags.pop("data_root")),
@@ -204,15 +210,15 @@ class ControllerSettings(BaseModel):
             raise ValueError("\n".join(_explain(item["loc"], item["msg"]) for item in error.errors())) from None
 
 
-def _keep(items: Sequence[str]) -> Any:
-    """Gives each NAME=VALUE to pydantic, which makes a Keep of them. Raises ValueError."""
+def _named(flag: str, items: Sequence[str], made: type[BaseModel]) -> Any:
+    """Gives each NAME=VALUE to pydantic, which makes a Keep or Limits of them. Raises ValueError."""
     found: dict[str, str] = {}
     for item in items:
         name, equals, value = item.partition("=")
-        if name not in Keep.model_fields or not equals:
-            raise ValueError(f"--keep {item}: give NAME=VALUE, with NAME one of {', '.join(Keep.model_fields)}")
+        if name not in made.model_fields or not equals:
+            raise ValueError(f"--{flag} {item}: give NAME=VALUE, with NAME one of {', '.join(made.model_fields)}")
         if name in found:
-            raise ValueError(f"--keep {name} is given twice")
+            raise ValueError(f"--{flag} {name} is given twice")
         found[name] = value
     return found
 
@@ -222,7 +228,7 @@ def _explain(location: Sequence[int | str], message: str) -> str:
     if own != message:
         return own
     flag, *name = map(str, location)
-    return " ".join([f"--{flag.replace('_', '-')}", *name]) + f": {message}"
+    return " ".join([f"--{_FLAGS.get(flag, flag).replace('_', '-')}", *name]) + f": {message}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -248,6 +254,13 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="NAME=VALUE",
         help="limit of what stays of ended jobs, e.g. jobs=200 or days=30; docs/operations.md lists them",
+    )
+    parser.add_argument(
+        "--limit",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="most of what jobs may ask for, e.g. samples_per_step=65536; docs/operations.md lists them",
     )
     parser.add_argument("--trainer-python", help="interpreter that starts trainers (this one)")
     parser.add_argument(

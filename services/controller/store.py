@@ -133,6 +133,15 @@ class JobStore(History, SampleShelf, RewardShelf, Removal):
                     pipe.zrange(keys.jobs_with_status(status), 0, -1)
             return sorted(job_id.decode() for row in await pipe.execute() for job_id in row)
 
+    async def unended(self) -> list[JobRecord]:
+        """Records of the jobs that have not ended, oldest first."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            found = await self.active()
+            for job_id in found:
+                pipe.hgetall(keys.job(job_id))
+            rows = await pipe.execute()
+        return [_record(job_id, row) for job_id, row in zip(found, rows, strict=True) if row]  # else just deleted
+
     async def set_status(self, job_id: str, status: str, reason: str = "") -> bool:
         """Changes the status and appends its event; False when nothing changed. Raises Conflict when it has ended."""
         status = JobStatus(status)

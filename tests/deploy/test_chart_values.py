@@ -237,6 +237,7 @@ def test_secrets_that_are_given_are_not_made() -> None:
 def test_limits_and_archive_reach_the_controller() -> None:
     pod = Rendered("everything").pod("controller")
     (container,) = pod["spec"]["containers"]
+    assert "--limit=samples_per_step=8192" in container["args"]
     kept = [argument for argument in container["args"] if argument.startswith("--keep=")]
     assert sorted(kept) == ["--keep=days=0.5", "--keep=jobs=200", "--keep=metrics=2000000"]
     assert environment(pod)["FLOWFLEET_ARCHIVE"] == "s3://bucket/jobs"

@@ -275,6 +275,7 @@ def test_the_surface_is_what_users_know() -> None:
             "--dtype",
             "--engine",
             "--keep",
+            "--limit",
             "--max-batch",
             "--model",
             "--port",

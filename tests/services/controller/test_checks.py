@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from flowfleet.jobs import JobSpec
 from services.controller.checks import check, parse
 from services.controller.directory import StaticDirectory
+from services.controller.limits import Limits
 from services.controller.places import Places
 from services.controller.problems import InvalidJob
 from services.controller.sources import Sources
@@ -57,7 +58,7 @@ def test_any_value_anywhere(place: tuple[str, ...], added: str, value: Any) -> N
 def test_a_trainer_of_more_ranks_than_accelerators_is_refused_at_submit() -> None:
     spec = parse({**DEFAULT, "trainer": {"world_size": 3}})
     with pytest.raises(InvalidJob) as refused:
-        asyncio.run(check(spec, StaticDirectory({"ocr": "x:1"}), Sources(Places()), ("0", "1")))
+        asyncio.run(check(spec, StaticDirectory({"ocr": "x:1"}), Sources(Places()), Limits(), ("0", "1")))
     message = "trainer.world_size = 3: trainers have 2 accelerators here (0, 1), one a rank; set it to at most 2"
     assert any(problem.startswith(message) for problem in refused.value.problems)
 
@@ -69,7 +70,7 @@ def test_an_adapter_that_is_not_there_is_refused_at_submit(name: str, tmp_path: 
     def problems() -> list[str]:
         spec = parse({**DEFAULT, "model": {"path": "m", "adapter": str(tmp_path / name)}})
         with pytest.raises(InvalidJob) as refused:
-            asyncio.run(check(spec, StaticDirectory({"ocr": "x:1"}), sources))
+            asyncio.run(check(spec, StaticDirectory({"ocr": "x:1"}), sources, Limits()))
         return [problem for problem in refused.value.problems if problem.startswith("model.adapter: ")]
 
     assert len(problems()) == 1
@@ -91,5 +92,5 @@ def test_a_name_that_the_fleet_does_not_know_is_refused_at_submit(job: dict[str,
     directory = StaticDirectory({"ocr": "x:1", "jpeg": "x:2"})
     directory.pools = {"b", "a"}
     with pytest.raises(InvalidJob) as refused:
-        asyncio.run(check(parse({**DEFAULT, **job}), directory, Sources(Places())))
+        asyncio.run(check(parse({**DEFAULT, **job}), directory, Sources(Places()), Limits()))
     assert problem in refused.value.problems

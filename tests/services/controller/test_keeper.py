@@ -24,6 +24,7 @@ from services.controller import removal
 from services.controller.keep import DAY_S, Keep, to_remove, to_thin
 from services.controller.keeper import Keeper
 from services.controller.leadership import Lease, LeaseLost
+from services.controller.limits import Limits
 from services.controller.memory import Memory
 from services.controller.records import Desired, JobStatus, SampleRecord
 from services.controller.removal import EndedJob
@@ -70,6 +71,8 @@ def test_limits_that_contradict_each_other_are_refused() -> None:
         (["--keep", "jobs=3", "--keep", "jobs=4"], "--keep jobs is given twice"),
         (["--keep", "jobs=-1"], "--keep jobs: Input should be greater than or equal to 0"),
         (["--keep", "days=nan"], "--keep days"),
+        (["--limit", "samples=3"], "--limit samples=3: give NAME=VALUE, with NAME one of samples_per_step, open_"),
+        (["--limit", "open_samples=0"], "--limit open_samples: Input should be greater than or equal to 1"),
         (["--keep", "pause_above=0.5"], "--keep refuse_above=0.8 must not be greater than pause_above=0.5"),
     ],
 )
@@ -79,11 +82,14 @@ def test_a_limit_that_cannot_work_is_named(argv: list[str], message: str) -> Non
 
 
 def test_limits_and_archive_reach_the_controller_of_a_stack(tmp_path: Path) -> None:
-    options = StackOptions(state_dir=tmp_path, keep=("jobs=3", "days=0.5"), archive="s3://bucket/jobs")
+    options = StackOptions(
+        state_dir=tmp_path, keep=("jobs=3", "days=0.5"), archive="s3://bucket/jobs", limits=("open_samples=9",)
+    )
     plan = make_plan(options, range(20_000, 20_000 + ports_needed(options)), ["redis-server"], "redis://127.0.0.1:1/0")
     process = next(process for process in plan.processes if process.name == "controller")
     settings = ControllerSettings.from_command_line(process.argv[3:], process.env)
     assert (settings.keep, settings.archive) == (Keep(jobs=3, days=0.5), "s3://bucket/jobs")
+    assert settings.limits == Limits(open_samples=9)
 
 
 def test_an_archive_url_holds_no_password() -> None:

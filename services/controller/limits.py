@@ -1,0 +1,64 @@
+"""How much one job, and all jobs together, may ask of the fleet and of this controller. Checked at submit. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from flowfleet.errors import Full
+from flowfleet.jobs import JobSpec
+from services.controller.records import JobRecord
+
+
+class Limits(BaseModel):
+    """The operator's limits; `--limit NAME=VALUE` sets one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    samples_per_step: int = Field(default=65_536, ge=1)
+    """Most samples of one training step."""
+    open_samples: int = Field(default=262_144, ge=1)
+    """Most samples that the running jobs of all pools may have open at once."""
+
+    def problem(self, spec: JobSpec) -> str:
+        """What a job must change to be admitted, whatever else runs; empty for one that may be."""
+        rollout, asked, opened = spec.rollout, spec.samples_per_step, open_samples(spec)
+        if asked > self.samples_per_step:
+            return (
+                f"rollout.prompts_per_step x rollout.group_size = {rollout.prompts_per_step} x {rollout.group_size} = "
+                f"{asked} samples a step, and this controller admits {self.samples_per_step}: lower one of them, or "
+                f"have the operator raise --limit samples_per_step"
+            )
+        if opened > self.open_samples:
+            return (
+                f"schedule.max_staleness = {spec.schedule.max_staleness} keeps {1 + spec.schedule.max_staleness} steps "
+                f"of {asked} samples open, {opened} in all, and this controller admits {self.open_samples}: lower it, "
+                f"or have the operator raise --limit open_samples"
+            )
+        return ""
+
+    def check_room(self, spec: JobSpec, others: Iterable[JobRecord]) -> None:
+        """Raises Full where the job and the others that have not ended would have too many samples open together. Jobs
+        of one pool run one after the other, so the largest of a pool counts."""
+        largest = {spec.rollout.pool: open_samples(spec)}
+        for record in others:
+            largest[record.pool] = max(
+                largest.get(record.pool, 0), _open_samples(record.spec["rollout"], record.spec["schedule"])
+            )
+        if (total := sum(largest.values())) > self.open_samples:
+            raise Full(
+                f"the fleet's jobs would have {total} samples open at once, {open_samples(spec)} of them this job's, "
+                f"and this controller admits {self.open_samples}: wait for another job's end, lower "
+                "rollout.prompts_per_step or schedule.max_staleness, or have the operator raise --limit open_samples"
+            )
+
+
+def open_samples(spec: JobSpec) -> int:
+    """Samples that a job may have open at once."""
+    return _open_samples(spec.rollout.model_dump(), spec.schedule.model_dump())
+
+
+def _open_samples(rollout: Mapping[str, Any], schedule: Mapping[str, Any]) -> int:
+    return int(rollout["prompts_per_step"] * rollout["group_size"] * (1 + schedule["max_staleness"]))
