@@ -93,7 +93,7 @@ async def _stream(job_id: str, use: Services, after: str | None) -> Response:
     if after and (await use.store.status(job_id)).terminal and not await use.store.events(job_id, after, 1):
         return Response(status_code=204)  # tells an EventSource not to come back
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    content = sse.stream(use.store, job_id, after, use.closing)
+    content = use.streams.counted(sse.stream(use.store, job_id, after, use.closing))
     return StreamingResponse(content, media_type="text/event-stream", headers=headers)
 
 

@@ -14,6 +14,7 @@ from flowfleet.redis_client import connect
 from services.controller import api_history, api_jobs, api_rewards, api_system, openapi, problems
 from services.controller.auth import Guard
 from services.controller.concurrency import end
+from services.controller.connections import Streams
 from services.controller.deletion_cost import keep_deletion_costs
 from services.controller.gauges import count_jobs
 from services.controller.memory import Memory
@@ -79,7 +80,16 @@ async def _start(settings: ControllerSettings, runner_factory: RunnerFactory, st
     sources = settings.sources
     stack.callback(sources.close)
     services = Services(
-        settings, redis, store, blobs, platform.directory, runner, sources, registry, Memory(redis, settings.keep)
+        settings,
+        redis,
+        store,
+        blobs,
+        platform.directory,
+        runner,
+        sources,
+        registry,
+        Memory(redis, settings.keep),
+        Streams(settings.max_streams),
     )
     leaving = asyncio.create_task(_leave(services), name="hand over at once")
     stack.push_async_callback(end, [leaving])

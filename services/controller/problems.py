@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from flowfleet.errors import FlowfleetError, Full, InvalidRequest, http_status
+from flowfleet.errors import FlowfleetError, InvalidRequest, http_status
 from services.controller.redis_trouble import trouble
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 MEDIA_TYPE = "application/problem+json"
 MAX_PROBLEMS = 100
 MAX_TEXT = 600
-REDIS_RETRY_S = "5"
+RETRY_S = "5"
 FULL_RETRY_S = "60"
 _SETTING = re.compile(r"[A-Za-z_][\w-]*(\.[\w*-]+)*")
 
@@ -94,8 +94,9 @@ async def _ours(request: Request, error: Exception) -> Response:
         errors = [SettingProblem(setting=_setting(text), detail=_cut(text)) for text in error.problems[:MAX_PROBLEMS]]
         count = f"{len(error.problems)} settings" if len(error.problems) > 1 else "1 setting"
         return problem(422, f"the job cannot run: {count} to change", path, title="Invalid job", errors=errors)
-    headers = {"Retry-After": FULL_RETRY_S} if isinstance(error, Full) else None
-    return problem(http_status(error), str(error), path, headers=headers)
+    status = http_status(error)
+    retry_s = {503: RETRY_S, 507: FULL_RETRY_S}.get(status)
+    return problem(status, str(error), path, headers={"Retry-After": retry_s} if retry_s else None)
 
 
 async def _redis(request: Request, error: Exception) -> Response:
@@ -104,7 +105,7 @@ async def _redis(request: Request, error: Exception) -> Response:
     if reason is None:
         raise error  # our own mistake: answered as 500, with a traceback in the log
     log.error("redis %s: %s", type(error).__name__, reason)
-    return problem(503, reason, request.url.path, headers={"Retry-After": REDIS_RETRY_S})
+    return problem(503, reason, request.url.path, headers={"Retry-After": RETRY_S})
 
 
 async def _validation(request: Request, error: Exception) -> Response:

@@ -1,5 +1,5 @@
-"""uvicorn, taught three things: to say where it serves, to end open event streams before it waits for connections, and
-to go on with new certificates.
+"""uvicorn, taught four things: to say where it serves, to end open event streams before it waits for connections, to go
+on with new certificates, and to bound its connections (connections.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from flowfleet.service import format_address, write_port_file
 from flowfleet.telemetry import start_metrics_server
 from flowfleet.tls import Certificates
+from services.controller.connections import bounded
 from services.controller.services import Services
 from services.controller.settings import ControllerSettings
 
@@ -47,6 +48,7 @@ class Server(uvicorn.Server):
             log_config=None,
             access_log=False,
             server_header=False,
+            http=bounded(settings.header_timeout_s, settings.max_connections),
             timeout_graceful_shutdown=GRACE_S,
             ssl_context_factory=None if certificates is None else lambda *_: self._context,
         )

@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 from flowfleet.blobs import BlobStore
 from flowfleet.errors import NotFound
 from services.controller.comparisons import Comparisons
+from services.controller.connections import Streams
 from services.controller.directory import Directory
 from services.controller.memory import Memory
 from services.controller.records import Record
@@ -37,6 +38,7 @@ class Services:
     sources: Sources
     registry: CollectorRegistry
     memory: Memory
+    streams: Streams
     comparisons: Comparisons = field(default_factory=Comparisons)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server shuts down: open streams end."""

@@ -75,6 +75,12 @@ class ControllerSettings(BaseModel):
     """Of `kubernetes`: the controller's Deployment, which owns the trainers' Jobs, so that they go when it goes."""
     scaler_port: int | None = Field(default=None, ge=0, le=65_535)
     """Answers KEDA's external scaler there. Unset: nobody scales."""
+    header_timeout_s: float = Field(default=10.0, gt=0, le=3600)
+    """A client must send the whole header of a request within this time, or its connection is closed."""
+    max_connections: int = Field(default=1000, ge=2, le=100_000)
+    """Open connections to REST. Beyond it the one that has waited longest for a request gives way."""
+    max_streams: int = Field(default=256, ge=1, le=100_000)
+    """Open event streams, each of which holds a connection for as long as its job runs."""
     log_level: LogLevel = "info"
 
     @field_validator("redis_url")
@@ -149,6 +155,12 @@ class ControllerSettings(BaseModel):
                 f"--host {self.host} can be reached from other machines: set {API_KEY} to a secret that clients must "
                 "send, or bind --host 127.0.0.1"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _streams_leave_room(self) -> ControllerSettings:
+        if self.max_streams >= self.max_connections:
+            raise ValueError(f"--max-streams {self.max_streams} must be below --max-connections {self.max_connections}")
         return self
 
     @model_validator(mode="after")
@@ -271,6 +283,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--trainer-template", type=Path, metavar="FILE", help="the Job that trainers are made of")
     parser.add_argument("--owner", metavar="NAME", help="the controller's Deployment, which owns the trainers' Jobs")
+    parser.add_argument("--header-timeout-s", type=float, metavar="S", help="a request's header must come within (10)")
+    parser.add_argument("--max-connections", type=int, metavar="N", help="open connections to REST (1000)")
+    parser.add_argument("--max-streams", type=int, metavar="N", help="open event streams (256)")
     parser.add_argument("--scaler-port", type=int, metavar="PORT", help="answer KEDA's external scaler there (off)")
     return parser
 

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,19 +24,21 @@ Job = Callable[..., dict[str, Any]]
 IDLE = "tests.services.controller.serve_idle"
 
 
-def launch(module: str, *argv: str, **env: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", module, *argv]
+def launch(module: str, *argv: str, prefix: Sequence[str] = (), **env: str) -> subprocess.Popen[str]:
+    command = [*prefix, sys.executable, "-m", module, *argv]
     return subprocess.Popen(command, env={**os.environ, **env}, stderr=subprocess.PIPE, text=True)
 
 
 @contextmanager
-def controller(module: str, redis_url: str, folder: Path, **env: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def controller(
+    module: str, redis_url: str, folder: Path, *, flags: Sequence[str] = (), prefix: Sequence[str] = (), **env: str
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A process that serves, and its address."""
     port_file = folder / "port"
     port_file.unlink(missing_ok=True)
     argv = ["--port", "0", "--port-file", str(port_file), "--reward", "ocr=127.0.0.1:1"]
     argv += ["--state-dir", str(folder / "state"), "--data-root", str(folder)]
-    process = launch(module, *argv, FLOWFLEET_REDIS_URL=redis_url, **env)
+    process = launch(module, *argv, *flags, prefix=prefix, FLOWFLEET_REDIS_URL=redis_url, **env)
     try:
         deadline = time.monotonic() + 60
         while not port_file.exists():
