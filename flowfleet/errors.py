@@ -7,8 +7,9 @@
     │   └── Gone          it was there and was deleted
     ├── Conflict          not in this state; the message names the state that would do
     ├── TooLarge          over a size limit
-    ├── Full              no room: memory has to be freed first
+    ├── Full              no room: memory or disk has to be freed first
     ├── Unavailable       try again: the other side is down, draining or starting
+    ├── OtherFormat       another version wrote it; the message says which one reads it
     └── DataLoss          bytes are not what was written (size, checksum, malformed)
 
 A message says what to change. It may travel to the caller; a message of any other exception never does.
@@ -52,11 +53,15 @@ class TooLarge(FlowfleetError):
 
 
 class Full(FlowfleetError):
-    """No room: memory has to be freed first."""
+    """No room: memory or disk has to be freed first."""
 
 
 class Unavailable(FlowfleetError):
     """Try again later."""
+
+
+class OtherFormat(FlowfleetError):
+    """Written by another version of Flowfleet, in a format that this one does not read."""
 
 
 class DataLoss(FlowfleetError):
@@ -77,6 +82,7 @@ _GRPC_CODES: Mapping[type[BaseException], grpc.StatusCode] = {
     redis.exceptions.ConnectionError: grpc.StatusCode.UNAVAILABLE,
     redis.exceptions.TimeoutError: grpc.StatusCode.UNAVAILABLE,
     TimeoutError: grpc.StatusCode.DEADLINE_EXCEEDED,
+    OtherFormat: grpc.StatusCode.UNIMPLEMENTED,
     DataLoss: grpc.StatusCode.DATA_LOSS,
 }
 
@@ -93,6 +99,7 @@ _HTTP_STATUS: Mapping[type[BaseException], int] = {
     redis.exceptions.ConnectionError: 503,
     redis.exceptions.TimeoutError: 503,
     TimeoutError: 504,
+    OtherFormat: 501,
     DataLoss: 500,
 }
 

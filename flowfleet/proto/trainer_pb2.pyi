@@ -79,25 +79,61 @@ class ConfigureResponse(_message.Message):
     APPLIED_STEPS_FIELD_NUMBER: _builtins.int
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     RESUMED_FROM_FIELD_NUMBER: _builtins.int
+    SET_ASIDE_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
     applied_steps: _builtins.int
     """updates in the weights now; also their policy version"""
     world_size: _builtins.int
     resumed_from: _builtins.str
     """checkpoint directory, empty for a fresh start"""
+    samples: _builtins.int
+    """samples that these weights were trained on"""
+    @_builtins.property
+    def set_aside(self) -> _containers.RepeatedCompositeFieldContainer[Global___SetAside]:
+        """checkpoints that were not loaded and are kept for people to look at, oldest first"""
+
     def __init__(
         self,
         *,
         applied_steps: _builtins.int = ...,
         world_size: _builtins.int = ...,
         resumed_from: _builtins.str = ...,
+        set_aside: _abc.Iterable[Global___SetAside] | None = ...,
+        samples: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_steps", b"applied_steps", "resumed_from", b"resumed_from", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_steps", b"applied_steps", "resumed_from", b"resumed_from", "samples", b"samples", "set_aside", b"set_aside", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ConfigureResponse: _TypeAlias = ConfigureResponse  # noqa: Y015
+
+@_typing.final
+class SetAside(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    path: _builtins.str
+    """where it is now"""
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        path: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "reason", b"reason", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetAside: _TypeAlias = SetAside  # noqa: Y015
 
 @_typing.final
 class TrainSample(_message.Message):

@@ -2,17 +2,18 @@
 
 Tensors (what is trained, AdamW's two moments as they are kept, the old policy of losses that keep one, the average of
 jobs that have one, each rank's generator states) are written by torch.distributed.checkpoint in its safetensors
-storage, each rank its own shards; they may be read by another number of ranks. Its usual storage is avoided because
-that keeps its metadata as a pickle. `state.json` has the rest: the record of applied steps, the optimizer's steps and
-all updates, the loss's scale, and the names and sizes of all files. A folder is written aside and renamed when
-everything in it is on disk. Aside, each trainer has a name of its own: one that was given up may still write. The
-directory must be shared by all ranks.
+storage, each rank its own shards (checkpoint_files.py); they may be read by another number of ranks. Its usual storage
+is avoided because that keeps its metadata as a pickle. `state.json` has the rest: the record of applied steps, the
+optimizer's steps and all updates, the loss's scale, the names, sizes and digests of all files, and its own digest. A
+folder is written aside and renamed when everything in it is on disk. Aside, each trainer has a name of its own: one
+that was given up may still write. The directory must be shared by all ranks.
+
+A checkpoint that is not what was written is set aside (set_aside.py), and the next older one counts.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import secrets
@@ -22,27 +23,28 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from flowfleet import devices
-from flowfleet.errors import Conflict
-from services.trainer.ranks import Ranks
+from flowfleet.errors import Conflict, DataLoss, FlowfleetError, Full
+from services.trainer import checkpoint_files as files
+from services.trainer.checkpoint_state import FORMAT, complete_state, read_state, write_state
 from services.trainer.record import Record
+from services.trainer.set_aside import kept_aside, set_aside
+from services.trainer.sharding import local
 
 if TYPE_CHECKING:
     from services.trainer.engine import Engine
 
-FORMAT = "flowfleet.trainer.v2"
-_NAME = re.compile(r"step-(\d{8,})")
-_ASIDE = re.compile(r"\.step-(\d{8,})\.(?:(\w+)\.)?partial")
 STALE_S = 3600.0
 """Nobody writes to a folder any more that has not changed for so long."""
+ROOM_BYTES = 2**24
+"""Kept free beside a checkpoint's tensors, for `state.json` and the file system's own."""
+_NAME = re.compile(r"step-(\d{8,})")
+_ASIDE = re.compile(r"\.step-(\d{8,})\.(?:(\w+)\.)?partial")
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)  # a world of one
 
@@ -58,35 +60,70 @@ class Checkpoints:
     """Of this trainer, rank 0's."""
 
     def save(self, engine: Engine, record: Record) -> Path:
-        """Collective. Writes the state of `record.applied` unless it is there already; forgets the oldest ones."""
+        """Collective. Writes the state of `record.applied` unless it is there already; forgets the oldest ones.
+
+        Raises Full while there is no room for it, and leaves nothing behind then.
+        """
         ranks = engine.ranks
         name = f"step-{record.applied:08d}"
         path = self.directory / name
         aside = self.directory / f".{name}.{ranks.broadcast(self.token.encode()).decode()}.partial"
         with ranks.together():
             exists = complete_state(path) is not None
-            if not exists and ranks.rank == 0:
-                self._clean(record.applied - 1)
-                aside.mkdir(parents=True)
         if exists:
             return path
         engine.reshard()
-        with ranks.together():
-            _write(_tensors(engine), aside, engine)
-        with ranks.together():
+        tensors = _tensors(engine)
+        needed = int(ranks.sum(torch.tensor(sum(local(tensor).nbytes for tensor in tensors.values())))) + ROOM_BYTES
+        try:
+            with ranks.together():
+                if ranks.rank == 0:
+                    self._clean(record.applied - 1)
+                    self._make_room(needed)
+                    aside.mkdir(parents=True)
+            with ranks.together():
+                digests = files.write(tensors, aside, ranks)
+            with ranks.together():
+                if ranks.rank == 0:
+                    self._complete(aside, path, engine, record, digests)
+        except FlowfleetError as error:
             if ranks.rank == 0:
-                self._complete(aside, path, engine, record)
+                shutil.rmtree(aside, ignore_errors=True)
+            if isinstance(error, Full):
+                raise Full(self._no_room(needed)) from None
+            raise
         return path
 
     def newest(self) -> Path | None:
-        """The newest complete checkpoint."""
-        return next((path for path in self._paths() if complete_state(path) is not None), None)
+        """The newest complete checkpoint, by rank 0. Sets aside what is none. Raises OtherFormat."""
+        for path in self._paths():
+            try:
+                read_state(path)
+            except DataLoss as error:
+                set_aside(path, str(error))
+            else:
+                return path
+        return None
 
     def load(self, engine: Engine, path: Path) -> Record:
-        """Collective. Puts a checkpoint into model, optimizer and generators. Raises Conflict if it does not fit."""
+        """Collective. Puts a checkpoint into model, optimizer and generators, and verifies it meanwhile.
+
+        Raises Conflict if it does not fit. Raises DataLoss if it is not what was written: it was set aside, and the
+        engine has to be made anew.
+        """
+        ranks = engine.ranks
+        try:
+            return self._load(engine, path)
+        except DataLoss as error:
+            with ranks.together():
+                if ranks.rank == 0:
+                    set_aside(path, str(error))
+            raise
+
+    def _load(self, engine: Engine, path: Path) -> Record:
         with engine.ranks.together():
-            state = complete_state(path)
-            if state is None or state["job_id"] != self.job_id or state["parameters"] != _fingerprint(engine):
+            state = read_state(path)
+            if state["job_id"] != self.job_id or state["parameters"] != _fingerprint(engine):
                 raise Conflict(
                     f"{path} is no checkpoint of job {self.job_id} with this model and adapter, and with moments in as "
                     "many bits (trainer.optimizer.state): use an empty directory"
@@ -98,7 +135,7 @@ class Checkpoints:
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("ema.")}
         if state["world_size"] != engine.ranks.world_size:
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("rng.")}
-        read_into(tensors, path, engine.ranks)
+        files.read_verified(tensors, path, state, engine.ranks)
         _adopt(engine, tensors, state["optimizer_steps"])
         engine.policies.num_updates = state.get("updates", max(state["optimizer_steps"].values()))
         if not has_average:
@@ -113,7 +150,7 @@ class Checkpoints:
         found = [(int(match[1]), path) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name))]
         return [path for _, path in sorted(found, reverse=True)]
 
-    def _complete(self, aside: Path, path: Path, engine: Engine, record: Record) -> None:
+    def _complete(self, aside: Path, path: Path, engine: Engine, record: Record, digests: dict[str, str]) -> None:
         """The last steps, by rank 0: `state.json`, everything to disk, the name, and room."""
         state = {
             "format": FORMAT,
@@ -121,6 +158,7 @@ class Checkpoints:
             "world_size": engine.ranks.world_size,
             "parameters": _fingerprint(engine),
             "files": {file.name: file.stat().st_size for file in sorted(aside.iterdir())},
+            "digests": digests,
             "optimizer_steps": engine.optimizer.num_steps(),
             "updates": engine.policies.num_updates,
             "loss_scale": engine.loss_scale.to_json(),
@@ -128,7 +166,7 @@ class Checkpoints:
         }
         if engine.is_lora:
             state["lora_alpha"] = engine.spec.trainer.lora.alpha
-        (aside / "state.json").write_text(json.dumps(state), encoding="utf-8")
+        write_state(aside, state)
         for file in (*aside.iterdir(), aside):
             _sync(file)
         shutil.rmtree(path, ignore_errors=True)
@@ -145,31 +183,23 @@ class Checkpoints:
             if match and (match[2] == self.token or int(match[1]) <= step or _age_s(left) > STALE_S):
                 shutil.rmtree(left, ignore_errors=True)
 
+    def _make_room(self, needed: int) -> None:
+        """Raises Full before anything is written. What was set aside goes first."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for old in kept_aside(self.directory):
+            if self._free() < needed:
+                shutil.rmtree(old.path, ignore_errors=True)
+        if self._free() < needed:
+            raise Full(self._no_room(needed))
 
-def complete_state(path: Path) -> dict[str, Any] | None:
-    """`state.json` of a complete checkpoint, else None."""
-    try:
-        state: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        sizes = {name: (path / name).stat().st_size for name in state["files"]}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return state if state["format"] == FORMAT and sizes == state["files"] else None
+    def _no_room(self, needed: int) -> str:
+        return (
+            f"no room for a checkpoint: {self.directory} has {self._free():,} bytes free of the {needed:,} that it "
+            "needs besides those that are kept (schedule.keep_last). Free some: the job then goes on by itself"
+        )
 
-
-def read_into(tensors: dict[str, Tensor], path: Path, ranks: Ranks) -> None:
-    """Collective. Copies what a checkpoint has by the same names into these, however it was spread over its ranks."""
-    load(
-        tensors,
-        storage_reader=HuggingFaceStorageReader(str(path)),
-        process_group=ranks.control,
-        no_dist=ranks.world_size == 1,
-    )
-
-
-def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the whole tensors in a checkpoint, by name."""
-    stored = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
-    return {name: tuple(item.size) for name, item in stored.items() if isinstance(item, TensorStorageMetadata)}
+    def _free(self) -> int:
+        return shutil.disk_usage(self.directory).free
 
 
 def _tensors(engine: Engine) -> dict[str, Tensor]:
@@ -178,15 +208,6 @@ def _tensors(engine: Engine) -> dict[str, Tensor]:
     states = devices.rng_state(engine.ranks.device)
     rng = {f"rng.{engine.ranks.rank}.{kind}": state for kind, state in states.items()}
     return tensors | engine.optimizer.moments() | engine.policies.state() | rng
-
-
-def _write(tensors: dict[str, Tensor], path: Path, engine: Engine) -> None:
-    save(
-        tensors,
-        storage_writer=HuggingFaceStorageWriter(str(path), save_distributed=True),
-        process_group=engine.ranks.control,
-        no_dist=engine.ranks.world_size == 1,
-    )
 
 
 def _adopt(engine: Engine, tensors: dict[str, Tensor], optimizer_steps: dict[str, int]) -> None:

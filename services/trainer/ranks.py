@@ -11,6 +11,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from errno import EDQUOT, ENOSPC
 from typing import Any
 
 import redis.exceptions
@@ -31,6 +32,8 @@ _KINDS: tuple[type[errors.FlowfleetError], ...] = (
     errors.TooLarge,
     errors.Unavailable,
     errors.DataLoss,
+    errors.Full,
+    errors.OtherFormat,
 )
 
 
@@ -75,7 +78,8 @@ class Ranks:
         except ValueError as error:
             failure = errors.InvalidRequest(str(error))
         except (OSError, redis.exceptions.RedisError) as error:
-            failure = errors.Unavailable(f"{type(error).__name__}: {error}")
+            kind = errors.Full if getattr(error, "errno", 0) in (ENOSPC, EDQUOT) else errors.Unavailable
+            failure = kind(f"{type(error).__name__}: {error}")
         self._agree(failure)
 
     def sum(self, values: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from flowfleet.adapter_files import PEFT_CONFIG, AdapterFiles, find_adapter
 from flowfleet.proto.rollout_pb2 import LoraSpec
-from services.trainer.checkpoints import complete_state, read_into, stored_shapes
+from services.trainer.checkpoint_files import read_verified, stored_shapes
+from services.trainer.checkpoint_state import complete_state
 from services.trainer.loading import fill_parameter
 from services.trainer.ranks import Ranks
 
@@ -104,7 +105,8 @@ def _of_checkpoint(path: Path) -> WarmStart:
     alpha = state.get("lora_alpha")
 
     def fill(trained: Mapping[str, Any], ranks: Ranks) -> None:
-        read_into({f"{prefix}{name}": parameter.detach() for name, parameter in trained.items()}, path, ranks)
+        own = {f"{prefix}{name}": parameter.detach() for name, parameter in trained.items()}
+        read_verified(own, path, state, ranks)
 
     return WarmStart(path, shapes, frozenset() if alpha is None else frozenset([alpha]), (), fill)
 

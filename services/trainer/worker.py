@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flowfleet import devices, keys, lora, weights
 from flowfleet.blobs import SyncBlobs
-from flowfleet.errors import Conflict, Unavailable
+from flowfleet.errors import Conflict, DataLoss, Unavailable
 from flowfleet.jobs import JobSpec, parse_job
 from flowfleet.proto import trainer_pb2
 from flowfleet.proto.common_pb2 import BlobRef
@@ -34,6 +34,7 @@ from services.trainer.mfu import Mfu
 from services.trainer.ranks import Ranks
 from services.trainer.record import Record
 from services.trainer.requests import check_request, pairs_of
+from services.trainer.set_aside import kept_aside
 from services.trainer.update import StepTrainer
 
 ADAPTER_TTL_S = 24 * 3600
@@ -104,26 +105,22 @@ class Worker:
         return handler(message)
 
     def configure(self, request: trainer_pb2.ConfigureRequest) -> trainer_pb2.ConfigureResponse:
-        """Loads the model and the newest checkpoint."""
+        """Loads the model and the newest checkpoint that is what was written; none, where all are lost."""
         if self.job is None:
-            with self.ranks.together():
-                spec = parse_job(json.loads(request.spec_json))
-                checkpoints = Checkpoints(Path(request.directory), request.job_id, spec.schedule.keep_last)
-            newest = checkpoints.newest() if self.ranks.rank == 0 else None
-            name = self.ranks.broadcast(str(newest or "").encode()).decode()
-            with self.ranks.together():
-                engine = Engine(spec, self.ranks, resumes=bool(name))
-            engine.shard()
-            self.job = self._resumed(request, engine, checkpoints, name)
+            while self.job is None:
+                self.job = self._loaded(request)
             self._request = request
         elif request != self._request:
             raise Conflict(
                 f"this trainer belongs to job {self.job.job_id} as it was first configured: start another for another "
                 "job or specification"
             )
-        applied = self.job.record.applied
         return trainer_pb2.ConfigureResponse(
-            applied_steps=applied, world_size=self.ranks.world_size, resumed_from=self.job.resumed_from
+            applied_steps=self.job.record.applied,
+            world_size=self.ranks.world_size,
+            resumed_from=self.job.resumed_from,
+            set_aside=[one.told() for one in kept_aside(Path(request.directory))],
+            samples=self.job.record.samples,
         )
 
     def train(self, request: trainer_pb2.TrainStepRequest) -> trainer_pb2.TrainStepResponse:
@@ -194,6 +191,23 @@ class Worker:
             owner = "no job yet" if self.job is None else f"job {self.job.job_id}"
             raise Conflict(f"this trainer belongs to {owner}: call Configure for job {job_id}, on a trainer of its own")
         return self.job
+
+    def _loaded(self, request: trainer_pb2.ConfigureRequest) -> Job | None:
+        """The job; None where the newest checkpoint turned out damaged while it was loaded: the engine goes with it."""
+        newest = None
+        with self.ranks.together():
+            spec = parse_job(json.loads(request.spec_json))
+            checkpoints = Checkpoints(Path(request.directory), request.job_id, spec.schedule.keep_last)
+            if self.ranks.rank == 0:
+                newest = checkpoints.newest()
+        name = self.ranks.broadcast(str(newest or "").encode()).decode()
+        with self.ranks.together():
+            engine = Engine(spec, self.ranks, resumes=bool(name))
+        engine.shard()
+        try:
+            return self._resumed(request, engine, checkpoints, name)
+        except DataLoss:
+            return None
 
     def _resumed(
         self, request: trainer_pb2.ConfigureRequest, engine: Engine, checkpoints: Checkpoints, name: str

@@ -1,7 +1,6 @@
 """Reference, old policy and average: switched without a trace, followed, published, saved."""
 
 import contextlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from flowfleet.jobs import JobSpec, parse_job
 from flowfleet.models.base import ModelAdapter
 from flowfleet.proto import trainer_pb2
 from flowfleet.weights import copy_into, full_parameters
+from services.trainer.checkpoint_state import read_state, write_state
 from services.trainer.engine import lora_spec
 from services.trainer.export import export
 from services.trainer.policies import Policy
@@ -189,9 +189,9 @@ def test_a_checkpoint_from_before_there_were_averages_is_resumed(
     worker, drawer = make_worker(parse_job(before), ranks, files, tmp_path), Drawer(spec)
     curve(worker, drawer, files, range(2))
     saved = Path(worker.save(trainer_pb2.SaveCheckpointRequest(job_id=JOB)).path)
-    state = json.loads((saved / "state.json").read_text())
+    state = read_state(saved)
     del state["updates"]
-    (saved / "state.json").write_text(json.dumps(state))
+    write_state(saved, state)
     resumed = make_worker(spec, ranks, files, tmp_path)
     assert same(state_of(resumed, evaluated=True), trained_of(worker))
     assert same(state_of(resumed), state_of(worker))

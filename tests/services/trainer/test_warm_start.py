@@ -19,6 +19,7 @@ from flowfleet.errors import InvalidRequest
 from flowfleet.jobs import JobSpec
 from flowfleet.models.registry import adapter_for
 from flowfleet.proto import trainer_pb2
+from services.trainer.checkpoint_state import read_state, write_state
 from services.trainer.engine import Engine
 from services.trainer.policies import Policy
 from services.trainer.ranks import Ranks
@@ -217,9 +218,9 @@ def test_old_checkpoints_do_not_tell_their_alpha(
     job: Path, tiny_qwen_image: Path, ranks: Ranks, tmp_path: Path
 ) -> None:
     old = shutil.copytree(job / "checkpoints/step-00000002", tmp_path / "step-00000002")
-    state = json.loads((old / "state.json").read_text())
+    state = read_state(old)
     assert state.pop("lora_alpha") == 6.0
-    (old / "state.json").write_text(json.dumps(state))
+    write_state(old, state)
     Engine(start_from(old, tiny_qwen_image, alpha=1.0), ranks)
 
 
