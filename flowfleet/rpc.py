@@ -3,20 +3,17 @@
 Client: `open_channel`. Every call needs `timeout=`; UNAVAILABLE is retried by service config, at most four attempts (a
 stream only before its first message). Server: `make_server`, then `serve`, which runs until SIGTERM or SIGINT and
 drains. An exception of `flowfleet.errors`, or a ValueError, reaches the caller as its code and message; any
-other one as INTERNAL without its text, which is logged. With a token set, every call but the health check must carry
-it. With FLOWFLEET_TLS_DIR set, both ends show a certificate (flowfleet/tls.py).
+other one as INTERNAL without its text, which is logged. Every call but the health check must carry a token that may
+call the method (flowfleet/kinds.py). With FLOWFLEET_TLS_DIR set, both ends show a certificate (flowfleet/tls.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
-import inspect
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,11 +22,12 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
-from flowfleet import service, tls
-from flowfleet.errors import InvalidRequest, Unavailable, grpc_code
+from flowfleet import kinds, service, tls
+from flowfleet.errors import Unavailable
+from flowfleet.kinds import Callers
+from flowfleet.rpc_guard import Guard, text
 
 MAX_MESSAGE_BYTES: Final = 64 * 2**20
-MAX_ERROR_BYTES: Final = 2000  # a status travels in trailers, which are limited to 8 KiB, as up to three bytes a byte
 _MS: Final = 1000
 
 RETRY_POLICY: Final = {
@@ -104,7 +102,8 @@ def make_server(interceptors: Sequence[Any] = (), *, token: str | None = None, g
     """
     certificates = tls.from_env()
     name = certificates.name if certificates and guarded else None
-    guard = _Guard(token or service.secret(service.RPC_TOKEN) if guarded else None, name)
+    callers = (Callers(token) if token else kinds.callers_from_env()) if guarded else Callers()
+    guard = Guard(callers, name)
     return grpc.aio.server(interceptors=[guard, *interceptors], options=_SERVER_OPTIONS)
 
 
@@ -177,7 +176,7 @@ async def serve(
 
 
 async def _serve_probes(health: HealthState, host: str, port: int) -> grpc.aio.Server:
-    server = grpc.aio.server(interceptors=[_Guard(None, None)], options=_SERVER_OPTIONS)
+    server = grpc.aio.server(interceptors=[Guard(Callers(), None)], options=_SERVER_OPTIONS)
     await health.register(server)
     bound = _bind(server, host, port, None, "--health-port")
     await server.start()
@@ -235,7 +234,7 @@ class _Rules:
 
     def _apply(self, details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
         if details.timeout is None:
-            raise ValueError(f"{_text(details.method)} was called without a deadline: pass timeout=<seconds>")
+            raise ValueError(f"{text(details.method)} was called without a deadline: pass timeout=<seconds>")
         if self._token is None:
             return details
         metadata = grpc.aio.Metadata(*(details.metadata or ()), ("authorization", f"Bearer {self._token}"))
@@ -333,125 +332,3 @@ class _RenewedChannel(grpc.aio.Channel):
 
     def stream_stream(self, *method: Any, **options: Any) -> Any:
         return lambda *call, **more: self.current().stream_stream(*method, **options)(*call, **more)
-
-
-class _Guard(grpc.aio.ServerInterceptor):
-    """Checks the token and the name in the client's certificate, and turns exceptions into canonical codes."""
-
-    def __init__(self, token: str | None, name: str | None) -> None:
-        self._expected = f"Bearer {token}".encode() if token else None
-        self._name = name
-
-    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming:
-            return handler
-        method = _text(handler_call_details.method)
-        wrap, make = (
-            (_guard_stream, grpc.unary_stream_rpc_method_handler)
-            if handler.response_streaming
-            else (_guard_unary, grpc.unary_unary_rpc_method_handler)
-        )
-        behaviour, read = handler.unary_stream or handler.unary_unary, _reader(handler.request_deserializer)
-        if not self._admits(method, handler_call_details.invocation_metadata):
-            behaviour, read = _refuse, _unread
-        return make(wrap(behaviour, method, self._name), read, handler.response_serializer)
-
-    def _admits(self, method: str, metadata: Any) -> bool:
-        """Probes carry no token, so the health check needs none."""
-        if self._expected is None or method.startswith("/grpc.health.v1.Health/"):
-            return True
-        sent = dict(metadata or ()).get("authorization", "")
-        return hmac.compare_digest(str(sent).encode(), self._expected)
-
-
-def _reader(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Reads a request. What is not a message becomes the `InvalidRequest` that ends the call: gRPC would log a
-    traceback and answer UNKNOWN."""
-
-    def read(data: bytes) -> Any:
-        try:
-            return deserialize(data)
-        except Exception as error:
-            return InvalidRequest(f"the request is not a message of this method: {error}")
-
-    return read
-
-
-def _unread(_data: bytes) -> None:
-    """Of a call that is refused anyway, nothing is read."""
-
-
-async def _check(request: Any, context: Any, name: str | None) -> None:
-    """Ends a call that may not be made, or whose request cannot be read."""
-    await _check_name(context, name)
-    if isinstance(request, InvalidRequest):
-        raise request
-
-
-async def _refuse(_request: Any, context: Any) -> None:
-    message = f"send the token of {service.RPC_TOKEN} as metadata: authorization: Bearer <token>"
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
-
-
-async def _check_name(context: Any, name: str | None) -> None:
-    """Ends the call unless the client's certificate carries the name; None takes any."""
-    if name is not None and name.encode() not in context.auth_context().get("x509_subject_alternative_name", ()):
-        message = f"the client's certificate is not for {name}: reissue it, or set {tls.TLS_NAME}"
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
-
-
-def _guard_unary(behaviour: Callable[..., Any], method: str, name: str | None) -> Callable[..., Awaitable[Any]]:
-    """For coroutine functions, and for plain functions, which run in a thread."""
-
-    async def guarded(request: Any, context: Any) -> Any:
-        try:
-            await _check(request, context, name)
-            if inspect.iscoroutinefunction(behaviour):
-                return await behaviour(request, context)
-            return await asyncio.to_thread(behaviour, request, context)
-        except Exception as error:
-            await _abort(error, context, method)
-
-    return guarded
-
-
-def _guard_stream(behaviour: Callable[..., Any], method: str, name: str | None) -> Callable[..., AsyncIterator[Any]]:
-    """For async generators, and for coroutine functions, which use `context.write`."""
-
-    async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
-        try:
-            await _check(request, context, name)
-            if not inspect.isasyncgenfunction(behaviour):
-                await behaviour(request, context)
-                return
-            async with aclosing(behaviour(request, context)) as responses:
-                async for response in responses:
-                    yield response
-        except Exception as error:
-            await _abort(error, context, method)
-
-    return guarded
-
-
-async def _abort(error: Exception, context: Any, method: str) -> None:
-    """Ends the call. A handler's own `context.abort` passes through."""
-    if isinstance(error, grpc.aio.AbortError):
-        raise error
-    code = grpc_code(error)
-    if code is grpc.StatusCode.INTERNAL:
-        log.error("%s failed", method, exc_info=error)
-        await context.abort(code, f"{method} failed inside the service; its log has the reason")
-    message = _shortened(str(error)) or code.name
-    is_ours = type(error) is ValueError and len(str(error)) <= MAX_ERROR_BYTES  # a long one quotes its caller
-    log.warning("%s: %s: %s", method, code.name, message, exc_info=error if is_ours else None)
-    await context.abort(code, message)
-
-
-def _shortened(message: str) -> str:
-    """The start of a message, as far as a status can carry it: a caller's own text may be part of it."""
-    return message[:MAX_ERROR_BYTES].encode(errors="replace")[:MAX_ERROR_BYTES].decode(errors="ignore")
-
-
-def _text(method: str | bytes) -> str:
-    return method.decode() if isinstance(method, bytes) else method

@@ -29,6 +29,7 @@ from flowfleet import telemetry
 from flowfleet.errors import FlowfleetError
 
 RPC_TOKEN: Final = "FLOWFLEET_RPC_TOKEN"
+RPC_ACCEPT: Final = "FLOWFLEET_RPC_ACCEPT"
 API_KEY: Final = "FLOWFLEET_API_KEY"
 STATE_DIR: Final = "FLOWFLEET_STATE_DIR"
 """Environment of a trainer: the directory that holds the folders of all jobs."""
@@ -146,8 +147,12 @@ def secret(variable: str) -> str | None:
 
 
 def require_secret(host: str, variable: str) -> None:
-    """ValueError when `host` is beyond loopback and the environment variable with the secret is not set."""
-    if not is_loopback(host) and not secret(variable):
+    """ValueError when `host` is beyond loopback and the environment variable with the secret is not set.
+
+    In place of RPC_TOKEN, RPC_ACCEPT tells callers from strangers as well (flowfleet/kinds.py).
+    """
+    is_set = secret(variable) or (variable == RPC_TOKEN and secret(RPC_ACCEPT))
+    if not is_loopback(host) and not is_set:
         raise ValueError(
             f"--host {host} can be reached from other machines: set {variable} to a secret that clients must send, "
             "or bind --host 127.0.0.1"

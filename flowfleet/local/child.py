@@ -7,7 +7,8 @@ import os
 import subprocess
 import time
 
-from flowfleet.local.plan import ProcessPlan
+from flowfleet.kinds import without_own
+from flowfleet.local.plan import Kind, ProcessPlan
 from flowfleet.local.processes import write_record
 from flowfleet.local.restarts import Backoff
 from flowfleet.local.stack import RunningProcess, StateDir
@@ -37,10 +38,14 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self.plan.env},
+                env={**self._inherited(), **self.plan.env},
                 start_new_session=True,
             )
         write_record(self._state.records / f"{self.plan.name}.json", self._process.pid)
+
+    def _inherited(self) -> dict[str, str]:
+        """The supervisor's environment; the keys and tokens in it are the controller's alone."""
+        return dict(os.environ) if self.plan.kind is Kind.CONTROLLER else without_own(os.environ)
 
     def exit_code(self) -> int | None:
         """How the process ended; None while it runs."""

@@ -14,7 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from flowfleet.accelerators import show_only
 from flowfleet.job_files import RECIPES
 from flowfleet.local.placement import NOWHERE, Placement
+from flowfleet.local.secrets import StackSecrets
 from flowfleet.local.stack import DEFAULT_PORT, DEFAULT_STATE_DIR, MARK, StackError, StateDir
+from flowfleet.redis_server import server_url
 from flowfleet.service import PATIENT_THREADS
 
 HOST = "127.0.0.1"
@@ -135,20 +137,24 @@ def make_plan(
     options: StackOptions,
     ports: Sequence[int],
     redis_argv: Sequence[str],
-    redis_url: str,
+    secrets: StackSecrets,
     placement: Placement = NOWHERE,
 ) -> Plan:
     """Lays out the stack. `ports` holds `ports_needed(options)` free ones, the first of them Redis's."""
     state = StateDir(options.state_dir)
     free = iter(ports)
     redis_port, controller_port = next(free), next(free)
-    env = {"FLOWFLEET_REDIS_URL": redis_url, MARK: str(state.path)}
+    redis_url = server_url(redis_port, secrets.operator)
+    given = secrets.environments(redis_port)
+    env = {kind: {**given[kind], MARK: str(state.path)} for kind in given}
     redis = ProcessPlan("redis", Kind.REDIS, tuple(redis_argv), f"{HOST}:{redis_port}", env={MARK: str(state.path)})
-    rollouts = [_rollout(index, options, free, env, placement.of_rollout(index)) for index in range(options.replicas)]
-    rewards = [_reward(name, free, {MARK: str(state.path)}) for name in _own_rewards(options)]
+    rollouts = [
+        _rollout(index, options, free, env["rollout"], placement.of_rollout(index)) for index in range(options.replicas)
+    ]
+    rewards = [_reward(name, free, env["reward"]) for name in _own_rewards(options)]
     addresses = {reward.name.removeprefix("reward-"): reward.address for reward in rewards}
     addresses |= dict(_split(reward) for reward in options.rewards if "=" in reward)
-    controller = _controller(options, options.port or controller_port, addresses, placement.trainer, env)
+    controller = _controller(options, options.port or controller_port, addresses, placement.trainer, env["controller"])
     return Plan((redis, *rollouts, *rewards, controller), f"http://{controller.address}", redis_url, placement)
 
 

@@ -13,13 +13,15 @@ import time
 from collections.abc import Callable, Iterator
 
 from flowfleet.accelerators import visible_devices
+from flowfleet.local import secrets
 from flowfleet.local.cleanup import end_stack
 from flowfleet.local.placement import Placement, place
 from flowfleet.local.plan import Plan, StackOptions, make_plan, ports_needed
 from flowfleet.local.ports import free_ports, is_free
+from flowfleet.local.secrets import StackSecrets
 from flowfleet.local.stack import Stack, StackError, StateDir
 from flowfleet.local.supervisor import Supervisor
-from flowfleet.redis_server import command, new_password, server_url
+from flowfleet.redis_server import command
 from flowfleet.tls import TLS_DIR
 
 logger = logging.getLogger(__name__)
@@ -42,15 +44,17 @@ def run_stack(options: StackOptions, stop: threading.Event, on_ready: Callable[[
 
 
 def plan_stack(options: StackOptions) -> Plan:
-    """The plan with free ports, this machine's accelerators and a fresh Redis password."""
+    """The plan with free ports, this machine's accelerators and fresh secrets."""
     if os.environ.get(TLS_DIR):
         raise StackError(f"a stack on one machine speaks on loopback alone, without TLS: unset {TLS_DIR}")
     if options.port and not is_free(options.port):
         raise StackError(f"port {options.port} is taken; give another --port (0 takes a free one)")
     ports = free_ports(ports_needed(options))
-    password = new_password()
-    redis_argv = command(StateDir(options.state_dir).redis, ports[0], password)
-    return make_plan(options, ports, redis_argv, server_url(ports[0], password), place_stack(options))
+    state, own = StateDir(options.state_dir), StackSecrets()
+    secrets.write(state.secrets, own.environments(ports[0]))
+    secrets.make_private(state.redis)
+    redis_argv = command(state.redis, ports[0], own.operator, own.redis)
+    return make_plan(options, ports, redis_argv, own, place_stack(options))
 
 
 def place_stack(options: StackOptions) -> Placement:

@@ -5,7 +5,8 @@ supervisor.pid  held locked by the live supervisor, so that a stale directory is
 processes/      a record of each process of the supervisor
 trainers/       a record of each trainer, written by the controller that launched it
 logs/           one file a process
-redis/          data of the Redis server
+redis/          data of the Redis server (0700)
+secrets/        passwords and tokens of each kind of process (0700)
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ class StateDir:
         self.lock_file = self.path / "supervisor.pid"
         self.logs = self.path / "logs"
         self.redis = self.path / "redis"
+        self.secrets = self.path / "secrets"
         self.records = self.path / "processes"
         self.trainers = self.path / "trainers"
 

@@ -22,6 +22,7 @@ from typing import Protocol
 from flowfleet.accelerators import show_only
 from flowfleet.commands import trainer_command
 from flowfleet.jobs import JobSpec
+from flowfleet.kinds import trainer_environment
 from flowfleet.service import PATIENT_THREADS, STATE_DIR, usable_cpus
 from services.controller.leadership import LeaseLost
 
@@ -136,7 +137,12 @@ class LocalLauncher:
             pid = os.posix_spawnp(
                 command[0],
                 command,
-                {**PATIENT_THREADS, **os.environ, **self._variables(threads), **show_only(devices)},
+                {
+                    **PATIENT_THREADS,
+                    **trainer_environment(os.environ),
+                    **self._variables(threads),
+                    **show_only(devices),
+                },
                 file_actions=[(os.POSIX_SPAWN_DUP2, output.fileno(), 1), (os.POSIX_SPAWN_DUP2, output.fileno(), 2)],
                 setsid=True,  # it outlives a killed controller, which finds it again
             )

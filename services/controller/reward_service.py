@@ -14,9 +14,11 @@ from dataclasses import dataclass
 
 import grpc
 
+from flowfleet.kinds import REWARD_TOKEN
 from flowfleet.proto import reward_pb2, reward_pb2_grpc
 from flowfleet.reward_requests import CONTRACT, EncodedSample, ScoreCall, score_method
 from flowfleet.rpc import open_channel
+from flowfleet.service import secret
 from services.controller import reward_failures
 from services.controller.concurrency import end, gather_or_cancel
 from services.controller.directory import Directory
@@ -175,7 +177,7 @@ class RewardService:
         await self._close(address for address in list(self._replicas) if address not in addresses)
         for address in addresses:
             if address not in self._replicas:
-                self._replicas[address] = _Replica(address, open_channel(address))
+                self._replicas[address] = _Replica(address, open_channel(address, token=secret(REWARD_TOKEN)))
         return [self._replicas[address] for address in addresses]
 
     @property

@@ -19,6 +19,7 @@ from flowfleet.jobs import read_job_file
 from flowfleet.local.plan import StackOptions
 from flowfleet.local.session import local_stack
 from flowfleet.local.stack import Stack
+from flowfleet.redis_client import connect_sync
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 240.0
@@ -59,6 +60,7 @@ def make_fleet(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
         state = tmp_path_factory.mktemp("stack")
         with local_stack(StackOptions(state_dir=state, **options)) as stack, Client(stack.url) as client:
             yield Fleet(stack, client)
+            assert_nothing_refused(stack.redis_url)
 
     return make
 
@@ -111,6 +113,13 @@ def small_job(held_out: Path) -> Callable[..., dict[str, Any]]:
         return job
 
     return make
+
+
+def assert_nothing_refused(redis_url: str) -> None:
+    """No service met a command, key or channel that its Redis user may not use (flowfleet/redis_acl.py)."""
+    with connect_sync(redis_url) as redis:
+        refused = {(entry["username"], entry["object"]) for entry in redis.acl_log()}
+    assert {what for what in refused if what[1] != "client"} == set()  # Redis 6 has no right to name the library alone
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = DEADLINE_S, poll_s: float = 0.01) -> None:

@@ -21,7 +21,7 @@ import pytest
 import redis
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from flowfleet import errors, rpc
+from flowfleet import errors, rpc, rpc_guard
 from flowfleet.proto import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 
 REWARD = "flowfleet.v1.RewardService"
@@ -129,7 +129,7 @@ def test_exceptions_reach_the_caller_as_code_and_message(error: Exception, code:
 
 
 def test_an_unexpected_exception_is_internal_and_its_text_stays_inside(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.ERROR, "flowfleet.rpc"):
+    with caplog.at_level(logging.ERROR, "flowfleet.rpc_guard"):
         received = asyncio.run(describe_error(KeyError("secret-detail")))
     assert received.code() is grpc.StatusCode.INTERNAL
     assert "secret-detail" not in (received.details() or "")
@@ -139,7 +139,7 @@ def test_an_unexpected_exception_is_internal_and_its_text_stays_inside(caplog: p
 def test_a_long_message_is_cut_not_lost() -> None:
     received = asyncio.run(describe_error(ValueError("x" * 100_000)))
     assert received.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert received.details() == "x" * rpc.MAX_ERROR_BYTES
+    assert received.details() == "x" * rpc_guard.MAX_ERROR_BYTES
 
 
 def test_a_message_of_wide_characters_fits_into_a_status() -> None:

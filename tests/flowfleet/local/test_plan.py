@@ -8,17 +8,18 @@ from flowfleet.accelerators import VISIBLE
 from flowfleet.job_files import RECIPES
 from flowfleet.local.placement import place
 from flowfleet.local.plan import StackOptions, data_roots, make_plan, ports_needed
+from flowfleet.local.secrets import StackSecrets
 from flowfleet.local.stack import MARK, StackError
 from services.controller.places import Places
 
-URL = "redis://:secret@127.0.0.1:20000/0"
+SECRETS = StackSecrets()
 
 
 def test_every_process_gets_its_own_port_and_the_controller_knows_the_rewards(tmp_path: Path) -> None:
     options = StackOptions(
         state_dir=tmp_path, replicas=2, rewards=("ocr", "mine=10.0.0.7:9000"), model="some/model", port=8470
     )
-    plan = make_plan(options, range(20_000, 20_000 + ports_needed(options)), ["redis-server", "x.conf"], URL)
+    plan = make_plan(options, range(20_000, 20_000 + ports_needed(options)), ["redis-server", "x.conf"], SECRETS)
 
     by_name = {process.name: process for process in plan.processes}
     assert list(by_name) == ["redis", "rollout-0", "rollout-1", "reward-ocr", "controller"]
@@ -35,7 +36,7 @@ def test_every_process_gets_its_own_port_and_the_controller_knows_the_rewards(tm
 
 def test_the_redis_password_stands_in_no_command_line(tmp_path: Path) -> None:
     options = StackOptions(state_dir=tmp_path)
-    plan = make_plan(options, range(20_000, 20_000 + ports_needed(options)), ["redis-server", "x.conf"], URL)
+    plan = make_plan(options, range(20_000, 20_000 + ports_needed(options)), ["redis-server", "x.conf"], SECRETS)
 
     assert not any("secret" in word for process in plan.processes for word in process.argv)
     with_redis = {p.name for p in plan.processes if "FLOWFLEET_REDIS_URL" in p.env}
@@ -46,14 +47,14 @@ def test_the_redis_password_stands_in_no_command_line(tmp_path: Path) -> None:
 def test_jobs_may_read_the_working_folder_and_the_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     options = StackOptions(data_roots=(Path("more"),), data_urls=("https://data.example.org",))
-    plan = make_plan(options, range(20_000, 20_000 + ports_needed(options)), ["redis-server"], URL)
+    plan = make_plan(options, range(20_000, 20_000 + ports_needed(options)), ["redis-server"], SECRETS)
     argv = plan.processes[-1].argv
     roots = [argv[place + 1] for place, word in enumerate(argv) if word == "--data-root"]
     assert roots == [str(tmp_path), str(RECIPES.resolve()), str(tmp_path / "more")]
     assert argv[argv.index("--data-url") + 1] == "https://data.example.org"
     monkeypatch.chdir("/")
     with pytest.raises(StackError, match="start the stack in another folder"):
-        make_plan(options, range(20_000, 20_000 + ports_needed(options)), ["redis-server"], URL)
+        make_plan(options, range(20_000, 20_000 + ports_needed(options)), ["redis-server"], SECRETS)
 
 
 def test_jobs_may_read_a_preloaded_snapshot_of_the_hugging_face_cache(
@@ -74,7 +75,7 @@ def test_jobs_may_read_a_preloaded_snapshot_of_the_hugging_face_cache(
 
 def test_port_zero_lets_the_controller_take_a_free_one(tmp_path: Path) -> None:
     options = StackOptions(state_dir=tmp_path, port=0)
-    plan = make_plan(options, range(20_000, 20_000 + ports_needed(options)), ["redis-server"], URL)
+    plan = make_plan(options, range(20_000, 20_000 + ports_needed(options)), ["redis-server"], SECRETS)
 
     assert plan.url == "http://127.0.0.1:20001"
 
@@ -82,7 +83,7 @@ def test_port_zero_lets_the_controller_take_a_free_one(tmp_path: Path) -> None:
 def test_each_rollout_is_confined_to_its_accelerator_and_the_controller_knows_the_trainers(tmp_path: Path) -> None:
     options = StackOptions(state_dir=tmp_path, replicas=2, engine="vllm-omni", max_batch=12)
     placement = place(2, ["0", "1", "2", "3"])
-    plan = make_plan(options, range(20_000, 20_000 + ports_needed(options)), ["redis-server"], URL, placement)
+    plan = make_plan(options, range(20_000, 20_000 + ports_needed(options)), ["redis-server"], SECRETS, placement)
 
     by_name = {process.name: process for process in plan.processes}
     shown = [

@@ -18,6 +18,7 @@ from flowfleet.blobs import BlobStore, digest, open_blobs
 from flowfleet.errors import Conflict, Gone, NotFound
 from flowfleet.jobs import JobSpec, parse_job
 from flowfleet.local.plan import StackOptions, make_plan, ports_needed
+from flowfleet.local.secrets import StackSecrets
 from flowfleet.proto.common_pb2 import BlobRef
 from flowfleet.redis_client import connect
 from services.controller import removal
@@ -85,7 +86,7 @@ def test_limits_and_archive_reach_the_controller_of_a_stack(tmp_path: Path) -> N
     options = StackOptions(
         state_dir=tmp_path, keep=("jobs=3", "days=0.5"), archive="s3://bucket/jobs", limits=("open_samples=9",)
     )
-    plan = make_plan(options, range(20_000, 20_000 + ports_needed(options)), ["redis-server"], "redis://127.0.0.1:1/0")
+    plan = make_plan(options, range(20_000, 20_000 + ports_needed(options)), ["redis-server"], StackSecrets())
     process = next(process for process in plan.processes if process.name == "controller")
     settings = ControllerSettings.from_command_line(process.argv[3:], process.env)
     assert (settings.keep, settings.archive) == (Keep(jobs=3, days=0.5), "s3://bucket/jobs")

@@ -1,0 +1,83 @@
+"""The secrets of a stack on one machine: made new at each start, a file a kind in a folder for its owner alone.
+
+`secrets/KIND.env` (0600, in a folder of 0700) holds what processes of that kind get in their environment, in a shell's
+words, so that an operator can run another one, or call a service, as that kind. No command line has a secret.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flowfleet import kinds, redis_acl, service
+from flowfleet.kinds import Kind
+from flowfleet.local.files import write_atomically
+from flowfleet.redis_server import new_password, server_url
+
+_PRIVATE = 0o700
+
+
+def _new_token() -> str:
+    return secrets.token_urlsafe(32)
+
+
+def _reward_token() -> str:
+    """One that the user gave goes to rewards: those that run elsewhere may ask for it."""
+    return service.secret(service.RPC_TOKEN) or _new_token()
+
+
+@dataclass(frozen=True)
+class StackSecrets:
+    """Passwords of Redis's users, and a token for each kind that calls another or is called by the controller."""
+
+    operator: str = field(default_factory=new_password)
+    """Password of Redis's default user."""
+    redis: Mapping[str, str] = field(default_factory=lambda: {kind: new_password() for kind in redis_acl.RULES})
+    """Passwords by kind."""
+    controller: str = field(default_factory=_new_token)
+    trainer: str = field(default_factory=_new_token)
+    reward: str = field(default_factory=_reward_token)
+
+    def environments(self, redis_port: int) -> dict[Kind, dict[str, str]]:
+        """What processes of each kind get in their environment. Trainers get theirs from the controller."""
+        urls = {kind: server_url(redis_port, password, kind) for kind, password in self.redis.items()}
+        accept = kinds.accept({"controller": self.controller, "trainer": self.trainer})
+        trainer = {
+            "FLOWFLEET_REDIS_URL": urls["trainer"],
+            service.RPC_TOKEN: self.trainer,
+            service.RPC_ACCEPT: accept,
+        }
+        return {
+            "controller": {
+                "FLOWFLEET_REDIS_URL": urls["controller"],
+                service.RPC_TOKEN: self.controller,
+                kinds.REWARD_TOKEN: self.reward,
+                **{kinds.OF_TRAINERS + name.removeprefix("FLOWFLEET_"): value for name, value in trainer.items()},
+            },
+            "rollout": {"FLOWFLEET_REDIS_URL": urls["rollout"], service.RPC_ACCEPT: accept},
+            "reward": {service.RPC_TOKEN: self.reward},
+        }
+
+
+def write(folder: Path, environments: Mapping[Kind, Mapping[str, str]]) -> None:
+    """Writes a file for each kind, whatever the umask and whatever was there."""
+    make_private(folder)
+    for kind, environment in environments.items():
+        lines = (f"{name}={shlex.quote(value)}\n" for name, value in environment.items())
+        write_atomically(folder / f"{kind}.env", "".join(lines))
+
+
+def read(folder: Path, kind: Kind) -> dict[str, str]:
+    """The environment of a kind."""
+    lines = (folder / f"{kind}.env").read_text(encoding="utf-8").splitlines()
+    return {name: "".join(shlex.split(value)) for name, _, value in (line.partition("=") for line in lines)}
+
+
+def make_private(folder: Path) -> None:
+    """Makes a folder that its owner alone may enter, or makes it so."""
+    folder.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
+    os.chmod(folder, _PRIVATE)

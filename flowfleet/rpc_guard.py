@@ -1,0 +1,163 @@
+"""What stands before every method of a gRPC server: who may call it, can its request be read, how do errors leave it.
+
+A call ends with UNAUTHENTICATED when its token or certificate is not the fleet's, with PERMISSION_DENIED when the kind
+of its caller may not call the method (flowfleet/kinds.py), and with INVALID_ARGUMENT when its request is no message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+from flowfleet import kinds, service, tls
+from flowfleet.errors import InvalidRequest, grpc_code
+from flowfleet.kinds import Callers
+
+MAX_ERROR_BYTES: Final = 2000  # a status travels in trailers, which are limited to 8 KiB, as up to three bytes a byte
+
+log = logging.getLogger(__name__)
+
+
+class Guard(grpc.aio.ServerInterceptor):
+    """Checks the token and the name in the client's certificate, and turns exceptions into canonical codes."""
+
+    def __init__(self, callers: Callers, name: str | None) -> None:
+        self._callers = callers
+        self._name = name
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming:
+            return handler
+        method = text(handler_call_details.method)
+        wrap, make = (
+            (_guard_stream, grpc.unary_stream_rpc_method_handler)
+            if handler.response_streaming
+            else (_guard_unary, grpc.unary_unary_rpc_method_handler)
+        )
+        behaviour, read = handler.unary_stream or handler.unary_unary, _reader(handler.request_deserializer)
+        if refusal := self._refusal(method, handler_call_details.invocation_metadata):
+            behaviour, read = refusal, _unread
+        return make(wrap(behaviour, method, self._name), read, handler.response_serializer)
+
+    def _refusal(self, method: str, metadata: Any) -> Callable[..., Awaitable[None]] | None:
+        """What answers in place of the method. Probes carry no token, so the health check needs none."""
+        if not self._callers or kinds.is_health(method):
+            return None
+        sent = str(dict(metadata or ()).get("authorization", ""))
+        kind = self._callers.kind_of(sent.removeprefix("Bearer ")) if sent.startswith("Bearer ") else None
+        if kind is None:
+            return _refuse
+        return None if kinds.may_call(kind, method) else _deny(f"the token of a {kind}", method)
+
+
+def _reader(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Reads a request. What is not a message becomes the `InvalidRequest` that ends the call: gRPC would log a
+    traceback and answer UNKNOWN."""
+
+    def read(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except Exception as error:
+            return InvalidRequest(f"the request is not a message of this method: {error}")
+
+    return read
+
+
+def _unread(_data: bytes) -> None:
+    """Of a call that is refused anyway, nothing is read."""
+
+
+async def _check(request: Any, context: Any, name: str | None, method: str) -> None:
+    """Ends a call that may not be made, or whose request cannot be read."""
+    await _check_name(context, name, method)
+    if isinstance(request, InvalidRequest):
+        raise request
+
+
+async def _refuse(_request: Any, context: Any) -> None:
+    message = f"send the token of {service.RPC_TOKEN} as metadata: authorization: Bearer <token>"
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
+
+
+def _deny(proof: str, method: str) -> Callable[..., Awaitable[None]]:
+    async def denied(_request: Any, context: Any) -> None:
+        await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{proof} may not call {method}")
+
+    return denied
+
+
+async def _check_name(context: Any, name: str | None, method: str) -> None:
+    """Ends the call unless the client's certificate carries the name and its kind may call; None takes any."""
+    if name is None:
+        return
+    names = context.auth_context().get("x509_subject_alternative_name", ())
+    if name.encode() not in names:
+        message = f"the client's certificate is not for {name}: reissue it, or set {tls.TLS_NAME}"
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
+    shown = kinds.of_certificate(names, name)
+    if shown and not any(kinds.may_call(kind, method) for kind in shown):
+        await _deny(f"the certificate of a {shown[0]}", method)(None, context)
+
+
+def _guard_unary(behaviour: Callable[..., Any], method: str, name: str | None) -> Callable[..., Awaitable[Any]]:
+    """For coroutine functions, and for plain functions, which run in a thread."""
+
+    async def guarded(request: Any, context: Any) -> Any:
+        try:
+            await _check(request, context, name, method)
+            if inspect.iscoroutinefunction(behaviour):
+                return await behaviour(request, context)
+            return await asyncio.to_thread(behaviour, request, context)
+        except Exception as error:
+            await _abort(error, context, method)
+
+    return guarded
+
+
+def _guard_stream(behaviour: Callable[..., Any], method: str, name: str | None) -> Callable[..., AsyncIterator[Any]]:
+    """For async generators, and for coroutine functions, which use `context.write`."""
+
+    async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
+        try:
+            await _check(request, context, name, method)
+            if not inspect.isasyncgenfunction(behaviour):
+                await behaviour(request, context)
+                return
+            async with aclosing(behaviour(request, context)) as responses:
+                async for response in responses:
+                    yield response
+        except Exception as error:
+            await _abort(error, context, method)
+
+    return guarded
+
+
+async def _abort(error: Exception, context: Any, method: str) -> None:
+    """Ends the call. A handler's own `context.abort` passes through."""
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    code = grpc_code(error)
+    if code is grpc.StatusCode.INTERNAL:
+        log.error("%s failed", method, exc_info=error)
+        await context.abort(code, f"{method} failed inside the service; its log has the reason")
+    message = _shortened(str(error)) or code.name
+    is_ours = type(error) is ValueError and len(str(error)) <= MAX_ERROR_BYTES  # a long one quotes its caller
+    log.warning("%s: %s: %s", method, code.name, message, exc_info=error if is_ours else None)
+    await context.abort(code, message)
+
+
+def _shortened(message: str) -> str:
+    """The start of a message, as far as a status can carry it: a caller's own text may be part of it."""
+    return message[:MAX_ERROR_BYTES].encode(errors="replace")[:MAX_ERROR_BYTES].decode(errors="ignore")
+
+
+def text(method: str | bytes) -> str:
+    return method.decode() if isinstance(method, bytes) else method
