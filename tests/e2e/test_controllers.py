@@ -19,6 +19,7 @@ import pytest
 
 from flowfleet import keys
 from flowfleet.client import Client
+from flowfleet.local import secrets
 from flowfleet.local.stack import MARK
 from flowfleet.redis_client import connect_sync
 from services.controller.leadership import TTL_S
@@ -41,7 +42,11 @@ class Second:
         for root in (ROOT, folder.parent):
             flags += ["--data-root", str(root)]
         self._command = [sys.executable, "-m", "services.controller", *flags]
-        self._env = {**os.environ, "FLOWFLEET_REDIS_URL": stack.redis_url, MARK: stack.state_dir}
+        self._env = {
+            **os.environ,
+            **secrets.read(Path(stack.state_dir) / "secrets", "controller"),
+            MARK: stack.state_dir,
+        }
         self._process: subprocess.Popen[bytes] | None = None
 
     def ensure(self) -> str:

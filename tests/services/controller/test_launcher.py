@@ -69,6 +69,25 @@ def test_a_killed_trainer_is_noticed_and_started_again(launcher: LocalLauncher, 
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
+def test_a_trainer_is_not_handed_the_controllers_secrets(
+    launcher: LocalLauncher, spec: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"API_KEY": "key", "RPC_TOKEN": "c", "REDIS_URL": "redis://controller:c@h", "REWARD_RPC_TOKEN": "r"}
+    for name, value in {**own, "TRAINER_RPC_TOKEN": "t", "TRAINER_REDIS_URL": "redis://trainer:t@h"}.items():
+        monkeypatch.setenv(f"FLOWFLEET_{name}", value)
+
+    async def scenario() -> list[str]:
+        await launcher.ensure("job", spec)
+        found = _environment(_pid(tmp_path))
+        await launcher.stop("job")
+        return found
+
+    environment = asyncio.run(asyncio.wait_for(scenario(), 30))
+    given = {name: value for name, _, value in (word.partition("=") for word in environment)}
+    assert (given["FLOWFLEET_RPC_TOKEN"], given["FLOWFLEET_REDIS_URL"]) == ("t", "redis://trainer:t@h")
+    assert not {*own.values()} & {*given.values()}
+
+
 def test_stopping_ends_the_whole_group(launcher: LocalLauncher, spec: JobSpec, tmp_path: Path) -> None:
     async def scenario() -> None:
         await launcher.ensure("job", spec)
@@ -168,3 +187,7 @@ def _gone(pid: int) -> bool:
             return True
         time.sleep(0.02)
     return False
+
+
+def _environment(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
