@@ -22,6 +22,7 @@ from flowfleet.client import Client
 from flowfleet.job_files import prepare_job
 from flowfleet.local.stack import DEFAULT_PORT, DEFAULT_STATE_DIR, StackError, StateDir
 from flowfleet.progress import follow
+from flowfleet.pulse import HANG_S
 
 
 class _Command(typer.core.TyperGroup):
@@ -97,6 +98,9 @@ def up(
         str | None, typer.Option(metavar="URL", help="Where ended jobs are copied before they are removed (fsspec).")
     ] = None,
     start_timeout: Annotated[float, typer.Option(help="Seconds until every process must serve.")] = 900.0,
+    hang: Annotated[
+        float, typer.Option(help="Seconds within which a process that hangs is killed and started again.")
+    ] = HANG_S,
     port: Annotated[int, typer.Option(help="Of the REST API; 0 takes a free one.")] = DEFAULT_PORT,
     state_dir: StackDir = DEFAULT_STATE_DIR,
     detach: Annotated[
@@ -126,6 +130,7 @@ def up(
         limits=tuple(limit or ()),
         archive=archive,
         start_timeout_s=start_timeout,
+        hang_s=hang,
     )
     if detach:
         stack = start_detached(options)

@@ -49,9 +49,10 @@ def fleet_key(*parts: str | int) -> str:
     return ":".join(["ff-fleet", *(_checked(part) for part in parts)])
 
 
-def replicas(part: str) -> str:
-    """The rollout replicas; `part` is "records", "renewed", "changed" or "revision" (replicas.py)."""
-    return fleet_key("replicas", part)
+def replicas(part: str, *of: str) -> str:
+    """The rollout replicas; `part` is "records", "renewed", "changed", "revision" or, of a replica, "owner"
+    (replicas.py)."""
+    return fleet_key("replicas", part, *of)
 
 
 def leader() -> str:

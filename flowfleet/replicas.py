@@ -4,10 +4,12 @@
     renewed    sorted set: replica → when it was renewed last, in ms of the server's clock
     changed    sorted set: replica → revision at which its record changed last
     revision   counts the changes of all records
+    owner:ID   the process that joined last under a replica's id; kept for a day after it was renewed last
 
 A replica writes its record every few seconds and whenever it changes; one that is not renewed for `EXPIRES_S` is gone.
-A look costs what changed since the one before, however many replicas there are. Each call is one script, so that a
-reader never sees half of a change.
+A process that was suspended may wake when another has taken its place: it writes no record any more, and ends. A look
+costs what changed since the one before, however many replicas there are. Each call is one script, so that a reader
+never sees half of a change.
 """
 
 from __future__ import annotations
@@ -27,16 +29,22 @@ EXPIRES_S: Final = 15.0
 RENEW_EVERY_S: Final = 3.0
 STALE_S: Final = 4.5
 """A record that is older was not renewed when it should have been."""
+OWNER_S: Final = 24 * 3600
+"""A process that wakes later than this after its successor has ended may join again."""
 LOOK_COUNT: Final = 1000
 """Changes that one look gives at most: a script holds up everybody else's commands."""
 
 _PUT = """
+local owner = redis.call('GET', KEYS[5])
+if owner and owner ~= ARGV[3] and ARGV[4] == '' then return 0 end
+redis.call('SET', KEYS[5], ARGV[3], 'EX', ARGV[5])
 local now = redis.call('TIME')
 redis.call('ZADD', KEYS[2], now[1] * 1000 + math.floor(now[2] / 1000), ARGV[1])
 if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then
   redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
   redis.call('ZADD', KEYS[3], redis.call('INCR', KEYS[4]), ARGV[1])
 end
+return 1
 """
 _REMOVE = """
 local held = redis.call('HGET', KEYS[1], ARGV[1])
@@ -143,9 +151,12 @@ class ReplicaDirectory:
         self._keys = [keys.replicas(name) for name in names]
         self._put, self._remove, self._look = (client.register_script(text) for text in (_PUT, _REMOVE, _LOOK))
 
-    async def put(self, record: ReplicaRecord, pipe: Any = None) -> None:
-        """Writes or renews, now or as part of a pipeline."""
-        await self._put(keys=self._keys, args=[record.replica_id, record.to_json()], client=pipe)
+    async def put(self, record: ReplicaRecord, pipe: Any = None, *, joins: bool = False) -> bool:
+        """Writes or renews, now or as part of a pipeline. A process that `joins` takes the place of any other of its
+        id. False for one whose place was taken: nothing is written."""
+        names = [*self._keys, keys.replicas("owner", record.replica_id)]
+        given = [record.replica_id, record.to_json(), record.incarnation, "joins" if joins else "", OWNER_S]
+        return bool(await self._put(keys=names, args=given, client=pipe))
 
     async def remove(self, record: ReplicaRecord) -> None:
         """A successor under the same id may be there already: it stays."""

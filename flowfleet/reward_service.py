@@ -45,6 +45,7 @@ from flowfleet.proto.reward_pb2 import (
     ScoreResponse,
 )
 from flowfleet.proto.reward_pb2_grpc import RewardServiceServicer, add_RewardServiceServicer_to_server
+from flowfleet.pulse import HANG_S, Pulse, add_pulse_arguments
 from flowfleet.reward_requests import CONTRACT, SERVICE_NAME, check_ids
 from flowfleet.service import rpc_parser, run_service
 
@@ -128,6 +129,10 @@ class Reward:
     """Samples of a call."""
     threads: int = 1
     """How many calls of a plain `score` run at once."""
+    hang_s: float = HANG_S
+    """A plain `score` that runs for longer than this, and than four times its longest call so far, is taken for hung:
+    health denies, so that the service is killed and started again. The first call has 900 s. Raise it if yours is
+    slow, with the jobs' `timeouts.score_s`."""
 
     def __post_init__(self) -> None:
         """ValueError for what no contract allows."""
@@ -174,12 +179,14 @@ def serve(score: Callable[..., Any], *, argv: Sequence[str] | None = None, **set
     tells its flags. ValueError for settings that cannot work."""
     reward = Reward(score=score, **settings)
     parser = rpc_parser((inspect.getdoc(score) or f"The reward {reward.name}.").partition("\n")[0])
+    add_pulse_arguments(parser, reward.hang_s)
     return run_service("reward", functools.partial(_serve, reward), parser, argv)
 
 
 async def _serve(reward: Reward, options: argparse.Namespace) -> None:
     server = rpc.make_server()
-    add_RewardServiceServicer_to_server(RewardServicer(reward), server)
+    pulse = Pulse(options.hang_s, options.stall_s)
+    add_RewardServiceServicer_to_server(RewardServicer(reward, pulse), server)
     await rpc.serve(
         server,
         host=options.host,
@@ -187,6 +194,7 @@ async def _serve(reward: Reward, options: argparse.Namespace) -> None:
         port_file=options.port_file,
         health_port=options.health_port,
         health=rpc.HealthState(SERVICE_NAME),
+        is_stuck=lambda: pulse.is_stuck,
         grace_s=GRACE_S,
     )
 
@@ -194,8 +202,9 @@ async def _serve(reward: Reward, options: argparse.Namespace) -> None:
 class RewardServicer(RewardServiceServicer):
     """Serves a reward; for a server that does other things besides."""
 
-    def __init__(self, reward: Reward) -> None:
+    def __init__(self, reward: Reward, pulse: Pulse | None = None) -> None:
         self._reward = reward
+        self._pulse = pulse or Pulse(reward.hang_s)
         self._threads = ThreadPoolExecutor(reward.threads, thread_name_prefix="score")
         self._waiting = self._waiting_bytes = 0
 
@@ -266,11 +275,15 @@ class RewardServicer(RewardServiceServicer):
     async def _call(self, *given: Any) -> Any:
         """What the function gives, or the exception that tells why not."""
         if not self._reward.is_async:
-            return await self._in_thread(self._reward.score, *given)
+            return await self._in_thread(self._watched, *given)
         try:
             return await self._reward.score(*given)
         except Exception as error:
             return self._told(error)
+
+    def _watched(self, *given: Any) -> Any:
+        with self._pulse.work("score", len(given[0]) if self._reward.batch else 1):
+            return self._reward.score(*given)
 
     async def _in_thread(self, function: Callable[..., Any], *given: Any) -> Any:
         """The same in a thread. One that has not begun when the caller goes is never run."""

@@ -29,6 +29,7 @@ from flowfleet.rpc_guard import Guard, text
 
 MAX_MESSAGE_BYTES: Final = 64 * 2**20
 _MS: Final = 1000
+_WATCH_EVERY_S: Final = 1.0
 
 RETRY_POLICY: Final = {
     "maxAttempts": 4,
@@ -144,12 +145,14 @@ async def serve(
     health: HealthState,
     on_serving: Callable[[str], Awaitable[object]] | None = None,
     on_drain: Callable[[], Awaitable[object]] | None = None,
+    is_stuck: Callable[[], bool] | None = None,
     stop: asyncio.Event | None = None,
     grace_s: float = 30.0,
 ) -> None:
     """Serves until SIGTERM, SIGINT or `stop`; then health says NOT_SERVING, `on_drain` runs, calls get `grace_s` more.
 
     `on_serving` gets host:port once calls are answered, before health says SERVING and the port file is written.
+    Health denies while `is_stuck` says that the service's work makes no progress: somebody then kills the process.
     `health_port` answers the health service alone, without TLS, for kubelets, which speak none and have no token.
     ValueError beyond loopback without a token; Unavailable when a port is taken.
     """
@@ -164,7 +167,10 @@ async def serve(
     await health.set_serving(True)
     service.write_port_file(port_file, address)
     log.info("serving on %s", address)
+    watch = asyncio.create_task(_watch(health, is_stuck)) if is_stuck is not None else None
     await stop.wait()
+    if watch is not None:
+        watch.cancel()
     log.info("draining")
     await health.shut_down()
     if on_drain is not None:
@@ -173,6 +179,12 @@ async def serve(
     if probes is not None:
         await probes.stop(None)
     log.info("stopped")
+
+
+async def _watch(health: HealthState, is_stuck: Callable[[], bool]) -> None:
+    while True:
+        await asyncio.sleep(_WATCH_EVERY_S)
+        await health.set_serving(not is_stuck())
 
 
 async def _serve_probes(health: HealthState, host: str, port: int) -> grpc.aio.Server:

@@ -5,12 +5,14 @@
     ports.py       free ports that stay free while a process is restarted
     stack.py       the state directory: stack.json, the lock of its live supervisor, process records
     processes.py   finding and ending every process of a stack, trainers and orphans too
-    health.py      when a process serves
-    supervisor.py  starts everything at once, announces when all serve, restarts what dies, stops in order
+    health.py      when a process serves, and when it still answers
+    checkups.py    asks every process again and again, so that one that hangs is killed
+    supervisor.py  starts everything at once, announces when all serve, restarts what dies or hangs, stops in order
     watchdog.py    ends the stack when its supervisor was killed without a chance to do so
     session.py     the stack as a context manager, and `up --detach`
 
-No process outlives its supervisor: a clean stop ends all in order, and if the supervisor is killed, the watchdog sees
-its pipe close and does the same. This package starts services by command line (`python -m services.…`); it never
-imports one.
+A suspended supervisor restarts nothing until it is continued, and then kills nobody for the time that it slept itself;
+`flowfleet down` continues it first. No process outlives its supervisor: a clean stop ends all in order, and if the
+supervisor is killed, the watchdog sees its pipe close and does the same. This package starts services by command line
+(`python -m services.…`); it never imports one.
 """

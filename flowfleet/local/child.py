@@ -1,4 +1,4 @@
-"""One process of the stack: start it, see it die, start it again when its delay is over."""
+"""One process of the stack: start it, see it die or hang, start it again when its delay is over."""
 
 from __future__ import annotations
 
@@ -13,15 +13,20 @@ from flowfleet.local.processes import write_record
 from flowfleet.local.restarts import Backoff
 from flowfleet.local.stack import RunningProcess, StateDir
 
+MAX_MISSED = 6
+"""Questions in a row without a good answer, after which a process hangs."""
+
 logger = logging.getLogger(__name__)
 
 
 class Child:
-    """Owned by the supervisor's one thread; `poll` never blocks."""
+    """Owned by the supervisor's one thread, but for `checked`; `poll` never blocks."""
 
-    def __init__(self, plan: ProcessPlan, state: StateDir) -> None:
+    def __init__(self, plan: ProcessPlan, state: StateDir, start_timeout_s: float) -> None:
         self.plan = plan
         self.healthy = False
+        self._start_timeout_s = start_timeout_s
+        self._missed = 0
         self._state = state
         self._backoff = Backoff()
         self._process: subprocess.Popen[bytes] | None = None
@@ -30,7 +35,7 @@ class Child:
 
     def start(self) -> None:
         """Starts the process in a session of its own, output appended to its log."""
-        self.healthy, self._restart_at = False, None
+        self.healthy, self._restart_at, self._missed = False, None, 0
         self._started = time.monotonic()
         with self._state.log(self.plan.name).open("ab") as log:
             self._process = subprocess.Popen(
@@ -51,10 +56,24 @@ class Child:
         """How the process ended; None while it runs."""
         return None if self._process is None else self._process.poll()
 
+    @property
+    def pid(self) -> int:
+        """Of the process that was started last; 0 before the first."""
+        return self._process.pid if self._process else 0
+
+    def checked(self, pid: int, is_alive: bool) -> None:
+        """Process `pid` was asked. Until its first good answer it starts, loads and need not answer."""
+        if pid != self.pid:
+            return
+        self.healthy |= is_alive
+        self._missed = 0 if is_alive or not self.healthy else self._missed + 1
+
     def poll(self) -> bool:
-        """Restarts the process if it died and its delay is over. Returns whether it was restarted now."""
+        """Kills the process if it hangs, and restarts it if it ended and its delay is over. Returns whether it was
+        restarted now."""
         code = self.exit_code()
         if code is None:
+            self._kill_if_hung()
             return False
         now = time.monotonic()
         if self._restart_at is None:
@@ -67,12 +86,22 @@ class Child:
         self.start()
         return True
 
+    def _kill_if_hung(self) -> None:
+        """By SIGKILL: a process that is stopped takes no other signal. Its descendants end with it."""
+        assert self._process is not None
+        never_served = not self.healthy and time.monotonic() - self._started > self._start_timeout_s
+        if self._missed < MAX_MISSED and not never_served:
+            return
+        self._missed = 0
+        what = f"did not serve in {self._start_timeout_s:.0f} s" if never_served else "hangs"
+        logger.error("%s (pid %d) %s; it is killed and started again", self.plan.name, self.pid, what)
+        self._process.kill()
+
     def describe(self) -> RunningProcess:
         """What stack.json says about it."""
-        pid = self._process.pid if self._process else 0
         log = str(self._state.log(self.plan.name))
         return RunningProcess(
-            pid=pid,
+            pid=self.pid,
             address=self.plan.address,
             metrics=self.plan.metrics,
             log=log,

@@ -1,4 +1,4 @@
-"""Whether a process of the stack serves: one question, asked at most `PROBE_TIMEOUT_S` long, never raising."""
+"""Whether a process of the stack serves, and whether it still answers: one question, never raising."""
 
 from __future__ import annotations
 
@@ -13,33 +13,44 @@ PROBE_TIMEOUT_S = 2.0
 
 
 def serves(process: ProcessPlan, plan: Plan) -> bool:
-    """Asks in the way of the process's kind."""
+    """Whether it takes work. Asks in the way of the process's kind, at most `PROBE_TIMEOUT_S` long."""
+    return _asked(process, plan, "/readyz", PROBE_TIMEOUT_S)
+
+
+def is_alive(process: ProcessPlan, plan: Plan, timeout_s: float) -> bool:
+    """Whether nothing is wrong with it that killing and starting it again would cure."""
+    return _asked(process, plan, "/healthz", timeout_s)
+
+
+def _asked(process: ProcessPlan, plan: Plan, path: str, timeout_s: float) -> bool:
     if process.kind is Kind.REDIS:
-        return _redis_serves(plan.redis_url)
+        return _redis_serves(plan.redis_url, timeout_s)
     if process.kind is Kind.CONTROLLER:
-        return _http_serves(f"{plan.url}/readyz")
-    return _grpc_serves(process.address)
+        return _http_serves(f"{plan.url}{path}", timeout_s)
+    return _grpc_serves(process.address, timeout_s)
 
 
-def _redis_serves(url: str) -> bool:
+def _redis_serves(url: str, timeout_s: float) -> bool:
     try:
-        with redis.Redis.from_url(url, protocol=2, retry=None, socket_timeout=PROBE_TIMEOUT_S) as client:
+        with redis.Redis.from_url(url, protocol=2, retry=None, socket_timeout=timeout_s) as client:
             return bool(client.ping())
+    except redis.ResponseError as error:
+        return not str(error).startswith("BUSY")  # full, or its disk is: others say so. Busy is a script without an end
     except redis.RedisError:
         return False
 
 
-def _http_serves(url: str) -> bool:
+def _http_serves(url: str, timeout_s: float) -> bool:
     try:
-        return httpx.get(url, timeout=PROBE_TIMEOUT_S, trust_env=False).status_code == httpx.codes.OK
+        return httpx.get(url, timeout=timeout_s, trust_env=False).status_code == httpx.codes.OK
     except httpx.HTTPError:
         return False
 
 
-def _grpc_serves(address: str) -> bool:
+def _grpc_serves(address: str, timeout_s: float) -> bool:
     with grpc.insecure_channel(address) as channel:
         try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT_S)
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         except grpc.RpcError:
             return False
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

@@ -16,6 +16,7 @@ from flowfleet.job_files import RECIPES
 from flowfleet.local.placement import NOWHERE, Placement
 from flowfleet.local.secrets import StackSecrets
 from flowfleet.local.stack import DEFAULT_PORT, DEFAULT_STATE_DIR, MARK, StackError, StateDir
+from flowfleet.pulse import HANG_S
 from flowfleet.redis_server import server_url
 from flowfleet.service import PATIENT_THREADS
 
@@ -64,6 +65,8 @@ class StackOptions(BaseModel):
     """fsspec URL to which ended jobs are copied; unset: FLOWFLEET_ARCHIVE."""
     start_timeout_s: float = Field(default=900.0, gt=0.0)
     """Longest wait until every process serves, with the preloaded model in memory."""
+    hang_s: float = Field(default=HANG_S, ge=1.0)
+    """A process that hangs is killed and started again within this, in seconds; one that loads or compiles does not."""
 
     @field_validator("rewards")
     @classmethod
@@ -151,7 +154,7 @@ def make_plan(
     rollouts = [
         _rollout(index, options, free, env["rollout"], placement.of_rollout(index)) for index in range(options.replicas)
     ]
-    rewards = [_reward(name, free, env["reward"]) for name in _own_rewards(options)]
+    rewards = [_reward(name, options, free, env["reward"]) for name in _own_rewards(options)]
     addresses = {reward.name.removeprefix("reward-"): reward.address for reward in rewards}
     addresses |= dict(_split(reward) for reward in options.rewards if "=" in reward)
     controller = _controller(options, options.port or controller_port, addresses, placement.trainer, env["controller"])
@@ -213,6 +216,7 @@ def _rollout(
 ) -> ProcessPlan:
     port, metrics = next(ports), next(ports)
     argv = [*_service("rollout", port, metrics), "--replica-id", f"rollout-{index}", "--engine", options.engine]
+    argv += _pulse(options)
     if options.max_batch is not None:
         argv += ["--max-batch", str(options.max_batch)]
     if options.model is not None:
@@ -229,15 +233,25 @@ def _rollout(
     )
 
 
-def _reward(scorer: str, ports: Iterator[int], env: Mapping[str, str]) -> ProcessPlan:
+def _reward(scorer: str, options: StackOptions, ports: Iterator[int], env: Mapping[str, str]) -> ProcessPlan:
     port, metrics = next(ports), next(ports)
-    argv = (*_service("reward", port, metrics), "--scorer", scorer)
+    argv = (*_service("reward", port, metrics), "--scorer", scorer, *_pulse(options))
     return ProcessPlan(f"reward-{scorer}", Kind.REWARD, argv, f"{HOST}:{port}", metrics=f"{HOST}:{metrics}", env=env)
 
 
 def _service(name: str, port: int, metrics: int | None = None) -> list[str]:
     argv = [sys.executable, "-m", f"services.{name}", "--host", HOST, "--port", str(port)]
     return argv if metrics is None else [*argv, "--metrics-port", str(metrics)]
+
+
+def found_out_s(hang_s: float) -> float:
+    """Of the time that a hang may last, the half in which a service finds out that its work hangs; in the other half
+    the supervisor finds out that the service denies its health, or does not answer."""
+    return hang_s / 2
+
+
+def _pulse(options: StackOptions) -> list[str]:
+    return ["--hang-s", f"{found_out_s(options.hang_s):g}"]
 
 
 def _own_rewards(options: StackOptions) -> list[str]:

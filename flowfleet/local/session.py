@@ -40,7 +40,8 @@ def run_stack(options: StackOptions, stop: threading.Event, on_ready: Callable[[
         ended = end_stack(state)
         if ended:
             logger.warning("ended %d processes that an earlier stack left in %s", ended, state.path)
-        Supervisor(plan_stack(options), state, start_timeout_s=options.start_timeout_s).run(stop, on_ready)
+        plan = plan_stack(options)
+        Supervisor(plan, state, start_timeout_s=options.start_timeout_s, hang_s=options.hang_s).run(stop, on_ready)
 
 
 def plan_stack(options: StackOptions) -> Plan:
@@ -99,6 +100,7 @@ def stop_stack(state: StateDir) -> bool:
         with state.lock():
             return end_stack(state) > 0
     os.kill(supervisor, signal.SIGTERM)
+    os.kill(supervisor, signal.SIGCONT)  # where it was suspended
     deadline = time.monotonic() + STOP_TIMEOUT_S
     while state.supervisor_pid() == supervisor:
         if time.monotonic() > deadline:

@@ -1,7 +1,8 @@
 """Starts the processes of a stack, keeps them alive and ends them.
 
-One thread and no tasks: a loop looks at every process a few times a second. While the stack starts, a process that
-ends is an error, told with the end of its log; afterwards it is started again, on the same port, with growing delays.
+A loop looks at every process a few times a second. While the stack starts, a process that ends is an error, told with
+the end of its log; afterwards it is started again, on the same port, with growing delays. From then on each is asked
+whether it still answers (checkups.py), and killed when it hangs.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import threading
 import time
 from collections.abc import Callable
 
+from flowfleet.local.checkups import Alive, start_checkups
 from flowfleet.local.child import Child
 from flowfleet.local.cleanup import end_stack
-from flowfleet.local.health import serves
-from flowfleet.local.plan import Plan, ProcessPlan
+from flowfleet.local.health import is_alive, serves
+from flowfleet.local.plan import Plan, ProcessPlan, found_out_s
 from flowfleet.local.stack import Stack, StackError, StateDir
 from flowfleet.local.watchdog import dismiss, start_watchdog
+from flowfleet.pulse import HANG_S
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +34,22 @@ class Supervisor:
     """Runs one stack in one state directory, whose lock the caller holds."""
 
     def __init__(
-        self, plan: Plan, state: StateDir, probe: Probe = serves, *, start_timeout_s: float = START_TIMEOUT_S
+        self,
+        plan: Plan,
+        state: StateDir,
+        probe: Probe = serves,
+        alive: Alive = is_alive,
+        *,
+        start_timeout_s: float = START_TIMEOUT_S,
+        hang_s: float = HANG_S,
     ) -> None:
         self._plan = plan
         self._state = state
         self._probe = probe
         self._start_timeout_s = start_timeout_s
-        self._children = [Child(process, state) for process in plan.processes]
+        self._alive = alive
+        self._hang_s = hang_s
+        self._children = [Child(process, state, start_timeout_s) for process in plan.processes]
 
     def run(self, stop: threading.Event, on_ready: Callable[[Stack], None]) -> None:
         """Blocks until `stop` is set, then ends everything. Calls `on_ready` once when every process serves.
@@ -50,8 +62,10 @@ class Supervisor:
             self._start(stop)
             if not stop.is_set():
                 on_ready(self._publish())
+            start_checkups(self._children, self._plan, self._alive, found_out_s(self._hang_s), stop)
             self._keep(stop)
         finally:
+            stop.set()
             ended = end_stack(self._state)
             dismiss(watchdog)
             logger.info("stack stopped, %d processes ended", ended)

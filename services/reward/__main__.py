@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flowfleet import rpc
+from flowfleet.pulse import Pulse, add_pulse_arguments
 from flowfleet.reward_requests import SERVICE_NAME
 from flowfleet.service import rpc_parser, run_service, usable_cpus
 from services.reward import scorers
@@ -61,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         help="CPU threads of the service's own process; of the one process of an isolated scorer (python), up to "
         f"{MAX_AHEAD} decode",
     )
+    add_pulse_arguments(parser)
     parser.add_argument("--drain-s", type=float, default=60.0, help="longest wait for running calls on SIGTERM")
     return parser
 
@@ -75,7 +77,8 @@ async def _serve(options: argparse.Namespace) -> None:
     scorer = scorers.make(options.scorer, settings, options.threads)
     metrics = RewardMetrics(scorer.name, scorer.score_range)
     limits = Limits(max_batch=options.max_batch, max_wait_s=options.max_wait_ms / 1000)
-    servicer = RewardServicer(_engine(options, settings, scorer, limits, metrics), limits, metrics)
+    pulse = Pulse(options.hang_s, options.stall_s)
+    servicer = RewardServicer(_engine(options, settings, scorer, limits, metrics, pulse), limits, metrics)
     await servicer.start()
     server = rpc.make_server()
 
@@ -93,16 +96,22 @@ async def _serve(options: argparse.Namespace) -> None:
         port_file=options.port_file,
         health_port=options.health_port,
         health=rpc.HealthState(SERVICE_NAME),
+        is_stuck=lambda: pulse.is_stuck,
         on_drain=drain,
         grace_s=_ANSWER_S,
     )
 
 
 def _engine(
-    options: argparse.Namespace, settings: dict[str, Any], scorer: AnyScorer, limits: Limits, metrics: RewardMetrics
+    options: argparse.Namespace,
+    settings: dict[str, Any],
+    scorer: AnyScorer,
+    limits: Limits,
+    metrics: RewardMetrics,
+    pulse: Pulse,
 ) -> Engine:
     if isinstance(scorer, Scorer):
-        return Batched(scorer, _evaluator(options, settings, scorer, metrics), limits, metrics)
+        return Batched(scorer, _evaluator(options, settings, scorer, metrics, pulse), limits, metrics)
     if options.processes is not None:
         raise ValueError(f"--processes {options.processes}: scorer {scorer.name} asks others and has no use for them")
     log.info("scorer %s %s, which asks others", scorer.name, scorer.version)
@@ -110,12 +119,12 @@ def _engine(
 
 
 def _evaluator(
-    options: argparse.Namespace, settings: dict[str, Any], scorer: Scorer[Any], metrics: RewardMetrics
+    options: argparse.Namespace, settings: dict[str, Any], scorer: Scorer[Any], metrics: RewardMetrics, pulse: Pulse
 ) -> Evaluator[Any] | ProcessPool:
     num_processes = options.processes or default_processes(scorer.heavy)
     if num_processes == 1 and not scorer.isolated:
         log.info("scorer %s %s, %d threads", scorer.name, scorer.version, options.threads)
-        return Evaluator(scorer, options.threads)
+        return Evaluator(scorer, options.threads, pulse)
     log.info("scorer %s %s, processes: %d", scorer.name, scorer.version, num_processes)
     make = partial(scorers.make, options.scorer, settings, 1)
     limits, groups = scorer.process_limits, scorer.needs_group

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Generic
 
 from flowfleet.errors import Unavailable
+from flowfleet.pulse import Pulse
 from flowfleet.reward_requests import EncodedSample
 from services.reward.decoding import MAX_PIXELS, Opened, decode, open_sample
 from services.reward.groups import bounds, units
@@ -56,14 +57,16 @@ class Evaluator(Generic[Params]):
 
     num_batches = 1
 
-    def __init__(self, scorer: Scorer[Params], num_threads: int) -> None:
+    def __init__(self, scorer: Scorer[Params], num_threads: int, pulse: Pulse | None = None) -> None:
         scorer.start()
+        self._pulse = pulse or Pulse()
         self._scorer = scorer
         self._decoders = ThreadPoolExecutor(num_threads, thread_name_prefix="decode") if num_threads else None
 
     def __call__(self, samples: Sequence[EncodedSample], params: Params) -> list[Outcome]:
         """One outcome a sample, in order."""
-        return self.finish(self._cut(samples), params)
+        with self._pulse.work("score", len(samples)):
+            return self.finish(self._cut(samples), params)
 
     def begin(self, samples: Sequence[EncodedSample], max_pixels: int) -> list[Part]:
         """For `finish`, with the first part decoded if it has no more pixels. Several threads may call it at once."""
@@ -108,6 +111,7 @@ class Evaluator(Generic[Params]):
 
     def _score_part(self, decoded: Sequence[Sample | Problem], params: Params) -> list[Outcome]:
         outcomes = iter(self._score([item for item in decoded if isinstance(item, Sample)], params))
+        self._pulse.beat()
         return [next(outcomes) if isinstance(item, Sample) else item for item in decoded]
 
     def _score(self, samples: Sequence[Sample], params: Params) -> list[Outcome]:

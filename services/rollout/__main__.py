@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 
+from flowfleet.pulse import add_pulse_arguments
 from flowfleet.service import PATIENT_THREADS, end_soon, rpc_parser, run_service
 
 
@@ -27,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--model", help="directory of a diffusers pipeline to load at start")
     flags.add_argument("--dtype", default="bfloat16", help="of --model; jobs name their own")
     flags.add_argument("--drain-s", type=float, default=600.0, help="longest wait for running work on SIGTERM")
-    flags.add_argument("--stall-s", type=float, default=900.0, help="without progress for so long it is unhealthy")
+    add_pulse_arguments(flags)
     return flags
 
 

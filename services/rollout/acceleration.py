@@ -20,11 +20,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from flowfleet import devices
+from flowfleet.pulse import Pulse
 
 Experts = Mapping[str, nn.Module]
 
@@ -37,6 +39,8 @@ MULTIPLE = 16
 """What the kernels want both sides of a weight to be a multiple of."""
 MAX_RECOMPILES = 64
 """Of the blocks' common code: with and without mask, adapter or static sizes, for each of two experts."""
+
+_watching: WeakSet[Pulse] = WeakSet()
 
 _MODULATION = re.compile(r"(^|[._])(mod|modulation|norm\d*(_context)?|adaln\w*)([._]|$)", re.IGNORECASE)
 """Linears that make shifts and gates of the time embedding: a row a sample, and what they make is sensitive."""
@@ -79,6 +83,16 @@ def compile_blocks(experts: Experts, backend: str = "inductor") -> None:
     for expert in experts.values():
         for block in blocks(expert).values():
             block.compile(backend=backend)
+
+
+def watch_compilation(pulse: Pulse) -> None:
+    """Tells a pulse from now on when code of this process compiles."""
+    from torch._dynamo.callback import callback_handler
+
+    if pulse not in _watching:
+        _watching.add(pulse)
+        callback_handler.register_start_callback(lambda _: pulse.compiling(True))
+        callback_handler.register_end_callback(lambda _: pulse.compiling(False))
 
 
 def quantize(experts: Experts, *, min_size: int = MIN_SIZE) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,6 +15,7 @@ import torch
 from flowfleet import devices, plugins, redis_client, rpc
 from flowfleet.blobs import open_blobs
 from flowfleet.proto import rollout_pb2, rollout_pb2_grpc
+from flowfleet.pulse import Pulse
 from services.rollout.engines.base import RolloutEngine
 from services.rollout.media import MediaReader
 from services.rollout.metrics import RolloutMetrics
@@ -54,7 +56,7 @@ async def _serve(
     publisher = Publisher(client, blobs, replica_id, pool)
     media = MediaReader(blobs, pool)
     server, health = rpc.make_server(), rpc.HealthState(SERVICE)
-    membership = Membership(client, engine, health, stall_s=options.stall_s)
+    membership = Membership(client, engine, health, on_replaced=_end_at_once)
     service = RolloutService(
         engine, publisher, media, blobs, RolloutMetrics(), membership, replica_id=replica_id, incarnation=incarnation
     )
@@ -88,6 +90,7 @@ def make_engine(options: argparse.Namespace) -> RolloutEngine:
         device = devices.pick_device() if options.device == "auto" else torch.device(options.device)
     except RuntimeError as error:
         raise ValueError(f"--device {options.device}: {error}") from None
+    pulse = Pulse(options.hang_s, options.stall_s, shared=True)
     if options.engine == "vllm-omni":
         from services.rollout.engines.vllm_omni import VllmOmniEngine
 
@@ -96,10 +99,17 @@ def make_engine(options: argparse.Namespace) -> RolloutEngine:
             max_batch=options.max_batch,
             threads=options.threads,
             attention_backend=options.attention_backend,
+            pulse=pulse,
         )
     from services.rollout.engines.diffusers import DiffusersEngine
 
-    return DiffusersEngine(device, max_batch=options.max_batch, threads=options.threads)
+    return DiffusersEngine(device, max_batch=options.max_batch, threads=options.threads, pulse=pulse)
+
+
+def _end_at_once() -> None:
+    """What it still makes is asked of its successor."""
+    logging.shutdown()
+    os._exit(1)
 
 
 def _default_id(options: argparse.Namespace, incarnation: str) -> str:

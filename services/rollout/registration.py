@@ -27,12 +27,17 @@ class Membership:
     """
 
     def __init__(
-        self, client: redis.asyncio.Redis, engine: RolloutEngine, health: HealthState, *, stall_s: float
+        self,
+        client: redis.asyncio.Redis,
+        engine: RolloutEngine,
+        health: HealthState,
+        on_replaced: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_replaced` is called when another process has taken this one's place: it must end."""
+        self._on_replaced = on_replaced
         self._directory = ReplicaDirectory(client)
         self._engine = engine
         self._health = health
-        self._stall_s = stall_s
         self._record: Callable[[], ReplicaRecord] | None = None
         self._writing = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -41,7 +46,7 @@ class Membership:
     async def join(self, record: Callable[[], ReplicaRecord]) -> None:
         """Registers, then keeps the entry from a task until `leave`. `record` tells what it says now."""
         self._record = record
-        await self._write(record)
+        await self._write(record, joins=True)
         self._task = asyncio.create_task(self._keep(record), name="membership")
 
     async def leave(self) -> None:
@@ -60,13 +65,9 @@ class Membership:
 
     async def tell(self) -> None:
         """Writes the record before it returns, so that whoever asks next knows, unless Redis is away."""
-        if self._task is not None and not self._is_stuck:
+        if self._task is not None and not self._engine.is_stuck:
             with suppress(TimeoutError, redis.RedisError):
                 await asyncio.wait_for(self._write(self._record), _DEADLINE_S)
-
-    @property
-    def _is_stuck(self) -> bool:
-        return self._engine.stalled_s() >= self._stall_s
 
     async def _keep(self, record: Callable[[], ReplicaRecord]) -> None:
         """A Redis that is away for longer than its client retries must not end the heartbeat."""
@@ -75,7 +76,7 @@ class Membership:
                 async with asyncio.timeout(RENEW_EVERY_S):
                     await self._changed.wait()
             self._changed.clear()
-            is_alive = not self._is_stuck
+            is_alive = not self._engine.is_stuck
             await self._health.set_serving(is_alive)
             try:
                 if is_alive:
@@ -83,11 +84,14 @@ class Membership:
             except redis.RedisError as error:
                 log.warning("the registration could not be renewed: %s", error)
 
-    async def _write(self, record: Callable[[], ReplicaRecord] | None) -> None:
+    async def _write(self, record: Callable[[], ReplicaRecord] | None, *, joins: bool = False) -> None:
         """One after the other: an older record never replaces a newer one."""
         assert record is not None
         async with self._writing:
-            await self._directory.put(record())
+            is_ours = await self._directory.put(record(), joins=joins)
+        if not is_ours:
+            log.error("another process has joined as replica %s: this one ends", record().replica_id)
+            self._on_replaced()
 
     async def _stop(self) -> None:
         if self._task is not None:

@@ -274,6 +274,7 @@ def test_the_surface_is_what_users_know() -> None:
             "--detach",
             "--dtype",
             "--engine",
+            "--hang",
             "--keep",
             "--limit",
             "--max-batch",

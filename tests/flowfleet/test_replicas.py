@@ -72,13 +72,38 @@ def test_many_changes_come_in_parts(run: Callable[[Use], None], monkeypatch: pyt
 def test_one_that_leaves_is_gone_but_not_its_successor(run: Callable[[Use], None]) -> None:
     async def use(directory: ReplicaDirectory, redis: Any) -> None:
         await directory.put(record("a"))
-        await directory.put(record("a", incarnation="2"))
+        await directory.put(record("a", incarnation="2"), joins=True)
         await directory.remove(record("a"))
         assert await directory.members() == {"a"}
         await directory.remove(record("a", incarnation="2"))
         assert await directory.members() == set()
         assert (await directory.look()).number == 0
         assert await directory.get("a") is None
+
+    run(use)
+
+
+def test_one_that_wakes_after_it_was_replaced_writes_nothing(run: Callable[[Use], None]) -> None:
+    """Neither over its successor nor when that one has left; another of its id may join."""
+
+    async def use(directory: ReplicaDirectory, redis: Any) -> None:
+        old, new, third = (record("a", incarnation=incarnation) for incarnation in "123")
+        assert await directory.put(old, joins=True)
+        assert await directory.put(old)
+        assert await directory.put(new, joins=True)
+        revision = (await directory.look()).revision
+        assert not await directory.put(old)
+        assert await directory.get("a") == new
+        assert (await directory.look()).revision == revision
+        assert await directory.put(new)
+        await directory.remove(new)
+        assert not await directory.put(old)
+        assert await directory.get("a") is None
+        assert await directory.put(third, joins=True)
+        assert not await directory.put(new)
+        assert 0 < await redis.ttl(keys.replicas("owner", "a")) <= replicas.OWNER_S
+        await redis.flushall()  # a server that lost its data takes what is there
+        assert await directory.put(third)
 
     run(use)
 

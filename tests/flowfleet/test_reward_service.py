@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from flowfleet import rpc
 from flowfleet.media import encode_media
 from flowfleet.proto.reward_pb2 import DescribeRequest, RewardSample, ScoreRequest, ScoreResponse
 from flowfleet.proto.reward_pb2_grpc import RewardServiceStub, add_RewardServiceServicer_to_server
+from flowfleet.pulse import Pulse
 from flowfleet.reward_service import Params, Reward, RewardServicer, Sample, answer, read_params, serve
 
 if TYPE_CHECKING:
@@ -228,3 +230,34 @@ def test_numbers_are_finite() -> None:
 def test_settings_that_cannot_work_are_named(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=rf"the reward 'mine' cannot be served: give .*{named}"):
         serve(moody, **{"name": "mine", "version": "1", **settings})
+
+
+def test_a_function_that_hangs_denies_health_and_one_that_begins_slowly_does_not() -> None:
+    """The first call may load a model; a hang is found out while other threads go on."""
+    hang_s = 0.2
+    pulse, ended = Pulse(hang_s, 600.0), threading.Event()
+
+    def score_sample(sample: Sample) -> float:
+        if sample.prompt == "hang":
+            ended.wait(30)
+        else:
+            time.sleep(float(sample.prompt))
+        return 1.0
+
+    async def scenario() -> None:
+        servicer = RewardServicer(Reward(score=score_sample, name="mine", version="2", threads=2), pulse)
+        first = asyncio.create_task(servicer.Score(request(str(3 * hang_s)), None))
+        while not first.done():
+            assert not pulse.is_stuck
+            await asyncio.sleep(0.02)
+        pulse.begin_anew()  # so long a call is no measure here
+        await servicer.Score(request("0"), None)
+        hanging = asyncio.create_task(servicer.Score(request("hang"), None))
+        async with asyncio.timeout(20):
+            while not pulse.is_stuck:
+                await servicer.Score(request("0"), None)
+        ended.set()
+        await hanging
+        assert not pulse.is_stuck
+
+    asyncio.run(scenario())

@@ -96,11 +96,11 @@ class ProcessLimits:
 
     max_part: int = 8
     """Samples handed over at a time; whole groups, where the scorer needs them, are never cut."""
-    base_s: float = 60.0
+    base_s: float = 40.0
     """A part that takes longer than this and `sample_s` for each of its samples hangs: its process is killed. By
-    default a hundred times what the OCR reader takes for a page, yet done, asking again included, in the
-    `timeouts.score_s` that a job has by default."""
-    sample_s: float = 15.0
+    default twenty times what the OCR reader takes for a page, yet at most `timeouts.hang_s` as a job has it by default
+    for a part of the default size."""
+    sample_s: float = 10.0
     setting: str = ""
     """The scorer's setting that these seconds come from."""
 

@@ -23,6 +23,7 @@ from flowfleet.algorithms.samplers import SamplerName
 from flowfleet.models.embeds import PromptEmbeds
 from flowfleet.models.settings import NO_GUIDANCE, Guidance, Size
 from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
+from flowfleet.pulse import Pulse
 from flowfleet.trajectories import FinalLatents, Trajectory
 from flowfleet.weights import Member
 
@@ -131,6 +132,13 @@ class RolloutEngine(ABC):
     name: ClassVar[str]
     device: torch.device
     """Where the weights are; a transfer group is joined on it."""
+    pulse: Pulse
+    """What the engine's thread reports its progress to."""
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether its work makes no progress, or can be done no more."""
+        return self.pulse.is_stuck
 
     @abstractmethod
     async def prepare(self, model: ModelSpec, lora: LoraSpec | None) -> None:
@@ -161,10 +169,6 @@ class RolloutEngine(ABC):
     async def verify(self, hashes: Mapping[str, int]) -> str:
         """Compares the live weights that an update brings (as in `receive`), all of them, with the trainer's hashes and
         returns their digest (`flowfleet.weights.digest`). Raises DataLoss where they differ."""
-
-    @abstractmethod
-    def stalled_s(self) -> float:
-        """Seconds since the running work last made progress; 0 when nothing runs."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -21,6 +21,7 @@ from flowfleet import lora as adapters
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.registry import ModelFamily, family_of
 from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
+from flowfleet.pulse import Pulse
 from services.rollout import acceleration
 from services.rollout.engines.base import Cancelled, GeneratedBatch, GenerationRequest, RolloutEngine
 from services.rollout.engines.prompts import Encoded
@@ -36,12 +37,14 @@ class DiffusersEngine(RolloutEngine):
 
     name = "diffusers"
 
-    def __init__(self, device: torch.device, *, max_batch: int, threads: int | None = None) -> None:
+    def __init__(
+        self, device: torch.device, *, max_batch: int, threads: int | None = None, pulse: Pulse | None = None
+    ) -> None:
         self.device = device
+        self.pulse = pulse or Pulse(shared=True)
         self._max_batch = max_batch
         self._threads = threads
         self._thread = ThreadPoolExecutor(1, "engine", initializer=self._set_up_thread)
-        self._progress: float | None = None
         self._model: ModelSpec | None = None
         self._lora: LoraSpec | None = None
         self._family: ModelFamily | None = None
@@ -49,23 +52,29 @@ class DiffusersEngine(RolloutEngine):
         self._sampler: Sampler | None = None
 
     async def prepare(self, model: ModelSpec, lora: LoraSpec | None) -> None:
-        await self._run(self._prepare, model, lora)
+        await self._run(self.pulse.work("prepare", patient=True), self._prepare, model, lora)
 
     async def generate(
         self, request: GenerationRequest, cancelled: Callable[[], bool]
     ) -> AsyncGenerator[GeneratedBatch, None]:
         def checkpoint() -> None:
-            self._beat()
+            self.pulse.beat()
             if cancelled():
                 raise Cancelled
 
-        encoded = await self._run(self._encode, request)
+        work = self.pulse.work("encode", len(request.groups))
+        encoded = await self._run(work, self._encode, request)
         waiting = batches(request, self._max_batch)
         running: asyncio.Future[GeneratedBatch] | None = None
         try:
             while waiting or running:
                 finished = await running if running else None
-                running = self._run(self._sample, request, encoded, waiting.pop(0), checkpoint) if waiting else None
+                if waiting:
+                    rows = waiting.pop(0)
+                    work = self.pulse.work(*load_of(request, len(rows)))
+                    running = self._run(work, self._sample, request, encoded, rows, checkpoint)
+                else:
+                    running = None
                 if finished is not None:
                     yield finished
         finally:
@@ -73,17 +82,14 @@ class DiffusersEngine(RolloutEngine):
                 running.cancel()
 
     async def load_adapter(self, state: Mapping[str, Tensor]) -> None:
-        await self._run(self._load_adapter, state)
+        await self._run(self.pulse.work("adapter"), self._load_adapter, state)
 
     async def receive(self, member: weights.Member, buckets: Sequence[Bucket]) -> None:
-        await self._run(self._receive, member, buckets)
+        """The group's own deadline ends it, so it is given its time here."""
+        await self._run(self.pulse.work("receive", patient=True), self._receive, member, buckets)
 
     async def verify(self, hashes: Mapping[str, int]) -> str:
-        return await self._run(self._verify, hashes)
-
-    def stalled_s(self) -> float:
-        progress = self._progress
-        return 0.0 if progress is None else time.monotonic() - progress
+        return await self._run(self.pulse.work("verify"), self._verify, hashes)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
@@ -104,6 +110,7 @@ class DiffusersEngine(RolloutEngine):
 
     def _load(self, model: ModelSpec) -> None:
         self._model = self._lora = self._adapter = self._sampler = None
+        self.pulse.begin_anew()
         log.info("loads %s in %s on %s", model.path, model.dtype, self.device)
         self._family = family_of(model.path)
         adapter = self._family.load().load(
@@ -114,6 +121,8 @@ class DiffusersEngine(RolloutEngine):
         )
         adapter.limit_tokens(model.max_sequence_length or None)
         acceleration.accelerate(adapter.experts, compile=model.compile, quantization=model.quantization)
+        if model.compile:
+            acceleration.watch_compilation(self.pulse)
         self._model, self._adapter, self._sampler = copied(model), adapter, Sampler(adapter)
 
     def _install(self, lora: LoraSpec | None) -> None:
@@ -152,7 +161,7 @@ class DiffusersEngine(RolloutEngine):
         copy = weights.copy_into(live)
 
         def into(name: str, value: Tensor) -> None:
-            self._beat()
+            self.pulse.beat()
             copy(name, value)
 
         weights.receive(member, buckets, into)
@@ -176,18 +185,23 @@ class DiffusersEngine(RolloutEngine):
 
     # The thread itself ------------------------------------------------------------------------------------------------
 
-    def _run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
-        def work() -> T:
-            self._beat()
-            try:
+    def _run(
+        self, work: AbstractContextManager[None], function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> asyncio.Future[T]:
+        """Calls a function there, inside `work`."""
+
+        def watched() -> T:
+            with work:
                 return function(*args, **kwargs)
-            finally:
-                self._progress = None
 
-        return asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return asyncio.get_running_loop().run_in_executor(self._thread, watched)
 
-    def _beat(self) -> None:
-        self._progress = time.monotonic()
+
+def load_of(request: GenerationRequest, num_rows: int) -> tuple[str, float]:
+    """Kind and weight of a batch for a `Pulse`: what happens between two denoising steps grows with its pixels."""
+    is_given = any(group.media for group in request.groups)
+    size = request.sampling.size
+    return "media" if is_given else "sample", float(num_rows * size.height * size.width * size.num_frames)
 
 
 def check_request(request: GenerationRequest, family: ModelFamily, lora: LoraSpec | None) -> None:

@@ -12,7 +12,8 @@ import logging
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,10 +22,11 @@ from torch import Tensor
 from flowfleet import weights
 from flowfleet.models.registry import ModelFamily, family_of
 from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
+from flowfleet.pulse import Pulse
+from services.rollout import acceleration
 from services.rollout.engines.base import Cancelled, GeneratedBatch, GenerationRequest, RolloutEngine
-from services.rollout.engines.diffusers import check_request, copied
+from services.rollout.engines.diffusers import check_request, copied, load_of
 from services.rollout.engines.omni_loop import LoopThread
-from services.rollout.engines.progress import Progress
 from services.rollout.engines.prompts import Encoded
 from services.rollout.engines.sampler import Row, batches
 from services.rollout.vllm_omni import launch
@@ -36,6 +38,7 @@ _AHEAD = 2
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Work = Callable[[], AbstractContextManager[None]]
 
 
 class VllmOmniEngine(RolloutEngine):
@@ -54,6 +57,7 @@ class VllmOmniEngine(RolloutEngine):
         max_batch: int,
         threads: int | None = None,
         attention_backend: str = launch.ATTENTION_BACKEND,
+        pulse: Pulse | None = None,
     ) -> None:
         launch.require_installed()
         if device.index:
@@ -63,7 +67,7 @@ class VllmOmniEngine(RolloutEngine):
         self._threads = threads
         self._attention_backend = attention_backend
         self._loop = LoopThread("vllm-omni")
-        self._progress = Progress()
+        self.pulse = pulse or Pulse(shared=True)
         self._omni: Any = None
         self._model: ModelSpec | None = None
         self._family: ModelFamily | None = None
@@ -79,12 +83,12 @@ class VllmOmniEngine(RolloutEngine):
         async with self._paused():
             installed, self._lora = self._lora, None
             if installed is not None:
-                await self._perform(lambda worker: worker.install(None))
+                await self._perform("prepare", lambda worker: worker.install(None))
             if not self._is_base_live:
-                await self._perform(lambda worker: worker.load_base(model))
+                await self._perform("prepare", lambda worker: worker.load_base(model))
                 self._is_base_live = True
             if lora is not None:
-                await self._perform(lambda worker: worker.install(lora))
+                await self._perform("prepare", lambda worker: worker.install(lora))
                 self._lora = copied(lora)
 
     async def generate(
@@ -92,7 +96,7 @@ class VllmOmniEngine(RolloutEngine):
     ) -> AsyncGenerator[GeneratedBatch, None]:
         assert self._family is not None, "prepare comes first"
         check_request(request, self._family, self._lora)
-        encoded: Encoded = await self._perform(lambda worker: worker.encode(request))
+        encoded: Encoded = await self._perform("encode", lambda worker: worker.encode(request), len(request.groups))
         running: deque[asyncio.Task[GeneratedBatch]] = deque()
         try:
             for rows in batches(request, self._max_batch):
@@ -108,22 +112,22 @@ class VllmOmniEngine(RolloutEngine):
 
     async def load_adapter(self, state: Mapping[str, Tensor]) -> None:
         async with self._paused():
-            await self._perform(lambda worker: worker.load_adapter(state))
+            await self._perform("adapter", lambda worker: worker.load_adapter(state))
 
     async def receive(self, member: weights.Member, buckets: Sequence[Bucket]) -> None:
         async with self._paused():
-            await self._perform(lambda worker: worker.expect(buckets))
+            await self._perform("receive", lambda worker: worker.expect(buckets))
             self._is_base_live = self._is_base_live and self._lora is not None
-            await self._perform(lambda worker: worker.receive(member, buckets, self._progress.beat))
+            await self._perform("receive", lambda worker: worker.receive(member, buckets, self.pulse.beat))
 
     async def verify(self, hashes: Mapping[str, int]) -> str:
         async with self._paused():
-            digest: str = await self._perform(lambda worker: worker.verify(hashes))
+            digest: str = await self._perform("verify", lambda worker: worker.verify(hashes))
         return digest
 
-    def stalled_s(self) -> float:
-        self._progress.is_dead = self._omni is not None and self._omni.errored
-        return self._progress.stalled_s()
+    @property
+    def is_stuck(self) -> bool:
+        return super().is_stuck or (self._omni is not None and self._omni.errored)
 
     async def close(self) -> None:
         await self._stop()
@@ -140,15 +144,19 @@ class VllmOmniEngine(RolloutEngine):
         await self._stop()
         log.info("starts vLLM-Omni with %s in %s on %s", model.path, model.dtype, self.device)
         settings = copied(model)
-        with self._progress.work():
+        self.pulse.begin_anew()
+        if model.compile:
+            acceleration.watch_compilation(self.pulse)
+        with self.pulse.work("prepare", patient=True):
             self._omni = await self._loop.call(
                 lambda: launch.start(settings, pipeline, self.device, self._attention_backend)
             )
         try:
+            work = self._work("prepare", 1.0)
             await self._submit(
-                Task(lambda _: self._set_up_thread()), {}
+                Task(lambda _: self._set_up_thread()), {}, work
             )  # The first request starts vLLM-Omni's thread.
-            await self._perform(lambda worker: worker.load(settings))
+            await self._perform("prepare", lambda worker: worker.load(settings))
         except BaseException:
             await self._stop()
             raise
@@ -172,10 +180,11 @@ class VllmOmniEngine(RolloutEngine):
         finally:
             await self._loop.submit(self._omni.resume_generation())
 
-    async def _perform(self, function: Callable[[Any], T]) -> T:
+    async def _perform(self, kind: str, function: Callable[[Any], T], weight: float = 1.0) -> T:
         """Calls a function of the worker on vLLM-Omni's thread, between two batches."""
-        task = Task(self._watched(function))
-        with self._progress.work():
+        work = self._work(kind, weight)
+        task = Task(_watched(work, function))
+        with work():
             answer = await self._loop.submit(self._omni.collective_rpc("perform", args=(task,)))
         if not task.is_done:
             raise RuntimeError(f"vLLM-Omni did not do what it was asked: {answer}")
@@ -188,7 +197,7 @@ class VllmOmniEngine(RolloutEngine):
 
         def work(pipeline: Any) -> GeneratedBatch:
             def checkpoint() -> None:
-                self._progress.beat()
+                self.pulse.beat()
                 pipeline.check_cancelled()
                 if is_abandoned or cancelled():
                     raise Cancelled
@@ -196,11 +205,12 @@ class VllmOmniEngine(RolloutEngine):
             made: GeneratedBatch = pipeline.sampler.sample(request, encoded, rows, checkpoint)
             return made
 
-        task = Task(self._watched(work))
+        watch = self._work(*load_of(request, len(rows)))
+        task = Task(_watched(watch, work))
         size = request.sampling.size
         shape = {"height": size.height, "width": size.width, "num_frames": size.num_frames}
         try:
-            await self._submit(task, shape | {"num_inference_steps": request.sampling.num_steps})
+            await self._submit(task, shape | {"num_inference_steps": request.sampling.num_steps}, watch)
         except asyncio.CancelledError:
             is_abandoned = True  # vLLM-Omni's own abort takes its time on a busy host.
             raise
@@ -208,9 +218,9 @@ class VllmOmniEngine(RolloutEngine):
             raise Cancelled
         return task.result()
 
-    async def _submit(self, task: Task[Any], parameters: Mapping[str, Any]) -> None:
-        """Runs a task of the pipeline as one request of vLLM-Omni's."""
-        with self._progress.work():
+    async def _submit(self, task: Task[Any], parameters: Mapping[str, Any], work: Work) -> None:
+        """Runs a task of the pipeline as one request of vLLM-Omni's, which is `work`."""
+        with work():
             await self._loop.submit(self._request(task, parameters))
 
     async def _request(self, task: Task[Any], parameters: Mapping[str, Any]) -> None:
@@ -229,9 +239,14 @@ class VllmOmniEngine(RolloutEngine):
         ):
             pass
 
-    def _watched(self, function: Callable[[Any], T]) -> Callable[[Any], T]:
-        def work(target: Any) -> T:
-            with self._progress.work():
-                return function(target)
+    def _work(self, kind: str, weight: float) -> Work:
+        """For the pulse. Weights that are loaded or received have a deadline of their own, and are given their time."""
+        return partial(self.pulse.work, kind, weight, patient=kind in ("prepare", "receive"))
 
-        return work
+
+def _watched(work: Work, function: Callable[[Any], T]) -> Callable[[Any], T]:
+    def call(target: Any) -> T:
+        with work():
+            return function(target)
+
+    return call

@@ -90,7 +90,7 @@ def test_each_rollout_is_confined_to_its_accelerator_and_the_controller_knows_th
         {name: by_name[rollout].env.get(name) for name in VISIBLE.values()} for rollout in ("rollout-0", "rollout-1")
     ]
     assert shown == [dict.fromkeys(VISIBLE.values(), "0"), dict.fromkeys(VISIBLE.values(), "1")]
-    assert by_name["rollout-1"].argv[-4:] == ("--engine", "vllm-omni", "--max-batch", "12")
+    assert by_name["rollout-1"].argv[-6:] == ("--engine", "vllm-omni", "--hang-s", "60", "--max-batch", "12")
     assert by_name["controller"].argv[-4:-2] == ("--trainer-devices", "2,3")
     assert not any(set(VISIBLE.values()) & set(by_name[name].env) for name in ("redis", "reward-ocr", "controller"))
 

@@ -8,29 +8,34 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 import redis
 
+from flowfleet.local.child import MAX_MISSED, Child
 from flowfleet.local.plan import HOST, Kind, Plan, ProcessPlan
 from flowfleet.local.ports import free_ports
+from flowfleet.local.session import stop_stack
 from flowfleet.local.stack import MARK, Stack, StackError, StateDir
 from flowfleet.local.supervisor import Supervisor
 from flowfleet.redis_server import command, new_password, server_url
 
 HEALTHY = """
-import sys, time
+import signal, sys, time
 from concurrent import futures
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 server = grpc.server(futures.ThreadPoolExecutor(1))
-health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
+servicer = health.HealthServicer()
+health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+signal.signal(signal.SIGUSR1, lambda *_: servicer.enter_graceful_shutdown())
 server.add_insecure_port(sys.argv[1])
 server.start()
-time.sleep(120)
+while True:
+    time.sleep(120)
 """
 SUPERVISE = """
 import sys, threading
@@ -40,7 +45,8 @@ from flowfleet.local.supervisor import Supervisor
 from tests.flowfleet.local.test_supervisor import make
 state = StateDir(Path(sys.argv[1]))
 with state.lock():
-    Supervisor(make(state), state).run(threading.Event(), lambda stack: print("ready", flush=True))
+    supervisor = Supervisor(make(state), state, hang_s=float(sys.argv[2]))
+    supervisor.run(threading.Event(), lambda stack: print("ready", flush=True))
 """
 
 
@@ -60,7 +66,7 @@ def make(state: StateDir, reward: str = HEALTHY) -> Plan:
 
 
 @contextmanager
-def running(state: StateDir, plan: Plan, start_timeout_s: float = 60.0) -> Iterator[Stack]:
+def running(state: StateDir, plan: Plan, start_timeout_s: float = 60.0, hang_s: float = 120.0) -> Iterator[Stack]:
     """A supervisor in a thread, from ready to stopped."""
     stop, ready = threading.Event(), threading.Event()
     stacks: list[Stack] = []
@@ -73,7 +79,7 @@ def running(state: StateDir, plan: Plan, start_timeout_s: float = 60.0) -> Itera
     def run() -> None:
         try:
             with state.lock():
-                Supervisor(plan, state, start_timeout_s=start_timeout_s).run(stop, announce)
+                Supervisor(plan, state, start_timeout_s=start_timeout_s, hang_s=hang_s).run(stop, announce)
         except StackError as error:
             errors.append(error)
             ready.set()
@@ -120,6 +126,91 @@ def test_a_killed_process_comes_back_on_its_port_and_stop_ends_all(tmp_path: Pat
     assert not state.stack_file.exists()
 
 
+def test_what_does_not_answer_or_denies_its_health_is_killed_and_comes_back(tmp_path: Path) -> None:
+    """A stopped process takes no SIGTERM, so it is SIGKILL."""
+    state = StateDir(tmp_path)
+    with running(state, make(state), hang_s=4.0) as stack:
+        before = {name: process.pid for name, process in stack.processes.items()}
+        began = time.monotonic()
+        os.kill(before["redis"], signal.SIGSTOP)
+        os.kill(before["reward-x"], signal.SIGUSR1)
+        for name, pid in before.items():
+            eventually(lambda name=name, pid=pid: _process(state, name) not in (0, pid))  # type: ignore[misc]
+        assert 1.0 < time.monotonic() - began < 4.0 + 5.0
+        eventually(lambda: _answers(stack.redis_url))
+    assert all(gone(pid) for pid in before.values())
+
+
+def test_only_good_answers_in_a_row_that_are_missing_count(tmp_path: Path) -> None:
+    state = StateDir(tmp_path)
+    state.logs.mkdir(parents=True)
+    plan = ProcessPlan("x", Kind.REWARD, (sys.executable, "-c", "import time; time.sleep(60)"), f"{HOST}:1")
+    child = Child(plan, state, start_timeout_s=600.0)
+    child.start()
+    try:
+        for answers in (
+            [False] * 100,  # it has never served: it starts
+            [True, *[False] * (MAX_MISSED - 1), True, *[False] * (MAX_MISSED - 1)],
+        ):
+            for answer in answers:
+                child.checked(child.pid, answer)
+            child.checked(child.pid + 1, False)  # of its predecessor
+            child.poll()
+            assert child.exit_code() is None
+        child.checked(child.pid, False)
+        child.poll()
+        eventually(lambda: child.exit_code() == -signal.SIGKILL)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(child.pid, signal.SIGKILL)
+
+
+def test_one_that_never_serves_again_is_killed_too(tmp_path: Path) -> None:
+    state = StateDir(tmp_path)
+    state.logs.mkdir(parents=True)
+    plan = ProcessPlan("x", Kind.REWARD, (sys.executable, "-c", "import time; time.sleep(60)"), f"{HOST}:1")
+    child = Child(plan, state, start_timeout_s=0.2)
+    child.start()
+    child.poll()
+    assert child.exit_code() is None
+    time.sleep(0.3)
+    child.poll()
+    eventually(lambda: child.exit_code() == -signal.SIGKILL)
+
+
+@pytest.mark.long
+def test_a_suspended_supervisor_kills_nobody_for_its_own_sleep(tmp_path: Path) -> None:
+    """What died meanwhile is started again, and `down` ends it although it is suspended."""
+    state = StateDir(tmp_path)
+    hang_s = 4.0
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISE, str(tmp_path), str(hang_s)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert supervisor.stdout is not None
+    assert supervisor.stdout.readline() == "ready\n"
+    stack = state.read()
+    assert stack is not None
+    time.sleep(1.0)  # questions are under way
+    supervisor.send_signal(signal.SIGSTOP)
+    os.kill(stack.processes["reward-x"].pid, signal.SIGKILL)
+    time.sleep(1.5 * hang_s)
+    supervisor.send_signal(signal.SIGCONT)
+    eventually(lambda: _process(state, "reward-x") not in (0, stack.processes["reward-x"].pid))
+    time.sleep(hang_s)
+    assert _process(state, "redis") == stack.processes["redis"].pid
+    supervisor.send_signal(signal.SIGSTOP)
+    supervised = [child.pid for child in psutil.Process(supervisor.pid).children()]
+    threading.Thread(target=supervisor.wait, daemon=True).start()
+    stopper = threading.Thread(target=stop_stack, args=(state,))
+    stopper.start()
+    stopper.join(30)
+    assert not stopper.is_alive()
+    eventually(lambda: all(gone(pid) for pid in supervised))
+
+
 def test_a_process_that_cannot_start_is_told_with_its_log(tmp_path: Path) -> None:
     state = StateDir(tmp_path)
     broken = "import sys; print('no such scorer'); sys.exit(3)"
@@ -155,7 +246,10 @@ def test_a_second_supervisor_is_refused(tmp_path: Path) -> None:
 def test_a_killed_supervisor_leaves_nothing_behind(tmp_path: Path) -> None:
     state = StateDir(tmp_path)
     supervisor = subprocess.Popen(
-        [sys.executable, "-c", SUPERVISE, str(tmp_path)], stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", SUPERVISE, str(tmp_path), "120"],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     assert supervisor.stdout is not None
     assert supervisor.stdout.readline() == "ready\n"

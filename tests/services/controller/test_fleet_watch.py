@@ -172,7 +172,7 @@ def test_an_idle_one_that_died_is_lost_before_it_expires(run: Callable[[Use], No
         await server.stop(None)
         await until(lambda: health(watch) is not Health.SERVING)
         if health(watch) is not None:
-            await directory.put(replace(said, incarnation="2", state="idle"))
+            await directory.put(replace(said, incarnation="2", state="idle"), joins=True)
             await until(lambda: health(watch) is Health.IDLE)
 
     run(use)

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,13 @@ TIMEOUT_S = 60.0
 class ReplicaProcess:
     """`python -m services.rollout` with one CPU thread, up when made."""
 
-    def __init__(self, directory: Path, redis_url: str, *flags: str) -> None:
+    def __init__(
+        self, directory: Path, redis_url: str, *flags: str, module: Sequence[str] = ("services.rollout",)
+    ) -> None:
         directory.mkdir(exist_ok=True)
         self.log = directory / "log"
         port_file = directory / "port"
-        argv = [sys.executable, "-m", "services.rollout", "--port-file", str(port_file), "--threads", "1", *flags]
+        argv = [sys.executable, "-m", *module, "--port-file", str(port_file), "--threads", "1", *flags]
         with self.log.open("wb") as log:
             environment = {**os.environ, "FLOWFLEET_REDIS_URL": redis_url, "OMP_NUM_THREADS": "1"}
             self.process = subprocess.Popen(argv, env=environment, stdout=log, stderr=log)

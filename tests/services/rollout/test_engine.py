@@ -1,6 +1,7 @@
 """The diffusers engine in process, held to `QwenImagePipeline`, to the trainer's forward, and to its own promises."""
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,7 @@ from flowfleet.models.loading import dummy_parameter
 from flowfleet.models.registry import adapter_for
 from flowfleet.models.settings import Guidance
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
+from flowfleet.pulse import Pulse
 from flowfleet.trajectories import FinalLatents, Trajectory
 from services.rollout import acceleration
 from services.rollout.acceleration import quantize_rows
@@ -344,7 +346,7 @@ def test_cancelled_work_stops_at_the_next_step(engine: DiffusersEngine, model: M
     with pytest.raises(Cancelled):
         run(collect(engine, make_request(), cancelled))
     assert asked == 3
-    assert engine.stalled_s() == 0.0
+    assert engine.pulse.stalled_s() == 0.0
     assert len(samples_of(run(collect(engine, make_request())))) == 6
 
 
@@ -572,6 +574,33 @@ def test_what_the_device_cannot_do_is_the_users_mistake(tiny_qwen_image: Path) -
     run(engine.prepare(model, None))
     assert run(collect(engine, make_request(num_groups=1)))
     run(engine.close())
+
+
+@pytest.mark.long
+def test_a_compilation_three_times_as_long_as_the_limit_is_no_hang(
+    tiny_qwen_image: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one in the middle of a run, of a size that was sampled before: only the compiler can tell."""
+    hang_s = 0.3
+    compiled: list[bool] = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        time.sleep(3 * hang_s)
+        compiled.append(engine.pulse.is_stuck)
+        return module.forward
+
+    compile_blocks = acceleration.compile_blocks
+    monkeypatch.setattr(acceleration, "compile_blocks", lambda experts: compile_blocks(experts, backend))
+    engine = DiffusersEngine(torch.device("cpu"), max_batch=8, threads=1, pulse=Pulse(hang_s, 600.0, shared=True))
+    run(engine.prepare(ModelSpec(path=str(tiny_qwen_image), dtype="float32", compile=True), None))
+    for _ in range(2):
+        torch._dynamo.reset()
+        del compiled[:]
+        assert run(collect(engine, make_request(num_groups=1)))
+        assert compiled
+        assert not any(compiled)
+    run(engine.close())
+    torch._dynamo.reset()
 
 
 def test_dummy_weights_are_drawn_from_their_names(tiny_qwen_image: Path) -> None:

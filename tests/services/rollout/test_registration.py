@@ -15,14 +15,10 @@ from services.rollout import registration
 from services.rollout.registration import Membership
 
 RECORD = ReplicaRecord("r0", "127.0.0.1:7000", "incarnation", "", "default")
-STALL_S = 900.0
 
 
 class Engine:
-    stall = 0.0
-
-    def stalled_s(self) -> float:
-        return self.stall
+    is_stuck = False
 
 
 class Registry:
@@ -32,15 +28,17 @@ class Registry:
 
     def __init__(self) -> None:
         self.num_calls = self.num_renewals = 0
+        self.is_taken = False
 
     def register_script(self, _: str) -> Any:
         return self._call
 
-    async def _call(self, **_: Any) -> None:
+    async def _call(self, **_: Any) -> int:
         self.num_calls += 1
         if self.is_away:
             raise redis.ConnectionError("away")
         self.num_renewals += 1
+        return 0 if self.is_taken else 1
 
 
 class Health(rpc.HealthState):
@@ -60,16 +58,15 @@ def test_only_a_stuck_engine_denies_health(monkeypatch: pytest.MonkeyPatch) -> N
                 await asyncio.sleep(0.001)
 
     async def scenario() -> None:
-        membership = Membership(registry, engine, health, stall_s=STALL_S)  # type: ignore[arg-type]
+        membership = Membership(registry, engine, health)  # type: ignore[arg-type]
         await membership.join(lambda: RECORD)
-        engine.stall = STALL_S - 1  # it compiles, or takes 41 GB of weights
         await until(lambda: registry.num_renewals > 3)
         assert health.serving
         registry.is_away, seen = True, registry.num_calls
         await until(lambda: registry.num_calls > seen + 3)
         assert health.serving
         registry.is_away = False
-        engine.stall = STALL_S
+        engine.is_stuck = True
         await until(lambda: not health.serving)
         renewals = registry.num_renewals
         await asyncio.sleep(0.02)
@@ -83,7 +80,7 @@ def test_a_change_is_written_at_once_and_told_before_an_answer() -> None:
     registry = Registry()
 
     async def scenario() -> None:
-        membership = Membership(registry, Engine(), Health(), stall_s=STALL_S)  # type: ignore[arg-type]
+        membership = Membership(registry, Engine(), Health())  # type: ignore[arg-type]
         membership.changed()
         await membership.tell()
         assert registry.num_renewals == 0  # it has not joined
@@ -96,6 +93,23 @@ def test_a_change_is_written_at_once_and_told_before_an_answer() -> None:
         assert registry.num_renewals == 1 + 1 + 1
         registry.is_away = True
         await membership.tell()
+        await membership._stop()
+
+    asyncio.run(scenario())
+
+
+def test_one_that_was_replaced_is_told_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registration, "RENEW_EVERY_S", 0.001)
+    registry, ended = Registry(), asyncio.Event()
+
+    async def scenario() -> None:
+        membership = Membership(registry, Engine(), Health(), ended.set)  # type: ignore[arg-type]
+        await membership.join(lambda: RECORD)
+        await asyncio.sleep(0.02)
+        assert not ended.is_set()
+        registry.is_taken = True
+        async with asyncio.timeout(10):
+            await ended.wait()
         await membership._stop()
 
     asyncio.run(scenario())

@@ -391,18 +391,18 @@ def test_a_batch_that_vllm_omni_gave_up_is_no_batch_that_nobody_wants(
 
 def test_stalls_are_told(engine: VllmOmniEngine, model: ModelSpec) -> None:
     run(engine.prepare(model, None))
-    assert engine.stalled_s() == 0.0
+    assert engine.pulse.stalled_s() == 0.0
     seen = []
 
     def slow() -> bool:
         time.sleep(0.05)
-        seen.append(engine.stalled_s())
+        seen.append(engine.pulse.stalled_s())
         return False
 
     run(collect(engine, make_request(), slow))
     assert len(seen) == 4
     assert all(0.05 <= seconds < 5 for seconds in seen)
-    assert engine.stalled_s() == 0.0
+    assert engine.pulse.stalled_s() == 0.0
 
 
 def test_what_it_cannot_do_is_said(engine: VllmOmniEngine, model: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,32 @@
+"""Asks each process of the stack again and again whether it still answers, so that one that hangs is noticed.
+
+A thread for each process, since a question to a process that hangs takes its whole deadline. What is counted are
+questions in a row without a good answer, not seconds: a supervisor that was suspended itself has asked nothing
+meanwhile, and blames nobody for that.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+from flowfleet.local.child import MAX_MISSED, Child
+from flowfleet.local.plan import Plan, ProcessPlan
+
+Alive = Callable[[ProcessPlan, Plan, float], bool]
+"""Whether a process answers as it should within so many seconds."""
+
+
+def start_checkups(
+    children: Iterable[Child], plan: Plan, alive: Alive, found_out_s: float, stop: threading.Event
+) -> None:
+    """Until `stop` is set. It takes `found_out_s` to find out that a process does not answer."""
+    for child in children:
+        given = (child, plan, alive, found_out_s / MAX_MISSED, stop)
+        threading.Thread(target=_check, args=given, name="checkup", daemon=True).start()
+
+
+def _check(child: Child, plan: Plan, alive: Alive, every_s: float, stop: threading.Event) -> None:
+    while not stop.wait(every_s):
+        pid = child.pid
+        child.checked(pid, alive(child.plan, plan, every_s))
