@@ -17,7 +17,8 @@ from services.controller.credit import Credit, credits_of
 from services.controller.reward_rows import reward_row
 
 EPS = 1e-4
-numbers = st.floats(-100, 100, allow_nan=False)
+numbers = st.floats(-100, 100, allow_nan=False).map(lambda number: round(number, 5))
+"""A weight is 0 or counts: settings refuse those that are tiny."""
 curves = st.lists(st.integers(0, 1000), min_size=1, max_size=5, unique=True).flatmap(
     lambda steps: st.tuples(*(st.tuples(st.just(step), numbers) for step in sorted(steps)))
 )
@@ -78,7 +79,7 @@ def test_what_was_skipped_is_no_zero() -> None:
 
 
 def test_an_overflow_is_no_score() -> None:
-    assert compose(parts(a={"weight": 1e10}), 0, {"a": 1e308}).reason == "non_finite_sum"
+    assert compose(parts(a={"weight": 1e6}), 0, {"a": 1e308}).reason == "non_finite_sum"
 
 
 def test_columns_put_the_mean_of_the_group_where_a_score_is_missing() -> None:
