@@ -24,6 +24,11 @@ def percentiles(values: Iterable[float]) -> dict[str, float]:
     }
 
 
+def first_after(start: float, times: Iterable[float]) -> dict[str, float]:
+    """Seconds from a time to the first of those after it."""
+    return percentiles([min(found) - start] if (found := [when for when in times if when > start + 0.5]) else [])
+
+
 def latencies(notes: Iterable[Note], start: float, end: float, simulated_s: float) -> dict[str, dict[str, float]]:
     """Of what happened from `start` to `end`:
 

@@ -38,6 +38,8 @@ class Load:
     max_staleness: int = 0
     processes: int = 2
     """Of simulated replicas."""
+    kill_after_s: float = 0.0
+    """Of what is measured: then the controller is killed and started again. 0: never."""
     net: int = 64
     """Second byte of the addresses: rehearsals side by side need their own."""
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -28,8 +29,11 @@ SUBMIT_AT_ONCE = 10
 
 
 @contextmanager
-def fleet(load: Load, folder: Path, profile: bool) -> Iterator[tuple[RedisServer, dict[str, Child], Path]]:
-    """Everything but the jobs; ended in the end, the controller first. The last is the controller's port file."""
+def fleet(
+    load: Load, folder: Path, profile: bool
+) -> Iterator[tuple[RedisServer, dict[str, Child], Path, Callable[[str], None]]]:
+    """Everything but the jobs; ended in the end, the controller first. The last two are the controller's port file, and
+    what starts the controller at a port."""
     write_inputs(folder)
     port_file = folder / "controller.port"
     with ExitStack() as stack:
@@ -41,7 +45,7 @@ def fleet(load: Load, folder: Path, profile: bool) -> Iterator[tuple[RedisServer
 
         def start(name: str, *argv: str) -> None:
             children[name] = Child.start(name, argv, env, folder)
-            stack.callback(children[name].end)
+            stack.callback(lambda: children[name].end())
 
         start("trainers", "bench.scale.trainers", load.to_json(), str(folder / "notes-trainers.json"))
         for number in range(load.processes):
@@ -49,40 +53,61 @@ def fleet(load: Load, folder: Path, profile: bool) -> Iterator[tuple[RedisServer
             start(f"replicas-{number}", "bench.scale.replicas", load.to_json(), str(number), notes)
         for child in children.values():
             wait_for_line(child, folder)
-        flags = ["--port", "0", "--port-file", str(port_file), "--state-dir", str(folder / "state")]
+        start("probe", "bench.scale.probe", str(port_file), str(folder / "healthz.json"))
+        flags = ["--port-file", str(port_file), "--state-dir", str(folder / "state")]
         flags += ["--data-root", str(folder)]
         flags += ["--reward", f"{REWARD}={load.reward_address}", "--log-level", "warning"]
         dump = str(folder / "controller.prof") if profile else "-"
-        start("controller", "bench.scale.controller", load.to_json(), str(folder / "lag.json"), dump, *flags)
-        yield server, children, port_file
+
+        def start_controller(port: str) -> None:
+            lag = str(folder / "lag.json")
+            start("controller", "bench.scale.controller", load.to_json(), lag, dump, *flags, "--port", port)
+
+        start_controller("0")
+        yield server, children, port_file, start_controller
 
 
 def rehearse(load: Load, folder: Path, profile: bool = False) -> dict[str, Any]:
     """The result, ready for JSON."""
-    with fleet(load, folder, profile) as (server, children, port_file):
+    with fleet(load, folder, profile) as (server, children, port_file, start_controller):
         started = time.monotonic()
         while not port_file.exists():
             if children["controller"].process.poll() is not None:
                 raise RuntimeError((folder / "controller.log").read_text()[-2000:])
             time.sleep(0.05)
         ready_s = time.monotonic() - started
-        measured = asyncio.run(_measure(load, server, children, f"http://{port_file.read_text()}", folder))
+        address = port_file.read_text()
+        killing = threading.Event()
+
+        def kill() -> None:
+            if not killing.wait(load.kill_after_s):
+                children["controller"].process.kill()
+                children["controller"].process.wait()
+                start_controller(address.rpartition(":")[2])
+
+        measured = asyncio.run(_measure(load, server, children, f"http://{address}", folder, kill))
+        killing.set()
     return _result(load, folder, measured) | {"controller_ready_s": ready_s}
 
 
 async def _measure(
-    load: Load, server: RedisServer, children: dict[str, Child], url: str, folder: Path
+    load: Load, server: RedisServer, children: dict[str, Child], url: str, folder: Path, kill: Callable[[], None]
 ) -> dict[str, Any]:
-    pids = {name: child.process.pid for name, child in children.items()}
     assert server.process is not None
-    pids |= {"redis": server.process.pid, "this": os.getpid()}
+    others = {"redis": server.process.pid, "this": os.getpid()}
+    pids = {name: child.process.pid for name, child in children.items()} | others
     store = redis.Redis.from_url(server.url)
     async with httpx.AsyncClient(base_url=url, timeout=REST_TIMEOUT_S) as client:
         submitted = await _submit(client, load, folder)
         warm = await _warm_up(store, load, submitted)
         before, first, start = store.info(), _usage(pids), time.time()
         await asyncio.to_thread(store.config_resetstat)
+        killing = asyncio.create_task(asyncio.to_thread(kill)) if load.kill_after_s else None
         asked = await _ask(client, load.seconds, next(iter(submitted)))
+        if killing is not None:
+            await killing
+            pids |= {"controller": children["controller"].process.pid}
+            first |= {"controller": Usage(0.0, 0, 0, 0)}
         end, last, after = time.time(), _usage(pids), store.info()
         commands = store.info("commandstats")
     return {
@@ -90,6 +115,7 @@ async def _measure(
         "warm": warm,
         "start": start,
         "end": end,
+        "killed": start + load.kill_after_s if load.kill_after_s else None,
         "asked": asked,
         "load_average": psutil.getloadavg()[0],
         "processes": {
@@ -140,7 +166,10 @@ async def _ask(client: httpx.AsyncClient, seconds: float, job_id: str) -> dict[s
     while time.monotonic() < end:
         for path in (f"/v1/jobs/{job_id}", "/v1/jobs?limit=50", "/v1/fleet", "/metrics"):
             began = time.monotonic()
-            response = await client.get(path)
+            try:
+                response = await client.get(path)
+            except httpx.TransportError:
+                continue  # it was killed, and starts
             if response.is_error:
                 asked.setdefault("errors", []).append(float(response.status_code))
             asked.setdefault(path.replace(job_id, "{id}"), []).append(time.monotonic() - began)
@@ -174,6 +203,12 @@ def _result(load: Load, folder: Path, measured: dict[str, Any]) -> dict[str, Any
     latency |= {f"start: {name}": row for name, row in figures.starts(notes, measured["submitted"]).items()}
     latency["event loop lag"] = figures.percentiles(late for when, late in lag if start <= when <= end)
     latency |= {f"GET {path}": figures.percentiles(values) for path, values in measured["asked"].items()}
+    probed: list[Any] = [row for row in read_rows(folder / "healthz.json") if start <= row[0] <= end]
+    latency["GET /healthz, probe"] = figures.percentiles(took for _, took in probed if took is not None)
+    if killed := measured["killed"]:
+        latency["killed: /healthz again"] = figures.first_after(killed, [w for w, took in probed if took is not None])
+        driven = [when for what, _, _, when in notes if what == "configure"]
+        latency["killed: driven again"] = figures.first_after(killed, driven)
     seconds = end - start
     return {
         "load": asdict(load),
