@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, PrivateAttr
+
+SampleStatus = Literal["wanted", "sampled", "scored", "dropped"]
 
 
 class Phase(StrEnum):
@@ -24,13 +28,17 @@ class Phase(StrEnum):
     DONE = "done"
 
 
-class SampleState(BaseModel):
-    """One sample: wanted → sampled → scored, or dropped."""
+_NO_SCORES: dict[str, float] = {}
 
-    status: Literal["wanted", "sampled", "scored", "dropped"] = "wanted"
+
+@dataclass(slots=True)
+class SampleState:
+    """One sample: wanted → sampled → scored, or dropped. Its batch changes the status (`Batch.move`)."""
+
+    status: SampleStatus = "wanted"
     version: int | None = None
     score: float | None = None
-    scores: dict[str, float] = {}
+    scores: dict[str, float] = field(default_factory=lambda: _NO_SCORES)
     """Reward → score, not weighted."""
     reference_kl: float = 0.0
 
@@ -50,7 +58,8 @@ class Scored:
 
 
 class Batch(BaseModel):
-    """The samples of one step: group → index → sample."""
+    """The samples of one step: group → index → sample. Counts them by status as they change, so that no question below
+    looks at every sample."""
 
     step: int
     groups: dict[int, dict[int, SampleState]]
@@ -63,6 +72,17 @@ class Batch(BaseModel):
     sampled_at: float | None = None
     scored_at: float | None = None
     ready_at: float | None = None
+    _tally: Counter[str] = PrivateAttr(default_factory=Counter)
+    _tallies: dict[int, Counter[str]] = PrivateAttr(default_factory=dict)
+    """By group."""
+    _wanting: dict[int, None] = PrivateAttr(default_factory=dict)
+    _scoring: dict[int, None] = PrivateAttr(default_factory=dict)
+
+    def model_post_init(self, context: Any) -> None:
+        for group, samples in self.groups.items():
+            self._tallies[group] = Counter(sample.status for sample in samples.values())
+            self._tally.update(self._tallies[group])
+            self._place(group)
 
     @classmethod
     def opened(cls, step: int, num_groups: int, group_size: int, at: float) -> Batch:
@@ -74,18 +94,34 @@ class Batch(BaseModel):
         """Wants another one of a group, with the next index."""
         self.refills[group] = self.refills.get(group, 0) + 1
         self.groups[group][max(self.groups[group]) + 1] = SampleState()
+        self._count(group, {"wanted": 1})
 
-    def has(self, status: str) -> bool:
-        return any(sample.status == status for samples in self.groups.values() for sample in samples.values())
+    def move(self, group: int, sample: SampleState, status: SampleStatus) -> None:
+        """Changes the status of one of the group's samples."""
+        self._count(group, {sample.status: -1, status: 1})
+        sample.status = status
 
-    def count(self, status: str) -> int:
-        return sum(sample.status == status for samples in self.groups.values() for sample in samples.values())
+    @property
+    def wanting(self) -> Collection[int]:
+        """Groups that want samples; those that want some again come last."""
+        return self._wanting.keys()
+
+    @property
+    def scoring(self) -> Collection[int]:
+        """Complete groups with samples that have no score, in the order in which they were complete."""
+        return self._scoring.keys()
+
+    def has(self, status: SampleStatus) -> bool:
+        return self._tally[status] > 0
+
+    def count(self, status: SampleStatus) -> int:
+        return self._tally[status]
 
     @property
     def is_judged(self) -> bool:
         """Whether rewards have scored or refused one of its samples. One that was never sampled is not theirs."""
-        return any(
-            sample.status == "scored" or (sample.status == "dropped" and sample.version is not None)
+        return self.has("scored") or any(
+            sample.status == "dropped" and sample.version is not None
             for samples in self.groups.values()
             for sample in samples.values()
         )
@@ -116,6 +152,23 @@ class Batch(BaseModel):
         if self.has("wanted"):
             return Phase.ROLLOUT
         return Phase.SCORE if self.has("sampled") else Phase.ADVANTAGE
+
+    def _count(self, group: int, changes: Mapping[str, int]) -> None:
+        for tally in (self._tally, self._tallies[group]):
+            for status, number in changes.items():
+                tally[status] += number
+        self._place(group)
+
+    def _place(self, group: int) -> None:
+        tally = self._tallies[group]
+        for groups, belongs in (
+            (self._wanting, tally["wanted"] > 0),
+            (self._scoring, tally["sampled"] > 0 and not tally["wanted"]),
+        ):
+            if belongs:
+                groups[group] = None
+            else:
+                groups.pop(group, None)
 
 
 def with_dropped(dropped: dict[str, int], reason: str, number: int) -> dict[str, int]:

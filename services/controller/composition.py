@@ -134,8 +134,10 @@ def _neutral(
     if not present.any():
         return np.zeros_like(column)
     filled = np.where(present, column, column[present].mean())
-    for group in {group_ids[index] for index in np.flatnonzero(~present).tolist()}:
-        members = np.array([one == group for one in group_ids])
-        if (members & present).any():
-            filled[members & ~present] = column[members & present].mean()
+    members: dict[Hashable, list[int]] = {}
+    for index, group in enumerate(group_ids):
+        members.setdefault(group, []).append(index)
+    for rows in map(np.array, members.values()):
+        if present[rows].any():
+            filled[rows[~present[rows]]] = column[rows[present[rows]]].mean()
     return filled

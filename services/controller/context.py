@@ -34,6 +34,9 @@ MAX_SCORING = 128
 """Samples at the rewards at once: enough for 16 processes of one, and a reward of one picture a second answers the
 last of them well before `timeouts.score_s`."""
 
+SLICE = 256
+"""Samples that are handled in one go: the event loop serves others in between."""
+
 Emit = Callable[..., Awaitable[None]]
 
 
@@ -178,15 +181,15 @@ class JobContext:
         """Frees what only the steps below a checkpointed version needed; pictures stay for their TTL."""
         async for step in self._held_steps():
             if step < version:
-                refs = await self._refs(step, *self._of_step)
-                await self.blobs.delete(refs)
-                await self.redis.delete(self.samples_key(step), self.train_key(step))
+                async for refs in self._refs(step, *self._of_step):
+                    await self.blobs.delete(refs)
+                await self.redis.unlink(self.samples_key(step), self.train_key(step))
 
     async def renew(self, ttl_s: int) -> None:
         """Prolongs the blobs that may still be trained on."""
         async for step in self._held_steps():
-            refs = await self._refs(step, "trajectory", "prompt_embeds", "negative_embeds")
-            await self.blobs.renew(refs, ttl_s)
+            async for refs in self._refs(step, "trajectory", "prompt_embeds", "negative_embeds"):
+                await self.blobs.renew(refs, ttl_s)
 
     async def forget(self) -> None:
         """Frees what only a running job needs."""
@@ -203,12 +206,14 @@ class JobContext:
         async for key in self.redis.scan_iter(match=keys.job_key(self.job_id, "refs") + ":*", count=1000):
             yield int(key.decode().rpartition(":")[2])
 
-    async def _refs(self, step: int, *names: str) -> list[common_pb2.BlobRef]:
-        """References of those names of a step's samples, each once."""
-        values = await self.redis.hvals(self.samples_key(step))
-        samples = [common_pb2.Sample.FromString(value) for value in values]
-        refs = [getattr(sample, name) for sample in samples for name in names]
-        return list({ref.uri: ref for ref in refs if ref.uri}.values())
+    async def _refs(self, step: int, *names: str) -> AsyncIterator[list[common_pb2.BlobRef]]:
+        """References of those names of a step's samples, in slices; several samples may share one."""
+        cursor = -1
+        while cursor:
+            cursor, values = await self.redis.hscan(self.samples_key(step), max(cursor, 0), count=SLICE)
+            samples = [common_pb2.Sample.FromString(value) for value in values.values()]
+            refs = [getattr(sample, name) for sample in samples for name in names]
+            yield list({ref.uri: ref for ref in refs if ref.uri}.values())
 
 
 def sample_field(group: int, index: int) -> str:

@@ -164,6 +164,10 @@ class Fleet:
         of_pool = (r for r in self._by_pool.get(pool, {}).values() if r.live)
         return sorted(of_pool, key=lambda r: r.replica_id)
 
+    def num_in(self, pool: str) -> int:
+        """Replicas of a pool, live or not."""
+        return len(self._by_pool.get(pool, ()))
+
     def any_live(self, pool: str) -> bool:
         return any(r.live for r in self._by_pool.get(pool, {}).values())
 

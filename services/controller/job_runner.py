@@ -52,6 +52,8 @@ NOT_YET_S = 0.5
 RENEW_EVERY_S = 3600.0
 GREET_EVERY_S = 60.0
 GREET_DEADLINE_S = 5.0
+AT_ONCE = 256
+"""Commands of a kind that run at once for a step, beside two for each replica; the others would only wait."""
 INTAKE_COUNT = 256
 INTAKE_BLOCK_MS = 2000
 
@@ -83,6 +85,8 @@ class JobRunner:
     async def run(self) -> Status:
         """Runs the job to its end and returns how it ended. Cancelled, it stops and leaves the job to be continued."""
         background = [asyncio.create_task(part(), name=part.__name__) for part in (self._intake, self._tick)]
+        for task in background:
+            task.add_done_callback(self._wake_up)
         try:
             while not self.machine.finished:
                 self._wake.clear()
@@ -110,9 +114,12 @@ class JobRunner:
     # -- commands ----------------------------------------------------------------------------------------------
 
     def _start_wanted(self) -> None:
-        self._running = {command: task for command, task in self._running.items() if not task.done()}
-        for command in sorted(self.machine.commands() - self._running.keys(), key=str):
-            self._running[command] = asyncio.create_task(self._attempt(command), name=str(command))
+        for command in [command for command, task in self._running.items() if task.done()]:
+            self._running.pop(command).result()
+        most = AT_ONCE + 2 * self.job.fleet.fleet.num_in(self.machine.spec.rollout.pool)
+        for command in sorted(self.machine.commands(most) - self._running.keys(), key=str):
+            self._running[command] = task = asyncio.create_task(self._attempt(command), name=str(command))
+            task.add_done_callback(self._wake_up)
 
     async def _attempt(self, command: Command) -> None:
         """One try of a command. After a failure it stays `running` for the delay, so that it is not started at once."""
@@ -216,11 +223,12 @@ class JobRunner:
     async def _take(self, deliveries: list[Delivery]) -> None:
         samples = [delivery.sample for delivery in deliveries]
         training = [s for s in samples if s.purpose == common_pb2.PURPOSE_TRAIN]
+        groups = {(s.id.step, s.id.group) for s in training}
+        still = {(*group, index) for group in groups for index in self.machine.wanted(*group)}
         wanted = [
             s
             for s in training
-            if s.id.index in self.machine.wanted(s.id.step, s.id.group)
-            and self.machine.admissible(s.id.step, s.policy_version)
+            if (s.id.step, s.id.group, s.id.index) in still and self.machine.admissible(s.id.step, s.policy_version)
         ]
 
         async def also(pipe: Any) -> None:
@@ -305,12 +313,15 @@ class JobRunner:
 
     async def _next_change(self, background: list[asyncio.Task[None]]) -> None:
         """Until an event was folded, a command ended, or a while passed. A background task's error ends the run."""
-        change = asyncio.create_task(self._wake.wait())
-        tasks = {change, *background, *self._running.values()}
-        done, _ = await asyncio.wait(tasks, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
-        change.cancel()
-        for task in done - {change}:
-            task.result()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TICK_S):
+                await self._wake.wait()
+        for task in background:
+            if task.done():
+                task.result()
+
+    def _wake_up(self, _: asyncio.Task[None]) -> None:
+        self._wake.set()
 
     async def _report_status(self) -> None:
         state = self.machine.state
@@ -326,7 +337,7 @@ class JobRunner:
     def _reason(self) -> str:
         """Why some command is tried in vain. Commands no longer wanted are forgotten, but not those that only wait for
         the trainer to be found again."""
-        if self.machine.state.trainer_applied is not None:
+        if self._reasons and self.machine.state.trainer_applied is not None:
             wanted = self.machine.commands()
             self._reasons = {command: why for command, why in self._reasons.items() if command in wanted}
         return min(self._reasons.values(), default="")

@@ -17,6 +17,9 @@ from services.controller.events import VOLATILE, Event, event_from_json, event_t
 from services.controller.leadership import Lease
 from services.controller.machine import Machine, State
 
+SLICE = 500
+"""Events that are folded in one go. Who leads is alone to write, so what is read in slices is of one piece."""
+
 Also = Callable[[Any], Awaitable[None]]
 """Adds commands to the transaction (a redis.asyncio pipeline) of an append."""
 
@@ -30,11 +33,13 @@ class Ledger:
 
     async def restore(self, spec: JobSpec) -> Machine:
         """The machine as the last controller left it; a new one for a new job."""
-        async with self._redis.pipeline(transaction=True) as pipe:
-            snapshot, entries = await pipe.get(self._snapshot_key).lrange(self._events_key, 0, -1).execute()
+        snapshot = await self._redis.get(self._snapshot_key)
         machine = Machine(spec, State.model_validate_json(snapshot) if snapshot else None)
-        for entry in entries:
-            machine.apply(event_from_json(entry))
+        start = 0
+        while entries := await self._redis.lrange(self._events_key, start, start + SLICE - 1):
+            for entry in entries:
+                machine.apply(event_from_json(entry))
+            start += len(entries)
         return machine
 
     async def append(self, events: Sequence[Event], also: Also | None = None) -> None:

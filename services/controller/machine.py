@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
 
 from pydantic import BaseModel
 
@@ -175,23 +176,23 @@ class Machine:
         elif not self.admissible(event.step, event.version):
             self._count_drop("stale")
         else:
-            sample.status, sample.version = "sampled", event.version
-            batch = self.state.batches[event.step]
+            sample.version, batch = event.version, self.state.batches[event.step]
+            batch.move(event.group, sample, "sampled")
             if not batch.has("wanted"):
                 batch.sampled_at = event.at
 
     def _on_scored(self, event: ev.Scored) -> None:
         sample = self._sample(event.step, event.group, event.index)
         if sample is not None and sample.status == "sampled":
-            sample.status, sample.score, sample.scores = "scored", event.score, event.scores
-            sample.reference_kl = event.reference_kl
+            sample.score, sample.scores, sample.reference_kl = event.score, event.scores, event.reference_kl
+            self.state.batches[event.step].move(event.group, sample, "scored")
             self._note_scored(event.step, event.at)
 
     def _on_dropped(self, event: ev.Dropped) -> None:
         sample = self._sample(event.step, event.group, event.index)
         if sample is None or sample.status not in ("wanted", "sampled"):
             return
-        sample.status = "dropped"
+        self.state.batches[event.step].move(event.group, sample, "dropped")
         self._count_drop(event.reason)
         if event.refill:
             self._refill(self.state.batches[event.step], event.group)
@@ -253,8 +254,9 @@ class Machine:
 
     # -- commands ----------------------------------------------------------------------------------------------
 
-    def commands(self) -> set[Command]:
-        """Everything that should be running now. Empty while paused and at the end."""
+    def commands(self, most: int | None = None) -> set[Command]:
+        """Everything that should be running now, of a step's Generate and Score the first `most` each. Empty while
+        paused and at the end."""
         if self.finished or self.state.status is Status.PAUSED:
             return set()
         wanted: set[Command] = set()
@@ -263,7 +265,7 @@ class Machine:
         else:
             wanted.update(self._trainer_commands(self.state.trainer_applied))
         for batch in self.state.batches.values():
-            wanted.update(self._batch_commands(batch))
+            wanted.update(self._batch_commands(batch, most))
         if self._validation_due and self.state.evaluated == self.spec.averages:
             wanted.add(Validate(self.state.published))
         return wanted
@@ -289,24 +291,23 @@ class Machine:
         if front is not None and front.ready and not self._validation_due:
             yield TrainStep(front.step)
 
-    def _batch_commands(self, batch: Batch) -> Iterator[Command]:
+    def _batch_commands(self, batch: Batch, most: int | None) -> Iterator[Command]:
         if self.state.published >= batch.step - self.spec.schedule.max_staleness and not self.state.evaluated:
-            for groups in self._bundles(batch):
-                if any(sample.status == "wanted" for group in groups for sample in batch.groups[group].values()):
-                    yield Generate(batch.step, groups)
-        for group, samples in batch.groups.items():
-            statuses = {sample.status for sample in samples.values()}
-            if "sampled" in statuses and "wanted" not in statuses:
-                yield Score(batch.step, group)
+            for groups in islice(self._bundles(batch), most):
+                yield Generate(batch.step, groups)
+        for group in islice(batch.scoring, most):
+            yield Score(batch.step, group)
         if batch.phase is Phase.ADVANTAGE:
             yield ComputeAdvantages(batch.step)
 
     def _bundles(self, batch: Batch) -> Iterator[tuple[int, ...]]:
-        """Groups that go to a replica as one request: whole groups up to `rollout.batch_size` rows."""
-        size = max(1, self.spec.rollout.batch_size // self.spec.rollout.group_size)
-        groups = sorted(batch.groups)
-        for start in range(0, len(groups), size):
-            yield tuple(groups[start : start + size])
+        """Groups that go to a replica as one request, of which one wants samples: whole groups up to
+        `rollout.batch_size` rows."""
+        size, seen = max(1, self.spec.rollout.batch_size // self.spec.rollout.group_size), set[int]()
+        for start in (group - group % size for group in batch.wanting):
+            if start not in seen:
+                seen.add(start)
+                yield tuple(range(start, min(start + size, len(batch.groups))))
 
     # -- questions ---------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from flowfleet.advantages import AdvantageStats
 from flowfleet.image_stats import ImageStats, image_stats
-from flowfleet.jobs import JobSpec
+from flowfleet.jobs import JobSpec, RewardPart
 from flowfleet.proto import common_pb2, trainer_pb2
 from flowfleet.telemetry import JobMetrics
 from services.controller.batch import Batch, Scored, with_dropped
@@ -75,26 +75,20 @@ class Reports:
         batch, now = state.batches[step], time.time()
         duration = now - (state.trained_at or batch.opened_at)
         self._durations.append(duration)
-        num_scored = batch.count("scored")
-        scored, rewards = batch.scored(), job.machine.rewards_at(step)
-        stats = credits_of(job.spec, rewards, step, scored)[1] if scored else NO_STATS
-        watched = rewards if job.spec.method.data == "prompts" else ()
+        num_scored, rewards = batch.count("scored"), job.machine.rewards_at(step)
         row = {
             **trainer,
-            **_reward_metrics(stats),
-            **reward_row("critic", watched, [sample.scores for sample in scored]),
+            **await asyncio.to_thread(_reward_metrics, job.spec, rewards, batch),
             **_timings(batch, now, duration),
             **self._publish,
-            **_kl_metrics(job.spec, scored),
             "critic/rewards/revision": float(job.machine.rewards_number_at(step)),
             "perf/throughput": num_scored / duration / self._num_devices(),
             "training/samples": float(state.samples_trained + batch.num_trained),
             "training/samples_dropped": float(sum(state.samples_dropped.values()) + batch.num_left_out),
-            "training/off_policy/trajectory_staleness/mean": _staleness(batch),
         }
         await job.store.metrics_put(job.job_id, step, row)
         self._metrics.observe(job.job_id, row)
-        await self._progress(step + 1, batch, row["critic/rewards/mean"] if scored else None)
+        await self._progress(step + 1, batch, row["critic/rewards/mean"] if num_scored else None)
 
     async def validated(self, version: int, parts: Sequence[ValidationPart]) -> float | None:
         """The row of a validation: mean reward, and image statistics as a guard against reward hacking; of videos those
@@ -142,7 +136,19 @@ class Reports:
         )
 
 
-def _reward_metrics(stats: AdvantageStats) -> dict[str, float]:
+def _reward_metrics(spec: JobSpec, rewards: Mapping[str, RewardPart], batch: Batch) -> dict[str, float]:
+    """Of all samples of a step, of which there may be many: for a thread."""
+    scored = batch.scored()
+    watched = rewards if spec.method.data == "prompts" else ()
+    return {
+        **_advantage_metrics(credits_of(spec, rewards, batch.step, scored)[1] if scored else NO_STATS),
+        **reward_row("critic", watched, [sample.scores for sample in scored]),
+        **_kl_metrics(spec, scored),
+        "training/off_policy/trajectory_staleness/mean": _staleness(batch),
+    }
+
+
+def _advantage_metrics(stats: AdvantageStats) -> dict[str, float]:
     names = {
         "reward_mean": "critic/rewards/mean",
         "reward_max": "critic/rewards/max",

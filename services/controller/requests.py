@@ -10,7 +10,7 @@ from flowfleet.jobs import JobSpec
 from flowfleet.proto import common_pb2, rollout_pb2, trainer_pb2
 from flowfleet.seeds import derive_seed, sample_seed, validation_seed
 from services.controller import events as ev
-from services.controller.context import JobContext, sample_field
+from services.controller.context import SLICE, JobContext, sample_field
 from services.controller.credit import Credit
 from services.controller.data import Prompt
 from services.controller.rewards import Verdict
@@ -73,18 +73,15 @@ def validate(job: JobContext, version: int, start: int, prompts: Sequence[Prompt
 
 async def train_step(job: JobContext, step: int, credits: Sequence[Credit]) -> trainer_pb2.TrainStepRequest:
     """References of the samples that a step trains on and what each counts for, in their order; maybe of none."""
-    names = [sample_field(credit.group, credit.index) for credit in credits]
-    references = await job.redis.hmget(job.samples_key(step), names) if names else []
-    samples = [
-        trainer_pb2.TrainSample(
-            sample=common_pb2.Sample.FromString(reference),
-            advantage=credit.advantage,
-            reward=credit.reward,
-            pair=credit.pair,
-        )
-        for reference, credit in zip(references, credits, strict=True)
-    ]
-    return trainer_pb2.TrainStepRequest(job_id=job.job_id, step=step, samples=samples)
+    request = trainer_pb2.TrainStepRequest(job_id=job.job_id, step=step)
+    for start in range(0, len(credits), SLICE):
+        part = credits[start : start + SLICE]
+        names = [sample_field(credit.group, credit.index) for credit in part]
+        references = await job.redis.hmget(job.samples_key(step), names)
+        for reference, credit in zip(references, part, strict=True):
+            sample = request.samples.add(advantage=credit.advantage, reward=credit.reward, pair=credit.pair)
+            sample.sample.ParseFromString(reference)
+    return request
 
 
 def scored_or_dropped(sample: common_pb2.Sample, verdict: Verdict) -> ev.Event:

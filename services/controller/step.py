@@ -125,8 +125,9 @@ class TrainingStep:
         of a step differs the request is empty: the trainer counts the step and learns nothing. So it is of a step
         without any score, which pauses the job."""
         job = self.job
-        scored = job.machine.state.batches[step].scored()
-        credits = credits_of(job.spec, job.machine.rewards_at(step), step, scored)[0] if scored else []
+        batch, rewards = job.machine.state.batches[step], job.machine.rewards_at(step)
+        scored = await asyncio.to_thread(batch.scored)
+        credits = (await asyncio.to_thread(credits_of, job.spec, rewards, step, scored))[0] if scored else []
         request = await requests.train_step(job, step, credits)
         facts: list[ev.Event] = [ev.AdvantagesReady(step=step, num_samples=len(credits))]
         if not scored:

@@ -141,7 +141,7 @@ class Totals:
     def _waiting(self, pool: str, job: JobTotals) -> int:
         """Samples wanted by steps that may be sampled now, less what the job's replicas were asked for."""
         machine = job.machine
-        if not machine.commands():
+        if not machine.commands(most=1):
             return 0
         earliest = machine.state.published + machine.spec.schedule.max_staleness
         open_now = (batch for batch in machine.state.batches.values() if batch.step <= earliest)
