@@ -19,7 +19,14 @@ from flowfleet.progress import duration, number
 SHORT_ID = 13
 """Characters of a job id that its milliseconds fill: enough to tell jobs apart."""
 
-COLOURS = {"running": "cyan", "succeeded": "green", "failed": "red", "cancelled": "yellow", "paused": "yellow"}
+COLOURS = {
+    "running": "cyan",
+    "succeeded": "green",
+    "failed": "red",
+    "cancelled": "yellow",
+    "paused": "yellow",
+    "quarantined": "red",
+}
 
 
 def table(*columns: str) -> Table:

@@ -65,6 +65,16 @@ def leader_term() -> str:
     return fleet_key("leader", "term")
 
 
+def driving() -> str:
+    """Hash: job → what is suspected of it, as JSON, while it may bring the controller down (quarantine.py)."""
+    return fleet_key("driving")
+
+
+def strikes(job_id: str) -> str:
+    """Sorted set of a job's strikes of the last hour, by Unix seconds."""
+    return job_key(job_id, "strikes")
+
+
 def demand() -> str:
     """Hash: "component/name" → replicas wanted, as JSON."""
     return fleet_key("demand")

@@ -21,11 +21,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from flowfleet import keys
-from services.controller.batch import SampleState
 from services.controller.context import MAX_SCORING
 from services.controller.leadership import Lease
 from services.controller.machine import Machine, Validate
-from services.controller.records import Desired, JobRecord
+from services.controller.records import Desired, JobRecord, JobStatus
 
 Component = Literal["rollout", "reward"]
 Name = tuple[Component, str]
@@ -77,9 +76,9 @@ def work_of(record: JobRecord, machine: Machine | None = None, num_held_out: int
     if machine is None:
         return work
     rollout, batches = machine.spec.rollout, machine.state.batches.values()
-    held_out = num_held_out if any(isinstance(command, Validate) for command in machine.commands()) else 0
+    held_out = num_held_out if any(isinstance(command, Validate) for command in machine.commands(most=0)) else 0
     groups_per_request = max(1, rollout.batch_size // rollout.group_size)
-    open_groups = [sum(map(_is_open, batch.groups.values())) for batch in batches]
+    open_groups = [len(batch.wanting) for batch in batches]
     return Work(
         work.job_id,
         work.pool,
@@ -101,10 +100,6 @@ def _services(record: JobRecord, machine: Machine | None) -> set[str]:
     steps = {*machine.state.batches, machine.state.version, machine.first_unopened}
     rewards = {part.service_of(name) for step in steps for name, part in machine.rewards_at(step).items()}
     return rewards | {part.service or name for step in steps for name, part in machine.shadows_at(step).items()}
-
-
-def _is_open(group: Mapping[int, SampleState]) -> bool:
-    return any(sample.status == "wanted" for sample in group.values())
 
 
 def demand(works: Iterable[Work], in_flight: Mapping[str, int]) -> dict[Name, Demand]:
@@ -135,7 +130,8 @@ def at_least(records: Iterable[JobRecord]) -> dict[Name, Demand]:
     """What admitted jobs need whatever their state: one replica of each pool and reward. `records`, oldest first."""
     first: dict[str, JobRecord] = {}
     for record in records:
-        first.setdefault(record.pool, record)
+        if record.status is not JobStatus.QUARANTINED:
+            first.setdefault(record.pool, record)
     return demand([work for record in first.values() if (work := work_of(record))], {})
 
 

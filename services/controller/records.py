@@ -26,6 +26,7 @@ class JobStatus(StrEnum):
     STARTING = "starting"  # trainer and replicas are being made ready, first time or after a fault
     RUNNING = "running"  # steps advance
     PAUSED = "paused"  # no new step starts until resume
+    QUARANTINED = "quarantined"  # it stopped the controller several times; nobody drives it until resume
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     CANCELLED = "cancelled"

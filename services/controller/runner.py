@@ -38,6 +38,7 @@ from services.controller.ledger import Ledger
 from services.controller.machine import Machine
 from services.controller.memory import Memory
 from services.controller.monitor import Monitor
+from services.controller.quarantine import Quarantine
 from services.controller.records import Desired, JobRecord, JobStatus
 from services.controller.redis_trouble import trouble
 from services.controller.reports import Reports
@@ -94,6 +95,7 @@ class Runner:
             memory=self._memory,
             blobs_in_redis=settings.blobs == "redis",
         )
+        self._quarantine = Quarantine(redis, settings.redis_url.get_secret_value())
         self._wake = asyncio.Event()
         self._jobs: dict[str, str] = {}
         """Rollout pool → the job that it ran last, or runs."""
@@ -106,6 +108,7 @@ class Runner:
 
     async def start(self) -> None:
         await self._fleet.start()
+        await self._quarantine.start()
         self._task = asyncio.create_task(self._run(), name="runner")
         self._task.add_done_callback(_tell_end)
 
@@ -114,6 +117,7 @@ class Runner:
         if self._task is not None:
             await end([self._task])
         await self._fleet.stop()
+        await self._quarantine.stop()
         self._sources.close()
 
     async def notify(self) -> None:
@@ -165,6 +169,8 @@ class Runner:
                     active = await self._store.active()
                     if not tasks:
                         await self._end_others(active)
+                        await self._quarantine.take_over()
+                    await self._set_aside(tasks)
                     first = await self._first_of_pools(active)
                     for pool, record in first.items():
                         if pool not in tasks or tasks[pool].done():
@@ -212,13 +218,32 @@ class Runner:
             unwanted = record.status is JobStatus.QUEUED and record.desired is Desired.CANCELLED
             if unwanted and job_id not in self._jobs.values():
                 await self._store.set_status(job_id, JobStatus.CANCELLED, "cancelled before it started")
-            else:
+            elif record.status is not JobStatus.QUARANTINED or await self._is_back(record):
                 first.setdefault(record.pool, record)
         return first
+
+    async def _set_aside(self, tasks: dict[str, asyncio.Task[None]]) -> None:
+        """Jobs that stopped the controller too often."""
+        for job_id in self._quarantine.suspects():
+            if reason := await self._quarantine.reason(job_id):
+                await end([tasks[pool] for pool, driven in self._jobs.items() if driven == job_id and pool in tasks])
+                await stop_for_good(self._launcher, job_id)
+                await self._store.set_status(job_id, JobStatus.QUARANTINED, reason)
+
+    async def _is_back(self, record: JobRecord) -> bool:
+        """Whether the user lifted a job's quarantine. One that is not wanted any more ends."""
+        if record.desired is Desired.CANCELLED:
+            await self._store.set_status(record.id, JobStatus.CANCELLED, "cancelled in quarantine")
+        if record.desired is not Desired.RUNNING:
+            return False
+        await self._quarantine.forgive(record.id)
+        await self._store.set_status(record.id, JobStatus.QUEUED, "resumed after its quarantine")
+        return True
 
     async def _run_job(self, job_id: str) -> None:
         """One job to its end. An error of ours is logged and the job continued from its ledger, a limited number of
         times in a row, as data that cannot be read are tried again; who is away is waited for."""
+        self._quarantine.drive(job_id)
         crash = 0
         while crash < MAX_CRASHES:
             began = time.monotonic()
@@ -247,9 +272,10 @@ class Runner:
         await self._fail(job_id, reason)
 
     async def _drive(self, record: JobRecord) -> None:
-        data = await asyncio.to_thread(open_job, record.job_spec(), self._sources)
-        ledger = Ledger(self._redis, self._lease, record.id)
-        machine = await ledger.restore(data.spec)
+        async with self._quarantine.opening(record.id):
+            data = await asyncio.to_thread(open_job, record.job_spec(), self._sources)
+            ledger = Ledger(self._redis, self._lease, record.id)
+            machine = await ledger.restore(data.spec)
         runner = JobRunner(ledger, machine, lambda *parts: self._context(record, data, *parts))
         runner.job.reports = Reports(runner.job, self._metrics)
         runner.job.shadows = ShadowQueue(runner.job, self._shadow_metrics)

@@ -158,6 +158,8 @@ class JobStore(History, SampleShelf, RewardShelf, Removal):
             pipe.zrem(keys.jobs_with_status(previous), job_id)
             pipe.zadd(keys.jobs_with_status(status), {job_id: 0})
             add_event(pipe, job_id, "status", {"status": status, "previous": previous, "reason": reason})
+            if status is JobStatus.QUARANTINED:
+                await self.hold(job_id, pipe)
             if status.terminal:
                 leave(pipe, job_id, self._clock())
             return True

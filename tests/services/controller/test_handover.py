@@ -54,6 +54,8 @@ class Controller:
 class Scene:
     """Two controllers and what they drive."""
 
+    module = "tests.services.controller.scripted_controller"
+
     def __init__(self, redis_url: str, folder: Path) -> None:
         self.redis: Any = connect(redis_url)
         self.rollout = SlowRollout(self.redis, open_blobs(self.redis, "redis"))  # type: ignore[abstract]
@@ -88,9 +90,9 @@ class Scene:
         port_file = self._folder / f"port-{time.monotonic_ns()}"
         flags = ["--port", "0", "--port-file", str(port_file), "--state-dir", str(self._folder / "state")]
         flags += ["--data-root", str(self._folder)]
-        module = "tests.services.controller.scripted_controller"
         reward = ["--reward", f"ocr={self.rollout.address}"]
-        process = await asyncio.create_subprocess_exec(sys.executable, "-m", module, *flags, *reward, env=self._env)
+        argv = [sys.executable, "-m", self.module, *flags, *reward]
+        process = await asyncio.create_subprocess_exec(*argv, env=self._env)
         while not port_file.exists():
             assert process.returncode is None
             await asyncio.sleep(0.05)

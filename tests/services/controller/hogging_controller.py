@@ -1,0 +1,28 @@
+"""`python -m tests.services.controller.hogging_controller FLAGS`: as scripted_controller, but the driver of a job named
+"hog" never gives the event loop back while the file HOG is there."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+from services.controller import quarantine
+from services.controller.__main__ import main
+from services.controller.step import TrainingStep
+from tests.services.controller.scripted_controller import runner
+
+quarantine.MARK_S, quarantine.END_S = 0.5, 2.0
+ensure_trainer = TrainingStep.ensure_trainer
+
+
+def hold(step: Any) -> Any:
+    while step.job.spec.name == "hog" and os.path.exists(os.environ["HOG"]):
+        time.sleep(0.01)
+    return ensure_trainer(step)
+
+
+if __name__ == "__main__":
+    TrainingStep.ensure_trainer = hold  # type: ignore[method-assign]
+    sys.exit(main(sys.argv[1:], runner))

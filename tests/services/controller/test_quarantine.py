@@ -1,0 +1,142 @@
+"""A job that holds or kills the controller is set aside with the reason, and the others go on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from flowfleet import keys
+from flowfleet.redis_client import connect
+from services.controller import quarantine
+from services.controller.quarantine import STRIKES, WITHIN_S, Quarantine
+from tests.services.controller.test_handover import Scene
+
+pytestmark = pytest.mark.anyio
+
+
+class Clock:
+    now = 1_700_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+async def watch(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Quarantine, Any, Clock]]:
+    for name, value in {"LOOK_S": 0.02, "MARK_S": 0.1, "STRIKE_S": 0.3, "END_S": 60.0}.items():
+        monkeypatch.setattr(quarantine, name, value)
+    redis, clock = connect(redis_url), Clock()
+    watch = Quarantine(redis, redis_url, clock)
+    await watch.start()
+    yield watch, redis, clock
+    await watch.stop()
+    asyncio.get_running_loop().set_task_factory(None)
+    await redis.aclose()
+
+
+async def hold(watch: Quarantine, job_id: str, seconds: float) -> None:
+    """As a task that the job's driver has started."""
+
+    async def driver() -> None:
+        if job_id:
+            watch.drive(job_id)
+
+        async def part() -> None:
+            time.sleep(seconds)  # noqa: ASYNC251
+
+        await asyncio.create_task(part())
+
+    await asyncio.create_task(driver())
+    await asyncio.sleep(0.2)  # the thread looks
+
+
+async def test_who_holds_the_loop_for_long_has_a_strike(watch: tuple[Quarantine, Any, Clock]) -> None:
+    quarantined, redis, clock = watch
+    await hold(quarantined, "short", 0.15)
+    await hold(quarantined, "", 0.6)  # nobody's task
+    assert (quarantined.suspects(), await redis.exists(keys.driving())) == ([], 0)
+    for number in range(STRIKES):
+        assert await quarantined.reason("long") == ""
+        await hold(quarantined, "long", 0.6)
+        assert await redis.zcard(keys.strikes("long")) == number + 1
+    assert quarantined.suspects() == ["long"]
+    assert quarantined.suspects() == []
+    reason = await quarantined.reason("long")
+    assert reason.startswith("in quarantine: 3 times within an hour it stopped the controller, last: its driver held")
+    assert await redis.ttl(keys.strikes("long")) > 0
+    clock.now += WITHIN_S + 1
+    assert await quarantined.reason("long") == ""
+
+
+async def test_what_a_dead_controller_did_last_is_a_strike(watch: tuple[Quarantine, Any, Clock]) -> None:
+    quarantined, redis, _ = watch
+    async with quarantined.opening("opened"):
+        suspicions = await redis.hgetall(keys.driving())
+    assert await redis.exists(keys.driving()) == 0
+    for _ in range(2):  # two controllers tell of one event
+        await redis.hset(keys.driving(), mapping=suspicions)
+        await quarantined.take_over()
+    assert await redis.zcard(keys.strikes("opened")) == 1
+    assert (quarantined.suspects(), await quarantined.reason("opened")) == (["opened"], "")
+    for _ in range(STRIKES - 1):
+        async with quarantined.opening("opened"):
+            await quarantined.take_over()  # as if this were the successor
+    assert "the controller died while it opened the job" in await quarantined.reason("opened")
+    await quarantined.forgive("opened")
+    assert await quarantined.reason("opened") == ""
+
+
+class HoggedScene(Scene):
+    module = "tests.services.controller.hogging_controller"
+
+
+@pytest.mark.long
+async def test_a_job_that_kills_controllers_is_quarantined_and_the_others_go_on(
+    redis_url: str, tmp_path: Path, job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hog = tmp_path / "hog"
+    hog.touch()
+    monkeypatch.setenv("HOG", str(hog))
+    scene = HoggedScene(redis_url, tmp_path)
+    async with scene.running():
+
+        async def ask(method: str, path: str, **given: Any) -> dict[str, Any]:
+            """Of whichever controller answers; those that ended are started again, as a supervisor does."""
+            async with asyncio.timeout(60):
+                while True:
+                    for number, controller in enumerate(scene.controllers):
+                        if controller.process.returncode is not None:
+                            scene.controllers[number] = controller = await scene.start()
+                        try:
+                            answer = await controller.client.request(method, path, timeout=2, **given)
+                        except httpx.TransportError:
+                            continue
+                        assert answer.is_success, answer.text
+                        found: dict[str, Any] = answer.json()
+                        return found
+
+        rollout = {"prompts_per_step": 2, "group_size": 4, "batch_size": 8}
+        jobs = [job(name=name, rollout=rollout, schedule={"steps": 3}) for name in ("hog", "good")]
+        first, second = [(await ask("POST", "/v1/jobs", json=one))["id"] for one in jobs]
+
+        async def until(job_id: str, status: str) -> dict[str, Any]:
+            async with asyncio.timeout(90):
+                while (record := await ask("GET", f"/v1/jobs/{job_id}"))["status"] != status:
+                    assert record["status"] not in ("failed", "cancelled"), record["reason"]
+                    await asyncio.sleep(0.2)
+            return record
+
+        reason = (await until(first, "quarantined"))["reason"]
+        assert "3 times within an hour it stopped the controller, last: its driver held the" in reason
+        await until(second, "succeeded")  # of the same pool
+        assert (await ask("GET", f"/v1/jobs/{first}"))["desired"] == "paused"
+        hog.unlink()
+        scene.trainer.steps.clear()  # of the other job
+        await ask("POST", f"/v1/jobs/{first}/resume")
+        await until(first, "succeeded")
