@@ -41,6 +41,9 @@ class SimulatedLauncher:
     async def alive(self, job_id: str) -> bool:
         return True
 
+    async def last_words(self, job_id: str) -> str:
+        return ""
+
     async def stop(self, job_id: str) -> None:
         return
 

@@ -172,6 +172,9 @@ class JobContext:
         """Adds it to a transaction."""
         pipe.set(self.train_key(request.step), request.SerializeToString())
 
+    async def has_train_request(self, step: int) -> bool:
+        return bool(await self.redis.exists(self.train_key(step)))
+
     async def load_train_request(self, step: int) -> trainer_pb2.TrainStepRequest:
         stored = await self.redis.get(self.train_key(step))
         assert stored is not None, f"the request of step {step} is kept until a checkpoint covers it"

@@ -33,6 +33,15 @@ class TrainerLost(_Event):
     kind: Literal["trainer_lost"] = "trainer_lost"
 
 
+class Rewound(_Event):
+    """No checkpoint is left from which the trainer could repeat its steps: those from `version` on are done anew."""
+
+    kind: Literal["rewound"] = "rewound"
+    version: int
+    samples: int
+    """Samples that this version was trained on."""
+
+
 class ReplicaBehind(_Event):
     """A live replica does not serve the published version: it is new, or it restarted."""
 
@@ -155,8 +164,9 @@ class Failed(_Event):
 
 
 Event = (
-    TrainerReady | TrainerLost | ReplicaBehind | Sampled | Scored | Dropped | AdvantagesReady | Trained | Published
-    | Checkpointed | Validated | Exported | RewardsChanged | PauseRequested | ResumeRequested | CancelRequested | Failed
+    TrainerReady | TrainerLost | Rewound | ReplicaBehind | Sampled | Scored | Dropped | AdvantagesReady | Trained
+    | Published | Checkpointed | Validated | Exported | RewardsChanged | PauseRequested | ResumeRequested
+    | CancelRequested | Failed
 )  # fmt: skip
 
 VOLATILE = (TrainerReady, TrainerLost, ReplicaBehind)

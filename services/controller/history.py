@@ -85,6 +85,12 @@ class History:
         if gone:
             await self._redis.hdel(keys.checkpoints(job_id), *(str(step) for step in gone))
 
+    async def forget_checkpoints(self, job_id: str, *, above: int) -> None:
+        """Those of later steps are lost."""
+        steps = [name for name in await self._redis.hkeys(keys.checkpoints(job_id)) if int(name) > above]
+        if steps:
+            await self._redis.hdel(keys.checkpoints(job_id), *steps)
+
     async def checkpoints(self, job_id: str) -> list[Checkpoint]:
         """By step, ascending."""
         rows = await self._redis.hvals(keys.checkpoints(job_id))

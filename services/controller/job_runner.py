@@ -20,7 +20,7 @@ from typing import Any
 
 import grpc
 
-from flowfleet.errors import FlowfleetError, grpc_code
+from flowfleet.errors import FlowfleetError, Unavailable, grpc_code
 from flowfleet.proto import common_pb2, trainer_pb2
 from flowfleet.streams import Delivery, TrajectoryConsumer
 from services.controller import events as ev
@@ -41,7 +41,7 @@ from services.controller.machine import (
     Validate,
 )
 from services.controller.records import Desired, JobStatus
-from services.controller.retries import MAX_FAILURES, Decision, Verdict, decide
+from services.controller.retries import MAX_FAILURES, TRAINER_COMMANDS, Decision, Verdict, decide
 from services.controller.step import TrainingStep
 from services.controller.waiting import NotYet, WaitedInVain
 
@@ -76,6 +76,7 @@ class JobRunner:
         self._reasons: dict[Command, str] = {}
         self._renewed = self._greeted = float("-inf")
         self._wake = asyncio.Event()
+        self._rewound = False
         self._reported: tuple[str, str, str] = ("", "", "")
         self.machine = machine
         self.job = make(machine, self.emit, self._changed)
@@ -93,6 +94,8 @@ class JobRunner:
                 self._start_wanted()
                 await self._report_status()
                 await self._next_change(background)
+                if self._rewound:
+                    raise Unavailable("steps are done anew, and commands of before must not meet them")
         finally:
             await end([*background, *self._running.values()])
         await self._report_end()
@@ -105,6 +108,7 @@ class JobRunner:
             await self._ledger.append(stamped, also)
             for event in stamped:
                 self.machine.apply(event)
+            self._rewound = any(isinstance(event, ev.Rewound) for event in stamped) or self._rewound
             if any(isinstance(event, ev.Trained) for event in stamped):
                 await self._ledger.snapshot(self.machine.state)
         self._wake.set()
@@ -142,6 +146,9 @@ class JobRunner:
             await self._failed(command, grpc_code(error), str(error) or type(error).__name__)
 
     async def _failed(self, command: Command, code: grpc.StatusCode, message: str) -> None:
+        if code is grpc.StatusCode.UNAVAILABLE and isinstance(command, TRAINER_COMMANDS):
+            words = await self.job.launcher.last_words(self.job.job_id)
+            code, message = (grpc.StatusCode.INTERNAL, f"the trainer ended: {words}") if words else (code, message)
         self._failures[command] += 1
         decision = decide(command, code, self._failures[command])
         log.warning(

@@ -80,6 +80,14 @@ class KubernetesLauncher:
         attempt = self._newest(job_id)
         return attempt is not None and self._lives(attempt)
 
+    async def last_words(self, job_id: str) -> str:
+        """Of the pod that failed first: what its containers left as termination message."""
+        attempt = self._newest(job_id)
+        if attempt is None or not any(map(pods.ended, own := self._pods_of(attempt))):
+            return ""
+        why, own_fault = post_mortem(own)
+        return why if own_fault else ""
+
     async def stop(self, job_id: str) -> None:
         """Returns once its pods are gone, or after a while."""
         attempts = self._attempts(job_id)

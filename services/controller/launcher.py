@@ -23,7 +23,7 @@ from flowfleet.accelerators import show_only
 from flowfleet.commands import trainer_command
 from flowfleet.jobs import JobSpec
 from flowfleet.kinds import trainer_environment
-from flowfleet.service import PATIENT_THREADS, STATE_DIR, usable_cpus
+from flowfleet.service import LAST_WORDS, PATIENT_THREADS, STATE_DIR, usable_cpus
 from services.controller.leadership import LeaseLost
 
 log = logging.getLogger(__name__)
@@ -46,6 +46,9 @@ class Launcher(Protocol):
 
     async def alive(self, job_id: str) -> bool:
         """Whether the trainer that `ensure` gave is still there. Cheap: asked every second."""
+
+    async def last_words(self, job_id: str) -> str:
+        """Why the trainer ended, by its own account; "" for one that lives, or that could not tell."""
 
     async def stop(self, job_id: str) -> None:
         """Ends the trainer, if there is one."""
@@ -107,11 +110,15 @@ class LocalLauncher:
                 if (address := _read_if_there(process.port_file)) is not None:
                     return address
                 await asyncio.sleep(POLL_S)
-        raise RuntimeError(f"the trainer ended while starting; its log is {self._log(job_id)}")
+        words = await self.last_words(job_id) or "it left no words"
+        raise RuntimeError(f"the trainer ended while starting: {words}; its log is {self._log(job_id)}")
 
     async def alive(self, job_id: str) -> bool:
         process = self._read(job_id)
         return process is not None and _is_running(process)
+
+    async def last_words(self, job_id: str) -> str:
+        return (_read_if_there(str(self._words(job_id))) or "").strip()
 
     async def stop(self, job_id: str) -> None:
         process = self._read(job_id)
@@ -130,6 +137,7 @@ class LocalLauncher:
         self._logs.mkdir(parents=True, exist_ok=True)
         port_file = self._directory / f"{job_id}.port"
         port_file.unlink(missing_ok=True)
+        self._words(job_id).unlink(missing_ok=True)
         command = trainer_command(spec, python=self._python, port_file=port_file)
         threads = spec.trainer.threads or max(1, usable_cpus() // spec.trainer.world_size)
         devices = self._devices[: spec.trainer.world_size]
@@ -140,7 +148,7 @@ class LocalLauncher:
                 {
                     **PATIENT_THREADS,
                     **trainer_environment(os.environ),
-                    **self._variables(threads),
+                    **self._variables(job_id, threads),
                     **show_only(devices),
                 },
                 file_actions=[(os.POSIX_SPAWN_DUP2, output.fileno(), 1), (os.POSIX_SPAWN_DUP2, output.fileno(), 2)],
@@ -153,14 +161,21 @@ class LocalLauncher:
         log.info("started trainer", extra={"job": job_id, "pid": pid, "devices": ",".join(devices)})
         return process
 
-    def _variables(self, threads: int) -> dict[str, str]:
-        return {"OMP_NUM_THREADS": str(threads), STATE_DIR: str(self._state_dir.resolve())}
+    def _variables(self, job_id: str, threads: int) -> dict[str, str]:
+        return {
+            "OMP_NUM_THREADS": str(threads),
+            STATE_DIR: str(self._state_dir.resolve()),
+            LAST_WORDS: str(self._words(job_id).resolve()),
+        }
 
     def _read(self, job_id: str) -> TrainerProcess | None:
         try:
             return TrainerProcess(**json.loads(self._file(job_id).read_text()))
         except FileNotFoundError:
             return None
+
+    def _words(self, job_id: str) -> Path:
+        return self._directory / f"{job_id}.words"
 
     def _file(self, job_id: str) -> Path:
         return self._directory / f"{job_id}.json"

@@ -11,11 +11,16 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from pydantic import ValidationError
+
 from flowfleet import keys
+from flowfleet.errors import OtherFormat
 from flowfleet.jobs import JobSpec
 from services.controller.events import VOLATILE, Event, event_from_json, event_to_json
 from services.controller.leadership import Lease
-from services.controller.machine import Machine, State
+from services.controller.machine import LEDGER_FORMAT, Machine, State
+
+_OTHER = "the ledger {}: run the version of Flowfleet that wrote it, or cancel the job"
 
 SLICE = 500
 """Events that are folded in one go. Who leads is alone to write, so what is read in slices is of one piece."""
@@ -32,9 +37,18 @@ class Ledger:
         self._events_key = keys.job_key(job_id, "ledger")
 
     async def restore(self, spec: JobSpec) -> Machine:
-        """The machine as the last controller left it; a new one for a new job."""
+        """The machine as the last controller left it; a new one for a new job. Raises OtherFormat for a ledger of
+        another version of Flowfleet."""
+        try:
+            return await self._fold(spec)
+        except ValidationError as error:
+            raise OtherFormat(_OTHER.format(f"cannot be read: {error.errors()[0]['msg']}")) from None
+
+    async def _fold(self, spec: JobSpec) -> Machine:
         snapshot = await self._redis.get(self._snapshot_key)
         machine = Machine(spec, State.model_validate_json(snapshot) if snapshot else None)
+        if (found := machine.state.format) != LEDGER_FORMAT:
+            raise OtherFormat(_OTHER.format(f"has the format {found}, and this controller reads {LEDGER_FORMAT}"))
         start = 0
         while entries := await self._redis.lrange(self._events_key, start, start + SLICE - 1):
             for entry in entries:

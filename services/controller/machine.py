@@ -108,9 +108,14 @@ class Revision(BaseModel):
     set: RewardSet
 
 
+LEDGER_FORMAT = 1
+"""Of snapshots and events. One more where a controller of before must not fold them; 1 also where it is not told."""
+
+
 class State(BaseModel):
     """All that is known of a running job. The volatile part is found out anew after a restart."""
 
+    format: int = LEDGER_FORMAT
     status: Status = Status.STARTING
     reason: str = ""
     version: int = 0
@@ -162,9 +167,22 @@ class Machine:
         self.state.trainer_applied = event.applied
         if event.applied < self.state.version:
             self.state.published = -1  # its replay may differ in rounding: replicas compare digests again
+            self.state.checkpointed = min(self.state.checkpointed, event.applied)  # newer ones are lost
 
     def _on_trainer_lost(self, event: ev.TrainerLost) -> None:
         self.state.trainer_applied = None
+
+    def _on_rewound(self, event: ev.Rewound) -> None:
+        """What the steps from `version` on were trained on, or hold, is dropped."""
+        state = self.state
+        held = sum(batch.count("sampled") + batch.count("scored") for batch in state.batches.values())
+        self._count_drop("checkpoint_lost", max(0, state.samples_trained - event.samples) + held)
+        state.version, state.samples_trained, state.batches = event.version, event.samples, {}
+        state.checkpointed, state.validated = (
+            min(state.checkpointed, event.version),
+            min(state.validated, event.version),
+        )
+        state.published, state.evaluated, state.exported = -1, False, False
 
     def _on_replica_behind(self, event: ev.ReplicaBehind) -> None:
         self.state.behind = True

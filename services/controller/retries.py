@@ -24,6 +24,9 @@ MAX_FAILURES = 5
 
 TRAINER_COMMANDS = (EnsureTrainer, TrainStep, Publish, Checkpoint, Export)
 
+WAITS_FOR_PEOPLE = {Code.RESOURCE_EXHAUSTED: (Checkpoint, Export), Code.UNIMPLEMENTED: (EnsureTrainer,)}
+"""No room on a disk; a checkpoint of another version of Flowfleet. Another trainer would meet the same."""
+
 
 class Verdict(StrEnum):
     """What follows from a failed call."""
@@ -44,6 +47,8 @@ def decide(command: Command, code: grpc.StatusCode, failures: int) -> Decision:
     """`failures` counts this one and those before it in a row."""
     delay = min(0.2 * 2 ** (failures - 1), 10.0)
     of_trainer = isinstance(command, TRAINER_COMMANDS)
+    if isinstance(command, WAITS_FOR_PEOPLE.get(code, ())):
+        return Decision(Verdict.RETRY, delay)
     if code in PERMANENT:
         return Decision(Verdict.FAIL_JOB)
     if code not in PATIENT and failures >= MAX_FAILURES:

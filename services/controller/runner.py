@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 
 from flowfleet.archive import Archive
 from flowfleet.blobs import open_blobs
-from flowfleet.errors import Conflict, NotFound, Unavailable
+from flowfleet.errors import Conflict, NotFound, OtherFormat, Unavailable
 from flowfleet.jobs import JobSpec
 from flowfleet.telemetry import JobMetrics
 from services.controller.changes import listen, tell
@@ -258,6 +258,9 @@ class Runner:
                 log.warning("the job waits: %s", trouble(error) or error, extra={"job": job_id})
             except Unavailable as error:
                 log.warning("the job waits: %s", error, extra={"job": job_id})
+            except OtherFormat as error:
+                if await self._waits_for_its_version(record, str(error)):
+                    return
             except Unread as error:
                 crash, reason = crash + 1, str(error)
                 log.warning("the job's data are not read (%d): %s", crash, error, extra={"job": job_id})
@@ -270,6 +273,12 @@ class Runner:
                 reason = f"controller error: {type(error).__name__}: {error}"
             await asyncio.sleep(RESTART_DELAY_S)
         await self._fail(job_id, reason)
+
+    async def _waits_for_its_version(self, record: JobRecord, reason: str) -> bool:
+        """Says why the job does not run here; True once it is cancelled."""
+        cancelled = record.desired is Desired.CANCELLED
+        await self._store.set_status(record.id, JobStatus.CANCELLED if cancelled else record.status, reason)
+        return cancelled
 
     async def _drive(self, record: JobRecord) -> None:
         async with self._quarantine.opening(record.id):
@@ -340,6 +349,9 @@ class FencedLauncher:
 
     async def alive(self, job_id: str) -> bool:
         return await self._launcher.alive(job_id)
+
+    async def last_words(self, job_id: str) -> str:
+        return await self._launcher.last_words(job_id)
 
     async def stop(self, job_id: str) -> None:
         await self._lease.confirm()

@@ -25,6 +25,7 @@ from services.controller import machine as do
 from services.controller import reports, requests
 from services.controller.context import JobContext
 from services.controller.credit import credits_of
+from services.controller.resumption import resumed
 from services.controller.reward_failures import RewardPause
 from services.controller.rewards import preference
 from services.controller.validation import validate_chunk
@@ -83,7 +84,7 @@ class TrainingStep:
         )
         job.trainer_address = address
         configured = await job.trainer().Configure(request, timeout=job.spec.timeouts.checkpoint_s)
-        await job.emit(ev.TrainerReady(applied=configured.applied_steps))
+        await job.emit(await resumed(job, configured))
 
     async def generate(self, step: int, groups: Sequence[int]) -> None:
         """Sample what some groups still want on one replica that serves an admissible version; of preferences, encode

@@ -25,6 +25,7 @@ from flowfleet.blobs import SyncBlobs, open_blobs_sync
 from flowfleet.errors import FlowfleetError
 from flowfleet.proto import trainer_pb2_grpc
 from flowfleet.service import end_soon, end_with_parent, rpc_parser, run_service
+from services.trainer import last_words
 from services.trainer.commands import Command, Kind
 from services.trainer.publish import Publisher
 from services.trainer.ranks import Ranks
@@ -50,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
     if int(os.environ.get("RANK", "0")) > 0:
-        return follow(parser().parse_args(argv))
+        with last_words.said():
+            return follow(parser().parse_args(argv))
     return run_service("trainer", lead, parser(), argv)
 
 
@@ -64,7 +66,8 @@ def parser() -> argparse.ArgumentParser:
 
 async def lead(options: argparse.Namespace) -> None:
     """Rank 0: serves until SIGTERM, too long a silence, or a failure that left the ranks in an unknown state."""
-    ranks = Ranks()
+    with last_words.said():
+        ranks = Ranks()
     stop, failed = asyncio.Event(), asyncio.Event()
     worker = Worker(ranks, _blobs())
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from flowfleet import devices
 from flowfleet.errors import FlowfleetError
+from services.trainer import last_words
 from services.trainer.commands import Command, Kind
 from services.trainer.worker import Worker
 
@@ -65,6 +66,7 @@ class Runner:
                 log.critical(
                     "%s left the ranks in an unknown state: the trainer ends", command.kind.name, exc_info=error
                 )
+                last_words.say(error)
                 self._on_fatal()
             raise
 

@@ -198,6 +198,9 @@ class ScriptedLauncher:
     async def alive(self, job_id: str) -> bool:
         return True
 
+    async def last_words(self, job_id: str) -> str:
+        return ""
+
     async def stop(self, job_id: str) -> None:
         return
 
