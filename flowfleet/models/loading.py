@@ -3,7 +3,7 @@
 import hashlib
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -37,6 +37,7 @@ USUAL_PARTS: Parts = {
 }
 
 _FILE = "diffusion_pytorch_model.safetensors"
+_PICKLES = ("*pytorch_model*.bin", "*pytorch_model*.pt", "*.pth", "*.ckpt")
 _DTYPE_KEYWORD = "dtype" if Version(diffusers.__version__) >= Version("0.42") else "torch_dtype"
 
 
@@ -66,13 +67,15 @@ def load_pipeline(
     absent = {part: None for component in ALL_COMPONENTS if component not in components for part in parts[component]}
     absent |= dict.fromkeys(own_parts)
     dtypes = {"default": dtype} | dict.fromkeys(parts["vae"], vae_dtype or dtype)
-    options = {_DTYPE_KEYWORD: dtypes, "local_files_only": True, **absent}
+    options = {_DTYPE_KEYWORD: dtypes, "local_files_only": True, "use_safetensors": True, **absent}
     try:
         with _no_progress_bars():
             index = pipeline_class.load_config(str(path), local_files_only=True)
             options |= _left_out(index, parts)
-            if load_format != "safetensors":
-                wanted = [part for name in components for part in parts[name] if part not in own_parts]
+            wanted = [part for name in components for part in parts[name] if part not in own_parts]
+            if load_format == "safetensors":
+                refuse_pickles(Path(path) / part for part in wanted)
+            else:
                 options |= _empty_parts(index, path, {part: dtypes.get(part, dtype) for part in wanted})
             pipeline = pipeline_class.from_pretrained(str(path), **options)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
@@ -88,6 +91,17 @@ def load_pipeline(
     for part in parts["transformer"] if "transformer" in components else ():
         _cast_parameters(getattr(pipeline, part, None), dtype)
     return pipeline
+
+
+def refuse_pickles(folders: Iterable[Path]) -> None:
+    """Raises ValueError for a folder whose weights are there as pickles alone: a pickle may run any code."""
+    for folder in folders:
+        pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
+        if pickles and not any(folder.glob("*.safetensors")):
+            raise ValueError(
+                f"{folder.name} has its weights as a pickle ({pickles[0]}), which is never read here: convert them, as "
+                "save_pretrained(…, safe_serialization=True) of a model that you trust does"
+            )
 
 
 def _empty_parts(index: Mapping[str, Any], path: str | Path, wanted: Mapping[str, torch.dtype]) -> dict[str, Any]:
@@ -143,8 +157,9 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a component in a checkpoint: one, or those that its index names. They may be missing.
 
     Raises:
-        ValueError: an index that cannot be read.
+        ValueError: an index that cannot be read, or weights that are pickles.
     """
+    refuse_pickles([folder])
     index = folder / f"{_FILE}.index.json"
     if not index.is_file():
         return [folder / _FILE]

@@ -121,7 +121,7 @@ class TinyVlm:
     def load(cls, path: Path | str) -> TinyVlm:
         """From a folder that `make_tiny_vlm`, or `save` after training, wrote."""
         return cls(
-            Qwen2_5_VLForConditionalGeneration.from_pretrained(path).eval(),
+            Qwen2_5_VLForConditionalGeneration.from_pretrained(path, use_safetensors=True).eval(),
             Qwen2Tokenizer.from_pretrained(path),
             Qwen2VLImageProcessorPil.from_pretrained(path),
         )
