@@ -15,10 +15,12 @@ from typing import Any, Final
 
 import grpc
 import grpc.aio
+from redis.exceptions import RedisError
 
 from flowfleet import kinds, service, tls
-from flowfleet.errors import InvalidRequest, grpc_code
+from flowfleet.errors import InvalidRequest, Unavailable, grpc_code
 from flowfleet.kinds import Callers
+from flowfleet.redis_trouble import trouble
 
 MAX_ERROR_BYTES: Final = 2000  # a status travels in trailers, which are limited to 8 KiB, as up to three bytes a byte
 
@@ -144,6 +146,8 @@ async def _abort(error: Exception, context: Any, method: str) -> None:
     """Ends the call. A handler's own `context.abort` passes through."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
+    if isinstance(error, RedisError) and (reason := trouble(error)):
+        error = Unavailable(reason)
     code = grpc_code(error)
     if code is grpc.StatusCode.INTERNAL:
         log.error("%s failed", method, exc_info=error)

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from services.controller import checks
 from services.controller.body import read_object
 from services.controller.records import Action, JobRecord, JobStatus
-from services.controller.services import JobId, Limit, Page, Use
+from services.controller.services import JobId, Limit, Page, Services, Use
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
@@ -43,12 +43,12 @@ async def list_jobs(
 ) -> Page[JobRecord]:
     """Newest first."""
     items, following = await use.store.jobs(cursor, limit, status)
-    return Page(items=items, next_cursor=following)
+    return Page(items=[_shown(item, use) for item in items], next_cursor=following)
 
 
 @router.get("/{job_id}")
 async def show_job(job_id: JobId, use: Use) -> JobRecord:
-    return await use.store.get(job_id)
+    return _shown(await use.store.get(job_id), use)
 
 
 @router.delete("/{job_id}", status_code=202)
@@ -80,3 +80,10 @@ async def _request(job_id: str, use: Use, action: Action) -> JobRecord:
     record = await use.store.request(job_id, action)
     await use.runner.notify()
     return record
+
+
+def _shown(record: JobRecord, use: Services) -> JobRecord:
+    """As stored, but while Redis takes no writes it cannot be stored that the job waits for that."""
+    if not use.runner.trouble or record.status.terminal:
+        return record
+    return record.model_copy(update={"reason": f"the job waits: {use.runner.trouble}"})

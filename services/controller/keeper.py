@@ -18,11 +18,11 @@ from redis.exceptions import RedisError
 from flowfleet import keys
 from flowfleet.archive import Archive
 from flowfleet.blobs import BlobStore
+from flowfleet.redis_trouble import trouble
 from services.controller.archiving import archive_job
 from services.controller.keep import Keep, to_remove, to_thin
 from services.controller.leadership import LeaseLost
 from services.controller.memory import Memory
-from services.controller.redis_trouble import trouble
 from services.controller.removal import EndedJob
 from services.controller.store import JobStore
 

@@ -25,6 +25,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from redis.exceptions import RedisError
 
 from flowfleet import keys
+from flowfleet.redis_trouble import trouble
 from services.controller.concurrency import end
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,8 @@ class Lease:
         self._holder = ""
         self.held = False
         """As far as this process knows. Only `transaction` and `confirm` know it for sure."""
+        self.trouble = ""
+        """Why Redis refused the last write of this lease, which every controller tries every few seconds."""
         self._gauge = Gauge("flowfleet_controller_leader", "1 on the controller that runs jobs", registry=registry)
 
     async def run(self, work: Callable[[], Awaitable[None]]) -> None:
@@ -94,6 +97,11 @@ class Lease:
                 if not task.cancelled() and (error := task.exception()) and not isinstance(error, LeaseLost):
                     raise error
             log.warning("another controller leads; this one follows")
+
+    async def until_writable(self) -> None:
+        """Waits while Redis refuses this lease's writes."""
+        while self.trouble:
+            await asyncio.sleep(self._try_s)
 
     async def confirm(self) -> None:
         """Asks Redis. Raises LeaseLost."""
@@ -119,7 +127,7 @@ class Lease:
             try:
                 held = await self._call(_TAKE, self._holder, self._term, self._ttl_ms, dead)
             except RedisError as error:
-                log.warning("Redis is away; nobody can lead: %s", error)
+                log.warning("nobody can lead: %s", self.trouble or error)
                 held = b""
             if held is None:
                 break
@@ -137,7 +145,7 @@ class Lease:
                 if not await self._call(_RENEW, self._holder, self._term, self._ttl_ms):
                     return
             except RedisError as error:  # nobody else can take it either
-                log.warning("Redis is away; the lease is not renewed: %s", error)
+                log.warning("the lease is not renewed: %s", self.trouble or error)
 
     async def _give_back(self) -> None:
         try:
@@ -146,7 +154,13 @@ class Lease:
             log.warning("the lease is not given back and will run out: %s", error)
 
     async def _call(self, script: str, *arguments: str | int) -> Any:
-        return await self._redis.eval(script, 2, *self._keys, *arguments)
+        try:
+            answer = await self._redis.eval(script, 2, *self._keys, *arguments)
+        except RedisError as error:
+            self.trouble = trouble(error) or ""
+            raise
+        self.trouble = ""
+        return answer
 
     def _set_held(self, held: bool) -> None:
         self.held = held

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from flowfleet.errors import FlowfleetError, InvalidRequest, http_status
-from services.controller.redis_trouble import trouble
+from flowfleet.redis_trouble import trouble
 
 log = logging.getLogger(__name__)
 

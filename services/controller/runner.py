@@ -19,6 +19,7 @@ from flowfleet.archive import Archive
 from flowfleet.blobs import open_blobs
 from flowfleet.errors import Conflict, NotFound, OtherFormat, Unavailable
 from flowfleet.jobs import JobSpec
+from flowfleet.redis_trouble import trouble
 from flowfleet.telemetry import JobMetrics
 from services.controller.changes import listen, tell
 from services.controller.checks import JobData, open_job
@@ -40,7 +41,6 @@ from services.controller.memory import Memory
 from services.controller.monitor import Monitor
 from services.controller.quarantine import Quarantine
 from services.controller.records import Desired, JobRecord, JobStatus
-from services.controller.redis_trouble import trouble
 from services.controller.reports import Reports
 from services.controller.reward_calls import RewardCalls
 from services.controller.rewards import RewardPlane, modality_of
@@ -132,6 +132,10 @@ class Runner:
     @property
     def leads(self) -> bool:
         return self._lease.held
+
+    @property
+    def trouble(self) -> str:
+        return self._lease.trouble
 
     def fleet_view(self) -> Sequence[Replica]:
         """The replicas as the controller knows them."""
@@ -256,6 +260,7 @@ class Runner:
                 raise
             except RedisError as error:
                 log.warning("the job waits: %s", trouble(error) or error, extra={"job": job_id})
+                await self._lease.until_writable()
             except Unavailable as error:
                 log.warning("the job waits: %s", error, extra={"job": job_id})
             except OtherFormat as error:

@@ -35,6 +35,10 @@ class Runner(Protocol):
     def leads(self) -> bool:
         """It runs jobs; of several controllers one does."""
 
+    @property
+    def trouble(self) -> str:
+        """Why Redis takes no writes, so that no job goes on; empty where it does."""
+
     def fleet_view(self) -> Sequence[Replica]:
         """The rollout replicas known now."""
 

@@ -23,6 +23,7 @@ from flowfleet.media import encode_media
 from flowfleet.models.embeds import PromptEmbeds
 from flowfleet.proto.common_pb2 import PURPOSE_TRAIN, BlobRef, Media, Sample, SampleId
 from flowfleet.proto.rollout_pb2 import GenerateRequest, Noise
+from flowfleet.redis_trouble import patiently
 from flowfleet.streams import TrajectoryStream
 from flowfleet.trajectories import EmbedsBlob
 from services.rollout.engines.base import GeneratedBatch, GeneratedSample
@@ -85,7 +86,8 @@ class Publisher:
                 record = await self._in_pool(generated.record.to_bytes)
                 sample.trajectory.CopyFrom(await self._put_own(request, "trajectory", generated, record))
             if request.purpose == PURPOSE_TRAIN:
-                await TrajectoryStream(self._redis, request.job_id).publish(sample)
+                stream = TrajectoryStream(self._redis, request.job_id)
+                await patiently(lambda: stream.publish(sample))
             return sample
 
     async def _put_negatives(self, request: GenerateRequest, batch: GeneratedBatch) -> dict[int, BlobRef]:
@@ -113,7 +115,7 @@ class Publisher:
 
     async def _put(self, job_id: str, kind: str, place: Sequence[int], data: bytes) -> BlobRef:
         key = keys.blob(job_id, kind, *place, hashlib.sha256(data).hexdigest()[:16])
-        return await self._blobs.put(key, data, ttl_s=BLOB_TTL_S)
+        return await patiently(lambda: self._blobs.put(key, data, ttl_s=BLOB_TTL_S))
 
     async def _in_pool(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, partial(function, *args, **kwargs))

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from flowfleet import devices, errors
+from flowfleet.redis_trouble import trouble
 from flowfleet.service import is_loopback
 
 _FOREVER = timedelta(days=365)
@@ -77,7 +78,9 @@ class Ranks:
             failure = error
         except ValueError as error:
             failure = errors.InvalidRequest(str(error))
-        except (OSError, redis.exceptions.RedisError) as error:
+        except redis.exceptions.RedisError as error:
+            failure = errors.Unavailable(trouble(error) or f"{type(error).__name__}: {error}")
+        except OSError as error:
             kind = errors.Full if getattr(error, "errno", 0) in (ENOSPC, EDQUOT) else errors.Unavailable
             failure = kind(f"{type(error).__name__}: {error}")
         self._agree(failure)

@@ -45,6 +45,7 @@ class IdleRunner:
         self.alive = False
         self.leads = True
         self.notified = 0
+        self.trouble = ""
 
     async def start(self) -> None:
         self.alive = True

@@ -88,20 +88,6 @@ async def test_a_full_redis_is_503_with_the_reason(api: Api, job: Job, redis: Re
     assert (await api.client.get(f"/v1/jobs/{record['id']}")).json() == record
 
 
-async def test_a_read_only_redis_is_503_with_the_reason(api: Api, job: Job, redis: Redis) -> None:
-    record = await api.submit(job())
-    await redis.replicaof("127.0.0.1", "1")
-    try:
-        for response in (
-            await api.client.post(f"/v1/jobs/{record['id']}/pause"),
-            await api.client.post("/v1/jobs", json=job()),
-        ):
-            assert (response.status_code, response.headers["retry-after"]) == (503, "5"), response.text
-            assert "Redis is read-only" in response.json()["detail"]
-    finally:
-        await redis.replicaof("NO", "ONE")
-
-
 async def test_delete_over_rest(api: Api, job: Job) -> None:
     record = await api.submit(job(), **{"Idempotency-Key": "k"})
     url = f"/v1/jobs/{record['id']}"

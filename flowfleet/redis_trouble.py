@@ -1,11 +1,17 @@
-"""Says in words why Redis does not serve, and what to change."""
+"""Says in words why Redis does not serve, and what to change; writes that must not be lost wait for it."""
 
 from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
     BusyLoadingError,
+    ClusterDownError,
     ConnectionError,
     OutOfMemoryError,
     ReadOnlyError,
@@ -13,13 +19,24 @@ from redis.exceptions import (
     TimeoutError,
 )
 
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 1.0
 UNREACHABLE = "Redis cannot be reached; try again"
 FULL = "Redis is full: delete ended jobs (`flowfleet delete`), raise its maxmemory, or move blobs out of it"
 READ_ONLY = "Redis is read-only: it is a replica; point FLOWFLEET_REDIS_URL at the primary, or wait for the failover"
 CANNOT_SAVE = (
     "Redis refuses writes because it cannot save them: free its disk or repair its persistence, then try again"
 )
+BUSY = "Redis runs a script that does not end: `redis-cli SCRIPT KILL`, then try again"
+NO_PRIMARY = "Redis has no primary that serves: wait for the failover, or restart it"
 TOO_FEW_REPLICAS = "Redis refuses writes because too few of its replicas are connected; restart them, then try again"
+
+
+_READ_ONLY = ("READONLY", "against a read only replica", "UNBLOCKED")
+"""The last one ends a blocking read where a primary becomes a replica."""
 
 
 def trouble(error: RedisError) -> str | None:
@@ -33,10 +50,28 @@ def trouble(error: RedisError) -> str | None:
         return UNREACHABLE
     if isinstance(error, OutOfMemoryError) or "OOM command not allowed" in text or text.startswith("OOM "):
         return FULL
-    if isinstance(error, ReadOnlyError) or "READONLY" in text or "against a read only replica" in text:
+    if isinstance(error, ReadOnlyError) or any(words in text for words in _READ_ONLY):
         return READ_ONLY
+    if isinstance(error, ClusterDownError):  # MASTERDOWN is one as well
+        return NO_PRIMARY
+    if text.startswith("BUSY "):
+        return BUSY
     if "MISCONF" in text:
         return CANNOT_SAVE
     if "NOREPLICAS" in text:
         return TOO_FEW_REPLICAS
     return None
+
+
+async def patiently(write: Callable[[], Awaitable[T]]) -> T:
+    """The result of `write`, which is repeated while Redis refuses it: what was computed for it is not lost. A Redis
+    that cannot be reached is the client's to wait for."""
+    while True:
+        try:
+            return await write()
+        except RedisError as error:
+            reason = trouble(error)
+            if reason in (None, UNREACHABLE) or isinstance(error, AuthenticationError | AuthorizationError):
+                raise
+            log.warning("redis write waits: %s", reason)
+            await asyncio.sleep(RETRY_S)
