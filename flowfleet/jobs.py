@@ -19,6 +19,7 @@ from flowfleet import combinations, plugins
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, STEPS, Algorithm, Loss, Step
 from flowfleet.algorithms.samplers import SamplerName
 from flowfleet.algorithms.windows import AtEnd, Pace, Window, WindowStrategy
+from flowfleet.limits import MAX_PROMPT_BYTES, check_bytes
 from flowfleet.models.settings import Guidance, Size
 from flowfleet.setting_files import read_table
 
@@ -173,6 +174,12 @@ class RolloutPart(Part):
     @property
     def guidance(self) -> Guidance:
         return Guidance(self.guidance_scale, self.embedded_guidance)
+
+    @field_validator("negative_prompt")
+    @classmethod
+    def _negative_prompt_fits(cls, text: str) -> str:
+        check_bytes("it", len(text.encode()), MAX_PROMPT_BYTES)
+        return text
 
 
 class CorrectionPart(Part):

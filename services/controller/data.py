@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from flowfleet.limits import MAX_IMAGES, MAX_METADATA_BYTES, MAX_PROMPT_BYTES, check_bytes
 from flowfleet.seeds import derive_seed
 
 Kind = Literal["prompts", "preferences"]
@@ -60,7 +61,7 @@ def parse_prompts(data: bytes, url: str, kind: Kind = "prompts") -> list[Prompt]
     if not filled:
         raise ValueError(f"{url}: holds no prompt")
     if not url.endswith(".jsonl"):
-        return [Prompt(line, source=f"{url}:{number}") for number, line in filled]
+        return [_line(line, f"{url}:{number}") for number, line in filled]
     return [_parse(line, url, number, kind) for number, line in filled]
 
 
@@ -88,12 +89,29 @@ class Deal:
         return np.random.default_rng(derive_seed(self._seed, "epoch", number)).permutation(len(self._prompts))
 
 
+def _checked(prompt: Prompt) -> Prompt:
+    """The same prompt. Raises ValueError where it is larger than the fleet takes."""
+    check_bytes("the prompt", len(prompt.text.encode()), MAX_PROMPT_BYTES)
+    size_bytes = sum(len(key.encode()) + len(value.encode()) for key, value in prompt.metadata.items())
+    check_bytes("metadata", size_bytes, MAX_METADATA_BYTES)
+    if len(prompt.images) > MAX_IMAGES:
+        raise ValueError(f"{len(prompt.images)} images: give at most {MAX_IMAGES}")
+    return prompt
+
+
 def media_type(url: str) -> str:
     """By the suffix. Raises ValueError for one that is not known."""
     suffix = PurePath(url).suffix.lower()
     if suffix not in MEDIA_TYPES:
         raise ValueError(f"{url}: its suffix tells no media type; known are {', '.join(MEDIA_TYPES)}")
     return MEDIA_TYPES[suffix]
+
+
+def _line(text: str, where: str) -> Prompt:
+    try:
+        return _checked(Prompt(text, source=where))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _parse(line: str, url: str, number: int, kind: Kind) -> Prompt:
@@ -106,13 +124,14 @@ def _parse(line: str, url: str, number: int, kind: Kind) -> Prompt:
         images = record.get("images", [])
         if not isinstance(images, list):
             raise TypeError("a list of images, even of one")
-        return Prompt(
+        prompt = Prompt(
             text=str(record["prompt"]),
             metadata={str(key): _text(value) for key, value in record.get("metadata", {}).items()},
             images=tuple(_beside(url, path) for path in images),
             media=tuple(_beside(url, path) for path in media),
             source=where,
         )
+        return _checked(prompt)
     except (json.JSONDecodeError, KeyError, AttributeError, TypeError):
         raise ValueError(f"{where}: expected an object like {_SHAPES[kind]}") from None
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowfleet.limits import MAX_IMAGES, MAX_METADATA_BYTES, MAX_PROMPT_BYTES
 from flowfleet.seeds import derive_seed
 from services.controller.data import Deal, Kind, Prompt, media_type, parse_prompts
 
@@ -100,6 +102,23 @@ def test_types_go_by_suffix() -> None:
             '{"prompt": "a", "chosen": "1.png", "rejected": "2.png", "metadata": {"note": "\\ud800"}}',
             "half.jsonl:1: holds half of a surrogate pair",
         ),
+        (
+            "long.jsonl",
+            json.dumps({"prompt": "é" * (MAX_PROMPT_BYTES // 2 + 1), "chosen": "1.png", "rejected": "2.png"}),
+            f"long.jsonl:1: the prompt has {MAX_PROMPT_BYTES + 2} bytes: give at most {MAX_PROMPT_BYTES}",
+        ),
+        (
+            "metadata.jsonl",
+            json.dumps(
+                {"prompt": "a", "chosen": "1.png", "rejected": "2.png", "metadata": {"k": "x" * MAX_METADATA_BYTES}}
+            ),
+            f"metadata.jsonl:1: metadata has {MAX_METADATA_BYTES + 1} bytes",
+        ),
+        (
+            "images.jsonl",
+            json.dumps({"prompt": "a", "chosen": "1.png", "rejected": "2.png", "images": ["1.png"] * (MAX_IMAGES + 1)}),
+            f"images.jsonl:1: {MAX_IMAGES + 1} images: give at most {MAX_IMAGES}",
+        ),
     ],
 )
 def test_bad_files_name_the_line(tmp_path: Path, name: str, text: str, message: str, kind: Kind) -> None:
@@ -107,6 +126,13 @@ def test_bad_files_name_the_line(tmp_path: Path, name: str, text: str, message: 
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         load_prompts(str(path), kind)
+
+
+def test_a_long_line_of_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "long.txt"
+    path.write_text("a\n" + "x" * MAX_PROMPT_BYTES + "\n" + "x" * (MAX_PROMPT_BYTES + 1))
+    with pytest.raises(ValueError, match=r"long\.txt:3: the prompt has 32769 bytes: give at most 32768"):
+        load_prompts(str(path))
 
 
 def test_an_empty_text_holds_no_prompt(tmp_path: Path) -> None:
