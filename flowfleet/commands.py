@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from flowfleet.jobs import JobSpec
-
 POD_PORT: Final = 7000
 """gRPC of rollouts, rewards and the trainer's rank 0 in pods."""
 HEALTH_PORT: Final = 7001
@@ -16,11 +14,14 @@ RENDEZVOUS_TIMEOUT_S: Final = 86_400
 """Pods that have a node wait so long for those that have none yet; the controller tells meanwhile what is missing."""
 
 
-def trainer_command(spec: JobSpec, *, python: str, port_file: Path, host: str = "127.0.0.1") -> list[str]:
-    """The command line of a job's trainer: torchrun on this machine, one rank an accelerator."""
-    torchrun = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec.trainer.world_size}"]
-    flags = ["--host", host, "--port-file", str(port_file), "--metrics-port", "0"]
-    return [*torchrun, *_trainer(*flags)]
+def forkserver_command(python: str) -> list[str]:
+    """The process from which this machine's trainers are forked."""
+    return [python, "-m", "flowfleet.forkserver", "services.trainer.__main__"]
+
+
+def trainer_flags(port_file: Path) -> list[str]:
+    """Of each rank of a trainer on this machine."""
+    return ["--host", "127.0.0.1", "--port-file", str(port_file), "--metrics-port", "0"]
 
 
 def trainer_pod_command(*, pods: int, ranks_per_pod: int, master: str, drain_s: int) -> list[str]:
@@ -37,9 +38,5 @@ def trainer_pod_command(*, pods: int, ranks_per_pod: int, master: str, drain_s: 
     ]
     ports = ["--port", str(POD_PORT), "--health-port", str(HEALTH_PORT), "--metrics-port", str(METRICS_PORT)]
     flags = ["--host", "0.0.0.0", *ports, "--transfer-host", "$(POD_IP)", "--drain-s", str(drain_s)]
-    return [*torchrun, *_trainer(*flags)]
-
-
-def _trainer(*flags: str) -> list[str]:
-    """torchrun never restarts ranks: a new trainer resumes from the last checkpoint."""
-    return ["--max-restarts=0", "-m", "services.trainer", *flags]
+    never = "--max-restarts=0"  # a new trainer resumes from the last checkpoint
+    return [*torchrun, never, "-m", "services.trainer", *flags]

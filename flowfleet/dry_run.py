@@ -12,7 +12,7 @@ from rich.console import Console
 
 from flowfleet.accelerators import show_only
 from flowfleet.cli_views import as_yaml
-from flowfleet.commands import trainer_command
+from flowfleet.commands import forkserver_command, trainer_flags
 from flowfleet.jobs import JobSpec
 from flowfleet.local.placement import Placement
 from flowfleet.local.plan import SCORERS, Plan, StackOptions, make_plan, ports_needed
@@ -32,10 +32,13 @@ def explain(spec: JobSpec, console: Console) -> None:
     placement = place_stack(options)
     for process in _plan(options, placement).processes:
         _show_process(process.name, process.argv, process.env, console)
+    forkserver = forkserver_command(sys.executable)
     port_file = Path("runs/local/trainers/<job>.port")
-    trainer = trainer_command(spec, python=sys.executable, port_file=port_file)
+    _show_process("trainers (a process of the controller's, which has imported all)", forkserver, (), console)
+    trainer = ["services.trainer", *trainer_flags(port_file)]
     env = ("OMP_NUM_THREADS", *show_only(placement.trainer))
-    _show_process("trainer (started by the controller for the job)", trainer, env, console)
+    ranks = spec.trainer.world_size
+    _show_process(f"trainer (forked from trainers for the job, {ranks} ranks)", trainer, env, console)
     if placement.warning:
         _print(console, f"\nwarning: {placement.warning}")
 

@@ -44,7 +44,7 @@ class SimulatedLauncher:
     async def last_words(self, job_id: str) -> str:
         return ""
 
-    async def stop(self, job_id: str) -> None:
+    async def stop(self, job_id: str, *, at_once: bool = False) -> None:
         return
 
     async def keep_only(self, job_ids: Collection[str]) -> None:

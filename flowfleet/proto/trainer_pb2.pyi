@@ -471,12 +471,17 @@ class TrainerStatus(_message.Message):
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
     state: Global___TrainerState.ValueType
     job_id: _builtins.str
     applied_steps: _builtins.int
     world_size: _builtins.int
     incarnation: _builtins.str
     device: _builtins.str
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankProgress]:
+        """rank 0 first; the others as soon as they have given a sign"""
+
     def __init__(
         self,
         *,
@@ -486,11 +491,49 @@ class TrainerStatus(_message.Message):
         world_size: _builtins.int = ...,
         incarnation: _builtins.str = ...,
         device: _builtins.str = ...,
+        ranks: _abc.Iterable[Global___RankProgress] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_steps", b"applied_steps", "device", b"device", "incarnation", b"incarnation", "job_id", b"job_id", "state", b"state", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_steps", b"applied_steps", "device", b"device", "incarnation", b"incarnation", "job_id", b"job_id", "ranks", b"ranks", "state", b"state", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TrainerStatus: _TypeAlias = TrainerStatus  # noqa: Y015
+
+@_typing.final
+class RankProgress(_message.Message):
+    """What a rank's working thread last showed. services/controller/hangs.py judges by it whether the trainer hangs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    LIMIT_S_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    SIGNS_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    phase: _builtins.str
+    """services/trainer/beats.py"""
+    limit_s: _builtins.float
+    """longest time in this phase without a change of count"""
+    count: _builtins.int
+    """units of work done"""
+    signs: _builtins.int
+    """how often the rank has told; stays the same for a process that stands still"""
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        phase: _builtins.str = ...,
+        limit_s: _builtins.float = ...,
+        count: _builtins.int = ...,
+        signs: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "limit_s", b"limit_s", "phase", b"phase", "rank", b"rank", "signs", b"signs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankProgress: _TypeAlias = RankProgress  # noqa: Y015

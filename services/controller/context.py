@@ -88,6 +88,13 @@ class JobContext:
             self._channels[address] = open_channel(address)
         return trainer_pb2_grpc.TrainerServiceStub(self._channels[address])
 
+    async def drop_trainer(self) -> None:
+        """Forgets the trainer. Calls to it that are under way are cancelled."""
+        channel = self._channels.pop(self.trainer_address, None)
+        self.trainer_address = ""
+        if channel is not None:
+            await channel.close(None)
+
     async def close(self) -> None:
         if self.shadows is not None:
             await self.shadows.close()

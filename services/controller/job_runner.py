@@ -21,7 +21,7 @@ from typing import Any
 import grpc
 
 from flowfleet.errors import FlowfleetError, Unavailable, grpc_code
-from flowfleet.proto import common_pb2, trainer_pb2
+from flowfleet.proto import common_pb2
 from flowfleet.streams import Delivery, TrajectoryConsumer
 from services.controller import events as ev
 from services.controller.concurrency import end, gather_or_cancel
@@ -43,6 +43,7 @@ from services.controller.machine import (
 from services.controller.records import Desired, JobStatus
 from services.controller.retries import MAX_FAILURES, TRAINER_COMMANDS, Decision, Verdict, decide
 from services.controller.step import TrainingStep
+from services.controller.trainer_watch import TrainerWatch
 from services.controller.waiting import NotYet, WaitedInVain
 
 log = logging.getLogger(__name__)
@@ -50,8 +51,6 @@ log = logging.getLogger(__name__)
 TICK_S = 0.5
 NOT_YET_S = 0.5
 RENEW_EVERY_S = 3600.0
-GREET_EVERY_S = 60.0
-GREET_DEADLINE_S = 5.0
 AT_ONCE = 256
 """Commands of a kind that run at once for a step, beside two for each replica; the others would only wait."""
 INTAKE_COUNT = 256
@@ -74,18 +73,20 @@ class JobRunner:
         self._failures: Counter[Command] = Counter()
         self._waits: Counter[Command] = Counter()
         self._reasons: dict[Command, str] = {}
-        self._renewed = self._greeted = float("-inf")
+        self._renewed = float("-inf")
         self._wake = asyncio.Event()
         self._rewound = False
         self._reported: tuple[str, str, str] = ("", "", "")
         self.machine = machine
         self.job = make(machine, self.emit, self._changed)
         self._loop = TrainingStep(self.job)
+        self._watch = TrainerWatch(self.job, machine, lambda: self._running)
         self._consumer = TrajectoryConsumer(self.job.redis, self.job.job_id, consumer="controller")
 
     async def run(self) -> Status:
         """Runs the job to its end and returns how it ended. Cancelled, it stops and leaves the job to be continued."""
-        background = [asyncio.create_task(part(), name=part.__name__) for part in (self._intake, self._tick)]
+        parts = (self._intake, self._tick, self._watch.run)
+        background = [asyncio.create_task(part(), name=part.__qualname__) for part in parts]
         for task in background:
             task.add_done_callback(self._wake_up)
         try:
@@ -127,6 +128,7 @@ class JobRunner:
 
     async def _attempt(self, command: Command) -> None:
         """One try of a command. After a failure it stays `running` for the delay, so that it is not started at once."""
+        self._watch.accusation(command)  # of an earlier try that did not fail by it
         try:
             await self._loop.run(command)
             self._went_well(command)
@@ -146,7 +148,9 @@ class JobRunner:
             await self._failed(command, grpc_code(error), str(error) or type(error).__name__)
 
     async def _failed(self, command: Command, code: grpc.StatusCode, message: str) -> None:
-        if code is grpc.StatusCode.UNAVAILABLE and isinstance(command, TRAINER_COMMANDS):
+        if accusation := self._watch.accusation(command):
+            code, message = grpc.StatusCode.INTERNAL, f"the trainer was replaced: {accusation}"
+        elif code is grpc.StatusCode.UNAVAILABLE and isinstance(command, TRAINER_COMMANDS):
             words = await self.job.launcher.last_words(self.job.job_id)
             code, message = (grpc.StatusCode.INTERNAL, f"the trainer ended: {words}") if words else (code, message)
         self._failures[command] += 1
@@ -175,6 +179,10 @@ class JobRunner:
                 await self.emit(ev.Failed(reason=reason))
             case Verdict.GIVE_UP:
                 await self._give_up(command, reason)
+            case Verdict.REPLACE:
+                await self._watch.replace(reason)
+                self._watch.accusation(command)  # it has failed already
+                await asyncio.sleep(decision.delay_s)
             case Verdict.RESYNC:
                 await asyncio.sleep(decision.delay_s)
                 if self._failures[command] >= MAX_FAILURES and isinstance(command, EnsureTrainer | TrainStep):
@@ -255,8 +263,9 @@ class JobRunner:
             await self._look_at_wishes()
             await self._look_at_memory()
             state = self.machine.state
-            if state.trainer_applied is not None:
-                await self._look_at_trainer()
+            if state.trainer_applied is not None and not await self.job.launcher.alive(self.job.job_id):
+                log.warning("the trainer is gone", extra={"job": self.job.job_id})
+                await self.emit(ev.TrainerLost())
             pool, behind = self.machine.spec.rollout.pool, self.job.fleet.fleet.behind
             if state.published >= 0 and behind(pool, self.job.job_id, state.published, evaluated=state.evaluated):
                 await self.emit(ev.ReplicaBehind())
@@ -265,16 +274,6 @@ class JobRunner:
                 await self._consumer.trim()
                 self._renewed = time.monotonic()
             await asyncio.sleep(TICK_S)
-
-    async def _look_at_trainer(self) -> None:
-        """Notices its death, and greets it now and then: a trainer that hears nothing for long ends by itself."""
-        if not await self.job.launcher.alive(self.job.job_id):
-            log.warning("the trainer is gone", extra={"job": self.job.job_id})
-            await self.emit(ev.TrainerLost())
-        elif time.monotonic() - self._greeted > GREET_EVERY_S and self.machine.state.status is not Status.PAUSED:
-            self._greeted = time.monotonic()
-            with contextlib.suppress(grpc.aio.AioRpcError):  # the next command will tell
-                await self.job.trainer().GetStatus(trainer_pb2.GetTrainerStatusRequest(), timeout=GREET_DEADLINE_S)
 
     async def _look_at_wishes(self) -> None:
         paused = self.machine.state.status is Status.PAUSED  # before the wish is read: see JobStore.hold

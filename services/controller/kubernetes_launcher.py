@@ -88,8 +88,9 @@ class KubernetesLauncher:
         why, own_fault = post_mortem(own)
         return why if own_fault else ""
 
-    async def stop(self, job_id: str) -> None:
-        """Returns once its pods are gone, or after a while."""
+    async def stop(self, job_id: str, *, at_once: bool = False) -> None:
+        """Returns once its pods are gone, or after a while. Kubelets kill what does not end within its grace period,
+        so `at_once` changes nothing."""
         attempts = self._attempts(job_id)
         timeout_s = max(map(_grace_s, attempts), default=0.0) + STOP_MARGIN_S
         for attempt in attempts:

@@ -1,4 +1,4 @@
-"""Starts, finds again and stops the trainers of jobs as local process groups of torchrun.
+"""Starts, finds again and stops the trainers of jobs as local process groups.
 
 The launcher is level-triggered as the state machine is: `ensure` gives the address of a live trainer, adopting the
 one that an earlier controller started. What it knows is in `<state_dir>/trainers/<job>.json`, so that `flowfleet
@@ -20,15 +20,17 @@ from pathlib import Path
 from typing import Protocol
 
 from flowfleet.accelerators import show_only
-from flowfleet.commands import trainer_command
+from flowfleet.commands import forkserver_command, trainer_flags
+from flowfleet.forkserver import Order
 from flowfleet.jobs import JobSpec
 from flowfleet.kinds import trainer_environment
 from flowfleet.service import LAST_WORDS, PATIENT_THREADS, STATE_DIR, usable_cpus
 from services.controller.leadership import LeaseLost
+from services.controller.nursery import Nursery
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.1
+POLL_S = 0.05
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 15.0
 STOP_TRIES = 5
@@ -50,17 +52,17 @@ class Launcher(Protocol):
     async def last_words(self, job_id: str) -> str:
         """Why the trainer ended, by its own account; "" for one that lives, or that could not tell."""
 
-    async def stop(self, job_id: str) -> None:
-        """Ends the trainer, if there is one."""
+    async def stop(self, job_id: str, *, at_once: bool = False) -> None:
+        """Ends the trainer, if there is one; `at_once` one that hangs, which can handle no signal."""
 
     async def keep_only(self, job_ids: Collection[str]) -> None:
         """Ends the trainers of all other jobs: those of ended ones, which a killed controller left."""
 
 
-async def stopped(launcher: Launcher, job_id: str) -> bool:
+async def stopped(launcher: Launcher, job_id: str, *, at_once: bool = False) -> bool:
     """Ends the trainer; False, and said in the log, if that did not work. Raises nothing but LeaseLost."""
     try:
-        await launcher.stop(job_id)
+        await launcher.stop(job_id, at_once=at_once)
     except LeaseLost:
         raise
     except Exception as error:  # of whatever there is between us and it: no job ends otherwise because of that
@@ -95,8 +97,9 @@ class LocalLauncher:
         self._state_dir = state_dir
         self._directory = state_dir / "trainers"
         self._logs = state_dir / "logs"
-        self._python = python
         self._devices = devices
+        self._nursery = Nursery(forkserver_command(python), _environment, self._logs / "trainers.log")
+        self._warming: asyncio.Task[None] | None = None
 
     async def ensure(self, job_id: str, spec: JobSpec) -> str:
         process = self._read(job_id)
@@ -104,10 +107,11 @@ class LocalLauncher:
             await self.stop(job_id)
             if problem := device_problem(spec, self._devices):
                 raise ValueError(problem)
-            process = self._start(job_id, spec)
+            process = await self._start(job_id, spec)
         async with asyncio.timeout(START_TIMEOUT_S):
             while _is_running(process):
                 if (address := _read_if_there(process.port_file)) is not None:
+                    self._warm()
                     return address
                 await asyncio.sleep(POLL_S)
         words = await self.last_words(job_id) or "it left no words"
@@ -120,10 +124,10 @@ class LocalLauncher:
     async def last_words(self, job_id: str) -> str:
         return (_read_if_there(str(self._words(job_id))) or "").strip()
 
-    async def stop(self, job_id: str) -> None:
+    async def stop(self, job_id: str, *, at_once: bool = False) -> None:
         process = self._read(job_id)
         if process is not None:
-            await _end_group(process)
+            await _end_group(process, 0.0 if at_once else STOP_TIMEOUT_S)
             self._file(job_id).unlink(missing_ok=True)
 
     async def keep_only(self, job_ids: Collection[str]) -> None:
@@ -132,28 +136,21 @@ class LocalLauncher:
                 log.warning("the trainer of an ended job is stopped", extra={"job": path.stem})
                 await self.stop(path.stem)
 
-    def _start(self, job_id: str, spec: JobSpec) -> TrainerProcess:
+    def _warm(self) -> None:
+        """Makes ready for the next trainer, also where this one was adopted."""
+        self._warming = self._warming or asyncio.create_task(self._nursery.warm())
+
+    async def _start(self, job_id: str, spec: JobSpec) -> TrainerProcess:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._logs.mkdir(parents=True, exist_ok=True)
         port_file = self._directory / f"{job_id}.port"
         port_file.unlink(missing_ok=True)
         self._words(job_id).unlink(missing_ok=True)
-        command = trainer_command(spec, python=self._python, port_file=port_file)
         threads = spec.trainer.threads or max(1, usable_cpus() // spec.trainer.world_size)
         devices = self._devices[: spec.trainer.world_size]
-        with self._log(job_id).open("ab") as output:
-            pid = os.posix_spawnp(
-                command[0],
-                command,
-                {
-                    **PATIENT_THREADS,
-                    **trainer_environment(os.environ),
-                    **self._variables(job_id, threads),
-                    **show_only(devices),
-                },
-                file_actions=[(os.POSIX_SPAWN_DUP2, output.fileno(), 1), (os.POSIX_SPAWN_DUP2, output.fileno(), 2)],
-                setsid=True,  # it outlives a killed controller, which finds it again
-            )
+        env = {**self._variables(job_id, threads), **show_only(devices)}
+        order = Order(trainer_flags(port_file), str(self._log(job_id)), spec.trainer.world_size, env)
+        pid = await self._nursery.fork(order)  # it outlives a killed controller, which finds it again
         process = TrainerProcess(pid, _start_ticks(pid), str(port_file))
         temporary = self._file(job_id).with_suffix(".tmp")
         temporary.write_text(json.dumps(asdict(process)))
@@ -182,6 +179,12 @@ class LocalLauncher:
 
     def _log(self, job_id: str) -> Path:
         return self._logs / f"trainer-{job_id}.log"
+
+
+def _environment() -> dict[str, str]:
+    """Of the process from which trainers are forked. Its OpenMP has one thread: ranks set their own number, and no
+    thread may run where processes are forked."""
+    return {**PATIENT_THREADS, **trainer_environment(os.environ), "OMP_NUM_THREADS": "1"}
 
 
 def device_problem(spec: JobSpec, devices: Sequence[str]) -> str | None:
@@ -217,15 +220,16 @@ def _is_running(process: TrainerProcess) -> bool:
     return process.started != "" and _start_ticks(process.pid) == process.started
 
 
-async def _end_group(process: TrainerProcess) -> None:
-    """SIGTERM to the whole group, SIGKILL to what is left of it after a while."""
+async def _end_group(process: TrainerProcess, grace_s: float) -> None:
+    """SIGTERM to the whole group, SIGKILL to what is left of it after `grace_s`."""
     if not _is_running(process):
         if _start_ticks(process.pid) == "":  # else the pid is somebody else's by now
             _signal_group(process.pid, signal.SIGKILL)
             await _reap(process.pid)
         return
-    _signal_group(process.pid, signal.SIGTERM)
-    for _ in range(int(STOP_TIMEOUT_S / POLL_S)):
+    if grace_s > 0:
+        _signal_group(process.pid, signal.SIGTERM)
+    for _ in range(int(grace_s / POLL_S)):
         if not _is_running(process):
             break
         await asyncio.sleep(POLL_S)

@@ -32,6 +32,7 @@ class Verdict(StrEnum):
     """What follows from a failed call."""
 
     RETRY = "retry"  # the same again after the delay
+    REPLACE = "replace"  # the trainer hangs: end it, then resync
     RESYNC = "resync"  # forget what is known of the trainer, ask it anew, restart it if it is gone
     GIVE_UP = "give_up"  # drop what the command was for, with its reason
     FAIL_JOB = "fail_job"  # the job ends
@@ -53,4 +54,6 @@ def decide(command: Command, code: grpc.StatusCode, failures: int) -> Decision:
         return Decision(Verdict.FAIL_JOB)
     if code not in PATIENT and failures >= MAX_FAILURES:
         return Decision(Verdict.FAIL_JOB if of_trainer else Verdict.GIVE_UP)
+    if of_trainer and code is Code.DEADLINE_EXCEEDED:
+        return Decision(Verdict.REPLACE, delay)
     return Decision(Verdict.RESYNC if of_trainer else Verdict.RETRY, delay)

@@ -358,9 +358,9 @@ class FencedLauncher:
     async def last_words(self, job_id: str) -> str:
         return await self._launcher.last_words(job_id)
 
-    async def stop(self, job_id: str) -> None:
+    async def stop(self, job_id: str, *, at_once: bool = False) -> None:
         await self._lease.confirm()
-        await self._launcher.stop(job_id)
+        await self._launcher.stop(job_id, at_once=at_once)
 
     async def keep_only(self, job_ids: Collection[str]) -> None:
         await self._lease.confirm()

@@ -1,7 +1,8 @@
 """`python -m torch.distributed.run … -m services.trainer`: one rank. Rank 0 serves TrainerService, the others follow
 it.
 
-Without torchrun it is a world of one. Needs FLOWFLEET_REDIS_URL; see `--help` for the flags.
+On one machine ranks are forked from a process that has imported this module (flowfleet/forkserver.py). Without
+torchrun it is a world of one. Needs FLOWFLEET_REDIS_URL; see `--help` for the flags.
 """
 
 from __future__ import annotations

@@ -88,6 +88,8 @@ class Engine:
                 checkpoint_blocks(expert, spec.trainer.gradient_checkpointing)
             if spec.trainer.compile:
                 compile_blocks(expert)
+        if spec.trainer.compile:
+            ranks.beats.watch_compilations()
 
     def shard(self) -> None:
         """Collective. Spreads the model over the ranks' devices, reads or draws this rank's shards, makes the optimizer
@@ -139,7 +141,8 @@ class Engine:
         """What is published, in `model.dtype`, to be gathered bucket by bucket: the weights that sample, or those that
         are evaluated; see `Policies.weights`."""
         self.reshard()
-        return Gather(self.policies.weights(evaluated=evaluated), self.dtype, self.ranks.device)
+        tensors = self.policies.weights(evaluated=evaluated)
+        return Gather(tensors, self.dtype, self.ranks.device, on_bucket=self.ranks.beats.beat)
 
     def full_tensors(self, *, evaluated: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Collective, a bucket at a time. Whole tensors of what is published, by published name."""

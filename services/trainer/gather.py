@@ -8,7 +8,7 @@ they are copied to their places. So a bucket costs a handful of calls, however m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -35,12 +35,15 @@ class Gather:
         dtype: torch.dtype,
         device: torch.device,
         bucket_bytes: int = weights.BUCKET_BYTES,
+        on_bucket: Callable[[], None] = lambda: None,
     ) -> None:
-        """`tensors`: DTensors spread by FSDP2, or whole ones that all ranks have alike. They travel in `dtype`."""
+        """`tensors`: DTensors spread by FSDP2, or whole ones that all ranks have alike. They travel in `dtype`.
+        `on_bucket` is called after each bucket."""
         self.buckets = weights.make_buckets(weights.specs_of(tensors, dtype), bucket_bytes)
         self._tensors = tensors
         self._device = device
         self._filled = 0
+        self._on_bucket = on_bucket
         spread = {name: tensor for name, tensor in tensors.items() if _is_spread(tensor)}
         self._mesh = next(iter(spread.values())).device_mesh if spread else None  # type: ignore[attr-defined]
         self._size = self._mesh.size() if self._mesh is not None else 0
@@ -66,6 +69,7 @@ class Gather:
         if spread:
             self._all_gather(slots, bucket, flat)
         self._filled += 1
+        self._on_bucket()
 
     def rest(self) -> None:
         """Collective. Takes part in what is left, for ranks that want no weights or could not send them."""

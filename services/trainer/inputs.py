@@ -5,7 +5,7 @@ Everything here happens before any weight changes; whatever is wrong says which 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -68,10 +68,14 @@ class FinalBatch(Batch):
 class StepReader:
     """Reads the blobs of a rank's micro-batches into host memory; `batch` then puts one on the device."""
 
-    def __init__(self, adapter: ModelAdapter, spec: JobSpec, blobs: SyncBlobs) -> None:
+    def __init__(
+        self, adapter: ModelAdapter, spec: JobSpec, blobs: SyncBlobs, on_sample: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_sample` is called after each sample that was read."""
         self._adapter = adapter
         self._spec = spec
         self._blobs = blobs
+        self._on_sample = on_sample
         self._shape = adapter.latent_shape(spec.rollout.size)
         rollout = spec.rollout
         self._schedule: Schedule = adapter.schedule(rollout.num_inference_steps, rollout.size, rollout.shift)
@@ -84,7 +88,10 @@ class StepReader:
         self._samples = request.samples
         rows = sorted({row for update in updates for batch in update.by_rank[rank] for row in batch.rows})
         with ThreadPoolExecutor(_READERS, "blobs") as pool:
-            self._records = dict(zip(rows, pool.map(self._record, rows), strict=True))
+            self._records = {}
+            for row, record in zip(rows, pool.map(self._record, rows), strict=True):
+                self._records[row] = record
+                self._on_sample()
             wanted = {ref.sha256: (row, ref) for row in reversed(rows) for ref in self._text_refs(row)}
             self._embeds = dict(zip(wanted, pool.map(self._text, wanted.values()), strict=True))
         widths = {embeds.embeds.shape[2] for embeds in self._embeds.values()}

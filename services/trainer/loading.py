@@ -99,6 +99,7 @@ def fill(expert: nn.Module, source: Source, ranks: Ranks) -> None:
         for name, parameter in expert.named_parameters():
             if ".lora_" not in name:
                 fill_parameter(parameter, ranks, partial(source.rows, _plain(name), parameter.shape))
+                ranks.beats.beat()
         for name, buffer in persistent(expert):
             value = source.buffer(name) if not isinstance(buffer, nn.Parameter) else None
             if value is not None:

@@ -84,6 +84,7 @@ class ShardedAdamW:
             shards = {name: local(self._trained[name]) for name in own}
             for pieces in self._moments.pieces(shards, own):
                 self._update(pieces, self._num_steps[component], lr)
+                self._ranks.beats.beat()
             self._num_steps[component] += 1
 
     def _update(self, pieces: Sequence[Piece], num_steps: int, lr: float) -> None:

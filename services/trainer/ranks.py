@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import HashStore
 from flowfleet import devices, errors
 from flowfleet.redis_trouble import trouble
 from flowfleet.service import is_loopback
+from services.trainer.beats import Beats, Phase
 
 _FOREVER = timedelta(days=365)
 _MESSAGE_BYTES = 2048
@@ -48,9 +49,18 @@ class Ranks:
         self.device = devices.pick_device(int(os.environ.get("LOCAL_RANK", "0")))
         self._init_process_group()
         self.control: Any = dist.new_group(backend="gloo", timeout=_FOREVER) if self.world_size > 1 else None
+        self.beats = Beats(self.rank, self.world_size)
+        self.beats.carry()
 
     def close(self) -> None:
         dist.destroy_process_group()
+
+    def connect(self) -> None:
+        """Collective. Makes the accelerators' communicator, which takes long for many ranks."""
+        if self.world_size > 1 and devices.is_accelerator(self.device):
+            with self.beats.phase(Phase.CONNECT):
+                dist.all_reduce(torch.zeros(1, device=self.device))
+                devices.synchronize(self.device)
 
     def broadcast(self, data: bytes = b"") -> bytes:
         """Rank 0's bytes, on every rank. Raises RuntimeError when rank 0 is gone."""

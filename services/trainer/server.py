@@ -82,6 +82,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
             world_size=self._worker.ranks.world_size,
             incarnation=self._incarnation,
             device=str(self._worker.ranks.device),
+            ranks=self._worker.ranks.beats.progress(),
         )
 
     async def _train(self, request: trainer_pb2.TrainStepRequest) -> trainer_pb2.TrainStepResponse:

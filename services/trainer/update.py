@@ -69,6 +69,7 @@ class StepTrainer:
             loss = losses.sum() * (0.0 if forward.batch.is_padding else weight)
             torch.autograd.backward(loss * (scale * self._engine.ranks.world_size))  # FSDP averages over the ranks
             self._totals.add_loss(forward.batch, loss.detach())
+            self._engine.ranks.beats.beat()
         outcome = self._engine.optimizer.step(learning_rate(self._engine.spec, self._step, self._num_updates), scale)
         self._engine.loss_scale.after(is_finite=outcome.applied)
         if outcome.applied:
@@ -76,3 +77,4 @@ class StepTrainer:
         self._totals.add_outcome(outcome)
         self._num_updates += 1
         devices.synchronize(self._engine.ranks.device)
+        self._engine.ranks.beats.beat()

@@ -21,9 +21,11 @@ from flowfleet.errors import Conflict, DataLoss, Unavailable
 from flowfleet.jobs import JobSpec, parse_job
 from flowfleet.proto import trainer_pb2
 from flowfleet.proto.common_pb2 import BlobRef
+from flowfleet.proto.rollout_pb2 import Bucket
 from flowfleet.telemetry import Timings
 from flowfleet.transfer import TransferError, TransferMember
 from services.trainer.batches import Update, plan_passes
+from services.trainer.beats import Phase
 from services.trainer.checkpoints import Checkpoints
 from services.trainer.commands import Command, Kind
 from services.trainer.engine import Engine
@@ -40,6 +42,14 @@ from services.trainer.update import StepTrainer
 ADAPTER_TTL_S = 24 * 3600
 _ADAPTERS_KEPT = 3
 _GIB = 2**30
+
+_PHASES = {
+    Kind.CONFIGURE: Phase.LOAD,
+    Kind.SAVE: Phase.CHECKPOINT,
+    Kind.EXPORT: Phase.CHECKPOINT,
+    Kind.SEND_WEIGHTS: Phase.OUTSIDE,
+}
+"""What a command is outside the parts that declare a phase themselves."""
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +112,8 @@ class Worker:
         }
         handler: Any = handlers[command.kind]
         message: Message | None = command.message
-        return handler(message)
+        with self.ranks.beats.phase(_PHASES.get(command.kind, Phase.WORK)):
+            return handler(message)
 
     def configure(self, request: trainer_pb2.ConfigureRequest) -> trainer_pb2.ConfigureResponse:
         """Loads the model and the newest checkpoint that is what was written; none, where all are lost."""
@@ -133,7 +144,8 @@ class Worker:
                 return self._passed_over(job, request)
             pairs = pairs_of(request, job.spec)
             plan = plan_passes(sample_keys, job.spec, request.step, self.ranks.world_size, pairs=pairs)
-            job.reader.read(request, plan[0], self.ranks.rank)
+            with self.ranks.beats.phase(Phase.OUTSIDE):
+                job.reader.read(request, plan[0], self.ranks.rank)
             batches = self._batches(job, plan[0])
         sde_steps = request.samples[0].sample.sde_steps if job.spec.records_steps else ()
         trainer = StepTrainer(job.engine, request.step, len(sample_keys), sde_steps)
@@ -174,9 +186,14 @@ class Worker:
         if self.ranks.rank != 0:
             gather.rest()
             return None
+
+        def fill(bucket: Bucket, flat: Tensor) -> None:
+            with self.ranks.beats.phase(Phase.WORK):  # waits for ranks, not for replicas
+                gather.fill(bucket, flat)
+
         assert self.member is not None, "the publisher joins before it sends"
         try:
-            sent = weights.send(self.member, gather.buckets, gather.fill, self.ranks.device)
+            sent = weights.send(self.member, gather.buckets, fill, self.ranks.device)
         except TransferError as error:
             gather.rest()  # with the other ranks, to the end
             raise Unavailable(f"the broadcast broke off: {error}") from error
@@ -197,12 +214,14 @@ class Worker:
         newest = None
         with self.ranks.together():
             spec = parse_job(json.loads(request.spec_json))
+            self.ranks.beats.timeouts = spec.timeouts
             checkpoints = Checkpoints(Path(request.directory), request.job_id, spec.schedule.keep_last)
             if self.ranks.rank == 0:
                 newest = checkpoints.newest()
         name = self.ranks.broadcast(str(newest or "").encode()).decode()
         with self.ranks.together():
             engine = Engine(spec, self.ranks, resumes=bool(name))
+        self.ranks.connect()
         engine.shard()
         try:
             return self._resumed(request, engine, checkpoints, name)
@@ -212,9 +231,10 @@ class Worker:
     def _resumed(
         self, request: trainer_pb2.ConfigureRequest, engine: Engine, checkpoints: Checkpoints, name: str
     ) -> Job:
-        record = checkpoints.load(engine, Path(name)) if name else Record()
+        with self.ranks.beats.phase(Phase.CHECKPOINT):
+            record = checkpoints.load(engine, Path(name)) if name else Record()
         log.info("configured at version %d", record.applied, extra={"job": request.job_id})
-        reader = StepReader(engine.adapter, engine.spec, self._blobs)
+        reader = StepReader(engine.adapter, engine.spec, self._blobs, self.ranks.beats.beat)
         mfu = Mfu(engine.spec, self.ranks)
         return Job(request.job_id, engine.spec, engine, reader, checkpoints, record, mfu, name)
 
@@ -270,7 +290,8 @@ class Worker:
     ) -> Published:
         data = lora.adapter_to_bytes(state)
         key = keys.blob(job.job_id, "evaluated" if request.evaluated else "adapter", request.version)
-        ref = self._blobs.put(key, data, ttl_s=ADAPTER_TTL_S)
+        with self.ranks.beats.phase(Phase.OUTSIDE):
+            ref = self._blobs.put(key, data, ttl_s=ADAPTER_TTL_S)
         job.adapters.append(Published(int(request.version), hashes, len(data), ref, request.evaluated))
         for old in job.adapters[:-_ADAPTERS_KEPT]:
             if old.adapter is not None:

@@ -65,7 +65,8 @@ def test_dry_run_shows_the_whole_job_and_every_process_and_submits_nothing(
     assert yaml.safe_load(job)["trainer"]["optimizer"]["eps"] == 1e-8
     for words in ("services.controller", "services.rollout", "services.reward", "redis-server", "FLOWFLEET_REDIS_URL"):
         assert words in processes
-    assert "--nproc-per-node=2 --max-restarts=0 -m services.trainer" in processes
+    assert "flowfleet.forkserver services.trainer" in processes
+    assert "forked from trainers for the job, 2 ranks" in processes
     assert list(client.jobs()) == []
 
 

@@ -41,6 +41,7 @@ class Objective(Protocol):
 def velocity(engine: Engine, latents: Tensor, timestep: Tensor, batch: Batch) -> Tensor:
     """(B, *latent) float32 of the active policy, guided as the rollout's: it is the guided model that samples."""
     rollout = engine.spec.rollout
+    engine.ranks.beats.beat()
     return engine.adapter.velocity(
         latents, timestep, batch.prompts, size=rollout.size, guidance=rollout.guidance, negative=batch.negative
     )

@@ -201,7 +201,7 @@ class ScriptedLauncher:
     async def last_words(self, job_id: str) -> str:
         return ""
 
-    async def stop(self, job_id: str) -> None:
+    async def stop(self, job_id: str, *, at_once: bool = False) -> None:
         return
 
     async def keep_only(self, job_ids: Collection[str]) -> None:

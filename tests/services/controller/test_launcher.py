@@ -14,16 +14,8 @@ import pytest
 
 from flowfleet.jobs import JobSpec, parse_job
 from services.controller import launcher as module
+from services.controller import nursery
 from services.controller.launcher import LocalLauncher
-
-TRAINER = """
-import os, pathlib, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-pathlib.Path(sys.argv[1] + ".child").write_text(str(child.pid))
-pathlib.Path(sys.argv[1] + ".devices").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "unset"))
-pathlib.Path(sys.argv[1]).write_text("127.0.0.1:4711")
-time.sleep(60)
-"""
 
 
 @pytest.fixture
@@ -33,10 +25,8 @@ def spec() -> JobSpec:
 
 @pytest.fixture
 def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalLauncher:
-    def command(spec: JobSpec, *, python: str, port_file: Path) -> list[str]:
-        return [sys.executable, "-c", TRAINER, str(port_file)]
-
-    monkeypatch.setattr(module, "trainer_command", command)
+    command = [sys.executable, "-m", "flowfleet.forkserver", "tests.services.controller.fake_trainer"]
+    monkeypatch.setattr(module, "forkserver_command", lambda _: command)
     return LocalLauncher(tmp_path)
 
 
@@ -137,9 +127,7 @@ def test_trainers_of_other_jobs_are_ended(launcher: LocalLauncher, spec: JobSpec
 def test_a_trainer_that_ends_while_starting_names_its_log(
     launcher: LocalLauncher, spec: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        module, "trainer_command", lambda *_, **__: [sys.executable, "-c", "raise SystemExit('no GPU')"]
-    )
+    monkeypatch.setattr(module, "trainer_flags", lambda _: ["--fail", "no GPU"])
     with pytest.raises(RuntimeError, match=r"its log is .*trainer-job\.log"):
         asyncio.run(launcher.ensure("job", spec))
     assert "no GPU" in (tmp_path / "logs" / "trainer-job.log").read_text()
@@ -161,6 +149,60 @@ def test_a_trainer_of_more_ranks_than_accelerators_is_refused(tmp_path: Path, sp
     two = spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"world_size": 2})})
     with pytest.raises(ValueError, match=r"trainer.world_size = 2: .* 1 accelerators here \(3\).*set it to at most 1"):
         asyncio.run(LocalLauncher(tmp_path, devices=("3",)).ensure("job", two))
+
+
+def test_a_rank_that_is_killed_ends_the_trainer_at_once(launcher: LocalLauncher, spec: JobSpec, tmp_path: Path) -> None:
+    two = spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"world_size": 2})})
+
+    async def scenario() -> None:
+        await launcher.ensure("job", two)
+        ranks = [tmp_path / "trainers" / f"job.port.rank{rank}" for rank in (0, 1)]
+        while not all(rank.exists() for rank in ranks):
+            await asyncio.sleep(0.01)
+        first, second = (int(rank.read_text()) for rank in ranks)
+        os.kill(second, signal.SIGKILL)
+        killed = time.monotonic()
+        while await launcher.alive("job"):
+            await asyncio.sleep(0.01)
+        assert time.monotonic() - killed < 2
+        assert _gone(first)
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+    assert "rank 1 was killed by signal 9" in (tmp_path / "logs" / "trainer-job.log").read_text()
+    assert (tmp_path / "trainers" / "job.port.world").read_text() == "2"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_trainers_live_on_without_the_process_that_they_were_forked_from(
+    launcher: LocalLauncher, spec: JobSpec, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    monkeypatch.setattr(nursery, "FORK_S", 0.5)
+
+    async def scenario() -> None:
+        await launcher.ensure("one", spec)
+        process = launcher._nursery._process
+        assert process is not None
+        os.kill(process.pid, number)
+        await launcher.ensure("two", spec)
+        assert await launcher.alive("one")
+        assert await launcher.alive("two")
+        await launcher.keep_only([])
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_a_stopped_trainer_is_killed_at_once(launcher: LocalLauncher, spec: JobSpec, tmp_path: Path) -> None:
+    async def scenario() -> float:
+        await launcher.ensure("job", spec)
+        rank = int((tmp_path / "trainers" / "job.port.rank0").read_text())
+        for pid in (_pid(tmp_path), rank):
+            os.kill(pid, signal.SIGSTOP)
+        started = time.monotonic()
+        await launcher.stop("job", at_once=True)
+        assert _gone(rank)
+        return time.monotonic() - started
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 30)) < 5
 
 
 def test_a_reused_pid_is_not_taken_for_the_trainer(tmp_path: Path) -> None:

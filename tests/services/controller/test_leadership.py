@@ -240,5 +240,5 @@ class Launched:
     async def alive(self, job_id: str) -> bool:
         return True
 
-    async def stop(self, job_id: str) -> None:
+    async def stop(self, job_id: str, *, at_once: bool = False) -> None:
         self.calls.append(job_id)

@@ -52,7 +52,7 @@ class RefusingLauncher(LocalLauncher):
 
     tries = 0
 
-    async def stop(self, job_id: str) -> None:
+    async def stop(self, job_id: str, *, at_once: bool = False) -> None:
         self.tries += 1
         raise RuntimeError("refused")
 
@@ -238,7 +238,7 @@ def test_only_a_lost_lease_is_more_than_a_trainer_that_was_not_ended(
     assert not asyncio.run(stopped(refusing, "job"))
     assert asyncio.run(stopped(LocalLauncher(tmp_path), "job"))
 
-    async def lost(_: str) -> None:
+    async def lost(_: str, **__: bool) -> None:
         raise LeaseLost
 
     monkeypatch.setattr(refusing, "stop", lost)

@@ -66,13 +66,20 @@ class Trainer(Process):
     """One trainer of `world_size` ranks, bound to `JOB` by `configure`."""
 
     def __init__(
-        self, spec: JobSpec, directory: Path, redis_url: str, *, name: str = "trainer", flags: tuple[str, ...] = ()
+        self,
+        spec: JobSpec,
+        directory: Path,
+        redis_url: str,
+        *,
+        name: str = "trainer",
+        flags: tuple[str, ...] = (),
+        module: str = "services.trainer",
     ) -> None:
         self.spec = spec
         self.directory = directory
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec.trainer.world_size}"]
         launcher = torchrun if spec.trainer.world_size > 1 else []
-        super().__init__([sys.executable, *launcher, "-m", "services.trainer", *flags], directory, name, redis_url)
+        super().__init__([sys.executable, *launcher, "-m", module, *flags], directory, name, redis_url)
         self._stub: Any = None
 
     @property

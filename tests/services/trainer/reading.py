@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from flowfleet.models.loading import dummy_parameter, weight_files
 from flowfleet.models.registry import adapter_for
+from services.trainer.beats import Beats
 from services.trainer.loading import CheckpointSource, DummySource, fill
 from services.trainer.sharding import allocate, local, shard_expert
 
@@ -31,6 +32,7 @@ class World:
 
     def __init__(self, rank: int) -> None:
         self.rank, self.world_size, self.device = rank, WORLD_SIZE, torch.device("cpu")
+        self.beats = Beats(rank, WORLD_SIZE)
 
 
 def as_rank(rank: int, path: Path) -> dict[str, Any]:

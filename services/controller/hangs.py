@@ -1,0 +1,77 @@
+"""Whether a trainer hangs, judged from what its ranks told of themselves. Pure: told the time, and what was heard.
+
+rule 1   A trainer at work hangs when no rank's phase or count has changed for longer than the largest limit of the
+         phases that its ranks are in. One rank that gets on is enough: the others may wait for it in a collective.
+rule 2   A rank hangs when it has given no sign for longer than its own phase's limit, at work or not: it is
+         stopped. While rank 0 does not answer, it alone is silent, for the signs of others come by it.
+rule 3   Time in which nobody looked does not count: a controller that was suspended accuses nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+IDLE = "idle"
+MAX_GAP_S = 3.0
+"""The most that one look adds to how long something has lasted."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a rank last showed; see RankProgress in trainer.proto."""
+
+    rank: int
+    phase: str
+    limit_s: float
+    count: int
+    signs: int
+
+
+class HangJudge:
+    """Of one trainer from its start on. `hang_s` is the limit of rank 0 until it has answered."""
+
+    def __init__(self, hang_s: float) -> None:
+        self._shown = {0: Progress(0, "start", hang_s, 0, 0)}
+        self._silent_s = {0: 0.0}
+        self._still_s = 0.0
+        self._looked: float | None = None
+
+    def look(self, now: float, heard: Sequence[Progress] | None) -> str | None:
+        """Why the trainer hangs, in words; None while it does not. `now` is of a monotonic clock, in seconds; `heard`
+        is None when rank 0 did not answer."""
+        passed = 0.0 if self._looked is None else min(max(0.0, now - self._looked), MAX_GAP_S)
+        self._looked = now
+        self._still_s += passed
+        for rank in [0] if heard is None else self._shown:
+            self._silent_s[rank] += passed
+        for progress in heard or ():
+            self._hear(progress)
+        return self._silent() or self._still()
+
+    def _hear(self, progress: Progress) -> None:
+        before = self._shown.get(progress.rank)
+        self._shown[progress.rank] = progress
+        if before is None or progress.signs != before.signs:
+            self._silent_s[progress.rank] = 0.0
+        if before is None or (progress.phase, progress.count) != (before.phase, before.count):
+            self._still_s = 0.0
+
+    def _silent(self) -> str | None:
+        stopped = [one for one in self._shown.values() if self._silent_s[one.rank] > one.limit_s]
+        if not stopped:
+            return None
+        return f"{_names(stopped)} gave no sign for {max(self._silent_s[one.rank] for one in stopped):.0f} s"
+
+    def _still(self) -> str | None:
+        at_work = [one for one in self._shown.values() if one.phase != IDLE]
+        if not at_work:
+            self._still_s = 0.0
+            return None
+        if self._still_s <= max(one.limit_s for one in at_work):
+            return None
+        return f"{_names(at_work)} made no progress for {self._still_s:.0f} s"
+
+
+def _names(ranks: Sequence[Progress]) -> str:
+    return ", ".join(f"rank {one.rank} (phase {one.phase})" for one in sorted(ranks, key=lambda one: one.rank))

@@ -1,0 +1,150 @@
+"""Signs that a rank's working thread makes progress, and how long it may take to the next one.
+
+The working thread declares the phase that it is in and counts the units that it has done: a forward, a bucket, a
+parameter. `carry` only hands these on, so a live process whose working thread hangs shows the same count for ever.
+Rank 0 tells the controller in `GetStatus`; the other ranks tell rank 0 through the store at which the ranks met. The
+controller judges (services/controller/hangs.py): clocks of ranks are never compared.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from enum import StrEnum
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+
+from flowfleet.jobs import TimeoutPart
+from flowfleet.proto.trainer_pb2 import RankProgress
+
+CARRY_S = 0.5
+STORE_TIMEOUT = timedelta(seconds=30)
+LOAD_S = 600.0
+CONNECT_S = 600.0
+COMPILE_S = 3600.0
+OUTSIDE_S = 120.0
+HEARD_S = 1.0
+"""How long a compilation waits at most for the controller to hear of it: it may hold the interpreter's lock."""
+
+log = logging.getLogger(__name__)
+
+
+class Phase(StrEnum):
+    """What a rank's working thread does. Each has a limit of its own from one sign to the next."""
+
+    IDLE = "idle"  # waits for a command, for ever if need be
+    WORK = "work"  # computes or takes part in collectives
+    LOAD = "load"  # makes the model and reads its weights, a parameter a sign
+    CONNECT = "connect"  # the first collective of an accelerator, which connects all ranks
+    COMPILE = "compile"  # torch.compile, which may be silent for very long
+    OUTSIDE = "outside"  # waits for Redis, a blob store or replicas, whose clients have deadlines of their own
+    CHECKPOINT = "checkpoint"  # reads or writes a whole checkpoint, or writes the trained model
+
+
+def limit_s(phase: Phase, timeouts: TimeoutPart) -> float:
+    """The longest time without a sign in a phase, in seconds."""
+    own = {
+        Phase.LOAD: LOAD_S,
+        Phase.CONNECT: CONNECT_S,
+        Phase.COMPILE: COMPILE_S,
+        Phase.OUTSIDE: OUTSIDE_S,
+        Phase.CHECKPOINT: timeouts.checkpoint_s,
+    }
+    return max(timeouts.hang_s, own.get(phase, 0.0))
+
+
+class Beats:
+    """One rank's signs. `beat` and `phase` belong to the thread that works, the rest to any thread."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.timeouts = TimeoutPart()
+        """The job's, from `configure` on."""
+        self._world_size = world_size
+        self._phase, self._count, self._signs = Phase.IDLE, 0, 0
+        self._others: list[RankProgress] = []
+        self._store: Any = None
+        self._asked_at = float("-inf")
+        self._heard = threading.Event()
+
+    def beat(self) -> None:
+        """Counts a unit of work."""
+        self._count += 1
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """Declares what the working thread does inside."""
+        outer = self._phase
+        self._enter(phase)
+        try:
+            yield
+        finally:
+            self._enter(outer)
+
+    def watch_compilations(self) -> None:
+        """Declares every compilation of torch.compile, also those that a backward or another input begins."""
+        from torch._dynamo.callback import callback_handler  # takes seconds to import
+
+        outer: list[Phase] = []
+
+        def begin(_: Any) -> None:
+            outer.append(self._phase)
+            self._enter(Phase.COMPILE)
+
+        callback_handler.register_start_callback(begin)
+        callback_handler.register_end_callback(lambda _: self._enter(outer.pop()))
+
+    def progress(self) -> list[RankProgress]:
+        """What is known of all ranks. The controller asks rank 0 for it."""
+        self._asked_at = time.monotonic()
+        own = self._sign()
+        self._heard.set()
+        return [own, *self._others]
+
+    def carry(self) -> None:
+        """Starts the thread that brings the signs of all ranks to rank 0. A world of one needs none."""
+        if self._world_size > 1:
+            self._store = TCPStore(
+                os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=STORE_TIMEOUT
+            )
+            threading.Thread(target=self._carry, name="beats", daemon=True).start()
+
+    def _enter(self, phase: Phase) -> None:
+        self._phase = phase
+        self._count += 1
+        if phase is Phase.COMPILE:
+            self._make_heard()
+
+    def _make_heard(self) -> None:
+        if self.rank > 0:
+            self._store.set(_key(self.rank), self._sign().SerializeToString())
+        elif time.monotonic() - self._asked_at < 10 * HEARD_S:  # somebody watches
+            self._heard.clear()
+            self._heard.wait(HEARD_S)
+
+    def _sign(self) -> RankProgress:
+        self._signs += 1
+        limit = limit_s(self._phase, self.timeouts)
+        return RankProgress(rank=self.rank, phase=self._phase, limit_s=limit, count=self._count, signs=self._signs)
+
+    def _carry(self) -> None:
+        keys = [_key(rank) for rank in range(1, self._world_size)]
+        while True:
+            try:
+                if self.rank > 0:
+                    self._store.set(_key(self.rank), self._sign().SerializeToString())
+                elif self._store.check(keys):
+                    self._others = [RankProgress.FromString(data) for data in self._store.multi_get(keys)]
+            except RuntimeError as error:  # the process that holds the store is gone or hangs: the controller will see
+                log.warning("signs of progress are not carried: %s", error)
+            time.sleep(CARRY_S)
+
+
+def _key(rank: int) -> str:
+    return f"flowfleet/progress/{rank}"
