@@ -397,7 +397,10 @@ class InitWeightTransferRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     LORA_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
+    attempt: _builtins.int
+    """the trainer's number: a replica that knows a larger one of the job refuses every phase; 0: not told"""
     @_builtins.property
     def model(self) -> Global___ModelSpec: ...
     @_builtins.property
@@ -415,10 +418,11 @@ class InitWeightTransferRequest(_message.Message):
         model: Global___ModelSpec | None = ...,
         lora: Global___LoraSpec | None = ...,
         group: Global___TransferGroup | None = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "lora", b"lora", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "job_id", b"job_id", "lora", b"lora", "model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "group", b"group", "job_id", b"job_id", "lora", b"lora", "model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -494,20 +498,23 @@ class StartWeightUpdateRequest(_message.Message):
     JOB_ID_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     EVALUATED_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     version: _builtins.int
     evaluated: _builtins.bool
     """which weights of the version, as in PublishWeightsRequest; the same in all phases of an update"""
+    attempt: _builtins.int
     def __init__(
         self,
         *,
         job_id: _builtins.str = ...,
         version: _builtins.int = ...,
         evaluated: _builtins.bool = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluated", b"evaluated", "job_id", b"job_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "evaluated", b"evaluated", "job_id", b"job_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -537,9 +544,11 @@ class UpdateWeightsRequest(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     BROADCAST_FIELD_NUMBER: _builtins.int
     EVALUATED_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     version: _builtins.int
     evaluated: _builtins.bool
+    attempt: _builtins.int
     @_builtins.property
     def adapter(self) -> _common_pb2.BlobRef:
         """safetensors in PEFT's names"""
@@ -556,10 +565,11 @@ class UpdateWeightsRequest(_message.Message):
         adapter: _common_pb2.BlobRef | None = ...,
         broadcast: Global___Broadcast | None = ...,
         evaluated: _builtins.bool = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "broadcast", b"broadcast", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "broadcast", b"broadcast", "evaluated", b"evaluated", "job_id", b"job_id", "source", b"source", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "broadcast", b"broadcast", "evaluated", b"evaluated", "job_id", b"job_id", "source", b"source", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["adapter", "broadcast"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
@@ -633,9 +643,11 @@ class FinishWeightUpdateRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     HASHES_FIELD_NUMBER: _builtins.int
     EVALUATED_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     version: _builtins.int
     evaluated: _builtins.bool
+    attempt: _builtins.int
     @_builtins.property
     def hashes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """flowfleet.weights.tensor_hash of every parameter sent"""
@@ -647,10 +659,11 @@ class FinishWeightUpdateRequest(_message.Message):
         version: _builtins.int = ...,
         hashes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         evaluated: _builtins.bool = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluated", b"evaluated", "hashes", b"hashes", "job_id", b"job_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "evaluated", b"evaluated", "hashes", b"hashes", "job_id", b"job_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -22,6 +22,7 @@ from flowfleet.lora import adapter_from_bytes
 from flowfleet.models.registry import family_of
 from flowfleet.proto import common_pb2, rollout_pb2
 from flowfleet.transfer import GroupBroken, TransferMember
+from services.rollout.attempts import Attempts
 from services.rollout.binding import Binding, read_binding, read_group
 from services.rollout.engines.base import RolloutEngine
 from services.rollout.weights import Phase, WeightState
@@ -44,6 +45,7 @@ class WeightReceiver:
         self._blobs = blobs
         self._settled = settled
         self._lock = asyncio.Lock()
+        self._attempts = Attempts()
         self._binding: Binding | None = None
         self._member: TransferMember | None = None
 
@@ -56,7 +58,7 @@ class WeightReceiver:
         given_up = threading.Event()
         await self._lock.acquire()
         try:
-            await self._to_the_end(self._init(binding, group, given_up.is_set))
+            await self._to_the_end(self._init(binding, group, request.attempt, given_up.is_set))
         except asyncio.CancelledError:
             given_up.set()
             raise
@@ -64,6 +66,7 @@ class WeightReceiver:
     async def start(self, request: rollout_pb2.StartWeightUpdateRequest) -> None:
         """Stops admission, then waits for what runs."""
         async with self._lock:
+            self._attempts.admit(request.job_id, request.attempt)
             self._state.start(request.job_id, request.version, evaluated=request.evaluated)
             await self._settled()
 
@@ -88,8 +91,9 @@ class WeightReceiver:
             self._member = None
 
     async def _init(
-        self, binding: Binding, group: rollout_pb2.TransferGroup | None, given_up: Callable[[], bool]
+        self, binding: Binding, group: rollout_pb2.TransferGroup | None, attempt: int, given_up: Callable[[], bool]
     ) -> None:
+        self._attempts.admit(binding.job_id, attempt)
         if binding != self._binding:
             await asyncio.to_thread(family_of, binding.model.path)  # raises before anything is let go
             self._binding = None
@@ -111,6 +115,7 @@ class WeightReceiver:
             raise DataLoss(f"transfer group {group.group_id} did not form: {error}") from None
 
     async def _update(self, request: rollout_pb2.UpdateWeightsRequest) -> None:
+        self._attempts.admit(request.job_id, request.attempt)
         self._state.require_updating(request.job_id, request.version, evaluated=request.evaluated)
         try:
             match request.WhichOneof("source"):
@@ -152,6 +157,7 @@ class WeightReceiver:
             self._member = None
 
     async def _finish(self, request: rollout_pb2.FinishWeightUpdateRequest) -> None:
+        self._attempts.admit(request.job_id, request.attempt)
         state = self._state
         is_held = state.holds(request.job_id, request.version, evaluated=request.evaluated)
         if is_held and state.phase is Phase.SERVING and state.digest == weights.digest(request.hashes):

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn, Protocol
 
 from flowfleet import redis_client, rpc, telemetry
@@ -28,6 +28,7 @@ from flowfleet.proto import trainer_pb2_grpc
 from flowfleet.service import end_soon, end_with_parent, rpc_parser, run_service
 from services.trainer import last_words
 from services.trainer.commands import Command, Kind
+from services.trainer.fence import Replaced
 from services.trainer.publish import Publisher
 from services.trainer.ranks import Ranks
 from services.trainer.runner import Runner
@@ -81,7 +82,10 @@ async def lead(options: argparse.Namespace) -> None:
     service = TrainerService(worker, runner, publisher, telemetry.JobMetrics(), uuid.uuid4().hex)
     server = rpc.make_server()
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(service, server)
-    watch = asyncio.create_task(stop_when_idle(service, options.idle_exit_s, stop))
+    watches = [
+        asyncio.create_task(stop_when_idle(service, options.idle_exit_s, stop)),
+        asyncio.create_task(end_when_replaced(worker, on_fatal)),
+    ]
     settled = False
 
     async def drain() -> None:
@@ -99,7 +103,8 @@ async def lead(options: argparse.Namespace) -> None:
         stop=stop,
         grace_s=1.0,
     )
-    watch.cancel()
+    for watch in watches:
+        watch.cancel()
     publisher.close()
     if failed.is_set() or not settled:
         _end_at_once(1 if failed.is_set() else 0)
@@ -132,6 +137,19 @@ async def stop_when_idle(service: _Calls, limit_s: float, stop: asyncio.Event) -
         await asyncio.sleep(min(_WATCH_EVERY_S, limit_s))
     log.info("no call for %.0f s: ends", limit_s)
     stop.set()
+
+
+async def end_when_replaced(worker: Worker, on_fatal: Callable[[], None]) -> None:
+    """Ends a trainer that was given up and wakes when the next one runs."""
+    while True:
+        await asyncio.sleep(_WATCH_EVERY_S)
+        if worker.job is not None:
+            try:
+                await asyncio.to_thread(worker.job.checkpoints.fence.check)
+            except Replaced as error:
+                log.error("%s: ends", error)
+                on_fatal()
+                return
 
 
 def _stop_after_signals(limit_s: float) -> None:

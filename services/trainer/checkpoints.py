@@ -22,6 +22,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ from flowfleet import devices
 from flowfleet.errors import Conflict, DataLoss, FlowfleetError, Full
 from services.trainer import checkpoint_files as files
 from services.trainer.checkpoint_state import FORMAT, complete_state, read_state, write_state
+from services.trainer.fence import Fence
 from services.trainer.record import Record
 from services.trainer.set_aside import kept_aside, set_aside
 from services.trainer.sharding import local
@@ -59,6 +61,18 @@ class Checkpoints:
     token: str = field(default_factory=lambda: secrets.token_hex(4))
     """Of this trainer, rank 0's."""
 
+    @cached_property
+    def fence(self) -> Fence:
+        """Rank 0 looks at it before it completes anything."""
+        return Fence(self.directory)
+
+    def take_over(self) -> None:
+        """By rank 0. Makes this trainer the job's current one: an earlier one that wakes completes nothing any more.
+        What it was writing aside goes, so that it cannot even be renamed."""
+        self.fence.take()
+        for left in self.directory.glob(".step-*partial"):
+            shutil.rmtree(left, ignore_errors=True)
+
     def save(self, engine: Engine, record: Record) -> Path:
         """Collective. Writes the state of `record.applied` unless it is there already; forgets the oldest ones.
 
@@ -81,6 +95,7 @@ class Checkpoints:
                     self._clean(record.applied - 1)
                     self._make_room(needed)
                     aside.mkdir(parents=True)
+                    self.fence.check()  # after it, so that whoever takes over sees the folder or is seen
             with ranks.together():
                 digests = files.write(tensors, aside, ranks)
             with ranks.together():
@@ -169,6 +184,7 @@ class Checkpoints:
         write_state(aside, state)
         for file in (*aside.iterdir(), aside):
             _sync(file)
+        self.fence.check()
         shutil.rmtree(path, ignore_errors=True)
         os.replace(aside, path)
         _sync(self.directory)

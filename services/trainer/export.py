@@ -30,6 +30,7 @@ from flowfleet import weights
 from flowfleet.jobs import JobSpec
 from flowfleet.proto.rollout_pb2 import Bucket
 from services.trainer.engine import Engine, lora_spec
+from services.trainer.fence import Fence
 from services.trainer.loading import persistent
 
 SHARD_BYTES = 4 * 2**30
@@ -37,13 +38,14 @@ _WEIGHTS = "diffusion_pytorch_model"
 _ADAPTER = "pytorch_lora_weights"
 
 
-def export(engine: Engine, directory: Path) -> Path:
+def export(engine: Engine, directory: Path, fence: Fence) -> Path:
     """Collective. Replaces `directory` by the trained model and returns it."""
-    aside = directory.with_name(f".{directory.name}.partial")
+    aside = directory.with_name(f".{directory.name}.{fence.attempt}.partial")
     is_writer = engine.ranks.rank == 0
     with engine.ranks.together():
         if is_writer:
-            shutil.rmtree(aside, ignore_errors=True)
+            for left in directory.parent.glob(f".{directory.name}.*partial"):
+                shutil.rmtree(left, ignore_errors=True)
             aside.mkdir(parents=True)
             if exports_pipeline(engine.spec):
                 _link_base(Path(engine.spec.model.path), aside, engine.experts)
@@ -60,6 +62,7 @@ def export(engine: Engine, directory: Path) -> Path:
             for _ in tensors:
                 pass  # ranks gather together to the end
         if is_writer:
+            fence.check()
             shutil.rmtree(directory, ignore_errors=True)
             os.replace(aside, directory)
     return directory

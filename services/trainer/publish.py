@@ -43,7 +43,8 @@ class Publisher:
         start = time.monotonic()
         job = self._worker.job
         assert job is not None, "the service checked"
-        clients = [ReplicaClient(replica, start + _SHARE_OF_DEADLINE * timeout_s) for replica in request.replicas]
+        deadline, attempt = start + _SHARE_OF_DEADLINE * timeout_s, job.checkpoints.fence.attempt
+        clients = [ReplicaClient(replica, deadline, attempt) for replica in request.replicas]
         failed = messages(await failures(clients, lambda client: client.status()))
         found = [client for client in clients if client.replica_id not in failed]
         by_blob = job.engine.is_lora and self._broadcaster.backend(found) == "gloo"

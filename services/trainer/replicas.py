@@ -33,7 +33,7 @@ class ReplicaFailure(Exception):
 class ReplicaClient:
     """One replica until `deadline` (time.monotonic). Every method raises ReplicaFailure."""
 
-    def __init__(self, replica: Replica, deadline: float) -> None:
+    def __init__(self, replica: Replica, deadline: float, attempt: int = 0) -> None:
         self.replica_id = replica.replica_id
         self.last_status = rollout_pb2.RolloutStatus()
         self.drain_s = 0.0
@@ -42,6 +42,7 @@ class ReplicaClient:
         """When it first stood still for the update (time.monotonic)."""
         self.verified_at: float | None = None
         self._deadline = deadline
+        self._attempt = attempt
         self._channel = rpc.open_channel(replica.address)
         self._stub: Any = rollout_pb2_grpc.RolloutServiceStub(self._channel)
 
@@ -59,12 +60,16 @@ class ReplicaClient:
         """Binds it to the job; with a group, joins that."""
         model = model_spec(spec)
         lora = lora_spec(spec) if spec.trainer.mode == "lora" else None
-        request = rollout_pb2.InitWeightTransferRequest(job_id=job_id, model=model, lora=lora, group=group)
+        request = rollout_pb2.InitWeightTransferRequest(
+            job_id=job_id, model=model, lora=lora, group=group, attempt=self._attempt
+        )
         response: rollout_pb2.InitWeightTransferResponse = await self._call(self._stub.InitWeightTransfer, request)
         return response
 
     async def start(self, job_id: str, version: int, *, evaluated: bool = False) -> None:
-        request = rollout_pb2.StartWeightUpdateRequest(job_id=job_id, version=version, evaluated=evaluated)
+        request = rollout_pb2.StartWeightUpdateRequest(
+            job_id=job_id, version=version, evaluated=evaluated, attempt=self._attempt
+        )
         start = time.monotonic()
         await self._call(self._stub.StartWeightUpdate, request)
         if self.paused_at is None:  # a later attempt finds it paused
@@ -72,11 +77,16 @@ class ReplicaClient:
             self.drain_s = self.paused_at - start
 
     async def update(self, request: rollout_pb2.UpdateWeightsRequest) -> None:
+        request.attempt = self._attempt
         await self._call(self._stub.UpdateWeights, request)
 
     async def finish(self, job_id: str, published: Published) -> None:
         request = rollout_pb2.FinishWeightUpdateRequest(
-            job_id=job_id, version=published.version, evaluated=published.evaluated, hashes=published.hashes
+            job_id=job_id,
+            version=published.version,
+            evaluated=published.evaluated,
+            hashes=published.hashes,
+            attempt=self._attempt,
         )
         await self._call(self._stub.FinishWeightUpdate, request)
         self.verified_at = time.monotonic()

@@ -163,7 +163,8 @@ class Worker:
 
     def export(self, request: trainer_pb2.ExportModelRequest) -> trainer_pb2.ExportModelResponse:
         job = self._configured(request.job_id)
-        return trainer_pb2.ExportModelResponse(path=str(export(job.engine, Path(request.directory))))
+        path = export(job.engine, Path(request.directory), job.checkpoints.fence)
+        return trainer_pb2.ExportModelResponse(path=str(path))
 
     def gather_adapter(self, request: trainer_pb2.PublishWeightsRequest) -> Published | None:
         """Rank 0 stores the adapter of the applied version as a blob, once; the other ranks help to gather it."""
@@ -217,6 +218,7 @@ class Worker:
             self.ranks.beats.timeouts = spec.timeouts
             checkpoints = Checkpoints(Path(request.directory), request.job_id, spec.schedule.keep_last)
             if self.ranks.rank == 0:
+                checkpoints.take_over()
                 newest = checkpoints.newest()
         name = self.ranks.broadcast(str(newest or "").encode()).decode()
         with self.ranks.together():
@@ -289,7 +291,8 @@ class Worker:
         hashes: dict[str, int],
     ) -> Published:
         data = lora.adapter_to_bytes(state)
-        key = keys.blob(job.job_id, "evaluated" if request.evaluated else "adapter", request.version)
+        kind, attempt = "evaluated" if request.evaluated else "adapter", job.checkpoints.fence.attempt
+        key = keys.blob(job.job_id, kind, request.version, attempt)  # an earlier trainer that wakes has another key
         with self.ranks.beats.phase(Phase.OUTSIDE):
             ref = self._blobs.put(key, data, ttl_s=ADAPTER_TTL_S)
         job.adapters.append(Published(int(request.version), hashes, len(data), ref, request.evaluated))

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from flowfleet.api_types import Job
 from tests.e2e.conftest import Fleet, assert_accounted, wait_until
-from tests.e2e.test_kills import SAMPLES, curve
+from tests.e2e.test_kills import SAMPLES, evaluated
 
-HANG_S, STEPS = 5.0, 6
+HANG_S, STEPS = 5.0, 5
 LIMIT_S = 90.0
 """For a resume on a machine that does other things, too."""
 
@@ -41,7 +42,7 @@ def test_ranks_that_stand_still_for_good_cost_a_resume(fleet: Fleet, small_job: 
             "timeouts": {"hang_s": HANG_S},
         }
     )
-    undisturbed = curve(fleet, fleet.run(spec))
+    _, undisturbed = evaluated(fleet.run(spec))
     client = fleet.client
     job = client.submit(spec)
     for rank, step in ((1, 1), (0, 3)):
@@ -53,8 +54,9 @@ def test_ranks_that_stand_still_for_good_cost_a_resume(fleet: Fleet, small_job: 
         print(f"rank {rank}: {time.monotonic() - stopped:.1f} s")
     job = client.wait(job.id, 240)
     assert_accounted(job, STEPS * SAMPLES)
-    for ours, theirs in zip(curve(fleet, job), undisturbed, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-6)
+    _, weights = evaluated(job)
+    assert weights.keys() == undisturbed.keys()
+    assert all(torch.equal(tensor, undisturbed[name]) for name, tensor in weights.items())
     reasons = [event.data["reason"] for event in client.events(job.id) if event.type == "trainer_hung"]
     assert len(reasons) == 2
     assert "rank 1" in reasons[0]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowfleet.errors import DataLoss
+from flowfleet.errors import Conflict, DataLoss
 from flowfleet.proto import rollout_pb2
 from flowfleet.transfer import GroupBroken, TransferMember, TransferStore
 from flowfleet.weights import Member
@@ -101,5 +101,30 @@ def test_an_absent_peer_and_an_unreachable_store_are_told_apart(folder: str) -> 
         with pytest.raises(RuntimeError) as caught:
             await receiver.init(init_request(folder, 1, 3, 0.5))  # nothing listens there
         assert not isinstance(caught.value, GroupBroken)
+
+    asyncio.run(scenario())
+
+
+def test_a_trainer_that_was_replaced_is_refused_in_every_phase(folder: str) -> None:
+    """And what the newer one has begun goes on."""
+    model = rollout_pb2.ModelSpec(path=folder, dtype="float32")
+
+    async def scenario() -> None:
+        receiver = receiver_with(ValueError())
+        init = rollout_pb2.InitWeightTransferRequest(job_id="job", model=model)
+        phases: list[tuple[Any, Any]] = [
+            (receiver.init, init),
+            (receiver.start, rollout_pb2.StartWeightUpdateRequest(job_id="job", version=1)),
+            (receiver.update, rollout_pb2.UpdateWeightsRequest(job_id="job", version=1)),
+            (receiver.finish, rollout_pb2.FinishWeightUpdateRequest(job_id="job", version=1)),
+        ]
+        init.attempt = 7
+        await receiver.init(init)
+        for phase, request in phases:
+            request.attempt = 6
+            with pytest.raises(Conflict, match="trainer 6 of job job was replaced by trainer 7"):
+                await phase(request)
+        start = rollout_pb2.StartWeightUpdateRequest(job_id="job", version=1, attempt=7)
+        await receiver.start(start)
 
     asyncio.run(scenario())

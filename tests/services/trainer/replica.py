@@ -22,12 +22,14 @@ from flowfleet.blobs import open_blobs_sync
 from flowfleet.errors import DataLoss
 from flowfleet.proto import rollout_pb2, rollout_pb2_grpc
 from flowfleet.transfer import GroupBroken, TransferMember
+from services.rollout.attempts import Attempts
 
 
 class Replica(rollout_pb2_grpc.RolloutServiceServicer):
     def __init__(self, fault: str) -> None:
         self._fault = fault
         self._blobs = open_blobs_sync(redis_client.connect_sync(redis_client.redis_url()))
+        self._attempts = Attempts()
         self._member: TransferMember | None = None
         self._weights: dict[str, torch.Tensor] = {}
         self._status = rollout_pb2.RolloutStatus(incarnation=uuid.uuid4().hex, state=rollout_pb2.ROLLOUT_STATE_IDLE)
@@ -37,6 +39,7 @@ class Replica(rollout_pb2_grpc.RolloutServiceServicer):
         return self._status
 
     async def InitWeightTransfer(self, request: Any, context: Any) -> rollout_pb2.InitWeightTransferResponse:
+        self._attempts.admit(request.job_id, request.attempt)
         self._status.job_id = request.job_id
         if request.HasField("group") and (self._member is None or self._member.group_id != request.group.group_id):
             try:
@@ -47,6 +50,7 @@ class Replica(rollout_pb2_grpc.RolloutServiceServicer):
         return rollout_pb2.InitWeightTransferResponse()
 
     async def StartWeightUpdate(self, request: Any, context: Any) -> rollout_pb2.StartWeightUpdateResponse:
+        self._attempts.admit(request.job_id, request.attempt)
         self._status.state = rollout_pb2.ROLLOUT_STATE_UPDATING
         return rollout_pb2.StartWeightUpdateResponse()
 

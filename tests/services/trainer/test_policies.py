@@ -18,6 +18,7 @@ from flowfleet.weights import copy_into, full_parameters
 from services.trainer.checkpoint_state import read_state, write_state
 from services.trainer.engine import lora_spec
 from services.trainer.export import export
+from services.trainer.fence import Fence
 from services.trainer.policies import Policy
 from services.trainer.ranks import Ranks
 from services.trainer.worker import Worker
@@ -200,7 +201,7 @@ def test_a_checkpoint_from_before_there_were_averages_is_resumed(
 
 def exported_of(worker: Worker, directory: Path) -> dict[str, Tensor]:
     """What is written of what is trained, by published name."""
-    export(engine_of(worker), directory)
+    export(engine_of(worker), directory, Fence(directory))
     if engine_of(worker).is_lora:
         return load_file(directory / "pytorch_lora_weights.safetensors")
     file = directory / "transformer" / "diffusion_pytorch_model.safetensors"

@@ -29,7 +29,8 @@ REPLICAS = (("good", "none"), ("bad", "corrupt"), ("gone", "none"))
 
 def published_adapter(redis_url: str, version: int) -> dict[str, torch.Tensor]:
     client: Redis = connect_sync(redis_url)
-    data = client.get(keys.blob(JOB, "adapter", version))
+    (key,) = client.scan_iter(match=keys.blob(JOB, "adapter", version) + ":*")
+    data = client.get(key)
     assert isinstance(data, bytes)
     return adapter_from_bytes(data)
 

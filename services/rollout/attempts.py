@@ -1,0 +1,28 @@
+"""Refuses weights of a trainer that was replaced: it may wake when the next one has published. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from flowfleet.errors import Conflict
+
+MAX_JOBS = 64
+"""Jobs remembered: a replica serves one after the other."""
+
+
+class Attempts:
+    """The newest trainer of each job that this replica has heard of."""
+
+    def __init__(self) -> None:
+        self._newest: OrderedDict[str, int] = OrderedDict()
+
+    def admit(self, job_id: str, attempt: int) -> None:
+        """Raises Conflict for one that is not the newest. 0 is admitted: nobody told the number."""
+        newest = self._newest.get(job_id, 0)
+        if 0 < attempt < newest:
+            raise Conflict(f"trainer {attempt} of job {job_id} was replaced by trainer {newest}: it must end")
+        if attempt > 0:
+            self._newest[job_id] = attempt
+            self._newest.move_to_end(job_id)
+            if len(self._newest) > MAX_JOBS:
+                self._newest.popitem(last=False)
