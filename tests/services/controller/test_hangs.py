@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.controller.hangs import HangJudge, Progress
@@ -108,6 +108,7 @@ def test_a_controller_that_was_suspended_accuses_nobody() -> None:
     assert judge.look(1e6 + 1.0, ranks.tell()) is None
 
 
+@settings(deadline=None)
 @given(
     steps=st.lists(
         st.tuples(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowfleet.errors import Conflict
 from services.rollout.attempts import MAX_JOBS, Attempts
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 5))))
 def test_only_the_newest_of_a_job_is_admitted(calls: list[tuple[str, int]]) -> None:
     attempts, newest = Attempts(), {"a": 0, "b": 0}
