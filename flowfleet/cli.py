@@ -16,6 +16,7 @@ from rich.markup import escape
 from flowfleet import cli_reward, cli_rewards
 from flowfleet import cli_views as views
 from flowfleet.api_types import ApiError, Job
+from flowfleet.cli_chaos import chaos
 from flowfleet.cli_options import Ca, JobId, Url, connect, err, out
 from flowfleet.cli_samples import samples
 from flowfleet.client import Client
@@ -169,6 +170,9 @@ def demo(
 
     changes = [*(set_ or ()), *([] if seed is None else [f"seed={seed}"])]
     run_demo(recipe, state_dir, changes, out)
+
+
+app.command()(chaos)
 
 
 # -- jobs ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,191 @@
+"""Walks a schedule on a running job: waits for a fault's step and phase, strikes, heals, waits for the job to go on.
+
+One fault at a time: the next one comes when the job has finished a step after the last one. So each recovery time
+belongs to one fault. A fault that finds nothing to strike is tried again for a while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+
+import psutil
+import redis
+
+from flowfleet.api_types import ApiError
+from flowfleet.chaos.faults import STRIKES, Struck
+from flowfleet.chaos.field import Field, Missed
+from flowfleet.chaos.ledger import Entry, Ledger
+from flowfleet.chaos.schedule import Fault
+from flowfleet.chaos.stack import SCORER
+from flowfleet.chaos.watch import Sight
+from flowfleet.client import Client
+from flowfleet.local.health import serves
+
+STUCK_S = 180.0
+"""A job that finishes no step for so long has not survived."""
+PHASE_S = 10.0
+"""Longest wait for the wished phase; then the fault strikes in whatever phase there is."""
+TRY_S = 60.0
+"""Longest wait for something to strike."""
+RETRY_S = 0.1
+REPLACED_S = 60.0
+"""What the replacement of a hung process may take beyond `timeouts.hang_s`."""
+POLL_S = 0.02
+HELD = ("paused", "quarantined")
+LOOK_S = 1.0
+"""How often a job that does not go on is looked at: one that is paused is resumed."""
+
+
+class Stuck(Exception):
+    """The job has ended too early or goes on no more; the message says how it was seen last."""
+
+
+class Injector:
+    def __init__(
+        self, place: Field, client: Client, ledger: Ledger, say: Callable[[str], None], started: float
+    ) -> None:
+        self._place = place
+        self._client = client
+        self._ledger = ledger
+        self._say = say
+        self._started = started
+
+    def run(self, schedule: Sequence[Fault]) -> None:
+        """Does all faults. Raises Stuck."""
+        for fault in schedule:
+            self._wait_for_step(fault.step)
+            entry = self._do(fault)
+            self._ledger.add(entry)
+            self._tell(entry, len(schedule))
+            if entry.counted and entry.recovery_s is None and not self._place.watch.now.ended:
+                raise Stuck(entry.failures[-1] if entry.failures else "the job goes on no more")
+
+    # -- one fault -----------------------------------------------------------------------------------------------
+
+    def _do(self, fault: Fault) -> Entry:
+        entry = Entry(fault.number, fault.kind, fault.target, fault.phase)
+        struck = self._strike(fault, entry)
+        if struck is None:
+            return entry
+        struck_at, step = time.monotonic(), entry.step
+        entry.what, entry.data = struck.what, struck.data
+        entry.counted = not self._place.watch.now.ended
+        try:
+            self._hold(fault, struck)
+        except (OSError, redis.RedisError, psutil.Error, TimeoutError) as error:
+            entry.failures.append(f"it was not ended: {type(error).__name__}: {error}")
+        if struck.replaced is not None:
+            self._wait_for_replacement(struck.replaced, entry, struck_at)
+        self._wait_for_recovery(entry, step, struck_at)
+        return entry
+
+    def _strike(self, fault: Fault, entry: Entry) -> Struck | None:
+        """Strikes in the wished phase, or says in the entry why not."""
+        deadline, missed = time.monotonic() + TRY_S, ""
+        while time.monotonic() < deadline:
+            if self._place.watch.now.ended:
+                break
+            if not self._serves(fault.target):
+                missed = f"{fault.target} does not serve"
+                time.sleep(RETRY_S)
+                continue
+            self._place.watch.until(lambda sight: sight.ended or sight.phase == fault.phase, PHASE_S)
+            sight = self._place.watch.now
+            try:
+                struck = STRIKES[fault.kind](self._place, fault)
+            except (Missed, redis.RedisError, OSError, psutil.Error) as error:
+                missed = str(error)
+                time.sleep(RETRY_S)
+                continue
+            entry.step, entry.phase = sight.step, sight.phase
+            entry.at_s = round(time.monotonic() - self._started, 2)
+            return struck
+        entry.failures.append(f"nothing was struck: {missed or 'the job has ended'}")
+        return None
+
+    def _serves(self, target: str) -> bool:
+        """Whether a service that a fault names answers. A trainer is asked by the job itself."""
+        kind = target.partition("/")[0]
+        names = {"reward": f"reward-{SCORER}", "controller": "controller", "redis": "redis"}
+        plan = self._place.chaos.plan
+        wanted = [
+            p for p in plan.processes if p.name == names.get(kind) or (kind == "rollout" and p.name.startswith(kind))
+        ]
+        return not wanted or any(serves(process, plan) for process in wanted)
+
+    def _hold(self, fault: Fault, struck: Struck) -> None:
+        if struck.heal is None:
+            return
+        time.sleep(fault.seconds)
+        struck.heal()
+
+    # -- what follows --------------------------------------------------------------------------------------------
+
+    def _wait_for_step(self, step: int) -> None:
+        watch = self._place.watch
+        if not self._until(lambda sight: sight.step >= step):
+            raise Stuck(f"step {step} was not reached within {STUCK_S:g} s: {seen(watch.now)}")
+        if watch.now.ended:
+            raise Stuck(f"the job ended before step {step}: {seen(watch.now)}")
+
+    def _wait_for_replacement(self, process: psutil.Process, entry: Entry, struck_at: float) -> None:
+        patience = self._place.spec.timeouts.hang_s + REPLACED_S
+        while time.monotonic() < struck_at + patience:
+            if _is_gone(process):
+                entry.replaced_s = round(time.monotonic() - struck_at, 2)
+                return
+            time.sleep(POLL_S)
+        entry.failures.append(f"{entry.target} hung and was not replaced within {patience:g} s")
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+    def _wait_for_recovery(self, entry: Entry, step: int, struck_at: float) -> None:
+        if self._until(lambda sight: sight.step > step, entry):
+            entry.recovery_s = round(self._place.watch.now.at - struck_at, 2)
+            return
+        entry.failures.append(f"no step was finished within {STUCK_S:g} s: {seen(self._place.watch.now)}")
+
+    def _until(self, condition: Callable[[Sight], bool], entry: Entry | None = None) -> bool:
+        """Waits for a condition or the job's end; resumes a job that was paused. False after `STUCK_S`."""
+        watch, deadline = self._place.watch, time.monotonic() + STUCK_S
+        while time.monotonic() < deadline:
+            if watch.until(lambda sight: sight.ended or condition(sight), LOOK_S):
+                return True
+            if watch.now.status in HELD:
+                self._resume(entry, watch.now)
+        return False
+
+    def _resume(self, entry: Entry | None, sight: Sight) -> None:
+        """Lets a held job go on. A job pauses where memory is short; in quarantine it should never be."""
+        self._say(f"resuming the job, which is {sight.status}: {sight.reason}")
+        if entry is not None:
+            entry.resumed = sight.reason
+            if sight.status != "paused":
+                entry.failures.append(f"the job was {sight.status}: {sight.reason}")
+        try:
+            self._client.resume(self._place.job_id)
+        except ApiError as error:
+            self._say(f"resume failed: {error}")
+
+    def _tell(self, entry: Entry, total: int) -> None:
+        recovery = "not recovered" if entry.recovery_s is None else f"recovered in {entry.recovery_s:.1f} s"
+        failures = "".join(f"; FAILURE: {text}" for text in entry.failures)
+        self._say(
+            f"{self._ledger.num_counted}/{total} {entry.kind} {entry.target} in step {entry.step} ({entry.phase}): "
+            f"{entry.what or 'missed'}; {recovery}{failures}"
+        )
+
+
+def seen(sight: Sight) -> str:
+    """The job in a few words."""
+    reason = f": {sight.reason}" if sight.reason else ""
+    return f"the job was {sight.status} in step {sight.step} ({sight.phase}){reason}"
+
+
+def _is_gone(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

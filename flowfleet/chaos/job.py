@@ -1,0 +1,83 @@
+"""The job of a chaos run: tiny, and the same bits whatever happens to its processes.
+
+A sample is made, and trained on, in a forward of its own: then its bits do not depend on which samples came with it,
+and one that is made again after a fault is the one that was lost. A dropped sample is not replaced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors.numpy import load_file
+
+from flowfleet.chaos.reward import NAME
+from flowfleet.chaos.schedule import Shape
+from flowfleet.job_files import RECIPES, prepare_job
+from flowfleet.jobs import JobSpec, parse_job
+
+Mode = Literal["lora", "full"]
+RECIPE: dict[Mode, Path] = {"lora": RECIPES / "tiny_ocr.toml", "full": RECIPES / "tiny_ocr_full.toml"}
+MAX_BATCH = 1
+"""Rows of a forward of the rollouts."""
+_TINY: dict[str, Any] = {
+    "name": "chaos",
+    "rollout.height": 32,
+    "rollout.width": 32,
+    "rollout.prompts_per_step": 2,
+    "rollout.group_size": 3,
+    "rollout.batch_size": 3,
+    "rollout.num_inference_steps": 4,
+    "rollout.window.size": 2,
+    "trainer.world_size": 2,
+    "trainer.threads": 1,
+    "trainer.updates_per_step": 1,
+    "schedule.save_every": 3,
+    "schedule.keep_last": 3,
+}
+"""What the recipe is changed to, so that a step takes part of a second."""
+_EXACT: dict[str, Any] = {
+    "rollout.on_drop": "count",
+    "trainer.deterministic": True,
+    "trainer.micro_batch_size": 1,
+    "rewards": {NAME: {}},
+    "data.validation": None,
+    "schedule.max_staleness": 0,
+    "timeouts.score_s": 10.0,
+    "timeouts.publish_s": 60.0,
+    "timeouts.train_step_s": 120.0,
+    "timeouts.checkpoint_s": 120.0,
+    "timeouts.generate_s": 120.0,
+}
+"""What any job is changed to."""
+
+
+def make_job(file: Path | None, mode: Mode, steps: int | None, hang_s: float) -> JobSpec:
+    """The job of a run: the tiny one, or the user's with what makes its bits repeat. Raises ValueError."""
+    spec = prepare_job(file or RECIPE[mode], same_machine=True)
+    changes = {**({} if file else _TINY), **_EXACT, "trainer.mode": mode, "timeouts.hang_s": hang_s}
+    if steps is not None:
+        changes["schedule.steps"] = steps
+    data = spec.model_dump(mode="json", exclude_unset=True)
+    for name, value in changes.items():
+        *path, key = name.split(".")
+        part = data
+        for step in path:
+            part = part.setdefault(step, {})
+        part[key] = value
+    return parse_job(data)
+
+
+def shape_of(spec: JobSpec, spacing: int) -> Shape:
+    return Shape(spec.rollout.prompts_per_step, spec.rollout.group_size, spacing)
+
+
+def weights_hash(model: Path) -> str:
+    """SHA-256 over names, types, shapes and bytes of all tensors of an exported model or adapter."""
+    total = hashlib.sha256()
+    for file in sorted(model.rglob("*.safetensors")):
+        for name, tensor in sorted(load_file(file).items()):
+            total.update(f"{file.relative_to(model)} {name} {tensor.dtype} {tensor.shape}".encode())
+            total.update(tensor.tobytes())
+    return total.hexdigest()

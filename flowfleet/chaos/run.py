@@ -1,0 +1,330 @@
+"""A chaos run from start to end: a schedule, the job under faults, the same job without them, a report.
+
+The reference is given the drops that the schedule injects. Where the run dropped others, a second reference is given
+those, so that weights are always compared with a run of the same samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flowfleet.api_types import Job
+from flowfleet.chaos.clocks import LIBRARY, Clocks, find_library
+from flowfleet.chaos.disk import SmallDisk
+from flowfleet.chaos.field import Field
+from flowfleet.chaos.injector import Injector, Stuck
+from flowfleet.chaos.job import Mode, make_job, shape_of, weights_hash
+from flowfleet.chaos.ledger import Ledger
+from flowfleet.chaos.report import Report, Samples, figures
+from flowfleet.chaos.schedule import KINDS, make_schedule, poisons
+from flowfleet.chaos.stack import ChaosStack, chaos_stack
+from flowfleet.chaos.watch import Watch
+from flowfleet.client import Client
+from flowfleet.jobs import JobSpec
+from flowfleet.local.files import write_atomically
+from flowfleet.local.session import stop_stack
+from flowfleet.local.stack import StackError, StateDir
+
+MARKER = ".flowfleet-chaos"
+STACKS = ("stack", "reference")
+END_S = 600.0
+"""For the steps after the last fault, or for a whole reference."""
+CORES_FOR_BOTH = 8
+"""With so many cores the reference runs beside the job under faults."""
+
+Say = Callable[[str], None]
+
+
+class Interrupted(Exception):
+    """SIGTERM or SIGINT came: the report says what was done until then."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `flowfleet chaos` takes."""
+
+    faults: int
+    seed: int
+    mode: Mode = "lora"
+    job: Path | None = None
+    directory: Path = Path("runs/chaos")
+    kinds: tuple[str, ...] = KINDS
+    report: Path | None = None
+    reference: str = ""
+    """Hash of the reference's weights; empty: it is run."""
+    spacing: int = 3
+    hang_s: float = 8.0
+
+
+@dataclass
+class _Run:
+    """What is known so far; a report can be made of it at any time."""
+
+    options: Options
+    spec: JobSpec
+    ledger: Ledger
+    skipped: dict[str, str]
+    started: float = field(default_factory=time.monotonic)
+    job: Job | None = None
+    samples: Samples = field(default_factory=Samples)
+    weights: str = ""
+    reference: str = ""
+    seconds: float = 0.0
+    reference_seconds: float = 0.0
+    failures: list[str] = field(default_factory=list)
+    interrupted: bool = False
+
+    def report(self) -> Report:
+        job = self.job
+        own = [
+            f"fault {entry.number} ({entry.kind} {entry.target}): {text}"
+            for entry in self.ledger.entries
+            for text in entry.failures
+        ]
+        return Report(
+            mode=self.options.mode,
+            seed=self.options.seed,
+            faults_asked=self.options.faults,
+            faults_counted=self.ledger.num_counted,
+            kinds_skipped=self.skipped,
+            job_status=job.status if job else "",
+            job_reason=job.reason if job else "",
+            steps=self.spec.schedule.steps,
+            steps_done=job.progress.step if job else 0,
+            seconds=round(self.seconds or time.monotonic() - self.started, 1),
+            reference_seconds=round(self.reference_seconds, 1),
+            samples=self.samples,
+            weights=self.weights,
+            reference=self.reference,
+            kinds=figures(self.ledger.entries),
+            failures=(*own, *self.failures),
+            interrupted=self.interrupted,
+            machine={"cores": os.cpu_count(), "system": platform.platform(), "python": platform.python_version()},
+            faults=[asdict(entry) for entry in self.ledger.entries],
+        )
+
+
+def run_chaos(options: Options, say: Say) -> Report:
+    """Runs it all and writes the report. Raises ValueError and StackError where it cannot begin."""
+    directory = options.directory.expanduser().resolve()
+    library = find_library()
+    kinds, skipped = possible(options.kinds, has_clocks=library is not None, has_disk=can_mount(directory))
+    if not kinds:
+        raise ValueError(f"none of the faults asked for can be done here: {'; '.join(skipped.values())}")
+    spec = make_job(options.job, options.mode, None, options.hang_s)
+    shape = shape_of(spec, options.spacing)
+    schedule = make_schedule(options.faults, options.seed, shape, kinds)
+    spec = make_job(options.job, options.mode, shape.steps_for(options.faults), options.hang_s)
+    _make_fresh(directory)
+    run = _Run(options, spec, Ledger(directory / "chaos.jsonl"), skipped)
+    for kind, why in skipped.items():
+        say(f"skipped: {kind}: {why}")
+    say(f"{options.faults} faults on a {options.mode} job of {spec.schedule.steps} steps, seed {options.seed}")
+    injected = poisons(schedule)
+    stop = threading.Event()
+    try:
+        with _interruptible(), _references(directory, spec, say, stop) as references:
+            beside = (os.cpu_count() or 1) >= CORES_FOR_BOTH
+            first = None if options.reference else references(injected)
+            if first is not None and not beside:
+                run.reference, run.reference_seconds = _result(first)
+            with chaos_stack(directory / "stack", spec, injected, Clocks(directory / "clocks", library)) as chaos:
+                _under_faults(run, chaos, schedule, say)
+            if first is not None and beside:
+                run.reference, run.reference_seconds = _result(first)
+            run.reference = options.reference or run.reference
+            found = set(run.samples.drops_found)
+            if run.weights and found != set(injected):
+                say("other samples were dropped than those injected: a second reference is given the same drops")
+                again = references({name: injected.get(name, "error") for name in found})
+                run.reference, run.reference_seconds = _result(again)
+    except Interrupted:
+        run.interrupted = True
+    except (Stuck, StackError) as error:
+        run.failures.append(str(error))
+    finally:
+        stop.set()
+        report = run.report()
+        target = options.report or directory / "report.json"
+        write_atomically(target, report.model_dump_json(indent=2) + "\n")
+        say(f"report: {target}")
+    return report
+
+
+def possible(kinds: Sequence[str], *, has_clocks: bool, has_disk: bool) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Kinds that this machine can do, and why it cannot do the others."""
+    reasons = {}
+    if not has_clocks:
+        reasons["skew-clock"] = f"there is no libfaketime: install the package faketime, or set {LIBRARY}"
+    if not has_disk:
+        reasons["full-disk"] = "this process may not mount a small disk: run it as root"
+    skipped = {kind: why for kind, why in reasons.items() if kind in kinds}
+    return tuple(kind for kind in kinds if kind not in skipped), skipped
+
+
+def can_mount(directory: Path) -> bool:
+    """Whether a small disk can be had; a probe is mounted and taken away again."""
+    with SmallDisk(directory / "probe") as disk:
+        mounted = disk.mounted
+    (directory / "probe").rmdir()
+    return mounted
+
+
+# -- the job under faults ----------------------------------------------------------------------------------------------
+
+
+def _under_faults(run: _Run, chaos: ChaosStack, schedule: Sequence[Any], say: Say) -> None:
+    started = time.monotonic()
+    with Client(chaos.stack.url) as client:
+        job = client.submit(run.spec)
+        say(f"job {job.id} on {chaos.stack.url}; logs are in {chaos.state.logs}")
+        watch = Watch(chaos.stack.url, job.id)
+        place = Field(chaos, watch, job.id, run.spec)
+        place.start()
+        try:
+            Injector(place, client, run.ledger, say, started).run(schedule)
+            watch.until(lambda sight: sight.ended, END_S)
+        finally:
+            place.close()
+            watch.close()
+            run.seconds = time.monotonic() - started
+            _look_at_end(run, client, job.id)
+
+
+def _look_at_end(run: _Run, client: Client, job_id: str) -> None:
+    """Collects what the job left, as far as it came."""
+    with _noted(run.failures):
+        run.job = client.job(job_id)
+        run.samples = account(run.spec, run.job, client, poisons_of(run))
+        if run.job.status == "succeeded":
+            run.weights = weights_hash(Path(run.job.results["model"]))
+
+
+def poisons_of(run: _Run) -> tuple[str, ...]:
+    """Samples whose poison struck: of the faults that were done."""
+    return tuple(
+        sorted(entry.data["sample"] for entry in run.ledger.entries if entry.kind == "poison-reward" and entry.counted)
+    )
+
+
+def account(spec: JobSpec, job: Job, client: Client, injected: tuple[str, ...]) -> Samples:
+    """What became of every sample of the steps that are done, by identity."""
+    records = list(client.samples(job.id, order="oldest"))
+    names = {f"{one.step}/{one.group}/{one.index}": one for one in records if one.step < job.progress.step}
+    trained = [name for name, one in names.items() if one.reward is not None and not one.drop_reason]
+    asked = [
+        f"{step}/{group}/{index}"
+        for step in range(job.progress.step)
+        for group in range(spec.rollout.prompts_per_step)
+        for index in range(spec.rollout.group_size)
+    ]
+    dropped = job.results.get("samples_dropped") or job.progress.samples_dropped
+    num_trained = job.results.get("samples_trained", job.progress.samples_trained)
+    return Samples(
+        asked=len(asked),
+        trained=num_trained,
+        dropped=dropped,
+        doubled=max(0, num_trained - len(trained)),
+        lost=max(0, len(asked) - num_trained - sum(dropped.values())),
+        delivered_again=job.results.get("duplicates", 0),
+        drops_injected=injected,
+        drops_found=tuple(sorted(set(asked) - set(trained))),
+    )
+
+
+# -- the job without faults --------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _references(
+    directory: Path, spec: JobSpec, say: Say, stop: threading.Event
+) -> Iterator[Callable[[Mapping[str, str]], Future[tuple[str, float]]]]:
+    """Starts references in a thread; they end with the block."""
+    with ThreadPoolExecutor(1, "reference") as pool:
+        try:
+            yield lambda poison: pool.submit(_reference, directory / "reference", spec, dict(poison), say, stop)
+        finally:
+            stop.set()
+
+
+def _reference(
+    directory: Path, spec: JobSpec, poison: Mapping[str, str], say: Say, stop: threading.Event
+) -> tuple[str, float]:
+    """Hash of the weights of a run without faults, and its seconds. Raises StackError where it does not succeed."""
+    with (
+        chaos_stack(directory, spec, poison, Clocks(directory, None)) as chaos,
+        Client(chaos.stack.url) as client,
+    ):
+        started = time.monotonic()
+        job = client.submit(spec)
+        while not (job := client.job(job.id)).ended:
+            if stop.wait(0.5):
+                raise StackError("the reference was stopped")
+        seconds = time.monotonic() - started
+        if job.status != "succeeded":
+            raise StackError(f"the reference {job.status}: {job.reason}; its logs are in {chaos.state.logs}")
+        say(f"reference: {spec.schedule.steps} steps in {seconds:.0f} s, {len(poison)} samples dropped")
+        return weights_hash(Path(job.results["model"])), seconds
+
+
+def _result(reference: Future[tuple[str, float]]) -> tuple[str, float]:
+    """Waits so that signals are heard."""
+    while not reference.done():
+        time.sleep(0.1)
+    return reference.result()
+
+
+# -- the rest ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Turns SIGTERM and SIGINT into Interrupted. Main thread only; elsewhere signals stay as they are."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _noted(failures: list[str]) -> Iterator[None]:
+    """Notes what goes wrong while a run is looked at, so that the report still comes."""
+    try:
+        yield
+    except Exception as error:
+        failures.append(f"the end of the job could not be read: {type(error).__name__}: {error}")
+
+
+def _make_fresh(directory: Path) -> None:
+    """Empties a directory of an earlier run and ends its stacks. Raises ValueError for a directory that is none."""
+    if directory.exists() and any(directory.iterdir()):
+        if not (directory / MARKER).exists():
+            raise ValueError(
+                f"{directory} holds something else than a chaos run: give another --state-dir, or remove it"
+            )
+        for name in STACKS:
+            stop_stack(StateDir(directory / name))
+            SmallDisk(directory / name / "jobs").forget()
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / MARKER).touch()

@@ -1,0 +1,31 @@
+"""Twelve seeded faults on a job, in both modes: nothing lost, nothing doubled, the weights of an undisturbed run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flowfleet.chaos.report import Report
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+
+FAULTS = 12
+SEED = 17
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_a_job_survives_twelve_faults_with_the_same_weights(mode: str, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    words = ["--mode", mode, "--faults", str(FAULTS), "--seed", str(SEED), "--state-dir", str(tmp_path / "chaos")]
+    command = [sys.executable, "-m", "flowfleet.cli", "chaos", *words, "--report", str(report)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert report.exists(), ended.stderr
+    found = Report.model_validate_json(report.read_bytes())
+    assert found.problems == [], ended.stdout
+    assert found.faults_counted == FAULTS
+    assert found.samples.are_exact
+    assert found.weights == found.reference != ""
+    assert ended.returncode == 0
