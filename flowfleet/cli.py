@@ -18,6 +18,7 @@ from flowfleet import cli_views as views
 from flowfleet.api_types import ApiError, Job
 from flowfleet.cli_chaos import chaos
 from flowfleet.cli_options import Ca, JobId, Url, connect, err, out
+from flowfleet.cli_redis import redis_acl
 from flowfleet.cli_samples import samples
 from flowfleet.client import Client
 from flowfleet.job_files import prepare_job
@@ -262,6 +263,7 @@ def fleet(url: Url = None, ca: Ca = None) -> None:
 
 
 app.command()(samples)
+app.command("redis-acl")(redis_acl)
 
 
 @app.command()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from flowfleet.kinds import of_certificate
 from services.controller.trainer_template import parse_template
 from tests.deploy.conftest import (
     ALL,
@@ -25,7 +26,17 @@ from tests.deploy.conftest import (
     values_of,
 )
 
-SECRETS = ("FLOWFLEET_API_KEY", "FLOWFLEET_RPC_TOKEN", "FLOWFLEET_REDIS_PASSWORD", "REDISCLI_AUTH")
+SECRETS = (
+    "FLOWFLEET_API_KEY",
+    "FLOWFLEET_RPC_TOKEN",
+    "FLOWFLEET_REWARD_RPC_TOKEN",
+    "FLOWFLEET_RPC_ACCEPT",
+    "FLOWFLEET_REDIS_PASSWORD",
+    "REDISCLI_AUTH",
+    "REDIS_PASSWORD_controller",
+    "REDIS_PASSWORD_rollout",
+    "REDIS_PASSWORD_trainer",
+)
 """Environment variables that hold one."""
 
 
@@ -441,7 +452,9 @@ def test_certificates_are_one_a_component_with_the_names_by_which_it_is_reached(
     for component in components:
         spec = certificates[f"{FULLNAME}-tls-{component}"]
         is_server = component != "keda"
-        assert (spec["dnsNames"][0] == "flowfleet") == ("flowfleet" in spec["dnsNames"]) == is_server
+        assert (spec["dnsNames"][:2] == ["flowfleet", f"{component}.flowfleet"]) == is_server
+        assert of_certificate([name.encode() for name in spec["dnsNames"]], "flowfleet") == [component] * is_server
+        assert is_server or "flowfleet" not in spec["dnsNames"]
         assert ("server auth" in spec["usages"]) == is_server
         assert "client auth" in spec["usages"]
         assert spec["issuerRef"] == {"name": f"{FULLNAME}-ca", "kind": "Issuer", "group": "cert-manager.io"}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
+from base64 import b64decode
 from pathlib import Path
 
 import pytest
 
+from flowfleet import kinds, redis_acl
 from flowfleet.devices import _BACKENDS as BACKENDS
 from tests.deploy.conftest import (
     FULLNAME,
@@ -138,13 +140,14 @@ def test_all_who_need_redis_are_given_it(any_profile: Rendered) -> None:
     for name, pod in any_profile.pods():
         component = pod["metadata"]["labels"]["app.kubernetes.io/component"]
         url = environment(pod).get("FLOWFLEET_REDIS_URL")
+        user = "" if any_profile.kind("Secret") == [] else component  # Secrets of one's own have one for all
         if component in ("controller", "rollout", "trainer"):
             assert url, name
             assert isinstance(url, str) == bundled
             if bundled:
                 names = [item["name"] for item in container(pod)["env"]]
                 assert names.index("FLOWFLEET_REDIS_PASSWORD") < names.index("FLOWFLEET_REDIS_URL")  # it refers to it
-                assert f":$(FLOWFLEET_REDIS_PASSWORD)@{FULLNAME}-redis:6379/0" in url
+                assert f"://{user}:$(FLOWFLEET_REDIS_PASSWORD)@{FULLNAME}-redis:6379/0" in url
         else:
             assert url is None, name
 
@@ -181,6 +184,77 @@ def test_redis_gives_data_half_of_its_memory_and_lines_of_the_user_win(tmp_path:
         lines = done.stdout.splitlines()
         assert [line for line in lines if line.startswith("maxmemory ")] == expected
         assert "requirepass secret" in lines
+        assert not any(line.startswith("user ") for line in lines)
+
+
+def test_redis_has_a_user_for_each_kind_with_its_password(tmp_path: Path) -> None:
+    """start.sh as it is, but for its paths, and what it starts is the machine's Redis."""
+    rendered = Rendered("nvidia")
+    given = environment(rendered.pod("redis"))
+    for kind in redis_acl.RULES:
+        key = {"name": f"{FULLNAME}-redis", "key": f"password-{kind}"}
+        assert given[f"REDIS_PASSWORD_{kind}"]["secretKeyRef"] == key
+        pod = rendered.trainer["spec"]["template"] if kind == "trainer" else rendered.pod(_A_POD[kind])
+        assert environment(pod)["FLOWFLEET_REDIS_PASSWORD"]["secretKeyRef"] == key
+    files = rendered.get("ConfigMap", "redis")["data"]
+    for name, text in files.items():
+        (tmp_path / name).write_text(text.replace("/etc/redis", str(tmp_path)))
+    (tmp_path / "redis-server").write_text("#!/bin/sh\nexec cat\n")
+    (tmp_path / "redis-server").chmod(0o755)
+    passwords = {kind: f"word-of-{kind}" for kind in redis_acl.RULES}
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "REDISCLI_AUTH": "secret", "MEMORY_LIMIT_BYTES": "1024"}
+    env |= {f"REDIS_PASSWORD_{kind}": word for kind, word in passwords.items()}
+    done = subprocess.run(["sh", str(tmp_path / "start.sh")], env=env, capture_output=True, text=True, check=True)
+    users = "".join(line + "\n" for line in done.stdout.splitlines() if line.startswith("user "))
+    assert users == redis_acl.config_lines(passwords)
+    bad = subprocess.run(["sh", str(tmp_path / "start.sh")], env={**env, "REDIS_PASSWORD_rollout": "a b"}, check=False)
+    assert bad.returncode == 2
+
+
+_A_POD = {"controller": "controller", "rollout": "rollout-default"}
+
+
+def test_each_kind_has_the_tokens_that_it_sends_and_accepts() -> None:
+    rendered = Rendered("nvidia")
+    pods = {"trainer": rendered.trainer["spec"]["template"], "reward": rendered.pod("reward-ocr")}
+    pods |= {kind: rendered.pod(name) for kind, name in _A_POD.items()}
+
+    def tokens(kind: str) -> dict[str, str]:
+        found = environment(pods[kind]).items()
+        return {name: value["secretKeyRef"]["key"] for name, value in found if name.startswith(TOKENS)}
+
+    assert tokens("controller") == {
+        "FLOWFLEET_RPC_TOKEN": "rpc-token",
+        "FLOWFLEET_REWARD_RPC_TOKEN": "rpc-token-reward",
+    }
+    assert tokens("trainer") == {"FLOWFLEET_RPC_TOKEN": "rpc-token-trainer", "FLOWFLEET_RPC_ACCEPT": "rpc-token-accept"}
+    assert tokens("rollout") == {"FLOWFLEET_RPC_ACCEPT": "rpc-token-accept"}
+    assert tokens("reward") == {"FLOWFLEET_RPC_TOKEN": "rpc-token-reward"}
+    stored = {name: b64decode(value).decode() for name, value in rendered.get("Secret", "secrets")["data"].items()}
+    held = {kind: stored[f"rpc-token{suffix}"] for kind, suffix in {"controller": "", "trainer": "-trainer"}.items()}
+    assert stored["rpc-token-accept"] == kinds.accept(held)  # type: ignore[arg-type]
+
+
+TOKENS = ("FLOWFLEET_RPC_", "FLOWFLEET_REWARD_", "FLOWFLEET_TRAINER_")
+
+
+def test_secrets_of_ones_own_have_one_entry_or_one_a_kind() -> None:
+    def keys(*settings: str) -> list[str]:
+        rendered = Rendered("nvidia", *settings)
+        rollout, trainer = rendered.pod("rollout-default"), rendered.trainer["spec"]["template"]
+        values = [*environment(rollout).values(), *environment(trainer).values()]
+        return [value["secretKeyRef"]["key"] for value in values if isinstance(value, dict) and "secretKeyRef" in value]
+
+    token, redis = 'secrets.rpcToken.existingSecret="mine"', 'redis.auth.existingSecret="mine"'
+    assert keys(token, redis) == ["rpc-token", "password"] * 2
+    assert keys(token, redis, "secrets.rpcToken.perKind=true", "redis.auth.perKind=true") == [
+        *("rpc-token-accept", "password-rollout"),
+        *("rpc-token-trainer", "rpc-token-accept", "password-trainer"),
+    ]
+    url = environment(Rendered("external-redis", "redis.external.perKind=true").pod("controller"))[
+        "FLOWFLEET_REDIS_URL"
+    ]
+    assert url == {"secretKeyRef": {"name": "fleet-redis", "key": "url-controller"}}
 
 
 def test_claims_go_with_the_release_or_stay_as_the_values_say() -> None:
@@ -221,7 +295,7 @@ def test_generated_secrets_are_long_and_different() -> None:
     values = [
         value for rendered in (first, second) for doc in rendered.kind("Secret") for value in doc["data"].values()
     ]
-    assert len(set(values)) == len(values) == 6
+    assert len(set(values)) == len(values) == 18
     assert all(len(value) >= 40 for value in values)
 
 

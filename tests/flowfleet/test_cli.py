@@ -341,6 +341,7 @@ def test_the_surface_is_what_users_know() -> None:
             "--url",
             "--worst",
         ],
+        "redis-acl": ["--redis6"],
         "cancel": ["--ca", "--url"],
         "pause": ["--ca", "--url"],
         "resume": ["--ca", "--url"],

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from flowfleet import trust_tables
 from flowfleet.algorithms import tables
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES
 from flowfleet.docs_tables import outdated, replaced, rewrite, table
@@ -20,6 +21,12 @@ TEXT = (
 
 def test_the_tables_of_the_algorithms_page_are_up_to_date() -> None:
     assert outdated(PAGE, tables.parts()) == [], "run `python -m flowfleet.algorithms.tables`"
+
+
+def test_the_tables_of_who_may_do_what_are_up_to_date() -> None:
+    assert outdated(trust_tables.PAGE, trust_tables.parts()) == [], "run `python -m flowfleet.trust_tables`"
+    written = trust_tables.CHART_USERS.read_text(encoding="utf-8")
+    assert written == trust_tables.chart_users(), "run `python -m flowfleet.trust_tables`"
 
 
 def test_every_algorithm_loss_and_setting_is_in_its_table() -> None:

@@ -244,8 +244,6 @@ imagePullSecrets:
   valueFrom: {fieldRef: {fieldPath: metadata.namespace}}
 - name: POD_IP
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
-- name: FLOWFLEET_RPC_TOKEN
-  valueFrom: {secretKeyRef: {name: {{ include "flowfleet.rpcTokenSecret" . }}, key: {{ .Values.secrets.rpcToken.key }}}}
 {{- if .Values.tls.enabled }}
 - name: FLOWFLEET_TLS_DIR
   value: {{ include "flowfleet.tlsDir" . }}
@@ -254,26 +252,55 @@ imagePullSecrets:
 {{- end }}
 {{- end }}
 
-{{/* Environment of what reads Redis and blobs: controller, rollouts, trainers. */}}
+{{/* Whether a Secret has an entry for each kind of service: "true" or "". Generated ones have. (its values) */}}
+{{- define "flowfleet.perKind" -}}
+{{- if or (not .existingSecret) .perKind }}true{{ end }}
+{{- end }}
+
+{{/* Tokens of a kind of service (flowfleet/kinds.py): (list root component). */}}
+{{- define "flowfleet.rpcEnv" -}}
+{{- $root := index . 0 }}{{ $component := index . 1 }}{{ $token := $root.Values.secrets.rpcToken -}}
+{{- $secret := include "flowfleet.rpcTokenSecret" $root }}
+{{- $perKind := include "flowfleet.perKind" $token }}
+{{- $own := and (not (empty $perKind)) (has $component (list "trainer" "reward")) | ternary (printf "%s-%s" $token.key $component) $token.key }}
+{{- if or (not $perKind) (ne $component "rollout") }}
+- name: FLOWFLEET_RPC_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ $secret }}, key: {{ $own }}}}
+{{- end }}
+{{- if and $perKind (eq $component "controller") }}
+- name: FLOWFLEET_REWARD_RPC_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ $secret }}, key: {{ $token.key }}-reward}}
+{{- end }}
+{{- if and $perKind (has $component (list "rollout" "trainer")) }}
+- name: FLOWFLEET_RPC_ACCEPT
+  valueFrom: {secretKeyRef: {name: {{ $secret }}, key: {{ $token.key }}-accept}}
+{{- end }}
+{{- end }}
+
+{{/* Environment of what reads Redis and blobs, controller, rollouts, trainers: (list root component). */}}
 {{- define "flowfleet.dataEnv" -}}
+{{- $component := index . 1 }}{{ with index . 0 }}
 {{- if .Values.redis.enabled }}
+{{- $perKind := include "flowfleet.perKind" .Values.redis.auth }}
+{{- $user := empty $perKind | ternary "" $component }}
 - name: FLOWFLEET_REDIS_PASSWORD
-  valueFrom: {secretKeyRef: {name: {{ include "flowfleet.redisSecret" . }}, key: {{ .Values.redis.auth.key }}}}
+  valueFrom: {secretKeyRef: {name: {{ include "flowfleet.redisSecret" . }}, key: {{ .Values.redis.auth.key }}{{ with $user }}-{{ . }}{{ end }}}}
 - name: FLOWFLEET_REDIS_URL
   {{- if .Values.tls.enabled }}
   {{- $dir := include "flowfleet.tlsDir" . }}
-  value: rediss://:$(FLOWFLEET_REDIS_PASSWORD)@{{ include "flowfleet.fullname" . }}-redis:6379/0?ssl_ca_certs={{ $dir }}/ca.crt&ssl_certfile={{ $dir }}/tls.crt&ssl_keyfile={{ $dir }}/tls.key
+  value: rediss://{{ $user }}:$(FLOWFLEET_REDIS_PASSWORD)@{{ include "flowfleet.fullname" . }}-redis:6379/0?ssl_ca_certs={{ $dir }}/ca.crt&ssl_certfile={{ $dir }}/tls.crt&ssl_keyfile={{ $dir }}/tls.key
   {{- else }}
-  value: redis://:$(FLOWFLEET_REDIS_PASSWORD)@{{ include "flowfleet.fullname" . }}-redis:6379/0
+  value: redis://{{ $user }}:$(FLOWFLEET_REDIS_PASSWORD)@{{ include "flowfleet.fullname" . }}-redis:6379/0
   {{- end }}
 {{- else }}
 - name: FLOWFLEET_REDIS_URL
-  valueFrom: {secretKeyRef: {name: {{ .Values.redis.external.existingSecret }}, key: {{ .Values.redis.external.key }}}}
+  valueFrom: {secretKeyRef: {name: {{ .Values.redis.external.existingSecret }}, key: {{ .Values.redis.external.key }}{{ if .Values.redis.external.perKind }}-{{ $component }}{{ end }}}}
 {{- end }}
 - name: FLOWFLEET_BLOBS
   value: {{ .Values.blobs.url }}
 {{- with .Values.env }}
 {{ toYaml . }}
+{{- end }}
 {{- end }}
 {{- end }}
 
