@@ -56,7 +56,7 @@ RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
         Rule("announce samples", ("+xadd",), ("ff:*:trajectories",)),
         Rule(
             "keep its record among the replicas, by script",
-            ("+evalsha", "+hdel", "+hget", "+hset", "+incr", "+zadd", "+zrem"),
+            ("+evalsha", "+get", "+hdel", "+hget", "+hset", "+incr", "+set", "+zadd", "+zrem"),
             ("ff-fleet:replicas:*",),
         ),
         Rule("load the script", ("+script|load", "+time")),
