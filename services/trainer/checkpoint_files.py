@@ -12,6 +12,7 @@ round, so a disk is read once.
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import zlib
 from collections.abc import Mapping, Sequence
@@ -130,13 +131,11 @@ def _damage(folder: Path, digests: Mapping[str, str], ranks: Ranks) -> str:
 
 
 def digest_of(path: Path) -> str:
-    """Reads a file once, from its beginning to its end."""
-    buffers = [bytearray(_PIECE_BYTES), bytearray(_PIECE_BYTES)]  # one is read into while the other is summed
-    with path.open("rb", buffering=0) as file, Digest() as digest:
-        while size := file.readinto(buffers[0]):
-            digest.add(memoryview(buffers[0])[:size])
-            buffers.reverse()
-        return digest.value()
+    """Reads a file once, from its beginning to its end, in one call: the thread that copies tensors meanwhile holds
+    Python's lock for long."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
+        pages.madvise(mmap.MADV_SEQUENTIAL)
+        return f"{zlib.crc32(pages):08x}"
 
 
 def _damage_of(path: Path, digest: str) -> str:

@@ -1,0 +1,52 @@
+"""Bits of checkpoints flip while the trainer is killed: the job ends with the weights of an undisturbed run."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowfleet.api_types import Job
+from tests.e2e.conftest import Fleet, wait_until
+from tests.e2e.test_kills import kill_trainer_agent
+from tests.services.trainer import damage
+
+pytestmark = pytest.mark.long
+
+STEPS, SAMPLES = 5, 24
+
+
+def exported(job: Job) -> str:
+    """sha256 of the adapter."""
+    return hashlib.sha256((Path(job.results["model"]) / "pytorch_lora_weights.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize(("keep_last", "kind"), [(2, "checkpoint_set_aside"), (1, "rewound")])
+def test_a_flipped_bit_costs_steps_and_changes_nothing(
+    fleet: Fleet, small_job: Callable[..., dict[str, Any]], undisturbed: list[str], keep_last: int, kind: str
+) -> None:
+    """With one checkpoint kept, the job begins anew."""
+    settings = {"schedule.steps": STEPS, "schedule.save_every": 1, "trainer.deterministic": True}
+    spec = small_job(**settings, **{"schedule.keep_last": keep_last})
+    if not undisturbed:
+        undisturbed.append(exported(fleet.run(spec)))
+    client = fleet.client
+    job = client.submit(spec)
+    wait_until(lambda: len(client.checkpoints(job.id)) == keep_last and client.job(job.id).progress.step == 3)
+    kill_trainer_agent(fleet, job)
+    newest = max((Path(fleet.stack.state_dir) / "jobs" / job.id / "checkpoints").glob("step-????????"))
+    damage.flip_tensor(newest, "exp_avg.")
+    job = client.wait(job.id, 240)
+    assert job.status == "succeeded", job.reason
+    assert exported(job) == undisturbed[0]
+    assert job.results["samples_trained"] == STEPS * SAMPLES
+    assert kind in {event.type for event in client.events(job.id)}
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[str]:
+    """Filled by the first test."""
+    return []
