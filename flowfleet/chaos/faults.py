@@ -39,6 +39,8 @@ class Struck:
     what: str
     heal: Callable[[], None] | None = None
     replaced: psutil.Process | None = None
+    wake: Callable[[], None] | None = None
+    """Ends what the job can go on without, once it has."""
     data: dict[str, Any] = field(default_factory=dict)
 
 
@@ -58,10 +60,13 @@ def stop(place: Field, fault: Fault) -> Struck:
 
 
 def hang(place: Field, fault: Fault) -> Struck:
-    """SIGSTOP for good: the system must find out and replace the process."""
+    """SIGSTOP for good: the system must find out and replace the process, or go on without it."""
     process = place.process(fault.target, fault.dice)
     _signal(process, signal.SIGSTOP)
-    return Struck(f"SIGSTOP of {_named(place, fault, process)} for good", replaced=process)
+    what = f"SIGSTOP of {_named(place, fault, process)} for good"
+    if fault.target == "trainer-agent":  # its ranks work without it
+        return Struck(f"{what}, until the job had finished a step", wake=lambda: _resume(process))
+    return Struck(what, replaced=process)
 
 
 def cut_network(place: Field, fault: Fault) -> Struck:

@@ -6,7 +6,6 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 import redis
@@ -16,8 +15,6 @@ from flowfleet.chaos.watch import Watch
 from flowfleet.jobs import JobSpec
 from flowfleet.local.processes import read_records
 
-TRAINER = "services.trainer"
-AGENT = "torch.distributed.run"
 AOF_POLL_S = 0.1
 AOF_KEPT = 100
 """Sizes of the append-only file that are remembered: 10 s."""
@@ -116,12 +113,12 @@ class Field:
 
 
 def ranks_of(agent: psutil.Process) -> list[psutil.Process]:
-    """The ranks below a torchrun agent."""
+    """The ranks that an agent has forked."""
     try:
-        children = agent.children(recursive=True)
+        found: list[psutil.Process] = agent.children()
     except psutil.NoSuchProcess:
         return []
-    return [child for child in children if _is_rank(child)]
+    return found
 
 
 def is_live(process: psutil.Process) -> bool:
@@ -130,14 +127,6 @@ def is_live(process: psutil.Process) -> bool:
         return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED)
     except psutil.NoSuchProcess:
         return False
-
-
-def _is_rank(process: psutil.Process) -> bool:
-    try:
-        words: list[Any] = process.cmdline()
-    except psutil.Error:
-        return False
-    return TRAINER in words and AGENT not in words
 
 
 def _number_of(path: Path) -> int:

@@ -44,12 +44,19 @@ class Stuck(Exception):
 
 class Injector:
     def __init__(
-        self, place: Field, client: Client, ledger: Ledger, say: Callable[[str], None], started: float
+        self,
+        place: Field,
+        client: Client,
+        ledger: Ledger,
+        say: Callable[[str], None],
+        save: Callable[[], object],
+        started: float,
     ) -> None:
         self._place = place
         self._client = client
         self._ledger = ledger
         self._say = say
+        self._save = save
         self._started = started
 
     def run(self, schedule: Sequence[Fault]) -> None:
@@ -59,6 +66,7 @@ class Injector:
             entry = self._do(fault)
             self._ledger.add(entry)
             self._tell(entry, len(schedule))
+            self._save()
             if entry.counted and entry.recovery_s is None and not self._place.watch.now.ended:
                 raise Stuck(entry.failures[-1] if entry.failures else "the job goes on no more")
 
@@ -79,6 +87,8 @@ class Injector:
         if struck.replaced is not None:
             self._wait_for_replacement(struck.replaced, entry, struck_at)
         self._wait_for_recovery(entry, step, struck_at)
+        if struck.wake is not None:
+            struck.wake()
         return entry
 
     def _strike(self, fault: Fault, entry: Entry) -> Struck | None:

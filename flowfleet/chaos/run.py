@@ -85,6 +85,12 @@ class _Run:
     failures: list[str] = field(default_factory=list)
     interrupted: bool = False
 
+    def save(self) -> Path:
+        """Writes the report as it is now, after each fault and at the end; returns where."""
+        target = self.options.report or self.options.directory / "report.json"
+        write_atomically(target, self.report().model_dump_json(indent=2) + "\n")
+        return target
+
     def report(self) -> Report:
         job = self.job
         own = [
@@ -155,11 +161,8 @@ def run_chaos(options: Options, say: Say) -> Report:
         run.failures.append(str(error))
     finally:
         stop.set()
-        report = run.report()
-        target = options.report or directory / "report.json"
-        write_atomically(target, report.model_dump_json(indent=2) + "\n")
-        say(f"report: {target}")
-    return report
+        say(f"report: {run.save()}")
+    return run.report()
 
 
 def possible(kinds: Sequence[str], *, has_clocks: bool, has_disk: bool) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -193,7 +196,7 @@ def _under_faults(run: _Run, chaos: ChaosStack, schedule: Sequence[Any], say: Sa
         place = Field(chaos, watch, job.id, run.spec)
         place.start()
         try:
-            Injector(place, client, run.ledger, say, started).run(schedule)
+            Injector(place, client, run.ledger, say, run.save, started).run(schedule)
             watch.until(lambda sight: sight.ended, END_S)
         finally:
             place.close()
