@@ -43,7 +43,7 @@ class Ranks:
     """This rank among all. A world of one makes every method free."""
 
     def __init__(self) -> None:
-        """Joins torchrun's group, or makes a world of one when torchrun did not start this process."""
+        """Joins the group that the environment names, or makes a world of one."""
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.device = devices.pick_device(int(os.environ.get("LOCAL_RANK", "0")))
