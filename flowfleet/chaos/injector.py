@@ -25,7 +25,7 @@ from flowfleet.local.health import serves
 
 STUCK_S = 180.0
 """A job that finishes no step for so long has not survived."""
-PHASE_S = 10.0
+PHASE_S = 20.0
 """Longest wait for the wished phase; then the fault strikes in whatever phase there is."""
 TRY_S = 60.0
 """Longest wait for something to strike."""
@@ -81,7 +81,7 @@ class Injector:
         entry.what, entry.data = struck.what, struck.data
         entry.counted = not self._place.watch.now.ended
         try:
-            self._hold(fault, struck)
+            self._hold(fault, struck, entry)
         except (OSError, redis.RedisError, psutil.Error, TimeoutError) as error:
             entry.failures.append(f"it was not ended: {type(error).__name__}: {error}")
         if struck.replaced is not None:
@@ -101,7 +101,7 @@ class Injector:
                 missed = f"{fault.target} does not serve"
                 time.sleep(RETRY_S)
                 continue
-            self._place.watch.until(lambda sight: sight.ended or sight.phase == fault.phase, PHASE_S)
+            self._place.watch.until(lambda sight: sight.ended or self._is_time(fault, sight), PHASE_S)
             sight = self._place.watch.now
             try:
                 struck = STRIKES[fault.kind](self._place, fault)
@@ -125,9 +125,18 @@ class Injector:
         ]
         return not wanted or any(serves(process, plan) for process in wanted)
 
-    def _hold(self, fault: Fault, struck: Struck) -> None:
+    def _is_time(self, fault: Fault, sight: Sight) -> bool:
+        """Whether the job is in the wished phase. A disk is filled in the step before a checkpoint, which then finds
+        it full."""
+        if fault.kind == "full-disk":
+            return (sight.step + 1) % self._place.spec.schedule.save_every == 0
+        return sight.phase == fault.phase
+
+    def _hold(self, fault: Fault, struck: Struck, entry: Entry) -> None:
         if struck.heal is None:
             return
+        if fault.kind == "full-disk" and self._place.watch.until(lambda sight: sight.phase == fault.phase, PHASE_S):
+            entry.phase = fault.phase
         time.sleep(fault.seconds)
         struck.heal()
 
