@@ -35,7 +35,7 @@ def test_a_flipped_bit_costs_steps_and_changes_nothing(
         undisturbed.append(exported(fleet.run(spec)))
     client = fleet.client
     job = client.submit(spec)
-    wait_until(lambda: len(client.checkpoints(job.id)) == keep_last and client.job(job.id).progress.step == 3)
+    wait_until(lambda: len(list(client.checkpoints(job.id))) == keep_last and client.job(job.id).progress.step == 3)
     kill_trainer_agent(fleet, job)
     newest = max((Path(fleet.stack.state_dir) / "jobs" / job.id / "checkpoints").glob("step-????????"))
     damage.flip_tensor(newest, "exp_avg.")
