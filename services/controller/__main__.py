@@ -18,6 +18,9 @@ from services.controller.seam import RunnerFactory
 from services.controller.server import Server
 from services.controller.settings import ControllerSettings
 
+SWITCH_S = 0.001
+"""A thread that computes for a job lets the event loop go on within that."""
+
 
 def main(argv: Sequence[str], runner_factory: RunnerFactory = Runner) -> int:
     try:
@@ -27,6 +30,7 @@ def main(argv: Sequence[str], runner_factory: RunnerFactory = Runner) -> int:
     except ValueError as error:
         print(f"services.controller: error: {error}", file=sys.stderr)
         return 2
+    sys.setswitchinterval(SWITCH_S)
     keep_freed_memory()
     hide_memory()
     server = Server(create_app(settings, runner_factory), settings, certificates)

@@ -3,7 +3,10 @@ function of the seed."""
 
 from __future__ import annotations
 
+import gc
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import PurePath
@@ -20,6 +23,8 @@ PICTURES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".
 VIDEOS = {".mp4": "video/mp4"}
 MEDIA_TYPES = PICTURES | VIDEOS
 """By a file's suffix."""
+MANY = 100_000
+"""Lines from which on a data set would hold up the garbage collector."""
 MAX_PASSES = 2
 """Orders that are remembered; one of a million prompts has 8 MB."""
 MAX_STEPS = 32
@@ -57,12 +62,28 @@ def parse_prompts(data: bytes, url: str, kind: Kind = "prompts") -> list[Prompt]
         lines = data.decode("utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise ValueError(f"{url}: prompts cannot be read: {error}") from None
-    filled = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
-    if not filled:
-        raise ValueError(f"{url}: holds no prompt")
-    if not url.endswith(".jsonl"):
-        return [_line(line, f"{url}:{number}") for number, line in filled]
-    return [_parse(line, url, number, kind) for number, line in filled]
+    with _uncollected(len(lines)):
+        filled = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+        if not filled:
+            raise ValueError(f"{url}: holds no prompt")
+        if not url.endswith(".jsonl"):
+            return [_line(line, f"{url}:{number}") for number, line in filled]
+        return [_parse(line, url, number, kind) for number, line in filled]
+
+
+@contextmanager
+def _uncollected(number: int) -> Iterator[None]:
+    """Keeps the garbage collector from looking at very many lines again and again, now and later: all threads stand
+    still meanwhile."""
+    if number < MANY:
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 class Deal:
