@@ -552,3 +552,25 @@ def test_without_a_cluster_to_ask_the_command_for_the_api_servers_address_is_tol
 def test_monitoring_is_rendered_where_it_is_switched_on() -> None:
     kinds = ("ServiceMonitor", "PodMonitor", "PrometheusRule")
     assert not any(itertools.chain.from_iterable(Rendered("nvidia").kind(kind) for kind in kinds))
+
+
+def test_the_admission_policy_is_an_option_and_binds_the_controllers_account_in_its_namespace() -> None:
+    assert not Rendered().kind("ValidatingAdmissionPolicy")
+    rendered = Rendered("everything", "trainer.admissionPolicy.enabled=true")
+    (policy,) = rendered.kind("ValidatingAdmissionPolicy")
+    (binding,) = rendered.kind("ValidatingAdmissionPolicyBinding")
+    assert policy["spec"]["failurePolicy"] == "Fail"
+    assert [condition["expression"] for condition in policy["spec"]["matchConditions"]] == [
+        f'request.userInfo.username == "system:serviceaccount:ns:{FULLNAME}-controller"'
+    ]
+    assert binding["spec"]["policyName"] == policy["metadata"]["name"]
+    assert binding["spec"]["matchResources"]["namespaceSelector"]["matchLabels"] == {
+        "kubernetes.io/metadata.name": "ns"
+    }
+    text = " ".join(rule["expression"] for rule in policy["spec"]["validations"])
+    pod = rendered.trainer["spec"]["template"]
+    assert f'== "{container(pod)["image"]}"' in text
+    for volume in pod["spec"]["volumes"]:
+        assert f'v.name == "{volume["name"]}"' in text
+    for name in environment(pod):
+        assert f'"{name}"' in text
