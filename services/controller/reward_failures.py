@@ -59,7 +59,10 @@ def _what(code: grpc.StatusCode, details: str, deadline_s: float | None) -> str:
                 f"({_SETTING})"
             )
         case _CODE.UNAUTHENTICATED | _CODE.PERMISSION_DENIED:
-            return f"refuses the controller ({details}): give both the same FLOWFLEET_RPC_TOKEN"
+            return (
+                f"refuses the controller ({details}): its FLOWFLEET_RPC_TOKEN must be the controller's "
+                "FLOWFLEET_REWARD_RPC_TOKEN, or FLOWFLEET_RPC_TOKEN where that is not set"
+            )
         case _CODE.INVALID_ARGUMENT:
             return f"refuses the request: {details}"
         case _CODE.RESOURCE_EXHAUSTED:
