@@ -1,4 +1,4 @@
-"""A job on a stack whose every process speaks mutual TLS, and what it makes of strangers."""
+"""A job where every process speaks mutual TLS with the secrets of its kind, and what it makes of strangers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ import pytest
 
 from flowfleet import rpc
 from flowfleet.client import Client
+from flowfleet.kinds import KINDS
+from flowfleet.local.secrets import StackSecrets
 from flowfleet.proto import rollout_pb2, rollout_pb2_grpc
-from tests.certificates import Authority
+from tests.certificates import NAMES, Authority
 from tests.e2e.conftest import ROOT, assert_accounted
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
-KEY, TOKEN = "a-key-of-sixteen-characters", "token-of-the-test"
+KEY = "a-key-of-sixteen-characters"
 
 
 @contextmanager
@@ -63,37 +65,52 @@ def test_a_job_runs_under_mutual_tls(
     redis_url: str, tmp_path: Path, small_job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ca = Authority()
-    files = ca.issue(tmp_path / "tls")
-    environment = {
-        "FLOWFLEET_REDIS_URL": redis_url,
-        "FLOWFLEET_TLS_DIR": str(files),
-        "FLOWFLEET_RPC_TOKEN": TOKEN + "\n",
+    files = {kind: ca.issue(tmp_path / kind, *NAMES, f"{kind}.flowfleet") for kind in KINDS}
+    secrets = StackSecrets().environments(0)
+    environment = {kind: {**secrets[kind], **_shared(files[kind])} for kind in ("controller", "rollout", "reward")}
+    for kind in ("controller", "rollout"):
+        environment[kind]["FLOWFLEET_REDIS_URL"] = redis_url
+    environment["controller"] |= {
         "FLOWFLEET_API_KEY": KEY + "\n",
-        "FLOWFLEET_DEVICE": "cpu",
+        "FLOWFLEET_TRAINER_REDIS_URL": redis_url,
+        "FLOWFLEET_TRAINER_TLS_DIR": str(files["trainer"]),
     }
     with ExitStack() as stack:
-        reward = stack.enter_context(running("reward", tmp_path, environment, "--scorer", "ocr", "--port", "0"))
-        rollout = stack.enter_context(running("rollout", tmp_path, environment, "--port", "0", "--device", "cpu"))
+        reward = stack.enter_context(
+            running("reward", tmp_path, environment["reward"], "--scorer", "ocr", "--port", "0")
+        )
+        rollout = stack.enter_context(
+            running("rollout", tmp_path, environment["rollout"], "--port", "0", "--device", "cpu")
+        )
         state = stack.enter_context(trainers_of(tmp_path / "state"))
         roots = [flag for root in (ROOT, tmp_path.parent) for flag in ("--data-root", str(root))]
         flags = ("--port", "0", "--reward", f"ocr={reward}", "--state-dir", str(state), *roots)
-        controller = stack.enter_context(running("controller", tmp_path, environment, *flags))
-        with Client(f"https://{controller}", KEY, ca=files / "ca.crt") as client:
+        controller = stack.enter_context(running("controller", tmp_path, environment["controller"], *flags))
+        with Client(f"https://{controller}", KEY, ca=files["controller"] / "ca.crt") as client:
             job = client.wait(client.submit(small_job(**{"schedule.steps": 2, "trainer.threads": 2})).id, 480)
         assert_accounted(job, 2 * 4 * 6)
 
-        monkeypatch.setenv("FLOWFLEET_RPC_TOKEN", TOKEN)
+        monkeypatch.setenv("FLOWFLEET_RPC_TOKEN", environment["controller"]["FLOWFLEET_RPC_TOKEN"])
         for address in (reward, rollout):
             code, message = asyncio.run(asked(address))
             assert (code, message) == (grpc.StatusCode.UNAVAILABLE, f"{address} speaks TLS: set FLOWFLEET_TLS_DIR")
         monkeypatch.setenv("FLOWFLEET_TLS_DIR", str(Authority().issue(tmp_path / "other")))
         assert "CERTIFICATE_VERIFY_FAILED" not in asyncio.run(asked(rollout))[1]
         assert "is refused: unable to get local issuer" in asyncio.run(asked(rollout))[1]
-        monkeypatch.setenv("FLOWFLEET_TLS_DIR", str(files))
+        monkeypatch.setenv("FLOWFLEET_TLS_DIR", str(files["controller"]))
         assert asyncio.run(asked(rollout))[0] is grpc.StatusCode.OK
+        monkeypatch.setenv("FLOWFLEET_TLS_DIR", str(files["rollout"]))
+        assert asyncio.run(asked(rollout))[0] is grpc.StatusCode.PERMISSION_DENIED
+        monkeypatch.setenv("FLOWFLEET_TLS_DIR", str(files["controller"]))
+        monkeypatch.setenv("FLOWFLEET_RPC_TOKEN", environment["reward"]["FLOWFLEET_RPC_TOKEN"])
+        assert asyncio.run(asked(rollout))[0] is grpc.StatusCode.UNAUTHENTICATED
         with socket.create_connection(("127.0.0.1", int(controller.rpartition(":")[2])), 10) as plain:
             plain.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
             assert b"HTTP/1.1 200" not in plain.recv(100)
+
+
+def _shared(files: Path) -> dict[str, str]:
+    return {"FLOWFLEET_TLS_DIR": str(files), "FLOWFLEET_DEVICE": "cpu"}
 
 
 async def asked(address: str) -> tuple[grpc.StatusCode, str]:
