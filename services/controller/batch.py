@@ -41,6 +41,8 @@ class SampleState:
     scores: dict[str, float] = field(default_factory=lambda: _NO_SCORES)
     """Reward → score, not weighted."""
     reference_kl: float = 0.0
+    times_lost: int = 0
+    """How often a blob of it was lost, so that it was wanted again."""
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,15 @@ class Dropped(_Event):
     """Whether another one may be asked for in its place."""
 
 
+class Lost(_Event):
+    """A blob of a sample is gone or broken. The sample is made again, or its trained step is replayed without it."""
+
+    kind: Literal["lost"] = "lost"
+    step: int
+    group: int
+    index: int
+
+
 class AdvantagesReady(_Event):
     """The TrainStep request of a step is stored."""
 
@@ -164,7 +173,7 @@ class Failed(_Event):
 
 
 Event = (
-    TrainerReady | TrainerLost | Rewound | ReplicaBehind | Sampled | Scored | Dropped | AdvantagesReady | Trained
+    TrainerReady | TrainerLost | Rewound | ReplicaBehind | Sampled | Scored | Dropped | Lost | AdvantagesReady | Trained
     | Published | Checkpointed | Validated | Exported | RewardsChanged | PauseRequested | ResumeRequested
     | CancelRequested | Failed
 )  # fmt: skip

@@ -24,6 +24,7 @@ from flowfleet.errors import FlowfleetError, Unavailable, grpc_code
 from flowfleet.proto import common_pb2
 from flowfleet.streams import Delivery, TrajectoryConsumer
 from services.controller import events as ev
+from services.controller import losses
 from services.controller.concurrency import end, gather_or_cancel
 from services.controller.context import JobContext, sample_field
 from services.controller.inputs import BLOB_TTL_S
@@ -148,6 +149,9 @@ class JobRunner:
             await self._failed(command, grpc_code(error), str(error) or type(error).__name__)
 
     async def _failed(self, command: Command, code: grpc.StatusCode, message: str) -> None:
+        if code in losses.CODES and await losses.make_again(self.job, command):
+            self._went_well(command)
+            return
         if accusation := self._watch.accusation(command):
             code, message = grpc.StatusCode.INTERNAL, f"the trainer was replaced: {accusation}"
         elif code is grpc.StatusCode.UNAVAILABLE and isinstance(command, TRAINER_COMMANDS):

@@ -41,6 +41,9 @@ class Status(StrEnum):
     CANCELLED = "cancelled"
 
 
+MAX_LOST = 3
+"""Times that a sample is made again because a blob of it was lost; then it is dropped."""
+
 TERMINAL = (Status.SUCCEEDED, Status.FAILED, Status.CANCELLED)
 
 
@@ -194,10 +197,12 @@ class Machine:
         elif not self.admissible(event.step, event.version):
             self._count_drop("stale")
         else:
+            is_same = sample.score is not None and sample.version == event.version  # lost, and made again
             sample.version, batch = event.version, self.state.batches[event.step]
-            batch.move(event.group, sample, "sampled")
+            batch.move(event.group, sample, "scored" if is_same else "sampled")
             if not batch.has("wanted"):
                 batch.sampled_at = event.at
+            self._note_scored(event.step, event.at)
 
     def _on_scored(self, event: ev.Scored) -> None:
         sample = self._sample(event.step, event.group, event.index)
@@ -215,6 +220,18 @@ class Machine:
         if event.refill:
             self._refill(self.state.batches[event.step], event.group)
         self._note_scored(event.step, event.at)
+
+    def _on_lost(self, event: ev.Lost) -> None:
+        sample = self._sample(event.step, event.group, event.index)
+        if event.step < self.state.version:
+            self._count_drop("lost")
+        elif sample is not None and sample.status in ("sampled", "scored"):
+            batch = self.state.batches[event.step]
+            batch.ready = False
+            batch.move(event.group, sample, "wanted")
+            sample.times_lost += 1
+            if sample.times_lost > MAX_LOST:
+                self._on_dropped(ev.Dropped(**event.model_dump(exclude={"kind"}), reason="lost"))
 
     def _on_advantages_ready(self, event: ev.AdvantagesReady) -> None:
         batch = self.state.batches.get(event.step)
@@ -407,6 +424,11 @@ class Machine:
         """Indices of a group that are still to be sampled, ascending."""
         samples = self.state.batches[step].groups[group] if step in self.state.batches else {}
         return sorted(index for index, sample in samples.items() if sample.status == "wanted")
+
+    def tries(self, step: int, group: int) -> set[tuple[int, int]]:
+        """What `wanted` gives, each with the number of times that it was lost before."""
+        samples = self.state.batches[step].groups[group] if step in self.state.batches else {}
+        return {(index, sample.times_lost) for index, sample in samples.items() if sample.status == "wanted"}
 
     @property
     def _publish_due(self) -> bool:

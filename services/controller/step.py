@@ -91,6 +91,7 @@ class TrainingStep:
         what is given."""
         job, spec = self.job, self.job.spec
         wanted = {group: job.machine.wanted(step, group) for group in groups}
+        tries = {group: job.machine.tries(step, group) for group in groups}
         request, prompts = requests.generate(job, step, wanted), job.prompts(step)
         rows = sum(map(len, wanted.values()))
         if not rows:
@@ -102,9 +103,7 @@ class TrainingStep:
             async for _ in call:
                 pass  # each sample is in the stream by now, and comes in by there: see JobRunner
         async with asyncio.timeout(INTAKE_DEADLINE_S):
-            await job.until(
-                lambda: not any(set(asked) & set(job.machine.wanted(step, g)) for g, asked in wanted.items())
-            )
+            await job.until(lambda: not any(asked & job.machine.tries(step, g) for g, asked in tries.items()))
 
     async def score(self, step: int, group: int) -> None:
         """Send a complete group's pictures to every reward of the job. A preference says itself which is better."""

@@ -18,6 +18,7 @@ from redis.asyncio import Redis
 
 from flowfleet import keys
 from flowfleet.blobs import BlobStore, open_blobs
+from flowfleet.errors import FlowfleetError, grpc_code
 from flowfleet.jobs import JobSpec, parse_job
 from flowfleet.media import encode_media
 from flowfleet.proto import (
@@ -134,11 +135,19 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         """Versions, and whether in their evaluated weights."""
         self.metrics: dict[int, dict[str, float]] = {}
         """By step."""
+        self.reads = False
+        """Whether it reads its samples, as a trainer does."""
 
     async def Configure(self, request: Any, context: Any) -> trainer_pb2.ConfigureResponse:
         return trainer_pb2.ConfigureResponse(applied_steps=len(self.steps), world_size=1)
 
     async def TrainStep(self, request: Any, context: Any) -> trainer_pb2.TrainStepResponse:
+        for sample in (item.sample for item in request.samples if self.reads):
+            try:
+                for part in ("trajectory", "prompt_embeds", "negative_embeds"):
+                    await self.rollout.blobs.get(getattr(sample, part))
+            except FlowfleetError as error:
+                await context.abort(grpc_code(error), str(error))
         if request.step == len(self.steps):
             self.steps.append(request)
         assert request.step < len(self.steps)

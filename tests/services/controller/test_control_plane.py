@@ -257,6 +257,47 @@ def test_a_preference_whose_file_is_gone_costs_its_own_group(
     run(use)
 
 
+def test_a_sample_whose_blob_is_lost_is_made_again_and_nothing_is_dropped(
+    run: Run, job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gone before it was scored, gone before it was trained, and not what was written; each once."""
+    to_lose = {("media", 0, 0, 1), ("trajectory", 0, 1, 2), ("prompt_embeds", 1, 0, 3), ("negative_embeds", 1, 1, 0)}
+    to_flip = {("trajectory", 1, 0, 0), ("media", 1, 1, 2)}
+
+    async def use(fleet: ScriptedFleet) -> None:
+        put = fleet.rollout._put
+
+        async def losing(request: Any, kind: str, group: Any, index: int, data: bytes) -> common_pb2.BlobRef:
+            ref = await put(request, kind, group, index, data)
+            place, key = (kind, request.step, group.group, index), ref.uri.removeprefix("redis:")
+            if place in to_lose:
+                to_lose.remove(place)
+                await fleet.redis.delete(key)
+            if place in to_flip:
+                to_flip.remove(place)
+                await fleet.redis.set(key, bytes([data[0] ^ 1]) + data[1:])
+            return ref
+
+        monkeypatch.setattr(fleet.rollout, "_put", losing)
+        fleet.trainer.reads = True
+        record = await fleet.run(job(rewards={"ocr": {}}))
+        assert record.status is JobStatus.SUCCEEDED, record.reason
+        assert not to_lose
+        assert not to_flip
+        assert [len(request.samples) for request in fleet.trainer.steps] == [8, 8]
+        assert record.results["samples_trained"] == 16
+        assert record.results["samples_dropped"] == {}
+        assert record.results["duplicates"] == 0
+        asked = [(r.step, g.group, i) for r in fleet.rollout.requests for g in r.groups for i in g.indices]
+        again = {place for place in asked if asked.count(place) > 1}
+        assert again == {(0, 0, 1), (0, 1, 2), (1, 0, 3), (1, 1, 0), (1, 0, 0), (1, 1, 2)}
+        assert sum(fleet.rewards["ocr"].sizes) == 16  # what has a score keeps it
+        lost = [name for e in await fleet.store.events(record.id) if e.type == "lost" for name in e.data["samples"]]
+        assert sorted(lost) == sorted("/".join(map(str, place)) for place in again)
+
+    run(use, ocr=ScriptedReward(by_index))
+
+
 def test_a_broken_condition_image_costs_its_own_group_and_its_refills(
     run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from services.controller import events as ev
 from services.controller.batch import Phase, Scored
 from services.controller.events import VOLATILE, event_from_json, event_to_json
 from services.controller.machine import (
+    MAX_LOST,
     Checkpoint,
     Command,
     ComputeAdvantages,
@@ -137,6 +138,8 @@ class World:
                 if step > self.applied:
                     self.emit(ev.TrainerLost())  # FAILED_PRECONDITION: it was restarted, unnoticed so far
                     return
+                if self.rng.random() < self.mishaps and self.lose_some(step):
+                    return
                 if step == self.applied:
                     self.applied += 1
                     if step not in self.first_applied:
@@ -154,6 +157,18 @@ class World:
                 self.emit(ev.Validated(version=version, reward=0.5))
             case Export():
                 self.emit(ev.Exported())
+
+    def lose_some(self, step: int) -> bool:
+        """Blobs of a step's samples before it is applied; of one that is replayed too."""
+        if step < self.machine.state.version:
+            self.emit(ev.Lost(step=step, group=0, index=0))
+            return False
+        groups = self.machine.state.batches[step].groups.items()
+        scored = [(g, i) for g, group in groups for i, sample in group.items() if sample.status == "scored"]
+        for group, index in self.rng.sample(scored, min(2, len(scored))):
+            self.emit(ev.Lost(step=step, group=group, index=index))
+        assert not scored or TrainStep(step) not in self.machine.commands()
+        return bool(scored)
 
     def chosen(self, step: int) -> int | None:
         """Samples in the request: at most `best_of` of a group, or any even number, 0 too, where the loss wants
@@ -592,3 +607,52 @@ def test_a_ledger_from_before_gaps_were_kept_is_read() -> None:
     machine = ready_to_train(1e-4)
     machine.apply(event)
     assert machine.state.status is Status.RUNNING
+
+
+def test_a_lost_sample_is_made_again_with_the_score_that_it_has() -> None:
+    """At the same version; at another it is another sample, which has to be scored."""
+    machine = ready(make_spec(schedule={"steps": 3, "max_staleness": 1}))
+    for group in range(4):
+        for index in range(3):
+            machine.apply(ev.Sampled(step=0, group=group, index=index, version=0))
+            machine.apply(ev.Scored(step=0, group=group, index=index, score=float(index), scores={"ocr": 1.0}))
+    machine.apply(ev.AdvantagesReady(step=0))
+    before = machine.state.batches[0].scored()
+    assert TrainStep(0) in machine.commands()
+    for _ in range(2):  # recorded twice is once
+        machine.apply(ev.Lost(step=0, group=2, index=1))
+    assert machine.wanted(0, 2) == [1]
+    assert TrainStep(0) not in machine.commands()
+    assert any(isinstance(c, Generate) and c.step == 0 for c in machine.commands())
+    machine.apply(ev.Sampled(step=0, group=2, index=1, version=0))
+    assert machine.state.batches[0].scored() == before
+    assert ComputeAdvantages(0) in machine.commands()
+    assert not any(isinstance(command, Score) and command.step == 0 for command in machine.commands())
+
+    step = machine.state.batches[1]
+    machine.apply(ev.Sampled(step=1, group=0, index=0, version=0))
+    machine.apply(ev.Scored(step=1, group=0, index=0, score=1.0))
+    machine.apply(ev.Lost(step=1, group=0, index=0))
+    machine.apply(ev.Sampled(step=1, group=0, index=0, version=1))
+    assert (step.groups[0][0].status, step.groups[0][0].version) == ("sampled", 1)
+    assert machine.state.samples_dropped == {}
+    assert machine.state.duplicates == 0
+
+
+def test_a_sample_that_is_lost_time_after_time_is_dropped_with_its_reason() -> None:
+    machine = ready(make_spec())
+    for _ in range(MAX_LOST):
+        machine.apply(ev.Sampled(step=0, group=0, index=0, version=0))
+        machine.apply(ev.Lost(step=0, group=0, index=0))
+        assert machine.wanted(0, 0) == [0, 1, 2]
+    machine.apply(ev.Sampled(step=0, group=0, index=0, version=0))
+    machine.apply(ev.Lost(step=0, group=0, index=0))
+    assert machine.state.samples_dropped == {"lost": 1}
+    assert machine.state.batches[0].groups[0][0].status == "dropped"
+
+
+def test_a_replay_goes_without_what_it_lost() -> None:
+    machine = ready(make_spec())
+    machine.state.version = 1
+    machine.apply(ev.Lost(step=0, group=0, index=0))
+    assert machine.state.samples_dropped == {"lost": 1}
