@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
@@ -31,6 +32,10 @@ STALE_S: Final = 4.5
 """A record that is older was not renewed when it should have been."""
 OWNER_S: Final = 24 * 3600
 """A process that wakes later than this after its successor has ended may join again."""
+MAX_DRIFT_MS: Final = 5000
+"""A server's clock that gets on by so much more or less than ours between two looks has jumped."""
+SETTLES_S: Final = 2 * RENEW_EVERY_S
+"""After a jump, or a reader's start, every replica is renewed within this."""
 LOOK_COUNT: Final = 1000
 """Changes that one look gives at most: a script holds up everybody else's commands."""
 
@@ -57,11 +62,20 @@ end
 _LOOK = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local function older(ms) return redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', string.format('(%.0f', now - ms)) end
-for _, id in ipairs(older(ARGV[3])) do
-  redis.call('HDEL', KEYS[1], id)
-  redis.call('ZREM', KEYS[2], id)
-  redis.call('ZREM', KEYS[3], id)
+local drift = tonumber(ARGV[5])
+local is_steady = math.abs(now - tonumber(ARGV[6])) <= drift
+local function range(low, high) return redis.call('ZRANGEBYSCORE', KEYS[2], low, high) end
+local function older(ms) return is_steady and range('-inf', string.format('(%.0f', now - ms)) or {} end
+local function forget(ids)
+  for _, id in ipairs(ids) do
+    redis.call('HDEL', KEYS[1], id)
+    redis.call('ZREM', KEYS[2], id)
+    redis.call('ZREM', KEYS[3], id)
+  end
+end
+if is_steady and ARGV[7] == '1' then
+  forget(older(ARGV[3]))
+  forget(range(string.format('(%.0f', now + drift), '+inf'))
 end
 local revision, since = tonumber(redis.call('GET', KEYS[4]) or '0'), tonumber(ARGV[1])
 if since > revision then since = 0 end
@@ -75,7 +89,7 @@ for place = 1, #found, 2 do
   end
   since = tonumber(found[place + 1])
 end
-return {since, redis.call('ZCARD', KEYS[2]), records, older(ARGV[4])}
+return {since, redis.call('ZCARD', KEYS[2]), records, older(ARGV[4]), now}
 """
 
 
@@ -142,6 +156,35 @@ class Look:
     """Replicas whose changed record is none that we can read; they count in `number`."""
 
 
+class _Steadiness:
+    """Whether the server's clock goes on as this process's monotonic clock does. After a jump, forward or back, nobody
+    is stale or gone until all have had the time to be renewed by the new one."""
+
+    def __init__(self) -> None:
+        self._base_ms: float | None = None
+        """Of the server's clock, less this process's."""
+        self._judges_from = float("inf")
+        self._forgets_from = float("inf")
+
+    def expected(self) -> tuple[int, int]:
+        """What the server's clock should say now, in ms, where replicas may be judged by it; and whether those that
+        are gone may be forgotten."""
+        now = time.monotonic()
+        if self._base_ms is None or now < self._judges_from:
+            return -1, 0
+        return int(self._base_ms + 1000 * now), int(now >= self._forgets_from)
+
+    def seen(self, server_ms: int) -> None:
+        """The server's clock, just read."""
+        now = time.monotonic()
+        base_ms, self._base_ms = self._base_ms, server_ms - 1000 * now
+        if base_ms is None:
+            self._judges_from, self._forgets_from = now, now + SETTLES_S
+        elif abs(self._base_ms - base_ms) > MAX_DRIFT_MS:
+            log.warning("the clock of Redis jumped by %.0f s", (self._base_ms - base_ms) / 1000)
+            self._judges_from = self._forgets_from = now + SETTLES_S
+
+
 class ReplicaDirectory:
     """`client` decodes no replies."""
 
@@ -149,6 +192,7 @@ class ReplicaDirectory:
         self._redis = client
         names = ("records", "renewed", "changed", "revision")
         self._keys = [keys.replicas(name) for name in names]
+        self._steadiness = _Steadiness()
         self._put, self._remove, self._look = (client.register_script(text) for text in (_PUT, _REMOVE, _LOOK))
 
     async def put(self, record: ReplicaRecord, pipe: Any = None, *, joins: bool = False) -> bool:
@@ -170,8 +214,10 @@ class ReplicaDirectory:
     async def look(self, revision: int = 0) -> Look:
         """What changed after a revision. Forgets those that are gone."""
         ages = [int(1000 * EXPIRES_S), int(1000 * STALE_S)]
-        found = await self._look(keys=self._keys, args=[revision, LOOK_COUNT, *ages])
-        reached, number, records, stale = found
+        given = [revision, LOOK_COUNT, *ages, MAX_DRIFT_MS, *self._steadiness.expected()]
+        found = await self._look(keys=self._keys, args=given)
+        reached, number, records, stale, now_ms = found
+        self._steadiness.seen(now_ms)
         changed, unreadable = [], []
         for name, record in zip(records[::2], records[1::2], strict=True):
             try:

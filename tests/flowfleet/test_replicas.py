@@ -108,11 +108,45 @@ def test_one_that_wakes_after_it_was_replaced_writes_nothing(run: Callable[[Use]
     run(use)
 
 
+@pytest.mark.parametrize("jump_s", [24 * 3600, -24 * 3600])
+def test_a_clock_that_jumps_forgets_nobody_who_lives(
+    run: Callable[[Use], None], monkeypatch: pytest.MonkeyPatch, jump_s: int
+) -> None:
+    """Redis's clock is not to be moved, so what it wrote is: as if it had said something else before."""
+    monkeypatch.setattr(replicas, "SETTLES_S", 0.5)
+    monkeypatch.setattr(replicas, "EXPIRES_S", 2.0)
+    monkeypatch.setattr(replicas, "STALE_S", 1.0)
+
+    async def use(directory: ReplicaDirectory, redis: Any) -> None:
+        for name in ("living", "dead"):
+            await directory.put(record(name), joins=True)
+        await directory.look()
+        await asyncio.sleep(0.6)
+        assert (await directory.look()).number == 2
+        for name, score in await redis.zrange(keys.replicas("renewed"), 0, -1, withscores=True):
+            await redis.zadd(keys.replicas("renewed"), {name: score - 1000 * jump_s})
+        assert directory._steadiness._base_ms is not None
+        directory._steadiness._base_ms -= 1000 * jump_s
+        look = await directory.look()
+        assert (look.number, look.stale) == (2, frozenset())
+        await asyncio.sleep(0.2)
+        await directory.put(record("living"))
+        assert (await directory.look()).number == 2
+        await asyncio.sleep(0.4)
+        await directory.look()
+        await directory.put(record("living"))
+        assert await directory.members() == {"living"}
+        assert (await directory.look()).stale == frozenset()
+
+    run(use)
+
+
 def test_one_that_is_not_renewed_is_stale_and_then_gone(
     run: Callable[[Use], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replicas, "STALE_S", 0.2)
     monkeypatch.setattr(replicas, "EXPIRES_S", 0.6)
+    monkeypatch.setattr(replicas, "SETTLES_S", 0.0)
 
     async def use(directory: ReplicaDirectory, redis: Any) -> None:
         await directory.put(record("a"))
