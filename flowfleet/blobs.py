@@ -37,6 +37,9 @@ from flowfleet.limits import MAX_BLOB_BYTES, check_bytes
 from flowfleet.proto.common_pb2 import BlobRef
 
 CHUNK_BYTES: Final = 256 * 2**20
+WORKING_TTL_S: Final = 3 * 24 * 3600
+"""Of what may still be trained on, renewed every hour: a guard against leaks, which a Redis clock that jumps by a day
+does not reach."""
 _INLINE_HASH_BYTES: Final = 4 * 2**20  # a few ms: not worth a thread
 _SCAN_COUNT: Final = 1000
 

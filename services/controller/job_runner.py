@@ -20,14 +20,15 @@ from typing import Any
 
 import grpc
 
+from flowfleet.blobs import WORKING_TTL_S
 from flowfleet.errors import FlowfleetError, Unavailable, grpc_code
 from flowfleet.proto import common_pb2
+from flowfleet.steady import steady_time
 from flowfleet.streams import Delivery, TrajectoryConsumer
 from services.controller import events as ev
 from services.controller import losses
 from services.controller.concurrency import end, gather_or_cancel
 from services.controller.context import JobContext, sample_field
-from services.controller.inputs import BLOB_TTL_S
 from services.controller.launcher import stop_for_good, stopped
 from services.controller.ledger import Also, Ledger
 from services.controller.machine import (
@@ -64,7 +65,7 @@ class JobRunner:
     """One running job. `clock` gives Unix seconds and stamps the events."""
 
     def __init__(
-        self, ledger: Ledger, machine: Machine, make: MakeContext, clock: Callable[[], float] = time.time
+        self, ledger: Ledger, machine: Machine, make: MakeContext, clock: Callable[[], float] = steady_time
     ) -> None:
         self._ledger = ledger
         self._clock = clock
@@ -274,7 +275,7 @@ class JobRunner:
             if state.published >= 0 and behind(pool, self.job.job_id, state.published, evaluated=state.evaluated):
                 await self.emit(ev.ReplicaBehind())
             if time.monotonic() - self._renewed > RENEW_EVERY_S:
-                await self.job.renew(BLOB_TTL_S)
+                await self.job.renew(WORKING_TTL_S)
                 await self._consumer.trim()
                 self._renewed = time.monotonic()
             await asyncio.sleep(TICK_S)

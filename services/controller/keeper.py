@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable
 
 from redis.exceptions import RedisError
@@ -19,6 +18,7 @@ from flowfleet import keys
 from flowfleet.archive import Archive
 from flowfleet.blobs import BlobStore
 from flowfleet.redis_trouble import trouble
+from flowfleet.steady import steady_time
 from services.controller.archiving import archive_job
 from services.controller.keep import Keep, to_remove, to_thin
 from services.controller.leadership import LeaseLost
@@ -45,7 +45,7 @@ class Keeper:
         *,
         memory: Memory | None = None,
         blobs_in_redis: bool = True,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = steady_time,
     ) -> None:
         self._in_redis = blobs_in_redis  # those go with the job's keys
         self._store, self._blobs = store, blobs

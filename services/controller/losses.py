@@ -15,11 +15,11 @@ from typing import Any
 
 import grpc
 
+from flowfleet.blobs import WORKING_TTL_S
 from flowfleet.errors import DataLoss, NotFound
 from flowfleet.proto import common_pb2, trainer_pb2
 from services.controller import events as ev
 from services.controller.context import JobContext, sample_field
-from services.controller.inputs import BLOB_TTL_S
 from services.controller.machine import Command, Score, TrainStep
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ async def _lost(job: JobContext, samples: Sequence[common_pb2.Sample], names: It
     """Those that refer to a blob that is gone; where none is, those that refer to one that is broken."""
     refs = {sample.id.SerializeToString(): [getattr(sample, n) for n in names] for sample in samples}
     named = {ref.uri: ref for found in refs.values() for ref in found if ref.uri}
-    gone = {ref.uri for ref in await job.blobs.renew(named.values(), BLOB_TTL_S)}
+    gone = {ref.uri for ref in await job.blobs.renew(named.values(), WORKING_TTL_S)}
     if not gone:
         gone = {uri for uri, ref in named.items() if await _is_broken(job, ref)}
     return [s for s in samples if any(ref.uri in gone for ref in refs[s.id.SerializeToString()])]

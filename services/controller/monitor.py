@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from redis.exceptions import RedisError
 
 from flowfleet import keys
+from flowfleet.steady import steady_time
 from services.controller.concurrency import end
 from services.controller.fleet import Replica
 from services.controller.machine import Machine
@@ -55,7 +56,7 @@ class Monitor:
         last = time.monotonic()
         while True:
             now = time.monotonic()
-            self._totals.look(self._machines(), self._replicas(), time.time(), now - last)
+            self._totals.look(self._machines(), self._replicas(), steady_time(), now - last)
             self._board.show("fleet", self._totals.samples())
             last = now
             await asyncio.sleep(PERIOD_S)

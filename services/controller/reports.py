@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import statistics
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -19,6 +18,7 @@ from flowfleet.advantages import AdvantageStats
 from flowfleet.image_stats import ImageStats, image_stats
 from flowfleet.jobs import JobSpec, RewardPart
 from flowfleet.proto import common_pb2, trainer_pb2
+from flowfleet.steady import steady_time
 from flowfleet.telemetry import JobMetrics
 from services.controller.batch import Batch, Scored, with_dropped
 from services.controller.credit import credits_of, left_out_reason
@@ -72,8 +72,8 @@ class Reports:
     async def trained(self, step: int, trainer: Mapping[str, float]) -> None:
         """The row of a step, after its update and before the version counts up."""
         job, state = self._job, self._job.machine.state
-        batch, now = state.batches[step], time.time()
-        duration = now - (state.trained_at or batch.opened_at)
+        batch, now = state.batches[step], steady_time()
+        duration = max(1e-3, now - (state.trained_at or batch.opened_at))  # another controller may have stamped those
         self._durations.append(duration)
         num_scored, rewards = batch.count("scored"), job.machine.rewards_at(step)
         row = {

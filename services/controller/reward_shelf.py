@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from flowfleet import keys
 from flowfleet.errors import Conflict, NotFound
+from flowfleet.steady import steady_time
 from services.controller.history import MAX_EVENTS, Pipe, add_event, encode
 from services.controller.records import Desired, JobRewards, JobStatus, Purpose, RewardRevision, from_epoch
 from services.controller.shadows import GroupScores
@@ -70,7 +70,7 @@ class RewardShelf:
     async def apply_rewards(self, job_id: str, revision: RewardRevision, pipe: Pipe) -> None:
         """Adds to a transaction that a revision, with its first step, is what the job has. Done again it does nothing,
         and a wish that is newer stays."""
-        applied = revision.model_copy(update={"applied_at": from_epoch(time.time())})
+        applied = revision.model_copy(update={"applied_at": from_epoch(steady_time())})
         told = applied.model_dump(mode="json", include={"number", "from_step", "changes", "rewards", "shadows"})
         names = keys.job(job_id), keys.rewards(job_id), keys.events(job_id)
         pipe.eval(_APPLY, 3, *names, applied.number, applied.model_dump_json(), encode(told), MAX_EVENTS)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from redis.asyncio import Redis
 from flowfleet import keys
 from flowfleet.errors import Conflict, Gone, NotFound
 from flowfleet.jobs import JobSpec
+from flowfleet.steady import steady_time
 from services.controller.history import History, Pipe, add_event, encode
 from services.controller.ids import new_job_id
 from services.controller.leadership import Lease
@@ -34,7 +34,7 @@ if redis.call('HGET', KEYS[1], 'desired') == ARGV[1] then redis.call('HSET', KEY
 class JobStore(History, SampleShelf, RewardShelf, Removal):
     """`redis` decodes no responses; `clock` gives seconds since the epoch."""
 
-    def __init__(self, redis: Redis, clock: Callable[[], float] = time.time, lease: Lease | None = None) -> None:
+    def __init__(self, redis: Redis, clock: Callable[[], float] = steady_time, lease: Lease | None = None) -> None:
         self._redis = redis
         self._clock = clock
         self._lease = lease

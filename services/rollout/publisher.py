@@ -18,7 +18,7 @@ from typing import ParamSpec, TypeVar
 import redis.asyncio
 
 from flowfleet import keys
-from flowfleet.blobs import BlobStore
+from flowfleet.blobs import WORKING_TTL_S, BlobStore
 from flowfleet.media import encode_media
 from flowfleet.models.embeds import PromptEmbeds
 from flowfleet.proto.common_pb2 import PURPOSE_TRAIN, BlobRef, Media, Sample, SampleId
@@ -31,8 +31,8 @@ from services.rollout.engines.base import GeneratedBatch, GeneratedSample
 P = ParamSpec("P")
 T = TypeVar("T")
 
-BLOB_TTL_S = 24 * 3600
-"""A guard against leaks; the controller renews what may still be trained on."""
+MEDIA_TTL_S = 24 * 3600
+"""Pictures and videos are for rewards and people."""
 _PARALLEL_WRITES = 8
 
 
@@ -115,7 +115,8 @@ class Publisher:
 
     async def _put(self, job_id: str, kind: str, place: Sequence[int], data: bytes) -> BlobRef:
         key = keys.blob(job_id, kind, *place, hashlib.sha256(data).hexdigest()[:16])
-        return await patiently(lambda: self._blobs.put(key, data, ttl_s=BLOB_TTL_S))
+        ttl_s = MEDIA_TTL_S if kind == "media" else WORKING_TTL_S
+        return await patiently(lambda: self._blobs.put(key, data, ttl_s=ttl_s))
 
     async def _in_pool(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, partial(function, *args, **kwargs))

@@ -18,7 +18,6 @@ import os
 import re
 import secrets
 import shutil
-import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from torch import Tensor
 
 from flowfleet import devices
 from flowfleet.errors import Conflict, DataLoss, FlowfleetError, Full
+from flowfleet.steady import steady_time
 from services.trainer import checkpoint_files as files
 from services.trainer.checkpoint_state import FORMAT, complete_state, read_state, write_state
 from services.trainer.fence import Fence
@@ -246,7 +246,7 @@ def _fingerprint(engine: Engine) -> str:
 def _age_s(folder: Path) -> float:
     """Since anything in it changed."""
     try:
-        return time.time() - max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+        return steady_time() - max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
     except OSError:  # its owner has just renamed it
         return 0.0
 
