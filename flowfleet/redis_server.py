@@ -64,9 +64,9 @@ def command(
     `password` is the default user's, who may do everything; `users` has those of kinds of services (redis_acl.py).
 
     With `fsync` "no" each write reaches the kernel before it is acknowledged, so a killed process loses nothing; a
-    power cut may cost what the kernel held, about 30 s. "always" withstands that too, at a disk flush a write.
-    "everysec" lies between them for power cuts, but may lose acknowledged writes when the process is killed during its
-    flush: meanwhile it acknowledges before it writes.
+    power cut may cost what the kernel held, about 30 s. "everysec" loses at most about two seconds by a power cut, and
+    by a kill only what it acknowledged during a flush. "always" loses nothing, at a disk flush a write. A job goes on
+    from what Redis still holds (`services/controller/ledger.py`).
     """
     if '"' in password or "\\" in password or "\n" in password:
         raise ValueError("a Redis password here must not contain quotes, backslashes or line breaks")

@@ -54,7 +54,7 @@ def plan_stack(options: StackOptions) -> Plan:
     state, own = StateDir(options.state_dir), StackSecrets()
     secrets.write(state.secrets, own.environments(ports[0]))
     secrets.make_private(state.redis)
-    redis_argv = command(state.redis, ports[0], own.operator, own.redis)
+    redis_argv = command(state.redis, ports[0], own.operator, own.redis, fsync="everysec")
     return make_plan(options, ports, redis_argv, own, place_stack(options))
 
 

@@ -170,6 +170,7 @@ class Sample(_message.Message):
     WIDTH_FIELD_NUMBER: _builtins.int
     REPLICA_ID_FIELD_NUMBER: _builtins.int
     NUM_FRAMES_FIELD_NUMBER: _builtins.int
+    WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     REFERENCE_KL_FIELD_NUMBER: _builtins.int
     purpose: Global___Purpose.ValueType
     seed: _builtins.int
@@ -184,6 +185,8 @@ class Sample(_message.Message):
     replica_id: _builtins.str
     num_frames: _builtins.int
     """1 for a picture"""
+    weights_digest: _builtins.str
+    """of the weights that sampled it, as its request named them"""
     reference_kl: _builtins.float
     """mean over its noisy steps of the KL to the policy without adapter; 0 where it was not asked for"""
     @_builtins.property
@@ -225,11 +228,12 @@ class Sample(_message.Message):
         width: _builtins.int = ...,
         replica_id: _builtins.str = ...,
         num_frames: _builtins.int = ...,
+        weights_digest: _builtins.str = ...,
         reference_kl: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "media", b"media", "negative_embeds", b"negative_embeds", "prompt_embeds", b"prompt_embeds", "trajectory", b"trajectory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["height", b"height", "id", b"id", "media", b"media", "media_type", b"media_type", "negative_embeds", b"negative_embeds", "num_frames", b"num_frames", "policy_version", b"policy_version", "prompt_embeds", b"prompt_embeds", "purpose", b"purpose", "reference_kl", b"reference_kl", "replica_id", b"replica_id", "sde_steps", b"sde_steps", "seed", b"seed", "trajectory", b"trajectory", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["height", b"height", "id", b"id", "media", b"media", "media_type", b"media_type", "negative_embeds", b"negative_embeds", "num_frames", b"num_frames", "policy_version", b"policy_version", "prompt_embeds", b"prompt_embeds", "purpose", b"purpose", "reference_kl", b"reference_kl", "replica_id", b"replica_id", "sde_steps", b"sde_steps", "seed", b"seed", "trajectory", b"trajectory", "weights_digest", b"weights_digest", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -52,25 +52,87 @@ class ConfigureRequest(_message.Message):
     JOB_ID_FIELD_NUMBER: _builtins.int
     SPEC_JSON_FIELD_NUMBER: _builtins.int
     DIRECTORY_FIELD_NUMBER: _builtins.int
+    LEDGER_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     spec_json: _builtins.str
     """flowfleet.jobs.JobSpec"""
     directory: _builtins.str
     """where checkpoints go"""
+    @_builtins.property
+    def ledger(self) -> Global___LedgerPosition:
+        """absent: the newest checkpoint is loaded, whatever it is"""
+
     def __init__(
         self,
         *,
         job_id: _builtins.str = ...,
         spec_json: _builtins.str = ...,
         directory: _builtins.str = ...,
+        ledger: Global___LedgerPosition | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ledger", b"ledger"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "job_id", b"job_id", "spec_json", b"spec_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "job_id", b"job_id", "ledger", b"ledger", "spec_json", b"spec_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ConfigureRequest: _TypeAlias = ConfigureRequest  # noqa: Y015
+
+@_typing.final
+class LedgerPosition(_message.Message):
+    """Where the job's ledger is, so that a trainer goes on with weights that go with it (flowfleet/lineage.py)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class HistoryEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    LATEST_FIELD_NUMBER: _builtins.int
+    REPLAYS_FROM_FIELD_NUMBER: _builtins.int
+    HISTORY_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """steps that the ledger counts as applied"""
+    latest: _builtins.int
+    """newest version that can go with it: one more where the request of the next step is stored"""
+    replays_from: _builtins.int
+    """the requests of all steps from this one on are stored"""
+    @_builtins.property
+    def history(self) -> _containers.ScalarMap[_builtins.int, _builtins.str]:
+        """version -> lineage, of the versions whose lineage the ledger knows"""
+
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        latest: _builtins.int = ...,
+        replays_from: _builtins.int = ...,
+        history: _abc.Mapping[_builtins.int, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "latest", b"latest", "replays_from", b"replays_from", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LedgerPosition: _TypeAlias = LedgerPosition  # noqa: Y015
 
 @_typing.final
 class ConfigureResponse(_message.Message):
@@ -79,6 +141,7 @@ class ConfigureResponse(_message.Message):
     APPLIED_STEPS_FIELD_NUMBER: _builtins.int
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     RESUMED_FROM_FIELD_NUMBER: _builtins.int
+    MISFIT_FIELD_NUMBER: _builtins.int
     SET_ASIDE_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
     applied_steps: _builtins.int
@@ -86,6 +149,8 @@ class ConfigureResponse(_message.Message):
     world_size: _builtins.int
     resumed_from: _builtins.str
     """checkpoint directory, empty for a fresh start"""
+    misfit: _builtins.str
+    """why the weights of this trainer do not go with the ledger: start another. Empty when they do"""
     samples: _builtins.int
     """samples that these weights were trained on"""
     @_builtins.property
@@ -98,12 +163,13 @@ class ConfigureResponse(_message.Message):
         applied_steps: _builtins.int = ...,
         world_size: _builtins.int = ...,
         resumed_from: _builtins.str = ...,
+        misfit: _builtins.str = ...,
         set_aside: _abc.Iterable[Global___SetAside] | None = ...,
         samples: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_steps", b"applied_steps", "resumed_from", b"resumed_from", "samples", b"samples", "set_aside", b"set_aside", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_steps", b"applied_steps", "misfit", b"misfit", "resumed_from", b"resumed_from", "samples", b"samples", "set_aside", b"set_aside", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

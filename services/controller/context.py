@@ -24,6 +24,7 @@ from services.controller.fleet import Replica
 from services.controller.fleet_watch import FleetWatch, NobodyThere, Want
 from services.controller.inputs import Inputs
 from services.controller.launcher import Launcher
+from services.controller.ledger import RolledBack
 from services.controller.machine import Machine
 from services.controller.memory import Memory
 from services.controller.rewards import RewardPlane, Verdict
@@ -182,10 +183,16 @@ class JobContext:
     async def has_train_request(self, step: int) -> bool:
         return bool(await self.redis.exists(self.train_key(step)))
 
-    async def load_train_request(self, step: int) -> trainer_pb2.TrainStepRequest:
+    async def find_train_request(self, step: int) -> trainer_pb2.TrainStepRequest | None:
         stored = await self.redis.get(self.train_key(step))
-        assert stored is not None, f"the request of step {step} is kept until a checkpoint covers it"
-        return trainer_pb2.TrainStepRequest.FromString(stored)
+        return None if stored is None else trainer_pb2.TrainStepRequest.FromString(stored)
+
+    async def load_train_request(self, step: int) -> trainer_pb2.TrainStepRequest:
+        """Raises RolledBack: it is kept until a checkpoint covers it, and a trainer begins where it is stored."""
+        found = await self.find_train_request(step)
+        if found is None:
+            raise RolledBack(f"the stored request of step {step} is gone")
+        return found
 
     async def release_before(self, version: int) -> None:
         """Frees what only the steps below a checkpointed version needed; pictures stay for their TTL."""

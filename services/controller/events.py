@@ -56,6 +56,8 @@ class Sampled(_Event):
     group: int
     index: int
     version: int
+    digest: str = ""
+    """Of the weights that sampled it; empty where its rollout does not tell."""
 
 
 class Scored(_Event):
@@ -112,6 +114,8 @@ class Trained(_Event):
     a finite one."""
     log_prob_not_finite: float = 0.0
     """Share of rows without a finite gap; 0 in ledgers from before it was kept."""
+    lineage: str = ""
+    """Of the version that it made (flowfleet/lineage.py); empty in ledgers from before it was kept."""
 
 
 class Published(_Event):
@@ -121,6 +125,8 @@ class Published(_Event):
     version: int
     evaluated: bool = False
     """Whether these are the version's evaluated weights; else those that sample."""
+    digest: str = ""
+    """Of the weights; empty in ledgers from before it was kept."""
 
 
 class Checkpointed(_Event):

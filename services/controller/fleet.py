@@ -8,7 +8,7 @@ kept by pool and by job, so that a choice costs what the job's own replicas are,
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -16,6 +16,9 @@ from flowfleet.proto import rollout_pb2
 from flowfleet.replicas import ReplicaRecord
 
 MISSED_ASKS = 3
+
+Verified = Callable[[int, str], bool]
+"""Whether weights of a version that have a digest are those that a job published."""
 
 
 class Health(StrEnum):
@@ -78,6 +81,8 @@ class Fleet:
         self._by_pool: defaultdict[str, dict[str, Replica]] = defaultdict(dict)
         self._by_job: defaultdict[str, dict[str, Replica]] = defaultdict(dict)
         self._doubted: set[str] = set()
+        self.verified: dict[str, Verified] = {}
+        """By job; without an entry the version's number alone counts."""
         self.touched: set[str] = set()
 
     def __len__(self) -> int:
@@ -147,13 +152,13 @@ class Fleet:
         """The least loaded replica that serves such weights of a version in low … high and has less than `limit`
         samples outstanding."""
         of_job = self._by_job.get(job_id, {}).values()
-        able = [r for r in of_job if r.outstanding < limit and r.serves(job_id, low, high, evaluated=evaluated)]
+        able = [r for r in of_job if r.outstanding < limit and self._serves(r, job_id, low, high, evaluated)]
         return min(able, key=lambda r: (r.outstanding, -(r.version or 0), r.replica_id), default=None)
 
     def behind(self, pool: str, job_id: str, version: int, *, evaluated: bool = False) -> list[Replica]:
         """Live replicas of a pool that settled on something else than these weights of this version of this job."""
         settled = [r for r in self.live(pool) if r.health in (Health.IDLE, Health.SERVING)]
-        return [r for r in settled if not r.serves(job_id, version, version, evaluated=evaluated)]
+        return [r for r in settled if not self._serves(r, job_id, version, version, evaluated)]
 
     def num_devices(self, job_id: str) -> int:
         """Accelerators that live replicas of a job run on; on CPUs, processes."""
@@ -179,6 +184,13 @@ class Fleet:
 
     def all(self) -> list[Replica]:
         return sorted(self._replicas.values(), key=lambda r: r.replica_id)
+
+    def _serves(self, replica: Replica, job_id: str, low: int, high: int, evaluated: bool) -> bool:
+        """Whether it serves such a version in weights that are this job's: after Redis lost writes, replicas may still
+        serve versions of the same number that the lost steps had made."""
+        verified = self.verified.get(job_id)
+        known = verified is None or verified(replica.version or 0, replica.digest)
+        return known and replica.serves(job_id, low, high, evaluated=evaluated)
 
     def _put(self, replica: Replica) -> None:
         replica_id = replica.replica_id

@@ -24,7 +24,7 @@ from flowfleet.proto import rollout_pb2, rollout_pb2_grpc
 from flowfleet.replicas import LOOK_COUNT, ReplicaDirectory
 from flowfleet.rpc import open_channel
 from services.controller.concurrency import end
-from services.controller.fleet import Fleet, Replica
+from services.controller.fleet import Fleet, Replica, Verified
 
 log = logging.getLogger(__name__)
 
@@ -156,6 +156,18 @@ class FleetWatch:
         """They are asked themselves."""
         self.fleet.doubt(replica_ids)
         self._ask_doubted()
+
+    def verified(self, job_id: str, verified: Verified | None) -> None:
+        """From now on a job's replicas are lent by this as well; None: by the version's number alone."""
+        if verified is None:
+            self.fleet.verified.pop(job_id, None)
+        else:
+            self.fleet.verified[job_id] = verified
+            self._desk.serve(job_id)
+
+    def look_again(self) -> None:
+        """The next look reads all records: Redis has lost changes, and its revisions are not those that we know."""
+        self._revision = 0
 
     def stub(self, address: str) -> rollout_pb2_grpc.RolloutServiceAsyncStub:
         if address not in self._channels:

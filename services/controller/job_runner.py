@@ -91,6 +91,7 @@ class JobRunner:
         background = [asyncio.create_task(part(), name=part.__qualname__) for part in parts]
         for task in background:
             task.add_done_callback(self._wake_up)
+        self._tell_weights()
         try:
             while not self.machine.finished:
                 self._wake.clear()
@@ -114,6 +115,8 @@ class JobRunner:
             self._rewound = any(isinstance(event, ev.Rewound) for event in stamped) or self._rewound
             if any(isinstance(event, ev.Trained) for event in stamped):
                 await self._ledger.snapshot(self.machine.state)
+        if any(isinstance(event, ev.Published) for event in events):
+            self._tell_weights()
         self._wake.set()
         async with self._changed:
             self._changed.notify_all()
@@ -249,6 +252,7 @@ class JobRunner:
             s
             for s in training
             if (s.id.step, s.id.group, s.id.index) in still and self.machine.admissible(s.id.step, s.policy_version)
+            and self.machine.published_as(s.policy_version, s.weights_digest)
         ]
 
         async def also(pipe: Any) -> None:
@@ -258,7 +262,10 @@ class JobRunner:
             await self._consumer.ack([delivery.entry_id for delivery in deliveries], pipe)
 
         facts = [
-            ev.Sampled(step=s.id.step, group=s.id.group, index=s.id.index, version=s.policy_version) for s in training
+            ev.Sampled(
+                step=s.id.step, group=s.id.group, index=s.id.index, version=s.policy_version, digest=s.weights_digest
+            )
+            for s in training
         ]
         await self.emit(*facts, also=also)
 
@@ -333,6 +340,10 @@ class JobRunner:
 
     def _wake_up(self, _: asyncio.Task[None]) -> None:
         self._wake.set()
+
+    def _tell_weights(self) -> None:
+        """Which weights of the job may be sampled with: the fleet's watch lends no replica that serves others."""
+        self.job.fleet.verified(self.job.job_id, self.machine.published_as)
 
     async def _report_status(self) -> None:
         state = self.machine.state

@@ -137,6 +137,10 @@ class State(BaseModel):
     revisions: list[Revision] = []
     """Of the rewards, ascending by number and step: those that an open or a later step has. Before the first of them
     the job's are as submitted."""
+    history: dict[int, str] = {}
+    """Version → lineage: of this version and of those that a checkpoint may be of (flowfleet/lineage.py)."""
+    weights: dict[int, set[str]] = {}
+    """Version → digests that were published of it, of versions that an open step may train on."""
 
     trainer_applied: int | None = None  # volatile: steps in the live trainer's weights; none without a trainer
     behind: bool = False  # volatile: a live replica misses the published version
@@ -196,6 +200,8 @@ class Machine:
             self.state.duplicates += 1
         elif not self.admissible(event.step, event.version):
             self._count_drop("stale")
+        elif not self.published_as(event.version, event.digest):
+            self._count_drop("other_weights")
         else:
             is_same = sample.score is not None and sample.version == event.version  # lost, and made again
             sample.version, batch = event.version, self.state.batches[event.step]
@@ -248,12 +254,15 @@ class Machine:
             self._count_drop(left_out_reason(self.spec), batch.num_left_out)
             self.state.version += 1
             self.state.trained_at = event.at
+            self._remember(event.lineage)
             if too_far:
                 self.state.status, self.state.reason = Status.PAUSED, gap.reason(self.spec, event)
 
     def _on_published(self, event: ev.Published) -> None:
         if event.version == self.state.version:
             self.state.published, self.state.evaluated, self.state.behind = event.version, event.evaluated, False
+            if event.digest:
+                self.state.weights.setdefault(event.version, set()).add(event.digest)
 
     def _on_checkpointed(self, event: ev.Checkpointed) -> None:
         self.state.checkpointed = max(self.state.checkpointed, event.version)
@@ -374,6 +383,14 @@ class Machine:
         """Whether a sample of `version` may be trained on by `step` (invariant 3)."""
         return step - self.spec.schedule.max_staleness <= version <= step
 
+    def published_as(self, version: int, digest: str) -> bool:
+        """Whether weights of a version with this digest are this job's, and not of a history that Redis has lost.
+        Without digests, as in ledgers from before they were kept, the version's number alone counts."""
+        weights = self.state.weights
+        if version < min(weights, default=self.state.version + 1):
+            return True
+        return version in weights and (not digest or digest in weights[version])
+
     def too_far(self, event: ev.Trained) -> bool:
         """Whether the job pauses after this update for its log-prob gap. A step that is replayed after a fault does not
         pause it again; nor does the last one, after which nothing is sampled to train on."""
@@ -475,6 +492,16 @@ class Machine:
             if step not in self.state.batches and self.state.published >= step - self.spec.schedule.max_staleness:
                 rollout = self.spec.rollout
                 self.state.batches[step] = Batch.opened(step, rollout.prompts_per_step, rollout.group_size, at)
+
+    def _remember(self, lineage: str) -> None:
+        """Of the new version; forgets what no checkpoint can be of, and weights that no step may train on."""
+        state, schedule = self.state, self.spec.schedule
+        oldest = state.version - (schedule.keep_last + 1) * schedule.save_every
+        state.history = {v: known for v, known in state.history.items() if v % schedule.save_every == 0 and v > oldest}
+        if lineage:
+            state.history[state.version] = lineage
+        low = state.version - schedule.max_staleness
+        state.weights = {version: known for version, known in state.weights.items() if version >= low}
 
     def _refill(self, batch: Batch, group: int) -> None:
         """Another sample of the group in place of a dropped one, while the setting and its limit allow. Of a pair that

@@ -35,7 +35,7 @@ from services.controller.job_runner import JobRunner
 from services.controller.keeper import Keeper
 from services.controller.launcher import Launcher, LocalLauncher, stop_for_good
 from services.controller.leadership import Lease, LeaseLost
-from services.controller.ledger import Ledger
+from services.controller.ledger import Ledger, RolledBack
 from services.controller.machine import Machine
 from services.controller.memory import Memory
 from services.controller.monitor import Monitor
@@ -258,6 +258,12 @@ class Runner:
                 return
             except LeaseLost:
                 raise
+            except NotFound as error:
+                log.error("Redis knows the job no more: %s", error, extra={"job": job_id})
+                return
+            except RolledBack as error:
+                log.error("Redis lost writes; the job goes on from what it holds: %s", error, extra={"job": job_id})
+                self._fleet.look_again()
             except RedisError as error:
                 log.warning("the job waits: %s", trouble(error) or error, extra={"job": job_id})
                 await self._lease.until_writable()
@@ -299,6 +305,7 @@ class Runner:
             log.info("job ended as %s", status, extra={"job": record.id})
         finally:
             del self._running[record.id]
+            self._fleet.verified(record.id, None)
             await runner.job.close()
 
     def _context(

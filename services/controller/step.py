@@ -18,6 +18,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import grpc
+
+from flowfleet.lineage import follow
 from flowfleet.proto import trainer_pb2
 from flowfleet.telemetry import LOG_PROB_GAP, LOG_PROB_NOT_FINITE
 from services.controller import events as ev
@@ -25,6 +28,8 @@ from services.controller import machine as do
 from services.controller import reports, requests
 from services.controller.context import JobContext
 from services.controller.credit import credits_of
+from services.controller.launcher import stopped
+from services.controller.position import ledger_position
 from services.controller.resumption import resumed
 from services.controller.reward_failures import RewardPause
 from services.controller.rewards import preference
@@ -76,14 +81,26 @@ class TrainingStep:
                 await self.export()
 
     async def ensure_trainer(self) -> None:
-        """Find or start the trainer; it resumes from its newest checkpoint."""
+        """Find or start the trainer; it resumes from its newest checkpoint that goes with the ledger."""
         job = self.job
         address = await job.launcher.ensure(job.job_id, job.spec)
         request = trainer_pb2.ConfigureRequest(
-            job_id=job.job_id, spec_json=job.spec.model_dump_json(), directory=str(job.directory / "checkpoints")
+            job_id=job.job_id,
+            spec_json=job.spec.model_dump_json(),
+            directory=str(job.directory / "checkpoints"),
+            ledger=await ledger_position(job),
         )
         job.trainer_address = address
-        configured = await job.trainer().Configure(request, timeout=job.spec.timeouts.checkpoint_s)
+        try:
+            configured = await job.trainer().Configure(request, timeout=job.spec.timeouts.checkpoint_s)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.DATA_LOSS:
+                raise
+            await self.pause(error.details() or "")
+            return
+        if configured.misfit:
+            await stopped(job.launcher, job.job_id)
+            raise NotYet(f"the trainer is started again from a checkpoint: {configured.misfit}")
         await job.emit(await resumed(job, configured))
 
     async def generate(self, step: int, groups: Sequence[int]) -> None:
@@ -97,7 +114,7 @@ class TrainingStep:
         if not rows:
             return
         async with job.replica(max(0, step - spec.schedule.max_staleness), step, rows) as replica:
-            request.policy_version = replica.version or 0
+            request.policy_version, request.weights_digest = replica.version or 0, replica.digest
             await job.inputs.attach(request, [prompts[group.group] for group in request.groups])
             call = job.fleet.stub(replica.address).Generate(request, timeout=spec.timeouts.generate_s)
             async for _ in call:
@@ -151,6 +168,7 @@ class TrainingStep:
             step=step,
             log_prob_gap=result.metrics.get(LOG_PROB_GAP),
             log_prob_not_finite=result.metrics.get(LOG_PROB_NOT_FINITE, 0.0),
+            lineage=await asyncio.to_thread(follow, dict(job.machine.state.history), request),
         )
         hold = partial(job.store.hold, job.job_id) if job.machine.too_far(trained) else None
         await job.emit(trained, also=hold)
@@ -170,7 +188,7 @@ class TrainingStep:
         job.reports.published(response, time.monotonic() - started)
         if not any(result.ok for result in response.results):
             raise NotYet(f"no replica took version {version}: {response.results[0].error}")
-        await job.emit(ev.Published(version=version, evaluated=evaluated))
+        await job.emit(ev.Published(version=version, evaluated=evaluated, digest=response.weights_digest))
 
     async def checkpoint(self, version: int) -> None:
         """Save the trainer; blobs of the steps that every kept checkpoint covers may go."""

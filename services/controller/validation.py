@@ -62,6 +62,7 @@ async def _draw(job: JobContext, version: int, start: int, prompts: Sequence[Pro
     """One sample a prompt, in order."""
     request = requests.validate(job, version, start, prompts)
     async with job.replica(version, version, len(prompts), evaluated=request.evaluated) as replica:
+        request.weights_digest = replica.digest
         await job.inputs.attach(request, prompts)
         call = job.fleet.stub(replica.address).Generate(request, timeout=job.spec.timeouts.generate_s)
         samples = sorted([event.sample async for event in call], key=lambda sample: sample.id.group)

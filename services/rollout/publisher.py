@@ -127,6 +127,7 @@ class Publisher:
             purpose=request.purpose,
             seed=generated.seed,
             policy_version=request.policy_version,
+            weights_digest=request.weights_digest,
             prompt_embeds=shared.embeds[generated.group],
             negative_embeds=shared.negative.get(generated.group),
             sde_steps=_recorded(request.noise) if request.noise.eta > 0 and not shared.media else (),

@@ -69,7 +69,11 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> AsyncIterator[rollout_pb2.GenerateEvent]:
         wanted = await self._media.read(request, generation_request(request))
         ticket = self._state.admit(
-            request.job_id, request.policy_version, wanted.num_samples, evaluated=request.evaluated
+            request.job_id,
+            request.policy_version,
+            wanted.num_samples,
+            evaluated=request.evaluated,
+            digest=request.weights_digest,
         )
         self._changed()
         generation = Generation(

@@ -63,9 +63,11 @@ class WeightState:
         """Samples admitted and not finished."""
         self._loaded = False
 
-    def admit(self, job_id: str, version: int, num_samples: int, *, evaluated: bool = False) -> Ticket:
-        """Takes in samples for the version and weights named. Raises Conflict if it does not serve them, Unavailable if
-        it is draining."""
+    def admit(
+        self, job_id: str, version: int, num_samples: int, *, evaluated: bool = False, digest: str = ""
+    ) -> Ticket:
+        """Takes in samples for the version and weights named; without a digest, for any of that version. Raises
+        Conflict if it does not serve them, Unavailable if it is draining."""
         if self.draining:
             raise Unavailable("this replica is draining: ask another")
         if self.phase is Phase.UPDATING:
@@ -78,6 +80,11 @@ class WeightState:
             raise Conflict(
                 f"this replica serves {self._held} of job {self.job_id}, not {_named(version, evaluated)} of job "
                 f"{job_id}: publish that version to it, or ask for the one it serves"
+            )
+        if digest and digest != self.digest:
+            raise Conflict(
+                f"this replica serves {self._held} of job {job_id} with digest {self.digest[:12]}, not {digest[:12]}: "
+                "publish that version to it"
             )
         self.in_flight += num_samples
         return Ticket(job_id, version, self.epoch)

@@ -19,7 +19,7 @@ import re
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -109,16 +109,30 @@ class Checkpoints:
             raise
         return path
 
-    def newest(self) -> Path | None:
-        """The newest complete checkpoint, by rank 0. Sets aside what is none. Raises OtherFormat."""
+    def choose(self, misfit: Callable[[Record], str]) -> Path | None:
+        """The newest complete checkpoint without a misfit, by rank 0; None where the job begins at step 0. Sets aside
+        newer ones, and what is damaged.
+
+        Raises OtherFormat. Raises DataLoss where there are checkpoints, and neither one of them nor step 0 will do.
+        Those stay where they are.
+        """
+        misfits: dict[Path, str] = {}
+        chosen = None
         for path in self._paths():
             try:
-                read_state(path)
+                reason = misfit(Record.from_json(read_state(path)["record"]))
             except DataLoss as error:
                 set_aside(path, str(error))
             else:
-                return path
-        return None
+                if not reason:
+                    chosen = path
+                    break
+                misfits[path] = reason
+        if chosen is None and misfits and misfit(Record()):
+            raise DataLoss(self._none_will_do(misfits))
+        for path, reason in misfits.items():
+            set_aside(path, reason)
+        return chosen
 
     def load(self, engine: Engine, path: Path) -> Record:
         """Collective. Puts a checkpoint into model, optimizer and generators, and verifies it meanwhile.
@@ -207,6 +221,13 @@ class Checkpoints:
                 shutil.rmtree(old.path, ignore_errors=True)
         if self._free() < needed:
             raise Full(self._no_room(needed))
+
+    def _none_will_do(self, misfits: Mapping[Path, str]) -> str:
+        told = "; ".join(f"{path.name}: {reason}" for path, reason in misfits.items())
+        return (
+            f"no checkpoint goes with the ledger ({told}). Redis and {self.directory} are of two times: put a matching "
+            "copy of one of them back, then resume the job; or cancel it and begin a new one from its newest checkpoint"
+        )
 
     def _no_room(self, needed: int) -> str:
         return (

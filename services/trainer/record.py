@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from flowfleet import lineage
 from flowfleet.errors import Conflict
+from flowfleet.proto import trainer_pb2
 
 MAX_RESULTS = 1024
 """Results kept; a controller asks for the newest ones only."""
@@ -22,13 +24,18 @@ class Record:
     """Samples trained on."""
     results: dict[int, dict[str, float]] = field(default_factory=dict)
     """Metrics by step, the newest `MAX_RESULTS`."""
+    history: dict[int, str] = field(default_factory=dict)
+    """Version → its lineage, of as many (flowfleet/lineage.py); none in checkpoints from before it was kept."""
 
-    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+    def add(self, request: trainer_pb2.TrainStepRequest, metrics: Mapping[str, float]) -> None:
         """A step was applied."""
+        step = request.step
         assert step == self.applied, f"step {step} was applied to version {self.applied}"
         self.applied += 1
         self.results[step] = dict(metrics)
         self.results.pop(step - MAX_RESULTS, None)
+        lineage.extend(self.history, request)
+        self.history.pop(step - MAX_RESULTS, None)
 
     def result(self, step: int) -> dict[str, float]:
         """Of a step below `applied`. Raises Conflict when it is too old to be kept."""
@@ -38,12 +45,23 @@ class Record:
             )
         return self.results[step]
 
+    def check_replay(self, request: trainer_pb2.TrainStepRequest) -> None:
+        """Raises Conflict where a step below `applied` was applied from another request: its result is of another
+        history of the job."""
+        repeated = lineage.follow(self.history, request)
+        if repeated and self.history.get(request.step + 1, repeated) != repeated:
+            raise Conflict(
+                f"step {request.step} was applied from another request: start another trainer, which loads a "
+                "checkpoint that goes with the ledger"
+            )
+
     def to_json(self) -> dict[str, Any]:
         return {
             "applied": self.applied,
             "skipped_updates": self.skipped_updates,
             "samples": self.samples,
             "results": {str(step): metrics for step, metrics in self.results.items()},
+            "history": {str(version): lineage for version, lineage in self.history.items()},
         }
 
     @classmethod
@@ -51,4 +69,5 @@ class Record:
         """Raises KeyError, TypeError or ValueError when it is not a record."""
         results = {int(step): {name: float(value) for name, value in m.items()} for step, m in data["results"].items()}
         counts = {name: int(data[name]) for name in ("applied", "skipped_updates", "samples")}
-        return cls(results=results, **counts)
+        history = {int(version): str(lineage) for version, lineage in data.get("history", {}).items()}
+        return cls(results=results, history=history, **counts)

@@ -90,6 +90,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
             job = self._job(request.job_id)
             applied = job.record.applied
             if request.step < applied:
+                job.record.check_replay(request)
                 return step_response(job.record, request.step, replayed=True)
             if request.step > applied:
                 raise Conflict(f"step {request.step} cannot be applied: this trainer expects step {applied}")

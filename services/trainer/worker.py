@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -19,6 +19,7 @@ from flowfleet import devices, keys, lora, weights
 from flowfleet.blobs import SyncBlobs
 from flowfleet.errors import Conflict, DataLoss, Unavailable
 from flowfleet.jobs import JobSpec, parse_job
+from flowfleet.lineage import misfit
 from flowfleet.proto import trainer_pb2
 from flowfleet.proto.common_pb2 import BlobRef
 from flowfleet.proto.rollout_pb2 import Bucket
@@ -98,7 +99,7 @@ class Worker:
         self.job: Job | None = None
         self.member: TransferMember | None = None
         self._blobs = blobs
-        self._request: trainer_pb2.ConfigureRequest | None = None
+        self._identity: tuple[str, ...] = ()
 
     def execute(self, command: Command) -> Any:
         """Raises a FlowfleetError where nothing has changed; any other exception means that the rank must end."""
@@ -116,20 +117,25 @@ class Worker:
             return handler(message)
 
     def configure(self, request: trainer_pb2.ConfigureRequest) -> trainer_pb2.ConfigureResponse:
-        """Loads the model and the newest checkpoint that is what was written; none, where all are lost."""
+        """Loads the model and the newest checkpoint that is what was written and goes with the ledger; none, where all
+        are lost. A trainer that is configured already says whether its weights go with the ledger."""
+        reason = ""
         if self.job is None:
             while self.job is None:
                 self.job = self._loaded(request)
-            self._request = request
-        elif request != self._request:
+            self._identity = _identity(request)
+        elif _identity(request) != self._identity:
             raise Conflict(
                 f"this trainer belongs to job {self.job.job_id} as it was first configured: start another for another "
                 "job or specification"
             )
+        else:
+            reason = _judge(request)(self.job.record)
         return trainer_pb2.ConfigureResponse(
             applied_steps=self.job.record.applied,
             world_size=self.ranks.world_size,
             resumed_from=self.job.resumed_from,
+            misfit=reason,
             set_aside=[one.told() for one in kept_aside(Path(request.directory))],
             samples=self.job.record.samples,
         )
@@ -212,15 +218,15 @@ class Worker:
 
     def _loaded(self, request: trainer_pb2.ConfigureRequest) -> Job | None:
         """The job; None where the newest checkpoint turned out damaged while it was loaded: the engine goes with it."""
-        newest = None
+        chosen = None
         with self.ranks.together():
             spec = parse_job(json.loads(request.spec_json))
             self.ranks.beats.timeouts = spec.timeouts
             checkpoints = Checkpoints(Path(request.directory), request.job_id, spec.schedule.keep_last)
             if self.ranks.rank == 0:
                 checkpoints.take_over()
-                newest = checkpoints.newest()
-        name = self.ranks.broadcast(str(newest or "").encode()).decode()
+                chosen = checkpoints.choose(_judge(request))
+        name = self.ranks.broadcast(str(chosen or "").encode()).decode()
         with self.ranks.together():
             engine = Engine(spec, self.ranks, resumes=bool(name))
         self.ranks.connect()
@@ -243,9 +249,7 @@ class Worker:
     def _passed_over(self, job: Job, request: trainer_pb2.TrainStepRequest) -> trainer_pb2.TrainStepResponse:
         """A step without samples changes no weight, but counts as applied: versions and steps go together."""
         log.info("no samples to train on", extra=_extra(request))
-        job.record.add(
-            request.step, {"training/step_samples": 0.0, "training/samples_total": float(job.record.samples)}
-        )
+        job.record.add(request, {"training/step_samples": 0.0, "training/samples_total": float(job.record.samples)})
         return step_response(job.record, request.step, replayed=False)
 
     def _recorded(
@@ -271,7 +275,7 @@ class Worker:
             "perf/peak_memory_gib": devices.peak_memory_bytes(self.ranks.device) / _GIB,
             **timings.metrics(),
         }
-        record.add(request.step, {name: value for name, value in metrics.items() if math.isfinite(value)})
+        record.add(request, {name: value for name, value in metrics.items() if math.isfinite(value)})
         if skipped:
             log.warning("%d of %d updates skipped: gradient not finite", skipped, num_updates, extra=_extra(request))
 
@@ -301,6 +305,18 @@ class Worker:
                 self._blobs.delete([old.adapter])
         job.adapters = job.adapters[-_ADAPTERS_KEPT:]
         return job.adapters[-1]
+
+
+def _identity(request: trainer_pb2.ConfigureRequest) -> tuple[str, ...]:
+    """What a trainer belongs to; the ledger moves on."""
+    return request.job_id, request.spec_json, request.directory
+
+
+def _judge(request: trainer_pb2.ConfigureRequest) -> Callable[[Record], str]:
+    """Says why a record does not go with the ledger; "" where it does."""
+    if not request.HasField("ledger"):
+        return lambda record: ""
+    return lambda record: misfit(record.applied, record.history, request.ledger)
 
 
 def step_response(record: Record, step: int, *, replayed: bool) -> trainer_pb2.TrainStepResponse:

@@ -52,6 +52,14 @@ def test_a_replica_gets_no_prompt_but_for_what_it_serves() -> None:
     assert chosen(fleet) == "a"
 
 
+def test_a_version_of_the_same_number_in_weights_that_the_job_did_not_publish_gets_no_prompt() -> None:
+    fleet = Fleet()
+    fleet.update([record("a", digest="lost"), record("b", digest="ours")])
+    fleet.verified["job"] = lambda version, digest: (version, digest) == (3, "ours")
+    assert chosen(fleet) == "b"
+    assert [replica.replica_id for replica in fleet.behind("default", "job", 3)] == ["a"]
+
+
 def test_a_replica_that_serves_evaluated_weights_gets_validation_alone() -> None:
     """Old records and statuses do not say which they serve: those that sample."""
     fleet = Fleet()

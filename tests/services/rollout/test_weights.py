@@ -34,6 +34,14 @@ def test_a_whole_update_leads_to_serving_exactly_that_version() -> None:
             state.admit(job_id, version, 1)
 
 
+def test_other_weights_of_the_same_version_are_refused() -> None:
+    """As after Redis lost writes: the steps that were lost had made a version of the same number."""
+    state = serving(version=3)
+    state.admit("job", 3, 1, digest="digest")
+    with pytest.raises(Conflict, match="with digest digest, not another"):
+        state.admit("job", 3, 1, digest="another")
+
+
 def test_either_kind_of_weights_of_a_version_is_refused_where_the_other_is_served() -> None:
     """Requests and the phases of an update are held apart: an interleaved one of the other kind never finishes."""
     for evaluated in (False, True):

@@ -1,0 +1,45 @@
+"""Which weights go with which ledger: a hash chain over the requests that made them.
+
+The lineage of version v + 1 is the hash of the lineage of version v and of the TrainStep request of step v. The trainer
+keeps it in its record and its checkpoints, the controller in its ledger, each computed by itself. A version number
+alone does not tell two histories apart: a Redis that lost its newest writes makes the same versions once more, from
+other requests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, MutableMapping
+
+from flowfleet.proto import trainer_pb2
+
+_DIGITS = 32
+
+
+def follow(history: Mapping[int, str], request: trainer_pb2.TrainStepRequest) -> str:
+    """The lineage of the version that a request makes; "" where that of the version before is not known."""
+    before = "" if request.step == 0 else history.get(request.step)
+    if before is None:
+        return ""
+    digest = hashlib.sha256(before.encode())
+    digest.update(request.SerializeToString(deterministic=True))
+    return digest.hexdigest()[:_DIGITS]
+
+
+def extend(history: MutableMapping[int, str], request: trainer_pb2.TrainStepRequest) -> None:
+    """Adds the version that a request makes, if its lineage is known."""
+    if lineage := follow(history, request):
+        history[request.step + 1] = lineage
+
+
+def misfit(applied: int, history: Mapping[int, str], ledger: trainer_pb2.LedgerPosition) -> str:
+    """Why weights after `applied` steps do not go with a ledger; empty when they do. Lineages that one side does not
+    know are not compared."""
+    if applied > ledger.latest:
+        return f"version {applied} is ahead of the ledger, which is at version {ledger.version}"
+    if applied < ledger.replays_from:
+        return f"version {applied} is too old: Redis has the requests of steps from {ledger.replays_from} on only"
+    for version, lineage in ledger.history.items():
+        if version <= applied and history.get(version, lineage) != lineage:
+            return f"version {applied} was trained from other steps than the ledger's version {version}"
+    return ""

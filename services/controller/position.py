@@ -1,0 +1,33 @@
+"""Where a job's ledger is, told to its trainer so that both go on with one history (flowfleet/lineage.py)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flowfleet.lineage import follow
+from flowfleet.proto import trainer_pb2
+
+if TYPE_CHECKING:
+    from services.controller.context import JobContext
+
+
+async def ledger_position(job: JobContext) -> trainer_pb2.LedgerPosition:
+    """The ledger's version, the versions that can go with it, and what is known of their lineage."""
+    version, history = job.machine.state.version, dict(job.machine.state.history)
+    latest = version
+    if (following := await job.find_train_request(version)) is not None:
+        latest += 1
+        if lineage := follow(history, following):
+            history[latest] = lineage
+    return trainer_pb2.LedgerPosition(
+        version=version, latest=latest, replays_from=await _replays_from(job, version), history=history
+    )
+
+
+async def _replays_from(job: JobContext, version: int) -> int:
+    """The first step from which on the requests of all steps below `version` are stored."""
+    async with job.redis.pipeline(transaction=False) as pipe:
+        for step in range(version):
+            pipe.exists(job.train_key(step))
+        stored = await pipe.execute()
+    return next((step + 1 for step in reversed(range(version)) if not stored[step]), 0)
