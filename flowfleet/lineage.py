@@ -37,8 +37,6 @@ def misfit(applied: int, history: Mapping[int, str], ledger: trainer_pb2.LedgerP
     know are not compared."""
     if applied > ledger.latest:
         return f"version {applied} is ahead of the ledger, which is at version {ledger.version}"
-    if applied < ledger.replays_from:
-        return f"version {applied} is too old: Redis has the requests of steps from {ledger.replays_from} on only"
     for version, lineage in ledger.history.items():
         if version <= applied and history.get(version, lineage) != lineage:
             return f"version {applied} was trained from other steps than the ledger's version {version}"

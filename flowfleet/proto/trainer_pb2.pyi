@@ -106,14 +106,14 @@ class LedgerPosition(_message.Message):
 
     VERSION_FIELD_NUMBER: _builtins.int
     LATEST_FIELD_NUMBER: _builtins.int
-    REPLAYS_FROM_FIELD_NUMBER: _builtins.int
+    FROM_START_FIELD_NUMBER: _builtins.int
     HISTORY_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """steps that the ledger counts as applied"""
     latest: _builtins.int
     """newest version that can go with it: one more where the request of the next step is stored"""
-    replays_from: _builtins.int
-    """the requests of all steps from this one on are stored"""
+    from_start: _builtins.bool
+    """the requests of all steps are stored, so a trainer without a checkpoint goes with it"""
     @_builtins.property
     def history(self) -> _containers.ScalarMap[_builtins.int, _builtins.str]:
         """version -> lineage, of the versions whose lineage the ledger knows"""
@@ -123,12 +123,12 @@ class LedgerPosition(_message.Message):
         *,
         version: _builtins.int = ...,
         latest: _builtins.int = ...,
-        replays_from: _builtins.int = ...,
+        from_start: _builtins.bool = ...,
         history: _abc.Mapping[_builtins.int, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "latest", b"latest", "replays_from", b"replays_from", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_start", b"from_start", "history", b"history", "latest", b"latest", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -251,7 +251,8 @@ class JobRunner:
         wanted = [
             s
             for s in training
-            if (s.id.step, s.id.group, s.id.index) in still and self.machine.admissible(s.id.step, s.policy_version)
+            if (s.id.step, s.id.group, s.id.index) in still
+            and self.machine.admissible(s.id.step, s.policy_version)
             and self.machine.published_as(s.policy_version, s.weights_digest)
         ]
 

@@ -190,6 +190,8 @@ class Machine:
             min(state.validated, event.version),
         )
         state.published, state.evaluated, state.exported = -1, False, False
+        state.history = {version: known for version, known in state.history.items() if version <= event.version}
+        state.weights = {version: known for version, known in state.weights.items() if version <= event.version}
 
     def _on_replica_behind(self, event: ev.ReplicaBehind) -> None:
         self.state.behind = True

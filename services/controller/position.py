@@ -19,15 +19,5 @@ async def ledger_position(job: JobContext) -> trainer_pb2.LedgerPosition:
         latest += 1
         if lineage := follow(history, following):
             history[latest] = lineage
-    return trainer_pb2.LedgerPosition(
-        version=version, latest=latest, replays_from=await _replays_from(job, version), history=history
-    )
-
-
-async def _replays_from(job: JobContext, version: int) -> int:
-    """The first step from which on the requests of all steps below `version` are stored."""
-    async with job.redis.pipeline(transaction=False) as pipe:
-        for step in range(version):
-            pipe.exists(job.train_key(step))
-        stored = await pipe.execute()
-    return next((step + 1 for step in reversed(range(version)) if not stored[step]), 0)
+    from_start = version == 0 or await job.has_train_request(0)
+    return trainer_pb2.LedgerPosition(version=version, latest=latest, from_start=from_start, history=history)

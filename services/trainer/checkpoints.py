@@ -109,12 +109,12 @@ class Checkpoints:
             raise
         return path
 
-    def choose(self, misfit: Callable[[Record], str]) -> Path | None:
+    def choose(self, misfit: Callable[[Record], str], *, from_start: bool = True) -> Path | None:
         """The newest complete checkpoint without a misfit, by rank 0; None where the job begins at step 0. Sets aside
         newer ones, and what is damaged.
 
-        Raises OtherFormat. Raises DataLoss where there are checkpoints, and neither one of them nor step 0 will do.
-        Those stay where they are.
+        Raises OtherFormat. Raises DataLoss where no complete checkpoint will do and the job cannot begin at step 0
+        either, by `from_start`. They stay where they are.
         """
         misfits: dict[Path, str] = {}
         chosen = None
@@ -128,7 +128,7 @@ class Checkpoints:
                     chosen = path
                     break
                 misfits[path] = reason
-        if chosen is None and misfits and misfit(Record()):
+        if chosen is None and misfits and not from_start:
             raise DataLoss(self._none_will_do(misfits))
         for path, reason in misfits.items():
             set_aside(path, reason)

@@ -225,7 +225,9 @@ class Worker:
             checkpoints = Checkpoints(Path(request.directory), request.job_id, spec.schedule.keep_last)
             if self.ranks.rank == 0:
                 checkpoints.take_over()
-                chosen = checkpoints.choose(_judge(request))
+                chosen = checkpoints.choose(
+                    _judge(request), from_start=not request.HasField("ledger") or request.ledger.from_start
+                )
         name = self.ranks.broadcast(str(chosen or "").encode()).decode()
         with self.ranks.together():
             engine = Engine(spec, self.ranks, resumes=bool(name))

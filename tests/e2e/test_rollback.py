@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from flowfleet import redis_server
 from flowfleet.api_types import Job
@@ -88,8 +89,12 @@ def kill_controller(fleet: Fleet, job: Job) -> None:
 
 
 def weights_of(job: Job) -> str:
-    """SHA-256 of the exported adapter."""
-    return hashlib.sha256((Path(job.results["model"]) / "pytorch_lora_weights.safetensors").read_bytes()).hexdigest()
+    """SHA-256 of the exported tensors, by name; the order in the file may be another one."""
+    tensors = load_file(Path(job.results["model"]) / "pytorch_lora_weights.safetensors")
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode() + tensors[name].contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 @pytest.fixture(scope="module")

@@ -52,11 +52,9 @@ def write(directory: Path, *versions: int, advantage: float = 1.0) -> Checkpoint
     return Checkpoints(directory, "job", 3)
 
 
-def going_with(version: int, replays_from: int = 0) -> Callable[[Record], str]:
+def going_with(version: int) -> Callable[[Record], str]:
     """A ledger that knows the lineage of its version."""
-    ledger = trainer_pb2.LedgerPosition(
-        version=version, latest=version, replays_from=replays_from, history=record(version).history
-    )
+    ledger = trainer_pb2.LedgerPosition(version=version, latest=version, history=record(version).history)
     return lambda found: misfit(found.applied, found.history, ledger)
 
 
@@ -82,10 +80,10 @@ def test_a_checkpoint_of_another_history_is_not_loaded(tmp_path: Path) -> None:
 
 
 def test_with_none_that_will_do_nothing_is_renamed_and_words_are_said(tmp_path: Path) -> None:
-    checkpoints = write(tmp_path, 2, 8)
+    checkpoints = write(tmp_path, 7, 8)
     with pytest.raises(DataLoss, match="step-00000008: version 8 is ahead of the ledger, which is at version 5"):
-        checkpoints.choose(going_with(5, replays_from=3))
-    assert names(tmp_path) == ["step-00000002", "step-00000008"]
+        checkpoints.choose(going_with(5), from_start=False)
+    assert names(tmp_path) == ["step-00000007", "step-00000008"]
 
 
 def test_a_job_begins_at_step_0_while_all_its_requests_are_stored(tmp_path: Path) -> None:
