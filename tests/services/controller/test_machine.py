@@ -632,6 +632,7 @@ def test_a_lost_sample_is_made_again_with_the_score_that_it_has() -> None:
     step = machine.state.batches[1]
     machine.apply(ev.Sampled(step=1, group=0, index=0, version=0))
     machine.apply(ev.Scored(step=1, group=0, index=0, score=1.0))
+    machine.apply(ev.Trained(step=0))
     machine.apply(ev.Lost(step=1, group=0, index=0))
     machine.apply(ev.Sampled(step=1, group=0, index=0, version=1))
     assert (step.groups[0][0].status, step.groups[0][0].version) == ("sampled", 1)
