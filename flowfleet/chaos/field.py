@@ -13,9 +13,12 @@ import redis
 from flowfleet.chaos.stack import ChaosStack
 from flowfleet.chaos.watch import Watch
 from flowfleet.jobs import JobSpec
+from flowfleet.keys import job_key
 from flowfleet.local.processes import read_records
+from flowfleet.proto.trainer_pb2 import TrainStepRequest
 
 AOF_POLL_S = 0.1
+REQUEST_POLL_S = 0.1
 AOF_KEPT = 100
 """Sizes of the append-only file that are remembered: 10 s."""
 
@@ -33,10 +36,13 @@ class Field:
     job_id: str
     spec: JobSpec
     aof_sizes: list[tuple[float, Path, int]] = field(default_factory=list)
+    trained: dict[int, list[str]] = field(default_factory=dict)
+    """Step → step/group/index of the samples in its request to the trainer, as it was seen last in Redis."""
     _closed: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> None:
-        threading.Thread(target=self._follow_aof, name="aof", daemon=True).start()
+        for follow in (self._follow_aof, self._follow_requests):
+            threading.Thread(target=follow, name=follow.__name__, daemon=True).start()
 
     def close(self) -> None:
         self._closed.set()
@@ -103,6 +109,18 @@ class Field:
                     continue
                 del self.aof_sizes[:-AOF_KEPT]
 
+    def _follow_requests(self) -> None:
+        """Notes which samples each step trains on: a Redis that loses its last seconds forgets them."""
+        while not self._closed.wait(REQUEST_POLL_S):
+            step = self.watch.now.step
+            try:
+                with self.redis() as client:
+                    for near in range(max(0, step - 1), step + 2):
+                        if stored := client.get(job_key(self.job_id, "train", near)):
+                            self.trained[near] = identities(stored)
+            except redis.RedisError:
+                continue  # it was struck
+
     # -- files ---------------------------------------------------------------------------------------------------
 
     def checkpoints(self) -> list[Path]:
@@ -110,6 +128,12 @@ class Field:
         folder = self.chaos.state.path / "jobs" / self.job_id / "checkpoints"
         found = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()]
         return sorted(found)
+
+
+def identities(request: bytes) -> list[str]:
+    """step/group/index of the samples of a serialised TrainStepRequest."""
+    ids = [item.sample.id for item in TrainStepRequest.FromString(request).samples]
+    return [f"{one.step}/{one.group}/{one.index}" for one in ids]
 
 
 def ranks_of(agent: psutil.Process) -> list[psutil.Process]:

@@ -13,13 +13,13 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flowfleet.api_types import Job
+from flowfleet.api_types import Job, Sample
 from flowfleet.chaos.clocks import LIBRARY, Clocks, find_library
 from flowfleet.chaos.disk import SmallDisk
 from flowfleet.chaos.field import Field
@@ -202,14 +202,16 @@ def _under_faults(run: _Run, chaos: ChaosStack, schedule: Sequence[Any], say: Sa
             place.close()
             watch.close()
             run.seconds = time.monotonic() - started
-            _look_at_end(run, client, job.id)
+            _look_at_end(run, client, place)
 
 
-def _look_at_end(run: _Run, client: Client, job_id: str) -> None:
+def _look_at_end(run: _Run, client: Client, place: Field) -> None:
     """Collects what the job left, as far as it came."""
+    job_id = place.job_id
     with _noted(run.failures):
         run.job = client.job(job_id)
-        run.samples = account(run.spec, run.job, client, poisons_of(run))
+        records = client.samples(job_id, order="oldest")
+        run.samples = account(run.spec, run.job, records, place.trained, poisons_of(run))
         if run.job.status == "succeeded":
             run.weights = weights_hash(Path(run.job.results["model"]))
 
@@ -221,14 +223,27 @@ def poisons_of(run: _Run) -> tuple[str, ...]:
     )
 
 
-def account(spec: JobSpec, job: Job, client: Client, injected: tuple[str, ...]) -> Samples:
-    """What became of every sample of the steps that are done, by identity."""
-    records = list(client.samples(job.id, order="oldest"))
-    names = {f"{one.step}/{one.group}/{one.index}": one for one in records if one.step < job.progress.step}
-    trained = [name for name, one in names.items() if one.reward is not None and not one.drop_reason]
+def account(
+    spec: JobSpec,
+    job: Job,
+    records: Iterable[Sample],
+    requests: Mapping[int, Sequence[str]],
+    injected: tuple[str, ...],
+) -> Samples:
+    """What became of every sample of the steps that are done, by identity.
+
+    `requests`: step → identities that the trainer was asked to train on. Where a step's request was not seen, the
+    job's own records say which samples have a reward.
+    """
+    steps = range(job.progress.step)
+    recorded: dict[int, list[str]] = {step: [] for step in steps}
+    for one in records:
+        if one.step in recorded and one.reward is not None and not one.drop_reason:
+            recorded[one.step].append(f"{one.step}/{one.group}/{one.index}")
+    trained = [name for step in steps for name in requests.get(step, recorded[step])]
     asked = [
         f"{step}/{group}/{index}"
-        for step in range(job.progress.step)
+        for step in steps
         for group in range(spec.rollout.prompts_per_step)
         for index in range(spec.rollout.group_size)
     ]
@@ -238,7 +253,7 @@ def account(spec: JobSpec, job: Job, client: Client, injected: tuple[str, ...]) 
         asked=len(asked),
         trained=num_trained,
         dropped=dropped,
-        doubled=max(0, num_trained - len(trained)),
+        doubled=max(num_trained, len(trained)) - len(set(trained)),
         lost=max(0, len(asked) - num_trained - sum(dropped.values())),
         delivered_again=job.results.get("duplicates", 0),
         drops_injected=injected,
@@ -272,6 +287,8 @@ def _reference(
         started = time.monotonic()
         job = client.submit(spec)
         while not (job := client.job(job.id)).ended:
+            if job.status == "paused":
+                raise StackError(f"the reference paused: {job.reason}")
             if stop.wait(0.5):
                 raise StackError("the reference was stopped")
         seconds = time.monotonic() - started
