@@ -3,6 +3,8 @@
 A command is repeated while the server cannot be reached or still loads its data, so it may run twice: the reply to the
 first may have been lost. Callers must not mind; duplicates of a sample are recognised by its identity.
 
+`redis+sentinel://` finds the server by Sentinels and follows their failovers (redis_sentinel.py).
+
 `rediss://` is TLS. FLOWFLEET_REDIS_CA names the PEM file of a private CA that signed the server's certificate, in place
 of the system's CAs; the certificate must be for the host of the URL. Client certificates and more go into the URL, by
 redis-py's names (`?ssl_certfile=…&ssl_keyfile=…`).
@@ -21,6 +23,8 @@ import redis.asyncio
 import redis.asyncio.retry
 import redis.retry
 from redis.backoff import EqualJitterBackoff
+
+from flowfleet import redis_sentinel
 
 REDIS_CA: Final = "FLOWFLEET_REDIS_CA"
 SOCKET_TIMEOUT_S: Final = 30.0
@@ -45,12 +49,18 @@ def redis_url() -> str:
 
 def connect(url: str) -> redis.asyncio.Redis:
     """Client for asyncio; replies are bytes. Nothing is sent yet. ValueError on a malformed URL."""
-    return redis.asyncio.from_url(url, retry=_AsyncRetry(**_policy()), **_settings(url))
+    settings = {"retry": _AsyncRetry(**_policy()), **_settings(url)}
+    if url.startswith(redis_sentinel.SCHEMES):
+        return redis_sentinel.parse(url).client(settings)
+    return redis.asyncio.from_url(url, **settings)
 
 
 def connect_sync(url: str) -> redis.Redis:
     """Client for threads; replies are bytes. Nothing is sent yet. ValueError on a malformed URL."""
-    return redis.from_url(url, retry=_SyncRetry(**_policy()), **_settings(url))
+    settings = {"retry": _SyncRetry(**_policy()), **_settings(url)}
+    if url.startswith(redis_sentinel.SCHEMES):
+        return redis_sentinel.parse(url).client_sync(settings)
+    return redis.from_url(url, **settings)
 
 
 def _policy() -> dict[str, Any]:
@@ -60,7 +70,7 @@ def _policy() -> dict[str, Any]:
 
 
 def _settings(url: str) -> dict[str, Any]:
-    ca = os.environ.get(REDIS_CA) if url.startswith("rediss://") else None
+    ca = os.environ.get(REDIS_CA) if url.startswith("rediss") else None
     if ca and not Path(ca).is_file():
         raise ValueError(f"{REDIS_CA}={ca}: no such file; it must hold the CA of the Redis server's certificate")
     return {

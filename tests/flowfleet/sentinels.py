@@ -1,0 +1,79 @@
+"""A primary, replicas and Sentinels as processes."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import redis
+
+from flowfleet.redis_server import find_redis_server, free_port
+
+PASSWORD = "secret"
+NAME = "flowfleet"
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the awaited did not happen"
+        time.sleep(0.05)
+
+
+class Node:
+    def __init__(self, folder: Path, config: str, *flags: str) -> None:
+        folder.mkdir()
+        self.port = free_port()
+        file = folder / "redis.conf"
+        file.write_text(f'port {self.port}\nbind 127.0.0.1\ndir "{folder}"\n{config}')
+        log = (folder / "log").open("wb")
+        self.process = subprocess.Popen([str(find_redis_server()), str(file), *flags], stdout=log, stderr=log)
+
+    def client(self, password: str | None = PASSWORD) -> redis.Redis:
+        return redis.Redis(port=self.port, password=password, protocol=2, socket_timeout=2.0, retry=None)
+
+    def answers(self, password: str | None = PASSWORD) -> bool:
+        try:
+            return bool(self.client(password).ping())
+        except redis.ConnectionError:
+            return False
+
+
+class Group:
+    """Two replicas follow a primary, which refuses writes while none of them keeps up. Three Sentinels watch."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        common = f'requirepass {PASSWORD}\nmasterauth {PASSWORD}\nsave ""\nappendonly yes\nrepl-diskless-sync-delay 0\n'
+        common += "min-replicas-to-write 1\nmin-replicas-max-lag 3\n"
+        self.primary = Node(folder / "r0", common)
+        wait_until(self.primary.answers)
+        follow = f"{common}replicaof 127.0.0.1 {self.primary.port}\n"
+        self.replicas = [Node(folder / f"r{number}", follow) for number in (1, 2)]
+        for replica in self.replicas:
+            wait_until(replica.answers)
+            wait_until(lambda replica=replica: replica.client().info("replication")["master_link_status"] == "up")
+        watch = (
+            f"sentinel monitor {NAME} 127.0.0.1 {self.primary.port} 2\nsentinel auth-pass {NAME} {PASSWORD}\n"
+            f"sentinel down-after-milliseconds {NAME} 1000\nsentinel failover-timeout {NAME} 5000\n"
+        )
+        self.sentinels = [Node(folder / f"s{number}", watch, "--sentinel") for number in range(3)]
+        for sentinel in self.sentinels:
+            wait_until(lambda sentinel=sentinel: sentinel.answers(None))
+            wait_until(lambda sentinel=sentinel: self._seen(sentinel) == (2, 2))
+
+    @property
+    def url(self) -> str:
+        places = ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in self.sentinels)
+        return f"redis+sentinel://:{PASSWORD}@{places}/{NAME}/0"
+
+    def kill(self) -> None:
+        for node in (self.primary, *self.replicas, *getattr(self, "sentinels", [])):
+            node.process.kill()
+            node.process.wait()
+
+    def _seen(self, sentinel: Node) -> tuple[int, int]:
+        state = sentinel.client(None).sentinel_master(NAME)
+        return state["num-slaves"], state["num-other-sentinels"]
