@@ -13,19 +13,20 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flowfleet.api_types import Job, Sample
+from flowfleet.api_types import Job
+from flowfleet.chaos.account import account
 from flowfleet.chaos.clocks import LIBRARY, Clocks, find_library
 from flowfleet.chaos.disk import SmallDisk
 from flowfleet.chaos.field import Field
 from flowfleet.chaos.injector import Injector, Stuck
 from flowfleet.chaos.job import Mode, make_job, shape_of, weights_hash
 from flowfleet.chaos.ledger import Ledger
+from flowfleet.chaos.reference import references, result_of
 from flowfleet.chaos.report import Report, Samples, figures
 from flowfleet.chaos.schedule import KINDS, make_schedule, poisons
 from flowfleet.chaos.stack import ChaosStack, chaos_stack
@@ -140,21 +141,21 @@ def run_chaos(options: Options, say: Say) -> Report:
     injected = poisons(schedule)
     stop = threading.Event()
     try:
-        with _interruptible(), _references(directory, spec, say, stop) as references:
+        with _interruptible(), references(directory, spec, say, stop) as run_reference:
             beside = (os.cpu_count() or 1) >= CORES_FOR_BOTH
-            first = None if options.reference else references(injected)
+            first = None if options.reference else run_reference(injected)
             if first is not None and not beside:
-                run.reference, run.reference_seconds = _result(first)
+                run.reference, run.reference_seconds = result_of(first)
             with chaos_stack(directory / "stack", spec, injected, Clocks(directory / "clocks", library)) as chaos:
                 _under_faults(run, chaos, schedule, say)
             if first is not None and beside:
-                run.reference, run.reference_seconds = _result(first)
+                run.reference, run.reference_seconds = result_of(first)
             run.reference = options.reference or run.reference
             found = set(run.samples.drops_found)
             if run.weights and found != set(injected):
                 say("other samples were dropped than those injected: a second reference is given the same drops")
-                again = references({name: injected.get(name, "error") for name in found})
-                run.reference, run.reference_seconds = _result(again)
+                again = run_reference({name: injected.get(name, "error") for name in found})
+                run.reference, run.reference_seconds = result_of(again)
     except Interrupted:
         run.interrupted = True
     except (Stuck, StackError) as error:
@@ -221,88 +222,6 @@ def poisons_of(run: _Run) -> tuple[str, ...]:
     return tuple(
         sorted(entry.data["sample"] for entry in run.ledger.entries if entry.kind == "poison-reward" and entry.counted)
     )
-
-
-def account(
-    spec: JobSpec,
-    job: Job,
-    records: Iterable[Sample],
-    requests: Mapping[int, Sequence[str]],
-    injected: tuple[str, ...],
-) -> Samples:
-    """What became of every sample of the steps that are done, by identity.
-
-    `requests`: step → identities that the trainer was asked to train on. Where a step's request was not seen, the
-    job's own records say which samples have a reward.
-    """
-    steps = range(job.progress.step)
-    recorded: dict[int, list[str]] = {step: [] for step in steps}
-    for one in records:
-        if one.step in recorded and one.reward is not None and not one.drop_reason:
-            recorded[one.step].append(f"{one.step}/{one.group}/{one.index}")
-    trained = [name for step in steps for name in requests.get(step, recorded[step])]
-    asked = [
-        f"{step}/{group}/{index}"
-        for step in steps
-        for group in range(spec.rollout.prompts_per_step)
-        for index in range(spec.rollout.group_size)
-    ]
-    dropped = job.results.get("samples_dropped") or job.progress.samples_dropped
-    num_trained = job.results.get("samples_trained", job.progress.samples_trained)
-    return Samples(
-        asked=len(asked),
-        trained=num_trained,
-        dropped=dropped,
-        doubled=max(num_trained, len(trained)) - len(set(trained)),
-        lost=max(0, len(asked) - num_trained - sum(dropped.values())),
-        delivered_again=job.results.get("duplicates", 0),
-        drops_injected=injected,
-        drops_found=tuple(sorted(set(asked) - set(trained))),
-    )
-
-
-# -- the job without faults --------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _references(
-    directory: Path, spec: JobSpec, say: Say, stop: threading.Event
-) -> Iterator[Callable[[Mapping[str, str]], Future[tuple[str, float]]]]:
-    """Starts references in a thread; they end with the block."""
-    with ThreadPoolExecutor(1, "reference") as pool:
-        try:
-            yield lambda poison: pool.submit(_reference, directory / "reference", spec, dict(poison), say, stop)
-        finally:
-            stop.set()
-
-
-def _reference(
-    directory: Path, spec: JobSpec, poison: Mapping[str, str], say: Say, stop: threading.Event
-) -> tuple[str, float]:
-    """Hash of the weights of a run without faults, and its seconds. Raises StackError where it does not succeed."""
-    with (
-        chaos_stack(directory, spec, poison, Clocks(directory, None)) as chaos,
-        Client(chaos.stack.url) as client,
-    ):
-        started = time.monotonic()
-        job = client.submit(spec)
-        while not (job := client.job(job.id)).ended:
-            if job.status == "paused":
-                raise StackError(f"the reference paused: {job.reason}")
-            if stop.wait(0.5):
-                raise StackError("the reference was stopped")
-        seconds = time.monotonic() - started
-        if job.status != "succeeded":
-            raise StackError(f"the reference {job.status}: {job.reason}; its logs are in {chaos.state.logs}")
-        say(f"reference: {spec.schedule.steps} steps in {seconds:.0f} s, {len(poison)} samples dropped")
-        return weights_hash(Path(job.results["model"])), seconds
-
-
-def _result(reference: Future[tuple[str, float]]) -> tuple[str, float]:
-    """Waits so that signals are heard."""
-    while not reference.done():
-        time.sleep(0.1)
-    return reference.result()
 
 
 # -- the rest ----------------------------------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 import pytest
 
 from flowfleet.api_types import Job, Progress, Sample
+from flowfleet.chaos.account import account
 from flowfleet.chaos.field import identities
 from flowfleet.chaos.job import make_job
-from flowfleet.chaos.run import account
 from flowfleet.jobs import JobSpec
 from flowfleet.proto.common_pb2 import Sample as SampleMessage
 from flowfleet.proto.common_pb2 import SampleId

@@ -1,0 +1,47 @@
+"""Counts what became of the samples of a chaos run, by identity. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from flowfleet.api_types import Job, Sample
+from flowfleet.chaos.report import Samples
+from flowfleet.jobs import JobSpec
+
+
+def account(
+    spec: JobSpec,
+    job: Job,
+    records: Iterable[Sample],
+    requests: Mapping[int, Sequence[str]],
+    injected: tuple[str, ...],
+) -> Samples:
+    """What became of every sample of the steps that are done, by identity.
+
+    `requests`: step → identities that the trainer was asked to train on. Where a step's request was not seen, the
+    job's own records say which samples have a reward.
+    """
+    steps = range(job.progress.step)
+    recorded: dict[int, list[str]] = {step: [] for step in steps}
+    for one in records:
+        if one.step in recorded and one.reward is not None and not one.drop_reason:
+            recorded[one.step].append(f"{one.step}/{one.group}/{one.index}")
+    trained = [name for step in steps for name in requests.get(step, recorded[step])]
+    asked = [
+        f"{step}/{group}/{index}"
+        for step in steps
+        for group in range(spec.rollout.prompts_per_step)
+        for index in range(spec.rollout.group_size)
+    ]
+    dropped = job.results.get("samples_dropped") or job.progress.samples_dropped
+    num_trained = job.results.get("samples_trained", job.progress.samples_trained)
+    return Samples(
+        asked=len(asked),
+        trained=num_trained,
+        dropped=dropped,
+        doubled=max(num_trained, len(trained)) - len(set(trained)),
+        lost=max(0, len(asked) - num_trained - sum(dropped.values())),
+        delivered_again=job.results.get("duplicates", 0),
+        drops_injected=injected,
+        drops_found=tuple(sorted(set(asked) - set(trained))),
+    )
