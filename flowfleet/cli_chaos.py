@@ -22,7 +22,7 @@ def chaos(
     reference: Annotated[
         str, typer.Option(help="Hash of the weights of the run without faults; default: it is run.")
     ] = "",
-    spacing: Annotated[int, typer.Option(min=1, help="Steps from one fault to the next.")] = 3,
+    spacing: Annotated[int, typer.Option(min=1, help="Steps from one fault to the next.")] = 4,
     hang_s: Annotated[float, typer.Option(min=1.0, help="The job's timeouts.hang_s.")] = 8.0,
     markdown: Annotated[
         list[Path] | None, typer.Option(help="Only print these reports as Markdown tables; repeatable.")

@@ -25,8 +25,9 @@ from flowfleet.local.health import serves
 
 STUCK_S = 180.0
 """A job that finishes no step for so long has not survived."""
-PHASE_S = 20.0
-"""Longest wait for the wished phase; then the fault strikes in whatever phase there is."""
+PHASE_S = 60.0
+"""Longest wait for the wished phase, if the job does not pass a checkpoint before; then the fault strikes in whatever
+phase there is."""
 TRY_S = 60.0
 """Longest wait for something to strike."""
 RETRY_S = 0.1
@@ -101,8 +102,7 @@ class Injector:
                 missed = f"{fault.target} does not serve"
                 time.sleep(RETRY_S)
                 continue
-            self._place.watch.until(lambda sight: sight.ended or self._is_time(fault, sight), PHASE_S)
-            sight = self._place.watch.now
+            sight = self._wait_for_phase(fault)
             try:
                 struck = STRIKES[fault.kind](self._place, fault)
             except (Missed, redis.RedisError, OSError, psutil.Error) as error:
@@ -124,6 +124,14 @@ class Injector:
             p for p in plan.processes if p.name == names.get(kind) or (kind == "rollout" and p.name.startswith(kind))
         ]
         return not wanted or any(serves(process, plan) for process in wanted)
+
+    def _wait_for_phase(self, fault: Fault) -> Sight:
+        """Waits for the wished phase. Each phase comes once before the next checkpoint is passed, but a job of short
+        steps may have left it before it was seen."""
+        watch = self._place.watch
+        last = watch.now.step + self._place.spec.schedule.save_every
+        watch.until(lambda sight: sight.ended or sight.step > last or self._is_time(fault, sight), PHASE_S)
+        return watch.now
 
     def _is_time(self, fault: Fault, sight: Sight) -> bool:
         """Whether the job is in the wished phase. A disk is filled in the step before a checkpoint, which then finds

@@ -64,7 +64,7 @@ class Options:
     report: Path | None = None
     reference: str = ""
     """Hash of the reference's weights; empty: it is run."""
-    spacing: int = 3
+    spacing: int = 4
     hang_s: float = 8.0
 
 

@@ -74,7 +74,7 @@ class Shape:
 
     groups: int
     group_size: int
-    spacing: int = 3
+    spacing: int = 4
     """Steps from one fault to the next."""
 
     def steps_for(self, num_faults: int) -> int:

@@ -19,7 +19,7 @@ SEED = 17
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_a_job_survives_twelve_faults_with_the_same_weights(mode: str, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    words = ["--mode", mode, "--faults", str(FAULTS), "--seed", str(SEED), "--spacing", "2"]
+    words = ["--mode", mode, "--faults", str(FAULTS), "--seed", str(SEED), "--spacing", "3"]
     words += ["--state-dir", str(tmp_path / "chaos")]
     command = [sys.executable, "-m", "flowfleet.cli", "chaos", *words, "--report", str(report)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
