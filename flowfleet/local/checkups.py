@@ -8,6 +8,7 @@ meanwhile, and blames nobody for that.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable
 
 from flowfleet.local.child import MAX_MISSED, Child
@@ -27,6 +28,9 @@ def start_checkups(
 
 
 def _check(child: Child, plan: Plan, alive: Alive, every_s: float, stop: threading.Event) -> None:
-    while not stop.wait(every_s):
-        pid = child.pid
+    """Asks every `every_s`, which is also how long an answer may take."""
+    asked_s = 0.0
+    while not stop.wait(max(0.0, every_s - asked_s)):
+        began, pid = time.monotonic(), child.pid
         child.checked(pid, alive(child.plan, plan, every_s))
+        asked_s = time.monotonic() - began

@@ -1,0 +1,93 @@
+"""Processes that are stopped for good, and blobs that vanish or change: the job ends as an undisturbed one does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+import redis
+
+from flowfleet.api_types import Job
+from tests.e2e.conftest import Fleet
+
+MakeJob = Callable[..., dict[str, Any]]
+pytestmark = pytest.mark.long
+
+HANG_S = 16.0
+STEPS, SAMPLES = 4, 24
+NAMES = ("actor/loss", "actor/grad_norm", "critic/rewards/mean")
+
+
+@pytest.fixture(scope="module")
+def fleet(make_fleet: Callable[..., Any]) -> Iterator[Fleet]:
+    with make_fleet(hang_s=HANG_S) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def undisturbed(fleet: Fleet, small_job: MakeJob) -> list[list[float]]:
+    return curve(fleet, fleet.run(small_job()))
+
+
+def curve(fleet: Fleet, job: Job) -> list[list[float]]:
+    return [[row.values[name] or 0.0 for name in NAMES] for row in fleet.metrics(job)]
+
+
+def reached(fleet: Fleet, job: Job, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while (now := fleet.client.job(job.id).progress).step < step or now.phase != "rollout":
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def assert_as_undisturbed(fleet: Fleet, job: Job, undisturbed: list[list[float]]) -> None:
+    assert job.status == "succeeded", job.reason
+    assert job.results["samples_trained"] == STEPS * SAMPLES
+    assert job.results["samples_dropped"] == {}
+    for ours, theirs in zip(curve(fleet, job), undisturbed, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("names", [("rollout-0",), ("reward-ocr",), ("controller",)])
+def test_a_process_that_is_stopped_for_good_is_replaced_in_time(
+    fleet: Fleet, small_job: MakeJob, undisturbed: list[list[float]], names: tuple[str, ...]
+) -> None:
+    job = fleet.client.submit(small_job())
+    reached(fleet, job, 1)
+    stopped = {name: fleet.pid(name) for name in names}
+    for pid in stopped.values():
+        os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    while any(psutil.pid_exists(pid) for pid in stopped.values()):
+        assert time.monotonic() - began < HANG_S, "still there"
+        time.sleep(0.1)
+    job = fleet.client.wait(job.id, 240)
+    assert {name: fleet.pid(name) for name in names}.items().isdisjoint(stopped.items())
+    assert_as_undisturbed(fleet, job, undisturbed)
+
+
+def test_blobs_that_vanish_or_change_are_made_again(
+    fleet: Fleet, small_job: MakeJob, undisturbed: list[list[float]]
+) -> None:
+    client: Any = redis.Redis.from_url(fleet.stack.redis_url)
+    job = fleet.client.submit(small_job())
+    damaged = 0
+    while fleet.client.job(job.id).status not in ("succeeded", "failed") and damaged < 6:
+        for kind in ("trajectory", "media"):
+            for key in list(client.scan_iter(match=f"ff:{job.id}:blob:{kind}:1:*", count=1000))[:2]:
+                data = client.get(key)
+                if data and damaged % 2:
+                    client.delete(key)
+                elif data:
+                    client.set(key, bytes([data[0] ^ 1]) + data[1:], keepttl=True)
+                damaged += 1
+        time.sleep(0.02)
+    job = fleet.client.wait(job.id, 240)
+    assert damaged >= 4
+    assert any(event.type == "lost" for event in fleet.client.events(job.id))
+    assert_as_undisturbed(fleet, job, undisturbed)
