@@ -25,7 +25,7 @@ from flowfleet.local.health import serves
 
 STUCK_S = 180.0
 """A job that finishes no step for so long has not survived."""
-PHASE_S = 60.0
+PHASE_S = 20.0
 """Longest wait for the wished phase, if the job does not pass a checkpoint before; then the fault strikes in whatever
 phase there is."""
 TRY_S = 60.0
@@ -34,6 +34,8 @@ RETRY_S = 0.1
 REPLACED_S = 60.0
 """What the replacement of a hung process may take beyond `timeouts.hang_s`."""
 POLL_S = 0.02
+NO_ROOM = "no room"
+"""In the reason of a job that waits for room for its checkpoint."""
 HELD = ("paused", "quarantined")
 LOOK_S = 1.0
 """How often a job that does not go on is looked at: one that is paused is resumed."""
@@ -143,7 +145,7 @@ class Injector:
     def _hold(self, fault: Fault, struck: Struck, entry: Entry) -> None:
         if struck.heal is None:
             return
-        if fault.kind == "full-disk" and self._place.watch.until(lambda sight: sight.phase == fault.phase, PHASE_S):
+        if fault.kind == "full-disk" and self._place.watch.until(lambda sight: NO_ROOM in sight.reason, PHASE_S):
             entry.phase = fault.phase
         time.sleep(fault.seconds)
         struck.heal()
