@@ -32,7 +32,7 @@ def test_the_restore_drill_of_the_operations_page(tmp_path: Path) -> None:
     try:
         walked = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", drill], cwd=tmp_path, env=environment, capture_output=True, text=True,
-            timeout=280, check=False,
+            timeout=400, check=False,
         )  # fmt: skip
     finally:
         subprocess.run(["flowfleet", "down"], cwd=tmp_path, env=environment, capture_output=True, check=False)
