@@ -517,7 +517,7 @@ def test_a_model_that_is_not_there_is_the_users_mistake(engine: DiffusersEngine,
 def fp8_linears(engine: RolloutEngine) -> list[Any]:
     """The live ones, of either engine."""
     if isinstance(engine, VllmOmniEngine):
-        experts = run(engine._perform(lambda worker: worker.model_runner.pipeline.experts))
+        experts = run(engine._perform("prepare", lambda worker: worker.model_runner.pipeline.experts))
     else:
         assert isinstance(engine, DiffusersEngine)
         experts = adapter_of(engine).experts

@@ -239,7 +239,7 @@ def test_adapted_layers_compile_whole(engine: VllmOmniEngine, model: ModelSpec) 
 
     run(engine.prepare(model, spec))
     run(engine.load_adapter(published(model, spec, 4)))
-    for compiled, eager in run(engine._perform(compiled_and_eager)):
+    for compiled, eager in run(engine._perform("prepare", compiled_and_eager)):
         assert gap(compiled, eager) <= 1e-5
         assert eager.abs().max() > 0
 

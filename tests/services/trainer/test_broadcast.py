@@ -214,11 +214,14 @@ def test_an_adapter_that_no_broadcast_delivers_goes_as_a_blob(
     clients = [Client(name, ReplicaFailure("DATA_LOSS: broke off", is_victim=True)) for name in "ab"]
     fleet = Fleet(monkeypatch, *clients)
     by_name = {client.replica_id: client for client in clients}
-    monkeypatch.setattr(publish, "ReplicaClient", lambda replica, deadline: by_name[replica.replica_id])
+    monkeypatch.setattr(publish, "ReplicaClient", lambda replica, deadline, attempt: by_name[replica.replica_id])
     monkeypatch.setattr(Broadcaster, "backend", lambda self, clients: "nccl")
     engine = SimpleNamespace(trained={"w": torch.zeros(1)}, dtype=torch.float32, is_lora=True)
     record = SimpleNamespace(applied=3)
-    fleet.worker.job = SimpleNamespace(job_id="j", spec=make_spec(tiny_qwen_image), engine=engine, record=record)
+    checkpoints = SimpleNamespace(fence=SimpleNamespace(attempt=1))
+    fleet.worker.job = SimpleNamespace(
+        job_id="j", spec=make_spec(tiny_qwen_image), engine=engine, record=record, checkpoints=checkpoints
+    )
     request = PublishWeightsRequest(job_id="j", version=3, replicas=[Replica(replica_id=name) for name in "ab"])
     response = asyncio.run(Publisher(fleet.worker, fleet.runner, "127.0.0.1").publish(request, 60))
     assert [result.ok for result in response.results] == [True, True]
