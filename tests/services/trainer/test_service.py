@@ -28,9 +28,10 @@ REPLICAS = (("good", "none"), ("bad", "corrupt"), ("gone", "none"))
 
 
 def published_adapter(redis_url: str, version: int) -> dict[str, torch.Tensor]:
+    """The newest trainer's: one that was killed left its own under another key."""
     client: Redis = connect_sync(redis_url)
-    (key,) = client.scan_iter(match=keys.blob(JOB, "adapter", version) + ":*")
-    data = client.get(key)
+    found = client.scan_iter(match=keys.blob(JOB, "adapter", version) + ":*")
+    data = client.get(max(found, key=lambda key: int(bytes(key).rsplit(b":", 1)[1])))
     assert isinstance(data, bytes)
     return adapter_from_bytes(data)
 
