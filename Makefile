@@ -36,7 +36,7 @@ test-cluster: $(VENV)/.dev  ## run the demo in the Kubernetes cluster that KUBEC
 
 test-all: $(VENV)/.dev $(VENV)/.vllm-omni  ## run all tests: kills, matrices and learning too
 	@start=$$(date +%s); $(PYTEST) -m "not cluster" $(PYTEST_FLAGS); status=$$?; took=$$(($$(date +%s) - start)); \
-	echo "test-all took $$((took / 60)) min $$((took % 60)) s; it stays below 45 min on two cores"; exit $$status
+	echo "test-all took $$((took / 60)) min $$((took % 60)) s; it stays below 40 min on two cores"; exit $$status
 
 lint: $(VENV)/.dev  ## check style, types and who imports whom
 	$(BIN)/ruff check $(CODE)
