@@ -11,10 +11,13 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Two files of tests at a time, in their order, which has long ones early; the tests of one file share what they start.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 CODE := flowfleet services recipes bench deploy examples tests
+# What writes the generated parts of the docs and the chart. Pages of learning runs are not here: they need the runs.
+DOCS := flowfleet.algorithms.tables flowfleet.papers flowfleet.support flowfleet.trust_tables examples.quotes \
+	bench.performance deploy.dashboards deploy.helm.values_table
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo vllm-omni vllm-omni-cuda test test-cluster test-all lint protos bench images clean
+.PHONY: help setup demo vllm-omni vllm-omni-cuda test test-cluster test-all lint fmt docs protos bench images clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -43,6 +46,13 @@ lint: $(VENV)/.dev  ## check style, types and who imports whom
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+fmt: $(VENV)/.dev  ## format the code and fix what the linter can fix
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+docs: $(VENV)/.dev  ## write the generated tables of the docs and the chart again
+	@set -e; for module in $(DOCS); do echo "python -m $$module"; $(BIN)/python -m $$module >/dev/null; done
 
 protos: $(VENV)/.dev  ## generate flowfleet/proto from protos/
 	PATH="$(CURDIR)/$(BIN):$$PATH" protos/generate.sh $(CURDIR)/$(BIN)/python

@@ -6,7 +6,7 @@ FROM ${TRAINER} AS packages
 USER 0
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     python3 -m venv /opt/pip && \
-    mkdir /tmp/flowfleet && cp pyproject.toml /tmp/flowfleet && touch /tmp/flowfleet/README.md && \
+    mkdir /tmp/flowfleet && cp pyproject.toml LICENSE NOTICE /tmp/flowfleet && touch /tmp/flowfleet/README.md && \
     /opt/pip/bin/pip --python /opt/flowfleet/bin/python install --quiet --no-cache-dir --no-compile \
         "/tmp/flowfleet[controller]" && \
     rm -r /opt/pip /tmp/flowfleet && install -d -o 10001 -g 10001 /var/lib/flowfleet

@@ -23,11 +23,11 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
 
 FROM torch AS packages
 WORKDIR /app
-COPY pyproject.toml ./
+COPY pyproject.toml LICENSE NOTICE ./
 # The project's metadata, and by it the other dependencies.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     python3 -m venv /opt/pip && \
-    mkdir /tmp/flowfleet && cp pyproject.toml /tmp/flowfleet && touch /tmp/flowfleet/README.md && \
+    mkdir /tmp/flowfleet && cp pyproject.toml LICENSE NOTICE /tmp/flowfleet && touch /tmp/flowfleet/README.md && \
     /opt/pip/bin/pip --python /opt/flowfleet/bin/python install --quiet --no-cache-dir --no-compile \
         "/tmp/flowfleet[rollout,trainer]" && \
     rm -r /opt/pip /tmp/flowfleet && \

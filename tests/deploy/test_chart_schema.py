@@ -86,7 +86,7 @@ def test_a_pool_may_set_what_the_defaults_set() -> None:
 
 def test_the_readme_has_the_values_as_they_are() -> None:
     stale = outdated(README, parts())
-    assert not stale, "run `python -m deploy.helm.values_table`"
+    assert not stale, "run `make docs`"
 
 
 def test_every_comment_belongs_to_a_value() -> None:

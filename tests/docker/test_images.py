@@ -146,6 +146,8 @@ def test_the_context_holds_what_images_need_and_no_more() -> None:
     kept = [name for name in listed if _in_context(PurePosixPath(name))]
     assert {name.partition("/")[0] for name in kept} == {
         "pyproject.toml",
+        "LICENSE",
+        "NOTICE",
         "requirements",
         "flowfleet",
         "services",

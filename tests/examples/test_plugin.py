@@ -60,7 +60,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
 
 
 def test_the_page_quotes_the_files_as_they_are() -> None:
-    assert outdated(PAGE, quotes.parts(ROOT)) == [], "run `python -m examples.quotes`"
+    assert outdated(PAGE, quotes.parts(ROOT)) == [], "run `make docs`"
 
 
 def test_the_page_quotes_every_file_and_has_no_code_of_its_own() -> None:

@@ -41,7 +41,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def test_the_page_quotes_it_and_its_links_lead_somewhere() -> None:
-    assert outdated(PAGE, quotes.parts(ROOT, quotes.REWARDS_PAGE)) == [], "run `python -m examples.quotes`"
+    assert outdated(PAGE, quotes.parts(ROOT, quotes.REWARDS_PAGE)) == [], "run `make docs`"
     text = re.sub(r"```.*?```", "", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
     assert [link for link in links if not (PAGE.parent / link).exists()] == []

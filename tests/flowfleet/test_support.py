@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[2] / support.PAGE
 
 
 def test_the_table_is_up_to_date() -> None:
-    assert outdated(PAGE, support.parts()) == [], "run `python -m flowfleet.support`"
+    assert outdated(PAGE, support.parts()) == [], "run `make docs`"
 
 
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))

@@ -146,7 +146,7 @@ def test_the_chart_has_the_boards_as_they_are_described() -> None:
     assert {path.stem for path in DIRECTORY.glob("*.json")} == {board.name for board in BOARDS}
     for board in BOARDS:
         written = (DIRECTORY / f"{board.name}.json").read_text(encoding="utf-8")
-        assert written == to_json(board), "run `python -m deploy.dashboards`"
+        assert written == to_json(board), "run `make docs`"
 
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)

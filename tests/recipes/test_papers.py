@@ -67,4 +67,4 @@ def test_the_recipe_is_a_valid_job_of_its_own_name(name: str) -> None:
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert outdated(ROOT / papers.PAGE, papers.parts()) == [], "run `python -m flowfleet.papers`"
+    assert outdated(ROOT / papers.PAGE, papers.parts()) == [], "run `make docs`"
