@@ -153,6 +153,17 @@ def test_images_take_registry_and_tag_and_a_pool_its_own() -> None:
     assert all(pod["spec"]["imagePullSecrets"] == [{"name": "registry"}] for _, pod in rendered.pods())
 
 
+def test_an_image_with_a_digest_takes_no_tag() -> None:
+    digest = "sha256:" + "5" * 64
+    names = ("controller", "rollout", "trainer", "reward", "redis")
+    pinned = [f'images.{name}="flowfleet-{name}@{digest}"' for name in names]
+    rendered = Rendered("nvidia", *pinned, 'images.registry="registry.example.com/ml"', 'images.tag="0.1.0-cuda"')
+    images = {name.removeprefix(f"{FULLNAME}-"): container(pod)["image"] for name, pod in rendered.pods()}
+    assert images["redis"] == f"flowfleet-redis@{digest}", "a whole reference"
+    for pod, name in zip(("controller", "rollout-default", "trainer", "reward-ocr"), names, strict=False):
+        assert images[pod] == f"registry.example.com/ml/flowfleet-{name}@{digest}"
+
+
 def test_probes_are_grpc_on_the_health_port_and_http_for_the_controller(any_profile: Rendered) -> None:
     for name, pod in any_profile.pods():
         spec = container(pod)

@@ -51,6 +51,7 @@ VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
         ('rewards=[{"name":"a","scorer":"b","extraArgs":"--x"}]', "/rewards/0/extraArgs", "string"),
         ('volumes=[{"name":"a","hostPath":{"path":"/"}}]', "/volumes/0", "not"),
         ('images.tag="latest"', "/images/tag", "not"),
+        ('images.trainer="flowfleet-trainer@sha256:5f"', "/images/trainer", "pattern"),
         ("podSecurity.runAsUser=0", "/podSecurity/runAsUser", "minimum"),
         ('redis.persistence.size="ten"', "/redis/persistence/size", "pattern"),
         ('env=[{"name":"A","valu":"b"}]', "/env/0", "valu"),

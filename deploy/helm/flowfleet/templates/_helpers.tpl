@@ -79,11 +79,12 @@ annotations:
 {{- end }}
 {{- end }}
 
-{{/* Reference of one of the images: (list root key of `images`). */}}
+{{/* Reference of one of the images: (list root key of `images`). One with a digest takes no tag. */}}
 {{- define "flowfleet.image" -}}
 {{- $images := (index . 0).Values.images -}}
+{{- $name := get $images (index . 1) -}}
 {{- with $images.registry }}{{ trimSuffix "/" . }}/{{ end -}}
-{{ get $images (index . 1) }}:{{ $images.tag | default (index . 0).Chart.AppVersion }}
+{{ $name }}{{ if not (contains "@" $name) }}:{{ $images.tag | default (index . 0).Chart.AppVersion }}{{ end }}
 {{- end }}
 
 {{/* A reward's: its scorer chooses one with torch or one without. (list root reward) */}}
