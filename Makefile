@@ -17,7 +17,7 @@ DOCS := flowfleet.algorithms.tables flowfleet.papers flowfleet.support flowfleet
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo vllm-omni vllm-omni-cuda test test-cluster test-all lint fmt docs protos bench images clean
+.PHONY: help setup demo vllm-omni vllm-omni-cuda test test-cluster test-all lint audit fmt docs protos bench images clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -46,6 +46,9 @@ lint: $(VENV)/.dev  ## check style, types and who imports whom
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+audit: $(VENV)/.dev  ## look up known vulnerabilities of what .venv holds
+	$(BIN)/python -m deploy.audit $(AUDIT_FLAGS)
 
 fmt: $(VENV)/.dev  ## format the code and fix what the linter can fix
 	$(BIN)/ruff check --fix $(CODE)

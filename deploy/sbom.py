@@ -18,8 +18,8 @@ from pathlib import Path
 
 from cyclonedx.model.bom import Bom
 from cyclonedx.model.component import Component, ComponentType
-from cyclonedx.output import OutputFormat, make_outputter
-from cyclonedx.schema import SchemaVersion
+from cyclonedx.output import make_outputter
+from cyclonedx.schema import OutputFormat, SchemaVersion
 from packageurl import PackageURL
 
 SITES = ("opt/flowfleet/lib/python3*/site-packages", "usr/local/lib/python3*/site-packages")

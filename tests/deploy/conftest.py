@@ -1,4 +1,4 @@
-"""Renders the chart. Needs `helm` on PATH, else these tests are skipped."""
+"""Renders the chart. Needs `helm` on PATH, else tests of the chart are skipped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Object = dict[str, Any]
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if shutil.which("helm") is None:
         for item in items:
-            if item.path.is_relative_to(Path(__file__).parent):
+            if item.path.is_relative_to(Path(__file__).parent) and item.path.name != "test_audit.py":
                 item.add_marker(pytest.mark.skip(reason="helm is not on PATH"))
 
 
