@@ -38,6 +38,7 @@ test-cluster: $(VENV)/.dev  ## run the demo in the Kubernetes cluster that KUBEC
 	PYTEST="$(BIN)/python -m pytest" tests/cluster/run $(PYTEST_FLAGS)
 
 test-all: $(VENV)/.dev $(VENV)/.vllm-omni  ## run all tests: kills, matrices and learning too
+	@tests/packages
 	@start=$$(date +%s); $(PYTEST) -m "not cluster" $(PYTEST_FLAGS); status=$$?; took=$$(($$(date +%s) - start)); \
 	echo "test-all took $$((took / 60)) min $$((took % 60)) s; it stays below 40 min on two cores"; exit $$status
 

@@ -19,6 +19,7 @@ from flowfleet.api_types import Fleet, Replica, ShadowComparison, Shortage
 from flowfleet.blobs import open_blobs
 from flowfleet.client import Client
 from flowfleet.local.stack import StateDir
+from flowfleet.redis_client import connect_sync
 from services.controller.records import JobStatus, SampleRecord
 from services.controller.store import JobStore
 from tests.flowfleet.idle_controller import in_store, job_settings
@@ -373,6 +374,8 @@ def test_up_detached_serves_and_down_ends_it(tmp_path: Path, monkeypatch: pytest
         assert set(stack.processes) == {"redis", "reward-jpeg_compressibility", "controller"}
         with Client(stack.url) as client:
             assert list(client.fleet().rewards) == ["jpeg_compressibility"]
+        with connect_sync(stack.redis_url) as redis:
+            assert redis.config_get("appendfsync") == {"appendfsync": "everysec"}
         assert flowfleet("jobs").returncode == 0  # finds the stack by its stack.json
         again = flowfleet("up", "--detach", "--port", "0")
         assert (again.returncode, "already running" in again.stderr) == (1, True)
