@@ -54,11 +54,11 @@ RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
             tuple(f"ff:*:blob:{kind}:*" for kind in ("embeds", "media", "negative", "trajectory")),
         ),
         Rule("announce samples", ("+xadd",), ("ff:*:trajectories",)),
-        Rule(
-            "keep its record among the replicas, by script",
-            ("+evalsha", "+get", "+hdel", "+hget", "+hset", "+incr", "+set", "+zadd", "+zrem"),
-            ("ff-fleet:replicas:*",),
-        ),
+        Rule("keep its record among the replicas, by script", ("+evalsha",), ("ff-fleet:replicas:*",)),
+        Rule("own its name", ("+get", "+set"), ("ff-fleet:replicas:owner:*",)),
+        Rule("write its record", ("+hdel", "+hget", "+hset"), (keys.replicas("records"),)),
+        Rule("count its changes", ("+incr",), (keys.replicas("revision"),)),
+        Rule("tell when it changed", ("+zadd", "+zrem"), (keys.replicas("renewed"), keys.replicas("changed"))),
         Rule("load the script", ("+script|load", "+time")),
     ),
     "trainer": (

@@ -36,6 +36,8 @@ MAX_DRIFT_MS: Final = 5000
 """A server's clock that gets on by so much more or less than ours between two looks has jumped."""
 SETTLES_S: Final = 2 * RENEW_EVERY_S
 """After a jump, or a reader's start, every replica is renewed within this."""
+MAX_RECORD_BYTES: Final = 16 * 1024
+MAX_NUMBER: Final = 2**63
 LOOK_COUNT: Final = 1000
 """Changes that one look gives at most: a script holds up everybody else's commands."""
 
@@ -125,9 +127,14 @@ class ReplicaRecord:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> ReplicaRecord:
-        """Fields that we do not know, as a newer replica may have, are passed over. Raises ValueError for what is no
-        record."""
-        said = json.loads(text)
+        """Ignores unknown fields, which a newer replica may have. Raises ValueError for what is not a record, and for
+        texts and numbers that metrics, logs and messages cannot carry."""
+        if len(text) > MAX_RECORD_BYTES:
+            raise ValueError(f"{len(text)} bytes are more than {MAX_RECORD_BYTES}")
+        try:
+            said = json.loads(text)
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
         if not isinstance(said, dict):
             raise ValueError("it is no object")
         known = {field.name: said[field.name] for field in fields(cls) if field.name in said}
@@ -136,6 +143,10 @@ class ReplicaRecord:
         ]
         if wrong:
             raise ValueError(f"missing, or of another type: {', '.join(wrong)}")
+        if not all(value.isprintable() for value in known.values() if isinstance(value, str)):
+            raise ValueError("a text of it cannot be printed")
+        if not all(0 <= value < MAX_NUMBER for value in known.values() if isinstance(value, int)):
+            raise ValueError("a number of it is out of range")
         check_address(known["address"])
         return cls(**known)
 
@@ -221,13 +232,26 @@ class ReplicaDirectory:
         changed, unreadable = [], []
         for name, record in zip(records[::2], records[1::2], strict=True):
             try:
-                changed.append(ReplicaRecord.from_json(record))
+                changed.append(_record_of(_name(name), record))
             except ValueError as error:
-                log.error("replica %s is passed over, its record cannot be read: %s", name.decode(), error)
-                unreadable.append(name.decode())
-        stale_names = frozenset(name.decode() for name in stale)
+                log.error("replica %r is ignored, its record cannot be read: %s", _name(name), error)
+                unreadable.append(_name(name))
+        stale_names = frozenset(map(_name, stale))
         return Look(reached, number, tuple(changed), stale_names, frozenset(unreadable))
 
     async def members(self) -> Collection[str]:
         """Ids of all replicas."""
-        return {name.decode() for name in await self._redis.zrange(self._keys[1], 0, -1)}
+        return set(map(_name, await self._redis.zrange(self._keys[1], 0, -1)))
+
+
+def _name(replica_id: bytes) -> str:
+    """Any bytes as text: whoever may write a record may choose its name."""
+    return replica_id.decode(errors="backslashreplace")
+
+
+def _record_of(name: str, text: bytes) -> ReplicaRecord:
+    """The record under a name. Raises ValueError for what is not one, and for one that speaks for another replica."""
+    record = ReplicaRecord.from_json(text)
+    if record.replica_id != name:
+        raise ValueError(f"it speaks for {record.replica_id!r}")
+    return record

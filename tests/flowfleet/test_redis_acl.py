@@ -102,6 +102,15 @@ TABLE: list[tuple[tuple[Any, ...], str, str]] = [
     (("DEL", keys.trajectories(JOB)), "controller", ""),
     (("HSET", keys.replicas("records"), "r", "{}"), "controller rollout", ""),
     (("HGETALL", keys.replicas("records")), "controller", ""),
+    (("SET", keys.replicas("owner", "r0"), "x"), "controller rollout", ""),
+    *(((command, keys.replicas(part), *more), kinds, "controller rollout")  # the type of a key stays what it is
+      for part in ("records", "revision", "renewed", "changed")
+      for command, *more, kinds in (
+          ("SET", "x", "controller"),
+          ("HSET", "r0", "x", "controller rollout" if part == "records" else "controller"),
+          ("INCR", "controller rollout" if part == "revision" else "controller"),
+          ("ZADD", 1, "r0", "controller rollout" if part in ("renewed", "changed") else "controller"),
+      )),
     (("EVAL", PUT, 1, keys.replicas("records")), "controller", ""),
     (("SCRIPT", "LOAD", PUT), "controller rollout", ""),
     (("SCRIPT", "FLUSH"), "controller", ""),
@@ -153,6 +162,7 @@ def test_a_service_cannot_become_another(server: Server) -> None:
 
 
 def test_rollouts_and_trainers_do_their_work_without_a_refusal(server: Server) -> None:
+    server.operator.flushall()
     server.operator.acl_log_reset()
     record = ReplicaRecord("r0", "127.0.0.1:1", "incarnation", "", "default")
 

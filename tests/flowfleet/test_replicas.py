@@ -186,10 +186,23 @@ def test_what_a_newer_replica_says_beside_is_passed_over() -> None:
     assert ReplicaRecord.from_json(json.dumps({**json.loads(known.to_json()), "mood": "fine"})) == known
 
 
-BROKEN = ["{", "[]", "{}", '{"replica_id": "b"}', json.dumps({**json.loads(record("b").to_json()), "pool": None})]
+def b_but(**said: Any) -> str:
+    return json.dumps({**json.loads(record("b").to_json()), **said})
 
 
-@pytest.mark.parametrize("text", BROKEN)
+BROKEN = ["{", "[]", "{}", '{"replica_id": "b"}', b_but(pool=None)]
+HOSTILE = [
+    "[" * 9000,  # too deep for a parser
+    b_but(pool="\ud800"),  # no message, log or metric can carry these
+    b_but(pool="a\nb\x1b[2J"),
+    b_but(version=2**64),
+    b_but(samples_total=-1),
+    b_but(model="a" * 20_000),
+    b_but(replica_id="c"),  # speaks for another
+]
+
+
+@pytest.mark.parametrize("text", BROKEN + HOSTILE, ids=range(len(BROKEN + HOSTILE)))
 def test_a_record_that_cannot_be_read_hides_no_other(
     run: Callable[[Use], None], text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -198,6 +211,20 @@ def test_a_record_that_cannot_be_read_hides_no_other(
         await directory.put(record("c"))
         look = await directory.look()
         assert (look.number, look.changed, look.unreadable) == (2, (record("c"),), frozenset("b"))
-        assert "replica b is passed over" in caplog.text
+        assert "replica 'b' is ignored" in caplog.text
+
+    run(use)
+
+
+def test_a_name_that_is_no_text_hides_no_other(run: Callable[[Use], None]) -> None:
+    async def use(directory: ReplicaDirectory, redis: Any) -> None:
+        await directory.put(record("c"))
+        await redis.hset(keys.replicas("records"), b"\xff", "{}")
+        for part, score in (("changed", 1), ("renewed", 1)):
+            await redis.zadd(keys.replicas(part), {b"\xff": score})
+        look = await directory.look()
+        assert (look.number, look.changed, look.unreadable) == (2, (record("c"),), frozenset({"\\xff"}))
+        assert (await directory.look()).stale == {"\\xff"}  # judged from the second look on
+        assert await directory.members() == {"c", "\\xff"}
 
     run(use)
