@@ -353,7 +353,7 @@ class TrainerPart(Part):
     """Compile the transformer's blocks; the first update of a shape waits for it."""
     deterministic: bool = False
     """Keep the rollout's batches and their order, so that log-probs are recomputed bit for bit."""
-    threads: int | None = Field(default=None, ge=1)
+    threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads a rank; unset: all cores shared by the ranks."""
 
 

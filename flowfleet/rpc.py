@@ -62,6 +62,10 @@ _SERVER_OPTIONS: Final = [
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),  # two servers on one port would share its calls silently
 ]
+_OPEN_OPTIONS: Final = [
+    *(option for option in _SERVER_OPTIONS if option[0] != "grpc.max_receive_message_length"),
+    ("grpc.max_receive_message_length", 2**16),  # anyone may call, and begin messages that never end
+]
 
 _UNTRUSTED: Final = re.compile(r"CERTIFICATE_VERIFY_FAILED: (.+?)(: OK)?$")
 _CLOSED: Final = ("Socket closed", "Connection reset", "Broken pipe")
@@ -105,7 +109,8 @@ def make_server(interceptors: Sequence[Any] = (), *, token: str | None = None, g
     name = certificates.name if certificates and guarded else None
     callers = (Callers(token) if token else kinds.callers_from_env()) if guarded else Callers()
     guard = Guard(callers, name)
-    return grpc.aio.server(interceptors=[guard, *interceptors], options=_SERVER_OPTIONS)
+    options = _SERVER_OPTIONS if guarded else _OPEN_OPTIONS
+    return grpc.aio.server(interceptors=[guard, *interceptors], options=options)
 
 
 class HealthState:
@@ -188,7 +193,7 @@ async def _watch(health: HealthState, is_stuck: Callable[[], bool]) -> None:
 
 
 async def _serve_probes(health: HealthState, host: str, port: int) -> grpc.aio.Server:
-    server = grpc.aio.server(interceptors=[Guard(Callers(), None)], options=_SERVER_OPTIONS)
+    server = grpc.aio.server(interceptors=[Guard(Callers(), None)], options=_OPEN_OPTIONS)
     await health.register(server)
     bound = _bind(server, host, port, None, "--health-port")
     await server.start()

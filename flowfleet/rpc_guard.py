@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 
 from flowfleet import kinds, service, tls
 from flowfleet.errors import InvalidRequest, Unavailable, grpc_code
-from flowfleet.kinds import Callers
+from flowfleet.kinds import Callers, Kind
 from flowfleet.redis_trouble import trouble
 
 MAX_ERROR_BYTES: Final = 2000  # a status travels in trailers, which are limited to 8 KiB, as up to three bytes a byte
@@ -39,25 +39,41 @@ class Guard(grpc.aio.ServerInterceptor):
         if handler is None or handler.request_streaming:
             return handler
         method = text(handler_call_details.method)
+        kind = self._kind(handler_call_details.invocation_metadata)
+        if behaviour := self._instead(kind, method, handler):
+            return grpc.stream_unary_rpc_method_handler(
+                _guard_unary(behaviour, method, self._name), None, handler.response_serializer
+            )
         wrap, make = (
             (_guard_stream, grpc.unary_stream_rpc_method_handler)
             if handler.response_streaming
             else (_guard_unary, grpc.unary_unary_rpc_method_handler)
         )
         behaviour, read = handler.unary_stream or handler.unary_unary, _reader(handler.request_deserializer)
-        if refusal := self._refusal(method, handler_call_details.invocation_metadata):
-            behaviour, read = refusal, _unread
         return make(wrap(behaviour, method, self._name), read, handler.response_serializer)
 
-    def _refusal(self, method: str, metadata: Any) -> Callable[..., Awaitable[None]] | None:
-        """What answers in place of the method. Probes carry no token, so the health check needs none."""
-        if not self._callers or kinds.is_health(method):
-            return None
+    def _kind(self, metadata: Any) -> Kind | None:
         sent = str(dict(metadata or ()).get("authorization", ""))
-        kind = self._callers.kind_of(sent.removeprefix("Bearer ")) if sent.startswith("Bearer ") else None
-        if kind is None:
-            return _refuse
-        return None if kinds.may_call(kind, method) else _deny(f"the token of a {kind}", method)
+        return self._callers.kind_of(sent.removeprefix("Bearer ")) if sent.startswith("Bearer ") else None
+
+    def _instead(self, kind: Kind | None, method: str, handler: Any) -> Callable[..., Awaitable[Any]] | None:
+        """What answers in place of the method, for a caller who may not call it. It receives no request: strangers
+        could fill the memory with messages that they begin and do not end. Probes carry no token, so the health check
+        needs none; a stranger's is for the whole server."""
+        if not self._callers or (kind is not None and kinds.may_call(kind, method)):
+            return None
+        if kind is not None:
+            return _deny(f"the token of a {kind}", method)
+        if kinds.is_health(method) and handler.unary_unary is not None:
+            return _asked_for_all(handler.unary_unary, handler.request_deserializer(b""))
+        return _refuse
+
+
+def _asked_for_all(check: Callable[..., Awaitable[Any]], request: Any) -> Callable[..., Awaitable[Any]]:
+    async def answer(_requests: Any, context: Any) -> Any:
+        return await check(request, context)
+
+    return answer
 
 
 def _reader(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
@@ -71,10 +87,6 @@ def _reader(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
             return InvalidRequest(f"the request is not a message of this method: {error}")
 
     return read
-
-
-def _unread(_data: bytes) -> None:
-    """Of a call that is refused anyway, nothing is read."""
 
 
 async def _check(request: Any, context: Any, name: str | None, method: str) -> None:

@@ -18,7 +18,7 @@ from flowfleet.local.secrets import StackSecrets
 from flowfleet.local.stack import DEFAULT_PORT, DEFAULT_STATE_DIR, MARK, StackError, StateDir
 from flowfleet.pulse import HANG_S
 from flowfleet.redis_server import server_url
-from flowfleet.service import PATIENT_THREADS
+from flowfleet.service import PATIENT_THREADS, usable_cpus
 
 HOST = "127.0.0.1"
 REWARDS_FILE = "rewards.toml"
@@ -181,6 +181,11 @@ def _whole_model(folder: Path) -> Path:
     return repository if is_snapshot else folder
 
 
+def _most_ranks() -> int:
+    """Ranks of trainers that this machine is asked to run at most, each of which takes hundreds of megabytes."""
+    return max(16, 2 * usable_cpus())
+
+
 def _controller(
     options: StackOptions,
     port: int,
@@ -201,7 +206,8 @@ def _controller(
         argv += ["--trainer-devices", ",".join(trainer_devices)]
     for limit in options.keep:
         argv += ["--keep", limit]
-    for limit in options.limits:
+    ranks = [] if any(limit.startswith("ranks=") for limit in options.limits) else [f"ranks={_most_ranks()}"]
+    for limit in (*options.limits, *ranks):
         argv += ["--limit", limit]
     if options.archive is not None:
         env = {**env, "FLOWFLEET_ARCHIVE": options.archive}

@@ -155,6 +155,8 @@ def _parse(line: str, url: str, number: int, kind: Kind) -> Prompt:
         return _checked(prompt)
     except (json.JSONDecodeError, KeyError, AttributeError, TypeError):
         raise ValueError(f"{where}: expected an object like {_SHAPES[kind]}") from None
+    except RecursionError:
+        raise ValueError(f"{where}: it is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 

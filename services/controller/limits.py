@@ -21,6 +21,9 @@ class Limits(BaseModel):
     """Most samples of one training step."""
     open_samples: int = Field(default=262_144, ge=1)
     """Most samples that the running jobs of all pools may have open at once."""
+    ranks: int = Field(default=4096, ge=1)
+    """Most ranks that the trainers of all pools may have together. A trainer is started whether or not its pool has a
+    replica."""
 
     def problem(self, spec: JobSpec) -> str:
         """What a job must change to be admitted, whatever else runs; empty for one that may be."""
@@ -37,21 +40,32 @@ class Limits(BaseModel):
                 f"of {asked} samples open, {opened} in all, and this controller admits {self.open_samples}: lower it, "
                 f"or have the operator raise --limit open_samples"
             )
+        if spec.trainer.world_size > self.ranks:
+            return (
+                f"trainer.world_size = {spec.trainer.world_size}: this controller admits {self.ranks} ranks: lower it, "
+                "or have the operator raise --limit ranks"
+            )
         return ""
 
     def check_room(self, spec: JobSpec, others: Iterable[JobRecord]) -> None:
-        """Raises Full where the job and the others that have not ended would have too many samples open together. Jobs
-        of one pool run one after the other, so the largest of a pool counts."""
-        largest = {spec.rollout.pool: open_samples(spec)}
+        """Raises Full where the job and the others that have not ended would have too many samples open, or too many
+        ranks, together. Jobs of one pool run one after the other, so the largest of a pool counts."""
+        samples, ranks = {spec.rollout.pool: open_samples(spec)}, {spec.rollout.pool: spec.trainer.world_size}
         for record in others:
-            largest[record.pool] = max(
-                largest.get(record.pool, 0), _open_samples(record.spec["rollout"], record.spec["schedule"])
-            )
-        if (total := sum(largest.values())) > self.open_samples:
+            asked = _open_samples(record.spec["rollout"], record.spec["schedule"])
+            samples[record.pool] = max(samples.get(record.pool, 0), asked)
+            ranks[record.pool] = max(ranks.get(record.pool, 0), int(record.spec["trainer"]["world_size"]))
+        if (total := sum(samples.values())) > self.open_samples:
             raise Full(
                 f"the fleet's jobs would have {total} samples open at once, {open_samples(spec)} of them this job's, "
                 f"and this controller admits {self.open_samples}: wait for another job's end, lower "
                 "rollout.prompts_per_step or schedule.max_staleness, or have the operator raise --limit open_samples"
+            )
+        if (total := sum(ranks.values())) > self.ranks:
+            raise Full(
+                f"the trainers of {len(ranks)} pools would have {total} ranks, {spec.trainer.world_size} of them this "
+                f"job's, and this controller admits {self.ranks}: wait for another job's end, name a pool that has a "
+                "job already, or have the operator raise --limit ranks"
             )
 
 

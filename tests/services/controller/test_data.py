@@ -102,6 +102,7 @@ def test_types_go_by_suffix() -> None:
             '{"prompt": "a", "chosen": "1.png", "rejected": "2.png", "metadata": {"note": "\\ud800"}}',
             "half.jsonl:1: holds half of a surrogate pair",
         ),
+        ("deep.jsonl", '{"prompt": ' + "[" * 100_000, "deep.jsonl:1: it is nested too deeply"),
         (
             "long.jsonl",
             json.dumps({"prompt": "é" * (MAX_PROMPT_BYTES // 2 + 1), "chosen": "1.png", "rejected": "2.png"}),

@@ -21,6 +21,7 @@ from flowfleet.local.plan import StackOptions, make_plan, ports_needed
 from flowfleet.local.secrets import StackSecrets
 from flowfleet.proto.common_pb2 import BlobRef
 from flowfleet.redis_client import connect
+from flowfleet.service import usable_cpus
 from services.controller import removal
 from services.controller.keep import DAY_S, Keep, to_remove, to_thin
 from services.controller.keeper import Keeper
@@ -90,7 +91,7 @@ def test_limits_and_archive_reach_the_controller_of_a_stack(tmp_path: Path) -> N
     process = next(process for process in plan.processes if process.name == "controller")
     settings = ControllerSettings.from_command_line(process.argv[3:], process.env)
     assert (settings.keep, settings.archive) == (Keep(jobs=3, days=0.5), "s3://bucket/jobs")
-    assert settings.limits == Limits(open_samples=9)
+    assert settings.limits == Limits(open_samples=9, ranks=max(16, 2 * usable_cpus()))
 
 
 def test_an_archive_url_holds_no_password() -> None:

@@ -78,3 +78,18 @@ async def test_pools_share_the_limit_and_jobs_of_one_pool_do_not_add_up(redis_ur
 def test_timeouts_and_weights_that_make_no_sense_are_refused(parts: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         job(**parts)
+
+
+@pytest.mark.anyio
+async def test_trainers_are_limited_too_for_each_pool_starts_one(redis_url: str) -> None:
+    redis = connect(redis_url)
+    limits, store = Limits(ranks=4), JobStore(redis)
+    assert limits.problem(job(trainer={"world_size": 5})).startswith("trainer.world_size = 5: this controller admits 4")
+    for pool, ranks in (("a", 1), ("a", 2), ("b", 1)):
+        await store.create(job(pool, trainer={"world_size": ranks}))
+    waiting = await store.unended()
+    limits.check_room(job("invented"), waiting)
+    limits.check_room(job("b", trainer={"world_size": 2}), waiting)
+    with pytest.raises(Full, match="the trainers of 3 pools would have 5 ranks, 2 of them this job's, and this"):
+        limits.check_room(job("invented", trainer={"world_size": 2}), waiting)
+    await redis.aclose()
