@@ -71,7 +71,7 @@ def driving() -> str:
 
 
 def strikes(job_id: str) -> str:
-    """Sorted set of a job's strikes of the last hour, by Unix seconds."""
+    """Sorted set of a job's strikes in their order; it expires an hour after the last one."""
     return job_key(job_id, "strikes")
 
 

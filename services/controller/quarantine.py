@@ -3,7 +3,10 @@ was being opened when a controller died, and counts that as a strike. A job with
 drives it until its user resumes it.
 
     driving   keys.driving()      job → what is suspected of it now; a field that outlives its controller is a strike
-    strikes   keys.strikes(job)   strikes of the last hour, by Unix seconds
+    strikes   keys.strikes(job)   strikes in their order; they expire an hour after the last one
+
+A controller is also killed by others while it opens a job. That a job was opened to the end clears it of such strikes,
+and a job that has one is opened alone: only what dies again and again by itself is quarantined.
 
 A thread watches the event loop, for a loop that is held tells nothing itself. It writes only while a driver holds the
 loop, so a healthy job costs two writes when it is taken up. A loop that is held for too long ends the process: its
@@ -21,8 +24,8 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -40,17 +43,19 @@ STRIKE_S = 10.0
 END_S = 60.0
 """The process ends itself then."""
 STRIKES = 3
-WITHIN_S = 3600.0
+WITHIN_S = 3600
+_DIED = "the controller died while it opened the job"
 
 _DRIVEN = contextvars.ContextVar("driven", default="")
 _job_of: weakref.WeakKeyDictionary[asyncio.Future[Any], str] = weakref.WeakKeyDictionary()
 
 
 class Quarantine:
-    """Of one controller. `clock` gives Unix seconds."""
+    """Of one controller."""
 
-    def __init__(self, redis: Any, redis_url: str, clock: Callable[[], float] = time.time) -> None:
-        self._redis, self._url, self._clock = redis, redis_url, clock
+    def __init__(self, redis: Any, redis_url: str) -> None:
+        self._redis, self._url = redis, redis_url
+        self._alone = asyncio.Lock()
         self._ended = threading.Event()
         self._beating: asyncio.Task[None] | None = None
         self._beats = 0
@@ -70,12 +75,17 @@ class Quarantine:
 
     @asynccontextmanager
     async def opening(self, job_id: str) -> AsyncIterator[None]:
-        """Suspects a job of what happens to the process meanwhile."""
-        await self._redis.hset(keys.driving(), job_id, _suspicion("the controller died while it opened the job"))
-        try:
-            yield
-        finally:
-            await self._redis.hdel(keys.driving(), job_id)
+        """Suspects a job of what happens to the process meanwhile, until it is opened."""
+        struck = await self._redis.exists(keys.strikes(job_id))
+        async with self._alone if struck else nullcontext():
+            await self._redis.hset(keys.driving(), job_id, _suspicion(_DIED))
+            try:
+                yield
+            finally:
+                await self._redis.hdel(keys.driving(), job_id)
+        for strike in await self._redis.zrange(keys.strikes(job_id), 0, -1):
+            if json.loads(strike)[1] == _DIED:
+                await self._redis.zrem(keys.strikes(job_id), strike)
 
     @staticmethod
     def drive(job_id: str) -> None:
@@ -88,8 +98,9 @@ class Quarantine:
         """Counts what was suspected by controllers that are no more."""
         for job_id, suspicion in (await self._redis.hgetall(keys.driving())).items():
             strikes = keys.strikes(job_id.decode())
+            count = await self._redis.zcard(strikes)
             async with self._redis.pipeline(transaction=True) as pipe:
-                pipe.zadd(strikes, {suspicion: self._clock()}).expire(strikes, int(WITHIN_S))
+                pipe.zadd(strikes, {suspicion: count}).expire(strikes, WITHIN_S)
                 pipe.hdel(keys.driving(), job_id)
                 await pipe.execute()
             self._struck.add(job_id.decode())
@@ -102,14 +113,13 @@ class Quarantine:
 
     async def reason(self, job_id: str) -> str:
         """Why the job must not be driven any more; empty while it may be."""
-        name = keys.strikes(job_id)
-        strikes = await self._redis.zrangebyscore(name, self._clock() - WITHIN_S, "+inf")
+        strikes = await self._redis.zrange(keys.strikes(job_id), 0, -1)
         if len(strikes) < STRIKES:
             return ""
         why = json.loads(strikes[-1])[1]
         return (
-            f"in quarantine: {len(strikes)} times within an hour it stopped the controller, last: {why}. The "
-            "controller's log has more. Make the job smaller, or resume it to try once more"
+            f"in quarantine: it stopped the controller {len(strikes)} times, each within an hour of the one before, "
+            f"last: {why}. The controller's log has more. Make the job smaller, or resume it to try once more"
         )
 
     async def forgive(self, job_id: str) -> None:
@@ -147,8 +157,8 @@ class Quarantine:
         try:
             if held > STRIKE_S:
                 name = keys.strikes(job_id)
-                redis.zadd(name, {suspicion: self._clock()})
-                redis.expire(name, int(WITHIN_S))
+                redis.zadd(name, {suspicion: redis.zcard(name)})
+                redis.expire(name, WITHIN_S)
                 self._struck.add(job_id)
             redis.hdel(keys.driving(), job_id)
         except RedisError as error:

@@ -11,13 +11,21 @@ from services.controller.machine import Checkpoint, Command, EnsureTrainer, Expo
 
 Code = grpc.StatusCode
 
-PERMANENT = frozenset(
-    {Code.INVALID_ARGUMENT, Code.UNIMPLEMENTED, Code.UNAUTHENTICATED, Code.PERMISSION_DENIED, Code.OUT_OF_RANGE}
-)
+PERMANENT = frozenset({Code.INVALID_ARGUMENT, Code.UNIMPLEMENTED, Code.PERMISSION_DENIED, Code.OUT_OF_RANGE})
 """The same request will fail again: somebody must change something."""
 
-PATIENT = frozenset({Code.UNAVAILABLE, Code.FAILED_PRECONDITION, Code.RESOURCE_EXHAUSTED, Code.CANCELLED, Code.ABORTED})
-"""Somebody is away, busy or changing: it comes back. Tried for as long as it takes."""
+PATIENT = frozenset(
+    {
+        Code.UNAVAILABLE,
+        Code.FAILED_PRECONDITION,
+        Code.RESOURCE_EXHAUSTED,
+        Code.CANCELLED,
+        Code.ABORTED,
+        Code.UNAUTHENTICATED,
+    }
+)
+"""Somebody is away, busy or changing: it comes back. Tried for as long as it takes. New tokens and certificates reach
+processes one after the other, and a trainer that is started again reads them."""
 
 MAX_FAILURES = 5
 """For every other code (INTERNAL, DATA_LOSS, DEADLINE_EXCEEDED, …), in a row."""

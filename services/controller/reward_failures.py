@@ -15,11 +15,12 @@ _SETTING = "the controller's --reward, in a cluster the chart's rewards"
 
 
 class RewardFailure(NotYet):
-    """A reward gave no scores. It is asked again, unless `permanent`: then somebody must change something first."""
+    """A reward gave no scores. It is asked again, unless `permanent`: then somebody must change something first. If it
+    `may_heal`, that may be under way: new tokens reach services one after the other."""
 
-    def __init__(self, message: str, *, permanent: bool = False) -> None:
+    def __init__(self, message: str, *, permanent: bool = False, may_heal: bool = False) -> None:
         super().__init__(message)
-        self.permanent = permanent
+        self.permanent, self.may_heal = permanent, may_heal
 
 
 class RewardPause(Exception):
@@ -34,6 +35,7 @@ def of_call(
     return RewardFailure(
         f"rewards.{name}: service {service!r} at {address} {_what(code, details, deadline_s)}",
         permanent=code in PERMANENT,
+        may_heal=code is _CODE.UNAUTHENTICATED,
     )
 
 

@@ -226,7 +226,7 @@ class RewardPlane:
         attempt.failures[name] = attempt.failures.get(name, 0) + 1
         is_away = now - since >= self._patience_s
         is_over = is_away or now - attempt.started >= self._patience_s
-        if part.on_failure == "pause" and (is_over or failure.permanent):
+        if part.on_failure == "pause" and (is_over or (failure.permanent and not failure.may_heal)):
             self.begin_anew()
             self._calls.gave_up(name, "pause", count)
             raise RewardPause(self._why_paused(name, failure, is_over, is_away))

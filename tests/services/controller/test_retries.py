@@ -18,7 +18,9 @@ def test_a_wrong_request_fails_the_job_at_once(command: TrainStep) -> None:
     assert decide(command, Code.INVALID_ARGUMENT, 1).verdict is Verdict.FAIL_JOB
 
 
-@pytest.mark.parametrize("code", [Code.UNAVAILABLE, Code.FAILED_PRECONDITION, Code.RESOURCE_EXHAUSTED])
+@pytest.mark.parametrize(
+    "code", [Code.UNAVAILABLE, Code.FAILED_PRECONDITION, Code.RESOURCE_EXHAUSTED, Code.UNAUTHENTICATED]
+)
 def test_who_is_away_is_waited_for(code: grpc.StatusCode) -> None:
     for failures in (1, MAX_FAILURES, 1000):
         assert {decide(command, code, failures).verdict for command in TRAINER} == {Verdict.RESYNC}

@@ -103,6 +103,27 @@ def test_what_somebody_must_change_first_pauses_at_once() -> None:
     with_services({"bad": bad}, use)
 
 
+def test_a_refused_token_is_waited_for_since_secrets_reach_pods_one_after_the_other() -> None:
+    bad = Service()
+    bad.code, bad.details = grpc.StatusCode.UNAUTHENTICATED, "no token"
+
+    async def use(fleet: Fleet) -> None:
+        rewards = {"bad": RewardPart()}
+        with pytest.raises(RewardFailure, match="refuses the controller") as failed:
+            await fleet.score(rewards, 0, samples("a"))
+        assert failed.value.permanent, "a new job, or a change of the rewards, is refused"
+        bad.code = None
+        assert (await fleet.score(rewards, 0, samples("a")))["a"].score == 1.0
+        bad.code = grpc.StatusCode.UNAUTHENTICATED
+        with pytest.raises(RewardFailure):
+            await fleet.score(rewards, 0, samples("b"))
+        fleet.now += PATIENCE_S
+        with pytest.raises(RewardPause, match=r"FLOWFLEET_RPC_TOKEN must be .*It failed for timeouts\.rewards_s"):
+            await fleet.score(rewards, 0, samples("b"))
+
+    with_services({"bad": bad}, use)
+
+
 def rubbish(kind: str) -> Callable[[Any], list[reward_pb2.RewardScore]]:
     def answer(asked: Any) -> list[reward_pb2.RewardScore]:
         scores = [reward_pb2.RewardScore(sample_id=one.sample_id, score=0.5) for one in asked]
