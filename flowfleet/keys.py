@@ -65,6 +65,11 @@ def leader_term() -> str:
     return fleet_key("leader", "term")
 
 
+def acknowledged() -> str:
+    """A number that the leader raises, to find out which writes its replicas have (replication.py)."""
+    return fleet_key("acknowledged")
+
+
 def driving() -> str:
     """Hash: job → what is suspected of it, as JSON, while it may bring the controller down (quarantine.py)."""
     return fleet_key("driving")

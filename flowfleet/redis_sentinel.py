@@ -1,9 +1,11 @@
 """Redis behind Sentinels: each connection is made to the server that they call the primary.
 
 The URL is `redis+sentinel://USER:PASSWORD@HOST:PORT,HOST:PORT,HOST:PORT/NAME/DB`, or `rediss+sentinel://` for TLS to
-servers and Sentinels. NAME is the group that the Sentinels watch. `?sentinel_password=` is their own password, where
-they have one. So clients follow a failover: until a new primary is elected a connection fails, and the client repeats
-as it does for any server that is away.
+servers and Sentinels. NAME is the group that the Sentinels watch. `?sentinel_username=` and `?sentinel_password=` are
+for the Sentinels, where they ask for a password; settings of TLS go by redis-py's names (`?ssl_ca_certs=…`).
+
+So clients follow a failover: until a new primary is elected a connection fails, and the client repeats as it does for
+any server that is away.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import redis.asyncio.sentinel
 import redis.sentinel
+from redis.connection import URL_QUERY_ARGUMENT_PARSERS
 
 SCHEMES: Final = ("redis+sentinel://", "rediss+sentinel://")
 PORT: Final = 26379
@@ -74,7 +77,7 @@ class SentinelUrl:
         return client
 
     def _asking(self, settings: dict[str, Any]) -> dict[str, Any]:
-        trust = {name: value for name, value in settings.items() if name.startswith("ssl_")}
+        trust = {name: value for name, value in (settings | self.connection).items() if name.startswith("ssl_")}
         return {"socket_timeout": _ASK_TIMEOUT_S, "protocol": 2, **trust, **self.asking}
 
 
@@ -94,8 +97,14 @@ def parse(url: str) -> SentinelUrl:
     tls = parts.scheme.startswith("rediss")
     connection: dict[str, Any] = {"db": number}
     connection |= {key: unquote(value) for key, value in (("username", username), ("password", password)) if value}
-    own = parse_qs(parts.query).get("sentinel_password")
-    asking = {**({"ssl": True} if tls else {}), **({"password": own[0]} if own else {})}
+    asking: dict[str, Any] = {"ssl": True} if tls else {}
+    for key, values in parse_qs(parts.query).items():
+        if key in ("sentinel_username", "sentinel_password"):
+            asking[key.removeprefix("sentinel_")] = values[-1]
+        elif key.startswith("ssl_"):
+            connection[key] = URL_QUERY_ARGUMENT_PARSERS.get(key, str)(values[-1])
+        else:
+            raise ValueError(f"FLOWFLEET_REDIS_URL: {key} is not a setting of {parts.scheme}; leave it out")
     return SentinelUrl(sentinels, name, tls, connection, asking)
 
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Request, Response
 
+from flowfleet.errors import Unavailable
 from services.controller import checks
 from services.controller.body import read_object
 from services.controller.records import Action, JobRecord, JobStatus
@@ -25,6 +26,8 @@ async def submit(request: Request, response: Response, use: Use, idempotency_key
     spec = checks.parse(await read_object(request))
     record = await use.store.find_submitted(spec, idempotency_key) if idempotency_key else None
     if record is None:
+        if use.runner.loss:  # whoever brings the lost writes back would lose this job
+            raise Unavailable(use.runner.loss)
         await use.memory.check_room()
         await checks.check(spec, use.directory, use.sources, use.settings.limits, use.settings.trainer_devices)
         use.settings.limits.check_room(spec, await use.store.unended())

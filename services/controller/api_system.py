@@ -40,7 +40,7 @@ class ReplicaView(Record):
 
 class Shortage(Record):
     component: str
-    """rollout or reward."""
+    """rollout, reward or redis."""
     name: str
     reason: str
 
@@ -52,7 +52,7 @@ class Fleet(Record):
     pools: list[str] | None
     """Of rollouts; null where any name is accepted."""
     shortages: list[Shortage]
-    """Pools and rewards whose pods cannot run, and why."""
+    """Pools and rewards whose pods cannot run, and a Redis that lost writes or takes none, each with the reason."""
 
 
 class Condition(Record):
@@ -72,7 +72,10 @@ async def fleet(use: Use) -> Fleet:
     directory = use.directory
     rewards = {name: list(addresses) for name, addresses in sorted(directory.rewards.items())}
     pools = None if directory.pools is None else sorted(directory.pools)
-    return Fleet(replicas=replicas, rewards=rewards, pools=pools, shortages=_shortages(directory))
+    shortages = _shortages(directory)
+    if use.runner.trouble:
+        shortages.append(Shortage(component="redis", name="primary", reason=use.runner.trouble))
+    return Fleet(replicas=replicas, rewards=rewards, pools=pools, shortages=shortages)
 
 
 def _shortages(directory: Directory) -> list[Shortage]:

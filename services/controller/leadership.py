@@ -2,11 +2,12 @@
 
     lease   keys.leader()         who leads, expires after `ttl_s` unless renewed
     term    keys.leader_term()    a token of the last one that took the lease; never expires
+    number  keys.acknowledged()   how far the replicas of Redis had come (replication.py)
 
 The lease decides who works, the term decides whose writes count. A controller that was suspended and wakes after
 another one took over still believes that it leads, but the term is not its own any more, and `Lease.transaction` checks
-that in the transaction itself. A lease that only ran out, while Redis was away, with nobody else taking it, is taken
-back.
+that in the transaction itself. It also checks the number, which is smaller where Redis lost acknowledged writes. A
+lease that only ran out, while Redis was away, with nobody else taking it, is taken back.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from redis.exceptions import RedisError
 from flowfleet import keys
 from flowfleet.redis_trouble import trouble
 from services.controller.concurrency import end
+from services.controller.replication import Replication
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +55,8 @@ if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end
 
 
 class LeaseLost(Exception):
-    """Another controller leads. No FlowfleetError: a command that meets it is not tried again, its driver ends."""
+    """Another controller leads, or nobody may. No FlowfleetError: a command that meets it is not tried again, its
+    driver ends."""
 
 
 class Lease:
@@ -63,12 +66,14 @@ class Lease:
         self,
         redis: Any,
         registry: CollectorRegistry | None = None,
+        replication: Replication | None = None,
         *,
         ttl_s: float = TTL_S,
         renew_s: float = RENEW_S,
         try_s: float = TRY_S,
     ) -> None:
         self._redis = redis
+        self._replication = replication or Replication(redis)
         self._ttl_ms = int(1000 * ttl_s)
         self._renew_s = renew_s
         self._try_s = try_s
@@ -77,16 +82,22 @@ class Lease:
         self._holder = ""
         self.held = False
         """As far as this process knows. Only `transaction` and `confirm` know it for sure."""
-        self.trouble = ""
-        """Why Redis refused the last write of this lease, which every controller tries every few seconds."""
+        self._refusal = ""
         self._gauge = Gauge("flowfleet_controller_leader", "1 on the controller that runs jobs", registry=registry)
+
+    @property
+    def trouble(self) -> str:
+        """Why Redis refused the last write of this lease, which every controller tries every few seconds, or what it
+        lost."""
+        return self._replication.loss or self._refusal
 
     async def run(self, work: Callable[[], Awaitable[None]]) -> None:
         """Waits for the lease, works while it is held, and so on until cancelled; then gives it back. An error of
         `work` is raised, but for LeaseLost."""
         while True:
             await self._take()
-            tasks = [asyncio.ensure_future(work()), asyncio.ensure_future(self._renew())]
+            parts = work(), self._renew(), self._replication.keep(self._term)
+            tasks = [asyncio.ensure_future(part) for part in parts]
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -96,7 +107,7 @@ class Lease:
             for task in tasks:
                 if not task.cancelled() and (error := task.exception()) and not isinstance(error, LeaseLost):
                     raise error
-            log.warning("another controller leads; this one follows")
+            log.warning("this controller does not lead any more")
 
     async def until_writable(self) -> None:
         """Waits while Redis refuses this lease's writes."""
@@ -105,19 +116,23 @@ class Lease:
 
     async def confirm(self) -> None:
         """Asks Redis. Raises LeaseLost."""
-        if await self._redis.get(keys.leader_term()) != self._term.encode():
-            raise LeaseLost
+        await self._check(self._redis)
 
     async def transaction(self, fill: Callable[[Any], Awaitable[Any]], *watched: str) -> Any:
         """As `Redis.transaction`: `fill` gets a pipeline that watches keys, reads, calls `multi()`, adds commands, and
-        may run again. Raises LeaseLost, with nothing written, when another controller has led since."""
+        may run again. Raises LeaseLost, with nothing written, when another controller has led since or Redis lost
+        acknowledged writes."""
 
         async def attempt(pipe: Any) -> Any:
-            if await pipe.get(keys.leader_term()) != self._term.encode():
-                raise LeaseLost
+            await self._check(pipe)
             return await fill(pipe)
 
         return await self._redis.transaction(attempt, keys.leader_term(), *watched, value_from_callable=True)
+
+    async def _check(self, redis: Any) -> None:
+        term, number = await redis.mget(keys.leader_term(), keys.acknowledged())
+        if term != self._term.encode() or int(number or 0) < self._replication.noted:
+            raise LeaseLost
 
     async def _take(self) -> None:
         self._term = uuid.uuid4().hex
@@ -125,7 +140,9 @@ class Lease:
         dead = ""
         while True:
             try:
-                held = await self._call(_TAKE, self._holder, self._term, self._ttl_ms, dead)
+                held = b""
+                if await self._replication.is_whole():
+                    held = await self._call(_TAKE, self._holder, self._term, self._ttl_ms, dead)
             except RedisError as error:
                 log.warning("nobody can lead: %s", self.trouble or error)
                 held = b""
@@ -157,9 +174,9 @@ class Lease:
         try:
             answer = await self._redis.eval(script, 2, *self._keys, *arguments)
         except RedisError as error:
-            self.trouble = trouble(error) or ""
+            self._refusal = trouble(error) or ""
             raise
-        self.trouble = ""
+        self._refusal = ""
         return answer
 
     def _set_held(self, held: bool) -> None:

@@ -41,6 +41,7 @@ from services.controller.memory import Memory
 from services.controller.monitor import Monitor
 from services.controller.quarantine import Quarantine
 from services.controller.records import Desired, JobRecord, JobStatus
+from services.controller.replication import Replication
 from services.controller.reports import Reports
 from services.controller.reward_calls import RewardCalls
 from services.controller.rewards import RewardPlane, modality_of
@@ -76,7 +77,8 @@ class Runner:
         self._settings = settings
         self._redis = redis
         self._sources = settings.sources
-        self._lease = Lease(redis, registry)
+        self._replication = Replication(redis, settings.state_dir, settings.redis_acks, registry)
+        self._lease = Lease(redis, registry, self._replication)
         self._store = store.fenced_by(self._lease)
         self._launcher = FencedLauncher(launcher, self._lease)
         self._demand = DemandHash(redis)
@@ -137,6 +139,10 @@ class Runner:
     def trouble(self) -> str:
         return self._lease.trouble
 
+    @property
+    def loss(self) -> str:
+        return self._replication.loss
+
     def fleet_view(self) -> Sequence[Replica]:
         """The replicas as the controller knows them."""
         return self._fleet.fleet.all()
@@ -155,7 +161,7 @@ class Runner:
         try:
             await self._run_jobs()
         except* LeaseLost:
-            log.warning("another controller leads: the jobs are its own")
+            log.warning("this controller leads no more and leaves its jobs")
         finally:
             await self._monitor.stop()
             for job_id in self._jobs.values():

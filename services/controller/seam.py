@@ -37,7 +37,11 @@ class Runner(Protocol):
 
     @property
     def trouble(self) -> str:
-        """Why Redis takes no writes, so that no job goes on; empty where it does."""
+        """Why Redis takes no writes or nobody may lead, so that no job goes on; empty where jobs do."""
+
+    @property
+    def loss(self) -> str:
+        """What Redis lost, while nobody leads for that; empty where it lost nothing."""
 
     def fleet_view(self) -> Sequence[Replica]:
         """The rollout replicas known now."""

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
+from flowfleet import redis_sentinel
 from flowfleet.service import API_KEY, is_loopback, service_parser
 from services.controller.directory import addresses
 from services.controller.keep import Keep
@@ -32,6 +33,9 @@ class ControllerSettings(BaseModel):
 
     redis_url: SecretStr
     """FLOWFLEET_REDIS_URL: holds a password, so it never comes by flag."""
+    redis_acks: int = Field(default=0, ge=0, le=100)
+    """Replicas that must acknowledge a write of the leader. No controller leads a Redis that lost such a write, until
+    an operator accepts the loss. 0: a single Redis, which is led whatever it holds."""
     host: str = "127.0.0.1"
     port: int = Field(default=8470, ge=0, le=65_535)
     """0: a free one, written to `port_file`."""
@@ -86,7 +90,7 @@ class ControllerSettings(BaseModel):
     @field_validator("redis_url")
     @classmethod
     def _redis_is_named(cls, url: SecretStr) -> SecretStr:
-        if not url.get_secret_value().startswith(("redis://", "rediss://", "unix://")):
+        if not url.get_secret_value().startswith(("redis://", "rediss://", "unix://", *redis_sentinel.SCHEMES)):
             raise ValueError("set FLOWFLEET_REDIS_URL, e.g. redis://:password@127.0.0.1:6379/0")
         return url
 
@@ -246,6 +250,12 @@ def _explain(location: Sequence[int | str], message: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = service_parser("Runs jobs and serves the REST API.")
     parser.set_defaults(port=8470)
+    parser.add_argument(
+        "--redis-acks",
+        type=int,
+        metavar="N",
+        help="replicas that acknowledge what Redis must not lose (0: no replicas)",
+    )
     parser.add_argument("--state-dir", type=Path, help="directory of jobs: logs, checkpoints, results (state)")
     parser.add_argument(
         "--data-root", type=Path, action="append", default=[], metavar="DIR", help="a folder that jobs may read (none)"

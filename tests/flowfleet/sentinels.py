@@ -24,12 +24,20 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
 
 class Node:
     def __init__(self, folder: Path, config: str, *flags: str) -> None:
-        folder.mkdir()
+        folder.mkdir(parents=True)
         self.port = free_port()
         file = folder / "redis.conf"
         file.write_text(f'port {self.port}\nbind 127.0.0.1\ndir "{folder}"\n{config}')
-        log = (folder / "log").open("wb")
-        self.process = subprocess.Popen([str(find_redis_server()), str(file), *flags], stdout=log, stderr=log)
+        self._argv, self._log = [str(find_redis_server()), str(file), *flags], folder / "log"
+        self.start()
+
+    def start(self) -> None:
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(self._argv, stdout=log, stderr=log)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
     def client(self, password: str | None = PASSWORD) -> redis.Redis:
         return redis.Redis(port=self.port, password=password, protocol=2, socket_timeout=2.0, retry=None)
@@ -41,13 +49,33 @@ class Node:
             return False
 
 
+COMMON = f'requirepass {PASSWORD}\nmasterauth {PASSWORD}\nsave ""\nappendonly yes\nrepl-diskless-sync-delay 0\n'
+
+
+def url_of(node: Node) -> str:
+    return f"redis://:{PASSWORD}@127.0.0.1:{node.port}/0"
+
+
+class Pair:
+    """A primary and a replica, without Sentinels."""
+
+    def __init__(self, folder: Path) -> None:
+        self.primary = Node(folder / "r0", COMMON)
+        wait_until(self.primary.answers)
+        self.replica = Node(folder / "r1", f"{COMMON}replicaof 127.0.0.1 {self.primary.port}\n")
+        wait_until(self.replica.answers)
+        wait_until(lambda: self.replica.client().info("replication")["master_link_status"] == "up")
+
+    def kill(self) -> None:
+        self.primary.kill()
+        self.replica.kill()
+
+
 class Group:
     """Two replicas follow a primary, which refuses writes while none of them keeps up. Three Sentinels watch."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(exist_ok=True)
-        common = f'requirepass {PASSWORD}\nmasterauth {PASSWORD}\nsave ""\nappendonly yes\nrepl-diskless-sync-delay 0\n'
-        common += "min-replicas-to-write 1\nmin-replicas-max-lag 3\n"
+        common = f"{COMMON}min-replicas-to-write 1\nmin-replicas-max-lag 3\n"
         self.primary = Node(folder / "r0", common)
         wait_until(self.primary.answers)
         follow = f"{common}replicaof 127.0.0.1 {self.primary.port}\n"
@@ -71,8 +99,7 @@ class Group:
 
     def kill(self) -> None:
         for node in (self.primary, *self.replicas, *getattr(self, "sentinels", [])):
-            node.process.kill()
-            node.process.wait()
+            node.kill()
 
     def _seen(self, sentinel: Node) -> tuple[int, int]:
         state = sentinel.client(None).sentinel_master(NAME)

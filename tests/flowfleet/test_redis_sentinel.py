@@ -44,6 +44,17 @@ def test_the_url_names_sentinels_group_and_database() -> None:
     assert url.asking == {"ssl": True, "password": "own"}
 
 
+def test_the_url_has_a_user_of_the_sentinels_and_settings_of_tls() -> None:
+    query = "sentinel_username=rollout&sentinel_password=own&ssl_ca_certs=/t/ca.crt&ssl_check_hostname=False"
+    url = parse(f"rediss+sentinel://rollout:own@a/fleet/0?{query}")
+    assert url.asking == {"ssl": True, "username": "rollout", "password": "own"}
+    tls = {"ssl_ca_certs": "/t/ca.crt", "ssl_check_hostname": False}
+    assert {**url.connection, **tls} == url.connection
+    assert {**url._asking({"ssl_ca_certs": "of the environment"}), **tls} == url._asking({})
+    with pytest.raises(ValueError, match="db is not a setting"):
+        parse("redis+sentinel://a/fleet/0?db=2")
+
+
 @pytest.mark.parametrize(
     "url", ["redis+sentinel://:secret@a:1", "redis+sentinel://:secret@a:x/n", "redis+sentinel://:secret@/n"]
 )

@@ -32,6 +32,8 @@ DOCS = ROOT / "docs" / "metrics.md"
 OF_CONTROLLER = {
     "flowfleet_controller_jobs",
     "flowfleet_controller_leader",
+    "flowfleet_redis_lost_writes",
+    "flowfleet_redis_unacknowledged_seconds",
     "flowfleet_unschedulable_pods",
     "flowfleet_kubernetes_stale_seconds",
 }

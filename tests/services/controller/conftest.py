@@ -45,7 +45,7 @@ class IdleRunner:
         self.alive = False
         self.leads = True
         self.notified = 0
-        self.trouble = ""
+        self.trouble = self.loss = ""
 
     async def start(self) -> None:
         self.alive = True

@@ -126,7 +126,7 @@ class ScriptedRollout(rollout_pb2_grpc.RolloutServiceServicer):
 
 
 class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
-    """Applies each step once, those without samples too."""
+    """Applies each step once, those without samples too. Ahead of the ledger, it goes back to it."""
 
     def __init__(self, rollout: ScriptedRollout) -> None:
         self.rollout = rollout
@@ -139,6 +139,8 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         """Whether it reads its samples, as a trainer does."""
 
     async def Configure(self, request: Any, context: Any) -> trainer_pb2.ConfigureResponse:
+        if request.HasField("ledger"):
+            del self.steps[request.ledger.latest :]
         return trainer_pb2.ConfigureResponse(applied_steps=len(self.steps), world_size=1)
 
     async def TrainStep(self, request: Any, context: Any) -> trainer_pb2.TrainStepResponse:

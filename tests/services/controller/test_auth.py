@@ -84,6 +84,13 @@ def test_command_line() -> None:
     assert KEY not in repr(settings)
 
 
+def test_a_redis_behind_sentinels_is_taken_and_its_acknowledgements_are_a_flag() -> None:
+    url = "rediss+sentinel://controller:secret@a,b,c/flowfleet/0"
+    settings = ControllerSettings.from_command_line(["--redis-acks", "2"], {"FLOWFLEET_REDIS_URL": url})
+    assert (settings.redis_url.get_secret_value(), settings.redis_acks) == (url, 2)
+    assert ControllerSettings.from_command_line([], {"FLOWFLEET_REDIS_URL": url}).redis_acks == 0
+
+
 ON_KUBERNETES = ("--kubernetes", "f", "--owner", "c", "--trainer-template", "trainer.yaml")
 
 
@@ -91,6 +98,8 @@ ON_KUBERNETES = ("--kubernetes", "f", "--owner", "c", "--trainer-template", "tra
     ("argv", "env", "message"),
     [
         ([], {}, "set FLOWFLEET_REDIS_URL"),
+        ([], {"FLOWFLEET_REDIS_URL": "http://x"}, "set FLOWFLEET_REDIS_URL"),
+        (["--redis-acks", "-1"], {"FLOWFLEET_REDIS_URL": "redis://x"}, "--redis-acks: Input should be greater"),
         (["--reward", "ocr"], {"FLOWFLEET_REDIS_URL": "redis://x"}, "give NAME=HOST:PORT"),
         (["--trainer-devices", "0,0"], {"FLOWFLEET_REDIS_URL": "redis://x"}, "--trainer-devices 0,0: give each once"),
         (["--reward", "a=h:1", "--reward", "a=h:2"], {"FLOWFLEET_REDIS_URL": "redis://x"}, "given twice for a"),
