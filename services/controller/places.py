@@ -1,16 +1,19 @@
 """Which files and URLs a job may name: what lies below the operator's roots with links resolved, and listed URLs.
 
 Every path of a job comes through here: data, images, media, model. A path is judged by where it leads, and an opened
-file again by where the kernel found it, so a link that changes in between gains nothing. The controller's own state
-is never reached by path: `job:ID` names what another job exported, `job:ID@STEP` one of its checkpoints.
+file again by where the kernel found it, so a link that changes in between gains nothing. Hidden entries of the
+controller's home directory, where keys are kept, need a root of their own. The controller's own state is never reached
+by path: `job:ID` names what another job exported, `job:ID@STEP` one of its checkpoints.
 """
 
 from __future__ import annotations
 
 import os
+import pwd
 import re
 import stat
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -42,10 +45,13 @@ class Places:
     urls: tuple[str, ...] = ()
     """SCHEME://HOST[:PORT] each, as `url_origin` gives them; an object store's host is its bucket."""
     state_dir: Path | None = None
+    homes: tuple[Path, ...] = ()
+    """Home directories of the controller's user."""
 
     @classmethod
     def of(cls, roots: Sequence[Path], urls: Sequence[str], state_dir: Path) -> Places:
-        return cls(tuple(root.resolve() for root in roots), tuple(map(url_origin, urls)), state_dir.resolve())
+        resolved = tuple(root.resolve() for root in roots)
+        return cls(resolved, tuple(map(url_origin, urls)), state_dir.resolve(), tuple(_homes()))
 
     def check(self, place: str) -> None:
         """Raises NotAllowed unless a job may read this path or URL. Nothing is opened or fetched."""
@@ -103,12 +109,23 @@ class Places:
                 f"{_shown(place)} lies in the controller's state directory: name what a job made as job:ID, and a "
                 "checkpoint as job:ID@STEP"
             )
-        if not any(path.is_relative_to(root) for root in self.roots):
+        holding = [root for root in self.roots if path.is_relative_to(root)]
+        if holding and (hidden := self._hidden(path)) and not any(root.is_relative_to(hidden) for root in holding):
+            raise NotAllowed(
+                f"{_shown(place)} lies in {hidden}: what is hidden in a home directory no job may read. Move it, or "
+                f"give the controller or `flowfleet up` --data-root {hidden}"
+            )
+        if not holding:
             known = ", ".join(map(str, self.roots)) or "none is set"
             raise NotAllowed(
                 f"{_shown(place)} leads outside the folders that jobs may read ({known}): move it there, or give the "
                 "controller or `flowfleet up` another --data-root"
             )
+
+    def _hidden(self, path: Path) -> Path | None:
+        """The entry of a home directory that holds the path, if its name begins with a dot."""
+        inside = ((home, path.relative_to(home).parts) for home in self.homes if path.is_relative_to(home))
+        return next((home / parts[0] for home, parts in inside if parts and parts[0].startswith(".")), None)
 
     def _is_of_job(self, path: Path) -> bool:
         """An export links what it did not train from the model that it began with, which may be an export too."""
@@ -141,6 +158,14 @@ class Places:
                 f"{_shown(place)} is at {origin}, from where jobs may not read (allowed: {known}): copy it below a "
                 "--data-root, or give the controller or `flowfleet up` --data-url " + origin
             )
+
+
+def _homes() -> Iterator[Path]:
+    """By HOME, and by the list of users, which a container's user may be missing from."""
+    with suppress(RuntimeError):
+        yield Path.home().resolve()
+    with suppress(KeyError):
+        yield Path(pwd.getpwuid(os.getuid()).pw_dir).resolve()
 
 
 def is_remote(place: str) -> bool:

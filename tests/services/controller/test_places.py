@@ -78,6 +78,25 @@ def test_nothing_else_may_be_read(places: Places, tmp_path: Path, path: str, wor
             read(place)
 
 
+def test_what_is_hidden_in_a_home_directory_needs_a_root_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    key, cached = tmp_path / "home/.ssh/id_ed25519", tmp_path / "home/.cache/models/a.txt"
+    plain, deeper = tmp_path / "home/data.txt", tmp_path / "home/project/.data/a.txt"
+    for file in (key, cached, plain, deeper):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("x")
+    (tmp_path / "home/link.txt").symlink_to(key)
+    for root in ("home", "."):
+        places = Places.of([tmp_path / root, tmp_path / "home/.cache/models"], [], tmp_path / "state")
+        for file in (key, tmp_path / "home/link.txt", tmp_path / "home/.netrc"):
+            with pytest.raises(NotAllowed, match=r"hidden in a home directory.* --data-root "):
+                places.check(str(file))
+        for file in (plain, deeper, cached):
+            places.check(str(file))
+
+
 def test_roots_do_not_open_what_holds_secrets(tmp_path: Path) -> None:
     with pytest.raises(NotAllowed, match="no job may read it"):
         Places.of([Path("/proc")], [], tmp_path).check("/proc/self/environ")
