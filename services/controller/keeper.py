@@ -12,6 +12,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 
+from prometheus_client import CollectorRegistry, Counter
 from redis.exceptions import RedisError
 
 from flowfleet import keys
@@ -44,6 +45,7 @@ class Keeper:
         archive: Archive | None = None,
         *,
         memory: Memory | None = None,
+        registry: CollectorRegistry | None = None,
         blobs_in_redis: bool = True,
         clock: Callable[[], float] = steady_time,
     ) -> None:
@@ -52,6 +54,11 @@ class Keeper:
         self._keep, self._archive, self._memory, self._clock = keep, archive, memory, clock
         self._sizes: dict[str, int] = {}
         """Job → bytes of Redis that its history takes; an ended job does not grow."""
+        self._failures = Counter(
+            "flowfleet_controller_archive_failures_total",
+            "Times that an ended job could not be archived",
+            registry=registry or CollectorRegistry(),
+        )
 
     async def run(self) -> None:
         """Looks every few seconds. Errors are logged: jobs run all the same."""
@@ -101,6 +108,7 @@ class Keeper:
         except (LeaseLost, RedisError):
             raise
         except Exception as error:  # of whatever a store's client raises: the other jobs must not wait for this one
+            self._failures.inc()
             cause = f"{type(error).__name__}: {error}"
             log.error("keeper cannot archive to %s: %s", self._archive.url, cause, extra={"job": job.job_id})
             return False

@@ -95,6 +95,7 @@ class Runner:
             settings.keep,
             Archive(settings.archive) if settings.archive else None,
             memory=self._memory,
+            registry=registry,
             blobs_in_redis=settings.blobs == "redis",
         )
         self._quarantine = Quarantine(redis, settings.redis_url.get_secret_value())

@@ -34,6 +34,7 @@ OF_CONTROLLER = {
     "flowfleet_controller_leader",
     "flowfleet_redis_lost_writes",
     "flowfleet_redis_unacknowledged_seconds",
+    "flowfleet_controller_archive_failures_total",
     "flowfleet_unschedulable_pods",
     "flowfleet_kubernetes_stale_seconds",
 }

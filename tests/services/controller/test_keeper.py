@@ -247,8 +247,12 @@ async def test_an_ended_job_is_archived_before_it_goes(
     events, metrics = await store.events(job_id), await store.metrics(job_id)
     file = tmp_path / "file"
     file.write_text("not a folder")
-    await Keeper(store, blobs, Keep(jobs=0), Archive(f"{file}/archive"), clock=clock).look()
-    assert (await store.get(job_id)).status == JobStatus.SUCCEEDED  # it waits for its archive
+    registry = CollectorRegistry()
+    failing = Keeper(store, blobs, Keep(jobs=0), Archive(f"{file}/archive"), registry=registry, clock=clock)
+    for looks in (1, 2):
+        await failing.look()
+        assert (await store.get(job_id)).status == JobStatus.SUCCEEDED  # it waits for its archive
+        assert registry.get_sample_value("flowfleet_controller_archive_failures_total") == looks
 
     archive = Archive(f"file://{tmp_path}/archive")
     with pytest.raises(NotFound, match="no complete archive"):
