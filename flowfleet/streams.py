@@ -22,6 +22,8 @@ from flowfleet import keys
 from flowfleet.proto.common_pb2 import Sample
 
 MAX_ENTRY_BYTES: Final = 16 * 1024
+MAX_DEAD: Final = 10_000
+"""Dead letters of a job; beyond them the oldest go."""
 MAX_BLOCK_MS: Final = 20_000  # below the client's socket timeout
 _FIELD: Final = b"sample"
 
@@ -170,7 +172,7 @@ class TrajectoryConsumer:
     async def _bury(self, entry_id: str, fields: dict[bytes, bytes], reason: str) -> None:
         entry: dict[Any, Any] = {**fields, b"entry_id": entry_id, b"reason": reason[:1024]}
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.xadd(self._dead_key, entry)
+            pipe.xadd(self._dead_key, entry, maxlen=MAX_DEAD, approximate=True)
             pipe.xack(self._key, self._group, entry_id)
             await pipe.execute()
 

@@ -182,7 +182,7 @@ def _kind(data: bytes) -> str:
     try:
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         return str(header["__metadata__"]["format"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataLoss(f"not a safetensors blob with a format in its metadata: {type(error).__name__}") from None
 
 

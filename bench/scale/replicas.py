@@ -139,7 +139,7 @@ class Replica(rollout_pb2_grpc.RolloutServiceServicer):
                     prompt_embeds=embeds,
                     media=put("media", group.group, index, data=self._picture),
                     media_type="image/png",
-                    sde_steps=request.noise.sde_steps,
+                    sde_steps=request.noise.recorded_steps,
                     height=request.sampling.height,
                     width=request.sampling.width,
                     replica_id=self.replica_id,

@@ -43,6 +43,7 @@ from services.controller.machine import (
     Validate,
 )
 from services.controller.records import Desired, JobStatus
+from services.controller.requests import misfit
 from services.controller.retries import MAX_FAILURES, TRAINER_COMMANDS, Decision, Verdict, decide
 from services.controller.step import TrainingStep
 from services.controller.trainer_watch import TrainerWatch
@@ -244,23 +245,15 @@ class JobRunner:
             pending = await self._consumer.read(INTAKE_COUNT, INTAKE_BLOCK_MS)
 
     async def _take(self, deliveries: list[Delivery]) -> None:
-        samples = [delivery.sample for delivery in deliveries]
-        training = [s for s in samples if s.purpose == common_pb2.PURPOSE_TRAIN]
-        groups = {(s.id.step, s.id.group) for s in training}
-        still = {(*group, index) for group in groups for index in self.machine.wanted(*group)}
-        wanted = [
-            s
-            for s in training
-            if (s.id.step, s.id.group, s.id.index) in still
-            and self.machine.admissible(s.id.step, s.policy_version)
-            and self.machine.published_as(s.policy_version, s.weights_digest)
-        ]
+        taken = [delivery for delivery in deliveries if not await self._buried(delivery)]
+        training = [d.sample for d in taken if d.sample.purpose == common_pb2.PURPOSE_TRAIN]
 
         async def also(pipe: Any) -> None:
-            for sample in wanted:
+            """Asks the machine here, where nothing else is folded before the facts are."""
+            for sample in self._welcome(training):
                 field = sample_field(sample.id.group, sample.id.index)
                 pipe.hsetnx(self.job.samples_key(sample.id.step), field, sample.SerializeToString())
-            await self._consumer.ack([delivery.entry_id for delivery in deliveries], pipe)
+            await self._consumer.ack([delivery.entry_id for delivery in taken], pipe)
 
         facts = [
             ev.Sampled(
@@ -269,6 +262,26 @@ class JobRunner:
             for s in training
         ]
         await self.emit(*facts, also=also)
+
+    async def _buried(self, delivery: Delivery) -> bool:
+        """Whether it is a training sample that nobody asked for in this form: it becomes a dead letter."""
+        if delivery.sample.purpose != common_pb2.PURPOSE_TRAIN or not (why := misfit(self.job, delivery.sample)):
+            return False
+        log.warning("a sample is not taken: %s", why, extra={"job": self.job.job_id})
+        await self._consumer.bury(delivery, why)
+        return True
+
+    def _welcome(self, training: list[common_pb2.Sample]) -> list[common_pb2.Sample]:
+        """Those that the machine will count as sampled."""
+        groups = {(s.id.step, s.id.group) for s in training}
+        still = {(*group, index) for group in groups for index in self.machine.wanted(*group)}
+        return [
+            s
+            for s in training
+            if (s.id.step, s.id.group, s.id.index) in still
+            and self.machine.admissible(s.id.step, s.policy_version)
+            and self.machine.published_as(s.policy_version, s.weights_digest)
+        ]
 
     async def _tick(self) -> None:
         """What nobody tells us: the trainer's death, replicas that are behind, the user's wishes, blobs that age."""

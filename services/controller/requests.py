@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from flowfleet.algorithms.windows import noisy_steps, trained_steps
@@ -13,6 +12,7 @@ from services.controller import events as ev
 from services.controller.context import SLICE, JobContext, sample_field
 from services.controller.credit import Credit
 from services.controller.data import Prompt
+from services.controller.reward_answers import MAX_SCORE
 from services.controller.rewards import Verdict
 
 NON_FINITE_KL = "non_finite_reference_kl"
@@ -84,13 +84,36 @@ async def train_step(job: JobContext, step: int, credits: Sequence[Credit]) -> t
     return request
 
 
+def misfit(job: JobContext, sample: common_pb2.Sample) -> str:
+    """What of a wanted training sample is not as `generate` asked for it; "" where all is. A rollout that is at fault,
+    or hostile, may send anything, and the trainer fails a step that holds a sample of another job or size."""
+    spec, place, rollout = job.spec, sample.id, job.spec.rollout
+    if place.step >= spec.schedule.steps:
+        return f"it is of step {place.step}, and the job has {spec.schedule.steps}"
+    facts: list[tuple[str, object, object]] = [
+        ("job", place.job_id, job.job_id),
+        ("seed", sample.seed, sample_seed(spec.seed, place.step, place.group, place.index)),
+        ("height", sample.height, rollout.height),
+        ("width", sample.width, rollout.width),
+    ]
+    if spec.records_steps:
+        facts.append(("noisy steps", [*sample.sde_steps], [*trained_steps(spec, place.step)]))
+    if spec.method.data == "prompts":
+        facts.append(("number of frames", sample.num_frames, rollout.num_frames))
+    absent = [part for part in ("trajectory", "prompt_embeds", "media") if not sample.HasField(part)]
+    if rollout.guidance.is_on and not sample.HasField("negative_embeds"):
+        absent.append("negative_embeds")
+    wrong = [f"its {what} is {said}, asked for was {asked}" for what, said, asked in facts if said != asked]
+    return "; ".join([*wrong, *(f"it has no {part}" for part in absent)])
+
+
 def scored_or_dropped(sample: common_pb2.Sample, verdict: Verdict) -> ev.Event:
     """The fact that a verdict tells of a sample. One whose KL is not finite cannot be compared with others."""
     step, group, index = sample.id.step, sample.id.group, sample.id.index
     if verdict.score is None:
         may_refill = not verdict.gated_by and not verdict.given_up
         return ev.Dropped(step=step, group=group, index=index, reason=verdict.reason, refill=may_refill)
-    if not math.isfinite(sample.reference_kl):
+    if not abs(sample.reference_kl) <= MAX_SCORE:
         return ev.Dropped(step=step, group=group, index=index, reason=NON_FINITE_KL)
     return ev.Scored(
         step=step,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,8 @@ from flowfleet.reward_requests import EncodedSample
 Fault = Literal["", "error", "missing", "duplicated", "empty", "not_finite", "out_of_range"]
 """Why an answer has no score: "error" is what the service said itself; the others are its mistakes."""
 
+MAX_SCORE = 1e100
+"""Scores beyond ± this count as not finite: their squares and sums, from which advantages are made, would be."""
 TOLERANCE = 1e-6
 """By which a score may leave its described range, relative to a limit beyond ± 1: of float32 arithmetic."""
 
@@ -71,7 +72,7 @@ def _read(
     if outcome is None:
         return None, "empty", "it has neither score nor error"
     score, low, high = scores[0].score, described.score_min, described.score_max
-    if not math.isfinite(score):
+    if not abs(score) <= MAX_SCORE:
         return None, "not_finite", f"the score is {score}"
     if not _within(score, low, high):
         return None, "out_of_range", f"the score {score:g} is outside {low:g} … {high:g}, which Describe promises"

@@ -101,6 +101,13 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> N
         Trajectory.from_bytes(data)
 
 
+def test_a_header_that_no_parser_can_follow_is_refused() -> None:
+    header = b'{"a":' + b"[" * 100_000
+    for size_bytes in (len(header), 2**62):
+        with pytest.raises(DataLoss, match="not a safetensors blob with a format"):
+            Trajectory.from_bytes(size_bytes.to_bytes(8, "little") + header)
+
+
 def test_no_steps_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one step"):
         trajectory([], (4,), chain=True)

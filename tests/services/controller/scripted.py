@@ -80,6 +80,10 @@ class ScriptedRollout(rollout_pb2_grpc.RolloutServiceServicer):
             purpose=request.purpose,
             policy_version=request.policy_version,
             seed=group.seeds[place],
+            height=request.sampling.height,
+            width=request.sampling.width,
+            num_frames=request.sampling.num_frames,
+            sde_steps=request.noise.recorded_steps,
             media=media.blob,
             media_type=media.media_type,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from services.controller import credit, requests
 from services.controller import events as ev
 from services.controller.batch import Scored
 from services.controller.credit import Credit
+from services.controller.reward_answers import MAX_SCORE
 from services.controller.rewards import Verdict
 
 
@@ -163,8 +165,9 @@ def test_an_old_ledger_knows_sums_alone() -> None:
     assert credits_of(spec_of({}, rewards), old)[0] == credits_of(spec_of({}, rewards), mixed)[0] == expected
 
 
-def test_a_kl_that_is_not_finite_drops_its_sample() -> None:
-    sample = common_pb2.Sample(id=common_pb2.SampleId(step=3, group=1, index=2), reference_kl=float("inf"))
+@pytest.mark.parametrize("kl", [float("inf"), float("nan"), 1e300])
+def test_a_kl_that_no_variance_can_be_made_of_drops_its_sample(kl: float) -> None:
+    sample = common_pb2.Sample(id=common_pb2.SampleId(step=3, group=1, index=2), reference_kl=kl)
     fact = requests.scored_or_dropped(sample, Verdict(1.0))
     assert isinstance(fact, ev.Dropped)
     assert (fact.step, fact.group, fact.index, fact.reason) == (3, 1, 2, "non_finite_reference_kl")
@@ -172,3 +175,9 @@ def test_a_kl_that_is_not_finite_drops_its_sample() -> None:
     fact = requests.scored_or_dropped(sample, Verdict(1.0))
     assert isinstance(fact, ev.Scored)
     assert fact.reference_kl == 0.5
+
+
+def test_the_largest_score_that_is_taken_gives_finite_advantages() -> None:
+    rows = [(0, 0, MAX_SCORE), (0, 1, -MAX_SCORE), (1, 0, MAX_SCORE), (1, 1, 1.0)]
+    credits, _ = credits_of(spec_of({}, {"ocr": {}}), scored(*rows))
+    assert all(math.isfinite(credit.advantage) for credit in credits)

@@ -115,6 +115,7 @@ def test_scores_are_summed_by_weight_and_components_kept() -> None:
         lambda sample: reward_pb2.RewardScore(sample_id=sample.sample_id),
         lambda sample: reward_pb2.RewardScore(sample_id=sample.sample_id, score=float("nan")),
         lambda sample: reward_pb2.RewardScore(sample_id=sample.sample_id, score=float("inf")),
+        lambda sample: reward_pb2.RewardScore(sample_id=sample.sample_id, score=1.7e308),  # its square is infinite
         lambda sample: reward_pb2.RewardScore(sample_id="another", score=1.0),
     ],
 )
@@ -236,11 +237,11 @@ def test_of_a_preference_the_chosen_is_worth_one() -> None:
     assert (chosen.rewards, rejected.rewards) == ({"preference": 1.0}, {"preference": 0.0})
 
 
-def test_an_overflowing_sum_is_no_score() -> None:
+def test_a_score_whose_sum_would_overflow_is_no_score() -> None:
     async def use(plane: Bound) -> None:
         verdicts = await plane.score(samples(1))
         assert verdicts["0"].score is None
-        assert verdicts["0"].reason == "non_finite_sum"
+        assert verdicts["0"].reason == "no_score_ocr"
 
     with_plane({"ocr": Scripted(scored(1e308))}, {"ocr": RewardPart(weight=1e6)}, use)
 
