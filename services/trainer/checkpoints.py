@@ -20,6 +20,7 @@ import secrets
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -68,10 +69,14 @@ class Checkpoints:
 
     def take_over(self) -> None:
         """By rank 0. Makes this trainer the job's current one: an earlier one that wakes completes nothing any more.
-        What it was writing aside goes, so that it cannot even be renamed."""
+        What it was writing aside goes, at once and as a whole, so that it cannot even be renamed."""
         self.fence.take()
         for left in self.directory.glob(".step-*partial"):
-            shutil.rmtree(left, ignore_errors=True)
+            ours = left.with_name(f"{left.name.removesuffix('partial')}{self.token}.gone")
+            with suppress(OSError):  # its owner has just renamed it
+                os.rename(left, ours)
+        for gone in self.directory.glob(".step-*.gone"):
+            shutil.rmtree(gone, ignore_errors=True)
 
     def save(self, engine: Engine, record: Record) -> Path:
         """Collective. Writes the state of `record.applied` unless it is there already; forgets the oldest ones.
@@ -198,9 +203,7 @@ class Checkpoints:
         write_state(aside, state)
         for file in (*aside.iterdir(), aside):
             _sync(file)
-        self.fence.check()
-        shutil.rmtree(path, ignore_errors=True)
-        os.replace(aside, path)
+        self.fence.put(aside, path)
         _sync(self.directory)
         for old in self._paths()[self.keep_last :]:
             shutil.rmtree(old, ignore_errors=True)

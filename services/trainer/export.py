@@ -62,9 +62,7 @@ def export(engine: Engine, directory: Path, fence: Fence) -> Path:
             for _ in tensors:
                 pass  # ranks gather together to the end
         if is_writer:
-            fence.check()
-            shutil.rmtree(directory, ignore_errors=True)
-            os.replace(aside, directory)
+            fence.put(aside, directory)
     return directory
 
 

@@ -3,15 +3,20 @@
 Each trainer takes a number as it is configured, larger than any before. A trainer that was given up, stopped or cut off
 may wake when the next one runs; its number is not the newest then. It completes no checkpoint and no export, replicas
 refuse its weights (services/rollout/attempts.py), and it ends by itself.
+
+It may also sleep between its last look and what it does then. So nothing is removed or named but by moving its own
+folder, or into it: the next trainer takes these folders away before it looks at anything else.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 
 NAME = "attempt"
+_PREVIOUS = ".previous"
 
 
 class Replaced(Exception):
@@ -43,6 +48,19 @@ class Fence:
         """Raises Replaced."""
         if self.attempt and (newest := self._newest()) > self.attempt:
             raise Replaced(f"trainer {newest} of this job has started since, this is {self.attempt}")
+
+    def put(self, aside: Path, path: Path) -> None:
+        """Gives a folder that was written aside its name, in place of what has it. Raises Replaced, and changes nothing
+        then."""
+        self.check()
+        try:
+            if path.exists():
+                os.rename(path, aside / _PREVIOUS)
+                shutil.rmtree(aside / _PREVIOUS)
+            os.rename(aside, path)
+        except OSError:
+            self.check()
+            raise
 
     def _newest(self) -> int:
         try:

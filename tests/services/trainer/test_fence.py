@@ -1,6 +1,7 @@
 """A trainer that was stopped, replaced and woken again changes nothing: no checkpoint, no replica, no result."""
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -11,6 +12,7 @@ import pytest
 
 from flowfleet.blobs import SyncBlobs
 from flowfleet.proto import trainer_pb2
+from services.trainer.checkpoints import Checkpoints
 from services.trainer.fence import Fence, Replaced
 from tests.services.trainer.processes import Launch, Replica, Trainer
 from tests.services.trainer.steps import Drawer, make_spec
@@ -28,6 +30,44 @@ def test_each_trainer_has_a_larger_number_whatever_the_clock_says(
     second.check()
     with pytest.raises(Replaced):
         first.check()
+
+
+@pytest.mark.parametrize(
+    ("moment", "there"),
+    [("check", False), ("rename", False), ("check", True), ("rename", True), ("rmtree", True)],
+)
+def test_one_that_sleeps_between_look_and_rename_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, there: bool
+) -> None:
+    """It sleeps after its look, or just before it moves or removes something, while another one takes over and writes
+    the same step."""
+    old, new = Checkpoints(tmp_path, "job", 2), Checkpoints(tmp_path, "job", 2)
+    old.take_over()
+    aside, path = tmp_path / f".step-00000002.{old.token}.partial", tmp_path / "step-00000002"
+    for folder in (aside, path) if there else (aside,):
+        folder.mkdir()
+        (folder / "file").write_text("old")
+    holder = {"check": old.fence, "rename": os, "rmtree": shutil}[moment]
+    real, slept = getattr(holder, moment), []
+
+    def sleeps(*given: object, **more: bool) -> None:
+        if moment == "check":
+            real(*given)
+        if not slept:
+            slept.append(True)
+            new.take_over()
+            (path / "file").unlink(missing_ok=True)
+            path.mkdir(exist_ok=True)
+            (path / "file").write_text("new")
+        if moment != "check":
+            real(*given, **more)
+
+    monkeypatch.setattr(holder, moment, sleeps)
+    with pytest.raises(Replaced):
+        old.fence.put(aside, path)
+    assert slept
+    assert (path / "file").read_text() == "new"
+    assert not list(tmp_path.glob(".step*"))
 
 
 @pytest.mark.long
