@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -60,3 +60,42 @@ class Budget:
         finally:
             self._taken -= size
             self._freed.set()
+
+
+class Changes:
+    """Waits for conditions of what others change. All that wait are looked at in one go, `LOOK_S` after a change: to
+    wake each of hundreds at every change takes an event loop for itself."""
+
+    LOOK_S = 0.05
+
+    def __init__(self) -> None:
+        self._waiting: dict[asyncio.Future[None], Callable[[], bool]] = {}
+        self._look_due = False
+
+    def notify(self) -> None:
+        """Says that something changed."""
+        if self._waiting and not self._look_due:
+            self._look_due = True
+            asyncio.get_running_loop().call_later(self.LOOK_S, self._look)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Waits until a condition is true, which only a change makes so. Raises what the condition raises."""
+        if condition():
+            return
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiting[waiter] = condition
+        try:
+            await waiter
+        finally:
+            del self._waiting[waiter]
+
+    def _look(self) -> None:
+        self._look_due = False
+        for waiter, condition in self._waiting.items():
+            if waiter.done():
+                continue
+            try:
+                if condition():
+                    waiter.set_result(None)
+            except Exception as error:  # of one waiter; the others are looked at all the same
+                waiter.set_exception(error)

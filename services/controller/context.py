@@ -18,7 +18,7 @@ from flowfleet.jobs import JobSpec, RewardPart
 from flowfleet.proto import common_pb2, trainer_pb2, trainer_pb2_grpc
 from flowfleet.reward_requests import EncodedSample
 from flowfleet.rpc import open_channel
-from services.controller.concurrency import Budget
+from services.controller.concurrency import Budget, Changes
 from services.controller.data import Deal, Prompt
 from services.controller.fleet import Replica
 from services.controller.fleet_watch import FleetWatch, NobodyThere, Want
@@ -57,7 +57,7 @@ class JobContext:
     spec: JobSpec
     machine: Machine
     emit: Emit
-    changed: asyncio.Condition
+    changes: Changes
     redis: Any  # redis.asyncio.Redis, whose hints do not know that replies are bytes here
     blobs: BlobStore
     inputs: Inputs
@@ -119,8 +119,7 @@ class JobContext:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Waits for the machine's state to fulfil a condition."""
-        async with self.changed:
-            await self.changed.wait_for(condition)
+        await self.changes.until(condition)
 
     def prompts(self, step: int) -> Sequence[Prompt]:
         """One a group."""

@@ -27,7 +27,7 @@ from flowfleet.steady import steady_time
 from flowfleet.streams import Delivery, TrajectoryConsumer
 from services.controller import events as ev
 from services.controller import losses
-from services.controller.concurrency import end, gather_or_cancel
+from services.controller.concurrency import Changes, end, gather_or_cancel
 from services.controller.context import JobContext, sample_field
 from services.controller.launcher import stop_for_good, stopped
 from services.controller.ledger import Also, Ledger
@@ -59,7 +59,7 @@ AT_ONCE = 256
 INTAKE_COUNT = 256
 INTAKE_BLOCK_MS = 2000
 
-MakeContext = Callable[[Machine, Callable[..., Awaitable[None]], asyncio.Condition], JobContext]
+MakeContext = Callable[[Machine, Callable[..., Awaitable[None]], Changes], JobContext]
 
 
 class JobRunner:
@@ -71,7 +71,7 @@ class JobRunner:
         self._ledger = ledger
         self._clock = clock
         self._lock = asyncio.Lock()
-        self._changed = asyncio.Condition()
+        self._changes = Changes()
         self._running: dict[Command, asyncio.Task[None]] = {}
         self._failures: Counter[Command] = Counter()
         self._waits: Counter[Command] = Counter()
@@ -81,7 +81,7 @@ class JobRunner:
         self._rewound = False
         self._reported: tuple[str, str, str] = ("", "", "")
         self.machine = machine
-        self.job = make(machine, self.emit, self._changed)
+        self.job = make(machine, self.emit, self._changes)
         self._loop = TrainingStep(self.job)
         self._watch = TrainerWatch(self.job, machine, lambda: self._running)
         self._consumer = TrajectoryConsumer(self.job.redis, self.job.job_id, consumer="controller")
@@ -119,8 +119,7 @@ class JobRunner:
         if any(isinstance(event, ev.Published) for event in events):
             self._tell_weights()
         self._wake.set()
-        async with self._changed:
-            self._changed.notify_all()
+        self._changes.notify()
 
     # -- commands ----------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from flowfleet.redis_trouble import trouble
 from flowfleet.telemetry import JobMetrics
 from services.controller.changes import listen, tell
 from services.controller.checks import JobData, open_job
-from services.controller.concurrency import end
+from services.controller.concurrency import Changes, end
 from services.controller.context import JobContext
 from services.controller.data import Deal
 from services.controller.demand import DemandHash, demand, work_of
@@ -315,9 +315,7 @@ class Runner:
             self._fleet.verified(record.id, None)
             await runner.job.close()
 
-    def _context(
-        self, record: JobRecord, data: JobData, machine: Machine, emit: Any, changed: asyncio.Condition
-    ) -> JobContext:
+    def _context(self, record: JobRecord, data: JobData, machine: Machine, emit: Any, changes: Changes) -> JobContext:
         spec = machine.spec
         directory = self._settings.state_dir.resolve() / "jobs" / record.id
         directory.mkdir(parents=True, exist_ok=True)
@@ -327,7 +325,7 @@ class Runner:
             spec=spec,
             machine=machine,
             emit=emit,
-            changed=changed,
+            changes=changes,
             redis=self._redis,
             blobs=blobs,
             inputs=Inputs(record.id, blobs, self._sources),

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from services.controller import concurrency
-from services.controller.concurrency import Budget, end, gather_or_cancel
+from services.controller.concurrency import Budget, Changes, end, gather_or_cancel
 
 
 async def stubborn() -> None:
@@ -91,5 +91,48 @@ def test_who_leaves_the_queue_of_a_budget_takes_nothing() -> None:
                         pass
         async with asyncio.timeout(5), budget.take(1):
             pass
+
+    asyncio.run(scenario())
+
+
+def test_conditions_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred changes at once cost each waiter one look; the one that fails fails alone."""
+    monkeypatch.setattr(Changes, "LOOK_S", 0.01)
+    seen = {"value": 0, "looks": 0}
+
+    def at_least(value: int) -> bool:
+        seen["looks"] += 1
+        return seen["value"] >= value
+
+    def refuses() -> bool:
+        if seen["value"]:
+            raise ValueError("no such step")
+        return False
+
+    async def scenario() -> None:
+        changes = Changes()
+        await changes.until(lambda: True)
+        low, high, failing = (
+            asyncio.create_task(changes.until(condition))
+            for condition in (lambda: at_least(100), lambda: at_least(101), refuses)
+        )
+        await asyncio.sleep(0)
+        for _ in range(100):
+            seen["value"] += 1
+            changes.notify()
+        await asyncio.wait_for(low, 5)
+        with pytest.raises(ValueError, match="no such step"):
+            await failing
+        assert not high.done()
+        assert seen["looks"] == 4
+        high.cancel()
+        await end([high])
+        changes.notify()  # nobody waits
+        seen["value"] += 1
+        late = asyncio.create_task(changes.until(lambda: at_least(102)))
+        await asyncio.sleep(0)
+        seen["value"] += 1
+        changes.notify()
+        await asyncio.wait_for(late, 5)
 
     asyncio.run(scenario())
