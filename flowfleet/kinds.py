@@ -5,9 +5,11 @@ A caller proves its kind by its token and, with mutual TLS, by its certificate.
     FLOWFLEET_RPC_TOKEN         the token that a process sends; without FLOWFLEET_RPC_ACCEPT also the one it asks for
     FLOWFLEET_RPC_ACCEPT        callers that a server admits: kind=SHA-256 of the kind's token in hex, with commas
     FLOWFLEET_REWARD_RPC_TOKEN  the token that a controller sends to rewards, in place of its own
+    FLOWFLEET_ROLLOUT_RPC_TOKEN the token that a controller sends to rollouts, in place of its own
     FLOWFLEET_TRAINER_NAME      FLOWFLEET_NAME of the trainers that a controller starts on its machine
 
-A rollout holds digests alone and a reward a token that only rewards take, so neither can call the others. A certificate
+A server sees the token of each call. So what a controller sends to rewards opens nothing else, and what it sends to
+rollouts, as the caller `sampler`, opens rollouts alone: neither can call a trainer by it. A certificate
 with the DNS name `<kind>.<FLOWFLEET_TLS_NAME>` is of that kind; one without any such name is the whole fleet's.
 """
 
@@ -25,14 +27,19 @@ from flowfleet import service
 
 Kind = Literal["controller", "rollout", "trainer", "reward", "redis"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+Caller = Literal[Kind, "sampler"]
+"""A kind, or the controller by the token that it sends to rollouts."""
+CALLERS: Final[tuple[Caller, ...]] = get_args(Caller)
 
 REWARD_TOKEN: Final = "FLOWFLEET_REWARD_RPC_TOKEN"
+ROLLOUT_TOKEN: Final = "FLOWFLEET_ROLLOUT_RPC_TOKEN"
 OF_TRAINERS: Final = "FLOWFLEET_TRAINER_"
 
 _ALL: Final = "*"
 _ROLLOUT: Final = "/flowfleet.v1.RolloutService/"
-MAY_CALL: Final[Mapping[Kind, tuple[str, ...]]] = {
+MAY_CALL: Final[Mapping[Caller, tuple[str, ...]]] = {
     "controller": (_ALL,),
+    "sampler": tuple(_ROLLOUT + method for method in ("GetStatus", "Generate", "Drain")),
     "trainer": tuple(
         _ROLLOUT + method
         for method in ("GetStatus", "InitWeightTransfer", "StartWeightUpdate", "UpdateWeights", "FinishWeightUpdate")
@@ -44,7 +51,9 @@ MAY_CALL: Final[Mapping[Kind, tuple[str, ...]]] = {
 """Full names of gRPC methods by the kind of their caller. Everyone may ask the health service."""
 _HEALTH: Final = "/grpc.health.v1.Health/"
 
-_OWN: Final = re.compile(r"FLOWFLEET_(API_KEY|ARCHIVE|REDIS_URL|RPC_TOKEN|RPC_ACCEPT|(READER|REWARD|TRAINER)_.*)")
+_OWN: Final = re.compile(
+    r"FLOWFLEET_(API_KEY|ARCHIVE|REDIS_URL|RPC_TOKEN|RPC_ACCEPT|(READER|REWARD|ROLLOUT|TRAINER)_.*)"
+)
 _FALLBACK: Final = ("FLOWFLEET_REDIS_URL", service.RPC_TOKEN, service.RPC_ACCEPT)
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 
@@ -54,7 +63,7 @@ def is_health(method: str) -> bool:
     return method.startswith(_HEALTH)
 
 
-def may_call(kind: Kind, method: str) -> bool:
+def may_call(kind: Caller, method: str) -> bool:
     """Whether a service of this kind may call a method, given as /package.Service/Method."""
     return is_health(method) or bool({_ALL, method} & {*MAY_CALL[kind]})
 
@@ -70,13 +79,13 @@ class Callers:
 
     token: str | None = None
     """Opens every method, whoever sends it; for fleets with one token, and for rewards."""
-    digests: tuple[tuple[Kind, str], ...] = ()
-    """SHA-256 of the tokens of kinds."""
+    digests: tuple[tuple[Caller, str], ...] = ()
+    """SHA-256 of the callers' tokens."""
 
     def __bool__(self) -> bool:
         return bool(self.token or self.digests)
 
-    def kind_of(self, token: str) -> Kind | None:
+    def kind_of(self, token: str) -> Caller | None:
         """The kind that sends this token, None for a stranger. The one token of a fleet counts as its controller's."""
         if self.token is not None and hmac.compare_digest(token.encode(), self.token.encode()):
             return "controller"
@@ -93,13 +102,13 @@ def callers_from_env() -> Callers:
     digests = []
     for part in text.split(","):
         kind, _, value = part.strip().partition("=")
-        if kind not in KINDS or not _DIGEST.fullmatch(value):
-            raise ValueError(f"{service.RPC_ACCEPT} must be KIND=SHA256,… with a KIND of {', '.join(KINDS)}")
+        if kind not in CALLERS or not _DIGEST.fullmatch(value):
+            raise ValueError(f"{service.RPC_ACCEPT} must be KIND=SHA256,… with a KIND of {', '.join(CALLERS)}")
         digests.append((kind, value))
     return Callers(digests=tuple(digests))
 
 
-def accept(tokens: Mapping[Kind, str]) -> str:
+def accept(tokens: Mapping[Caller, str]) -> str:
     """FLOWFLEET_RPC_ACCEPT for a server that admits the holders of these tokens."""
     return ",".join(f"{kind}={digest(token)}" for kind, token in tokens.items())
 

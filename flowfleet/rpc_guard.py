@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 
 from flowfleet import kinds, service, tls
 from flowfleet.errors import InvalidRequest, Unavailable, grpc_code
-from flowfleet.kinds import Callers, Kind
+from flowfleet.kinds import Caller, Callers
 from flowfleet.redis_trouble import trouble
 
 MAX_ERROR_BYTES: Final = 2000  # a status travels in trailers, which are limited to 8 KiB, as up to three bytes a byte
@@ -52,11 +52,11 @@ class Guard(grpc.aio.ServerInterceptor):
         behaviour, read = handler.unary_stream or handler.unary_unary, _reader(handler.request_deserializer)
         return make(wrap(behaviour, method, self._name), read, handler.response_serializer)
 
-    def _kind(self, metadata: Any) -> Kind | None:
+    def _kind(self, metadata: Any) -> Caller | None:
         sent = str(dict(metadata or ()).get("authorization", ""))
         return self._callers.kind_of(sent.removeprefix("Bearer ")) if sent.startswith("Bearer ") else None
 
-    def _instead(self, kind: Kind | None, method: str, handler: Any) -> Callable[..., Awaitable[Any]] | None:
+    def _instead(self, kind: Caller | None, method: str, handler: Any) -> Callable[..., Awaitable[Any]] | None:
         """What answers in place of the method, for a caller who may not call it. It receives no request: strangers
         could fill the memory with messages that they begin and do not end. Probes carry no token, so the health check
         needs none; a stranger's is for the whole server."""

@@ -40,12 +40,14 @@ class StackSecrets:
     """Passwords by kind."""
     controller: str = field(default_factory=_new_token)
     trainer: str = field(default_factory=_new_token)
+    sampler: str = field(default_factory=_new_token)
+    """What the controller sends to rollouts."""
     reward: str = field(default_factory=_reward_token)
 
     def environments(self, redis_port: int) -> dict[Kind, dict[str, str]]:
         """What processes of each kind get in their environment. Trainers get theirs from the controller."""
         urls = {kind: server_url(redis_port, password, kind) for kind, password in self.redis.items()}
-        accept = kinds.accept({"controller": self.controller, "trainer": self.trainer})
+        accept = kinds.accept({"controller": self.controller, "sampler": self.sampler, "trainer": self.trainer})
         trainer = {
             "FLOWFLEET_REDIS_URL": urls["trainer"],
             service.RPC_TOKEN: self.trainer,
@@ -56,6 +58,7 @@ class StackSecrets:
                 "FLOWFLEET_REDIS_URL": urls["controller"],
                 service.RPC_TOKEN: self.controller,
                 kinds.REWARD_TOKEN: self.reward,
+                kinds.ROLLOUT_TOKEN: self.sampler,
                 **{kinds.OF_TRAINERS + name.removeprefix("FLOWFLEET_"): value for name, value in trainer.items()},
             },
             "rollout": {"FLOWFLEET_REDIS_URL": urls["rollout"], service.RPC_ACCEPT: accept},

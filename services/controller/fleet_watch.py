@@ -20,9 +20,11 @@ import grpc
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from flowfleet.kinds import ROLLOUT_TOKEN
 from flowfleet.proto import rollout_pb2, rollout_pb2_grpc
 from flowfleet.replicas import LOOK_COUNT, ReplicaDirectory
 from flowfleet.rpc import open_channel
+from flowfleet.service import secret
 from services.controller.concurrency import end
 from services.controller.fleet import Fleet, Replica, Verified
 
@@ -113,6 +115,11 @@ class Desk:
             self._waiting.pop(job_id, None)
 
 
+def _open(address: str) -> grpc.aio.Channel:
+    """A channel to a replica, which sees the token of each call."""
+    return open_channel(address, token=secret(ROLLOUT_TOKEN))
+
+
 class FleetWatch:
     """`poll_s`: from look to look."""
 
@@ -171,7 +178,7 @@ class FleetWatch:
 
     def stub(self, address: str) -> rollout_pb2_grpc.RolloutServiceAsyncStub:
         if address not in self._channels:
-            self._channels[address] = open_channel(address)
+            self._channels[address] = _open(address)
         return rollout_pb2_grpc.RolloutServiceStub(self._channels[address])
 
     @asynccontextmanager
@@ -267,7 +274,7 @@ class FleetWatch:
         request = rollout_pb2.GetRolloutStatusRequest()
         if address in self._channels:
             return await self.stub(address).GetStatus(request, timeout=STATUS_DEADLINE_S)
-        async with open_channel(address) as channel:
+        async with _open(address) as channel:
             return await rollout_pb2_grpc.RolloutServiceStub(channel).GetStatus(request, timeout=STATUS_DEADLINE_S)
 
     async def _close_unused(self) -> None:

@@ -226,16 +226,18 @@ def test_each_kind_has_the_tokens_that_it_sends_and_accepts() -> None:
     assert tokens("controller") == {
         "FLOWFLEET_RPC_TOKEN": "rpc-token",
         "FLOWFLEET_REWARD_RPC_TOKEN": "rpc-token-reward",
+        "FLOWFLEET_ROLLOUT_RPC_TOKEN": "rpc-token-rollout",
     }
     assert tokens("trainer") == {"FLOWFLEET_RPC_TOKEN": "rpc-token-trainer", "FLOWFLEET_RPC_ACCEPT": "rpc-token-accept"}
     assert tokens("rollout") == {"FLOWFLEET_RPC_ACCEPT": "rpc-token-accept"}
     assert tokens("reward") == {"FLOWFLEET_RPC_TOKEN": "rpc-token-reward"}
     stored = {name: b64decode(value).decode() for name, value in rendered.get("Secret", "secrets")["data"].items()}
-    held = {kind: stored[f"rpc-token{suffix}"] for kind, suffix in {"controller": "", "trainer": "-trainer"}.items()}
+    suffixes = {"controller": "", "sampler": "-rollout", "trainer": "-trainer"}
+    held = {caller: stored[f"rpc-token{suffix}"] for caller, suffix in suffixes.items()}
     assert stored["rpc-token-accept"] == kinds.accept(held)  # type: ignore[arg-type]
 
 
-TOKENS = ("FLOWFLEET_RPC_", "FLOWFLEET_REWARD_", "FLOWFLEET_TRAINER_")
+TOKENS = ("FLOWFLEET_RPC_", "FLOWFLEET_REWARD_", "FLOWFLEET_ROLLOUT_", "FLOWFLEET_TRAINER_")
 
 
 def test_secrets_of_ones_own_have_one_entry_or_one_a_kind() -> None:
@@ -295,7 +297,7 @@ def test_generated_secrets_are_long_and_different() -> None:
     values = [
         value for rendered in (first, second) for doc in rendered.kind("Secret") for value in doc["data"].values()
     ]
-    assert len(set(values)) == len(values) == 18
+    assert len(set(values)) == len(values) == 20
     assert all(len(value) >= 40 for value in values)
 
 

@@ -17,7 +17,7 @@ from flowfleet.proto import reward_pb2_grpc, rollout_pb2_grpc, trainer_pb2_grpc
 from tests.certificates import Authority
 
 Code = grpc.StatusCode
-TOKENS: dict[kinds.Kind, str] = {kind: f"the token of the {kind}" for kind in kinds.KINDS}
+TOKENS: dict[kinds.Caller, str] = {caller: f"the token of the {caller}" for caller in kinds.CALLERS}
 SERVICES = ("RolloutService", "TrainerService", "RewardService")
 METHODS = tuple(
     f"/flowfleet.v1.{name}/{method.name}"
@@ -29,6 +29,10 @@ OF_TRAINERS = {
     for name in ("GetStatus", "InitWeightTransfer", "StartWeightUpdate", "UpdateWeights", "FinishWeightUpdate")
 }
 """What services/trainer/replicas.py calls."""
+
+
+TO_ROLLOUTS = {f"/flowfleet.v1.RolloutService/{name}" for name in ("GetStatus", "Generate", "Drain")}
+"""What a controller calls, by the token that rollouts see: none of it is a trainer's."""
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +78,7 @@ async def answers(channel: grpc.aio.Channel) -> dict[str, Code]:
 
 def expected(kind: str, refused: Code) -> dict[str, Code]:
     """Written down here once more, by hand."""
-    allowed = {"controller": {*METHODS}, "trainer": OF_TRAINERS}.get(kind, set())
+    allowed = {"controller": {*METHODS}, "sampler": TO_ROLLOUTS, "trainer": OF_TRAINERS}.get(kind, set())
     codes = {method: Code.INTERNAL if method in allowed else refused for method in METHODS}
     return {**codes, "/grpc.health.v1.Health/Check": Code.OK}
 
@@ -182,6 +186,7 @@ def test_a_trainer_is_handed_its_own_secrets_and_none_of_the_controllers() -> No
         "FLOWFLEET_REDIS_URL": "redis://controller:c@h",
         "FLOWFLEET_RPC_TOKEN": "of the controller",
         "FLOWFLEET_REWARD_RPC_TOKEN": "of rewards",
+        "FLOWFLEET_ROLLOUT_RPC_TOKEN": "to rollouts",
         "FLOWFLEET_TRAINER_REDIS_URL": "redis://trainer:t@h",
         "FLOWFLEET_TRAINER_RPC_TOKEN": "of trainers",
         "FLOWFLEET_TRAINER_RPC_ACCEPT": "controller=…",

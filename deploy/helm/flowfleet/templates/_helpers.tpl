@@ -271,6 +271,8 @@ imagePullSecrets:
 {{- if and $perKind (eq $component "controller") }}
 - name: FLOWFLEET_REWARD_RPC_TOKEN
   valueFrom: {secretKeyRef: {name: {{ $secret }}, key: {{ $token.key }}-reward}}
+- name: FLOWFLEET_ROLLOUT_RPC_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ $secret }}, key: {{ $token.key }}-rollout, optional: true}}
 {{- end }}
 {{- if and $perKind (has $component (list "rollout" "trainer")) }}
 - name: FLOWFLEET_RPC_ACCEPT
