@@ -73,6 +73,11 @@ RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
 }
 """By kind of service, which is the user's name."""
 
+SENTINEL_RULE: Final = Rule(
+    "ask a Sentinel for the primary", (*_CONNECT.commands, "+sentinel|masters", "+sentinel|get-master-addr-by-name")
+)
+"""What each kind may do at a Sentinel. Only the operator may change anything there."""
+
 
 def user_rules(kind: str, *, selectors: bool = True) -> str:
     """The rights of a kind's user in Redis's ACL language, without its password. `selectors`: for Redis 7 and later."""
@@ -81,6 +86,11 @@ def user_rules(kind: str, *, selectors: bool = True) -> str:
     words += [word for rule in simple for word in _words(rule)]
     words += [f"({' '.join(_words(rule))})" for rule in RULES[kind] if rule not in simple]
     return " ".join(words)
+
+
+def sentinel_rules() -> str:
+    """The rights of each kind's user at a Sentinel of Redis 7 or later."""
+    return " ".join(["resetkeys", "resetchannels", "-@all", *_words(SENTINEL_RULE)])
 
 
 def config_lines(passwords: Mapping[str, str], *, selectors: bool = True) -> str:

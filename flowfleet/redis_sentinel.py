@@ -10,6 +10,7 @@ any server that is away.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -20,6 +21,7 @@ from redis.connection import URL_QUERY_ARGUMENT_PARSERS
 
 SCHEMES: Final = ("redis+sentinel://", "rediss+sentinel://")
 PORT: Final = 26379
+_PARSERS: Final[Mapping[str, Any]] = URL_QUERY_ARGUMENT_PARSERS
 _ASK_TIMEOUT_S: Final = 2.0
 """A Sentinel that is silent for so long is passed over."""
 
@@ -102,7 +104,7 @@ def parse(url: str) -> SentinelUrl:
         if key in ("sentinel_username", "sentinel_password"):
             asking[key.removeprefix("sentinel_")] = values[-1]
         elif key.startswith("ssl_"):
-            connection[key] = URL_QUERY_ARGUMENT_PARSERS.get(key, str)(values[-1])
+            connection[key] = _PARSERS.get(key, str)(values[-1])
         else:
             raise ValueError(f"FLOWFLEET_REDIS_URL: {key} is not a setting of {parts.scheme}; leave it out")
     return SentinelUrl(sentinels, name, tls, connection, asking)

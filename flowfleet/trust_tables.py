@@ -14,6 +14,7 @@ from flowfleet.docs_tables import rewrite, table
 ROOT: Final = Path(__file__).parents[1]
 PAGE: Final = ROOT / "docs" / "architecture.md"
 CHART_USERS: Final = ROOT / "deploy" / "helm" / "flowfleet" / "files" / "redis" / "users"
+CHART_SENTINEL_USERS: Final = CHART_USERS.with_name("sentinel-users")
 _ANY: Final = "–"
 
 
@@ -27,12 +28,19 @@ def chart_users() -> str:
     return "".join(f"{kind} {redis_acl.user_rules(kind)}\n" for kind in redis_acl.RULES)
 
 
+def chart_sentinel_users() -> str:
+    """As `chart_users`, for the chart's Sentinels."""
+    return "".join(f"{kind} {redis_acl.sentinel_rules()}\n" for kind in redis_acl.RULES)
+
+
 def _redis() -> str:
     rows = [
         [f"`{kind}`", rule.purpose, _code(rule.commands), _code([*rule.keys, *(f"&{name}" for name in rule.channels)])]
         for kind, rules in redis_acl.RULES.items()
         for rule in rules
     ]
+    sentinel = redis_acl.SENTINEL_RULE
+    rows += [[f"`{kind}`", sentinel.purpose, _code(sentinel.commands), _ANY] for kind in redis_acl.RULES]
     everything = [f"`{redis_acl.OPERATOR}`", "the operator", "`+@all`", "`*`"]
     return table(["user", "may", "commands", "keys, &channels"], [*rows, everything])
 
@@ -52,3 +60,4 @@ def _code(words: tuple[str, ...] | list[str]) -> str:
 if __name__ == "__main__":
     rewrite(PAGE, parts())
     CHART_USERS.write_text(chart_users(), encoding="utf-8")
+    CHART_SENTINEL_USERS.write_text(chart_sentinel_users(), encoding="utf-8")

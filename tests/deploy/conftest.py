@@ -83,14 +83,16 @@ class Rendered:
 
     def pod(self, suffix: str) -> Object:
         """Of a Deployment or StatefulSet."""
-        kind = "StatefulSet" if suffix == "redis" else "Deployment"
+        kind = "StatefulSet" if suffix in ("redis", "redis-ha") else "Deployment"
         template: Object = self.get(kind, suffix)["spec"]["template"]
         return template
 
 
 def container(pod: Object) -> Object:
-    (only,) = pod["spec"]["containers"]
+    """The one; of a highly available Redis that of the server, before its Sentinel."""
+    only, *more = pod["spec"]["containers"]
     assert isinstance(only, dict)
+    assert [other["name"] for other in more] in ([], ["sentinel"])
     return only
 
 

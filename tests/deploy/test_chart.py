@@ -127,12 +127,13 @@ def test_pods_write_to_tmp_and_their_volumes_are_there(any_profile: Rendered) ->
     for name, pod in any_profile.pods():
         volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
         mounts = {mount["name"]: mount["mountPath"] for mount in container(pod)["volumeMounts"]}
-        claimed = {"data"} if name.endswith("-redis") else set()
+        is_redis = name.endswith(("-redis", "-redis-ha"))
+        claimed = {"data"} if is_redis else set()
         assert mounts["tmp"] == "/tmp"
         assert mounts.keys() <= volumes | claimed, name
         assert len(pod["spec"]["volumes"]) == len(volumes)
         assert len(set(mounts.values())) == len(mounts)
-        if name.removesuffix("-redis") == name:
+        if not is_redis:
             assert environment(pod)["HOME"] == "/tmp"
 
 
@@ -219,7 +220,9 @@ def test_services_select_pods_and_name_their_ports(any_profile: Rendered) -> Non
         spec, name = service["spec"], service["metadata"]["name"]
         chosen = [pod for pod in pods if selects({"matchLabels": spec["selector"]}, pod["metadata"]["labels"])]
         assert len(chosen) == 1, name
-        ports = {port["name"]: port["containerPort"] for port in container(chosen[0])["ports"]}
+        ports = {
+            port["name"]: port["containerPort"] for one in chosen[0]["spec"]["containers"] for port in one["ports"]
+        }
         assert all(ports[port["targetPort"]] == port["port"] for port in spec["ports"]), name
 
 
@@ -410,10 +413,9 @@ def test_with_keda_each_pool_and_reward_has_a_scaled_object_and_no_replicas(name
 
 def test_budgets_cover_controller_pools_and_rewards(any_profile: Rendered) -> None:
     for budget in any_profile.kind("PodDisruptionBudget"):
-        deployment = next(
-            d for d in any_profile.kind("Deployment") if d["metadata"]["name"] == budget["metadata"]["name"]
-        )
-        assert budget["spec"]["selector"] == deployment["spec"]["selector"]
+        workloads = any_profile.kind("Deployment") + any_profile.kind("StatefulSet")
+        workload = next(doc for doc in workloads if doc["metadata"]["name"] == budget["metadata"]["name"])
+        assert budget["spec"]["selector"] == workload["spec"]["selector"]
         assert budget["spec"]["maxUnavailable"]
     covered = {budget["metadata"]["name"] for budget in any_profile.kind("PodDisruptionBudget")}
     assert f"{FULLNAME}-controller" in covered

@@ -98,6 +98,17 @@ def test_pods_of_the_release_speak_as_they_must_and_not_otherwise(name: str) -> 
     assert passing == wanted | transfers
 
 
+def test_a_highly_available_redis_is_asked_at_its_sentinels_and_asks_itself() -> None:
+    network = Network(Rendered("ha-redis"))
+    ports = (*PORTS, 26379)
+    passing = {
+        (a, b, p) for a in COMPONENTS for b in COMPONENTS for p in ports if "redis" in (a, b) and network.lets(a, b, p)
+    }
+    callers = ("controller", "rollout", "trainer", "redis")
+    assert passing == {(caller, "redis", port) for caller in callers for port in (6379, 26379)}
+    assert network.lets_out("redis", ({}, DNS), 53)
+
+
 @pytest.mark.parametrize("component", COMPONENTS)
 @pytest.mark.parametrize("name", ALL)
 def test_nobody_comes_in_from_elsewhere(name: str, component: str) -> None:

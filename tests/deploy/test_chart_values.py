@@ -11,6 +11,7 @@ import pytest
 
 from flowfleet import kinds, redis_acl
 from flowfleet.devices import _BACKENDS as BACKENDS
+from flowfleet.redis_sentinel import parse
 from tests.deploy.conftest import (
     FULLNAME,
     Rendered,
@@ -147,9 +148,63 @@ def test_all_who_need_redis_are_given_it(any_profile: Rendered) -> None:
             if bundled:
                 names = [item["name"] for item in container(pod)["env"]]
                 assert names.index("FLOWFLEET_REDIS_PASSWORD") < names.index("FLOWFLEET_REDIS_URL")  # it refers to it
-                assert f"://{user}:$(FLOWFLEET_REDIS_PASSWORD)@{FULLNAME}-redis:6379/0" in url
+                assert f"://{user}:$(FLOWFLEET_REDIS_PASSWORD)@{FULLNAME}-redis" in url
         else:
             assert url is None, name
+
+
+def test_one_redis_is_found_by_its_service_and_three_by_their_sentinels() -> None:
+    one = environment(Rendered("cpu").pod("rollout-default"))["FLOWFLEET_REDIS_URL"]
+    assert one == f"redis://rollout:$(FLOWFLEET_REDIS_PASSWORD)@{FULLNAME}-redis:6379/0"
+    assert "--redis-acks" not in flags(Rendered("cpu").pod("controller"))
+    rendered = Rendered("ha-redis", "redis.highAvailability.minReplicasToWrite=2")
+    assert flags(rendered.pod("controller"))["--redis-acks"] == "2"
+    assert "\nmin-replicas-to-write 2\n" in rendered.get("ConfigMap", "redis-ha")["data"]["redis.conf"]
+    url = parse(environment(rendered.pod("rollout-default"))["FLOWFLEET_REDIS_URL"])
+    hosts = [f"{FULLNAME}-redis-ha-{number}.{FULLNAME}-redis-ha.ns.svc" for number in range(3)]
+    assert (url.sentinels, url.name, url.tls) == (tuple((host, 26379) for host in hosts), "flowfleet", True)
+    password = "$(FLOWFLEET_REDIS_PASSWORD)"
+    assert url.asking == {"ssl": True, "username": "rollout", "password": password}
+    assert url.connection["ssl_certfile"] == "/etc/flowfleet/tls/tls.crt"
+    names = next(doc for doc in rendered.kind("Certificate") if doc["metadata"]["name"].endswith("-tls-redis"))
+    assert f"*.{FULLNAME}-redis-ha.ns.svc" in names["spec"]["dnsNames"]
+    shared = environment(
+        Rendered("nvidia", 'redis={"auth":{"existingSecret":"mine"},"highAvailability":{"enabled":true}}').pod(
+            "controller"
+        )
+    )
+    assert parse(shared["FLOWFLEET_REDIS_URL"]).asking == {"password": password}
+
+
+def test_a_highly_available_redis_is_spread_and_keeps_two_of_its_pods() -> None:
+    rendered = Rendered("ha-redis")
+    workload = rendered.get("StatefulSet", "redis-ha")
+    pod = workload["spec"]["template"]
+    assert (workload["spec"]["replicas"], workload["spec"]["podManagementPolicy"]) == (3, "Parallel")
+    (apart,) = pod["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert apart["topologyKey"] == "kubernetes.io/hostname"
+    assert selects(apart["labelSelector"], pod["metadata"]["labels"])
+    assert rendered.get("PodDisruptionBudget", "redis-ha")["spec"]["maxUnavailable"] == 1
+    service = rendered.get("Service", "redis-ha")["spec"]
+    assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
+    assert workload["spec"]["serviceName"] == f"{FULLNAME}-redis-ha"
+    server, sentinel = pod["spec"]["containers"]
+    assert server["lifecycle"]["preStop"]["exec"]["command"] == ["sh", "/etc/redis/leave.sh"]
+    for one in (server, sentinel):
+        assert one["securityContext"]["readOnlyRootFilesystem"] is True
+        assert one["livenessProbe"]["exec"]["command"][1] == "/etc/redis/alive.sh"
+        hosts = {item["name"]: item.get("value") for item in one["env"]}
+        assert hosts["REDIS_SELF"] == f"$(POD_NAME).{FULLNAME}-redis-ha.ns.svc"
+        assert hosts["REDIS_PEERS"].split()[2] == f"{FULLNAME}-redis-ha-2.{FULLNAME}-redis-ha.ns.svc"
+    own = Rendered("ha-redis", 'redis.affinity={"nodeAffinity":{}}').pod("redis-ha")["spec"]["affinity"]
+    assert own == {"nodeAffinity": {}}
+    assert "affinity" not in Rendered("nvidia").pod("redis")["spec"]
+
+
+def test_a_redis_that_hangs_fails_its_liveness_probe() -> None:
+    probe = container(Rendered("nvidia").pod("redis"))["livenessProbe"]
+    assert probe["exec"]["command"] == ["sh", "/etc/redis/alive.sh"]
+    assert probe["failureThreshold"] * probe["periodSeconds"] == 60
 
 
 def test_an_external_redis_leaves_nothing_of_the_bundled_one() -> None:

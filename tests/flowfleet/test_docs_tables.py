@@ -28,6 +28,8 @@ def test_the_tables_of_who_may_do_what_are_up_to_date() -> None:
     assert outdated(trust_tables.PAGE, trust_tables.parts()) == [], "run `make docs`"
     written = trust_tables.CHART_USERS.read_text(encoding="utf-8")
     assert written == trust_tables.chart_users(), "run `make docs`"
+    written = trust_tables.CHART_SENTINEL_USERS.read_text(encoding="utf-8")
+    assert written == trust_tables.chart_sentinel_users(), "run `make docs`"
 
 
 def test_make_docs_runs_every_generator() -> None:

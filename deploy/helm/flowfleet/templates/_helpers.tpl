@@ -280,6 +280,34 @@ imagePullSecrets:
 {{- end }}
 {{- end }}
 
+{{- define "flowfleet.redisName" -}}
+{{ include "flowfleet.fullname" . }}-redis{{ if .Values.redis.highAvailability.enabled }}-ha{{ end }}
+{{- end }}
+
+{{/* The pods of a highly available Redis: (list root separator suffix). */}}
+{{- define "flowfleet.redisHosts" -}}
+{{- $root := index . 0 }}{{ $suffix := index . 2 }}{{ $hosts := list }}{{ $name := include "flowfleet.redisName" $root }}
+{{- range until 3 }}{{ $hosts = append $hosts (printf "%s-%d.%s.%s.svc%s" $name . $name $root.Release.Namespace $suffix) }}{{ end }}
+{{- join (index . 1) $hosts }}
+{{- end }}
+
+{{/* FLOWFLEET_REDIS_URL of a user of the Redis in the release: (list root user). */}}
+{{- define "flowfleet.redisUrl" -}}
+{{- $root := index . 0 }}{{ $user := index . 1 }}{{ $dir := include "flowfleet.tlsDir" $root }}
+{{- $query := list }}
+{{- $place := printf "%s:6379/0" (include "flowfleet.redisName" $root) }}
+{{- if $root.Values.redis.highAvailability.enabled }}
+{{- $place = printf "%s/flowfleet/0" (include "flowfleet.redisHosts" (list $root "," ":26379")) }}
+{{- with $user }}{{ $query = append $query (printf "sentinel_username=%s" .) }}{{ end }}
+{{- $query = append $query "sentinel_password=$(FLOWFLEET_REDIS_PASSWORD)" }}
+{{- end }}
+{{- if $root.Values.tls.enabled }}
+{{- $query = concat $query (list (printf "ssl_ca_certs=%s/ca.crt" $dir) (printf "ssl_certfile=%s/tls.crt" $dir) (printf "ssl_keyfile=%s/tls.key" $dir)) }}
+{{- end }}
+{{- $root.Values.tls.enabled | ternary "rediss" "redis" }}{{ if $root.Values.redis.highAvailability.enabled }}+sentinel{{ end -}}
+://{{ $user }}:$(FLOWFLEET_REDIS_PASSWORD)@{{ $place }}{{ with $query }}?{{ join "&" . }}{{ end }}
+{{- end }}
+
 {{/* Environment of what reads Redis and blobs, controller, rollouts, trainers: (list root component). */}}
 {{- define "flowfleet.dataEnv" -}}
 {{- $component := index . 1 }}{{ with index . 0 }}
@@ -289,12 +317,7 @@ imagePullSecrets:
 - name: FLOWFLEET_REDIS_PASSWORD
   valueFrom: {secretKeyRef: {name: {{ include "flowfleet.redisSecret" . }}, key: {{ .Values.redis.auth.key }}{{ with $user }}-{{ . }}{{ end }}}}
 - name: FLOWFLEET_REDIS_URL
-  {{- if .Values.tls.enabled }}
-  {{- $dir := include "flowfleet.tlsDir" . }}
-  value: rediss://{{ $user }}:$(FLOWFLEET_REDIS_PASSWORD)@{{ include "flowfleet.fullname" . }}-redis:6379/0?ssl_ca_certs={{ $dir }}/ca.crt&ssl_certfile={{ $dir }}/tls.crt&ssl_keyfile={{ $dir }}/tls.key
-  {{- else }}
-  value: redis://{{ $user }}:$(FLOWFLEET_REDIS_PASSWORD)@{{ include "flowfleet.fullname" . }}-redis:6379/0
-  {{- end }}
+  value: {{ include "flowfleet.redisUrl" (list . $user) }}
 {{- else }}
 - name: FLOWFLEET_REDIS_URL
   valueFrom: {secretKeyRef: {name: {{ .Values.redis.external.existingSecret }}, key: {{ .Values.redis.external.key }}{{ if .Values.redis.external.perKind }}-{{ $component }}{{ end }}}}

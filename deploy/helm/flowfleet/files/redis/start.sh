@@ -2,29 +2,17 @@
 # the pod's memory, for rewriting the append-only file may take as much again: beyond it a write is refused, where the
 # kernel would end the whole server. The user's lines come last, so they win.
 # The default user, of REDISCLI_AUTH, is the operator's; services have users of their own where they have passwords.
-check() {
-  case "$1" in
-    "" | *[!A-Za-z0-9._~-]*)
-      echo "redis.auth: the password must be letters, digits and -._~ alone, for it goes into a URL" >&2
-      exit 2
-      ;;
-  esac
-}
-users() {
-  while read -r kind rules; do
-    password=$(printenv "REDIS_PASSWORD_$kind") || continue
-    check "$password"
-    digest=$(printf %s "$password" | sha256sum)
-    printf 'user %s on #%s %s\n' "$kind" "${digest%% *}" "$rules"
-  done </etc/redis/users
-}
+. /etc/redis/users.sh
 check "$REDISCLI_AUTH"
-users=$(users) || exit 2
-if [ -f /etc/flowfleet/tls/tls.crt ]; then cp /etc/flowfleet/tls/tls.crt /tmp/loaded.crt; fi
+users=$(users /etc/redis/users) || exit 2
+if [ -f /etc/flowfleet/tls/tls.crt ]; then cp /etc/flowfleet/tls/tls.crt /tmp/loaded-6379.crt; fi
+peers=
+if [ -n "$REDIS_PEERS" ]; then peers=$(sh /etc/redis/follow.sh) || exit 1; fi
 exec redis-server - <<END
 $(cat /etc/redis/redis.conf)
 requirepass $REDISCLI_AUTH
 $users
+$peers
 maxmemory $((MEMORY_LIMIT_BYTES / 2))
 $(cat /etc/redis/own.conf)
 END

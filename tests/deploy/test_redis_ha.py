@@ -1,0 +1,153 @@
+"""The scripts of the chart's highly available Redis, with real servers and Sentinels."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from flowfleet.redis_client import connect_sync
+from tests.deploy.redis_pods import OPERATOR, PASSWORDS, RedisPods
+from tests.flowfleet.sentinels import wait_until
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(shutil.which("redis-cli") is None, reason="redis-cli is not on PATH"),
+]
+
+
+@pytest.fixture(scope="module")
+def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisPods]:
+    started = RedisPods(tmp_path_factory.mktemp("redis"))
+    yield started
+    started.kill()
+
+
+@pytest.fixture
+def client(pods: RedisPods) -> Iterator[redis.Redis]:
+    """As a controller connects; the pods are ready."""
+    wait_until(pods.ready, 60)
+    with connect_sync(pods.url) as made:
+        yield made
+
+
+class Writer:
+    """Writes without a pause until it is left, and counts what was acknowledged."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self.client, self.acknowledged, self._ends = client, 0, threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while not self._ends.is_set():
+            try:
+                self.client.rpush("ff:test:written", self.acknowledged)
+                self.acknowledged += 1
+            except redis.RedisError:
+                time.sleep(0.05)
+
+    def __enter__(self) -> Writer:
+        self.client.delete("ff:test:written")
+        self._thread.start()
+        wait_until(lambda: self.acknowledged > 100)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        self._thread.join()
+
+    def lost(self) -> set[int]:
+        return set(range(self.acknowledged)) - {int(item) for item in self.client.lrange("ff:test:written", 0, -1)}
+
+
+def test_pods_find_each_other_and_a_write_needs_a_replica(pods: RedisPods, client: redis.Redis) -> None:
+    assert pods.primary is pods.pods[0]
+    client.set("ff:a:b", "1")
+    assert client.wait(2, 5000) == 2
+    settings = pods.primary.client().config_get("*")
+    assert (settings["min-replicas-to-write"], settings["min-replicas-max-lag"]) == ("1", "10")
+    assert (pods.primary.folder / "data" / "sentinel.conf").stat().st_mode & 0o077 == 0
+
+
+def test_a_service_may_ask_a_sentinel_and_change_nothing(pods: RedisPods) -> None:
+    for kind, password in PASSWORDS.items():
+        sentinel = pods.pods[0].client(26379, kind, password)
+        assert sentinel.execute_command("SENTINEL", "get-master-addr-by-name", "flowfleet")
+        for words in ("failover flowfleet", "set flowfleet quorum 1", "monitor evil 127.0.0.1 6379 1", "reset *"):
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                sentinel.execute_command("SENTINEL", *words.split())
+    with pytest.raises(redis.exceptions.AuthenticationError):
+        pods.pods[0].client(26379, "default", "x" + OPERATOR).ping()
+
+
+def test_a_primary_that_leaves_hands_over_and_loses_nothing(pods: RedisPods, client: redis.Redis) -> None:
+    before = pods.primary
+    with Writer(client) as writer:
+        assert before.run("leave.sh") == 0
+        assert before.role == "slave"
+        before.kill("start", "sentinel")
+        acknowledged = writer.acknowledged
+        wait_until(lambda: writer.acknowledged > acknowledged + 100)
+    assert writer.lost() == set()
+    before.start()
+    wait_until(pods.ready, 60)
+    assert before.role == "slave"
+
+
+def test_a_killed_primary_comes_back_with_its_file_or_is_replaced(pods: RedisPods, client: redis.Redis) -> None:
+    before = pods.primary
+    with Writer(client) as writer:
+        before.kill("start")
+        before.start("start")
+        acknowledged = writer.acknowledged
+        wait_until(lambda: writer.acknowledged > acknowledged + 100, 60)
+    wait_until(pods.ready, 60)
+    assert len(writer.lost()) < writer.acknowledged / 2  # what no replica had; none where it came back in time
+
+
+def test_a_primary_whose_disk_is_lost_does_not_empty_its_replicas(pods: RedisPods, client: redis.Redis) -> None:
+    client.set("ff:kept", "1")
+    client.wait(2, 5000)
+    before = pods.primary
+    before.kill()
+    before.lose_disk()
+    before.start()
+    wait_until(pods.ready, 60)
+    assert client.get("ff:kept") == b"1"
+    assert before.role == "slave"
+    assert pods.primary is not before
+
+
+def test_a_primary_that_hangs_is_not_alive_and_is_replaced(pods: RedisPods, client: redis.Redis) -> None:
+    before = pods.primary
+    assert before.run("alive.sh") == before.run("alive.sh", "26379") == 0
+    before.send(signal.SIGSTOP)
+    try:
+        assert before.run("alive.sh") != 0
+        wait_until(lambda: any(pod.role == "master" for pod in pods.pods if pod is not before), 30)
+    finally:
+        before.send(signal.SIGCONT)
+    wait_until(lambda: before.role == "slave", 60)
+
+
+def test_after_a_power_cut_the_last_primary_leads(pods: RedisPods, client: redis.Redis) -> None:
+    """And not the first pod, which was away and is behind."""
+    if pods.primary is pods.pods[0]:
+        assert pods.pods[0].run("leave.sh") == 0
+    first, primary = pods.pods[0], pods.primary
+    first.kill()
+    client.set("ff:newest", "1")
+    pods.kill()
+    first.start()
+    time.sleep(2)
+    assert first.role == ""  # its own Sentinel alone is not believed
+    for pod in pods.pods[1:]:
+        pod.start()
+    wait_until(pods.ready, 60)
+    assert client.get("ff:newest") == b"1"
+    assert pods.primary is primary
