@@ -32,9 +32,9 @@ RPC_TOKEN: Final = "FLOWFLEET_RPC_TOKEN"
 RPC_ACCEPT: Final = "FLOWFLEET_RPC_ACCEPT"
 API_KEY: Final = "FLOWFLEET_API_KEY"
 STATE_DIR: Final = "FLOWFLEET_STATE_DIR"
+"""Environment of a trainer: the directory that holds the folders of all jobs."""
 LAST_WORDS: Final = "FLOWFLEET_LAST_WORDS"
 """Names the file in which a trainer says why it ends."""
-"""Environment of a trainer: the directory that holds the folders of all jobs."""
 _PR_SET_PDEATHSIG: Final = 1
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 

@@ -93,9 +93,10 @@ class KubernetesApi:
         )
         return patched
 
-    async def delete(self, resource: Resource, name: str) -> None:
-        """The object stays until what it owns is gone."""
-        await self._ask("DELETE", resource, name, body={"propagationPolicy": "Foreground"})
+    async def delete(self, resource: Resource, name: str, *, grace_s: int | None = None) -> None:
+        """The object stays until what it owns is gone. `grace_s` replaces a pod's own grace period."""
+        grace = {} if grace_s is None else {"gracePeriodSeconds": grace_s}
+        await self._ask("DELETE", resource, name, body={"propagationPolicy": "Foreground", **grace})
 
     async def watch(self, resource: Resource, selector: str, version: str) -> AsyncIterator[tuple[str, Object]]:
         """Events after a version as (ADDED | MODIFIED | DELETED | BOOKMARK, object), until the server ends the watch.

@@ -24,7 +24,7 @@ from flowfleet.jobs import JobSpec
 from flowfleet.rpc import open_channel
 from flowfleet.service import format_address
 from services.controller import kubernetes_pods as pods
-from services.controller.kubernetes_api import DEPLOYMENTS, JOBS, Object, Refused
+from services.controller.kubernetes_api import DEPLOYMENTS, JOBS, PODS, Object, Refused
 from services.controller.kubernetes_directory import COMPONENT, INSTANCE, KubernetesDirectory
 from services.controller.trainer_template import JOB, QUEUE, attempt_name, load_template
 from services.controller.waiting import NotYet, WaitedInVain
@@ -68,10 +68,9 @@ class KubernetesLauncher:
             attempt = await self._admitted(job_id, spec)
         if not self._lives(attempt):
             await self._replace(job_id, attempt)
-        leader = next((pod for pod in self._pods_of(attempt) if _index(pod) == "0"), None)
         if waits := self._waits(attempt):
             raise NotYet(f"trainer: {waits}")
-        if leader is None or not await _serves(leader):
+        if not await self._serves(attempt):
             await self._look_at_start(job_id, attempt)
             raise NotYet("trainer: it starts")
         return load_template(self._template).address(attempt["metadata"]["name"], self._namespace)
@@ -81,20 +80,23 @@ class KubernetesLauncher:
         return attempt is not None and self._lives(attempt)
 
     async def last_words(self, job_id: str) -> str:
-        """Of the pod that failed first: what its containers left as termination message."""
+        """The termination message of the pod that failed by itself. Waits for the kubelets to tell of one that is gone;
+        a trainer that serves leaves none."""
         attempt = self._newest(job_id)
-        if attempt is None or not any(map(pods.ended, own := self._pods_of(attempt))):
+        if attempt is None or (self._lives(attempt) and await self._serves(attempt)):
             return ""
-        why, own_fault = post_mortem(own)
+        why, own_fault = await self._post_mortem(attempt)
         return why if own_fault else ""
 
     async def stop(self, job_id: str, *, at_once: bool = False) -> None:
         """Returns once its pods are gone, or after a while. Kubelets kill what does not end within its grace period,
-        so `at_once` changes nothing."""
+        which `at_once` makes the shortest that is not 0: then a pod would be forgotten while it may still run."""
         attempts = self._attempts(job_id)
         timeout_s = max(map(_grace_s, attempts), default=0.0) + STOP_MARGIN_S
         for attempt in attempts:
             await self._delete(attempt)
+            if at_once:
+                await self._kill(attempt)
         gone = await self._directory.jobs.until(lambda: not self._attempts(job_id), timeout_s)
         if not gone:
             log.warning("pods of the trainer do not end in %.0f s", timeout_s, extra={"job": job_id})
@@ -132,6 +134,18 @@ class KubernetesLauncher:
             return False
         own = self._pods_of(attempt)
         return not any(map(pods.ended, own))
+
+    async def _serves(self, attempt: Object) -> bool:
+        leader = next((pod for pod in self._pods_of(attempt) if pods.index(pod) == "0"), None)
+        return leader is not None and await _serves(leader)
+
+    async def _post_mortem(self, attempt: Object) -> tuple[str, bool]:
+        """Waits for its pods to tell why they ended. Ranks fail within a moment of each other, and the one that failed
+        by itself may be told of last."""
+        seen = self._directory.pods.until
+        await seen(lambda: any(map(pods.ended, self._pods_of(attempt))), SEEN_TIMEOUT_S)
+        await seen(lambda: pods.is_told(self._pods_of(attempt)), SEEN_TIMEOUT_S)
+        return pods.post_mortem(self._pods_of(attempt))
 
     def _waits(self, attempt: Object) -> str:
         """Why it does not start; "" when its pods run or are about to."""
@@ -187,8 +201,7 @@ class KubernetesLauncher:
 
     async def _replace(self, job_id: str, attempt: Object) -> None:
         """Deletes an attempt that has ended and says why it did."""
-        await self._directory.pods.until(lambda: any(map(pods.ended, self._pods_of(attempt))), SEEN_TIMEOUT_S)
-        why, own_fault = post_mortem(self._pods_of(attempt))
+        why, own_fault = await self._post_mortem(attempt)
         log.warning("the trainer ended: %s", why, extra={"job": job_id})
         await self.stop(job_id)
         if own_fault:
@@ -208,6 +221,16 @@ class KubernetesLauncher:
             await self._directory.api.delete(JOBS, attempt["metadata"]["name"])
         except NotFound:
             return
+
+    async def _kill(self, attempt: Object) -> None:
+        for pod in self._pods_of(attempt):
+            try:
+                await self._directory.api.delete(PODS, pod["metadata"]["name"], grace_s=1)
+            except NotFound:
+                continue
+            except Refused as error:  # by an older Role: they end by their own grace period
+                log.warning("the trainer's pods are not killed at once: %s", error, extra={"job": _job_id(attempt)})
+                return
 
     async def _owner_reference(self) -> dict[str, Any]:
         try:
@@ -240,21 +263,6 @@ async def _serves(leader: Object) -> bool:
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-def post_mortem(own: Collection[Object]) -> tuple[str, bool]:
-    """Why an attempt ended, and whether by its own fault. When one pod goes the others follow, by failing or by being
-    deleted with their Job: a disruption is the cause if there is one, else what came first."""
-    gone = sorted(filter(pods.ended, own), key=lambda pod: (pods.ended_at(pod), pods.terminating(pod)))
-    cause = next(filter(pods.disrupted, gone), gone[0] if gone else None)
-    if cause is None:
-        return "its pods were deleted", False
-    pod = f"pod {_index(cause)}"
-    if pods.disrupted(cause) or pods.terminating(cause):
-        return f"{pod} was evicted or deleted: {pods.ending(cause)}", False
-    if pods.phase(cause) == "Failed":
-        return f"{pod}: {pods.ending(cause)}", True
-    return f"{pod} ended without a failure, as it does when it has heard nothing for long", False
-
-
 def _ended(attempt: Object) -> bool:
     """Or is about to: its outcome is certain."""
     kinds = ("Complete", "Failed", "FailureTarget", "SuccessCriteriaMet")
@@ -280,7 +288,3 @@ def _grace_s(attempt: Object) -> float:
 
 def _job_id(item: Object) -> str:
     return str((item["metadata"].get("labels") or {}).get(JOB, ""))
-
-
-def _index(pod: Object) -> str:
-    return str((pod["metadata"].get("annotations") or {}).get("batch.kubernetes.io/job-completion-index", ""))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 
 from services.controller.kubernetes_api import Object
@@ -27,6 +27,8 @@ DISRUPTED = frozenset({"Evicted", "NodeAffinity", "NodeLost", "NodeShutdown", "P
 """Of pods that failed through no fault of their own."""
 _NOISE = re.compile(r"\s*(no new claims to deallocate,)?\s*preemption:.*", re.S)
 """What the scheduler adds about preemption, which says the same again."""
+_WORDS = re.compile(r"rank \d+: ")
+"""How a trainer's last words begin (services/trainer/last_words.py). Without any the message is the end of its log."""
 _MAX_MESSAGE = 500
 
 
@@ -87,6 +89,18 @@ def ending(pod: Object) -> str:
     return _exit(failed[0]) if failed else "it ended"
 
 
+def exited(pod: Object) -> bool:
+    """All its containers have ended."""
+    states = [container.get("state") or {} for container in pod.get("status", {}).get("containerStatuses") or ()]
+    return bool(states) and all("terminated" in state for state in states)
+
+
+def has_words(pod: Object) -> bool:
+    """A rank of it told its own error as it ended."""
+    ends = ((container.get("state") or {}).get("terminated") or {} for container in _containers(pod))
+    return any(_WORDS.match(end.get("message") or "") for end in ends)
+
+
 def ended(pod: Object) -> bool:
     """Or is about to."""
     return terminating(pod) or phase(pod) in ("Failed", "Succeeded")
@@ -107,6 +121,40 @@ def disrupted(pod: Object) -> bool:
     if condition(pod, "DisruptionTarget").get("status") == "True":
         return True
     return phase(pod) == "Failed" and pod["status"].get("reason") in DISRUPTED
+
+
+def post_mortem(own: Collection[Object]) -> tuple[str, bool]:
+    """Why an attempt of a trainer with these pods ended, and whether by its own fault. When one pod goes the others
+    follow, by failing or by being deleted with their Job. The cause is a disruption if there is one, a deletion that
+    came first, the pod of the rank that told its own error, or what came first."""
+    gone = _gone(own)
+    if not gone:
+        return "its pods were deleted", False
+    first = next(filter(disrupted, gone), gone[0])
+    if disrupted(first) or terminating(first):
+        return f"pod {index(first)} was evicted or deleted: {ending(first)}", False
+    cause = next(filter(has_words, gone), first)
+    if has_words(cause) or phase(cause) == "Failed":
+        return f"pod {index(cause)}: {ending(cause)}", True
+    return f"pod {index(cause)} ended without a failure, as it does when it has heard nothing for long", False
+
+
+def is_told(own: Collection[Object]) -> bool:
+    """Whether nothing that these pods may still tell changes their post-mortem, but for a disruption."""
+    gone = _gone(own)
+    if not gone or any(map(has_words, gone)) or disrupted(gone[0]) or terminating(gone[0]):
+        return True
+    return all(map(exited, own))
+
+
+def _gone(own: Collection[Object]) -> list[Object]:
+    """Pods that have ended, the first one first."""
+    return sorted(filter(ended, own), key=lambda pod: (ended_at(pod), terminating(pod)))
+
+
+def index(pod: Object) -> str:
+    """Its place in an Indexed Job."""
+    return str((pod["metadata"].get("annotations") or {}).get("batch.kubernetes.io/job-completion-index", ""))
 
 
 def running_s(pod: Object) -> float:

@@ -1,6 +1,7 @@
 """Why a trainer ends, for whoever started it: in the file `FLOWFLEET_LAST_WORDS`, a pod's termination message.
 
-The first rank that fails by itself writes; ranks that fail because another one is gone have nothing to say.
+The first rank that fails by itself writes; ranks that fail because another one is gone have nothing to say. On
+Kubernetes each pod has a file of its own, and the controller knows such words from a log's end by how they begin.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def said() -> Iterator[None]:
 
 def say(error: BaseException) -> None:
     """Writes the error, unless it is a consequence of another or another rank has said its own."""
-    told = f"{type(error).__name__}: {error}"
+    told = f"rank {os.environ.get('RANK', '0')}: {type(error).__name__}: {error}"
     lost_others = isinstance(error, dist.DistBackendError | dist.DistNetworkError | ConnectionError)
     path = os.environ.get(LAST_WORDS)
     if path is None or lost_others or (isinstance(error, RuntimeError) and any(sign in told for sign in _CONSEQUENCES)):

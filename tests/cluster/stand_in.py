@@ -38,7 +38,8 @@ TINY = {"requests": {"cpu": "10m", "memory": "32Mi"}}
 
 
 def _seem_to_train() -> None:
-    """The program of a stand-in: rank 0 serves health; each ends with the code in /tmp/exit once that is written."""
+    """The program of a stand-in: rank 0 serves health; each ends as /tmp/exit says, with a code and words,
+    once that is written."""
     import asyncio
     import pathlib
     import sys
@@ -49,8 +50,9 @@ def _seem_to_train() -> None:
 
     def end_as_told() -> None:
         if code.exists():
-            pathlib.Path("/dev/termination-log").write_text("the rank was told to fail")
-            sys.exit(int(code.read_text()))
+            number, _, words = code.read_text().partition(" ")
+            pathlib.Path("/dev/termination-log").write_text(words or "the rank was told to fail")
+            sys.exit(int(number))
 
     async def main() -> None:
         stop = asyncio.Event()

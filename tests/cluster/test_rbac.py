@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from tests.cluster.stand_in import RELEASE, directory_of, job_of, owner, trainer
 from tests.deploy.conftest import API_SERVER
 
 CONTROLLER = "ff-controller"
+SLOW_END_S = 20
 SECRETS = Resource("/api/v1", "secrets")
 CONFIG_MAPS = Resource("/api/v1", "configmaps")
 ACCOUNTS = Resource("/api/v1", "serviceaccounts")
@@ -59,7 +61,7 @@ def controller(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_it_suffices_to_launch_to_follow_and_to_clean_up(controller: Cluster, tmp_path: Path) -> None:
     async def scenario() -> None:
         path = tmp_path / "trainer.yaml"
-        path.write_text(json.dumps(trainer_template()))
+        path.write_text(json.dumps(_that_ends_slowly(trainer_template())))
         async with directory_of(controller) as directory:
             launcher = KubernetesLauncher(directory, RELEASE, controller.namespace, path, CONTROLLER)
             job_id = "0190a0b0-0000-7000-8000-0123456789ab"
@@ -68,11 +70,20 @@ def test_it_suffices_to_launch_to_follow_and_to_clean_up(controller: Cluster, tm
             [pod] = directory.pods.objects
             cost = {"metadata": {"annotations": {"controller.kubernetes.io/pod-deletion-cost": "-1"}}}
             await directory.api.patch(PODS, pod, cost)
-            await launcher.stop(job_id)
+            begun = time.monotonic()
+            await launcher.stop(job_id, at_once=True)
             assert not directory.jobs.objects
+            assert time.monotonic() - begun < SLOW_END_S / 2, "its pods are killed at once"
             assert [mirror.problem for mirror in (directory.jobs, directory.pods, directory.slices)] == [""] * 3
 
     asyncio.run(asyncio.wait_for(scenario(), 200))
+
+
+def _that_ends_slowly(template: dict[str, Any]) -> dict[str, Any]:
+    pod = template["spec"]["template"]["spec"]
+    pod["terminationGracePeriodSeconds"] = 2 * SLOW_END_S
+    pod["containers"][0]["lifecycle"] = {"preStop": {"sleep": {"seconds": SLOW_END_S}}}
+    return template
 
 
 async def _serves(launcher: KubernetesLauncher, job_id: str) -> bool:
@@ -98,7 +109,6 @@ def refused_here(api: KubernetesApi) -> list[Any]:
         api.patch(DEPLOYMENTS, CONTROLLER, {"spec": {"replicas": 9}}),
         api.delete(DEPLOYMENTS, CONTROLLER),
         api.create(PODS, pod),
-        api.delete(PODS, "x"),
         api.create(Resource("/api/v1", "pods/x/exec"), {}),
         api.create(Resource("/api/v1", "pods/x/attach"), {}),
         api.create(Resource("/api/v1", "pods/x/eviction"), {"metadata": {"name": "x"}}),

@@ -75,3 +75,57 @@ def test_pods_get_their_grace_period_to_end(
     monkeypatch.setattr(directory.jobs, "until", until)
     asyncio.run(KubernetesLauncher(directory, "f", "n", Path("none"), "o").stop("job"))  # type: ignore[arg-type]
     assert waited == [grace_s + kubernetes_launcher.STOP_MARGIN_S]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_trainer_that_hangs_gets_no_grace_period(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    deleted: list[tuple[str, int | None]] = []
+
+    class DeletingApi:
+        async def delete(self, resource: Any, name: str, *, grace_s: int | None = None) -> None:
+            deleted.append((name, grace_s))
+
+    class WithPods(Directory):
+        def pods_of(self, component: str, job_id: str) -> list[Any]:
+            return [{"metadata": {"name": "t-0", "ownerReferences": [{"uid": "u"}]}}]
+
+    directory = WithPods(DeletingApi())
+    labels = {"flowfleet.io/job": "job"}
+    metadata = {"name": "t", "uid": "u", "labels": labels, "creationTimestamp": "2026-01-01T00:00:00Z"}
+    directory.jobs.put({"metadata": metadata, "spec": {"template": {"spec": {}}}})
+    monkeypatch.setattr(kubernetes_launcher, "STOP_MARGIN_S", -30.0)
+    launcher = KubernetesLauncher(directory, "f", "n", Path("none"), "o")  # type: ignore[arg-type]
+    asyncio.run(launcher.stop("job", at_once=at_once))
+    assert deleted == [("t", None), ("t-0", 1)][: 1 + at_once]
+
+
+def test_last_words_are_those_of_the_rank_that_failed_not_of_the_first_pod_that_is_told_of() -> None:
+    def pod(index: int, **status: Any) -> dict[str, Any]:
+        place = {"batch.kubernetes.io/job-completion-index": str(index)}
+        return {"metadata": {"name": f"t-{index}", "annotations": place}, "status": status}
+
+    def failed(index: int, message: str) -> dict[str, Any]:
+        end = {"exitCode": 1, "finishedAt": "2026-01-01T00:00:10Z", "message": message}
+        return pod(index, phase="Failed", containerStatuses=[{"name": "trainer", "state": {"terminated": end}}])
+
+    class WithPods(Directory):
+        def pods_of(self, component: str, job_id: str) -> list[Any]:
+            owner = {"ownerReferences": [{"uid": "u"}]}
+            return [{**seen, "metadata": {**seen["metadata"], **owner}} for seen in self.pods.objects.values()]
+
+    async def words() -> str:
+        directory = WithPods(RefusingApi(RuntimeError()))
+        labels = {"flowfleet.io/job": "job"}
+        metadata = {"name": "t", "uid": "u", "labels": labels, "creationTimestamp": "2026-01-01T00:00:00Z"}
+        directory.jobs.put({"metadata": metadata, "spec": {}})
+        directory.pods.put(failed(0, "RuntimeError: Gloo connectFullMesh failed: Connection refused"))
+        directory.pods.put(pod(1, phase="Running", containerStatuses=[{"name": "trainer", "state": {"running": {}}}]))
+        launcher = KubernetesLauncher(directory, "f", "n", Path("none"), "o")  # type: ignore[arg-type]
+        asked = asyncio.create_task(launcher.last_words("job"))
+        await asyncio.sleep(0.05)
+        assert not asked.done()
+        del directory.pods.objects["t-1"]
+        directory.pods.put(failed(1, "rank 1: ValueError: the noise has 3 steps"))
+        return await asked
+
+    assert asyncio.run(words()) == "pod 1: exit code 1: rank 1: ValueError: the noise has 3 steps"

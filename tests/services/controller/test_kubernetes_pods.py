@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.controller.kubernetes_launcher import post_mortem
-from services.controller.kubernetes_pods import ended_at, problem, shortage, unschedulable
+from services.controller.kubernetes_pods import ended_at, is_told, post_mortem, problem, shortage, unschedulable
 
 NO_GPU = (
     "0/3 nodes are available: 3 Insufficient nvidia.com/gpu. no new claims to deallocate, preemption: 0/3 nodes are "
@@ -93,6 +92,32 @@ def test_of_several_failures_the_first_is_the_cause() -> None:
     follower = pod("Failed", 0, **exited(1, "2026-01-01T00:00:12Z", message="rank 1 is gone"))
     ended_with_its_job = pod("Running", 2, deleted="2026-01-01T00:00:43Z")
     assert post_mortem([follower, ended_with_its_job, first]) == ("pod 1: exit code 3: out of disk", True)
+
+
+REFUSED = exited(1, "2026-01-01T00:00:10Z", message="RuntimeError: Gloo connectFullMesh failed: Connection refused\n")
+WORDS = "rank 1: ValueError: the noise has 3 steps"
+
+
+def test_the_rank_that_told_its_own_error_is_the_cause_even_where_its_pod_ended_last() -> None:
+    consequence = pod("Failed", 0, **REFUSED)
+    same_second = pod("Failed", 1, **exited(1, "2026-01-01T00:00:10Z", message=WORDS))
+    with_its_job = pod("Failed", 1, "2026-01-01T00:00:41Z", **exited(1, "2026-01-01T00:00:12Z", message=WORDS))
+    for cause in (same_second, with_its_job):
+        assert post_mortem([consequence, cause]) == (f"pod 1: exit code 1: {WORDS}", True)
+        assert is_told([consequence, cause])
+
+
+def test_what_a_deletion_makes_others_say_is_not_the_cause() -> None:
+    deleted = pod("Running", 0, deleted="2026-01-01T00:00:40Z")
+    follower = pod("Failed", 1, **exited(1, "2026-01-01T00:00:12Z", message=WORDS))
+    assert not post_mortem([deleted, follower])[1]
+
+
+def test_a_failure_without_words_is_told_once_every_pod_has_ended() -> None:
+    consequence, runs = pod("Failed", 0, **REFUSED), pod("Running", 1, **container(running={}))
+    assert not is_told([consequence, runs])
+    assert is_told([consequence, pod("Failed", 1, **exited(137, reason="OOMKilled"))])
+    assert is_told([runs, pod("Running", 0, deleted="2026-01-01T00:00:40Z")])
 
 
 def test_an_eviction_is_the_cause_even_where_a_rank_ended_before() -> None:
