@@ -34,7 +34,7 @@ vllm-omni-cuda: $(VENV)/.vllm-omni-cuda  ## add the vLLM-Omni engine, for NVIDIA
 test: $(VENV)/.dev $(VENV)/.vllm-omni  ## run the tests, without the long ones
 	$(PYTEST) -m "not long and not cluster" $(PYTEST_FLAGS)
 
-test-cluster: $(VENV)/.dev  ## run the demo in the Kubernetes cluster that KUBECONFIG names; see tests/cluster/run
+test-cluster: $(VENV)/.dev  ## run the demo, and faults, in the Kubernetes cluster that KUBECONFIG names; see tests/cluster/run
 	PYTEST="$(BIN)/python -m pytest" tests/cluster/run $(PYTEST_FLAGS)
 
 test-all: $(VENV)/.dev $(VENV)/.vllm-omni  ## run all tests: kills, matrices and learning too

@@ -7,6 +7,7 @@ and one that is made again after a fault is the one that was lost. A dropped sam
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ Mode = Literal["lora", "full"]
 RECIPE: dict[Mode, Path] = {"lora": RECIPES / "tiny_ocr.toml", "full": RECIPES / "tiny_ocr_full.toml"}
 MAX_BATCH = 1
 """Rows of a forward of the rollouts."""
-_TINY: dict[str, Any] = {
+TINY: dict[str, Any] = {
     "name": "chaos",
     "rollout.height": 32,
     "rollout.width": 32,
@@ -37,7 +38,7 @@ _TINY: dict[str, Any] = {
     "schedule.keep_last": 3,
 }
 """What the recipe is changed to, so that a step takes part of a second."""
-_EXACT: dict[str, Any] = {
+EXACT: dict[str, Any] = {
     "rollout.on_drop": "count",
     "trainer.deterministic": True,
     "trainer.micro_batch_size": 1,
@@ -56,17 +57,22 @@ _EXACT: dict[str, Any] = {
 def make_job(file: Path | None, mode: Mode, steps: int | None, hang_s: float) -> JobSpec:
     """The job of a run: the tiny one, or the user's with what makes its bits repeat. Raises ValueError."""
     spec = prepare_job(file or RECIPE[mode], same_machine=True)
-    changes = {**({} if file else _TINY), **_EXACT, "trainer.mode": mode, "timeouts.hang_s": hang_s}
+    data = spec.model_dump(mode="json", exclude_unset=True)
+    changes = {"trainer.mode": mode, "timeouts.hang_s": hang_s}
     if steps is not None:
         changes["schedule.steps"] = steps
-    data = spec.model_dump(mode="json", exclude_unset=True)
+    return parse_job(changed(data, {**({} if file else TINY), **EXACT, **changes}))
+
+
+def changed(job: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The job's mapping, in which these settings are replaced; their names are dotted."""
     for name, value in changes.items():
         *path, key = name.split(".")
-        part = data
+        part = job
         for step in path:
             part = part.setdefault(step, {})
         part[key] = value
-    return parse_job(data)
+    return job
 
 
 def shape_of(spec: JobSpec, spacing: int) -> Shape:

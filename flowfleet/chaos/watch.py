@@ -34,9 +34,10 @@ class Sight:
 class Watch:
     """Follows one job until it is closed."""
 
-    def __init__(self, url: str, job_id: str, headers: dict[str, str] | None = None) -> None:
+    def __init__(self, url: str, job_id: str, headers: dict[str, str] | None = None, *, poll_s: float = POLL_S) -> None:
         self._path = f"/v1/jobs/{job_id}"
         self._http = httpx.Client(base_url=url, timeout=TIMEOUT_S, headers=headers, trust_env=False)
+        self._poll_s = poll_s
         self._changed = threading.Condition()
         self._sight = Sight(at=time.monotonic())
         self.steps: list[tuple[float, int]] = []
@@ -60,7 +61,7 @@ class Watch:
         self._http.close()
 
     def _follow(self) -> None:
-        while not self._closed.wait(POLL_S):
+        while not self._closed.wait(self._poll_s):
             try:
                 response = self._http.get(self._path)
                 response.raise_for_status()

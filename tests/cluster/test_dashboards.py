@@ -3,23 +3,21 @@ looked at in test_demo.py."""
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 
 import pytest
 
 from tests.cluster.conftest import CHART, Cluster
 from tests.cluster.prometheus import Prometheus
-from tests.cluster.test_demo import _storage
+from tests.cluster.release import PREFIX, TAG, storage
 
 RELEASE = "watched"
-PREFIX, TAG = os.environ.get("PREFIX", "localhost/"), os.environ.get("TAG", "0.1.0")
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 
 def test_prometheus_scrapes_every_pod_that_has_metrics_and_takes_the_rules(cluster: Cluster) -> None:
-    with _storage(cluster) as volumes:
+    with storage(cluster) as volumes:
         settings = [
             *("--values", str(CHART / "values-cpu.yaml"), *volumes),
             *("--set", f"images.registry={PREFIX.rstrip('/')},images.tag={TAG}"),
