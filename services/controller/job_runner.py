@@ -56,6 +56,8 @@ NOT_YET_S = 0.5
 RENEW_EVERY_S = 3600.0
 AT_ONCE = 256
 """Commands of a kind that run at once for a step, beside two for each replica; the others would only wait."""
+ENDS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
+"""What a call to a trainer gives that ends meanwhile: its last words tell more."""
 INTAKE_COUNT = 256
 INTAKE_BLOCK_MS = 2000
 
@@ -158,7 +160,7 @@ class JobRunner:
             return
         if accusation := self._watch.accusation(command):
             code, message = grpc.StatusCode.INTERNAL, f"the trainer was replaced: {accusation}"
-        elif code is grpc.StatusCode.UNAVAILABLE and isinstance(command, TRAINER_COMMANDS):
+        elif code in ENDS and isinstance(command, TRAINER_COMMANDS):
             words = await self.job.launcher.last_words(self.job.job_id)
             code, message = (grpc.StatusCode.INTERNAL, f"the trainer ended: {words}") if words else (code, message)
         self._failures[command] += 1

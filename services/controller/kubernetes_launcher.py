@@ -94,9 +94,9 @@ class KubernetesLauncher:
         attempts = self._attempts(job_id)
         timeout_s = max(map(_grace_s, attempts), default=0.0) + STOP_MARGIN_S
         for attempt in attempts:
-            await self._delete(attempt)
-            if at_once:
+            if at_once:  # first: kubelets do not hear of a shorter grace period while one runs
                 await self._kill(attempt)
+            await self._delete(attempt)
         gone = await self._directory.jobs.until(lambda: not self._attempts(job_id), timeout_s)
         if not gone:
             log.warning("pods of the trainer do not end in %.0f s", timeout_s, extra={"job": job_id})

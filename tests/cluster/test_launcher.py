@@ -85,6 +85,7 @@ def test_the_last_words_are_those_of_the_rank_that_failed_by_itself(cluster: Clu
         for pod, command in told:
             await made.kubectl("exec", pod, "--", "sh", "-c", command)
         words = "pod 1: exit code 1: rank 1: ValueError: the noise has 3 steps"
+        await until(lambda: _dead(made))
         assert await made.launcher.last_words(made.job_id) == words
         with pytest.raises(RuntimeError, match=words):
             await made.launcher.ensure(made.job_id, job_of(2))

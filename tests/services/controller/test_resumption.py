@@ -116,14 +116,17 @@ def test_what_a_trainer_set_aside_is_an_event_once(
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL])
 def test_a_trainer_that_ends_by_its_own_error_fails_the_job_with_its_words(
-    job: dict[str, Any], redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: grpc.StatusCode, job: dict[str, Any], redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whether the call broke, or rank 0 still answered that it failed inside."""
+
     async def words(self: ScriptedLauncher, job_id: str) -> str:
         return "OutOfMemoryError: tried to allocate 2 GiB"
 
     async def gone(self: Any, request: Any, context: Any) -> None:
-        await context.abort(grpc.StatusCode.UNAVAILABLE, "Connection refused")
+        await context.abort(code, "Connection refused")
 
     monkeypatch.setattr(retries, "MAX_FAILURES", 2)
     monkeypatch.setattr(ScriptedLauncher, "last_words", words)
@@ -194,7 +197,7 @@ def test_a_local_trainer_leaves_its_words_with_the_launcher(tmp_path: Path, monk
 
     async def run() -> None:
         assert await launcher.last_words("job") == ""
-        with pytest.raises(RuntimeError, match=r"the trainer ended while starting: \w+: .*nonsense.*; its log is"):
+        with pytest.raises(RuntimeError, match=r"the trainer ended while starting: rank 0: \w+: .*nonsense.*; its log is"):
             await launcher.ensure("job", spec)
         assert "nonsense" in await launcher.last_words("job")
         await launcher.stop("job")
