@@ -197,7 +197,7 @@ def test_a_local_trainer_leaves_its_words_with_the_launcher(tmp_path: Path, monk
 
     async def run() -> None:
         assert await launcher.last_words("job") == ""
-        with pytest.raises(RuntimeError, match=r"the trainer ended while starting: rank 0: \w+: .*nonsense.*; its log is"):
+        with pytest.raises(RuntimeError, match=r"while starting: rank 0: \w+: .*nonsense.*; its log is"):
             await launcher.ensure("job", spec)
         assert "nonsense" in await launcher.last_words("job")
         await launcher.stop("job")
