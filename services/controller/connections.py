@@ -1,9 +1,9 @@
 """HTTP connections, bounded in time and number, so that clients which send nothing cannot keep others out.
 
-A connection waits while it has no request in progress: before its first one, with half its header sent, or between two.
-It may wait for `header_timeout_s`. When all are taken, the one that has waited longest gives way to a new one; a
-connection with a request in progress never does. An event stream is a request in progress: it may be silent as long as
-it likes, but the number of streams is limited.
+A connection waits while it has no request in progress: before its first one, with half its header or body sent, or
+between two. It may wait for `header_timeout_s`, and for its body as long as body.py says. When all are taken, the one
+that has waited longest gives way to a new one; a connection with a request in progress never does. An event stream is a
+request in progress: it may be silent as long as it likes, but the number of streams is limited.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import resource
 from collections.abc import AsyncIterator
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from flowfleet.errors import Unavailable
@@ -95,12 +96,15 @@ class BoundedProtocol(H11Protocol):
 
     def _look(self) -> None:
         """Starts to count when the connection begins to wait, and stops when a request begins."""
-        if self.cycle is not None and not self.cycle.response_complete:
+        is_answered = self.cycle is None or self.cycle.response_complete
+        if not is_answered and self.conn.their_state is not h11.SEND_BODY:
             self.waits_since = None
-            if self._header_timer is not None:
-                self._header_timer.cancel()
         elif self.waits_since is None:
             self.waits_since = self.loop.time()
+        if not is_answered and self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+        elif is_answered and self._header_timer is None:
             self._header_timer = self.loop.call_later(self.header_timeout_s, self.transport.abort)
 
     def _make_room(self) -> bool:

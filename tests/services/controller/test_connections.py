@@ -78,6 +78,18 @@ def test_300_half_headers_keep_nobody_out_and_a_silent_stream_lives(address: str
             assert '"action":"pause"' in next(line for line in each if line.startswith("data:"))
 
 
+def test_300_half_bodies_keep_nobody_out(address: str) -> None:
+    half = b"POST /v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 8\r\n\r\n{"
+    with ExitStack() as stack:
+        bodies = [stack.enter_context(connect(address, half)) for _ in range(300)]
+        for _ in range(3):
+            assert httpx.get(f"http://{address}/healthz", timeout=5).status_code == 200
+        assert all(is_closed(connection) for connection in bodies[:150]), "the oldest give way"
+        time.sleep(1.5 * HEADER_S)
+        bodies[-1].sendall(b'"a": 1}')
+        assert b"422" in bodies[-1].recv(1000), "a body may take longer than a header"
+
+
 def test_a_body_that_drips_after_its_answer_ends_as_well(address: str) -> None:
     """The 404 is given without the body, of which each byte would keep the connection."""
     with connect(address, b"POST /nothing HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100000\r\n\r\n") as drips:
