@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import json
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ from services.controller.problems import InvalidJob
 from services.controller.reward_trials import refusals
 from services.controller.sources import Sources
 
+_READING = threading.Semaphore(2)
+"""Submits whose data are in memory at once."""
 MAX_LINES = 20
 """Lines of a data set that are named, of those that are wrong."""
 
@@ -47,7 +50,7 @@ async def check(
     fetched: `open_job` does that."""
     problems = [*_fleet_problems(spec, directory)]
     problems += filter(None, [limits.problem(spec), device_problem(spec, trainer_devices)])
-    problems += await asyncio.to_thread(lambda: list(_file_problems(spec, sources)))
+    problems += await asyncio.to_thread(_all_file_problems, spec, sources)
     problems = problems or await refusals(spec, spec.rewards, directory, sources)
     if problems:
         raise InvalidJob(problems)
@@ -98,6 +101,11 @@ def open_job(spec: JobSpec, sources: Sources) -> JobData:
         adapter = str(sources.places.model(adapter, may_be_gone=True))
     model = spec.model.model_copy(update={"path": str(path), "adapter": adapter})
     return JobData(spec.model_copy(update={"model": model}), read["train"], read["validation"])
+
+
+def _all_file_problems(spec: JobSpec, sources: Sources) -> list[str]:
+    with _READING:
+        return list(_file_problems(spec, sources))
 
 
 def _file_problems(spec: JobSpec, sources: Sources) -> Iterator[str]:

@@ -23,6 +23,10 @@ PICTURES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".
 VIDEOS = {".mp4": "video/mp4"}
 MEDIA_TYPES = PICTURES | VIDEOS
 """By a file's suffix."""
+MAX_PROMPTS = 4_000_000
+"""Lines of a data set, each of which takes some 300 bytes of memory however short it is."""
+_BREAKS = tuple(map(str.encode, "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"))
+"""Where `str.splitlines` begins a line."""
 MANY = 100_000
 """Lines from which on a data set would hold up the garbage collector."""
 MAX_PASSES = 2
@@ -58,6 +62,8 @@ def parse_prompts(data: bytes, url: str, kind: Kind = "prompts") -> list[Prompt]
     """
     if kind == "preferences" and not url.endswith(".jsonl"):
         raise ValueError(f"{url}: preferences come as .jsonl, each line {_SHAPES[kind]}")
+    if sum(map(data.count, _BREAKS)) > MAX_PROMPTS:
+        raise ValueError(f"{url}: a prompt file has at most {MAX_PROMPTS} lines: leave some out")
     try:
         lines = data.decode("utf-8").splitlines()
     except UnicodeDecodeError as error:

@@ -155,7 +155,7 @@ class JobRunner:
             await self._failed(command, grpc_code(error), str(error) or type(error).__name__)
 
     async def _failed(self, command: Command, code: grpc.StatusCode, message: str) -> None:
-        if code in losses.CODES and await losses.make_again(self.job, command):
+        if code in losses.CODES and await losses.make_again(self.job, command, message):
             self._went_well(command)
             return
         if accusation := self._watch.accusation(command):

@@ -170,6 +170,9 @@ class LocalLauncher:
             return TrainerProcess(**json.loads(self._file(job_id).read_text()))
         except FileNotFoundError:
             return None
+        except (ValueError, TypeError) as error:  # a power cut may leave it empty; a trainer that lives is fenced
+            log.warning("the record of a trainer cannot be read: %s", error, extra={"job": job_id})
+            return None
 
     def _words(self, job_id: str) -> Path:
         return self._directory / f"{job_id}.words"

@@ -30,16 +30,17 @@ SCORED = ("media",)
 TRAINED = ("trajectory", "prompt_embeds", "negative_embeds")
 
 
-async def make_again(job: JobContext, command: Command) -> bool:
-    """Looks for lost blobs of a command that failed, and records whose they were. False where all are there: something
-    else failed."""
+async def make_again(job: JobContext, command: Command, message: str = "") -> bool:
+    """Looks for lost blobs of a command that failed, and records whose they were; where all are there, for the sample
+    that the trainer's message names, since its blob is not what it should be. False where something else failed."""
     match command:
         case Score(step, group):
             lost = await _lost(job, await job.samples(step, group, "sampled"), SCORED)
             also = partial(_forget, job, step, lost)
         case TrainStep(step):
             request = await job.load_train_request(step)
-            lost = await _lost(job, [item.sample for item in request.samples], TRAINED)
+            samples = [item.sample for item in request.samples]
+            lost = await _lost(job, samples, TRAINED) or [s for s in samples if message.startswith(_name(s))]
             is_replay = step < job.machine.state.version
             left = _without(request, lost, is_paired=job.spec.loss.needs_pairs)
             also = partial(job.store_train_request, left) if is_replay else partial(_forget, job, step, lost)
@@ -62,6 +63,11 @@ async def _lost(job: JobContext, samples: Sequence[common_pb2.Sample], names: It
     if not gone:
         gone = {uri for uri, ref in named.items() if await _is_broken(job, ref)}
     return [s for s in samples if any(ref.uri in gone for ref in refs[s.id.SerializeToString()])]
+
+
+def _name(sample: common_pb2.Sample) -> str:
+    """How the trainer's messages about a sample begin (services/trainer/requests.py)."""
+    return f"sample {sample.id.job_id}/{sample.id.step}/{sample.id.group}/{sample.id.index}: "
 
 
 async def _is_broken(job: JobContext, ref: common_pb2.BlobRef) -> bool:

@@ -18,7 +18,7 @@ from redis.asyncio import Redis
 
 from flowfleet import keys
 from flowfleet.blobs import BlobStore, open_blobs
-from flowfleet.errors import FlowfleetError, grpc_code
+from flowfleet.errors import DataLoss, FlowfleetError, grpc_code
 from flowfleet.jobs import JobSpec, parse_job
 from flowfleet.media import encode_media
 from flowfleet.proto import (
@@ -151,7 +151,9 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         for sample in (item.sample for item in request.samples if self.reads):
             try:
                 for part in ("trajectory", "prompt_embeds", "negative_embeds"):
-                    await self.rollout.blobs.get(getattr(sample, part))
+                    if await self.rollout.blobs.get(getattr(sample, part)) != b"tensors":
+                        place = f"{sample.id.job_id}/{sample.id.step}/{sample.id.group}/{sample.id.index}"
+                        raise DataLoss(f"sample {place}: not tensors")
             except FlowfleetError as error:
                 await context.abort(grpc_code(error), str(error))
         if request.step == len(self.steps):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from flowfleet.limits import MAX_IMAGES, MAX_METADATA_BYTES, MAX_PROMPT_BYTES
 from flowfleet.seeds import derive_seed
+from services.controller import data
 from services.controller.data import Deal, Kind, Prompt, media_type, parse_prompts
 
 
@@ -134,6 +135,14 @@ def test_a_long_line_of_text_is_named(tmp_path: Path) -> None:
     path.write_text("a\n" + "x" * MAX_PROMPT_BYTES + "\n" + "x" * (MAX_PROMPT_BYTES + 1))
     with pytest.raises(ValueError, match=r"long\.txt:3: the prompt has 32769 bytes: give at most 32768"):
         load_prompts(str(path))
+
+
+@pytest.mark.parametrize("line", [b"a\n", b"a\r", "a\u2028".encode()])
+def test_many_short_lines_are_refused_before_they_are_made(line: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "MAX_PROMPTS", 3)
+    assert len(parse_prompts(3 * line, "x.txt")) == 3
+    with pytest.raises(ValueError, match=r"x\.txt: a prompt file has at most 3 lines"):
+        parse_prompts(4 * line, "x.txt")
 
 
 def test_an_empty_text_holds_no_prompt(tmp_path: Path) -> None:

@@ -103,3 +103,30 @@ def test_a_duplicate_that_comes_as_its_sample_is_lost_has_its_reference_stored(
         assert record.results["samples_trained"] == 16
 
     run(use, ocr=WaitingReward(by_index))
+
+
+def test_a_blob_that_is_whole_and_holds_something_else_costs_no_job(
+    run: Run, job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sample that it befell once is made again; one that it befalls each time is dropped."""
+    forged: list[int] = []
+
+    async def use(fleet: ScriptedFleet) -> None:
+        put = fleet.rollout._put
+
+        async def forging(request: Any, kind: str, group: Any, index: int, data: bytes) -> common_pb2.BlobRef:
+            is_once = (kind, request.step, group.group, index) == ("trajectory", 0, 0, 1) and 1 not in forged
+            is_forged = is_once or (kind, request.step, group.group, index) == ("trajectory", 1, 1, 2)
+            if is_forged:
+                forged.append(index)
+            return await put(request, kind, group, index, b"forged" if is_forged else data)
+
+        monkeypatch.setattr(fleet.rollout, "_put", forging)
+        fleet.trainer.reads = True
+        record = await fleet.run(job(rewards={"ocr": {}}))
+        assert record.status is JobStatus.SUCCEEDED, record.reason
+        assert forged == [1, 2, 2, 2, 2]
+        assert record.results["samples_dropped"] == {"lost": 1}
+        assert [len(request.samples) for request in fleet.trainer.steps] == [8, 8]
+
+    run(use, ocr=ScriptedReward(by_index))

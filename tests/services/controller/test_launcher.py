@@ -78,6 +78,13 @@ def test_a_trainer_is_not_handed_the_controllers_secrets(
     assert not {*own.values()} & {*given.values()}
 
 
+def test_a_record_that_a_power_cut_left_empty_is_no_trainer(launcher: LocalLauncher, tmp_path: Path) -> None:
+    (tmp_path / "trainers").mkdir()
+    (tmp_path / "trainers" / "job.json").touch()
+    assert asyncio.run(launcher.alive("job")) is False
+    asyncio.run(launcher.keep_only([]))
+
+
 def test_stopping_ends_the_whole_group(launcher: LocalLauncher, spec: JobSpec, tmp_path: Path) -> None:
     async def scenario() -> None:
         await launcher.ensure("job", spec)
