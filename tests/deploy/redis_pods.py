@@ -1,4 +1,4 @@
-"""The chart's highly available Redis as processes of this machine: its scripts as they are, but for paths and
+"""The chart's highly available Redis as processes of this machine, with TLS: its scripts as they are, but for paths and
 addresses. A pod is a loopback address."""
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import redis
 
+from tests.certificates import Authority
 from tests.deploy.conftest import Rendered, environment
 from tests.flowfleet.sentinels import wait_until
 
@@ -72,7 +73,10 @@ class RedisPod:
         return (self.folder / f"{name}.log").read_text()
 
     def client(self, port: int = 6379, user: str = "default", password: str = OPERATOR) -> redis.Redis:
-        return redis.Redis(self.host, port, username=user, password=password, protocol=2, socket_timeout=5)
+        files = {"ssl_ca_certs": "ca.crt", "ssl_certfile": "tls.crt", "ssl_keyfile": "tls.key"}
+        tls = {name: str(self.folder / "tls" / file) for name, file in files.items()}
+        who = {"username": user, "password": password}
+        return redis.Redis(self.host, port, protocol=2, socket_timeout=5, ssl=True, **who, **tls)
 
     @property
     def role(self) -> str:
@@ -84,15 +88,22 @@ class RedisPod:
 
 class RedisPods:
     def __init__(self, folder: Path) -> None:
-        rendered = Rendered("cpu", "redis.highAvailability.enabled=true")
+        rendered = Rendered("ha-redis")
         files = rendered.get("ConfigMap", "redis-ha")["data"]
         self.pods = [RedisPod(folder / f"pod-{number}", number, files) for number in range(3)]
+        self._authority = Authority()
+        self.renew_certificates()
         url = environment(rendered.pod("controller"))["FLOWFLEET_REDIS_URL"]
         for number, host in enumerate(HOSTS):
             url = url.replace(f"fleet-flowfleet-redis-ha-{number}.fleet-flowfleet-redis-ha.ns.svc", host)
+        url = url.replace("/etc/flowfleet/tls", str(self.pods[0].folder / "tls"))
         self.url = url.replace("$(FLOWFLEET_REDIS_PASSWORD)", PASSWORDS["controller"])
         for pod in self.pods:
             pod.start()
+
+    def renew_certificates(self) -> None:
+        for pod in self.pods:
+            self._authority.issue(pod.folder / "tls", *HOSTS)
 
     def ready(self) -> bool:
         return all(pod.run("probe.sh", "ready") == pod.run("probe.sh", "sentinel") == 0 for pod in self.pods)
