@@ -3,7 +3,7 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 # Where to find another build of torch, e.g. one for CPUs alone: make demo TORCH_INDEX=<url of an index of wheels>
 TORCH_INDEX ?=
-OMNI   := $(shell sed -n 's/^vllm-omni==//p' requirements/vllm-omni.txt)
+OMNI   := $(shell sed -n 's/^vllm-omni==//p' requirements/vllm-omni-cpu.txt)
 
 VENV := .venv
 BIN  := $(VENV)/bin
@@ -11,13 +11,17 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Two files of tests at a time, in their order, which has long ones early; the tests of one file share what they start.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 CODE := flowfleet services recipes bench deploy examples tests
+# What calls the packages with wide ranges: models and engines, the trainer, REST and the command line, the rewards.
+LOWEST_TESTS := tests/flowfleet/models tests/flowfleet/algorithms tests/flowfleet/test_client.py \
+	tests/flowfleet/test_cli.py tests/services tests/e2e/test_loop.py
 # What writes the generated parts of the docs and the chart. Pages of learning runs are not here: they need the runs.
 DOCS := flowfleet.algorithms.tables flowfleet.papers flowfleet.support flowfleet.trust_tables examples.quotes \
 	bench.performance deploy.dashboards deploy.helm.values_table
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo vllm-omni vllm-omni-cuda test test-cluster test-all lint audit fmt docs protos bench images clean
+.PHONY: help setup demo vllm-omni vllm-omni-cuda test test-lowest test-cluster test-all lint audit fmt docs lock protos \
+	bench images clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -29,10 +33,15 @@ demo: $(VENV)/.local  ## train the tiny model on this machine until it writes it
 
 vllm-omni: $(VENV)/.vllm-omni  ## add the vLLM-Omni engine, for CPUs
 
-vllm-omni-cuda: $(VENV)/.vllm-omni-cuda  ## add the vLLM-Omni engine, for NVIDIA GPUs; untried, see requirements/
+vllm-omni-cuda: $(VENV)/.vllm-omni-cuda  ## add the vLLM-Omni engine, for NVIDIA GPUs
 
 test: $(VENV)/.dev $(VENV)/.vllm-omni  ## run the tests, without the long ones
 	$(PYTEST) -m "not long and not cluster" $(PYTEST_FLAGS)
+
+# The same target in an environment of its own, where pip takes what requirements/lowest.txt pins.
+test-lowest:  ## run some of the tests with the oldest versions that pyproject.toml accepts
+	@PIP_CONSTRAINT=$(CURDIR)/requirements/lowest.txt $(MAKE) --no-print-directory VENV=.venv-lowest \
+		PYTEST_FLAGS="$(LOWEST_TESTS) $(PYTEST_FLAGS)" test
 
 test-cluster: $(VENV)/.dev  ## run the demo, and faults, in the Kubernetes cluster that KUBECONFIG names; see tests/cluster/run
 	PYTEST="$(BIN)/python -m pytest" tests/cluster/run $(PYTEST_FLAGS)
@@ -58,6 +67,9 @@ fmt: $(VENV)/.dev  ## format the code and fix what the linter can fix
 docs: $(VENV)/.dev  ## write the generated tables of the docs and the chart again
 	@set -e; for module in $(DOCS); do echo "python -m $$module"; $(BIN)/python -m $$module >/dev/null; done
 
+lock: $(VENV)/.dev  ## pin the oldest versions, and those of the images, from pyproject.toml again
+	PATH="$(CURDIR)/$(BIN):$$PATH" requirements/lock
+
 protos: $(VENV)/.dev  ## generate flowfleet/proto from protos/
 	PATH="$(CURDIR)/$(BIN):$$PATH" protos/generate.sh $(CURDIR)/$(BIN)/python
 
@@ -68,7 +80,8 @@ images:  ## build the container images; see docker/README.md
 	docker/build $(IMAGES)
 
 clean:  ## remove .venv, caches and runs/
-	rm -rf $(VENV) runs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-lowest runs build dist docker/out *.egg-info
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	rm -rf examples/reward-node/node_modules
 	find $(CODE) -name __pycache__ -prune -exec rm -rf {} +
 
@@ -94,15 +107,16 @@ $(VENV)/.dev: $(VENV)/.torch
 
 # After .local, which .dev touches too: either may replace what is installed here.
 # vLLM is built without kernels: its wheel is for CUDA. Without build isolation, which would download a CUDA torch.
-$(VENV)/.vllm-omni: requirements/vllm-omni.txt requirements/vllm-omni-cpu.txt Makefile $(VENV)/.local
+$(VENV)/.vllm-omni: requirements/vllm-omni-cpu.txt Makefile $(VENV)/.local
 	@echo "Installing vLLM-Omni $(OMNI) for CPUs"
-	@$(PIP) install --no-deps -r requirements/vllm-omni-cpu.txt
+	@env -u PIP_CONSTRAINT $(PIP) install --no-deps -r requirements/vllm-omni-cpu.txt
 	@VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(OMNI) \
 		$(PIP) install --no-deps --no-build-isolation --no-binary vllm vllm==$(OMNI)
 	@touch $@
 
-# Serves CPUs as well, so nothing puts the other vLLM in its place. Forced, for that one has the same version.
-$(VENV)/.vllm-omni-cuda: requirements/vllm-omni.txt requirements/vllm-omni-cuda.txt Makefile $(VENV)/.local
+# Serves CPUs as well, so nothing puts the other vLLM in its place. That one goes first: it has the same version.
+$(VENV)/.vllm-omni-cuda: Makefile $(VENV)/.local
 	@echo "Installing vLLM-Omni $(OMNI) for NVIDIA GPUs"
-	@$(PIP) install --no-deps --force-reinstall -r requirements/vllm-omni-cuda.txt
+	@$(PIP) uninstall --yes vllm
+	@$(PIP) install --only-binary vllm -e '.[local,vllm-omni]' '$(TORCH)'
 	@touch $(VENV)/.vllm-omni $@

@@ -4,14 +4,15 @@ ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE} AS packages
 RUN echo 'flowfleet:x:10001:' >>/etc/group && echo 'flowfleet:x:10001:10001::/tmp:/usr/sbin/nologin' >>/etc/passwd
 WORKDIR /app
-COPY pyproject.toml LICENSE NOTICE ./
-# The project's metadata, and by it the dependencies. pip is gone when the layer ends. Bytecode is made of what the
-# service imports; at run time none can be written.
+COPY pyproject.toml LICENSE NOTICE requirements/images/controller.txt ./
+# The dependencies as they are pinned, then the project's metadata. pip is gone when the layer ends. Bytecode is made
+# of what the service imports; at run time none can be written.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     python3 -m venv /opt/pip && python3 -m venv --without-pip /opt/flowfleet && \
     mkdir /tmp/flowfleet && cp pyproject.toml LICENSE NOTICE /tmp/flowfleet && touch /tmp/flowfleet/README.md && \
-    /opt/pip/bin/pip --python /opt/flowfleet/bin/python install --quiet --no-cache-dir --no-compile \
-        "/tmp/flowfleet[controller]" && \
+    pip="/opt/pip/bin/pip --python /opt/flowfleet/bin/python" && \
+    install="install --quiet --no-cache-dir --no-compile --no-deps" && \
+    $pip $install --require-hashes --requirement controller.txt && $pip $install /tmp/flowfleet && $pip check && \
     rm -r /opt/pip /tmp/flowfleet && \
     /opt/flowfleet/bin/python -c "import \
         av, fastapi, fsspec.implementations.local, grpc.aio, grpc_health.v1.health, httpx, kubernetes.aio.client, \

@@ -4,12 +4,12 @@ ARG TRAINER=flowfleet-trainer:0.1.0
 
 FROM ${TRAINER} AS packages
 USER 0
+COPY requirements/images/controller.txt ./
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     python3 -m venv /opt/pip && \
-    mkdir /tmp/flowfleet && cp pyproject.toml LICENSE NOTICE /tmp/flowfleet && touch /tmp/flowfleet/README.md && \
-    /opt/pip/bin/pip --python /opt/flowfleet/bin/python install --quiet --no-cache-dir --no-compile \
-        "/tmp/flowfleet[controller]" && \
-    rm -r /opt/pip /tmp/flowfleet && install -d -o 10001 -g 10001 /var/lib/flowfleet
+    /opt/pip/bin/pip --python /opt/flowfleet/bin/python install --quiet --no-cache-dir --no-compile --no-deps \
+        --require-hashes --requirement controller.txt && \
+    rm -r /opt/pip && install -d -o 10001 -g 10001 /var/lib/flowfleet
 
 FROM packages
 USER 10001:10001

@@ -23,13 +23,14 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
 
 FROM torch AS packages
 WORKDIR /app
-COPY pyproject.toml LICENSE NOTICE ./
-# The project's metadata, and by it the other dependencies.
+COPY pyproject.toml LICENSE NOTICE requirements/images/reward-models.txt ./
+# The other dependencies as they are pinned, then the project's metadata.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     python3 -m venv /opt/pip && \
     mkdir /tmp/flowfleet && cp pyproject.toml LICENSE NOTICE /tmp/flowfleet && touch /tmp/flowfleet/README.md && \
-    /opt/pip/bin/pip --python /opt/flowfleet/bin/python install --quiet --no-cache-dir --no-compile \
-        "/tmp/flowfleet[reward-models]" && \
+    pip="/opt/pip/bin/pip --python /opt/flowfleet/bin/python" && \
+    install="install --quiet --no-cache-dir --no-compile --no-deps" && \
+    $pip $install --require-hashes --requirement reward-models.txt && $pip $install /tmp/flowfleet && $pip check && \
     rm -r /opt/pip /tmp/flowfleet && \
     /opt/flowfleet/bin/python -c "import \
         av, cv2, fsspec.implementations.local, grpc.aio, grpc_health.v1.health, httpx, numpy, prometheus_client, \

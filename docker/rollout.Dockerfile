@@ -23,13 +23,14 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
 
 FROM torch AS packages
 WORKDIR /app
-COPY pyproject.toml LICENSE NOTICE ./
-# The project's metadata, and by it the other dependencies.
+COPY pyproject.toml LICENSE NOTICE requirements/images/rollout.txt ./
+# The other dependencies as they are pinned, then the project's metadata.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     python3 -m venv /opt/pip && \
     mkdir /tmp/flowfleet && cp pyproject.toml LICENSE NOTICE /tmp/flowfleet && touch /tmp/flowfleet/README.md && \
-    /opt/pip/bin/pip --python /opt/flowfleet/bin/python install --quiet --no-cache-dir --no-compile \
-        "/tmp/flowfleet[rollout,trainer]" && \
+    pip="/opt/pip/bin/pip --python /opt/flowfleet/bin/python" && \
+    install="install --quiet --no-cache-dir --no-compile --no-deps" && \
+    $pip $install --require-hashes --requirement rollout.txt && $pip $install /tmp/flowfleet && $pip check && \
     rm -r /opt/pip /tmp/flowfleet && \
     /opt/flowfleet/bin/python -c "import \
         accelerate, av, fsspec.implementations.local, grpc.aio, grpc_health.v1.health, httpx, numpy, \
@@ -37,7 +38,7 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
         from diffusers import QwenImagePipeline"
 
 FROM packages AS engine
-# vLLM-Omni for "cuda" or "cpu", as `make vllm-omni-cuda` and `make vllm-omni` install it, or nothing.
+# vLLM-Omni for "cuda", as it is pinned, or for "cpu", as `make vllm-omni` installs it, or nothing.
 ARG VLLM_OMNI=cuda
 COPY requirements requirements
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
@@ -45,9 +46,9 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     python3 -m venv /opt/pip && pip="/opt/pip/bin/pip --python /opt/flowfleet/bin/python" && \
     install="install --quiet --no-cache-dir --no-compile --no-deps" && \
     case "${VLLM_OMNI}" in \
-    cuda) $pip $install -r requirements/vllm-omni-cuda.txt ;; \
-    cpu) $pip $install setuptools -r requirements/vllm-omni-cpu.txt && \
-        version=$(sed -n 's/^vllm-omni==//p' requirements/vllm-omni.txt) && \
+    cuda) $pip $install --require-hashes --requirement requirements/images/vllm-omni.txt && $pip check ;; \
+    cpu) $pip $install setuptools --requirement requirements/vllm-omni-cpu.txt && \
+        version=$(sed -n 's/^vllm-omni==//p' requirements/vllm-omni-cpu.txt) && \
         VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$version \
         $pip $install --no-build-isolation --no-binary vllm vllm==$version ;; \
     *) echo "VLLM_OMNI=${VLLM_OMNI}: use cuda, cpu or nothing" >&2; exit 2 ;; esac && rm -r /opt/pip

@@ -9,42 +9,23 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-import typer.core
-from pydantic import ValidationError
-from rich.markup import escape
 
 from flowfleet import cli_reward, cli_rewards
 from flowfleet import cli_views as views
-from flowfleet.api_types import ApiError, Job
+from flowfleet.api_types import Job
 from flowfleet.cli_chaos import chaos
+from flowfleet.cli_errors import Group
 from flowfleet.cli_options import Ca, JobId, Url, connect, err, out
 from flowfleet.cli_redis import redis_acl
 from flowfleet.cli_samples import samples
 from flowfleet.client import Client
 from flowfleet.job_files import prepare_job
-from flowfleet.local.stack import DEFAULT_PORT, DEFAULT_STATE_DIR, StackError, StateDir
+from flowfleet.local.stack import DEFAULT_PORT, DEFAULT_STATE_DIR, StateDir
 from flowfleet.progress import follow
 from flowfleet.pulse import HANG_S
 
-
-class _Command(typer.core.TyperGroup):
-    """Turns what a user can do wrong into one readable message and exit code 1."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except ValidationError as error:
-            message = "\n".join(item["msg"].removeprefix("Value error, ") for item in error.errors())
-        except (ApiError, StackError, ValueError, OSError) as error:
-            message = str(error)
-        except KeyboardInterrupt:
-            raise typer.Exit(130) from None
-        err.print(f"[red]error:[/red] {escape(message)}", highlight=False, soft_wrap=True)
-        raise typer.Exit(1)
-
-
 app = typer.Typer(
-    cls=_Command,
+    cls=Group,
     help="Reinforcement learning for flow-matching image models, as a fleet of services.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -107,10 +107,12 @@ def test_rewards_with_models_share_torch_with_the_rollout() -> None:
     assert torch("reward-models") == torch("rollout")
 
 
-def test_each_reward_image_has_the_dependencies_of_its_extra() -> None:
-    for extra in ("reward", "reward-models"):
-        runs = [rest for word, rest in instructions(DOCKER / f"{extra}.Dockerfile") if word == "RUN"]
-        assert any(f'"/tmp/flowfleet[{extra}]"' in rest for rest in runs)
+@pytest.mark.parametrize(("name", "pinned"), {**{name: name for name in IMAGES}, "trainer": "rollout"}.items())
+def test_an_image_holds_what_is_pinned_for_it(name: str, pinned: str) -> None:
+    """tests/test_requirements.py holds the pins to the extras."""
+    found = instructions(DOCKER / f"{name}.Dockerfile")
+    assert any(word == "COPY" and f"requirements/images/{pinned}.txt" in rest for word, rest in found)
+    assert any(word == "RUN" and f"--require-hashes --requirement {pinned}.txt" in rest for word, rest in found)
 
 
 @pytest.mark.parametrize("name", ["controller", "reward"])

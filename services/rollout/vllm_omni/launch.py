@@ -23,9 +23,8 @@ def require_installed() -> None:
     missing = [name for name in ("vllm", "vllm_omni") if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(
-            f"--engine vllm-omni: {' and '.join(missing)} not installed here: `make vllm-omni` installs both for CPUs, "
-            "`make vllm-omni-cuda` (`pip install --no-deps -r requirements/vllm-omni-cuda.txt`) for NVIDIA GPUs; or "
-            "give --engine diffusers"
+            f"--engine vllm-omni: {' and '.join(missing)} not installed: pip install 'flowfleet[vllm-omni]' on NVIDIA "
+            "GPUs, `make vllm-omni` on CPUs; or give --engine diffusers"
         )
 
 
