@@ -53,6 +53,9 @@ _turns: WeakKeyDictionary[redis.asyncio.Redis, asyncio.Semaphore] = WeakKeyDicti
 class BlobStore(Protocol):
     """For asyncio. `key` comes from `flowfleet.keys.blob`."""
 
+    def uri(self, key: str) -> str:
+        """How references name this key, and how those of keys below it begin."""
+
     async def put(self, key: str, data: bytes, *, ttl_s: int | None = None) -> BlobRef:
         """Stores `data`; without a TTL until deleted."""
 
@@ -71,6 +74,8 @@ class BlobStore(Protocol):
 
 class SyncBlobs(Protocol):
     """For threads. As `BlobStore`."""
+
+    def uri(self, key: str) -> str: ...
 
     def put(self, key: str, data: bytes, *, ttl_s: int | None = None) -> BlobRef: ...
 
@@ -129,8 +134,11 @@ class _RedisLayout:
     def __init__(self, chunk_bytes: int) -> None:
         self._chunk_bytes = chunk_bytes
 
+    def uri(self, key: str) -> str:
+        return f"redis:{key}"
+
     def _ref(self, key: str, data: bytes) -> BlobRef:
-        return BlobRef(uri=f"redis:{key}", size_bytes=len(data), sha256=digest(data, self._chunk_bytes))
+        return BlobRef(uri=self.uri(key), size_bytes=len(data), sha256=digest(data, self._chunk_bytes))
 
     def _keys(self, ref: BlobRef) -> list[str]:
         if not ref.uri.startswith("redis:"):
@@ -229,11 +237,13 @@ class FsspecBlobs:
         self._fs, self._root = fsspec.core.url_to_fs(self._url)
         self._chunk_bytes = chunk_bytes
 
+    def uri(self, key: str) -> str:
+        return f"{self._url}/{key.replace(':', '/')}"
+
     def put(self, key: str, data: bytes, *, ttl_s: int | None = None) -> BlobRef:
-        relative = key.replace(":", "/")
-        path = self._path(relative)
+        path = self._path(key.replace(":", "/"))
         self._write(path, data)
-        return BlobRef(uri=f"{self._url}/{relative}", size_bytes=len(data), sha256=digest(data, self._chunk_bytes))
+        return BlobRef(uri=self.uri(key), size_bytes=len(data), sha256=digest(data, self._chunk_bytes))
 
     def get(self, ref: BlobRef) -> bytes:
         try:
@@ -281,6 +291,7 @@ class ThreadedBlobs:
 
     def __init__(self, store: SyncBlobs) -> None:
         self._store = store
+        self.uri = store.uri
 
     async def put(self, key: str, data: bytes, *, ttl_s: int | None = None) -> BlobRef:
         return await asyncio.to_thread(self._store.put, key, data, ttl_s=ttl_s)
@@ -303,7 +314,7 @@ class CountedBlobs:
 
     def __init__(self, store: BlobStore, registry: CollectorRegistry) -> None:
         self._metrics = BlobMetrics.of(registry)
-        self.store = store
+        self.store, self.uri = store, store.uri
         self.delete, self.renew, self.delete_prefix = store.delete, store.renew, store.delete_prefix
 
     async def put(self, key: str, data: bytes, *, ttl_s: int | None = None) -> BlobRef:
@@ -320,7 +331,7 @@ class SyncCountedBlobs:
 
     def __init__(self, store: SyncBlobs, registry: CollectorRegistry) -> None:
         self._metrics = BlobMetrics.of(registry)
-        self.store = store
+        self.store, self.uri = store, store.uri
         self.delete, self.renew, self.delete_prefix = store.delete, store.renew, store.delete_prefix
 
     def put(self, key: str, data: bytes, *, ttl_s: int | None = None) -> BlobRef:

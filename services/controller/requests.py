@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal, get_args
 
+from flowfleet import keys
 from flowfleet.algorithms.windows import noisy_steps, trained_steps
 from flowfleet.jobs import JobSpec
+from flowfleet.limits import MAX_BLOB_BYTES
 from flowfleet.proto import common_pb2, rollout_pb2, trainer_pb2
 from flowfleet.seeds import derive_seed, sample_seed, validation_seed
 from services.controller import events as ev
@@ -15,6 +18,9 @@ from services.controller.data import Prompt
 from services.controller.reward_answers import MAX_SCORE
 from services.controller.rewards import Verdict
 
+Part = Literal["trajectory", "prompt_embeds", "media", "negative_embeds"]
+"""A blob of a training sample. Without guidance it has no negative embeds."""
+PARTS: tuple[Part, ...] = get_args(Part)
 NON_FINITE_KL = "non_finite_reference_kl"
 
 
@@ -100,9 +106,13 @@ def misfit(job: JobContext, sample: common_pb2.Sample) -> str:
         facts.append(("noisy steps", [*sample.sde_steps], [*trained_steps(spec, place.step)]))
     if spec.method.data == "prompts":
         facts.append(("number of frames", sample.num_frames, rollout.num_frames))
-    absent = [part for part in ("trajectory", "prompt_embeds", "media") if not sample.HasField(part)]
-    if rollout.guidance.is_on and not sample.HasField("negative_embeds"):
-        absent.append("negative_embeds")
+    needed = PARTS if rollout.guidance.is_on else PARTS[:-1]
+    absent = [part for part in needed if not sample.HasField(part)]
+    own = job.blobs.uri(keys.blob(job.job_id))
+    for part in PARTS:
+        ref: common_pb2.BlobRef = getattr(sample, part)
+        facts.append((part, ref.uri[: len(own)], own if sample.HasField(part) else ""))
+        facts.append((f"{part}'s size", ref.size_bytes, min(ref.size_bytes, MAX_BLOB_BYTES)))
     wrong = [f"its {what} is {said}, asked for was {asked}" for what, said, asked in facts if said != asked]
     return "; ".join([*wrong, *(f"it has no {part}" for part in absent)])
 

@@ -37,6 +37,9 @@ def forged(sample: common_pb2.Sample) -> list[tuple[common_pb2.Sample, str]]:
     but("its noisy steps is [1000]", lambda s: s.sde_steps.__setitem__(slice(None), [1000]))
     but("it has no trajectory", lambda s: s.ClearField("trajectory"))
     but("it has no media", lambda s: s.ClearField("media"))
+    but("its media is file:///etc/passwd", lambda s: setattr(s.media, "uri", "file:///etc/passwd"))
+    but("its prompt_embeds is redis:ff:other", lambda s: setattr(s.prompt_embeds, "uri", "redis:ff:other:blob:a"))
+    but("its media's size is 9223372036854775808", lambda s: setattr(s.media, "size_bytes", 2**63))
     but("it is of step 18446744073709551615", lambda s: setattr(s.id, "step", 2**64 - 1))
     return found
 
