@@ -32,7 +32,7 @@ from tests.cluster.release import TAG, Log, Release, storage
 HERE = Path(__file__).parent
 RELEASE = "faults"
 COMPONENT = "app.kubernetes.io/component"
-STEPS = 48
+STEPS = 60
 HANG_S = 10.0
 STOP_ITS_RANKS = (
     "import os, pathlib, signal\n"
