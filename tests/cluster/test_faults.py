@@ -48,7 +48,7 @@ BROKEN = [
 ]
 """A trainer's environment with which rank 1 alone cannot start: pods have an eth0 and no eth1."""
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 
 def test_a_job_survives_what_a_cluster_does(
