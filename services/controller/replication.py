@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ class Replication:
     def _note(self, number: int) -> None:
         text = json.dumps({"number": number, "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())})
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        aside = self._file.with_name(f".{NAME}.{os.getpid()}")
+        aside = self._file.with_name(f".{NAME}.{uuid.uuid4().hex}")  # pids of two pods may be equal
         with aside.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()

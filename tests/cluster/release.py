@@ -145,14 +145,14 @@ class Release:
 
 
 @contextmanager
-def storage(cluster: Cluster) -> Iterator[list[str]]:
-    """Settings for volumes; where the cluster makes none by itself, its node is taken for this machine: two folders."""
+def storage(cluster: Cluster, volumes: int = 2) -> Iterator[list[str]]:
+    """Settings for volumes; where the cluster makes none by itself, its node is taken for this machine: folders."""
     classes = run("kubectl", "get", "storageclass", "--output", "jsonpath={.items[*].metadata.annotations}")
     if re.search(r'is-default-class"?:\s*"?true', classes):
         yield []
         return
     made = cluster.namespace
-    names = [f"{made}-{index}" for index in range(2)]
+    names = [f"{made}-{index}" for index in range(volumes)]
     for name in names:
         (VOLUMES / name).mkdir()
         (VOLUMES / name).chmod(0o777)  # hostPath volumes are not given to a pod's group
