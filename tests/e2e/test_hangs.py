@@ -37,6 +37,7 @@ def test_ranks_that_stand_still_for_good_cost_a_resume(fleet: Fleet, small_job: 
         **{
             "schedule.steps": STEPS,
             "schedule.save_every": 1,
+            "schedule.validate_every": 100,
             "trainer.world_size": 2,
             "trainer.micro_batch_size": 12,
             "timeouts": {"hang_s": HANG_S},
