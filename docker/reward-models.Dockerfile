@@ -35,7 +35,8 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     /opt/flowfleet/bin/python -c "import \
         av, cv2, fsspec.implementations.local, grpc.aio, grpc_health.v1.health, httpx, numpy, prometheus_client, \
         pydantic, redis.asyncio, onnxruntime, PIL.Image, rapidocr, safetensors, shapely; \
-        from transformers import AutoImageProcessor, AutoModelForObjectDetection, AutoTokenizer, CLIPModel"
+        from transformers import AutoModelForObjectDetection, AutoTokenizer, CLIPModel; \
+        from transformers.models.auto.image_processing_auto import AutoImageProcessor"
 
 FROM packages
 ENV PATH=/opt/flowfleet/bin:$PATH PYTHONPATH=/app${PYTHONPATH:+:$PYTHONPATH} \

@@ -16,6 +16,9 @@ import transformers
 from PIL import Image
 from pydantic import Field
 
+# From its own module: without torchvision `transformers.AutoImageProcessor` of 5.13 and 5.14 only raises.
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
 from flowfleet import devices
 from services.reward.scorers.base import ScorerSettings
 from services.reward.scorers.checkpoints import fingerprint
@@ -120,7 +123,7 @@ class PictureReader:
 
 def image_processor(folder: Path, setting: str) -> Any:
     """Of a checkpoint, with PIL behind it. ValueError where it cannot be made."""
-    return _from_folder(transformers.AutoImageProcessor, folder, setting, "image processor", backend="pil")
+    return _from_folder(AutoImageProcessor, folder, setting, "image processor", backend="pil")
 
 
 def load_tokenizer(folder: Path, setting: str) -> Any:

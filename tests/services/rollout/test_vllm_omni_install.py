@@ -29,7 +29,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def installed(project: Path, target: str) -> list[str]:
-    command = ["make", "-C", str(project), "--no-print-directory", "PIP=true", "PYTHON=true", target]
+    command = ["make", "-C", str(project), "--no-print-directory", "VENV=.venv", "PIP=true", "PYTHON=true", target]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     return [line.split()[1].partition("==")[0] for line in told if line.startswith("Installing")]
 
