@@ -145,8 +145,11 @@ class Faults(Release):
         self.log(f"helm upgrade took {time.monotonic() - began:.1f} s")
         assert not pods & (self.names("controller", "rollout", "reward")), "every workload restarts"
         self.replaced("trainer", self.delete_a_pod("trainer", index=1))
-        images = {pod["spec"]["containers"][0]["image"] for name in ("trainer", "rollout") for pod in self.pods(name)}
-        assert {image.rpartition(":")[2] for image in images} == {f"{TAG}-next"}
+        self.wait(
+            "trainers and rollouts of the new images alone",
+            lambda: self.tags("trainer", "rollout") == {f"{TAG}-next"},
+            60,
+        )
 
     def break_and_roll_back(self) -> None:
         self.helm(
@@ -170,6 +173,11 @@ class Faults(Release):
             lambda: name not in self.names(component) and len(_ready(self.pods(component))) >= count,
             120,
         )
+
+    def tags(self, *components: str) -> set[str]:
+        """Tags of the images of their pods, those on their way out included."""
+        images = [pod["spec"]["containers"][0]["image"] for name in components for pod in self.pods(name)]
+        return {str(image).rpartition(":")[2] for image in images}
 
     def said(self, words: str, timeout_s: float) -> str:
         """The message of a controller with these words, once there is one."""
