@@ -12,10 +12,10 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 CODE := flowfleet services recipes bench deploy examples tests
 # What calls the packages with wide ranges: models and engines, the trainer, REST and the command line, the rewards.
-LOWEST_TESTS := tests/flowfleet/models tests/flowfleet/algorithms tests/flowfleet/test_client.py \
-	tests/flowfleet/test_cli.py tests/services tests/e2e/test_loop.py
+LOWEST_TESTS := tests/flowfleet/models tests/flowfleet/algorithms tests/flowfleet/client/test_client.py \
+	tests/flowfleet/cli/test_main.py tests/services tests/e2e/test_loop.py
 # What writes the generated parts of the docs and the chart. Pages of learning runs are not here: they need the runs.
-DOCS := flowfleet.algorithms.tables flowfleet.papers flowfleet.support flowfleet.trust_tables examples.quotes \
+DOCS := docs.generate.algorithms docs.generate.papers docs.generate.models docs.generate.trust examples.quotes \
 	bench.performance deploy.dashboards deploy.helm.values_table
 
 .DEFAULT_GOAL := help
@@ -74,7 +74,7 @@ protos: $(VENV)/.dev  ## generate flowfleet/proto from protos/
 	PATH="$(CURDIR)/$(BIN):$$PATH" protos/generate.sh $(CURDIR)/$(BIN)/python
 
 bench: $(VENV)/.dev  ## time a job as services against the same job in one process
-	$(BIN)/python -m bench.step $(BENCH_FLAGS)
+	$(BIN)/python -m bench.speed.step $(BENCH_FLAGS)
 
 images:  ## build the container images; see docker/README.md
 	docker/build $(IMAGES)

@@ -5,6 +5,6 @@ What computes here waits for its threads as the services do.
 
 import os
 
-from flowfleet.service import PATIENT_THREADS
+from flowfleet.process.service import PATIENT_THREADS
 
 os.environ.update(PATIENT_THREADS)  # before torch

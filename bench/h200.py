@@ -28,7 +28,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from flowfleet.accelerators import visible_devices
+from flowfleet.hardware.accelerators import visible_devices
 
 POLL_S = 0.2
 TAIL_CHARACTERS = 1200
@@ -62,20 +62,24 @@ class Measurement:
         return [sys.executable, "-m", *torchrun, "-m", *arguments]
 
 
-LOOP = "bench.loop --compile --logs {work}/{name}"
-PROOF = "bench.proof --engine vllm-omni --seeds 1 2 3"
+LOOP = "bench.speed.loop --compile --logs {work}/{name}"
+PROOF = "bench.speed.proof --engine vllm-omni --seeds 1 2 3"
 TINY_LOOP = "--tiny --images 8 --group-size 4 --batch-size 8 --micro-batch 4 --steps 2 --warm-up 1"
 MEASUREMENTS = (
-    Measurement("rollout", "rollout", 1, 420, "bench.rollout --compile --images 96 --warm-up 2"),
+    Measurement("rollout", "rollout", 1, 420, "bench.speed.rollout --compile --images 96 --warm-up 2"),
     Measurement(
-        "rollout-cfg", "rollout", 1, 420, "bench.rollout --compile --guidance 4 --images 64 --warm-up 2 --rows service"
+        "rollout-cfg",
+        "rollout",
+        1,
+        420,
+        "bench.speed.rollout --compile --guidance 4 --images 64 --warm-up 2 --rows service",
     ),
     Measurement(
         "rollout-fp8",
         "rollout",
         1,
         420,
-        "bench.rollout --compile --quantization fp8 --images 96 --warm-up 2 --rows service",
+        "bench.speed.rollout --compile --quantization fp8 --images 96 --warm-up 2 --rows service",
         tiny=None,
     ),
     Measurement(
@@ -83,7 +87,7 @@ MEASUREMENTS = (
         "omni",
         1,
         420,
-        "bench.rollout --engine vllm-omni --compile --images 96 --warm-up 2 --rows service",
+        "bench.speed.rollout --engine vllm-omni --compile --images 96 --warm-up 2 --rows service",
         tiny=None,
     ),
     Measurement(
@@ -91,7 +95,7 @@ MEASUREMENTS = (
         "omni",
         1,
         420,
-        "bench.rollout --engine vllm-omni --compile --guidance 4 --images 64 --warm-up 2 --rows service",
+        "bench.speed.rollout --engine vllm-omni --compile --guidance 4 --images 64 --warm-up 2 --rows service",
         tiny=None,
     ),
     Measurement(
@@ -99,25 +103,25 @@ MEASUREMENTS = (
         "omni",
         1,
         420,
-        "bench.rollout --engine vllm-omni --compile --quantization fp8 --images 96 --warm-up 2 --rows service",
+        "bench.speed.rollout --engine vllm-omni --compile --quantization fp8 --images 96 --warm-up 2 --rows service",
         tiny=None,
     ),
-    Measurement("train-lora-1", "train", 1, 300, "bench.train --compile --batch 8 --micro-batches 4"),
-    Measurement("train-lora-4", "train4", 4, 240, "bench.train --compile --batch 16 --micro-batches 2", ranks=4),
-    Measurement("scaling-2", "scaling", 2, 240, "bench.train --compile --batch 8 --micro-batches 2", ranks=2),
-    Measurement("scaling-4", "scaling", 4, 240, "bench.train --compile --batch 8 --micro-batches 1", ranks=4),
+    Measurement("train-lora-1", "train", 1, 300, "bench.speed.train --compile --batch 8 --micro-batches 4"),
+    Measurement("train-lora-4", "train4", 4, 240, "bench.speed.train --compile --batch 16 --micro-batches 2", ranks=4),
+    Measurement("scaling-2", "scaling", 2, 240, "bench.speed.train --compile --batch 8 --micro-batches 2", ranks=2),
+    Measurement("scaling-4", "scaling", 4, 240, "bench.speed.train --compile --batch 8 --micro-batches 1", ranks=4),
     Measurement(
         "train-full-4",
         "train4",
         4,
         240,
-        "bench.train --mode full --compile --batch 16 --checkpointing full --micro-batches 2",
+        "bench.speed.train --mode full --compile --batch 16 --checkpointing full --micro-batches 2",
         ranks=4,
     ),
-    Measurement("publish", "publish", 3, 300, "bench.publish --ranks 1 2"),
-    Measurement("gap", "gap", 1, 300, "bench.gap"),
+    Measurement("publish", "publish", 3, 300, "bench.speed.publish --ranks 1 2"),
+    Measurement("gap", "gap", 1, 300, "bench.speed.gap"),
     Measurement(
-        "gap-omni", "gap", 1, 400, "bench.gap --variants vllm-omni,vllm-omni-compiled,vllm-omni-fp8", tiny=None
+        "gap-omni", "gap", 1, 400, "bench.speed.gap --variants vllm-omni,vllm-omni-compiled,vllm-omni-fp8", tiny=None
     ),
     Measurement("loop-lora", "loop", 2, 480, f"{LOOP} --images 128 --steps 4", tiny=TINY_LOOP),
     Measurement("loop-lora-cfg", "loop", 2, 500, f"{LOOP} --guidance 4 --images 64 --micro-batch 4", tiny=TINY_LOOP),
@@ -144,7 +148,7 @@ MEASUREMENTS = (
     Measurement("proof-full", "proof", 2, 420, f"{PROOF} --recipe tiny_ocr_full", tiny=None),
     Measurement("proof-lora-cpu", "proof-cpu", 1, 1200, f"{PROOF} --recipe tiny_ocr --cpu", tiny=""),
     Measurement("proof-full-cpu", "proof-cpu", 1, 1200, f"{PROOF} --recipe tiny_ocr_full --cpu", tiny=""),
-    Measurement("publish-check", "check", 2, 120, "bench.publish --self-check"),
+    Measurement("publish-check", "check", 2, 120, "bench.speed.publish --self-check"),
 )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.performance_tables import parts
-from flowfleet.docs_tables import rewrite
+from docs.generate.markdown import rewrite
 
 PAGE = Path("docs/performance.md")
 RESULTS = Path("bench/results")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flowfleet.docs_tables import table
+from docs.generate.markdown import table
 
 Rows = Mapping[str, Mapping[str, Any]]
 NONE = "–"
@@ -309,12 +309,12 @@ def gaps(rows: Rows) -> str:
 
 
 def engine_of(variant: str) -> str:
-    """Of a variant of bench.gap."""
+    """Of a variant of bench.speed.gap."""
     return "vllm-omni" if variant.startswith("vllm-omni") else "diffusers"
 
 
 def memory(rows: Rows) -> str:
-    """Peaks of the measured rows beside what `flowfleet plan` predicts for them (bench.memory)."""
+    """Peaks of the measured rows beside what `flowfleet plan` predicts for them (bench.speed.memory)."""
     figures = rows["memory"]["figures"] if "memory" in rows else []
     lines = [
         [

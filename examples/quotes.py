@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from flowfleet.docs_tables import rewrite
+from docs.generate.markdown import rewrite
 
 PAGE = Path("docs/extending.md")
 REWARDS_PAGE = Path("docs/rewards.md")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flowfleet.service import PATIENT_THREADS
+from flowfleet.process.service import PATIENT_THREADS
 
 # Before torch: two files of tests at a time share few cores. Threads that meet at barriers wait for one that has no
 # core: with two a process, steps of the tiny model took four times as long beside one other process.
@@ -23,7 +23,7 @@ def tiny_qwen_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def _redis_of_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    from flowfleet.redis_server import RedisServer
+    from flowfleet.redis.server import RedisServer
 
     server = RedisServer(tmp_path_factory.mktemp("redis"))
     yield server.start()
@@ -33,7 +33,7 @@ def _redis_of_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
 @pytest.fixture
 def redis_url(_redis_of_session: str) -> str:
     """A real, empty Redis with a password, as `flowfleet up` starts it; one server a test session."""
-    from flowfleet.redis_client import connect_sync
+    from flowfleet.redis.client import connect_sync
 
     with connect_sync(_redis_of_session) as client:
         client.flushall()

@@ -17,14 +17,14 @@ from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
 from bench.scale.load import Load
-from flowfleet import service
-from flowfleet.jobs import JobSpec
+from flowfleet.job.spec import JobSpec
+from flowfleet.process import service
 from services.controller.__main__ import main as controller_main
-from services.controller.directory import Directory
-from services.controller.launcher import Launcher
-from services.controller.runner import Runner
+from services.controller.fleet.directory import Directory
+from services.controller.scheduler import JobScheduler
 from services.controller.settings import ControllerSettings
-from services.controller.store import JobStore
+from services.controller.store.jobs import JobStore
+from services.controller.trainers.launcher import Launcher
 
 BEAT_S = 0.05
 
@@ -77,9 +77,9 @@ def main() -> int:
         registry: CollectorRegistry,
         launcher: Launcher,
         directory: Directory,
-    ) -> Runner:
+    ) -> JobScheduler:
         tasks.append(asyncio.get_running_loop().create_task(lag.beat()))
-        return Runner(settings, redis, store, registry, SimulatedLauncher(load), directory)
+        return JobScheduler(settings, redis, store, registry, SimulatedLauncher(load), directory)
 
     profile = cProfile.Profile()
     if profile_file != "-":

@@ -19,8 +19,8 @@ import redis
 from bench.scale import figures
 from bench.scale.load import REWARD, Load, write_inputs
 from bench.scale.processes import Child, Usage, read_rows, wait_for_line
-from flowfleet import keys
-from flowfleet.redis_server import RedisServer
+from flowfleet.redis import keys
+from flowfleet.redis.server import RedisServer
 
 MB = 1e6
 ASK_EVERY_S = 1.0

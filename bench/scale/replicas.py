@@ -22,10 +22,11 @@ from redis.asyncio import Redis
 
 from bench.scale.load import Load
 from bench.scale.simulation import Notes, listen, until_stopped
-from flowfleet import keys, service
+from flowfleet.data.replicas import RENEW_EVERY_S, ReplicaDirectory, ReplicaRecord
+from flowfleet.process import service
 from flowfleet.proto import common_pb2, rollout_pb2, rollout_pb2_grpc
-from flowfleet.redis_client import connect, redis_url
-from flowfleet.replicas import RENEW_EVERY_S, ReplicaDirectory, ReplicaRecord
+from flowfleet.redis import keys
+from flowfleet.redis.client import connect, redis_url
 
 TTL_S = 24 * 3600
 START_AT_ONCE = 50

@@ -11,7 +11,8 @@ from typing import Any
 
 import grpc
 
-from flowfleet import rpc, service
+from flowfleet.process import service
+from flowfleet.rpc import endpoint as rpc
 
 
 class Notes:

@@ -15,7 +15,7 @@ import grpc
 
 from bench.scale.load import Load
 from bench.scale.simulation import Notes, listen, until_stopped
-from flowfleet import service
+from flowfleet.process import service
 from flowfleet.proto import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 
 DEADLINE_S = 60.0

@@ -19,11 +19,11 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from flowfleet import replicas as replicas_module
-from flowfleet.redis_client import connect
-from flowfleet.redis_server import RedisServer
-from flowfleet.replicas import RENEW_EVERY_S, ReplicaDirectory, ReplicaRecord
-from services.controller.fleet_watch import Desk, FleetWatch, Want
+from flowfleet.data import replicas as replicas_module
+from flowfleet.data.replicas import RENEW_EVERY_S, ReplicaDirectory, ReplicaRecord
+from flowfleet.redis.client import connect
+from flowfleet.redis.server import RedisServer
+from services.controller.fleet.watch import FleetWatch, ReplicaQueue, Want
 
 POLL_S = 0.5
 PART = 500
@@ -72,7 +72,7 @@ async def redis_cpu_s(redis: Redis) -> float:
 
 async def choosing_ms(watch: FleetWatch, replicas: int, jobs: int) -> float:
     """A replica for a job and back, all of whose replicas have work already."""
-    desk, want = Desk(watch.fleet), Want(1, 1, 2 * SAMPLES)
+    desk, want = ReplicaQueue(watch.fleet), Want(1, 1, 2 * SAMPLES)
     per_job = replicas // jobs
 
     async def lend() -> None:

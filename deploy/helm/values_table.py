@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from flowfleet.docs_tables import rewrite, table
+from docs.generate.markdown import rewrite, table
 
 CHART = Path(__file__).parent / "flowfleet"
 README = CHART / "README.md"

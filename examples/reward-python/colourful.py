@@ -4,7 +4,7 @@ import sys
 
 import numpy as np
 
-from flowfleet.reward_service import Sample, serve
+from flowfleet.rewards import Sample, serve
 
 
 def colourful(sample: Sample) -> tuple[float, dict[str, float]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from flowfleet.algorithms.sde import reverse_step
 
 if TYPE_CHECKING:
-    from flowfleet.jobs import JobSpec
+    from flowfleet.job.spec import JobSpec
     from flowfleet.models.base import Schedule
 
 MOST = 4.0

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowfleet.telemetry import LOG_PROB_GAP
+from flowfleet.process.telemetry import LOG_PROB_GAP
 
 if TYPE_CHECKING:
     from flowfleet.algorithms.losses import Limits
-    from flowfleet.jobs import CorrectionPart
+    from flowfleet.job.spec import CorrectionPart
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are cut to [-20, 20] before the exponential, so that no weight overflows."""
@@ -76,7 +76,7 @@ def weigh(
 
     Bypassing, the loss's own ratio is against the rollout and already holds r, so the weight is what is left to do:
     truncated min(high, r) / r, band and rejection 1 or 0. The loss's ratio is the mean one, so with `joint` only
-    rejection makes sense there; flowfleet/combinations.py refuses the others.
+    rejection makes sense there; flowfleet/job/rules.py refuses the others.
 
     Args:
         part: mode, level, low, high, joint.

@@ -4,7 +4,7 @@ A row is one (sample, step) pair. Losses come back as (B,), because only the tra
 batch has: it divides the sum by that, so a row that a loss masks stays in the denominator. Statistics come back as sums
 and extremes (`RatioStats`) that add up over micro-batches and ranks without loss. Every loss has the signature
 `PolicyLoss`; what a loss does not need of `PolicyRows` may be None. Advantages are clamped once, where they are made
-(flowfleet/advantages.py). Jobs find losses by name in `flowfleet.algorithms.registry`.
+(flowfleet/algorithms/advantages.py). Jobs find losses by name in `flowfleet.algorithms.registry`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from flowfleet.jobs import AlgorithmPart
+    from flowfleet.job.spec import AlgorithmPart
 
 
 @dataclass(frozen=True, slots=True)

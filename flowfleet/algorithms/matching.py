@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 if TYPE_CHECKING:
-    from flowfleet.jobs import AlgorithmPart, OldPolicyPart
+    from flowfleet.job.spec import AlgorithmPart, OldPolicyPart
 
 DEFAULT_CLAMP = 5.0
 """Of DiffusionNFT's advantages, where `algorithm.advantage_clamp` is null: it must have some."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from flowfleet.algorithms.windows import noisy_steps
 
 if TYPE_CHECKING:
-    from flowfleet.jobs import JobSpec
+    from flowfleet.job.spec import JobSpec
 
 SamplerName = Literal["euler", "dpm_solver_2"]
 """euler: the first-order step of the ODE. dpm_solver_2: DPM-Solver++ of second order, multistep."""

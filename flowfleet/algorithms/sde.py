@@ -22,8 +22,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from flowfleet import devices
 from flowfleet.algorithms import registry
+from flowfleet.hardware import devices
 
 Sigma = float | Tensor
 """One value for the batch (float or 0-d tensor), or a tensor (B,) with one a row."""

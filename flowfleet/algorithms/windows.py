@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from flowfleet.seeds import derive_seed
 
 if TYPE_CHECKING:
-    from flowfleet.jobs import JobSpec
+    from flowfleet.job.spec import JobSpec
 
 WindowStrategy = Literal["fixed", "random", "progressive", "all", "listed", "fraction"]
 """fixed: starts at `low`. random: start drawn every training step. progressive: start moves up, then starts over. all:

@@ -18,12 +18,12 @@ from typing import Any
 import psutil
 import redis
 
-from flowfleet.chaos.control import Control
 from flowfleet.chaos.field import Field, Missed, is_live
-from flowfleet.chaos.proxy import Loss, TcpProxy
 from flowfleet.chaos.schedule import Fault
-from flowfleet.keys import job_key
+from flowfleet.chaos.tools.control import Control
+from flowfleet.chaos.tools.proxy import Loss, TcpProxy
 from flowfleet.proto.common_pb2 import Sample
+from flowfleet.redis.keys import job_key
 
 AOF_LOSS_S = (1.0, 2.0)
 """What an append-only file loses of its end."""

@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 import psutil
 import redis
 
-from flowfleet.api_types import ApiError
 from flowfleet.chaos.faults import STRIKES, Struck
 from flowfleet.chaos.field import Field, Missed
 from flowfleet.chaos.ledger import Entry, Ledger
 from flowfleet.chaos.schedule import Fault
 from flowfleet.chaos.stack import SCORER
 from flowfleet.chaos.watch import Sight
-from flowfleet.client import Client
+from flowfleet.client.client import Client
+from flowfleet.client.types import ApiError
 from flowfleet.local.health import serves
 
 STUCK_S = 180.0

@@ -15,8 +15,8 @@ from safetensors.numpy import load_file
 
 from flowfleet.chaos.reward import NAME
 from flowfleet.chaos.schedule import Shape
-from flowfleet.job_files import RECIPES, prepare_job
-from flowfleet.jobs import JobSpec, parse_job
+from flowfleet.job.files import RECIPES, prepare_job
+from flowfleet.job.spec import JobSpec, parse_job
 
 Mode = Literal["lora", "full"]
 RECIPE: dict[Mode, Path] = {"lora": RECIPES / "tiny_ocr.toml", "full": RECIPES / "tiny_ocr_full.toml"}

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from flowfleet.chaos.clocks import Clocks
 from flowfleet.chaos.job import weights_hash
 from flowfleet.chaos.stack import chaos_stack
-from flowfleet.client import Client
-from flowfleet.jobs import JobSpec
+from flowfleet.chaos.tools.clocks import Clocks
+from flowfleet.client.client import Client
+from flowfleet.job.spec import JobSpec
 from flowfleet.local.stack import StackError
 
 Say = Callable[[str], None]

@@ -18,8 +18,8 @@ import grpc
 import numpy as np
 from PIL import Image
 
-from flowfleet import rpc
-from flowfleet.chaos.control import Control
+from flowfleet.chaos.tools.control import Control
+from flowfleet.process.service import rpc_parser, run_service
 from flowfleet.proto.reward_pb2 import (
     MODALITY_IMAGE,
     DescribeRequest,
@@ -30,8 +30,8 @@ from flowfleet.proto.reward_pb2 import (
     ScoreResponse,
 )
 from flowfleet.proto.reward_pb2_grpc import RewardServiceServicer, add_RewardServiceServicer_to_server
-from flowfleet.reward_requests import CONTRACT, SERVICE_NAME
-from flowfleet.service import rpc_parser, run_service
+from flowfleet.rewards.requests import CONTRACT, SERVICE_NAME
+from flowfleet.rpc import endpoint as rpc
 
 NAME = "brightness"
 SLOW_S = 1.0

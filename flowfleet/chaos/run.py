@@ -18,10 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flowfleet.api_types import Job
 from flowfleet.chaos.account import account
-from flowfleet.chaos.clocks import LIBRARY, Clocks, find_library
-from flowfleet.chaos.disk import SmallDisk
 from flowfleet.chaos.field import Field
 from flowfleet.chaos.injector import Injector, Stuck
 from flowfleet.chaos.job import Mode, make_job, shape_of, weights_hash
@@ -30,9 +27,12 @@ from flowfleet.chaos.reference import references, result_of
 from flowfleet.chaos.report import Report, Samples, figures
 from flowfleet.chaos.schedule import KINDS, make_schedule, poisons
 from flowfleet.chaos.stack import ChaosStack, chaos_stack
+from flowfleet.chaos.tools.clocks import LIBRARY, Clocks, find_library
+from flowfleet.chaos.tools.disk import SmallDisk
 from flowfleet.chaos.watch import Watch
-from flowfleet.client import Client
-from flowfleet.jobs import JobSpec
+from flowfleet.client.client import Client
+from flowfleet.client.types import Job
+from flowfleet.job.spec import JobSpec
 from flowfleet.local.files import write_atomically
 from flowfleet.local.session import stop_stack
 from flowfleet.local.stack import StackError, StateDir

@@ -13,14 +13,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flowfleet.chaos.clocks import Clocks
-from flowfleet.chaos.control import Control
-from flowfleet.chaos.disk import SmallDisk
 from flowfleet.chaos.job import MAX_BATCH
-from flowfleet.chaos.proxy import TcpProxy
 from flowfleet.chaos.reward import NAME
-from flowfleet.job_files import data_folders
-from flowfleet.jobs import JobSpec
+from flowfleet.chaos.tools.clocks import Clocks
+from flowfleet.chaos.tools.control import Control
+from flowfleet.chaos.tools.disk import SmallDisk
+from flowfleet.chaos.tools.proxy import TcpProxy
+from flowfleet.job.files import data_folders
+from flowfleet.job.spec import JobSpec
 from flowfleet.local.cleanup import end_stack
 from flowfleet.local.plan import Kind, Plan, ProcessPlan, StackOptions
 from flowfleet.local.ports import free_ports

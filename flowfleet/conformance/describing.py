@@ -10,7 +10,7 @@ import grpc.aio
 from flowfleet.conformance.checks import Remark, check, require, said
 from flowfleet.conformance.session import Session
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
-from flowfleet.reward_requests import CONTRACT, SERVICE_NAME
+from flowfleet.rewards.requests import CONTRACT, SERVICE_NAME
 
 _SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 

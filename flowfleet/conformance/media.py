@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from flowfleet.media import PICTURE_TYPES, VIDEO_TYPES, Frames, encode_media
+from flowfleet.media.files import PICTURE_TYPES, VIDEO_TYPES, Frames, encode_media
 
 WORD: Final = "FLOW"
 SIZE: Final = (128, 64)

@@ -22,7 +22,7 @@ from flowfleet.conformance.checks import (
 )
 from flowfleet.conformance.session import GROUP, Session, by_id
 from flowfleet.proto.reward_pb2 import RewardSample, RewardScore, ScoreRequest, ScoreResponse
-from flowfleet.reward_requests import SERVICE_NAME
+from flowfleet.rewards.requests import SERVICE_NAME
 
 ONE, EACH, SAME, ORDER = "one sample", "each id once", "same again", "order and company"
 _KIND = "give --prompt, --metadata, --param or --image of the kind that it scores"

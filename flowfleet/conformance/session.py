@@ -13,7 +13,6 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from flowfleet import rpc, tls
 from flowfleet.conformance import media
 from flowfleet.conformance.media import Media
 from flowfleet.proto import reward_pb2_grpc
@@ -27,6 +26,8 @@ from flowfleet.proto.reward_pb2 import (
     ScoreRequest,
     ScoreResponse,
 )
+from flowfleet.rpc import endpoint as rpc
+from flowfleet.rpc import tls
 
 UNLIMITED_BATCH: Final = 64
 """Samples of a full batch where Describe names no limit."""

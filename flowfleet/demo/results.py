@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flowfleet.api_types import Job, JobEvent, MetricsRow, Sample
-from flowfleet.client import Client
+from flowfleet.client.client import Client
+from flowfleet.client.types import Job, JobEvent, MetricsRow, Sample
 from flowfleet.demo.plots import Curve, Pair
 from flowfleet.demo.statistics import paired_bootstrap
-from flowfleet.media import Frames, decode_media
+from flowfleet.media.files import Frames, decode_media
 
 NUM_PAIRS = 24
 """Held-out prompts in the picture grid."""

@@ -12,16 +12,16 @@ from typing import Any, Literal
 import psutil
 from rich.console import Console
 
-from flowfleet.api_types import Job, JobEvent
-from flowfleet.client import Client
+from flowfleet.client.client import Client
+from flowfleet.client.progress import duration, follow
+from flowfleet.client.types import Job, JobEvent
 from flowfleet.demo import plots
 from flowfleet.demo.results import Outcome, fetch, fetch_pairs, held_out_curve, summarise, training_curve
-from flowfleet.job_files import data_folders, prepare_job
-from flowfleet.jobs import JobSpec
+from flowfleet.job.files import data_folders, prepare_job
+from flowfleet.job.spec import JobSpec
 from flowfleet.local.plan import StackOptions
 from flowfleet.local.session import local_stack, stop_stack
 from flowfleet.local.stack import StackError, StateDir
-from flowfleet.progress import duration, follow
 
 Engine = Literal["diffusers", "vllm-omni"]
 """Of the rollouts."""

@@ -14,7 +14,7 @@ from typing import TextIO
 from flowfleet.local.plan import StackOptions
 from flowfleet.local.session import run_stack, stop_on_signals
 from flowfleet.local.stack import Stack, StackError, StateDir
-from flowfleet.telemetry import JsonFormatter
+from flowfleet.process.telemetry import JsonFormatter
 
 
 def main(arguments: list[str]) -> int:

@@ -7,11 +7,11 @@ import os
 import subprocess
 import time
 
-from flowfleet.kinds import without_own
 from flowfleet.local.plan import Kind, ProcessPlan
 from flowfleet.local.processes import write_record
 from flowfleet.local.restarts import Backoff
 from flowfleet.local.stack import RunningProcess, StateDir
+from flowfleet.rpc.kinds import without_own
 
 MAX_MISSED = 6
 """Questions in a row without a good answer, after which a process hangs."""

@@ -11,14 +11,14 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from flowfleet.accelerators import show_only
-from flowfleet.job_files import RECIPES
+from flowfleet.hardware.accelerators import show_only
+from flowfleet.job.files import RECIPES
 from flowfleet.local.placement import NOWHERE, Placement
 from flowfleet.local.secrets import StackSecrets
 from flowfleet.local.stack import DEFAULT_PORT, DEFAULT_STATE_DIR, MARK, StackError, StateDir
-from flowfleet.pulse import HANG_S
-from flowfleet.redis_server import server_url
-from flowfleet.service import PATIENT_THREADS, usable_cpus
+from flowfleet.process.pulse import HANG_S
+from flowfleet.process.service import PATIENT_THREADS, usable_cpus
+from flowfleet.redis.server import server_url
 
 HOST = "127.0.0.1"
 REWARDS_FILE = "rewards.toml"

@@ -13,10 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flowfleet import kinds, redis_acl, service
-from flowfleet.kinds import Kind
 from flowfleet.local.files import write_atomically
-from flowfleet.redis_server import new_password, server_url
+from flowfleet.process import service
+from flowfleet.redis import acl as redis_acl
+from flowfleet.redis.server import new_password, server_url
+from flowfleet.rpc import kinds
+from flowfleet.rpc.kinds import Kind
 
 _PRIVATE = 0o700
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from flowfleet.accelerators import visible_devices
+from flowfleet.hardware.accelerators import visible_devices
 from flowfleet.local import secrets
 from flowfleet.local.cleanup import end_stack
 from flowfleet.local.placement import Placement, place
@@ -21,8 +21,8 @@ from flowfleet.local.ports import free_ports, is_free
 from flowfleet.local.secrets import StackSecrets
 from flowfleet.local.stack import Stack, StackError, StateDir
 from flowfleet.local.supervisor import Supervisor
-from flowfleet.redis_server import command
-from flowfleet.tls import TLS_DIR
+from flowfleet.redis.server import command
+from flowfleet.rpc.tls import TLS_DIR
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from flowfleet.local.health import is_alive, serves
 from flowfleet.local.plan import Plan, ProcessPlan, found_out_s
 from flowfleet.local.stack import Stack, StackError, StateDir
 from flowfleet.local.watchdog import dismiss, start_watchdog
-from flowfleet.pulse import HANG_S
+from flowfleet.process.pulse import HANG_S
 
 logger = logging.getLogger(__name__)
 

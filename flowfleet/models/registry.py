@@ -60,32 +60,34 @@ def register(family: ModelFamily) -> None:
 
 
 for _family in (
-    ModelFamily("QwenImagePipeline", "Qwen-Image", "flowfleet.models.qwen_image:QwenImageAdapter"),
+    ModelFamily("QwenImagePipeline", "Qwen-Image", "flowfleet.models.families.qwen_image:QwenImageAdapter"),
     ModelFamily(
         "StableDiffusion3Pipeline",
         "Stable Diffusion 3",
-        "flowfleet.models.stable_diffusion_3:StableDiffusion3Adapter",
+        "flowfleet.models.families.stable_diffusion_3:StableDiffusion3Adapter",
         max_sequence_length=512,
     ),
     ModelFamily(
         "FluxPipeline",
         "FLUX.1",
-        "flowfleet.models.flux:FluxAdapter",
+        "flowfleet.models.families.flux:FluxAdapter",
         embedded_guidance=True,
         max_sequence_length=512,
     ),
-    ModelFamily("ChromaPipeline", "Chroma", "flowfleet.models.chroma:ChromaAdapter", max_sequence_length=512),
-    ModelFamily("ZImagePipeline", "Z-Image", "flowfleet.models.z_image:ZImageAdapter", max_sequence_length=512),
+    ModelFamily("ChromaPipeline", "Chroma", "flowfleet.models.families.chroma:ChromaAdapter", max_sequence_length=512),
+    ModelFamily(
+        "ZImagePipeline", "Z-Image", "flowfleet.models.families.z_image:ZImageAdapter", max_sequence_length=512
+    ),
     ModelFamily(
         "QwenImageEditPlusPipeline",
         "Qwen-Image-Edit-Plus",
-        "flowfleet.models.qwen_image_edit:QwenImageEditAdapter",
+        "flowfleet.models.families.qwen_image_edit:QwenImageEditAdapter",
         takes_images=True,
     ),
     ModelFamily(
         "WanPipeline",
         "Wan",
-        "flowfleet.models.wan:WanAdapter",
+        "flowfleet.models.families.wan:WanAdapter",
         modality="video",
         max_sequence_length=512,
         frame_multiple=4,

@@ -1,1 +1,1 @@
-"""What a job will need, found out without its weights; see flowfleet/plan.py, which puts the parts together."""
+"""What a job will need, found out without its weights; plan.py puts the parts together."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from flowfleet.jobs import JobSpec
+from flowfleet.job.spec import JobSpec
 from flowfleet.planning.facts import Facts
 from flowfleet.planning.memory import GIB, rollout_memory, trainer_memory
 

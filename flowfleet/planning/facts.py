@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from flowfleet.algorithms.coarse import check_noise
-from flowfleet.flops import ModelFlops, count_model, flops_of, forward
-from flowfleet.jobs import JobSpec
+from flowfleet.job.spec import JobSpec
 from flowfleet.models.base import ModelAdapter
 from flowfleet.planning.activations import Activations, measure
+from flowfleet.planning.flops import ModelFlops, count_model, flops_of, forward
 from flowfleet.planning.live import LiveBytes
 from flowfleet.planning.skeleton import META, MetaRun, blocks, load_skeleton, shortened
-from flowfleet.weights import dtype_of
+from flowfleet.weights.weights import dtype_of
 
 FP8_MIN_SIZE = 1024
 """Rollouts quantise linears of at least so many rows and columns."""

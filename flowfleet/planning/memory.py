@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from flowfleet.jobs import JobSpec
+from flowfleet.job.spec import JobSpec
 from flowfleet.planning.facts import Facts
 
 GIB = 2**30

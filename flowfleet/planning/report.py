@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flowfleet.jobs import JobSpec
-from flowfleet.plan import Plan
+from flowfleet.job.spec import JobSpec
 from flowfleet.planning.memory import GIB, RESERVE
+from flowfleet.planning.plan import Plan
 
 
 def show_plan(spec: JobSpec, plan: Plan, console: Console) -> None:

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from flowfleet import lora
-from flowfleet.jobs import LoraPart
+from flowfleet.job.spec import LoraPart
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.empty import empty_component
 from flowfleet.models.loading import ALL_COMPONENTS, Component, component_config, load_pipeline
 from flowfleet.models.registry import adapter_for
 from flowfleet.proto.rollout_pb2 import LoraSpec
+from flowfleet.weights import lora
 
 META = torch.device("meta")
 

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from flowfleet.algorithms.samplers import mean_model_calls
 from flowfleet.algorithms.windows import noisy_steps
-from flowfleet.jobs import JobSpec
+from flowfleet.job.spec import JobSpec
 from flowfleet.planning.facts import Facts
 from flowfleet.planning.memory import FP32, checkpoint_bytes, item_bytes, num_rounds, passes
 
 
 @dataclass(frozen=True)
 class Work:
-    """Of one training step unless it says otherwise; FLOPs are model FLOPs (flowfleet/flops.py)."""
+    """Of one training step unless it says otherwise; FLOPs are model FLOPs (flowfleet/planning/flops.py)."""
 
     samples: int
     """Samples that are drawn and scored."""

@@ -73,7 +73,7 @@ class BlobRef(_message.Message):
     uri: _builtins.str
     size_bytes: _builtins.int
     sha256: _builtins.str
-    """lower-case hex over the whole blob; above 256 MiB over its chunks' hex digests (flowfleet/blobs.py)"""
+    """lower-case hex over the whole blob; above 256 MiB over its chunks' hex digests (flowfleet/data/blobs.py)"""
     def __init__(
         self,
         *,
@@ -193,7 +193,7 @@ class Sample(_message.Message):
     def id(self) -> Global___SampleId: ...
     @_builtins.property
     def trajectory(self) -> Global___BlobRef:
-        """safetensors of the kind that was asked for, see flowfleet/trajectories.py; absent for validation"""
+        """safetensors of the kind that was asked for, see flowfleet/data/trajectories.py; absent for validation"""
 
     @_builtins.property
     def prompt_embeds(self) -> Global___BlobRef:

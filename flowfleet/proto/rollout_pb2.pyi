@@ -654,7 +654,7 @@ class FinishWeightUpdateRequest(_message.Message):
     attempt: _builtins.int
     @_builtins.property
     def hashes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """flowfleet.weights.tensor_hash of every parameter sent"""
+        """flowfleet.weights.weights.tensor_hash of every parameter sent"""
 
     def __init__(
         self,

@@ -55,7 +55,7 @@ class ConfigureRequest(_message.Message):
     LEDGER_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     spec_json: _builtins.str
-    """flowfleet.jobs.JobSpec"""
+    """flowfleet.job.spec.JobSpec"""
     directory: _builtins.str
     """where checkpoints go"""
     @_builtins.property
@@ -80,7 +80,7 @@ Global___ConfigureRequest: _TypeAlias = ConfigureRequest  # noqa: Y015
 
 @_typing.final
 class LedgerPosition(_message.Message):
-    """Where the job's ledger is, so that a trainer goes on with weights that go with it (flowfleet/lineage.py)."""
+    """Where the job's ledger is, so that a trainer goes on with weights that go with it (flowfleet/data/lineage.py)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -569,7 +569,7 @@ Global___TrainerStatus: _TypeAlias = TrainerStatus  # noqa: Y015
 
 @_typing.final
 class RankProgress(_message.Message):
-    """What a rank's working thread last showed. services/controller/hangs.py judges by it whether the trainer hangs."""
+    """What a rank's working thread last showed. services/controller/trainers/hangs.py judges by it whether the trainer hangs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

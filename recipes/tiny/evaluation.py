@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from flowfleet.image_stats import colour_entropy, edge_density
+from flowfleet.media.image_stats import colour_entropy, edge_density
 from recipes.tiny.signs import IMAGE_SIZE, Pixels
-from services.reward.scorers.base import Problem, Sample
-from services.reward.scorers.ocr import OcrScorer
+from services.reward.scorer import Problem, Sample
+from services.reward.scorers.reading.ocr import OcrScorer
 
 JOB_FILE = Path(__file__).parents[1] / "tiny_ocr.toml"
 NUM_STEPS = 6

@@ -19,13 +19,13 @@ import torch
 from diffusers import QwenImagePipeline
 from PIL import Image
 
+from flowfleet.algorithms.preferences import make_pairs
 from flowfleet.models.loading import ALL_COMPONENTS, load_pipeline
-from flowfleet.preferences import make_pairs
-from flowfleet.service import usable_cpus
+from flowfleet.process.service import usable_cpus
 from recipes.tiny.evaluation import JOB_FILE, paint
 from recipes.tiny.make_prompts import read_prompts
-from services.reward.scorers.base import Problem, Sample
-from services.reward.scorers.ocr import OcrScorer
+from services.reward.scorer import Problem, Sample
+from services.reward.scorers.reading.ocr import OcrScorer
 
 MODEL = Path(__file__).parent / "model"
 

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from flowfleet.image_stats import colour_entropy, edge_density
-from flowfleet.media import Frames
+from flowfleet.media.files import Frames
+from flowfleet.media.image_stats import colour_entropy, edge_density
 from recipes.tiny_video.clips import EDGE, NUM_FRAMES
-from services.reward.scorers.base import Problem, Sample
+from services.reward.scorer import Problem, Sample
 from services.reward.scorers.motion import MotionScorer
 
 JOB_FILE = Path(__file__).parents[1] / "tiny_video.toml"

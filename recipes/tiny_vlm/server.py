@@ -31,7 +31,7 @@ from fastapi.responses import JSONResponse
 from PIL import Image
 from pydantic import BaseModel, Field
 
-from flowfleet.service import write_port_file
+from flowfleet.process.service import write_port_file
 from recipes.tiny_vlm.model import TinyVlm
 
 MAX_TOP_LOGPROBS = 20

@@ -9,14 +9,14 @@ import gc
 import sys
 from collections.abc import Sequence
 
-from flowfleet import tls
-from flowfleet.service import keep_freed_memory
-from flowfleet.telemetry import configure_logging
+from flowfleet.process.service import keep_freed_memory
+from flowfleet.process.telemetry import configure_logging
+from flowfleet.rpc import tls
+from services.controller.api.server import Server
 from services.controller.app import create_app
-from services.controller.confinement import hide_memory
-from services.controller.runner import Runner
-from services.controller.seam import RunnerFactory
-from services.controller.server import Server
+from services.controller.ports import SchedulerFactory
+from services.controller.reading.confinement import hide_memory
+from services.controller.scheduler import JobScheduler
 from services.controller.settings import ControllerSettings
 
 SWITCH_S = 0.001
@@ -26,7 +26,7 @@ COLLECT = 5_000, 10, 200
 so it comes after ten million new objects, and the modules' objects are left out of it."""
 
 
-def main(argv: Sequence[str], runner_factory: RunnerFactory = Runner) -> int:
+def main(argv: Sequence[str], runner_factory: SchedulerFactory = JobScheduler) -> int:
     try:
         settings = ControllerSettings.from_command_line(argv)
         configure_logging("controller", settings.log_level)

@@ -9,24 +9,28 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from flowfleet.blobs import open_blobs
-from flowfleet.redis_client import connect
-from services.controller import api_history, api_jobs, api_rewards, api_system, openapi, problems
-from services.controller.auth import Guard
+from flowfleet.data.blobs import open_blobs
+from flowfleet.redis.client import connect
+from services.controller.api import history as api_history
+from services.controller.api import jobs as api_jobs
+from services.controller.api import openapi, problems
+from services.controller.api import rewards as api_rewards
+from services.controller.api import system as api_system
+from services.controller.api.auth import Guard
+from services.controller.api.connections import Streams
+from services.controller.api.dependencies import Services
 from services.controller.concurrency import end
-from services.controller.connections import Streams
-from services.controller.deletion_cost import keep_deletion_costs
-from services.controller.gauges import count_jobs
-from services.controller.memory import Memory
+from services.controller.metrics.gauges import count_jobs
 from services.controller.platform import open_platform
-from services.controller.scaler import Scaler, serve_scaler
-from services.controller.seam import RunnerFactory
-from services.controller.services import Services
+from services.controller.ports import SchedulerFactory
+from services.controller.retention.memory import Memory
+from services.controller.scaling.deletion_cost import keep_deletion_costs
+from services.controller.scaling.keda import Scaler, serve_scaler
 from services.controller.settings import ControllerSettings
-from services.controller.store import JobStore
+from services.controller.store.jobs import JobStore
 
 
-def create_app(settings: ControllerSettings, runner_factory: RunnerFactory) -> FastAPI:
+def create_app(settings: ControllerSettings, runner_factory: SchedulerFactory) -> FastAPI:
     """An app that runs jobs while its lifespan lasts."""
 
     @asynccontextmanager
@@ -54,7 +58,7 @@ def create_app(settings: ControllerSettings, runner_factory: RunnerFactory) -> F
     return app
 
 
-async def _start(settings: ControllerSettings, runner_factory: RunnerFactory, stack: AsyncExitStack) -> Services:
+async def _start(settings: ControllerSettings, runner_factory: SchedulerFactory, stack: AsyncExitStack) -> Services:
     """What is pushed on the stack is undone in reverse."""
     redis = connect(settings.redis_url.get_secret_value())
     stack.push_async_callback(redis.aclose)

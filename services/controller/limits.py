@@ -8,8 +8,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from flowfleet.errors import Full
-from flowfleet.jobs import JobSpec
-from services.controller.records import JobRecord
+from flowfleet.job.spec import JobSpec
+from services.controller.store.records import JobRecord
 
 
 class Limits(BaseModel):

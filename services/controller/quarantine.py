@@ -30,8 +30,8 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from flowfleet import keys
-from flowfleet.redis_client import connect_sync
+from flowfleet.redis import keys
+from flowfleet.redis.client import connect_sync
 
 log = logging.getLogger(__name__)
 

@@ -12,14 +12,14 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
-from flowfleet import redis_sentinel
-from flowfleet.service import API_KEY, is_loopback, service_parser
-from services.controller.directory import addresses
-from services.controller.keep import Keep
+from flowfleet.process.service import API_KEY, is_loopback, service_parser
+from flowfleet.redis import sentinel as redis_sentinel
+from services.controller.fleet.directory import addresses
 from services.controller.limits import Limits
-from services.controller.places import Places, url_origin
-from services.controller.sources import Sources
-from services.controller.trainer_template import load_template
+from services.controller.prompts.sources import Sources
+from services.controller.reading.places import Places, url_origin
+from services.controller.retention.keep import Keep
+from services.controller.trainers.template import load_template
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 _FLAGS = {"limits": "limit"}

@@ -10,17 +10,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flowfleet import rpc
-from flowfleet.pulse import Pulse, add_pulse_arguments
-from flowfleet.reward_requests import SERVICE_NAME
-from flowfleet.service import rpc_parser, run_service, usable_cpus
+from flowfleet.process.pulse import Pulse, add_pulse_arguments
+from flowfleet.process.service import rpc_parser, run_service, usable_cpus
+from flowfleet.rewards.requests import SERVICE_NAME
+from flowfleet.rpc import endpoint as rpc
 from services.reward import scorers
-from services.reward.batcher import Limits
-from services.reward.engines import Batched, Direct, Engine
-from services.reward.evaluator import Evaluator
+from services.reward.execution.batcher import Limits
+from services.reward.execution.engines import Batched, Direct, Engine
+from services.reward.execution.evaluator import Evaluator
+from services.reward.execution.pool import MAX_AHEAD, MAX_PROCESSES, ProcessPool, default_processes
 from services.reward.metrics import RewardMetrics
-from services.reward.pool import MAX_AHEAD, MAX_PROCESSES, ProcessPool, default_processes
-from services.reward.scorers.base import AnyScorer, Scorer
+from services.reward.scorer import AnyScorer, Scorer
 from services.reward.server import RewardServicer
 from services.reward.settings import read_settings
 

@@ -9,11 +9,11 @@ import grpc
 
 from flowfleet.errors import InvalidRequest
 from flowfleet.proto.reward_pb2 import DescribeRequest, DescribeResponse, RewardScore, ScoreResponse
-from flowfleet.reward_requests import CONTRACT, SERVICE_NAME, ScoreCall, check_ids
-from services.reward.batcher import Limits
-from services.reward.engines import Engine
+from flowfleet.rewards.requests import CONTRACT, SERVICE_NAME, ScoreCall, check_ids
+from services.reward.execution.batcher import Limits
+from services.reward.execution.engines import Engine
 from services.reward.metrics import RewardMetrics
-from services.reward.scorers.base import Outcome, Problem
+from services.reward.scorer import Outcome, Problem
 
 
 class RewardServicer:

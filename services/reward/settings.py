@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flowfleet.setting_files import change_table, read_table
+from flowfleet.job.setting_files import change_table, read_table
 
 
 def read_settings(path: Path | None, changes: Sequence[str]) -> dict[str, Any]:

@@ -6,8 +6,8 @@ import argparse
 import os
 import sys
 
-from flowfleet.pulse import add_pulse_arguments
-from flowfleet.service import PATIENT_THREADS, end_soon, rpc_parser, run_service
+from flowfleet.process.pulse import add_pulse_arguments
+from flowfleet.process.service import PATIENT_THREADS, end_soon, rpc_parser, run_service
 
 
 def main() -> int:

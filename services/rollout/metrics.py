@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
-from flowfleet.telemetry import metric_name
+from flowfleet.process.telemetry import metric_name
 
 
 class RolloutMetrics:

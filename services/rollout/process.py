@@ -12,15 +12,18 @@ from concurrent.futures import ThreadPoolExecutor
 import redis.asyncio
 import torch
 
-from flowfleet import devices, plugins, redis_client, rpc
-from flowfleet.blobs import open_blobs
+from flowfleet import plugins
+from flowfleet.data.blobs import open_blobs
+from flowfleet.hardware import devices
+from flowfleet.process.pulse import Pulse
 from flowfleet.proto import rollout_pb2, rollout_pb2_grpc
-from flowfleet.pulse import Pulse
+from flowfleet.redis import client as redis_client
+from flowfleet.rpc import endpoint as rpc
 from services.rollout.engines.base import RolloutEngine
-from services.rollout.media import MediaReader
 from services.rollout.metrics import RolloutMetrics
-from services.rollout.publisher import Publisher
 from services.rollout.registration import Membership
+from services.rollout.sampling.media import MediaReader
+from services.rollout.sampling.publisher import Publisher
 from services.rollout.server import RolloutService
 
 SERVICE = "flowfleet.v1.RolloutService"
@@ -92,7 +95,7 @@ def make_engine(options: argparse.Namespace) -> RolloutEngine:
         raise ValueError(f"--device {options.device}: {error}") from None
     pulse = Pulse(options.hang_s, options.stall_s, shared=True)
     if options.engine == "vllm-omni":
-        from services.rollout.engines.vllm_omni import VllmOmniEngine
+        from services.rollout.engines.vllm_omni.engine import VllmOmniEngine
 
         return VllmOmniEngine(
             device,

@@ -11,8 +11,8 @@ from contextlib import suppress
 import redis
 import redis.asyncio
 
-from flowfleet.replicas import EXPIRES_S, RENEW_EVERY_S, ReplicaDirectory, ReplicaRecord
-from flowfleet.rpc import HealthState
+from flowfleet.data.replicas import EXPIRES_S, RENEW_EVERY_S, ReplicaDirectory, ReplicaRecord
+from flowfleet.rpc.endpoint import HealthState
 from services.rollout.engines.base import RolloutEngine
 
 _DEADLINE_S = 3.0

@@ -13,20 +13,20 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
 from typing import Any
 
-from flowfleet import devices
-from flowfleet.blobs import BlobStore
+from flowfleet.data.blobs import BlobStore
+from flowfleet.data.replicas import ReplicaRecord
+from flowfleet.hardware import devices
 from flowfleet.proto import rollout_pb2, rollout_pb2_grpc
-from flowfleet.replicas import ReplicaRecord
-from services.rollout.binding import MAX_TIMEOUT_S
 from services.rollout.engines.base import RolloutEngine
-from services.rollout.generation import Generation
-from services.rollout.media import MediaReader
 from services.rollout.metrics import RolloutMetrics
-from services.rollout.publisher import Publisher
-from services.rollout.receiver import WeightReceiver
 from services.rollout.registration import Membership
-from services.rollout.requests import generation_request
-from services.rollout.weights import Phase, WeightState
+from services.rollout.sampling.generation import Generation
+from services.rollout.sampling.media import MediaReader
+from services.rollout.sampling.publisher import Publisher
+from services.rollout.sampling.requests import generation_request
+from services.rollout.weights.binding import MAX_TIMEOUT_S
+from services.rollout.weights.receiver import WeightReceiver
+from services.rollout.weights.state import Phase, WeightState
 
 _STATES = {
     Phase.IDLE: rollout_pb2.ROLLOUT_STATE_IDLE,

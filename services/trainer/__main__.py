@@ -1,7 +1,7 @@
 """`python -m torch.distributed.run … -m services.trainer`: one rank. Rank 0 serves TrainerService, the others follow
 it.
 
-On one machine ranks are forked from a process that has imported this module (flowfleet/forkserver.py). Without
+On one machine ranks are forked from a process that has imported this module (flowfleet/process/forkserver.py). Without
 torchrun it is a world of one. Needs FLOWFLEET_REDIS_URL; see `--help` for the flags.
 """
 
@@ -21,16 +21,18 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import NoReturn, Protocol
 
-from flowfleet import redis_client, rpc, telemetry
-from flowfleet.blobs import SyncBlobs, open_blobs_sync
+from flowfleet.data.blobs import SyncBlobs, open_blobs_sync
 from flowfleet.errors import FlowfleetError
+from flowfleet.process import telemetry
+from flowfleet.process.service import end_soon, end_with_parent, rpc_parser, run_service
 from flowfleet.proto import trainer_pb2_grpc
-from flowfleet.service import end_soon, end_with_parent, rpc_parser, run_service
+from flowfleet.redis import client as redis_client
+from flowfleet.rpc import endpoint as rpc
 from services.trainer import last_words
+from services.trainer.checkpoints.fence import Replaced
 from services.trainer.commands import Command, Kind
-from services.trainer.fence import Replaced
-from services.trainer.publish import Publisher
-from services.trainer.ranks import Ranks
+from services.trainer.parallel.ranks import Ranks
+from services.trainer.publishing.publisher import Publisher
 from services.trainer.runner import Runner
 from services.trainer.server import TrainerService
 from services.trainer.worker import Worker

@@ -3,7 +3,7 @@
 The working thread declares the phase that it is in and counts the units that it has done: a forward, a bucket, a
 parameter. `carry` only hands these on, so a live process whose working thread hangs shows the same count for ever.
 Rank 0 tells the controller in `GetStatus`; the other ranks tell rank 0 through the store at which the ranks met. The
-controller judges (services/controller/hangs.py): clocks of ranks are never compared.
+controller judges (services/controller/trainers/hangs.py): clocks of ranks are never compared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from flowfleet.jobs import TimeoutPart
+from flowfleet.job.spec import TimeoutPart
 from flowfleet.proto.trainer_pb2 import RankProgress
 
 CARRY_S = 0.5

@@ -26,12 +26,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from flowfleet import weights
-from flowfleet.jobs import JobSpec
+from flowfleet.job.spec import JobSpec
 from flowfleet.proto.rollout_pb2 import Bucket
-from services.trainer.engine import Engine, lora_spec
-from services.trainer.fence import Fence
-from services.trainer.loading import persistent
+from flowfleet.weights import weights
+from services.trainer.checkpoints.fence import Fence
+from services.trainer.model.engine import Engine, lora_spec
+from services.trainer.model.loading import persistent
 
 SHARD_BYTES = 4 * 2**30
 _WEIGHTS = "diffusion_pytorch_model"

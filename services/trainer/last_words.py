@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from flowfleet.service import LAST_WORDS
+from flowfleet.process.service import LAST_WORDS
 
 MAX_BYTES = 2000
 """Kubelets keep 4096 of a termination message."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowfleet import lineage
+from flowfleet.data import lineage
 from flowfleet.errors import Conflict
 from flowfleet.proto import trainer_pb2
 
@@ -25,7 +25,7 @@ class Record:
     results: dict[int, dict[str, float]] = field(default_factory=dict)
     """Metrics by step, the newest `MAX_RESULTS`."""
     history: dict[int, str] = field(default_factory=dict)
-    """Version → its lineage, of as many (flowfleet/lineage.py); none in checkpoints from before it was kept."""
+    """Version → its lineage, of as many (flowfleet/data/lineage.py); none in checkpoints from before it was kept."""
 
     def add(self, request: trainer_pb2.TrainStepRequest, metrics: Mapping[str, float]) -> None:
         """A step was applied."""

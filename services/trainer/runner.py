@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from flowfleet import devices
 from flowfleet.errors import FlowfleetError
+from flowfleet.hardware import devices
 from services.trainer import last_words
 from services.trainer.commands import Command, Kind
 from services.trainer.worker import Worker

@@ -6,13 +6,13 @@ import time
 from typing import Any
 
 from flowfleet.errors import Conflict
+from flowfleet.process.service import check_address
+from flowfleet.process.telemetry import JobMetrics
 from flowfleet.proto import trainer_pb2, trainer_pb2_grpc
-from flowfleet.service import check_address
-from flowfleet.telemetry import JobMetrics
 from services.trainer.commands import Command, Kind
-from services.trainer.publish import Publisher
-from services.trainer.requests import check_directory
+from services.trainer.publishing.publisher import Publisher
 from services.trainer.runner import Runner
+from services.trainer.step.requests import check_directory
 from services.trainer.worker import Job, Worker, step_response
 
 

@@ -15,30 +15,32 @@ import torch
 from google.protobuf.message import Message
 from torch import Tensor
 
-from flowfleet import devices, keys, lora, weights
-from flowfleet.blobs import SyncBlobs
+from flowfleet.data.blobs import SyncBlobs
+from flowfleet.data.lineage import misfit
 from flowfleet.errors import Conflict, DataLoss, Unavailable
-from flowfleet.jobs import JobSpec, parse_job
-from flowfleet.lineage import misfit
+from flowfleet.hardware import devices
+from flowfleet.job.spec import JobSpec, parse_job
+from flowfleet.process.telemetry import Timings
 from flowfleet.proto import trainer_pb2
 from flowfleet.proto.common_pb2 import BlobRef
 from flowfleet.proto.rollout_pb2 import Bucket
-from flowfleet.telemetry import Timings
-from flowfleet.transfer import TransferError, TransferMember
-from services.trainer.batches import Update, plan_passes
+from flowfleet.redis import keys
+from flowfleet.weights import lora, weights
+from flowfleet.weights.transfer import TransferError, TransferMember
 from services.trainer.beats import Phase
-from services.trainer.checkpoints import Checkpoints
+from services.trainer.checkpoints.checkpoints import Checkpoints
+from services.trainer.checkpoints.set_aside import kept_aside
 from services.trainer.commands import Command, Kind
-from services.trainer.engine import Engine
 from services.trainer.export import export
-from services.trainer.gather import Gather
-from services.trainer.inputs import Batch, StepReader
-from services.trainer.mfu import Mfu
-from services.trainer.ranks import Ranks
+from services.trainer.model.engine import Engine
+from services.trainer.model.gather import Gather
+from services.trainer.parallel.ranks import Ranks
 from services.trainer.record import Record
-from services.trainer.requests import check_request, pairs_of
-from services.trainer.set_aside import kept_aside
-from services.trainer.update import StepTrainer
+from services.trainer.step.batches import Update, plan_passes
+from services.trainer.step.inputs import Batch, StepReader
+from services.trainer.step.mfu import Mfu
+from services.trainer.step.requests import check_request, pairs_of
+from services.trainer.step.update import StepTrainer
 
 ADAPTER_TTL_S = 24 * 3600
 _ADAPTERS_KEPT = 3

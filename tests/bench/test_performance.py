@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from bench import h200
-from bench.gap import VARIANTS
 from bench.h200 import Measurement, code_version, run_all, select, share_cores
-from bench.loop_figures import loop_figures, policy_version, rollout_busy_s
 from bench.performance import PAGE, RESULTS, figures_in, read_all, take
 from bench.performance_tables import GOALS, engine_of, machine, parts, proofs, summary
-from bench.proof import seeds_after
-from flowfleet.docs_tables import outdated, rewrite
+from bench.speed.gap import VARIANTS
+from bench.speed.loop_figures import loop_figures, policy_version, rollout_busy_s
+from bench.speed.proof import seeds_after
+from docs.generate.markdown import outdated, rewrite
 
 ROOT = Path(__file__).parents[2]
 
@@ -273,7 +273,8 @@ def test_a_page_without_places_is_refused(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_tiny_loop_as_services_and_in_one_process() -> None:
     command = (
-        "-m bench.loop --tiny --images 8 --group-size 4 --batch-size 8 --micro-batch 4 --steps 2 --warm-up 1 --compare"
+        "-m bench.speed.loop --tiny --images 8 --group-size 4 --batch-size 8 --micro-batch 4 --steps 2 --warm-up 1 "
+        "--compare"
     )
     done = subprocess.run(
         [sys.executable, *command.split()],

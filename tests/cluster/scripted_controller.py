@@ -12,14 +12,14 @@ import grpc
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
-from flowfleet.blobs import open_blobs
+from flowfleet.data.blobs import open_blobs
 from flowfleet.proto import reward_pb2_grpc, rollout_pb2_grpc, trainer_pb2_grpc
 from services.controller.__main__ import main
-from services.controller.directory import Directory, StaticDirectory
-from services.controller.launcher import Launcher
-from services.controller.runner import Runner
+from services.controller.fleet.directory import Directory, StaticDirectory
+from services.controller.scheduler import JobScheduler
 from services.controller.settings import ControllerSettings
-from services.controller.store import JobStore
+from services.controller.store.jobs import JobStore
+from services.controller.trainers.launcher import Launcher
 from tests.services.controller.scripted import ScriptedLauncher, ScriptedReward, ScriptedRollout, ScriptedTrainer
 
 REPLICA, GENERATES = "test:replica", "test:generates"
@@ -38,7 +38,7 @@ class SteeredRollout(ScriptedRollout):
         await super().renew()
 
 
-class ScriptedRunner(Runner):
+class ScriptedRunner(JobScheduler):
     def __init__(
         self,
         settings: ControllerSettings,

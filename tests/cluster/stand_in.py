@@ -17,9 +17,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from flowfleet.errors import Unavailable
-from flowfleet.jobs import JobSpec, parse_job
-from services.controller.kubernetes_directory import KubernetesDirectory
-from services.controller.kubernetes_launcher import KubernetesLauncher
+from flowfleet.job.spec import JobSpec, parse_job
+from services.controller.kubernetes.directory import KubernetesDirectory
+from services.controller.trainers.kubernetes import KubernetesLauncher
 from services.controller.waiting import NotYet
 from tests.cluster.conftest import Cluster
 
@@ -44,7 +44,7 @@ def _seem_to_train() -> None:
     import pathlib
     import sys
 
-    from flowfleet import rpc
+    from flowfleet.rpc import endpoint as rpc
 
     code = pathlib.Path("/tmp/exit")
 

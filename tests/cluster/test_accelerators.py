@@ -16,7 +16,7 @@ import yaml
 from pydantic import SecretStr
 
 from services.controller.app import create_app
-from services.controller.runner import Runner
+from services.controller.scheduler import JobScheduler
 from services.controller.settings import ControllerSettings
 from tests.cluster.conftest import CHART, Cluster, run
 from tests.cluster.stand_in import RELEASE, idle, owner, until
@@ -91,7 +91,7 @@ async def controller(cluster: Cluster, template: Path, redis_url: str) -> AsyncI
         trainer_template=template,
         owner=f"{RELEASE}-controller",
     )
-    app = create_app(settings, Runner)
+    app = create_app(settings, JobScheduler)
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8470") as client,

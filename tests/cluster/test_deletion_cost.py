@@ -7,9 +7,9 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from services.controller.deletion_cost import ANNOTATION, cost, keep_deletion_costs
-from services.controller.fleet import Replica
-from services.controller.kubernetes_api import PODS, connect
+from services.controller.fleet.replicas import Replica
+from services.controller.kubernetes.api import PODS, connect
+from services.controller.scaling.deletion_cost import ANNOTATION, cost, keep_deletion_costs
 from tests.cluster.conftest import Cluster
 from tests.cluster.test_keda import deployment
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from flowfleet.api_types import Job
 from flowfleet.client import Client
-from flowfleet.jobs import read_job_file
+from flowfleet.client.types import Job
+from flowfleet.job.spec import read_job_file
 from tests.cluster.conftest import CHART, Cluster
 from tests.cluster.prometheus import Prometheus
 from tests.cluster.release import PREFIX, TAG, Log, Release, storage

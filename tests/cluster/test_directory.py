@@ -9,7 +9,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from services.controller.kubernetes_directory import NAME_LABEL, KubernetesDirectory
+from services.controller.kubernetes.directory import NAME_LABEL, KubernetesDirectory
 from tests.cluster.conftest import Cluster
 from tests.cluster.stand_in import RELEASE, directory_of, idle, until
 

@@ -21,11 +21,11 @@ from typing import Any
 
 import pytest
 
-from flowfleet.api_types import Job
 from flowfleet.chaos.job import EXACT, MAX_BATCH, RECIPE, TINY, changed, weights_hash
 from flowfleet.chaos.watch import Watch
 from flowfleet.client import Client
-from flowfleet.jobs import read_job_file
+from flowfleet.client.types import Job
+from flowfleet.job.spec import read_job_file
 from tests.cluster.conftest import Cluster, run
 from tests.cluster.release import TAG, Log, Release, storage
 

@@ -23,10 +23,10 @@ import httpx
 import pytest
 import redis
 
-from flowfleet import keys
 from flowfleet.proto import externalscaler_pb2 as pb
 from flowfleet.proto import externalscaler_pb2_grpc
-from flowfleet.redis_client import connect_sync
+from flowfleet.redis import keys
+from flowfleet.redis.client import connect_sync
 from tests.cluster.conftest import Cluster, run
 from tests.cluster.scripted_controller import GENERATES, REPLICA
 from tests.flowfleet.idle_controller import job_settings

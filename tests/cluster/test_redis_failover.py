@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flowfleet.client import Client
-from flowfleet.jobs import read_job_file
+from flowfleet.job.spec import read_job_file
 from tests.cluster.conftest import CHART, Cluster
 from tests.cluster.release import Log, Release, storage
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from flowfleet.jobs import parse_job
-from services.controller.trainer_template import TrainerTemplate, parse_template
+from flowfleet.job.spec import parse_job
+from services.controller.trainers.template import TrainerTemplate, parse_template
 from tests.cluster.conftest import CHART, Cluster, run
 from tests.deploy.conftest import API_SERVER, FULLNAME, values_of
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from flowfleet.kinds import of_certificate
-from services.controller.trainer_template import parse_template
+from flowfleet.rpc.kinds import of_certificate
+from services.controller.trainers.template import parse_template
 from tests.deploy.conftest import (
     ALL,
     API_SERVER,
@@ -515,7 +515,7 @@ def test_helm_test_runs_the_tiny_job_where_the_profile_has_one() -> None:
 
 
 def test_the_job_of_helm_test_is_valid_and_has_one_step() -> None:
-    from flowfleet.job_files import prepare_job
+    from flowfleet.job.files import prepare_job
 
     settings = environment(Rendered("cpu").get("Pod", "test"))
     root = Path(CHART).parents[2]

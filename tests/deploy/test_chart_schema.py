@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from deploy.helm.values_table import README, comments, parts
-from flowfleet.docs_tables import outdated
+from docs.generate.markdown import outdated
 from tests.deploy.conftest import CHART, helm
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from flowfleet import kinds, redis_acl
-from flowfleet.devices import _BACKENDS as BACKENDS
-from flowfleet.redis_sentinel import parse
+from flowfleet.hardware.devices import _BACKENDS as BACKENDS
+from flowfleet.redis import acl as redis_acl
+from flowfleet.redis.sentinel import parse
+from flowfleet.rpc import kinds
 from tests.deploy.conftest import (
     FULLNAME,
     Rendered,

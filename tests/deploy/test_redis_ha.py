@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from flowfleet.redis_client import connect_sync
+from flowfleet.redis.client import connect_sync
 from tests.deploy.redis_pods import OPERATOR, PASSWORDS, RedisPods
 from tests.flowfleet.sentinels import wait_until
 

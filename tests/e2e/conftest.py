@@ -13,13 +13,13 @@ from typing import Any
 import psutil
 import pytest
 
-from flowfleet.api_types import Job, MetricsRow
-from flowfleet.client import Client
-from flowfleet.jobs import read_job_file
+from flowfleet.client.client import Client
+from flowfleet.client.types import Job, MetricsRow
+from flowfleet.job.spec import read_job_file
 from flowfleet.local.plan import StackOptions
 from flowfleet.local.session import local_stack
 from flowfleet.local.stack import Stack
-from flowfleet.redis_client import connect_sync
+from flowfleet.redis.client import connect_sync
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 240.0
@@ -116,7 +116,7 @@ def small_job(held_out: Path) -> Callable[..., dict[str, Any]]:
 
 
 def assert_nothing_refused(redis_url: str) -> None:
-    """No service met a command, key or channel that its Redis user may not use (flowfleet/redis_acl.py)."""
+    """No service met a command, key or channel that its Redis user may not use (flowfleet/redis/acl.py)."""
     with connect_sync(redis_url) as redis:
         refused = {(entry["username"], entry["object"]) for entry in redis.acl_log()}
     assert {what for what in refused if what[1] != "client"} == set()  # Redis 6 has no right to name the library alone

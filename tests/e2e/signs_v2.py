@@ -7,8 +7,8 @@ from functools import cache
 
 from PIL import Image
 
-from services.reward.scorers.base import Sample, Score
-from services.reward.scorers.ocr import OcrScorer
+from services.reward.scorer import Sample, Score
+from services.reward.scorers.reading.ocr import OcrScorer
 
 
 @cache

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from flowfleet.chaos.clocks import find_library
 from flowfleet.chaos.report import Report
+from flowfleet.chaos.tools.clocks import find_library
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -22,7 +22,7 @@ def test_a_job_survives_twelve_faults_with_the_same_weights(mode: str, tmp_path:
     report = tmp_path / "report.json"
     words = ["--mode", mode, "--faults", str(FAULTS), "--seed", str(SEED), "--spacing", "3"]
     words += ["--state-dir", str(tmp_path / "chaos")]
-    command = [sys.executable, "-m", "flowfleet.cli", "chaos", *words, "--report", str(report)]
+    command = [sys.executable, "-m", "flowfleet.cli.main", "chaos", *words, "--report", str(report)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert report.exists(), ended.stderr
     found = Report.model_validate_json(report.read_bytes())

@@ -17,12 +17,12 @@ import httpx
 import psutil
 import pytest
 
-from flowfleet import keys
-from flowfleet.client import Client
+from flowfleet.client.client import Client
 from flowfleet.local import secrets
 from flowfleet.local.stack import MARK
-from flowfleet.redis_client import connect_sync
-from services.controller.leadership import TTL_S
+from flowfleet.redis import keys
+from flowfleet.redis.client import connect_sync
+from services.controller.store.leadership import TTL_S
 from tests.e2e.conftest import ROOT, Fleet, assert_accounted, wait_until
 from tests.e2e.test_kills import SAMPLES, STEPS, curve
 

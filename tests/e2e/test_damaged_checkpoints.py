@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from flowfleet.api_types import Job
 from flowfleet.chaos.job import weights_hash
+from flowfleet.client.types import Job
 from tests.e2e.conftest import Fleet, wait_until
 from tests.e2e.test_kills import kill_trainer_agent
 from tests.services.trainer import damage

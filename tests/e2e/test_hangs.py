@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowfleet.api_types import Job
+from flowfleet.client.types import Job
 from tests.e2e.conftest import Fleet, assert_accounted, wait_until
 from tests.e2e.test_kills import SAMPLES, evaluated
 

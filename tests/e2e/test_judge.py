@@ -12,9 +12,9 @@ import pytest
 import torch
 from PIL import Image
 
-from bench.judge_processes import JudgeService, judge_service
-from flowfleet.api_types import Sample
-from flowfleet.client import Client
+from bench.rewards.judge_processes import JudgeService, judge_service
+from flowfleet.client.client import Client
+from flowfleet.client.types import Sample
 from recipes.tiny_vlm.model import TinyVlm, make_tiny_vlm
 from recipes.tiny_vlm.teach import RUBRIC, Lessons, conversation, teach
 from services.reward.judge.rubrics import load_rubric

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from flowfleet.api_types import Job
+from flowfleet.client.types import Job
 from tests.e2e.conftest import Fleet, assert_accounted, wait_until
 
 MakeJob = Callable[..., dict[str, Any]]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from flowfleet.api_types import Job, MetricsRow
+from flowfleet.client.types import Job, MetricsRow
 from tests.e2e.conftest import Fleet, assert_accounted, wait_until
 
 MakeJob = Callable[..., dict[str, Any]]

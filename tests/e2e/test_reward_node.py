@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from flowfleet.api_types import Job
-from flowfleet.jobs import read_job_file
+from flowfleet.client.types import Job
+from flowfleet.job.spec import read_job_file
 from tests.e2e.conftest import ROOT, Fleet
 from tests.examples import reward_node
 

@@ -21,7 +21,7 @@ from typing import Any
 import grpc
 import pytest
 
-from flowfleet.api_types import ApiError, Job, Rewards
+from flowfleet.client.types import ApiError, Job, Rewards
 from flowfleet.local.plan import REWARDS_FILE
 from flowfleet.local.ports import free_ports
 from flowfleet.proto import reward_pb2, reward_pb2_grpc

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from flowfleet.api_types import Job
-from flowfleet.append_only import Position, cut, position
+from flowfleet.client.types import Job
 from flowfleet.local.stack import StateDir
+from flowfleet.redis.append_only import Position, cut, position
 from tests.e2e.conftest import Fleet, assert_accounted, wait_until
 
 MakeJob = Callable[..., dict[str, Any]]

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import redis
 
-from flowfleet.api_types import Job
+from flowfleet.client.types import Job
 from tests.e2e.conftest import Fleet, wait_until
 
 MakeJob = Callable[..., dict[str, Any]]

@@ -18,11 +18,11 @@ from typing import Any
 import grpc
 import pytest
 
-from flowfleet import rpc
-from flowfleet.client import Client
-from flowfleet.kinds import KINDS
+from flowfleet.client.client import Client
 from flowfleet.local.secrets import StackSecrets
 from flowfleet.proto import rollout_pb2, rollout_pb2_grpc
+from flowfleet.rpc import endpoint as rpc
+from flowfleet.rpc.kinds import KINDS
 from tests.certificates import NAMES, Authority
 from tests.e2e.conftest import ROOT, assert_accounted
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import grpc
 import pytest
 
+from docs.generate.markdown import outdated
 from examples import quotes
-from flowfleet.docs_tables import outdated
-from flowfleet.jobs import load_job
+from flowfleet.job.spec import load_job
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec, Noise
 from tests.services.rollout.replica import Client, ReplicaProcess, make_generate
 

@@ -13,9 +13,9 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+from docs.generate.markdown import outdated
 from examples import quotes
-from flowfleet import cli
-from flowfleet.docs_tables import outdated
+from flowfleet.cli import main as cli
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / quotes.REWARDS_PAGE

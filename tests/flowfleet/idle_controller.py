@@ -5,10 +5,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from services.controller.api.server import Server
 from services.controller.app import create_app
-from services.controller.server import Server
 from services.controller.settings import ControllerSettings
-from services.controller.store import JobStore
+from services.controller.store.jobs import JobStore
 from tests.services.controller.conftest import IdleRunner
 
 T = TypeVar("T")
@@ -18,7 +18,7 @@ def in_store(redis_url: str, act: Callable[[JobStore], Awaitable[T]]) -> T:
     """Does something with the job store, as the part that runs jobs would."""
     import asyncio
 
-    from flowfleet.redis_client import connect
+    from flowfleet.redis.client import connect
 
     async def main() -> T:
         redis = connect(redis_url)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import redis
 
-from flowfleet.redis_server import find_redis_server, free_port
+from flowfleet.redis.server import find_redis_server, free_port
 
 PASSWORD = "secret"
 NAME = "flowfleet"

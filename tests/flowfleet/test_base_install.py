@@ -15,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from flowfleet import cli
+from flowfleet.cli import main as cli
 from flowfleet.client import Client
 from tests.flowfleet.idle_controller import job_settings
 
@@ -30,7 +30,7 @@ class Finder:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Finder())
-from flowfleet.cli import app
+from flowfleet.cli.main import app
 app()
 """
 

@@ -8,9 +8,10 @@ import sys
 import pytest
 
 TORCH_FREE = [
-    "errors", "rpc", "service", "telemetry", "blobs", "keys", "redis_client", "redis_server", "streams", "jobs",
-    "seeds", "plugins", "combinations", "advantages", "preferences", "media", "image_stats", "algorithms.registry",
-    "algorithms.windows", "models.registry", "models.settings",
+    "errors", "rpc.endpoint", "process.service", "process.telemetry", "data.blobs", "redis.keys", "redis.client",
+    "redis.server", "data.streams", "job.spec", "seeds", "plugins", "job.rules", "algorithms.advantages",
+    "algorithms.preferences", "media.files", "media.image_stats", "algorithms.registry", "algorithms.windows",
+    "models.registry", "models.settings",
 ]  # fmt: skip
 
 

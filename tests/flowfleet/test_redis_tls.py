@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from flowfleet import redis_client
-from flowfleet.redis_server import find_redis_server, free_port
+from flowfleet.redis import client as redis_client
+from flowfleet.redis.server import find_redis_server, free_port
 from tests.certificates import Authority
 
 

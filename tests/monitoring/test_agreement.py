@@ -16,12 +16,12 @@ from prometheus_client import CollectorRegistry
 from deploy.dashboards import BOARDS, DIRECTORY
 from deploy.dashboards.model import Board, Panel, dashboard, to_json
 from deploy.dashboards.promql import filled, metrics, patterns
-from flowfleet.blob_metrics import BlobMetrics
-from flowfleet.telemetry import metric_name
-from services.controller.metric_families import DESCRIPTIONS
-from services.controller.reward_calls import RewardCalls
-from services.controller.reward_rows import reward_row
-from services.controller.shadow_queue import ShadowMetrics
+from flowfleet.data.blob_metrics import BlobMetrics
+from flowfleet.process.telemetry import metric_name
+from services.controller.job.shadow_queue import ShadowMetrics
+from services.controller.metrics.families import DESCRIPTIONS
+from services.controller.rewards.metrics import RewardCalls
+from services.controller.rewards.rows import reward_row
 from services.reward.judge.metrics import JudgeMetrics
 from services.reward.metrics import RewardMetrics
 from services.rollout.metrics import RolloutMetrics

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from deploy.dashboards import BOARDS
 from deploy.dashboards.boards.reward_panels import EACH_REWARD
 from deploy.dashboards.model import Query
-from flowfleet.telemetry import start_metrics_server
+from flowfleet.process.telemetry import start_metrics_server
 from tests.cluster import discovery, prometheus
 from tests.cluster.pictures import draw
 from tests.cluster.prometheus import Server, static_jobs

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flowfleet.algorithms.coarse import check_noise
-from flowfleet.jobs import load_job
+from flowfleet.job.spec import load_job
 from flowfleet.models.base import ModelAdapter
 from flowfleet.planning.skeleton import load_skeleton
 from tests.tiny_models import make_tiny

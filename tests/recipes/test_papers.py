@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from flowfleet import papers
-from flowfleet.docs_tables import outdated
-from flowfleet.job_files import prepare_job
+from docs.generate import papers
+from docs.generate.markdown import outdated
+from flowfleet.job.files import prepare_job
 
 ROOT = Path(__file__).parents[2]
 RECIPES = papers.read_recipes()

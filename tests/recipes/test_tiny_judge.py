@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from flowfleet.jobs import load_job
+from flowfleet.job.spec import load_job
 from recipes.tiny_vlm.lessons import draw_lesson, is_high, word_rise
 from recipes.tiny_vlm.model import TinyVlm, make_tiny_vlm
 from recipes.tiny_vlm.teach import RUBRIC, Lessons, teach

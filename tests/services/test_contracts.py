@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 
 from flowfleet.algorithms.registry import ALGORITHMS
-from flowfleet.jobs import JobSpec, parse_job
+from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.proto import common_pb2
-from services.controller import requests
-from services.controller.batch import Scored
-from services.controller.credit import PREFERENCE, credits_of
-from services.controller.data import Prompt
-from services.rollout.requests import generation_request
-from services.trainer.requests import check_request, pairs_of
+from services.controller.job import requests
+from services.controller.job.batch import Scored
+from services.controller.job.credit import credits_of
+from services.controller.prompts.data import Prompt
+from services.controller.rewards.composition import PREFERENCE
+from services.rollout.sampling.requests import generation_request
+from services.trainer.step.requests import check_request, pairs_of
 
 SIZE: dict[str, Any] = {"height": 32, "width": 48, "num_frames": 5}
 BLOB = common_pb2.BlobRef(uri="redis:x", size_bytes=1, sha256="00")

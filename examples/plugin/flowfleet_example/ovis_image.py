@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowfleet.models.base import without_images
 from flowfleet.models.embeds import PromptEmbeds
-from flowfleet.models.flux import FluxAdapter, position_ids
+from flowfleet.models.families.flux import FluxAdapter, position_ids
 from flowfleet.models.loading import USUAL_PARTS
 from flowfleet.models.settings import Guidance, Size
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowfleet.algorithms.losses import PolicyRows, limits
-from flowfleet.jobs import AlgorithmPart
+from flowfleet.job.spec import AlgorithmPart
 from flowfleet_example.losses import cispo
 from tests.flowfleet.algorithms.numerics import PRECISIONS, as_float64, backward, close, gradient
 

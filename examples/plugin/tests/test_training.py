@@ -4,8 +4,8 @@ from pathlib import Path
 
 from tiny_ovis_image import make_tiny_ovis_image
 
-from flowfleet.blobs import FsspecBlobs
-from services.trainer.ranks import Ranks
+from flowfleet.data.blobs import FsspecBlobs
+from services.trainer.parallel.ranks import Ranks
 from tests.services.trainer.steps import Drawer, make_spec
 from tests.services.trainer.workers import make_worker
 

@@ -7,9 +7,9 @@ from typing import Final
 
 import aiohttp
 
-from services.reward.http_client import Reply, connect_complaint, tls_complaint
 from services.reward.judge.answers import error_message
 from services.reward.judge.settings import JudgeSettings
+from services.reward.remote.http_client import Reply, connect_complaint, tls_complaint
 
 RETRIED_STATUS: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 CROWDED_STATUS: Final = frozenset({429, 503})

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from flowfleet.errors import Unavailable
-from flowfleet.media import MediaError
-from flowfleet.reward_requests import EncodedSample
+from flowfleet.media.files import MediaError
+from flowfleet.rewards.requests import EncodedSample
 from services.reward.judge.answers import Answer
-from services.reward.judge.client import JudgeClient
+from services.reward.judge.calls.client import JudgeClient
+from services.reward.judge.calls.failures import FailureShare
 from services.reward.judge.comparisons import (
     borda,
     bradley_terry,
@@ -24,15 +25,14 @@ from services.reward.judge.comparisons import (
     win_rates,
 )
 from services.reward.judge.errors import CallFailed
-from services.reward.judge.failures import FailureShare
 from services.reward.judge.media import MAX_FRAME_PIXELS, Picture, Room, digest_of, pictures_of, source_picture
 from services.reward.judge.messages import Part, chat_request, filled
 from services.reward.judge.metrics import JudgeMetrics
 from services.reward.judge.rubrics import SOURCE, Mode, Rubric
 from services.reward.judge.scale import Reading
 from services.reward.judge.settings import JudgeSettings, VlmSettings
-from services.reward.scorers.base import Outcome, Problem, Score
-from services.reward.turns import Turns
+from services.reward.remote.turns import Turns
+from services.reward.scorer import Outcome, Problem, Score
 
 Found = TypeVar("Found")
 

@@ -14,7 +14,7 @@ import numpy as np
 import pybase64
 from PIL import Image
 
-from flowfleet.media import PICTURE_TYPES, MediaError, OpenedMedia, open_media
+from flowfleet.media.files import PICTURE_TYPES, MediaError, OpenedMedia, open_media
 
 FRAME_QUALITY = 95
 """Of a video's frames as JPEG."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
-from services.reward.judge.breaker import BreakerState, CircuitBreaker
-from services.reward.judge.limiter import AimdLimiter
+from services.reward.judge.calls.breaker import BreakerState, CircuitBreaker
+from services.reward.judge.calls.limiter import AimdLimiter
 
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 BREAKER_NUMBERS = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}

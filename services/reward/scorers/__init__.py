@@ -6,23 +6,23 @@ import importlib
 from collections.abc import Mapping
 from typing import Any, Final
 
-from services.reward.scorers.base import AnyScorer
+from services.reward.scorer import AnyScorer
 
 SCORERS: Final[Mapping[str, str]] = {
-    "ocr": "ocr",
+    "ocr": "reading.ocr",
     "jpeg_compressibility": "jpeg",
     "jpeg_incompressibility": "jpeg",
     "motion": "motion",
     "image_quality": "image_quality",
     "http": "http_scorer",
     "python": "python_function",
-    "clip": "clip_models",
-    "pickscore": "clip_models",
-    "hps": "clip_models",
-    "aesthetic": "aesthetic",
-    "geneval": "geneval",
+    "clip": "networks.clip_models",
+    "pickscore": "networks.clip_models",
+    "hps": "networks.clip_models",
+    "aesthetic": "networks.aesthetic",
+    "geneval": "networks.geneval",
     "vlm": "vlm",
-    "vlm_ocr": "vlm_ocr",
+    "vlm_ocr": "reading.vlm_ocr",
 }
 """Name to module of this package, which has `make(name, settings, num_threads)`."""
 

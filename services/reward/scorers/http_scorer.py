@@ -26,13 +26,13 @@ from yarl import URL
 
 from flowfleet.errors import Unavailable
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
-from flowfleet.reward_requests import EncodedSample
-from services.reward import http_client
-from services.reward.cache import LruCache
-from services.reward.retries import ShareBudget, backoff_s
-from services.reward.scorers.base import AsyncScorer, Outcome, Problem, Score, ScorerSettings, read_params, score_range
+from flowfleet.rewards.requests import EncodedSample
+from services.reward.remote import http_client
+from services.reward.remote.cache import LruCache
+from services.reward.remote.retries import ShareBudget, backoff_s
+from services.reward.remote.turns import Turns
+from services.reward.scorer import AsyncScorer, Outcome, Problem, Score, ScorerSettings, read_params, score_range
 from services.reward.scorers.http_shapes import BAD_ANSWER, SHAPES, BadAnswer
-from services.reward.turns import Turns
 
 SERVER_FAILED, REFUSED = "server_failed", "refused"
 MAX_KEPT = 8192

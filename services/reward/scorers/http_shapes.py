@@ -20,8 +20,8 @@ from typing import Any, Final
 
 import pybase64
 
-from flowfleet.reward_requests import EncodedSample
-from services.reward.scorers.base import Outcome, Problem, Score, numbers_of
+from flowfleet.rewards.requests import EncodedSample
+from services.reward.scorer import Outcome, Problem, Score, numbers_of
 
 Fields = Callable[[Sequence[EncodedSample], Mapping[str, str]], dict[str, Any]]
 

@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flowfleet.image_stats import colour_entropy, colourfulness, grey_of, halved, total_variation
+from flowfleet.media.image_stats import colour_entropy, colourfulness, grey_of, halved, total_variation
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
-from services.reward.scorers.base import NoSettings, Outcome, Sample, Score, Scorer, mean_score, read_params
+from services.reward.scorer import NoSettings, Outcome, Sample, Score, Scorer, mean_score, read_params
 
 FULL_SLOPE = 0.15
 NOISE_RATIO, CLEAN_RATIO = 0.55, 0.9

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from PIL.Image import Image
 
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
-from services.reward.scorers.base import NoSettings, Outcome, Sample, Score, Scorer, mean_score, read_params
+from services.reward.scorer import NoSettings, Outcome, Sample, Score, Scorer, mean_score, read_params
 
 QUALITY = 95
 

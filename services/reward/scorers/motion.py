@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flowfleet.media import Frames
+from flowfleet.media.files import Frames
 from flowfleet.proto.reward_pb2 import MODALITY_VIDEO
-from services.reward.scorers.base import NoSettings, Outcome, Problem, Sample, Score, Scorer, read_params
+from services.reward.scorer import NoSettings, Outcome, Problem, Sample, Score, Scorer, read_params
 
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 """Word to the unit vector, x to the right and y down."""

@@ -29,8 +29,8 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
-from services.reward.evaluator import FAILED
-from services.reward.scorers.base import (
+from services.reward.execution.evaluator import FAILED
+from services.reward.scorer import (
     Outcome,
     Problem,
     ProcessLimits,

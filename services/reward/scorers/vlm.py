@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
-from flowfleet.reward_requests import EncodedSample
+from flowfleet.rewards.requests import EncodedSample
 from services.reward.judge.judging import COMPONENTS, Judge, Questions
 from services.reward.judge.metrics import JudgeMetrics
 from services.reward.judge.rubrics import load_rubric
 from services.reward.judge.settings import VlmSettings
-from services.reward.scorers.base import AsyncScorer, Outcome, read_params
+from services.reward.scorer import AsyncScorer, Outcome, read_params
 
 NoParams = tuple[()]
 

@@ -20,12 +20,12 @@ from PIL import Image
 from torch import Tensor
 
 from flowfleet.algorithms.samplers import SamplerName
+from flowfleet.data.trajectories import FinalLatents, Trajectory
 from flowfleet.models.embeds import PromptEmbeds
 from flowfleet.models.settings import NO_GUIDANCE, Guidance, Size
+from flowfleet.process.pulse import Pulse
 from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
-from flowfleet.pulse import Pulse
-from flowfleet.trajectories import FinalLatents, Trajectory
-from flowfleet.weights import Member
+from flowfleet.weights.weights import Member
 
 Record = Literal["none", "steps", "final"]
 """What is kept of each sample: nothing, the noisy steps, or the final latents."""
@@ -168,7 +168,7 @@ class RolloutEngine(ABC):
     @abstractmethod
     async def verify(self, hashes: Mapping[str, int]) -> str:
         """Compares the live weights that an update brings (as in `receive`), all of them, with the trainer's hashes and
-        returns their digest (`flowfleet.weights.digest`). Raises DataLoss where they differ."""
+        returns their digest (`flowfleet.weights.weights.digest`). Raises DataLoss where they differ."""
 
     @abstractmethod
     async def close(self) -> None:

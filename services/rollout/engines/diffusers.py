@@ -16,13 +16,14 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from flowfleet import devices, weights
-from flowfleet import lora as adapters
+from flowfleet.hardware import devices
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.registry import ModelFamily, family_of
+from flowfleet.process.pulse import Pulse
 from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
-from flowfleet.pulse import Pulse
-from services.rollout import acceleration
+from flowfleet.weights import lora as adapters
+from flowfleet.weights import weights
+from services.rollout.engines import acceleration
 from services.rollout.engines.base import Cancelled, GeneratedBatch, GenerationRequest, RolloutEngine
 from services.rollout.engines.prompts import Encoded
 from services.rollout.engines.sampler import Row, Sampler, batches
@@ -110,7 +111,7 @@ class DiffusersEngine(RolloutEngine):
 
     def _load(self, model: ModelSpec) -> None:
         self._model = self._lora = self._adapter = self._sampler = None
-        self.pulse.begin_anew()
+        self.pulse.reset()
         log.info("loads %s in %s on %s", model.path, model.dtype, self.device)
         self._family = family_of(model.path)
         adapter = self._family.load().load(

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from flowfleet import devices
+from flowfleet.hardware import devices
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.embeds import PromptEmbeds, concat_embeds
 from services.rollout.engines.base import GenerationRequest, Sampling

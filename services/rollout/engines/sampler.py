@@ -20,10 +20,10 @@ from flowfleet.algorithms.losses import reference_kl
 from flowfleet.algorithms.samplers import tail_length
 from flowfleet.algorithms.sde import StepResult, ode_step, reverse_step
 from flowfleet.algorithms.solver import Prediction, dpm_solver_2_step, predict, tail_sigmas
-from flowfleet.lora import adapter_disabled
+from flowfleet.data.trajectories import FinalLatents, Trajectory
 from flowfleet.models.base import ModelAdapter, Schedule
 from flowfleet.models.embeds import PromptEmbeds
-from flowfleet.trajectories import FinalLatents, Trajectory
+from flowfleet.weights.lora import adapter_disabled
 from services.rollout.engines.base import GeneratedBatch, GeneratedSample, GenerationRequest
 from services.rollout.engines.prompts import Encoded, PromptEncoder, timed
 

@@ -1,4 +1,4 @@
-"""Models × algorithms: the cases that flowfleet/support.py chooses, their jobs, and what each must have done."""
+"""Models × algorithms: the cases that docs/generate/models.py chooses, their jobs, and what each must have done."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from docs.generate.models import run_cases
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES
-from flowfleet.media import encode_media
+from flowfleet.media.files import encode_media
 from flowfleet.models.registry import family_of
-from flowfleet.support import run_cases
 from tests.e2e.conftest import Fleet, assert_accounted
 
 SIZE = 32
@@ -44,7 +44,7 @@ Case = tuple[str, str, str]
 
 
 def cases(kinds: tuple[str, ...]) -> list[Case]:
-    """The cases of flowfleet/support.py for these checkpoints. Two experts take the other mode than one."""
+    """The cases of docs/generate/models.py for these checkpoints. Two experts take the other mode than one."""
     return [
         (kind, case.algorithm, _other(case.mode) if kind == "wan_two_experts" else case.mode)
         for kind in kinds

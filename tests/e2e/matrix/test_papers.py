@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from docs.generate.papers import FOLDER, read_recipes
 from flowfleet.algorithms.registry import ALGORITHMS
-from flowfleet.jobs import read_job_file
-from flowfleet.papers import FOLDER, read_recipes
-from flowfleet.setting_files import put, read_table
+from flowfleet.job.setting_files import put, read_table
+from flowfleet.job.spec import read_job_file
 from tests.e2e.conftest import Fleet, assert_accounted
 
 SIZES = read_table(Path(__file__).with_name("paper_sizes.toml"), "a table of sizes")

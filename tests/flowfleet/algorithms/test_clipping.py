@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from flowfleet.algorithms.losses import Limits, PolicyRows, flow_grpo, grpo_guard, limits
 from flowfleet.algorithms.sde import reverse_step
-from flowfleet.jobs import AlgorithmPart
+from flowfleet.job.spec import AlgorithmPart
 from tests.flowfleet.algorithms.numerics import Array, backward, gradient
 
 VIDEO = 16 * 21 * 90 * 160

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flowfleet.algorithms.coarse import check_noise
 from flowfleet.algorithms.sde import reverse_step
-from flowfleet.jobs import JobSpec, parse_job
+from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.models.base import Schedule
 from flowfleet.models.schedules import Levels, even_levels, flow_match_schedule, scheduler_levels
 from tests.tiny_models.qwen_image import make_qwen_scheduler

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flowfleet.algorithms.correction import agreement_metrics, correct, reject, weigh
 from flowfleet.algorithms.losses import Limits, PolicyRows, flow_grpo
-from flowfleet.jobs import CorrectionPart
+from flowfleet.job.spec import CorrectionPart
 from tests.flowfleet.algorithms.numerics import PRECISIONS, as_float64, close
 
 

@@ -24,7 +24,7 @@ from flowfleet.algorithms.losses import (
     ratio_stats,
     reference_kl,
 )
-from flowfleet.jobs import AlgorithmPart
+from flowfleet.job.spec import AlgorithmPart
 from tests.flowfleet.algorithms.numerics import (
     PRECISIONS,
     Array,

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from flowfleet.algorithms.matching import MatchingRows, diffusion_nft, dpo, noisy, old_policy_decay
-from flowfleet.jobs import AlgorithmPart, OldPolicyPart
+from flowfleet.job.spec import AlgorithmPart, OldPolicyPart
 from tests.flowfleet.algorithms.numerics import (
     PRECISIONS,
     Array,

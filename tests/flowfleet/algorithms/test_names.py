@@ -2,9 +2,9 @@
 
 import pytest
 
-from flowfleet import jobs
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, STEPS, Step, register_step
 from flowfleet.algorithms.sde import reverse_step
+from flowfleet.job import spec as jobs
 
 
 @pytest.mark.parametrize("name", sorted(STEPS))

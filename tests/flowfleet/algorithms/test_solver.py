@@ -13,7 +13,7 @@ from torch import Tensor
 from flowfleet.algorithms.samplers import mean_model_calls, model_calls, tail_length
 from flowfleet.algorithms.sde import ode_step
 from flowfleet.algorithms.solver import Prediction, dpm_solver_2_step, predict, tail_sigmas
-from flowfleet.jobs import parse_job
+from flowfleet.job.spec import parse_job
 
 Velocity = Callable[[Any, float], Any]
 MEAN, DEVIATION = 0.7, 0.8

@@ -6,11 +6,11 @@ from datetime import UTC, datetime
 
 import pytest
 
-from flowfleet.api_types import Job, Progress, Sample
 from flowfleet.chaos.account import account
 from flowfleet.chaos.field import identities
 from flowfleet.chaos.job import make_job
-from flowfleet.jobs import JobSpec
+from flowfleet.client.types import Job, Progress, Sample
+from flowfleet.job.spec import JobSpec
 from flowfleet.proto.common_pb2 import Sample as SampleMessage
 from flowfleet.proto.common_pb2 import SampleId
 from flowfleet.proto.trainer_pb2 import TrainSample, TrainStepRequest

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from flowfleet.chaos.control import Control
 from flowfleet.chaos.reward import answers, brightness
 from flowfleet.chaos.schedule import POISONS
+from flowfleet.chaos.tools.control import Control
 from flowfleet.proto.reward_pb2 import RewardSample
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from flowfleet.chaos.clocks import LIBRARY, Clocks, find_library
 from flowfleet.chaos.run import possible
 from flowfleet.chaos.schedule import KINDS
 from flowfleet.chaos.stack import DEVICE, wired
+from flowfleet.chaos.tools.clocks import LIBRARY, Clocks, find_library
 from flowfleet.local.plan import Plan, StackOptions
 from flowfleet.local.session import plan_stack
 

@@ -7,7 +7,7 @@ from PIL import Image
 
 from flowfleet.demo.plots import Pair, before_after
 from flowfleet.demo.results import _pixels, film_strip
-from flowfleet.media import encode_media
+from flowfleet.media.files import encode_media
 
 
 def test_a_strip_shows_five_frames_from_the_first_to_the_last() -> None:

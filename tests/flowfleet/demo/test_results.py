@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flowfleet import keys
-from flowfleet.api_types import JobEvent
-from flowfleet.blobs import open_blobs
-from flowfleet.client import Client
+from flowfleet.client.client import Client
+from flowfleet.client.types import JobEvent
+from flowfleet.data.blobs import open_blobs
 from flowfleet.demo.plots import Curve, Pair, before_after, reward_curve, words_of
 from flowfleet.demo.results import fetch, fetch_pairs, held_out_curve, summarise, training_curve
-from services.controller.records import JobStatus, SampleRecord
-from services.controller.store import JobStore
+from flowfleet.redis import keys
+from services.controller.store.jobs import JobStore
+from services.controller.store.records import JobStatus, SampleRecord
 from tests.flowfleet.idle_controller import in_store, job_settings
 
 STEPS = 2

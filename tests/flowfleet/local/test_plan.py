@@ -4,13 +4,13 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from flowfleet.accelerators import VISIBLE
-from flowfleet.job_files import RECIPES
+from flowfleet.hardware.accelerators import VISIBLE
+from flowfleet.job.files import RECIPES
 from flowfleet.local.placement import place
 from flowfleet.local.plan import StackOptions, data_roots, make_plan, ports_needed
 from flowfleet.local.secrets import StackSecrets
 from flowfleet.local.stack import MARK, StackError
-from services.controller.places import Places
+from services.controller.reading.places import Places
 
 SECRETS = StackSecrets()
 

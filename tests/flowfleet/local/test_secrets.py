@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from flowfleet import kinds, redis_acl, service
 from flowfleet.local import secrets
 from flowfleet.local.plan import Plan, StackOptions
 from flowfleet.local.secrets import StackSecrets
 from flowfleet.local.session import plan_stack
 from flowfleet.local.stack import StateDir
-from flowfleet.redis_client import connect_sync
+from flowfleet.process import service
+from flowfleet.redis import acl as redis_acl
+from flowfleet.redis.client import connect_sync
+from flowfleet.rpc import kinds
 
 NAMES = ("FLOWFLEET_REDIS_URL", "FLOWFLEET_RPC_TOKEN", "FLOWFLEET_REWARD_RPC_TOKEN", "FLOWFLEET_TRAINER_RPC_TOKEN")
 

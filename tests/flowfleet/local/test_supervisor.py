@@ -21,7 +21,7 @@ from flowfleet.local.ports import free_ports
 from flowfleet.local.session import stop_stack
 from flowfleet.local.stack import MARK, Stack, StackError, StateDir
 from flowfleet.local.supervisor import Supervisor
-from flowfleet.redis_server import command, new_password, server_url
+from flowfleet.redis.server import command, new_password, server_url
 
 HEALTHY = """
 import signal, sys, time

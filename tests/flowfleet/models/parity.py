@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from flowfleet.algorithms.sde import StepResult, ode_step, reverse_step
-from flowfleet.lora import install_lora
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.embeds import PromptEmbeds, concat_embeds
 from flowfleet.models.settings import NO_GUIDANCE, Guidance, Size
 from flowfleet.proto.rollout_pb2 import LoraSpec
+from flowfleet.weights.lora import install_lora
 
 RAGGED = ['A red sign that says "K7QX"', "a", "a green blue white sign that says nothing at all"]
 SEEDS = [11, 2**62, 5]

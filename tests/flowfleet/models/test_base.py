@@ -8,7 +8,7 @@ import torch
 
 from flowfleet.models.base import ModelAdapter, seeded_noise
 from flowfleet.models.embeds import PromptEmbeds, concat_embeds, pad_embeds
-from flowfleet.models.qwen_image import QwenImageAdapter
+from flowfleet.models.families.qwen_image import QwenImageAdapter
 from flowfleet.models.registry import FAMILIES, adapter_for
 
 

@@ -9,8 +9,8 @@ from PIL import Image
 from torch import nn
 
 from flowfleet.models.base import ModelAdapter
+from flowfleet.models.families.qwen_image_edit import QwenImageEditAdapter
 from flowfleet.models.loading import dummy_parameter
-from flowfleet.models.qwen_image_edit import QwenImageEditAdapter
 from flowfleet.models.registry import adapter_for, family_of
 from flowfleet.models.settings import Size
 from tests.tiny_models import MAKERS, make_tiny

@@ -7,15 +7,15 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from flowfleet.flops import model_flops
-from flowfleet.jobs import JobSpec, parse_job
+from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.embeds import PromptEmbeds
 from flowfleet.models.registry import FAMILIES, adapter_for, family_of
 from flowfleet.models.settings import Size
-from services.trainer.engine import model_spec
+from flowfleet.planning.flops import model_flops
+from services.trainer.model.engine import model_spec
+from tests.flowfleet.models.families.test_wan import load_pipeline as load_wan
 from tests.flowfleet.models.parity import RAGGED, generators, sample_ode
-from tests.flowfleet.models.test_wan import load_pipeline as load_wan
 from tests.tiny_models import make_tiny
 
 KINDS = ("stable_diffusion_3", "flux", "chroma", "z_image", "wan")

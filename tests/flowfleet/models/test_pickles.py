@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from flowfleet.models.registry import adapter_for
-from services.trainer.loading import CheckpointSource
+from services.trainer.model.loading import CheckpointSource
 
 PARTS = {
     "transformer": ("diffusion_pytorch_model", "diffusion_pytorch_model"),

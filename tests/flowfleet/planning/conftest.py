@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from flowfleet.jobs import JobSpec, parse_job
+from flowfleet.job.spec import JobSpec, parse_job
 
 
 @pytest.fixture(scope="session")
 def full_size(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Qwen-Image's configurations at its real size."""
-    from bench.full_size import write_checkpoint
+    from bench.speed.full_size import write_checkpoint
 
     return write_checkpoint(tmp_path_factory.mktemp("models") / "full-size")
 

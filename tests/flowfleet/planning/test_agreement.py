@@ -8,8 +8,9 @@ from torch import nn
 
 from flowfleet.planning import activations, facts, memory
 from flowfleet.planning.skeleton import load_skeleton
-from services.rollout import acceleration
-from services.trainer import blocks, moments, quantized
+from services.rollout.engines import acceleration
+from services.trainer.optim import moments, quantized
+from services.trainer.parallel import blocks
 
 
 def test_constants_are_those_of_the_trainer() -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.full_size import write_checkpoint
-from flowfleet.flops import ModelFlops, flops_of, model_flops
-from flowfleet.jobs import JobSpec
+from bench.speed.full_size import write_checkpoint
+from flowfleet.job.spec import JobSpec
 from flowfleet.models.settings import Size
+from flowfleet.planning.flops import ModelFlops, flops_of, model_flops
 from flowfleet.planning.skeleton import META, load_skeleton
 
 WIDTH, LAYERS, RANK = 3072, 60, 64

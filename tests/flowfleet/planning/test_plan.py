@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from flowfleet.job_files import prepare_job
-from flowfleet.jobs import EmaPart, JobSpec
-from flowfleet.plan import predict
+from flowfleet.job.files import prepare_job
+from flowfleet.job.spec import EmaPart, JobSpec
 from flowfleet.planning.advice import advise
 from flowfleet.planning.facts import Facts, gather
 from flowfleet.planning.memory import (
@@ -19,6 +18,7 @@ from flowfleet.planning.memory import (
     rollout_memory,
     trainer_memory,
 )
+from flowfleet.planning.plan import predict
 from flowfleet.planning.work import work
 
 PROTOTYPE_LACKED = ("masters", "optimizer state", "gradients, whole", "samples")

@@ -15,14 +15,14 @@ from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 from redis.asyncio import Redis
 
-from services.controller import reward_trials
+from services.controller.api.dependencies import Services
 from services.controller.app import create_app
-from services.controller.directory import Directory
-from services.controller.fleet import Health, Replica
-from services.controller.launcher import Launcher
-from services.controller.services import Services
+from services.controller.fleet.directory import Directory
+from services.controller.fleet.replicas import Health, Replica
+from services.controller.rewards import trials as reward_trials
 from services.controller.settings import ControllerSettings
-from services.controller.store import JobStore
+from services.controller.store.jobs import JobStore
+from services.controller.trainers.launcher import Launcher
 
 
 @pytest.fixture

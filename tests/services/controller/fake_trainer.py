@@ -1,4 +1,4 @@
-"""What `flowfleet.forkserver` runs in tests: a rank that serves nobody and has a child of its own."""
+"""What `flowfleet.process.forkserver` runs in tests: a rank that serves nobody and has a child of its own."""
 
 import os
 import subprocess

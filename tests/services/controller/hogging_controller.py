@@ -10,7 +10,7 @@ from typing import Any
 
 from services.controller import quarantine
 from services.controller.__main__ import main
-from services.controller.step import TrainingStep
+from services.controller.job.step import TrainingStep
 from tests.services.controller.scripted_controller import runner
 
 quarantine.MARK_S, quarantine.END_S = 0.5, 2.0

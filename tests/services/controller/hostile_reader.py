@@ -13,8 +13,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from services.controller.confinement import confine, hide_memory
-from services.controller.reader_process import load
+from services.controller.reading.confinement import confine, hide_memory
+from services.controller.reading.process import load
 
 ORDINARY = 12_345
 LIBC = ctypes.CDLL(None, use_errno=True)

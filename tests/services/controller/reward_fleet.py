@@ -9,12 +9,12 @@ from typing import Any
 import grpc
 from prometheus_client import CollectorRegistry
 
-from flowfleet.jobs import RewardPart
+from flowfleet.job.spec import RewardPart
 from flowfleet.proto import reward_pb2, reward_pb2_grpc
-from flowfleet.reward_requests import EncodedSample
-from services.controller.directory import StaticDirectory
-from services.controller.reward_calls import RewardCalls
-from services.controller.rewards import RewardPlane
+from flowfleet.rewards.requests import EncodedSample
+from services.controller.fleet.directory import StaticDirectory
+from services.controller.rewards.metrics import RewardCalls
+from services.controller.rewards.plane import RewardPlane
 
 PATIENCE_S = 100.0
 

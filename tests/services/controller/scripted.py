@@ -16,11 +16,12 @@ from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 from redis.asyncio import Redis
 
-from flowfleet import keys
-from flowfleet.blobs import BlobStore, open_blobs
+from flowfleet.data.blobs import BlobStore, open_blobs
+from flowfleet.data.replicas import ReplicaDirectory, ReplicaRecord
+from flowfleet.data.streams import TrajectoryStream
 from flowfleet.errors import DataLoss, FlowfleetError, grpc_code
-from flowfleet.jobs import JobSpec, parse_job
-from flowfleet.media import encode_media
+from flowfleet.job.spec import JobSpec, parse_job
+from flowfleet.media.files import encode_media
 from flowfleet.proto import (
     common_pb2,
     reward_pb2,
@@ -30,13 +31,12 @@ from flowfleet.proto import (
     trainer_pb2,
     trainer_pb2_grpc,
 )
-from flowfleet.redis_client import connect
-from flowfleet.replicas import ReplicaDirectory, ReplicaRecord
-from flowfleet.streams import TrajectoryStream
-from services.controller.records import JobRecord, JobStatus
-from services.controller.runner import Runner
+from flowfleet.redis import keys
+from flowfleet.redis.client import connect
+from services.controller.scheduler import JobScheduler
 from services.controller.settings import ControllerSettings
-from services.controller.store import JobStore
+from services.controller.store.jobs import JobStore
+from services.controller.store.records import JobRecord, JobStatus
 
 Score = Callable[[reward_pb2.RewardSample], float]
 
@@ -231,7 +231,7 @@ class ScriptedFleet:
     trainer: ScriptedTrainer
     rewards: dict[str, ScriptedReward]
     store: JobStore
-    runner: Runner
+    runner: JobScheduler
     blobs: BlobStore
     redis: Any
 
@@ -289,7 +289,7 @@ async def scripted_fleet(
         **settings_of,
     )
     store = JobStore(redis)
-    runner = Runner(settings, redis, store, CollectorRegistry(), launcher)
+    runner = JobScheduler(settings, redis, store, CollectorRegistry(), launcher)
     await runner.start()
     try:
         yield ScriptedFleet(rollout, trainer, dict(rewards), store, runner, blobs, redis)

@@ -8,12 +8,12 @@ import sys
 from typing import Any
 
 from services.controller.__main__ import main
-from services.controller.runner import Runner
+from services.controller.scheduler import JobScheduler
 from tests.services.controller.scripted import ScriptedLauncher
 
 
-def runner(settings: Any, redis: Any, store: Any, registry: Any, launcher: Any, directory: Any) -> Runner:
-    return Runner(settings, redis, store, registry, ScriptedLauncher(os.environ["TRAINER"]), directory)
+def runner(settings: Any, redis: Any, store: Any, registry: Any, launcher: Any, directory: Any) -> JobScheduler:
+    return JobScheduler(settings, redis, store, registry, ScriptedLauncher(os.environ["TRAINER"]), directory)
 
 
 if __name__ == "__main__":

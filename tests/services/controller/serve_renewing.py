@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from services.controller import server
 from services.controller.__main__ import main
+from services.controller.api import server
 from tests.services.controller.conftest import IdleRunner
 
 if __name__ == "__main__":

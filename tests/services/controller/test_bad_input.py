@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.controller.body import MAX_BYTES
+from services.controller.api.body import MAX_BYTES
 from tests.services.controller.conftest import Api
 
 pytestmark = pytest.mark.anyio
@@ -185,7 +185,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(jobs: Api, monkeypatc
         yield b"{"
         await asyncio.sleep(5)
 
-    monkeypatch.setattr("services.controller.body.TIMEOUT_S", 0.05)
+    monkeypatch.setattr("services.controller.api.body.TIMEOUT_S", 0.05)
     response = await jobs.client.post("/v1/jobs", content=slow(), headers={"Content-Type": "application/json"})
     check_problem(response, 408)
 

@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from flowfleet.jobs import RewardPart
+from flowfleet.job.spec import RewardPart
 from flowfleet.proto.reward_pb2 import (
     MODALITY_IMAGE,
     DescribeResponse,
@@ -23,12 +23,12 @@ from flowfleet.proto.reward_pb2 import (
     ScoreResponse,
 )
 from flowfleet.proto.reward_pb2_grpc import RewardServiceServicer, add_RewardServiceServicer_to_server
-from flowfleet.reward_requests import EncodedSample
-from services.controller import reward_service
-from services.controller.directory import StaticDirectory
-from services.controller.reward_answers import Answer
-from services.controller.reward_failures import RewardFailure
-from services.controller.rewards import RewardPlane
+from flowfleet.rewards.requests import EncodedSample
+from services.controller.fleet.directory import StaticDirectory
+from services.controller.rewards import client as reward_service
+from services.controller.rewards.answers import Answer
+from services.controller.rewards.failures import RewardFailure
+from services.controller.rewards.plane import RewardPlane
 from tests.certificates import Authority
 
 Server = Callable[[], AbstractAsyncContextManager[str]]

@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flowfleet.advantages import group_advantages
+from flowfleet.algorithms.advantages import group_advantages
 from flowfleet.algorithms.registry import ALGORITHMS
-from flowfleet.jobs import parse_job
+from flowfleet.job.spec import parse_job
+from flowfleet.process.telemetry import LOG_PROB_GAP, LOG_PROB_NOT_FINITE
 from flowfleet.proto import common_pb2, reward_pb2, trainer_pb2
-from flowfleet.telemetry import LOG_PROB_GAP, LOG_PROB_NOT_FINITE
-from services.controller import context, fleet_watch
-from services.controller.job_runner import TICK_S
-from services.controller.records import Action, Desired, JobStatus
+from services.controller.fleet import watch as fleet_watch
+from services.controller.job import context
+from services.controller.job.driver import TICK_S
+from services.controller.store.records import Action, Desired, JobStatus
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward, scripted_fleet
 
 Use = Callable[[ScriptedFleet], Awaitable[None]]
@@ -231,7 +232,7 @@ def test_condition_images_go_along_and_are_stored_once(
 def test_a_preference_whose_file_is_gone_costs_its_own_group(
     run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.controller.retries.MAX_FAILURES", 2)
+    monkeypatch.setattr("services.controller.job.recovery.retries.MAX_FAILURES", 2)
     pairs = tmp_path / "pairs.jsonl"
     lines = [{"prompt": name, "chosen": f"{name}+.png", "rejected": f"{name}-.png"} for name in "abc"]
     pairs.write_text("\n".join(map(json.dumps, lines)))
@@ -301,7 +302,7 @@ def test_a_sample_whose_blob_is_lost_is_made_again_and_nothing_is_dropped(
 def test_a_broken_condition_image_costs_its_own_group_and_its_refills(
     run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.controller.retries.MAX_FAILURES", 2)
+    monkeypatch.setattr("services.controller.job.recovery.retries.MAX_FAILURES", 2)
     prompts = tmp_path / "edits.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": name, "images": [f"{name}.png"]}) for name in ("good", "bad")))
     for name in ("good", "bad"):
@@ -386,7 +387,7 @@ def test_videos_go_to_rewards_that_score_videos(run: Run, job: Callable[..., dic
 def test_what_is_refused_again_and_again_is_told_while_it_is_tried(
     run: Run, job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.controller.job_runner.MAX_FAILURES", 2)
+    monkeypatch.setattr("services.controller.job.driver.MAX_FAILURES", 2)
     settings = job(rewards={"ocr": {}})
 
     async def use(fleet: ScriptedFleet) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from PIL import ExifTags, Image
 
-from flowfleet.jobs import parse_job
-from flowfleet.media import MediaLimits
-from services.controller.checks import MAX_LINES
+from flowfleet.job.spec import parse_job
+from flowfleet.media.files import MediaLimits
+from services.controller.api.admission import MAX_LINES
 from tests.services.controller.conftest import Api
 
 pytestmark = pytest.mark.anyio

@@ -11,14 +11,15 @@ from unittest.mock import AsyncMock
 import pytest
 from redis.asyncio import Redis
 
-from flowfleet import keys
 from flowfleet.errors import Full
-from flowfleet.redis_client import connect
-from services.controller import keeper, removal
-from services.controller.keep import Keep
-from services.controller.memory import Memory
-from services.controller.records import JobStatus
+from flowfleet.redis import keys
+from flowfleet.redis.client import connect
+from services.controller.retention import keeper
+from services.controller.retention.keep import Keep
+from services.controller.retention.memory import Memory
 from services.controller.settings import ControllerSettings
+from services.controller.store import removal
+from services.controller.store.records import JobStatus
 from tests.services.controller.conftest import Api, serve
 from tests.services.controller.scripted import ScriptedReward, scripted_fleet
 

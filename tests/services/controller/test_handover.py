@@ -18,11 +18,11 @@ import grpc
 import httpx
 import pytest
 
-from flowfleet import keys
-from flowfleet.blobs import open_blobs
+from flowfleet.data.blobs import open_blobs
 from flowfleet.proto import reward_pb2_grpc, rollout_pb2_grpc, trainer_pb2_grpc
-from flowfleet.redis_client import connect
-from services.controller.leadership import TTL_S
+from flowfleet.redis import keys
+from flowfleet.redis.client import connect
+from services.controller.store.leadership import TTL_S
 from tests.services.controller.scripted import ScriptedReward, ScriptedRollout, ScriptedTrainer
 
 pytestmark = pytest.mark.anyio

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from flowfleet.api_types import ApiError
-from flowfleet.client import Client
+from flowfleet.client.client import Client
+from flowfleet.client.types import ApiError
 from tests.certificates import Authority
 from tests.services.controller.test_process import IDLE, controller, stop
 
@@ -39,7 +39,7 @@ def test_the_ca_is_given_by_argument_by_flag_or_by_environment(redis_url: str, t
         with Client(url, KEY + "\n", ca=files / "ca.crt") as client:
             assert client.version()["version"]
         environment = {"FLOWFLEET_URL": url, "FLOWFLEET_API_KEY": KEY + "\n", "PATH": ""}
-        command = [sys.executable, "-m", "flowfleet.cli", "jobs"]
+        command = [sys.executable, "-m", "flowfleet.cli.main", "jobs"]
         for flags, more in ((["--ca", str(files / "ca.crt")], {}), ([], {"FLOWFLEET_CA": str(files / "ca.crt")})):
             done = subprocess.run(
                 [*command, *flags], env={**environment, **more}, capture_output=True, text=True, timeout=60

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from flowfleet import keys
+from flowfleet.data.streams import Delivery, TrajectoryStream
 from flowfleet.proto import common_pb2
-from flowfleet.streams import Delivery, TrajectoryStream
-from services.controller import events as ev
-from services.controller.context import sample_field
-from services.controller.records import JobStatus
+from flowfleet.redis import keys
+from services.controller.job import events as ev
+from services.controller.job.context import sample_field
+from services.controller.store.records import JobStatus
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward
 from tests.services.controller.test_control_plane import Run, by_index, job, run
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from flowfleet.errors import Full
-from flowfleet.jobs import JobSpec, parse_job
-from flowfleet.redis_client import connect
-from services.controller.checks import check
-from services.controller.directory import StaticDirectory
+from flowfleet.job.spec import JobSpec, parse_job
+from flowfleet.redis.client import connect
+from services.controller.api.admission import check
+from services.controller.api.problems import InvalidJob
+from services.controller.fleet.directory import StaticDirectory
 from services.controller.limits import Limits
-from services.controller.places import Places
-from services.controller.problems import InvalidJob
-from services.controller.sources import Sources
-from services.controller.store import JobStore
+from services.controller.prompts.sources import Sources
+from services.controller.reading.places import Places
+from services.controller.store.jobs import JobStore
 
 
 def job(pool: str = "default", **parts: Any) -> JobSpec:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from flowfleet.redis_server import RedisServer
-from services.controller import sse
+from flowfleet.redis.server import RedisServer
+from services.controller.api import sse
 from services.controller.settings import ControllerSettings
 from tests.services.controller.conftest import serve
 

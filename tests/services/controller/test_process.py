@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.controller.server import GRACE_S
+from services.controller.api.server import GRACE_S
 
 Job = Callable[..., dict[str, Any]]
 IDLE = "tests.services.controller.serve_idle"

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from flowfleet import keys
-from flowfleet.redis_client import connect
+from flowfleet.redis import keys
+from flowfleet.redis.client import connect
 from services.controller import quarantine
 from services.controller.quarantine import STRIKES, WITHIN_S, Quarantine
 from tests.services.controller.test_handover import Scene

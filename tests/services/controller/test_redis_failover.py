@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from flowfleet import keys
-from services.controller.records import JobStatus
-from services.controller.replication import NAME
+from flowfleet.redis import keys
+from services.controller.store.records import JobStatus
+from services.controller.store.replication import NAME
 from tests.flowfleet.sentinels import Group
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward, scripted_fleet
 

@@ -9,12 +9,12 @@ from typing import Any
 import grpc
 import pytest
 
-from flowfleet.jobs import RewardPart
+from flowfleet.job.spec import RewardPart
 from flowfleet.proto import reward_pb2
-from services.controller import outages
-from services.controller.outages import PROBE_EVERY_S, Attempt, Outage
-from services.controller.reward_answers import is_rubbish, read_answers
-from services.controller.reward_failures import RewardFailure, RewardPause, of_call
+from services.controller.rewards import outages
+from services.controller.rewards.answers import is_rubbish, read_answers
+from services.controller.rewards.failures import RewardFailure, RewardPause, of_call
+from services.controller.rewards.outages import PROBE_EVERY_S, Attempt, Outage
 from tests.services.controller.reward_fleet import PATIENCE_S, Fleet, Service, samples, with_services
 
 SERVICE = "flowfleet.v1.RewardService"
@@ -330,7 +330,7 @@ def test_what_failed_before_a_pause_does_not_count_after_it(policy: Any) -> None
         straggler = asyncio.create_task(fleet.score(rewards, 0, samples("b")))
         while len(bad.sizes) < 2:
             await asyncio.sleep(0.01)
-        fleet.plane.begin_anew()
+        fleet.plane.reset()
         fleet.now += PATIENCE_S
         gate.set()
         with pytest.raises(RewardFailure):  # it neither pauses the job nor drops its samples

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowfleet.reward_changes import RewardSet, ShadowPart
-from services.controller import events as ev
-from services.controller import machine as do
-from services.controller.events import event_from_json, event_to_json
-from services.controller.machine import Machine, State, Status
-from tests.services.controller.test_machine import World, finish_step, make_spec, ready
+from flowfleet.rewards.changes import RewardSet, ShadowPart
+from services.controller.job import events as ev
+from services.controller.job import state_machine as do
+from services.controller.job.events import event_from_json, event_to_json
+from services.controller.job.state_machine import Machine, State, Status
+from tests.services.controller.job.test_state_machine import World, finish_step, make_spec, ready
 
 
 def rewards(weight: float, **shadows: str) -> RewardSet:

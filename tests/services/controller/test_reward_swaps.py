@@ -10,16 +10,16 @@ from typing import Any
 import grpc
 import pytest
 
-from flowfleet import keys
-from flowfleet.jobs import RewardPart
+from flowfleet.job.spec import RewardPart
 from flowfleet.proto import reward_pb2
-from flowfleet.reward_changes import RewardChange, RewardSet, changed
-from services.controller import shadow_queue
-from services.controller.records import Desired, JobRecord, JobStatus, RewardRevision
-from services.controller.reward_failures import RewardFailure
-from services.controller.rewards import RewardPlane
-from services.controller.shadow_queue import pair_of
-from services.controller.shadows import compare
+from flowfleet.redis import keys
+from flowfleet.rewards.changes import RewardChange, RewardSet, changed
+from services.controller.job import shadow_queue
+from services.controller.job.shadow_queue import pair_of
+from services.controller.rewards.comparison import compare
+from services.controller.rewards.failures import RewardFailure
+from services.controller.rewards.plane import RewardPlane
+from services.controller.store.records import Desired, JobRecord, JobStatus, RewardRevision
 from tests.services.controller import test_control_plane
 from tests.services.controller.reward_fleet import Fleet, Service, samples, with_services
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward

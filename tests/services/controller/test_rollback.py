@@ -11,15 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from flowfleet import keys
-from flowfleet.lineage import extend, follow, misfit
+from flowfleet.data.lineage import extend, follow, misfit
 from flowfleet.proto import trainer_pb2
-from flowfleet.redis_client import connect
-from services.controller import events as ev
-from services.controller.events import event_from_json
-from services.controller.leadership import Lease
-from services.controller.ledger import Ledger, RolledBack
-from services.controller.machine import (
+from flowfleet.redis import keys
+from flowfleet.redis.client import connect
+from services.controller.job import events as ev
+from services.controller.job.events import event_from_json
+from services.controller.job.ledger import Ledger, RolledBack
+from services.controller.job.state_machine import (
     Checkpoint,
     Command,
     ComputeAdvantages,
@@ -31,7 +30,8 @@ from services.controller.machine import (
     TrainStep,
     Validate,
 )
-from tests.services.controller.test_machine import World, finish_step, make_spec, ready
+from services.controller.store.leadership import Lease
+from tests.services.controller.job.test_state_machine import World, finish_step, make_spec, ready
 
 Request = trainer_pb2.TrainStepRequest
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import httpx
 
-from flowfleet import keys
-from flowfleet.blobs import open_blobs
-from flowfleet.redis_client import connect
-from services.controller.records import SampleRecord
-from services.controller.store import JobStore
+from flowfleet.data.blobs import open_blobs
+from flowfleet.redis import keys
+from flowfleet.redis.client import connect
+from services.controller.store.jobs import JobStore
+from services.controller.store.records import SampleRecord
 from tests.services.controller.test_openapi import SNAPSHOT
 from tests.services.controller.test_process import IDLE, controller
 

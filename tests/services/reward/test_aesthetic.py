@@ -14,8 +14,8 @@ from safetensors.numpy import save_file
 from transformers import CLIPModel, CLIPProcessor, SiglipVisionConfig, SiglipVisionModel
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
+from services.reward.scorer import Sample, Score, Scorer
 from services.reward.scorers import make
-from services.reward.scorers.base import Sample, Score, Scorer
 from tests.tiny_models.clip import randomise, save_clip
 
 WIDTH, SIDE = 16, 32

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.judge import slow_server
+from bench.rewards.judge import slow_server
 from flowfleet import conformance
 from tests.services.reward.conftest import reward_process
 
@@ -20,7 +20,7 @@ ASKING = {
     "vlm": {"urls": "http://127.0.0.1:{port}/v1", "model": "judge", "rubric": "alignment"},
     "vlm_ocr": {"urls": "http://127.0.0.1:{port}/v1", "model": "judge"},
 }
-PYTHON = {"function": "bench.reward:redness", "path": str(Path(__file__).parents[3])}
+PYTHON = {"function": "bench.rewards.reward:redness", "path": str(Path(__file__).parents[3])}
 
 
 @pytest.mark.long

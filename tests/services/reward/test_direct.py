@@ -12,17 +12,17 @@ import pytest
 from PIL import Image
 from prometheus_client import CollectorRegistry
 
-from flowfleet import rpc
 from flowfleet.errors import Unavailable
 from flowfleet.proto.reward_pb2 import DescribeRequest, RewardSample, ScoreRequest
 from flowfleet.proto.reward_pb2_grpc import RewardServiceStub
-from flowfleet.reward_requests import EncodedSample
-from services.reward.batcher import Limits
-from services.reward.engines import Batched, Direct, Engine
-from services.reward.evaluator import Evaluator
-from services.reward.groups import together
+from flowfleet.rewards.requests import EncodedSample
+from flowfleet.rpc import endpoint as rpc
+from services.reward.execution.batcher import Limits
+from services.reward.execution.engines import Batched, Direct, Engine
+from services.reward.execution.evaluator import Evaluator
+from services.reward.execution.groups import together
 from services.reward.metrics import RewardMetrics
-from services.reward.scorers.base import AsyncScorer, Outcome, Sample, Score, Scorer
+from services.reward.scorer import AsyncScorer, Outcome, Sample, Score, Scorer
 from services.reward.server import RewardServicer
 from tests.services.reward.pictures import encoded, sample
 

@@ -16,9 +16,9 @@ import pytest
 import trustme
 
 from flowfleet.errors import Unavailable
-from flowfleet.reward_requests import EncodedSample
+from flowfleet.rewards.requests import EncodedSample
+from services.reward.scorer import Outcome, Problem, Score
 from services.reward.scorers import http_scorer
-from services.reward.scorers.base import Outcome, Problem, Score
 from services.reward.scorers.http_scorer import HttpScorer
 from services.reward.scorers.http_shapes import SHAPES
 from tests.services.reward.web_server import Answer, Asked, WebServer, web_server

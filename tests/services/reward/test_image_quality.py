@@ -9,9 +9,9 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
-from flowfleet.image_stats import colourfulness, grey_of, halved, total_variation
+from flowfleet.media.image_stats import colourfulness, grey_of, halved, total_variation
+from services.reward.scorer import Sample, Score, Scorer
 from services.reward.scorers import make
-from services.reward.scorers.base import Sample, Score, Scorer
 from services.reward.scorers.image_quality import quality
 from tests.services.reward.pictures import page, sign
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from services.reward.scorers.base import Sample, Score
+from services.reward.scorer import Sample, Score
 from services.reward.scorers.jpeg import JpegCompressibility, JpegIncompressibility
 from tests.services.reward.pictures import sign
 

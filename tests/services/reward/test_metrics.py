@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from flowfleet.errors import InvalidRequest
 from services.reward.metrics import RewardMetrics, score_buckets
-from services.reward.scorers.base import Problem, Score
+from services.reward.scorer import Problem, Score
 
 
 @pytest.fixture

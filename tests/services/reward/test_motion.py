@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowfleet.media import Frames, decode_media, encode_media
-from services.reward.scorers.base import Outcome, Problem, Sample, Score
+from flowfleet.media.files import Frames, decode_media, encode_media
+from services.reward.scorer import Outcome, Problem, Sample, Score
 from services.reward.scorers.motion import CONTRAST, FULL_AREA, MotionParams, MotionScorer, direction_of
 
 RED, GROUND = (220, 60, 55), (30, 32, 40)

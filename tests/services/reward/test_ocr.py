@@ -11,11 +11,11 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from services.reward.scorers.base import Outcome, Problem, Sample, Score
-from services.reward.scorers.ocr import OcrParams, OcrScorer, _Columns
-from services.reward.scorers.onnx_models import model_path
-from services.reward.scorers.recognition import Reading, as_line
-from services.reward.scorers.text import normalise
+from services.reward.scorer import Outcome, Problem, Sample, Score
+from services.reward.scorers.networks.onnx_models import model_path
+from services.reward.scorers.reading.ocr import OcrParams, OcrScorer, _Columns
+from services.reward.scorers.reading.recognition import Reading, as_line
+from services.reward.scorers.reading.text import normalise
 from tests.services.reward.pictures import CROP, random_words, sign
 
 

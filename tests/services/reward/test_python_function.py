@@ -18,11 +18,11 @@ from PIL import Image
 from prometheus_client import CollectorRegistry
 
 from flowfleet.proto.reward_pb2 import MODALITY_VIDEO
-from flowfleet.reward_requests import EncodedSample
+from flowfleet.rewards.requests import EncodedSample
+from services.reward.execution.pool import ProcessPool
 from services.reward.metrics import RewardMetrics
-from services.reward.pool import ProcessPool
+from services.reward.scorer import Outcome, Problem, Sample, Score
 from services.reward.scorers import make
-from services.reward.scorers.base import Outcome, Problem, Sample, Score
 from services.reward.scorers.python_function import PythonFunction
 from tests.services.reward.conftest import reward_process
 from tests.services.reward.pictures import sample

@@ -13,14 +13,14 @@ import pytest
 from PIL import Image
 from prometheus_client import CollectorRegistry
 
-from flowfleet import rpc
 from flowfleet.proto.reward_pb2 import RewardSample, ScoreRequest
 from flowfleet.proto.reward_pb2_grpc import RewardServiceStub
-from services.reward.batcher import Limits
-from services.reward.engines import Batched
-from services.reward.evaluator import Evaluator
+from flowfleet.rpc import endpoint as rpc
+from services.reward.execution.batcher import Limits
+from services.reward.execution.engines import Batched
+from services.reward.execution.evaluator import Evaluator
 from services.reward.metrics import RewardMetrics
-from services.reward.scorers.base import Outcome, Sample, Score, Scorer
+from services.reward.scorer import Outcome, Sample, Score, Scorer
 from services.reward.server import RewardServicer
 from tests.services.reward.pictures import sample
 

@@ -18,7 +18,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from PIL import Image
 
-from flowfleet.media import encode_media
+from flowfleet.media.files import encode_media
 from flowfleet.proto.reward_pb2 import (
     MODALITY_IMAGE,
     MODALITY_VIDEO,
@@ -30,7 +30,7 @@ from flowfleet.proto.reward_pb2 import (
     ScoreResponse,
 )
 from flowfleet.proto.reward_pb2_grpc import RewardServiceStub
-from flowfleet.rpc import open_channel
+from flowfleet.rpc.endpoint import open_channel
 from tests.services.reward.conftest import ServiceProcess, reward_process
 from tests.services.reward.pictures import encoded, sample, sign, sign_sample
 
@@ -247,6 +247,6 @@ def test_wrong_flags_say_what_to_change(flags: list[str], says: str, monkeypatch
 
 
 def test_the_service_needs_neither_torch_nor_a_redis() -> None:
-    program = "import sys, services.reward.__main__, services.reward.scorers.ocr; print('torch' in sys.modules)"
+    program = "import sys, services.reward.__main__, services.reward.scorers.reading.ocr; print('torch' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True)
     assert ended.stdout.strip() == "False"

@@ -15,13 +15,14 @@ import grpc
 import redis.asyncio
 import torch
 
-from flowfleet import keys, lora, weights
-from flowfleet.blobs import RedisBlobs
+from flowfleet.data.blobs import RedisBlobs
 from flowfleet.models.registry import adapter_for
 from flowfleet.proto import common_pb2, rollout_pb2, rollout_pb2_grpc
-from flowfleet.redis_client import connect
-from flowfleet.rpc import open_channel
-from flowfleet.transfer import TransferMember, TransferStore
+from flowfleet.redis import keys
+from flowfleet.redis.client import connect
+from flowfleet.rpc.endpoint import open_channel
+from flowfleet.weights import lora, weights
+from flowfleet.weights.transfer import TransferMember, TransferStore
 from tests.services.rollout.conftest import PROMPTS
 
 TIMEOUT_S = 60.0

@@ -14,23 +14,24 @@ import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler, QwenImagePipeline
 
-from flowfleet import devices, lora, weights
 from flowfleet.algorithms.sde import reverse_step
 from flowfleet.algorithms.solver import dpm_solver_2_step, predict, tail_sigmas
+from flowfleet.data.trajectories import FinalLatents, Trajectory
 from flowfleet.errors import DataLoss
+from flowfleet.hardware import devices
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.embeds import concat_embeds
 from flowfleet.models.loading import dummy_parameter
 from flowfleet.models.registry import adapter_for
 from flowfleet.models.settings import Guidance
+from flowfleet.process.pulse import Pulse
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
-from flowfleet.pulse import Pulse
-from flowfleet.trajectories import FinalLatents, Trajectory
-from services.rollout import acceleration
-from services.rollout.acceleration import quantize_rows
+from flowfleet.weights import lora, weights
+from services.rollout.engines import acceleration
+from services.rollout.engines.acceleration import quantize_rows
 from services.rollout.engines.base import Cancelled, GeneratedBatch, GeneratedSample, GenerationRequest, RolloutEngine
 from services.rollout.engines.diffusers import DiffusersEngine
-from services.rollout.engines.vllm_omni import VllmOmniEngine
+from services.rollout.engines.vllm_omni.engine import VllmOmniEngine
 from tests.services.rollout.conftest import LORA, PROMPTS, SIZE, make_request
 
 

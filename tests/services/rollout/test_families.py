@@ -12,15 +12,15 @@ import torch
 from diffusers import FluxPipeline
 from PIL import Image
 
-from flowfleet import lora, weights
 from flowfleet.algorithms.sde import ode_step, reverse_step
+from flowfleet.data.trajectories import FinalLatents, Trajectory
 from flowfleet.errors import DataLoss
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.embeds import PromptEmbeds, concat_embeds
 from flowfleet.models.registry import family_of
 from flowfleet.models.settings import Guidance, Size
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
-from flowfleet.trajectories import FinalLatents, Trajectory
+from flowfleet.weights import lora, weights
 from services.rollout.engines.base import GeneratedBatch, GeneratedSample, GenerationRequest, RolloutEngine
 from services.rollout.engines.diffusers import DiffusersEngine
 from tests.services.rollout.conftest import make_request

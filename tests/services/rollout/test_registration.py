@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import redis
 
-from flowfleet import rpc
-from flowfleet.replicas import ReplicaRecord
+from flowfleet.data.replicas import ReplicaRecord
+from flowfleet.rpc import endpoint as rpc
 from services.rollout import registration
 from services.rollout.registration import Membership
 

@@ -15,17 +15,18 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from PIL import Image
 
-from flowfleet import keys, weights
+from flowfleet.data.replicas import ReplicaDirectory
+from flowfleet.data.streams import TrajectoryConsumer
+from flowfleet.data.trajectories import EmbedsBlob, Trajectory
 from flowfleet.limits import MAX_PROMPT_BYTES
 from flowfleet.proto import common_pb2, rollout_pb2, rollout_pb2_grpc
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
-from flowfleet.replicas import ReplicaDirectory
-from flowfleet.streams import TrajectoryConsumer
-from flowfleet.trajectories import EmbedsBlob, Trajectory
+from flowfleet.redis import keys
+from flowfleet.weights import weights
 from services.rollout.__main__ import parser
 from services.rollout.engines.diffusers import DiffusersEngine
 from services.rollout.process import serve
-from services.rollout.requests import generation_request
+from services.rollout.sampling.requests import generation_request
 from tests.services.rollout.conftest import LORA
 from tests.services.rollout.replica import Client, ReplicaProcess, Sender, make_adapter, make_generate, make_weights
 

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from flowfleet import keys, weights
-from flowfleet.media import Frames, decode_media, encode_media
+from flowfleet.data.streams import TrajectoryConsumer
+from flowfleet.data.trajectories import EmbedsBlob, FinalLatents, Trajectory
+from flowfleet.media.files import Frames, decode_media, encode_media
 from flowfleet.models.registry import adapter_for
 from flowfleet.models.settings import Size
 from flowfleet.proto import common_pb2, rollout_pb2
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
-from flowfleet.streams import TrajectoryConsumer
-from flowfleet.trajectories import EmbedsBlob, FinalLatents, Trajectory
-from services.rollout.media import fit
+from flowfleet.redis import keys
+from flowfleet.weights import weights
+from services.rollout.sampling.media import fit
 from tests.services.rollout.replica import Client, ReplicaProcess, Sender, make_generate, make_weights
 from tests.tiny_models import make_tiny
 

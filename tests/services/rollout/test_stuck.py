@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from flowfleet.data.replicas import ReplicaDirectory
 from flowfleet.proto.rollout_pb2 import ModelSpec
-from flowfleet.replicas import ReplicaDirectory
 from tests.services.rollout.conftest import LORA
 from tests.services.rollout.replica import Client, ReplicaProcess, make_generate
 

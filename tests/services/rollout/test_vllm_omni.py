@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from flowfleet import lora, weights
 from flowfleet.algorithms.samplers import SamplerName
+from flowfleet.data.trajectories import FinalLatents
 from flowfleet.errors import DataLoss
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.registry import adapter_for
 from flowfleet.models.settings import Size
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
-from flowfleet.trajectories import FinalLatents
+from flowfleet.weights import lora, weights
 from services.rollout.engines.base import Cancelled, GeneratedBatch, GeneratedSample, GenerationRequest, PromptGroup
 from services.rollout.engines.diffusers import DiffusersEngine
-from services.rollout.engines.vllm_omni import VllmOmniEngine
-from services.rollout.vllm_omni import launch
+from services.rollout.engines.vllm_omni import launch
+from services.rollout.engines.vllm_omni.engine import VllmOmniEngine
 from tests.services.rollout.conftest import LORA, make_request
 from tests.services.rollout.test_engine import (  # The tests among these run here as well, on this file's engine.
     Recorder,

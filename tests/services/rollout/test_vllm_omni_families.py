@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from flowfleet import lora, weights
 from flowfleet.errors import DataLoss
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.registry import adapter_for
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
+from flowfleet.weights import lora, weights
 from services.rollout.engines.base import GeneratedBatch, GenerationRequest
 from services.rollout.engines.diffusers import DiffusersEngine
-from services.rollout.engines.vllm_omni import VllmOmniEngine
+from services.rollout.engines.vllm_omni.engine import VllmOmniEngine
 from tests.services.rollout.test_engine import Recorder, Sender
 from tests.services.rollout.test_families import final_of, path_of, request_for, run
 from tests.tiny_models import make_tiny

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from flowfleet.models.registry import FAMILIES
-from services.rollout.vllm_omni import parameters
-from services.rollout.vllm_omni.pipelines import pipeline_for
-from services.rollout.vllm_omni.plugin import TARGET, register
-from services.rollout.vllm_omni.task import Task
+from services.rollout.engines.vllm_omni import parameters
+from services.rollout.engines.vllm_omni.pipelines.registry import pipeline_for
+from services.rollout.engines.vllm_omni.plugin import TARGET, register
+from services.rollout.engines.vllm_omni.task import Task
 
 RENAMES = {".to_out.": ".to_out.0."}
 
@@ -145,7 +145,7 @@ def test_our_platform_is_for_cpus_alone(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv(TARGET, "cuda")
     assert register() is None
     monkeypatch.setenv(TARGET, "cpu")
-    assert register() == "services.rollout.vllm_omni.platform.CpuOmniPlatform"
+    assert register() == "services.rollout.engines.vllm_omni.platform.CpuOmniPlatform"
     (point,) = [point for point in entry_points(group="vllm_omni.platform_plugins") if point.name == "flowfleet_cpu"]
     assert point.load() is register
 

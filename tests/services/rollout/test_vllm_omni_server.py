@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 from google.protobuf.message import Message
 
-from flowfleet import weights
+from flowfleet.data.trajectories import Trajectory
 from flowfleet.proto import common_pb2, rollout_pb2
 from flowfleet.proto.rollout_pb2 import ModelSpec
-from flowfleet.trajectories import Trajectory
+from flowfleet.weights import weights
 from services.rollout.engines.diffusers import DiffusersEngine
-from services.rollout.requests import generation_request
+from services.rollout.sampling.requests import generation_request
 from tests.services.rollout.conftest import LORA
 from tests.services.rollout.replica import Client, ReplicaProcess, Sender, make_generate, make_weights
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from flowfleet.blobs import FsspecBlobs, SyncBlobs, open_blobs_sync
-from flowfleet.redis_client import connect_sync
-from services.trainer.ranks import Ranks
+from flowfleet.data.blobs import FsspecBlobs, SyncBlobs, open_blobs_sync
+from flowfleet.redis.client import connect_sync
+from services.trainer.parallel.ranks import Ranks
 from tests.services.trainer.processes import Launch, Process
 
 

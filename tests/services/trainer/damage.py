@@ -4,7 +4,7 @@ import json
 import struct
 from pathlib import Path
 
-from services.trainer.checkpoint_state import read_state
+from services.trainer.checkpoints.state import read_state
 
 
 def flip(path: Path, offset: int, mask: int = 1) -> None:

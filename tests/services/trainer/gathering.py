@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from flowfleet import weights
-from services.trainer.gather import Gather
+from flowfleet.weights import weights
+from services.trainer.model.gather import Gather
 
 SIZE = 3
 CPU = torch.device("cpu")

@@ -12,20 +12,20 @@ import torch
 from diffusers.optimization import get_scheduler
 from torch import Tensor
 
-from flowfleet.blobs import SyncBlobs
-from flowfleet.jobs import JobSpec
-from flowfleet.lora import install_lora
+from flowfleet.data.blobs import SyncBlobs
+from flowfleet.data.trajectories import EmbedsBlob, FinalLatents, Trajectory
+from flowfleet.job.spec import JobSpec
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.embeds import PromptEmbeds, concat_embeds
 from flowfleet.models.registry import adapter_for
 from flowfleet.proto.common_pb2 import BlobRef
 from flowfleet.proto.trainer_pb2 import TrainSample, TrainStepRequest
 from flowfleet.seeds import derive_seed
-from flowfleet.trajectories import EmbedsBlob, FinalLatents, Trajectory
-from flowfleet.weights import full_parameters
-from services.trainer.batches import plan_passes
-from services.trainer.engine import lora_spec
-from services.trainer.requests import check_request, pairs_of
+from flowfleet.weights.lora import install_lora
+from flowfleet.weights.weights import full_parameters
+from services.trainer.model.engine import lora_spec
+from services.trainer.step.batches import plan_passes
+from services.trainer.step.requests import check_request, pairs_of
 
 Step = tuple[Tensor, Tensor, float, float]
 """Log-probs (B,), means (B, ...), the step's std and its sigma' - sigma."""

@@ -12,11 +12,11 @@ from typing import Any
 
 import psutil
 
-from flowfleet import rpc
-from flowfleet.commands import HEALTH_PORT, METRICS_PORT, POD_PORT, RENDEZVOUS_PORT, trainer_pod_command
-from flowfleet.jobs import JobSpec
+from flowfleet.job.spec import JobSpec
+from flowfleet.process.commands import HEALTH_PORT, METRICS_PORT, POD_PORT, RENDEZVOUS_PORT, trainer_pod_command
 from flowfleet.proto import trainer_pb2, trainer_pb2_grpc
-from flowfleet.redis_server import free_port
+from flowfleet.redis.server import free_port
+from flowfleet.rpc import endpoint as rpc
 from tests.services.trainer.processes import CALL_TIMEOUT_S, Launch, Process
 from tests.services.trainer.steps import JOB
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from flowfleet.jobs import JobSpec
+from flowfleet.job.spec import JobSpec
 from flowfleet.proto import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from tests.services.trainer.steps import JOB
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from flowfleet.blobs import FsspecBlobs, SyncBlobs
-from flowfleet.jobs import JobSpec
+from flowfleet.data.blobs import FsspecBlobs, SyncBlobs
+from flowfleet.job.spec import JobSpec
 from flowfleet.proto import trainer_pb2
-from services.trainer.ranks import Ranks
+from services.trainer.parallel.ranks import Ranks
 from services.trainer.worker import Worker
 from tests.services.trainer.steps import JOB
 from tests.services.trainer.workers import engine_of, state_of

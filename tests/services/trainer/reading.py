@@ -21,8 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from flowfleet.models.loading import dummy_parameter, weight_files
 from flowfleet.models.registry import adapter_for
 from services.trainer.beats import Beats
-from services.trainer.loading import CheckpointSource, DummySource, fill
-from services.trainer.sharding import allocate, local, shard_expert
+from services.trainer.model.loading import CheckpointSource, DummySource, fill
+from services.trainer.parallel.sharding import allocate, local, shard_expert
 
 WORLD_SIZE = 3
 

@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from safetensors.torch import load
 
-from flowfleet import redis_client, rpc, weights
-from flowfleet.blobs import open_blobs_sync
+from flowfleet.data.blobs import open_blobs_sync
 from flowfleet.errors import DataLoss
 from flowfleet.proto import rollout_pb2, rollout_pb2_grpc
-from flowfleet.transfer import GroupBroken, TransferMember
-from services.rollout.attempts import Attempts
+from flowfleet.redis import client as redis_client
+from flowfleet.rpc import endpoint as rpc
+from flowfleet.weights import weights
+from flowfleet.weights.transfer import GroupBroken, TransferMember
+from services.rollout.weights.attempts import Attempts
 
 
 class Replica(rollout_pb2_grpc.RolloutServiceServicer):

@@ -9,8 +9,9 @@ from typing import Any
 from torch._dynamo.callback import callback_handler
 
 from services.trainer import __main__ as trainer
-from services.trainer import beats, engine
-from services.trainer.blocks import compile_blocks
+from services.trainer import beats
+from services.trainer.model import engine
+from services.trainer.parallel.blocks import compile_blocks
 
 SECONDS = int(os.environ["SLOW_COMPILE_S"])
 _watch = beats.Beats.watch_compilations

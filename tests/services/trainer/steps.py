@@ -7,19 +7,20 @@ from typing import Any
 import torch
 from PIL import Image, ImageOps
 
-from flowfleet import keys, plugins
+from flowfleet import plugins
 from flowfleet.algorithms.registry import ALGORITHMS
-from flowfleet.blobs import SyncBlobs
-from flowfleet.jobs import JobSpec, parse_job
-from flowfleet.lora import install_lora, load_adapter
+from flowfleet.data.blobs import SyncBlobs
+from flowfleet.data.trajectories import EmbedsBlob, Trajectory
+from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.embeds import PromptEmbeds
 from flowfleet.models.registry import adapter_for, family_of
 from flowfleet.proto.common_pb2 import PURPOSE_TRAIN, BlobRef, Sample, SampleId
 from flowfleet.proto.trainer_pb2 import TrainSample, TrainStepRequest
+from flowfleet.redis import keys
 from flowfleet.seeds import sample_seed
-from flowfleet.trajectories import EmbedsBlob, Trajectory
-from flowfleet.weights import dtype_of
+from flowfleet.weights.lora import install_lora, load_adapter
+from flowfleet.weights.weights import dtype_of
 from services.rollout.engines.base import (
     GeneratedBatch,
     GeneratedSample,

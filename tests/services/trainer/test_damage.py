@@ -13,14 +13,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from flowfleet.blobs import FsspecBlobs, SyncBlobs
+from flowfleet.data.blobs import FsspecBlobs, SyncBlobs
 from flowfleet.errors import DataLoss, OtherFormat
-from flowfleet.jobs import JobSpec
+from flowfleet.job.spec import JobSpec
 from flowfleet.proto import trainer_pb2
-from services.trainer import checkpoint_files
-from services.trainer.checkpoint_state import FORMAT, read_state, write_state
-from services.trainer.ranks import Ranks
-from services.trainer.set_aside import KEPT, kept_aside, set_aside
+from services.trainer.checkpoints import files as checkpoint_files
+from services.trainer.checkpoints.set_aside import KEPT, kept_aside, set_aside
+from services.trainer.checkpoints.state import FORMAT, read_state, write_state
+from services.trainer.parallel.ranks import Ranks
 from services.trainer.worker import Worker
 from tests.services.trainer import damage
 from tests.services.trainer.ranked import blobs_of, prepare

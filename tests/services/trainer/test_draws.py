@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.registry import adapter_for
-from services.trainer.objectives.draws import ContinuousDraws, Draws, Interval, ScheduleDraws, draws_of
+from services.trainer.step.objectives.draws import ContinuousDraws, Draws, Interval, ScheduleDraws, draws_of
 from tests.services.trainer.steps import make_spec
 from tests.tiny_models import make_tiny
 

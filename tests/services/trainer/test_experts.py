@@ -8,11 +8,11 @@ import torch
 from diffusers import WanPipeline
 from torch import Tensor
 
-from flowfleet.blobs import SyncBlobs
-from flowfleet.jobs import JobSpec
+from flowfleet.data.blobs import SyncBlobs
+from flowfleet.job.spec import JobSpec
 from flowfleet.models.base import ModelAdapter
 from flowfleet.proto import trainer_pb2
-from services.trainer.ranks import Ranks
+from services.trainer.parallel.ranks import Ranks
 from services.trainer.worker import Worker
 from tests.services.trainer.oracle import Oracle
 from tests.services.trainer.steps import JOB, Drawer, make_spec

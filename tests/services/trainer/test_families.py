@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from flowfleet.blobs import SyncBlobs
-from services.trainer.ranks import Ranks
+from flowfleet.data.blobs import SyncBlobs
+from services.trainer.parallel.ranks import Ranks
 from tests.services.trainer.steps import Drawer, make_spec
 from tests.services.trainer.workers import make_worker
 from tests.tiny_models import MAKERS, make_tiny

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from flowfleet.blobs import SyncBlobs
+from flowfleet.data.blobs import SyncBlobs
 from flowfleet.errors import Full
 from flowfleet.proto import trainer_pb2
-from services.trainer import checkpoint_files, fence
-from services.trainer.checkpoints import Checkpoints
-from services.trainer.ranks import Ranks
+from services.trainer.checkpoints import fence
+from services.trainer.checkpoints import files as checkpoint_files
+from services.trainer.checkpoints.checkpoints import Checkpoints
+from services.trainer.parallel.ranks import Ranks
 from services.trainer.worker import Worker
 from tests.services.trainer.steps import JOB, make_spec
 from tests.services.trainer.workers import make_worker

@@ -11,10 +11,10 @@ import grpc
 import psutil
 import pytest
 
-from flowfleet.blobs import SyncBlobs
+from flowfleet.data.blobs import SyncBlobs
 from flowfleet.proto import trainer_pb2
-from services.controller.hangs import HangJudge, Progress
-from services.controller.trainer_watch import ANSWER_S, LOOK_S
+from services.controller.job.recovery.trainer_watch import ANSWER_S, LOOK_S
+from services.controller.trainers.hangs import HangJudge, Progress
 from tests.services.trainer.processes import Launch, Trainer
 from tests.services.trainer.steps import Drawer, make_spec
 

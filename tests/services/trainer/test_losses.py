@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from flowfleet.algorithms.registry import LOSSES
-from flowfleet.blobs import SyncBlobs
-from services.trainer.ranks import Ranks
+from flowfleet.data.blobs import SyncBlobs
+from services.trainer.parallel.ranks import Ranks
 from tests.services.trainer.oracle import Oracle
 from tests.services.trainer.steps import Drawer, make_spec
 from tests.services.trainer.workers import make_worker, trained_of

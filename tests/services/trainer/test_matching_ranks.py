@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flowfleet.jobs import JobSpec
-from services.trainer.ranks import Ranks
+from flowfleet.job.spec import JobSpec
+from services.trainer.parallel.ranks import Ranks
 from tests.services.trainer.ranked import blobs_of, prepare
 from tests.services.trainer.steps import Drawer, make_spec
 from tests.services.trainer.workers import make_worker, state_of

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.trainer.ranks import Ranks
+from services.trainer.parallel.ranks import Ranks
 from tests.services.trainer.ranked import blobs_of, prepare
+from tests.services.trainer.step.test_update import shifted
 from tests.services.trainer.steps import Drawer, make_spec
 from tests.services.trainer.test_matching_ranks import torchrun
-from tests.services.trainer.test_update import shifted
 from tests.services.trainer.workers import make_worker, state_of
 
 CORRECTION = {"mode": "truncated", "high": 2.0, "level": "sequence", "normalize": "batch", "reject_high": 2.5}

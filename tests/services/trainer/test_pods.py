@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flowfleet.blobs import SyncBlobs
+from flowfleet.data.blobs import SyncBlobs
 from tests.services.trainer.pods import TOKEN, Pods
 from tests.services.trainer.processes import Launch
 from tests.services.trainer.steps import Drawer, make_spec

@@ -12,15 +12,15 @@ import torch
 from diffusers import QwenImagePipeline
 from redis import Redis
 
-from flowfleet import keys
-from flowfleet.blobs import SyncBlobs
-from flowfleet.jobs import JobSpec
-from flowfleet.lora import adapter_from_bytes
+from flowfleet.data.blobs import SyncBlobs
+from flowfleet.job.spec import JobSpec
 from flowfleet.models.embeds import PromptEmbeds
 from flowfleet.proto import trainer_pb2
-from flowfleet.redis_client import connect_sync
+from flowfleet.redis import keys
+from flowfleet.redis.client import connect_sync
+from flowfleet.weights.lora import adapter_from_bytes
 from services.trainer.__main__ import stop_when_idle
-from services.trainer.engine import lora_spec
+from services.trainer.model.engine import lora_spec
 from tests.services.trainer.processes import Launch, Replica, Trainer
 from tests.services.trainer.steps import JOB, Drawer, make_spec
 

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import torch
 
-from flowfleet.blobs import SyncBlobs
-from flowfleet.jobs import JobSpec
+from flowfleet.data.blobs import SyncBlobs
+from flowfleet.job.spec import JobSpec
 from flowfleet.proto import trainer_pb2
-from services.trainer.engine import Engine
-from services.trainer.ranks import Ranks
-from services.trainer.sharding import local
+from services.trainer.model.engine import Engine
+from services.trainer.parallel.ranks import Ranks
+from services.trainer.parallel.sharding import local
 from services.trainer.worker import Worker
 from tests.services.trainer.steps import JOB
 

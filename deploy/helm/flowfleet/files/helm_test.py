@@ -6,9 +6,8 @@ import sys
 import time
 from pathlib import Path
 
-from flowfleet.api_types import ApiError
-from flowfleet.client import Client
-from flowfleet.job_files import prepare_job
+from flowfleet.client import ApiError, Client
+from flowfleet.job.files import prepare_job
 
 
 def main() -> None:

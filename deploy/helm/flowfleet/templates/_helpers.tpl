@@ -258,7 +258,7 @@ imagePullSecrets:
 {{- if or (not .existingSecret) .perKind }}true{{ end }}
 {{- end }}
 
-{{/* Tokens of a kind of service (flowfleet/kinds.py): (list root component). */}}
+{{/* Tokens of a kind of service (flowfleet/rpc/kinds.py): (list root component). */}}
 {{- define "flowfleet.rpcEnv" -}}
 {{- $root := index . 0 }}{{ $component := index . 1 }}{{ $token := $root.Values.secrets.rpcToken -}}
 {{- $secret := include "flowfleet.rpcTokenSecret" $root }}

@@ -17,10 +17,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from flowfleet.errors import Unavailable
-from flowfleet.reward_requests import EncodedSample
+from flowfleet.rewards.requests import EncodedSample
 from services.reward.judge.metrics import JudgeMetrics
 from services.reward.judge.settings import VlmSettings
-from services.reward.scorers.base import Outcome, Problem, Score
+from services.reward.scorer import Outcome, Problem, Score
 from services.reward.scorers.vlm import VlmScorer
 from tests.certificates import Authority
 from tests.services.reward.judge.bad_server import (

@@ -21,16 +21,16 @@ import pytest
 from PIL import Image
 from prometheus_client import CollectorRegistry
 
-from flowfleet.media import encode_media
+from flowfleet.media.files import encode_media
 from flowfleet.proto.reward_pb2 import DescribeRequest, RewardSample, ScoreRequest
 from flowfleet.proto.reward_pb2_grpc import RewardServiceStub
-from flowfleet.reward_requests import EncodedSample
+from flowfleet.rewards.requests import EncodedSample
 from services.reward.judge.comparisons import bradley_terry
 from services.reward.judge.metrics import JudgeMetrics
 from services.reward.judge.settings import VlmSettings
-from services.reward.scorers.base import Outcome, Problem, Score
+from services.reward.scorer import Outcome, Problem, Score
+from services.reward.scorers.reading.vlm_ocr import VlmOcrScorer, VlmOcrSettings
 from services.reward.scorers.vlm import VlmScorer
-from services.reward.scorers.vlm_ocr import VlmOcrScorer, VlmOcrSettings
 from tests.services.reward.conftest import reward_process
 from tests.services.reward.judge.bad_server import Asked, completion, serving, status
 

@@ -12,7 +12,7 @@ import numpy as np
 import pybase64
 import pytest
 
-from flowfleet.media import decode_media, encode_media
+from flowfleet.media.files import decode_media, encode_media
 from services.reward.judge.media import Picture, Room, pictures_of
 from services.reward.judge.messages import chat_request
 

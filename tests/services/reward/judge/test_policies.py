@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.reward.cache import LruCache
-from services.reward.judge.breaker import BreakerState, CircuitBreaker
-from services.reward.judge.failures import LEAST, FailureShare
-from services.reward.judge.failures import WINDOW as FAILURE_WINDOW
-from services.reward.judge.hedging import SLOW, WINDOW, HedgePolicy
-from services.reward.judge.limiter import DECREASE, AimdLimiter
-from services.reward.retries import ShareBudget, backoff_s
+from services.reward.judge.calls.breaker import BreakerState, CircuitBreaker
+from services.reward.judge.calls.failures import LEAST, FailureShare
+from services.reward.judge.calls.failures import WINDOW as FAILURE_WINDOW
+from services.reward.judge.calls.hedging import SLOW, WINDOW, HedgePolicy
+from services.reward.judge.calls.limiter import DECREASE, AimdLimiter
+from services.reward.remote.cache import LruCache
+from services.reward.remote.retries import ShareBudget, backoff_s
 
 
 class Clock:

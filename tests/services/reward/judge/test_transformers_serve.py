@@ -22,7 +22,7 @@ import pytest
 from PIL import Image
 from prometheus_client import CollectorRegistry
 
-from bench.judge_processes import PATIENCE, START_S, teach
+from bench.rewards.judge_processes import PATIENCE, START_S, teach
 from flowfleet.errors import Unavailable
 from flowfleet.proto.reward_pb2 import RewardSample, ScoreRequest
 from flowfleet.proto.reward_pb2_grpc import RewardServiceStub
@@ -30,7 +30,7 @@ from recipes.tiny_vlm.lessons import draw_lesson, is_high, word_rise
 from recipes.tiny_vlm.teach import RUBRIC
 from services.reward.judge.metrics import JudgeMetrics
 from services.reward.judge.settings import VlmSettings
-from services.reward.scorers.base import EncodedSample, Outcome, Problem
+from services.reward.scorer import EncodedSample, Outcome, Problem
 from services.reward.scorers.vlm import VlmScorer
 from tests.services.reward.conftest import reward_process
 

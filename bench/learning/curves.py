@@ -1,0 +1,193 @@
+"""The figures of docs/learning.md: every algorithm's recipe with several seeds, every run on a fresh stack of its own.
+
+    python -m bench.learning.curves --parallel 8   runs into runs/learning/<recipe>-<seed>; a run that is there is kept
+    python -m bench.learning.curves --table-only     draws and writes from what is there
+
+Writes docs/images/learning*.png and the tables of docs/learning.md, and prints these. A run takes two CPU cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+
+from bench.learning.results import (
+    TARGET,
+    Result,
+    link,
+    read_result,
+    results_row,
+    results_table,
+    settings_row,
+    settings_table,
+    title_of,
+)
+from bench.learning.runs import Run, own_cores, train_all, train_here
+from docs.generate.markdown import rewrite
+from flowfleet.demo.plots import Curve, learning_panels
+
+Suite = Literal["signs", "videos"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of the tables."""
+
+    title: str
+    recipe: str
+    suite: Suite = "signs"
+    is_control: bool = False
+    """Its learning rate is next to nothing, and it runs once."""
+
+    @property
+    def key(self) -> str:
+        """What its directories begin with."""
+        return f"{self.recipe}_control" if self.is_control else self.recipe
+
+
+ENTRIES = (
+    Entry("Flow-GRPO", "tiny_ocr"),
+    Entry("Flow-GRPO, full", "tiny_ocr_full"),
+    Entry("Flow-CPS", "tiny_flow_cps"),
+    Entry("MixGRPO", "tiny_mix_grpo"),
+    Entry("GRPO-Guard", "tiny_grpo_guard"),
+    Entry("Flow-DPPO", "tiny_flow_dppo"),
+    Entry("DanceGRPO", "tiny_dance_grpo"),
+    Entry("DiffusionNFT", "tiny_diffusion_nft"),
+    Entry("DiffusionNFT, full", "tiny_diffusion_nft_full"),
+    Entry("online DPO", "tiny_online_dpo"),
+    Entry("DPO from pairs", "tiny_dpo"),
+    Entry("Flow-GRPO", "tiny_video", "videos"),
+    Entry("DanceGRPO", "tiny_video_dance", "videos"),
+    Entry("DiffusionNFT", "tiny_video_nft", "videos"),
+    Entry("frozen", "tiny_ocr", "signs", is_control=True),
+    Entry("frozen", "tiny_video", "videos", is_control=True),
+)
+FROZEN = "trainer.optimizer.lr=1e-12"
+PAGE = Path("docs/learning.md")
+IMAGES = Path("docs/images")
+PICTURES = {"signs": "learning_algorithms.png", "videos": "learning_video.png"}
+MEDIA = {"signs": "pictures", "videos": "videos"}
+Results = dict[Entry, list[Result]]
+
+
+def main() -> int:
+    options, console = _parser().parse_args(), Console(width=200)
+    if options.only:
+        recipe, seed, directory = options.only
+        train_here(Run(recipe, int(seed), Path(directory), tuple(options.set)), options.cores or own_cores()[0])
+        return 0
+    entries = [entry for entry in ENTRIES if options.recipes is None or entry.recipe in options.recipes]
+    runs = plan(entries, options.seeds, options.directory, options.validate_every, options.set)
+    errors = {} if options.table_only else train_all(runs, options.parallel, options.budget, console)
+    results = read_all(ENTRIES, options.seeds, options.directory)
+    if options.page is not None and results:
+        draw(results, options.page.parent / IMAGES.name)
+        rewrite(options.page, parts(results))
+    console.print("\n\n".join(parts(results).values()), markup=False, highlight=False, soft_wrap=True)
+    missing = [run.directory.name for run in runs if not run.is_done and run not in errors]
+    if missing:
+        console.print(f"\nnot done yet: {', '.join(missing)}", highlight=False, soft_wrap=True)
+    for run, error in errors.items():
+        console.print(f"\n{run.directory.name} failed: {error}", markup=False, highlight=False, soft_wrap=True)
+    return 1 if errors else 0
+
+
+def plan(
+    entries: Sequence[Entry], seeds: Sequence[int], directory: Path, every: int, changes: Sequence[str] = ()
+) -> list[Run]:
+    """All runs, seed after seed, so that an early end leaves whole seeds. A control runs with the first seed alone."""
+    runs = []
+    for index, seed in enumerate(seeds):
+        for entry in entries:
+            if entry.is_control and index:
+                continue
+            frozen = (FROZEN,) if entry.is_control else ()
+            settings = (f"schedule.validate_every={every}", *frozen, *changes)
+            runs.append(Run(entry.recipe, seed, directory / f"{entry.key}-{seed}", settings))
+    return runs
+
+
+def read_all(entries: Sequence[Entry], seeds: Sequence[int], directory: Path) -> Results:
+    """Of the runs that are done, without the recipes that have none."""
+    found = {
+        entry: [directory / f"{entry.key}-{seed}" for seed in seeds if _is_done(directory / f"{entry.key}-{seed}")]
+        for entry in entries
+    }
+    return {entry: [read_result(path) for path in paths] for entry, paths in found.items() if paths}
+
+
+def _is_done(directory: Path) -> bool:
+    return (directory / "summary.json").exists()
+
+
+def parts(results: Results) -> dict[str, str]:
+    """The generated parts of the page by name."""
+    made: dict[str, str] = {}
+    for suite, picture in PICTURES.items():
+        chosen = {entry: runs for entry, runs in results.items() if entry.suite == suite}
+        if chosen:
+            shown = f"![Held-out reward of each recipe over the {MEDIA[suite]} that it generated](images/{picture})"
+            made[f"learning-{suite}"] = f"{shown}\n\n{_results_of(chosen, MEDIA[suite])}"
+    learned = [(entry.recipe, runs[0].settings) for entry, runs in results.items() if not entry.is_control]
+    made["learning-settings"] = settings_table(settings_row(link(recipe), settings) for recipe, settings in learned)
+    return made
+
+
+def _results_of(results: Results, media: str) -> str:
+    rows = [
+        results_row(f"{link(entry.recipe)}{', frozen' * entry.is_control}", title_of(runs[0].settings), runs)
+        for entry, runs in results.items()
+    ]
+    return results_table(rows, media)
+
+
+def draw(results: Results, directory: Path) -> None:
+    """Each suite's panels."""
+    for suite, media in MEDIA.items():
+        chosen = {entry: [_curve(run) for run in runs] for entry, runs in results.items() if entry.suite == suite}
+        panels = {entry.title: curves for entry, curves in chosen.items() if not entry.is_control}
+        control = [curve for entry, curves in chosen.items() if entry.is_control for curve in curves]
+        if panels:
+            title = f"How well each algorithm teaches the tiny model of {suite}"
+            about = f"Each line is a seed; dashed: frozen; dotted: {TARGET}"
+            learning_panels(directory / PICTURES[suite], panels, control, title, about, f"{media} generated", TARGET)
+
+
+def _curve(result: Result) -> Curve:
+    return Curve([point.generated for point in result.points], [point.reward for point in result.points])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.learning.curves",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    recipes = sorted({entry.recipe for entry in ENTRIES})
+    parser.add_argument("--recipes", nargs="+", choices=recipes, metavar="RECIPE", help=f"of {', '.join(recipes)}")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--parallel", type=int, default=1, help="runs at once, two cores each (1)")
+    parser.add_argument(
+        "--budget", type=float, default=math.inf, help="seconds; starts nothing in the last 200 of them"
+    )
+    parser.add_argument("--validate-every", type=int, default=2, help="steps between validations (2)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of every job; repeatable")
+    parser.add_argument("--directory", type=Path, default=Path("runs/learning"))
+    parser.add_argument("--table-only", action="store_true", help="train nothing")
+    parser.add_argument("--page", type=Path, default=PAGE, help="rewritten, with its pictures (docs/learning.md)")
+    parser.add_argument("--no-page", dest="page", action="store_const", const=None, help="print alone")
+    parser.add_argument("--only", nargs=3, metavar=("RECIPE", "SEED", "DIRECTORY"), help="one run, in this process")
+    parser.add_argument("--cores", type=int, nargs="+", help="of --only (the first two)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

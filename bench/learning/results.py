@@ -1,0 +1,198 @@
+"""What the runs of docs/learning.md came to: their curves, and the tables made of them."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from docs.generate.markdown import table
+from flowfleet.algorithms.registry import ALGORITHMS
+from flowfleet.algorithms.windows import default_end
+
+TARGET = 0.85
+"""Held-out reward that a recipe is timed to."""
+PHASES = ("gen", "reward", "adv", "load_samples", "ref", "old_log_prob", "old_policy", "update_actor", "update_weights")
+"""Metrics `timing_s/…` that together are a step without what it waits for: validations, and checkpoints."""
+NONE = "–"
+
+SETTINGS_HEADER = ("recipe", "trains", "learning rate", "updates a step", "steps carry noise", "its loss, and samples")
+
+
+@dataclass(frozen=True)
+class Point:
+    """A validation of a run."""
+
+    generated: int
+    """Pictures or videos made for training so far (of a preference data set: read), whether trained on or not."""
+    seconds: float
+    """Of training so far."""
+    reward: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run: its summary.json with the job's settings, and its validations in order."""
+
+    summary: Mapping[str, Any]
+    points: Sequence[Point]
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self.summary["settings"]
+        return found
+
+    def first_at(self, target: float, amount: Callable[[Point], float]) -> float | None:
+        """How many pictures or seconds it took to a held-out reward, linear between validations; None: never."""
+        return first_crossing([(amount(point), point.reward) for point in self.points], target)
+
+    def change(self, name: str) -> float | None:
+        """Of `edge_density` or `colour_entropy` over training, in percent."""
+        before, after = self.summary[f"{name}_before"], self.summary[f"{name}_after"]
+        return 100.0 * (after / before - 1.0) if before and after is not None else None
+
+
+def read_result(directory: Path) -> Result:
+    """Of a directory with summary.json and metrics.jsonl."""
+    summary = json.loads((directory / "summary.json").read_text())
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    rollout = summary["settings"]["rollout"]
+    return Result(summary, points_of(rows, rollout["prompts_per_step"] * rollout["group_size"]))
+
+
+def points_of(rows: Iterable[Mapping[str, Any]], per_step: int) -> list[Point]:
+    """The validations in rows of metrics.jsonl, the row of whose step is the number of steps before them.
+
+    per_step: pictures made for a step. Those made again in place of dropped ones are not counted.
+    """
+    points, seconds = list[Point](), 0.0
+    for row in sorted(rows, key=lambda row: int(row["step"])):
+        if row.get("val/reward") is not None:
+            points.append(Point(row["step"] * per_step, seconds, row["val/reward"]))
+        seconds += sum(row.get(f"timing_s/{phase}") or 0.0 for phase in PHASES)
+    return points
+
+
+def first_crossing(points: Sequence[tuple[float, float]], target: float) -> float | None:
+    """The smallest x at which the line through (x, y) points, x ascending, is at `target` or above; None: nowhere."""
+    for (x, y), (x_before, y_before) in zip(points, [points[0], *points] if points else [], strict=False):
+        if y >= target:
+            return x if y == y_before or y_before >= target else x_before + (x - x_before) * _share(y_before, y, target)
+    return None
+
+
+def _share(low: float, high: float, target: float) -> float:
+    return (target - low) / (high - low)
+
+
+def results_row(recipe: str, title: str, results: Sequence[Result]) -> list[str]:
+    """Of one recipe's seeds."""
+    summaries = [result.summary for result in results]
+    return [
+        recipe,
+        title,
+        spread([summary["held_out_reward_before"] for summary in summaries], ".3f"),
+        spread([summary["held_out_reward_after"] for summary in summaries], ".3f"),
+        spread([summary["improvement"] for summary in summaries], "+.3f"),
+        f"≥ {min(summary['bootstrap_ci95'][0] for summary in summaries):+.3f}",
+        reached([result.first_at(TARGET, lambda point: point.generated) for result in results]),
+        reached([result.first_at(TARGET, lambda point: point.seconds) for result in results]),
+        percent([result.change("edge_density") for result in results]),
+        percent([result.change("colour_entropy") for result in results]),
+    ]
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """Mean (least … greatest); of one value itself."""
+    mean, low, high = (format(value, form) for value in (statistics.fmean(values), min(values), max(values)))
+    return f"{mean} ({low} … {high})" if len(values) > 1 else mean
+
+
+def reached(values: Sequence[float | None]) -> str:
+    """Mean over those that got there, and how many did if not all."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return NONE
+    mean = f"{statistics.fmean(known):,.0f}"
+    return mean if len(known) == len(values) else f"{mean} ({len(known)} of {len(values)} seeds)"
+
+
+def percent(values: Sequence[float | None]) -> str:
+    """Mean change."""
+    known = [value for value in values if value is not None]
+    return f"{statistics.fmean(known):+.1f} %" if known else NONE
+
+
+def settings_row(recipe: str, settings: Mapping[str, Any]) -> list[str]:
+    """What a user would choose, of a job as submitted."""
+    trainer = settings["trainer"]
+    mode = f"LoRA of rank {trainer['lora']['rank']}" if trainer["mode"] == "lora" else "all weights"
+    learning_rate = f"{trainer['optimizer']['lr']:.0e}".replace("e-0", "e-")
+    return [recipe, mode, learning_rate, str(trainer["updates_per_step"]), noise_of(settings), _algorithm_of(settings)]
+
+
+def noise_of(settings: Mapping[str, Any]) -> str:
+    """Which of the sampler's steps are noisy, and how."""
+    noise, window = settings["rollout"]["noise"], settings["rollout"]["window"]
+    if not noise["eta"]:
+        return "none"
+    low, size, steps = window["low"], window["size"], settings["rollout"]["num_inference_steps"]
+    high = window["high"] or default_end(window["strategy"], num_steps=steps, size=size, low=low)
+    shared = ", one initial noise a group" if noise["share_initial_noise"] else ""
+    moves = f"{window['stride']} on after {window['shift_every']} training steps"
+    which = {
+        "all": f"{low + 1} to {high}",
+        "fixed": f"{low + 1} to {low + size}",
+        "random": f"{size} at random in {low + 1} to {high}",
+        "progressive": f"{size} in {low + 1} to {high}, {moves}",
+        "listed": ", ".join(str(index + 1) for index in window.get("steps", ())),
+        "fraction": f"{low + 1} to {high}, {window.get('fraction', 0.0):.0%} of them trained",
+    }
+    return f"{noise['type']} {noise['eta']:g}: {which[window['strategy']]}, of {steps}{shared}"
+
+
+def _algorithm_of(settings: Mapping[str, Any]) -> str:
+    """The settings of its loss, and how many samples a step has."""
+    algorithm, rollout = settings["algorithm"], settings["rollout"]
+    names = {
+        "flow_grpo": ("clip_range", "clip_nats"),
+        "grpo_guard": ("clip_range", "clip_nats"),
+        "flow_dppo": ("kl_threshold", "kl_threshold_nats"),
+        "diffusion_nft": ("beta", "num_noise_levels"),
+        "dpo": ("beta", "num_noise_levels"),
+    }
+    shown = [f"`{name}` {algorithm[name]:g}" for name in names[algorithm["loss"]] if algorithm[name] is not None]
+    if algorithm["loss"] == "diffusion_nft":
+        shown.append(
+            "`old_policy` " + ", ".join(f"{name} {value:g}" for name, value in algorithm["old_policy"].items())
+        )
+    if algorithm["name"] == "online_dpo":
+        shown.append(f"`pairs_per_group` {algorithm['pairs_per_group']}")
+    if algorithm["kl_coef"]:
+        shown.append(f"`kl_coef` {algorithm['kl_coef']:g}")
+    return ", ".join([*shown, f"{rollout['prompts_per_step']} × {rollout['group_size']} samples a step"])
+
+
+def title_of(settings: Mapping[str, Any]) -> str:
+    """The algorithm as its authors call it."""
+    return ALGORITHMS[settings["algorithm"]["name"]].title
+
+
+def link(recipe: str) -> str:
+    return f"[{recipe}](../recipes/{recipe}.toml)"
+
+
+def results_table(rows: Iterable[Sequence[str]], media: str) -> str:
+    """media: what is generated, "pictures" or "videos"."""
+    needed = (f"{media} to {TARGET}", f"seconds to {TARGET}")
+    return table(
+        ("recipe", "algorithm", "before", "after", "gain", "at least", *needed, "edges", "colours"),
+        rows,
+    )
+
+
+def settings_table(rows: Iterable[Sequence[str]]) -> str:
+    return table(SETTINGS_HEADER, rows)

@@ -1,0 +1,121 @@
+"""Training runs for the figures of docs/learning.md: each in a process of its own on two CPU cores of its own, several
+at once."""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from flowfleet.demo.run import run_demo
+
+CORES_PER_RUN = 2
+LAST_START_S = 200.0
+"""No run is started with less of the budget left."""
+RUN_LIMIT_S = 3600.0
+"""What takes longer hangs, and is ended."""
+TAIL_LINES = 25
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: a recipe, what is changed in it, a seed, and where its results go."""
+
+    recipe: str
+    """Stem of recipes/<recipe>.toml."""
+    seed: int
+    directory: Path
+    changes: tuple[str, ...] = ()
+
+    @property
+    def is_done(self) -> bool:
+        return (self.directory / "summary.json").exists()
+
+    @property
+    def log(self) -> Path:
+        return self.directory.with_name(f"{self.directory.name}.log")
+
+
+def core_groups(cores: Sequence[int], size: int = CORES_PER_RUN) -> list[tuple[int, ...]]:
+    """Disjoint groups of `size` cores; a remainder stays idle. A single smaller group where there are fewer."""
+    groups = [tuple(cores[start : start + size]) for start in range(0, len(cores) - size + 1, size)]
+    return groups or [tuple(cores)]
+
+
+def own_cores() -> list[tuple[int, ...]]:
+    """Of this process, in groups for a run each."""
+    return core_groups(sorted(os.sched_getaffinity(0)))
+
+
+def train_all(runs: Sequence[Run], parallel: int, budget_s: float, console: Console) -> dict[Run, str]:
+    """Trains what is not done yet, in this order, `parallel` at once, and returns the errors of those that failed.
+
+    Raises ValueError where there are too few cores. Runs that the budget leaves no time for are not started.
+    """
+    groups = own_cores()
+    if not 1 <= parallel <= len(groups):
+        raise ValueError(f"--parallel {parallel}: with {CORES_PER_RUN} cores a run, take 1 to {len(groups)} here")
+    free: queue.Queue[tuple[int, ...]] = queue.Queue()
+    for group in groups[:parallel]:
+        free.put(group)
+    deadline = time.monotonic() + budget_s
+    todo = [run for run in runs if not run.is_done]
+    with ThreadPoolExecutor(parallel) as pool:
+        errors = list(pool.map(lambda run: _train_if_time(run, free, deadline, console), todo))
+    return {run: error for run, error in zip(todo, errors, strict=True) if error is not None}
+
+
+def _train_if_time(run: Run, free: queue.Queue[tuple[int, ...]], deadline: float, console: Console) -> str | None:
+    """The error, if there was one."""
+    if deadline - time.monotonic() < LAST_START_S:
+        return None
+    cores = free.get()
+    try:
+        started = time.monotonic()
+        error = _train_in_process(run, cores)
+        took = f"{time.monotonic() - started:.0f} s on cores {', '.join(map(str, cores))}"
+        console.print(f"{run.directory.name}: {'failed' if error else 'done'}, {took}", highlight=False)
+        return error
+    finally:
+        free.put(cores)
+
+
+def _train_in_process(run: Run, cores: tuple[int, ...]) -> str | None:
+    """Trains in a process without GPUs, whose stack it takes with it when it ends."""
+    command = [sys.executable, "-m", "bench.learning.curves", "--only", run.recipe, str(run.seed), str(run.directory)]
+    command += ["--cores", *map(str, cores), *(part for change in run.changes for part in ("--set", change))]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(len(cores)), "CUDA_VISIBLE_DEVICES": ""}
+    run.log.parent.mkdir(parents=True, exist_ok=True)
+    with run.log.open("wb") as log:
+        try:
+            code = subprocess.run(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=RUN_LIMIT_S
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return f"not done after {RUN_LIMIT_S:.0f} s; its output is {run.log}"
+    if code or not run.is_done:
+        return "\n".join([f"exit status {code}; the end of {run.log}:", *_tail(run.log)])
+    return None
+
+
+def train_here(run: Run, cores: Sequence[int]) -> None:
+    """In this process, which keeps to `cores` from now on, as does all that it starts. Leaves figures and pictures."""
+    os.sched_setaffinity(0, cores)
+    changes = [f"seed={run.seed}", *run.changes]
+    run_demo(Path(f"recipes/{run.recipe}.toml"), run.directory, changes, Console(width=160), started=datetime.now(UTC))
+    for large in ("stack", "model"):
+        shutil.rmtree(run.directory / large)
+
+
+def _tail(path: Path) -> Iterator[str]:
+    yield from path.read_text(errors="replace").splitlines()[-TAIL_LINES:]

@@ -1,0 +1,1 @@
+"""Cost of rewards and judges, and what training against them teaches."""

@@ -1,0 +1,1 @@
+"""Speed and memory of rollout, trainer, publication and the whole loop."""

@@ -1,0 +1,128 @@
+"""The generated table of docs/models.md: which algorithm a family takes, and which pairs `make test-all` runs.
+
+`python -m docs.generate.models` rewrites it, in the directory of the repository. Free of torch. `run_cases` chooses the
+pairs from the registries, so a new algorithm or family is run without a change here. tests/e2e/matrix runs them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from docs.generate.markdown import rewrite, table
+from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, Algorithm
+from flowfleet.job.spec import parse_job
+from flowfleet.models.registry import FAMILIES, ModelFamily
+
+PAGE = Path("docs/models.md")
+MODES = ("lora", "full")
+
+
+class Case(NamedTuple):
+    """One job that `make test-all` runs."""
+
+    pipeline: str
+    """Family of the model."""
+    algorithm: str
+    mode: str
+    """`trainer.mode`."""
+
+
+def loss_class(algorithm: Algorithm) -> str:
+    """policy, matching or preference: each kind of loss takes its own way through the trainer."""
+    loss = LOSSES[algorithm.loss]
+    return "preference" if loss.needs_pairs else loss.kind
+
+
+def choose_cases(families: Mapping[str, Any], algorithms: Mapping[str, Algorithm]) -> list[Case]:
+    """The pairs to run: every algorithm on two families, every family with a loss of every class, LoRA and full
+    weights in turn. Deterministic, and as few as that takes."""
+    pairs: list[tuple[str, str]] = []
+    for wanted in dict.fromkeys(map(loss_class, algorithms.values())):
+        members = [name for name, algorithm in algorithms.items() if loss_class(algorithm) == wanted]
+        taken: list[tuple[str, str]] = []
+        for _ in range(2):
+            for name in members:
+                free = [family for family in families if (family, name) not in taken]
+                taken += [(_least_used(free, Counter(family for family, _ in taken)), name)] if free else []
+        for family in families:
+            if all(family != other for other, _ in taken):
+                taken.append((family, _least_used(members, Counter(name for _, name in taken))))
+        pairs += taken
+    return _with_modes(pairs)
+
+
+def run_cases() -> list[Case]:
+    """The cases of the registries as they are."""
+    return choose_cases(FAMILIES, ALGORITHMS)
+
+
+def parts() -> dict[str, str]:
+    """Name to content of the generated part of the page."""
+    run = {(case.pipeline, case.algorithm) for case in run_cases()}
+    header = ["", "samples", *(f"`{name}`" for name in ALGORITHMS)]
+    return {"support": table(header, [_row(family, run) for family in FAMILIES.values()])}
+
+
+def refusal(family: ModelFamily, algorithm: Algorithm) -> str:
+    """Why the least job of an algorithm on a family is refused; empty where it is taken."""
+    job: dict[str, Any] = {
+        "model": {"path": "model"},
+        "data": {"train": "data.jsonl"},
+        "rewards": {"reward": {}},
+        "algorithm": {"name": algorithm.name},
+        "rollout": {"num_frames": 81 if family.modality == "video" else 1},
+    }
+    try:
+        parse_job(job)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _row(family: ModelFamily, run: set[tuple[str, str]]) -> list[str]:
+    samples = ("videos" if family.modality == "video" else "pictures") + (
+        ", from images" if family.takes_images else ""
+    )
+    cells = [
+        "–" if refusal(family, algorithm) else "✓" if (family.pipeline, algorithm.name) in run else "·"
+        for algorithm in ALGORITHMS.values()
+    ]
+    return [f"{family.title}, `{family.pipeline}`", samples, *cells]
+
+
+def _least_used(names: list[str], used: Counter[str]) -> str:
+    return min(names, key=lambda name: used[name])
+
+
+def _with_modes(pairs: list[tuple[str, str]]) -> list[Case]:
+    """Gives each pair a mode, so that every algorithm and every family of two pairs or more has both.
+
+    At each algorithm and each family its pairs are linked two by two, and linked pairs take different modes. Links
+    alternate between algorithms and families, so a closed chain is of even length and this never contradicts itself.
+    """
+    links: list[list[int]] = [[] for _ in pairs]
+    waiting: dict[tuple[str, str], int] = {}
+    for number, (family, name) in enumerate(pairs):
+        for end in (("family", family), ("algorithm", name)):
+            other = waiting.pop(end, None)
+            if other is None:
+                waiting[end] = number
+            else:
+                links[number].append(other)
+                links[other].append(number)
+    modes: dict[int, int] = {}
+    for start in range(len(pairs)):
+        chain = [(start, modes.get(start, 0))]
+        while chain:
+            number, mode = chain.pop()
+            modes[number] = mode
+            chain += [(other, 1 - mode) for other in links[number] if other not in modes]
+    return [Case(family, name, MODES[modes[number]]) for number, (family, name) in enumerate(pairs)]
+
+
+if __name__ == "__main__":
+    rewrite(Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE, parts())

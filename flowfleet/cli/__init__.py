@@ -1,0 +1,1 @@
+"""The `flowfleet` command; `main` has its commands."""

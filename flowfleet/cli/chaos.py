@@ -1,0 +1,52 @@
+"""`flowfleet chaos`: faults on a stack of its own, and a report."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from flowfleet.cli.options import out
+
+
+def chaos(
+    faults: Annotated[int, typer.Option(min=1, help="Faults that must count.")] = 12,
+    seed: Annotated[int, typer.Option(help="Of the schedule.")] = 1,
+    mode: Annotated[Literal["lora", "full"], typer.Option(help="What the job trains.")] = "lora",
+    job: Annotated[Path | None, typer.Option(help="Job file in place of the tiny one.")] = None,
+    kinds: Annotated[str, typer.Option(help="Faults to draw from, with commas; default: all.")] = "",
+    state_dir: Annotated[Path, typer.Option(help="Replaced by the stacks' files and the ledger.")] = Path("runs/chaos"),
+    report: Annotated[Path | None, typer.Option(help="JSON file; default: report.json in --state-dir.")] = None,
+    reference: Annotated[
+        str, typer.Option(help="Hash of the weights of the run without faults; default: it is run.")
+    ] = "",
+    spacing: Annotated[int, typer.Option(min=1, help="Steps from one fault to the next.")] = 4,
+    hang_s: Annotated[float, typer.Option(min=1.0, help="The job's timeouts.hang_s.")] = 8.0,
+    markdown: Annotated[
+        list[Path] | None, typer.Option(help="Only print these reports as Markdown tables; repeatable.")
+    ] = None,
+) -> None:
+    """Strike a job with seeded faults, and compare it with an undisturbed run."""
+    from flowfleet.chaos.report import Report, as_markdown, as_table, summary
+
+    if markdown:
+        typer.echo(as_markdown([Report.model_validate_json(path.read_bytes()) for path in markdown]), nl=False)
+        return
+    from flowfleet.chaos.run import Options, run_chaos
+    from flowfleet.chaos.schedule import KINDS
+
+    chosen = tuple(name.strip() for name in kinds.split(",")) if kinds else KINDS
+    options = Options(faults, seed, mode, job, state_dir, chosen, report, reference, spacing, hang_s)
+    found = run_chaos(options, _say)
+    out.print(as_table(found))
+    for line in summary(found):
+        out.print(line, highlight=False, soft_wrap=True, markup=False)
+    if not found.passed:
+        raise typer.Exit(1)
+
+
+def _say(text: str) -> None:
+    """A line of progress with the time; flushed, for logs that are followed."""
+    typer.echo(f"{time.strftime('%H:%M:%S')} {text}")

@@ -1,0 +1,144 @@
+"""Which samples the scorers of a job judge most differently: where to look to judge the scorers. Pure.
+
+Scores of different scorers have different units, and training compares samples within their group alone. So what a
+scorer says of a sample is its place in the group: (rank − 1) / (n − 1) of the n members that it scored, ties sharing
+their mean rank, from 0 for the lowest to 1 for the highest. Two scorers disagree by the difference of the places. Equal
+differences are told apart by that of the standardised scores (the scores less their mean, over their standard deviation
+in the group).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from flowfleet.client.types import Sample
+from flowfleet.ranks import ranks
+
+Group = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of a sample in its group, by one scorer."""
+
+    scorer: str
+    is_shadow: bool
+    score: float
+    rank: float
+    """1 is the highest score; ties share their mean."""
+    of: int
+    """Members that it scored."""
+    share: float
+    """0 for the lowest, 1 for the highest."""
+    standardised: float
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    sample: Sample
+    higher: Place
+    """Of the scorer that puts it higher."""
+    lower: Place
+
+    @property
+    def size(self) -> tuple[float, float]:
+        """Difference of the places, 0 to 1, and of the standardised scores, both without their rounding errors."""
+        standardised = abs(self.higher.standardised - self.lower.standardised)
+        return round(self.higher.share - self.lower.share, 9), round(standardised, 9)
+
+
+def rewards_of(sample: Sample) -> dict[str, float]:
+    """Reward → score of those that gave one. A component is named after its reward and a dot."""
+    names = sample.scores
+    return {
+        name: score
+        for name, score in names.items()
+        if score is not None and not any(name.startswith(f"{other}.") for other in names)
+    }
+
+
+def disagreements(samples: Sequence[Sample], beside: Mapping[str, str] | None = None) -> list[Disagreement]:
+    """Of each sample the two scorers that disagree most about it, the greatest disagreement first.
+
+    Each reward is held against each other one, and a shadow against the reward that it is `beside`; against every one
+    where that is not known. Samples of one step and group are compared; those of a step of which no group has two
+    members, as in a validation, are one group. Samples that two scorers do not tell apart otherwise are left out.
+
+    Raises ValueError where no two scorers scored the same sample.
+    """
+    found: list[Disagreement] = []
+    compared = False
+    for members in _groups(samples):
+        places = _places(members)
+        for position, sample in enumerate(members):
+            known = [by_place[position] for by_place in places if position in by_place]
+            pairs = [pair for pair in combinations(known, 2) if _compared(*pair, beside or {})]
+            compared = compared or bool(pairs)
+            if pairs:
+                found.append(max((_of(sample, *pair) for pair in pairs), key=lambda one: one.size))
+    if not compared:
+        raise ValueError("no two scorers scored the same sample: a job of two rewards, or one with a shadow, is needed")
+    return sorted((one for one in found if one.size > (0.0, 0.0)), key=lambda one: one.size, reverse=True)
+
+
+def _groups(samples: Iterable[Sample]) -> list[list[Sample]]:
+    steps: dict[int, dict[int, list[Sample]]] = defaultdict(lambda: defaultdict(list))
+    for sample in samples:
+        steps[sample.step][sample.group].append(sample)
+    found: list[list[Sample]] = []
+    for groups in steps.values():
+        if all(len(members) == 1 for members in groups.values()):
+            found.append([member for members in groups.values() for member in members])
+        else:
+            found.extend(groups.values())
+    return found
+
+
+def _places(members: Sequence[Sample]) -> list[dict[int, Place]]:
+    """Of each scorer: position in `members` → place, without those that it did not score."""
+    scores: dict[tuple[bool, str], dict[int, float]] = defaultdict(dict)
+    for position, sample in enumerate(members):
+        for name, score in rewards_of(sample).items():
+            scores[False, name][position] = score
+        for name, shadow in sample.shadow.items():
+            if shadow is not None:
+                scores[True, name][position] = shadow
+    return [_places_of(name, is_shadow, by_position) for (is_shadow, name), by_position in scores.items()]
+
+
+def _places_of(name: str, is_shadow: bool, scores: Mapping[int, float]) -> dict[int, Place]:
+    values = np.array(list(scores.values()), np.float64)
+    num, differ = len(values), bool(values.min() < values.max())
+    standardised = (values - values.mean()) / values.std() if differ else np.zeros(num)
+    ranked = ranks(values)
+    shares = (ranked - 1.0) / (num - 1.0) if num > 1 else np.full(num, 0.5)
+    return {
+        position: Place(
+            scorer=name,
+            is_shadow=is_shadow,
+            score=scores[position],
+            rank=num + 1.0 - float(ranked[at]),
+            of=num,
+            share=float(shares[at]),
+            standardised=float(standardised[at]),
+        )
+        for at, position in enumerate(scores)
+    }
+
+
+def _compared(one: Place, other: Place, beside: Mapping[str, str]) -> bool:
+    """Two rewards always, two shadows never."""
+    if one.is_shadow and other.is_shadow:
+        return False
+    shadow, reward = (one, other) if one.is_shadow else (other, one)
+    return not shadow.is_shadow or beside.get(shadow.scorer, reward.scorer) == reward.scorer
+
+
+def _of(sample: Sample, one: Place, other: Place) -> Disagreement:
+    higher, lower = sorted((one, other), key=lambda place: (place.share, place.standardised), reverse=True)
+    return Disagreement(sample, higher, lower)

@@ -1,0 +1,48 @@
+"""Turns what a user can do wrong on the command line into one readable message and exit code 1."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import typer
+import typer.core
+from pydantic import ValidationError
+from rich.markup import escape
+
+from flowfleet.cli.options import err
+from flowfleet.client.types import ApiError
+from flowfleet.local.stack import StackError
+
+EXTRAS: Final = {
+    "archived": "service",
+    "plan": "trainer",
+    "redis-acl": "service",
+    "reward": "media",
+    "samples": "service",
+}
+"""Command to the extra that it needs beyond the base install. Commands that start processes need `local`."""
+
+
+class Group(typer.core.TyperGroup):
+    """Prints an error in place of a traceback, and names the extra where a package is missing."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ValidationError as error:
+            message = "\n".join(item["msg"].removeprefix("Value error, ") for item in error.errors())
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] in ("", "flowfleet", "services"):
+                raise
+            message = _missing(str(error.name), str(ctx.invoked_subcommand))
+        except (ApiError, StackError, ValueError, OSError) as error:
+            message = str(error)
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+        err.print(f"[red]error:[/red] {escape(message)}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1)
+
+
+def _missing(module: str, command: str) -> str:
+    extra = EXTRAS.get(command, "local")
+    return f"`flowfleet {command}` needs the module {module}, which is not installed: pip install 'flowfleet[{extra}]'"

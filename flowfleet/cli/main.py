@@ -1,0 +1,316 @@
+"""The `flowfleet` command, a thin face: jobs by `flowfleet.client`, the stack of this machine by `flowfleet.local`."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from flowfleet.cli import reward as cli_reward
+from flowfleet.cli import rewards as cli_rewards
+from flowfleet.cli import views
+from flowfleet.cli.chaos import chaos
+from flowfleet.cli.errors import Group
+from flowfleet.cli.options import Ca, JobId, Url, connect, err, out
+from flowfleet.cli.redis import redis_acl
+from flowfleet.cli.samples import samples
+from flowfleet.client import Client
+from flowfleet.client.progress import follow
+from flowfleet.client.types import Job
+from flowfleet.job.files import prepare_job
+from flowfleet.local.stack import DEFAULT_PORT, DEFAULT_STATE_DIR, StateDir
+from flowfleet.process.pulse import HANG_S
+
+app = typer.Typer(
+    cls=Group,
+    help="Reinforcement learning for flow-matching image models, as a fleet of services.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+app.add_typer(cli_reward.app, name="reward")
+app.add_typer(cli_rewards.app, name="rewards")
+
+StackDir = Annotated[Path, typer.Option(help="Directory of the stack: addresses, logs, data.")]
+
+
+# -- the local stack -------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def up(
+    replicas: Annotated[
+        int | None, typer.Option(help="Rollout processes; default: one, or one for each of --rollout-devices.")
+    ] = None,
+    reward: Annotated[
+        list[str] | None, typer.Option(help="Scorer to start, or NAME=HOST:PORT of one elsewhere; repeatable (ocr).")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Pipeline directory that the rollouts load at start.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of that model.")] = "float32",
+    engine: Annotated[Literal["diffusers", "vllm-omni"], typer.Option(help="Of the rollouts.")] = "diffusers",
+    max_batch: Annotated[int | None, typer.Option(help="Most rows of one forward of a rollout.")] = None,
+    data_root: Annotated[
+        list[Path] | None,
+        typer.Option(help="Folder that jobs may read, beside the working folder and the recipes; repeatable."),
+    ] = None,
+    data_url: Annotated[
+        list[str] | None, typer.Option(help="SCHEME://HOST from which jobs may read data; repeatable (none).")
+    ] = None,
+    data_network: Annotated[
+        list[str] | None, typer.Option(help="CIDR in which those hosts may be, if not public; repeatable (none).")
+    ] = None,
+    rollout_devices: Annotated[
+        str, typer.Option(help='Accelerators as in 0,1, one a rollout; "auto": the first ones.')
+    ] = "auto",
+    trainer_devices: Annotated[
+        str, typer.Option(help='Accelerators of trainers, one a rank; "auto": those that rollouts leave.')
+    ] = "auto",
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Limit of what stays of ended jobs, as in jobs=200; repeatable."),
+    ] = None,
+    limit: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Most that jobs may ask for, as in samples_per_step=512; repeatable."),
+    ] = None,
+    archive: Annotated[
+        str | None, typer.Option(metavar="URL", help="Where ended jobs are copied before they are removed (fsspec).")
+    ] = None,
+    start_timeout: Annotated[float, typer.Option(help="Seconds until every process must serve.")] = 900.0,
+    hang: Annotated[
+        float, typer.Option(help="Seconds within which a process that hangs is killed and started again.")
+    ] = HANG_S,
+    port: Annotated[int, typer.Option(help="Of the REST API; 0 takes a free one.")] = DEFAULT_PORT,
+    state_dir: StackDir = DEFAULT_STATE_DIR,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return once it runs; stop it with `flowfleet down`.")
+    ] = False,
+) -> None:
+    """Start a stack on this machine: Redis, controller, rollouts, rewards."""
+    from flowfleet.local.plan import StackOptions
+    from flowfleet.local.session import run_stack, start_detached, stop_on_signals
+
+    rollouts_on = _devices(rollout_devices)
+    options = StackOptions(
+        state_dir=state_dir,
+        port=port,
+        data_roots=tuple(data_root or ()),
+        data_urls=tuple(data_url or ()),
+        data_networks=tuple(data_network or ()),
+        replicas=(1 if rollouts_on is None else len(rollouts_on)) if replicas is None else replicas,
+        rewards=tuple(reward or ("ocr",)),
+        model=model,
+        dtype=dtype,
+        engine=engine,
+        max_batch=max_batch,
+        rollout_devices=rollouts_on,
+        trainer_devices=_devices(trainer_devices),
+        keep=tuple(keep or ()),
+        limits=tuple(limit or ()),
+        archive=archive,
+        start_timeout_s=start_timeout,
+        hang_s=hang,
+    )
+    if detach:
+        stack = start_detached(options)
+        views.show_stack(stack, out)
+        out.print(f"\nREST API: {stack.url}", highlight=False)
+        return
+    stop = threading.Event()
+    stop_on_signals(stop)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+
+    def ready(stack: Any) -> None:
+        views.show_stack(stack, out)
+        out.print(f"\nREST API: {stack.url}   Ctrl-C stops the stack.", highlight=False)
+
+    run_stack(options, stop, ready)
+
+
+@app.command()
+def down(state_dir: StackDir = DEFAULT_STATE_DIR) -> None:
+    """Stop the stack of this machine, trainers too."""
+    from flowfleet.local.session import stop_stack
+
+    state = StateDir(state_dir)
+    out.print("stopped" if stop_stack(state) else f"no stack runs in {state.path}", highlight=False)
+
+
+@app.command()
+def demo(
+    seed: Annotated[int | None, typer.Option(help="Of the job; else the recipe's.")] = None,
+    recipe: Annotated[Path, typer.Option(help="Job file.")] = Path("recipes/tiny_ocr.toml"),
+    set_: Annotated[list[str] | None, typer.Option("--set", help="key=value of the job; repeatable.")] = None,
+    state_dir: Annotated[Path, typer.Option(help="Replaced by the results and the stack's files.")] = Path("runs/demo"),
+) -> None:
+    """Train the tiny model from start to end, and leave figures, pictures and the model."""
+    from flowfleet.demo.run import run_demo
+
+    changes = [*(set_ or ()), *([] if seed is None else [f"seed={seed}"])]
+    run_demo(recipe, state_dir, changes, out)
+
+
+app.command()(chaos)
+
+
+# -- jobs ------------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def submit(
+    file: Annotated[Path, typer.Argument(help="Job file (TOML, YAML or JSON), or name of a recipe.")],
+    follow_: Annotated[bool, typer.Option("--follow", help="Watch the job until it ends.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved job and its processes only.")] = False,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="key=value, e.g. schedule.steps=20; repeatable.")
+    ] = None,
+    idempotency_key: Annotated[str | None, typer.Option(help="Submitting again with it gives the same job.")] = None,
+    url: Url = None,
+    ca: Ca = None,
+) -> None:
+    """Submit a job."""
+    if dry_run:  # of this machine, like `plan`: it asks no controller
+        from flowfleet.cli.dry_run import explain
+
+        explain(prepare_job(file, set_ or (), same_machine=True), out)
+        return
+    with connect(url, ca) as client:
+        spec = prepare_job(file, set_ or (), same_machine=client.same_files)
+        job = client.submit(spec, idempotency_key)
+        out.print(job.id, highlight=False)
+        views.show_warnings(job.warnings, err)
+        if follow_:
+            _watch(client, job)
+
+
+@app.command()
+def plan(
+    file: Annotated[Path, typer.Argument(help="Job file (TOML, YAML or JSON), or name of a recipe.")],
+    device_memory: Annotated[
+        float | None, typer.Option(metavar="GIB", help="Of each accelerator; else that of this machine's.")
+    ] = None,
+    text_tokens: Annotated[int, typer.Option(min=1, help="Length of an encoded prompt.")] = 128,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="key=value of the job; repeatable.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+) -> None:
+    """Predict a job's memory, work and traffic from the configurations in its model folder."""
+    from flowfleet.planning.plan import found_memory_gib, predict
+    from flowfleet.planning.report import show_plan
+
+    spec = prepare_job(file, set_ or (), same_machine=True)
+    known = found_memory_gib() if device_memory is None else device_memory
+    planned = predict(spec, device_memory_gib=known, text_tokens=text_tokens)
+    if json_:
+        out.print_json(data=planned.to_json())
+    else:
+        show_plan(spec, planned, out)
+
+
+@app.command()
+def jobs(
+    status: Annotated[str | None, typer.Option(help="Only jobs of this status.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many, newest first.")] = 20,
+    url: Url = None,
+    ca: Ca = None,
+) -> None:
+    """List jobs."""
+    with connect(url, ca) as client:
+        out.print(views.jobs_table(islice(client.jobs(status), limit)))
+
+
+@app.command()
+def show(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
+    """Show a job: status, progress, results, settings."""
+    with connect(url, ca) as client:
+        views.show_job(client.find(job_id), out)
+
+
+@app.command()
+def watch(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
+    """Follow a job until it ends."""
+    with connect(url, ca) as client:
+        _watch(client, client.find(job_id))
+
+
+@app.command()
+def fleet(url: Url = None, ca: Ca = None) -> None:
+    """Show rollout replicas, rewards, and what the cluster has no room for."""
+    with connect(url, ca) as client:
+        views.show_fleet(client.fleet(), out)
+
+
+app.command()(samples)
+app.command("redis-acl")(redis_acl)
+
+
+@app.command()
+def cancel(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
+    """Stop a job for good; what it has written stays."""
+    with connect(url, ca) as client:
+        _say(client.cancel(client.find(job_id).id))
+
+
+@app.command()
+def pause(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
+    """Hold a job: what runs now ends, nothing else starts. Other jobs of its pool wait behind it."""
+    with connect(url, ca) as client:
+        _say(client.pause(client.find(job_id).id))
+
+
+@app.command()
+def resume(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
+    """Let a paused job go on."""
+    with connect(url, ca) as client:
+        _say(client.resume(client.find(job_id).id))
+
+
+@app.command()
+def delete(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
+    """Remove an ended job and its history; its checkpoints and models stay, and so does its archive."""
+    with connect(url, ca) as client:
+        _say(client.delete(client.find(job_id).id))
+
+
+@app.command()
+def archived(
+    archive: Annotated[str, typer.Argument(metavar="URL", help="The controller's FLOWFLEET_ARCHIVE.")],
+    job_id: Annotated[str | None, typer.Argument(metavar="[ID]", help="Show this job; none: list them all.")] = None,
+) -> None:
+    """List or show jobs of an archive; no controller is asked."""
+    from flowfleet.client.archive import Archive
+
+    found = Archive(archive)
+    if job_id is None:
+        out.print(views.jobs_table(found.jobs()))
+    else:
+        views.show_job(found.job(job_id), out)
+
+
+# -- parts -----------------------------------------------------------------------------------------------------------
+
+
+def _devices(text: str) -> tuple[str, ...] | None:
+    return None if text == "auto" else tuple(name.strip() for name in text.split(","))
+
+
+def _watch(client: Client, job: Job) -> None:
+    follow(job, client.events(job.id), out)
+    ended = client.job(job.id)
+    if ended.status != "succeeded":
+        err.print(f"the job {ended.status}" + (f": {ended.reason}" if ended.reason else ""), highlight=False)
+        raise typer.Exit(1)
+
+
+def _say(job: Job) -> None:
+    out.print(
+        f"{job.id}  {job.status}" + (f", to be {job.desired}" if job.desired != job.status else ""), highlight=False
+    )
+
+
+if __name__ == "__main__":
+    app()

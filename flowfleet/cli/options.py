@@ -1,0 +1,35 @@
+"""What commands share: where they print, how they find the controller, and the options for that."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from flowfleet.client.client import DEFAULT_URL, Client
+from flowfleet.local.stack import DEFAULT_STATE_DIR, StateDir
+
+out = Console(width=None if Console().is_terminal else 160)
+err = Console(stderr=True)
+
+Url = Annotated[
+    str | None,
+    typer.Option(help=f"Of the REST API; else FLOWFLEET_URL, else the local stack's, else {DEFAULT_URL}."),
+]
+Ca = Annotated[
+    Path | None, typer.Option(help="PEM file of the CA of an https URL; else FLOWFLEET_CA, else the system's.")
+]
+JobId = Annotated[str, typer.Argument(metavar="ID", help="A job's id, or the start of one.")]
+
+
+@contextlib.contextmanager
+def connect(url: str | None, ca: Path | None) -> Iterator[Client]:
+    """A client of the controller that is meant; without a URL, of the local stack's where one runs."""
+    local = None if url or os.environ.get("FLOWFLEET_URL") else StateDir(DEFAULT_STATE_DIR).read()
+    with Client(url or (local.url if local else None), ca=ca) as client:
+        yield client

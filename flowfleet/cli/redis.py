@@ -1,0 +1,28 @@
+"""`flowfleet redis-acl`: the commands that give an existing Redis a user for each kind of service."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def redis_acl(
+    passwords: Annotated[Path, typer.Argument(help="Folder with a password a kind; what is missing is made.")],
+    redis6: Annotated[bool, typer.Option("--redis6", help="For a server before Redis 7.")] = False,
+) -> None:
+    """Print commands for redis-cli that make the users of controllers, rollouts and trainers; no server is asked."""
+    from flowfleet.local.files import write_atomically
+    from flowfleet.local.secrets import make_private
+    from flowfleet.redis import acl
+    from flowfleet.redis.server import new_password
+
+    make_private(passwords)
+    for kind in acl.RULES:
+        if not (passwords / kind).exists():
+            write_atomically(passwords / kind, new_password())
+    words = {kind: (passwords / kind).read_text(encoding="utf-8").strip() for kind in acl.RULES}
+    if empty := [kind for kind, word in words.items() if not word]:
+        raise ValueError(f"{passwords / empty[0]} is empty: write a password into it, or remove it to have one made")
+    typer.echo(acl.setuser_lines(words, selectors=not redis6), nl=False)

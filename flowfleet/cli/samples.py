@@ -1,0 +1,173 @@
+"""`flowfleet samples`: pictures of a job with their scores, as files, or as a page to judge the rewards by looking."""
+
+from __future__ import annotations
+
+import webbrowser
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from flowfleet.cli import views
+from flowfleet.cli.options import Ca, JobId, Url, connect, out
+from flowfleet.client.client import Client
+from flowfleet.client.types import ApiError, Job, Sample
+
+if TYPE_CHECKING:
+    from flowfleet.cli.disagreement import Disagreement
+    from flowfleet.cli.samples_page import Shown
+
+DIRECTORY: Final = Path("runs/samples")
+LIMIT: Final = 16
+LOOKED_AT: Final = 4096
+"""Newest samples that are compared for --disagree."""
+ROOM_BYTES: Final = 48 * 2**20
+"""Of media beyond which a page gets no more of those that stand beside what was asked for."""
+NOT_FOUND: Final = 404
+
+
+def samples(
+    job_id: JobId,
+    to: Annotated[
+        Path | None, typer.Option("--out", help="Directory for the pictures, or FILE.html (runs/samples/ID).")
+    ] = None,
+    purpose: Annotated[str, typer.Option(help="train or validate.")] = "train",
+    step: Annotated[int | None, typer.Option(help="Only of this step; of validation: of this policy version.")] = None,
+    order: Annotated[str | None, typer.Option(help="newest (default), oldest, best or worst.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help=f"At most so many ({LIMIT}).")] = None,
+    worst: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Write a page of the N of the lowest reward.")
+    ] = None,
+    best: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Write a page of the N of the highest reward.")
+    ] = None,
+    disagree: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Write a page of the N on which rewards, or a shadow, disagree most."),
+    ] = None,
+    open_: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
+    url: Url = None,
+    ca: Ca = None,
+) -> None:
+    """Download a job's pictures and print their scores, or write a page of those worth looking at."""
+    asked = {name: n for name, n in (("worst", worst), ("best", best), ("disagree", disagree)) if n is not None}
+    if len(asked) > 1:
+        raise ValueError(f"--{' and --'.join(asked)}: give one of them")
+    if asked and (order or limit):
+        raise ValueError("--order and --limit are for downloads: a page has the samples that it is of")
+    if open_ and not asked:
+        raise ValueError("--open shows a page: give --worst, --best or --disagree")
+    with connect(url, ca) as client:
+        job = client.find(job_id)
+        directory = DIRECTORY / job.id[: views.SHORT_ID]
+        if not asked:
+            found = client.samples(job.id, purpose=purpose, step=step, order=order or "newest")
+            _download(client, job, list(islice(found, limit or LIMIT)), to or directory)
+            return
+        ((kind, num),) = asked.items()
+        file = to or directory / f"{kind}.html"
+        if file.suffix != ".html" or file.is_dir():
+            raise ValueError(f"--out {file}: name the page, as in page.html")
+        written = _page(client, job, kind, num, purpose, step)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(written, encoding="utf-8")
+    out.print(f"{file}  {len(written) / 2**20:.1f} MiB", highlight=False, soft_wrap=True)
+    if open_:
+        webbrowser.open(file.resolve().as_uri())
+
+
+def _download(client: Client, job: Job, found: Sequence[Sample], directory: Path) -> None:
+    files = [_save(client.media(job.id, sample), sample, directory) for sample in found]
+    out.print(views.samples_table(found, files))
+
+
+def _save(picture: bytes, sample: Sample, directory: Path) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    suffix = sample.media_type.rpartition("/")[2].replace("jpeg", "jpg")
+    path = directory / f"{sample.purpose}-{sample.step:05d}-{sample.group:03d}-{sample.index:03d}.{suffix}"
+    path.write_bytes(picture)
+    return path
+
+
+def _page(client: Client, job: Job, kind: str, num: int, purpose: str, step: int | None) -> str:
+    """Raises ValueError where there is nothing to show."""
+    from flowfleet.cli.samples_page import page
+
+    where = "" if step is None else f" of step {step}" if purpose == "train" else f" of version {step}"
+    if kind == "disagree":
+        heading = f"Where the scorers disagree most{where}"
+        remark, picked = _disagreeing(client, job, num, purpose, step)
+    else:
+        heading = f"The {'lowest' if kind == 'worst' else 'highest'} rewards{where}"
+        found = client.samples(job.id, purpose=purpose, step=step, order=kind)
+        remark, picked = "", [(sample, "") for sample in islice(found, num)]
+    if not picked:
+        raise ValueError(f"job {job.id} has no {purpose} samples{where} that fit")
+    return page(job, heading, list(_with_groups(client, job, picked)), remark)
+
+
+def _disagreeing(
+    client: Client, job: Job, num: int, purpose: str, step: int | None
+) -> tuple[str, list[tuple[Sample, str]]]:
+    """What was compared, and the samples with their reasons."""
+    from flowfleet.cli.disagreement import disagreements
+
+    newest = list(islice(client.samples(job.id, purpose=purpose, step=step), LOOKED_AT))
+    found = disagreements(newest, _beside(client, job))[:num]
+    remark = (
+        f"Of the newest {len(newest)} samples those whose places in their group differ most between two scorers. "
+        "A place goes by the score's rank, from the lowest (0) to the highest (1)."
+    )
+    return remark, [(one.sample, _reason(one)) for one in found]
+
+
+def _beside(client: Client, job: Job) -> dict[str, str]:
+    """Shadow → the reward that it stands beside, of all shadows that the job had; the newest counts."""
+    rewards = client.rewards(job.id)
+    revisions = [*rewards.history, rewards.active]
+    return {name: str(part["for"]) for revision in revisions for name, part in revision.shadows.items()}
+
+
+def _reason(one: Disagreement) -> str:
+    places = [
+        f"{place.scorer}{' (shadow)' if place.is_shadow else ''} puts it {place.rank:g} of {place.of}"
+        for place in (one.higher, one.lower)
+    ]
+    return f"{', '.join(places)}: {one.size[0]:.2f} apart"
+
+
+def _with_groups(client: Client, job: Job, picked: Sequence[tuple[Sample, str]]) -> Iterator[Shown]:
+    """Those that were asked for, then, as long as there is room, the others of their groups."""
+    from flowfleet.cli.samples_page import Shown
+
+    size, places, groups = 0, set(), {}
+    for rank, (sample, note) in enumerate(picked, 1):
+        media = _media(client, job, sample)
+        size += len(media or b"")
+        places.add(_place(sample))
+        groups[sample.step, sample.group] = sample
+        yield Shown(sample, media, rank, note)
+    steps: dict[int, list[Sample]] = {}
+    for (step, group), one in groups.items():
+        if step not in steps:
+            steps[step] = list(client.samples(job.id, purpose=one.purpose, step=step))
+        for sample in steps[step]:
+            if sample.group == group and _place(sample) not in places and size < ROOM_BYTES:
+                media = _media(client, job, sample)
+                size += len(media or b"")
+                yield Shown(sample, media)
+
+
+def _place(sample: Sample) -> tuple[int, int, int]:
+    return sample.step, sample.group, sample.index
+
+
+def _media(client: Client, job: Job, sample: Sample) -> bytes | None:
+    try:
+        return client.media(job.id, sample)
+    except ApiError as error:
+        if error.status == NOT_FOUND:
+            return None
+        raise

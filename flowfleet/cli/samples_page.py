@@ -1,0 +1,221 @@
+"""A page of samples to judge rewards by looking: one HTML file with everything in it, without scripts.
+
+Text reaches the page through `tag` alone, which escapes it, and the page's own Content-Security-Policy lets it load
+nothing and run nothing, so that a prompt can be what it likes. Two views of the same cards: by rank, and by group with
+the other members beside them.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from flowfleet.cli.disagreement import rewards_of
+from flowfleet.client.progress import number
+from flowfleet.client.types import Job, Sample
+
+_STYLE: Final = Path(__file__).with_name("samples_page.css")
+_POLICY: Final = "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'"
+_MEDIA_TYPES: Final = frozenset({"image/png", "image/jpeg", "image/webp", "video/mp4"})
+_VOID: Final = frozenset({"meta", "img", "input"})
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A sample on the page."""
+
+    sample: Sample
+    media: bytes | None
+    """The file; None once it is no longer kept."""
+    rank: int | None = None
+    """From 1 of those that were asked for; None of other members of their groups."""
+    note: str = ""
+    """Why it is here, where its reward does not say it."""
+
+
+class _Markup(str):
+    """Text that is HTML already."""
+
+
+def tag(name: str, /, *children: str, **attributes: object) -> _Markup:
+    """An element. Children and attributes are escaped, except children that `tag` made; an attribute that is None or
+    False is left out, and True is one without a value. `class_` and `_` inside of names are as HTML has them."""
+    words = [name]
+    for key, value in attributes.items():
+        if value is not None and value is not False:
+            key = key.rstrip("_").replace("_", "-")
+            words.append(key if value is True else f'{key}="{html.escape(str(value))}"')
+    opened = f"<{' '.join(words)}>"
+    return _Markup(opened if name in _VOID else f"{opened}{join(children)}</{name}>")
+
+
+def join(children: Iterable[str]) -> _Markup:
+    """One after the other, escaped except those that `tag` made."""
+    return _Markup("".join(child if isinstance(child, _Markup) else html.escape(child) for child in children))
+
+
+def page(job: Job, heading: str, shown: Sequence[Shown], remark: str = "") -> str:
+    """The whole file. `shown` in any order: groups come in the order of their best ranks."""
+    groups = _by_group(shown)
+    scales = _scales([one.sample for one in shown])
+    picked = sum(one.rank is not None for one in shown)
+    facts = f"{job.name} · job {job.id} · samples: {picked} of {len(shown)} shown · groups: {len(groups)}"
+    header = tag("header", tag("h1", heading), tag("p", facts, class_="soft"), *([tag("p", remark)] if remark else []))
+    main = tag("main", *(_group(members, scales) for members in groups))
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("title", f"{heading} · {job.name}"),
+        tag("style", _Markup(_STYLE.read_text(encoding="utf-8"))),
+    )
+    return "<!doctype html>\n" + tag("html", head, tag("body", header, _controls(), main), lang="en")
+
+
+def _controls() -> _Markup:
+    def choice(name: str, legend: str, *options: tuple[str, str, bool]) -> _Markup:
+        made = [
+            tag("label", tag("input", type="radio", name=name, id=key, checked=chosen), text)
+            for key, text, chosen in options
+        ]
+        return tag("fieldset", tag("legend", legend), *made)
+
+    views = choice("view", "View", ("ranked", "By rank", True), ("grouped", "By group", False))
+    sizes = choice("size", "Size", ("small", "S", False), ("medium", "M", True), ("large", "L", False))
+    return tag("div", views, sizes, class_="controls")
+
+
+def _by_group(shown: Sequence[Shown]) -> list[list[Shown]]:
+    """Members from the highest reward to those without one; groups by their best rank."""
+    groups: dict[tuple[int, int], list[Shown]] = {}
+    for one in sorted(shown, key=lambda one: len(shown) if one.rank is None else one.rank):
+        groups.setdefault((one.sample.step, one.sample.group), []).append(one)
+    return [sorted(members, key=_descending) for members in groups.values()]
+
+
+def _descending(one: Shown) -> tuple[bool, float, int]:
+    reward = one.sample.reward
+    return reward is None, -(reward or 0.0), one.sample.index
+
+
+def _group(members: Sequence[Shown], scales: Mapping[str, tuple[float, float]]) -> _Markup:
+    first = members[0].sample
+    rewards = [one.sample.reward for one in members if one.sample.reward is not None]
+    words = [_step(first), f"group {first.group}", f"{len(members)} shown"]
+    if rewards:
+        words.append(f"reward {number(statistics.fmean(rewards))} ± {number(statistics.pstdev(rewards))}")
+    header = tag("header", tag("h2", first.prompt), tag("p", " · ".join(words), class_="soft"), _strip(members, scales))
+    cards = tag("div", *(_card(one, scales) for one in members), class_="cards")
+    return tag("section", header, cards, class_="group")
+
+
+def _strip(members: Sequence[Shown], scales: Mapping[str, tuple[float, float]]) -> _Markup:
+    """Where the members' rewards lie between the least and the greatest on the page."""
+    ticks = [
+        tag("line", x1=at, x2=at, y1=1, y2=17, class_="picked" if one.rank is not None else None)
+        for one in members
+        if one.sample.reward is not None
+        for at in [round(200 * _fraction(one.sample.reward, scales[""]), 1)]
+    ]
+    base = tag("line", x1=0, x2=200, y1=9, y2=9, class_="base")
+    what = {"role": "img", "aria_label": "rewards of the group"}
+    return tag("svg", base, *ticks, class_="strip", viewBox="0 0 200 18", preserveAspectRatio="none", **what)
+
+
+def _card(one: Shown, scales: Mapping[str, tuple[float, float]]) -> _Markup:
+    sample = one.sample
+    rank = [] if one.rank is None else [tag("span", f"#{one.rank}", class_="rank", title="place in what was asked for")]
+    reward = tag("span", number(sample.reward) if sample.reward is not None else "no reward", class_="reward")
+    body = [tag("p", sample.prompt, class_="prompt"), tag("div", reward, *rank, class_="head")]
+    if one.note:
+        body.append(tag("p", one.note, class_="why"))
+    if sample.drop_reason:
+        body.append(tag("p", f"not trained on: {sample.drop_reason}", class_="drop"))
+    if sample.gated_by:
+        body.append(tag("p", f"gated by {sample.gated_by}", class_="drop"))
+    body.append(_scores(sample, scales))
+    facts = f"{_step(sample)} · group {sample.group} · sample {sample.index} · policy {sample.policy_version}"
+    body.append(tag("div", f"{facts} · seed {sample.seed}", class_="facts"))
+    if sample.versions:
+        scorers = " · ".join(
+            version if version.startswith(name) else f"{name}: {version}"
+            for name, version in sorted(sample.versions.items())
+        )
+        body.append(tag("div", scorers, class_="scorers"))
+    style = None if one.rank is None else f"--rank: {one.rank}"
+    return tag(
+        "article",
+        _media(one),
+        tag("div", *body, class_="body"),
+        class_="picked" if one.rank is not None else None,
+        style=style,
+    )
+
+
+def _step(sample: Sample) -> str:
+    return f"step {sample.step}" if sample.purpose == "train" else f"validation of version {sample.step}"
+
+
+def _media(one: Shown) -> _Markup:
+    media_type = one.sample.media_type
+    if one.media is None:
+        return tag("div", "no longer kept", class_="gone")
+    if media_type not in _MEDIA_TYPES:
+        return tag("div", f"{media_type} is not shown", class_="gone")
+    source = f"data:{media_type};base64,{base64.b64encode(one.media).decode()}"
+    if media_type.startswith("video/"):
+        plays = {"controls": True, "loop": True, "muted": True, "playsinline": True, "preload": "metadata"}
+        return tag("video", src=source, aria_label=one.sample.prompt, **plays)
+    return tag("img", src=source, alt=one.sample.prompt, loading="lazy", decoding="async")
+
+
+def _scores(sample: Sample, scales: Mapping[str, tuple[float, float]]) -> _Markup:
+    """Rewards, each with its components below it, then shadows."""
+    rewards = rewards_of(sample)
+    rows = [
+        _row(name.partition(f"{reward}.")[2] or name, value, scales[name], None if name == reward else "part")
+        for reward in sorted(rewards)
+        for name, value in sorted(sample.scores.items())
+        if name == reward or name.startswith(f"{reward}.")
+    ]
+    rows += [
+        _row(f"{name} (shadow)", value, scales[f"shadow {name}"], "shadow")
+        for name, value in sorted(sample.shadow.items())
+    ]
+    return tag("table", *rows)
+
+
+def _row(name: str, value: float | None, scale: tuple[float, float], kind: str | None) -> _Markup:
+    bar = []
+    if value is not None:
+        zero, end = (100 * _fraction(at, scale) for at in (0.0, value))
+        bar = [tag("i", style=f"left: {min(zero, end):.1f}%; width: {abs(end - zero):.1f}%")]
+    cells = tag("td", tag("div", *bar, class_="bar")), tag("td", "none" if value is None else number(value))
+    return tag("tr", tag("th", name, scope="row"), *cells, class_=kind)
+
+
+def _scales(samples: Iterable[Sample]) -> dict[str, tuple[float, float]]:
+    """Ends of the bars of each score, and of "", the reward: 0 to 1 where all are inside of that, else the least and
+    the greatest with 0 among them."""
+    values: dict[str, list[float]] = {}
+    for sample in samples:
+        shadows = {f"shadow {name}": value for name, value in sample.shadow.items()}
+        for name, value in {"": sample.reward, **sample.scores, **shadows}.items():
+            values.setdefault(name, []).extend([] if value is None else [value])
+    return {name: _scale(found) for name, found in values.items()}
+
+
+def _scale(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    return (0.0, 1.0) if low >= 0.0 and high <= 1.0 else (min(low, 0.0), max(high, 0.0))
+
+
+def _fraction(value: float, scale: tuple[float, float]) -> float:
+    low, high = scale
+    return min(1.0, max(0.0, (value - low) / (high - low)))

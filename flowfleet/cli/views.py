@@ -1,0 +1,140 @@
+"""What the command line prints of jobs, samples and processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from flowfleet.client.progress import duration, number
+from flowfleet.client.types import Fleet, Job, Sample
+from flowfleet.local.stack import Stack
+
+SHORT_ID = 13
+"""Characters of a job id that its milliseconds fill: enough to tell jobs apart."""
+
+COLOURS = {
+    "running": "cyan",
+    "succeeded": "green",
+    "failed": "red",
+    "cancelled": "yellow",
+    "paused": "yellow",
+    "quarantined": "red",
+}
+
+
+def table(*columns: str) -> Table:
+    made = Table(box=None, padding=(0, 3, 0, 0), header_style="bright_black")
+    for column in columns:
+        made.add_column(column)
+    return made
+
+
+def jobs_table(jobs: Iterable[Job]) -> Table:
+    made = table("ID", "NAME", "STATUS", "STEP", "REWARD", "HELD OUT", "AGE")
+    for job in jobs:
+        progress, age = job.progress, datetime.now(UTC) - job.created_at
+        made.add_row(
+            job.id[:SHORT_ID],
+            job.name,
+            status_text(job.status),
+            f"{progress.step}/{progress.steps}",
+            number(progress.reward),
+            number(progress.held_out_reward),
+            duration(age.total_seconds()),
+        )
+    return made
+
+
+def status_text(status: str) -> Text:
+    return Text(status, style=COLOURS.get(status, ""))
+
+
+def show_job(job: Job, console: Console) -> None:
+    """All about one job."""
+    facts = Table.grid(padding=(0, 3))
+    progress = job.progress
+    dropped = ", ".join(f"{count} {reason}" for reason, count in progress.samples_dropped.items())
+    rows: list[tuple[str, str | Text]] = [
+        ("id", job.id),
+        ("name", job.name),
+        ("status", status_text(job.status)),
+        ("reason", job.reason),
+        ("created", job.created_at.isoformat(timespec="seconds")),
+        ("started", job.started_at.isoformat(timespec="seconds") if job.started_at else ""),
+        ("ended", job.ended_at.isoformat(timespec="seconds") if job.ended_at else ""),
+        ("step", f"{progress.step}/{progress.steps}  {progress.phase}"),
+        ("reward", number(progress.reward)),
+        ("held-out reward", number(progress.held_out_reward)),
+        ("samples", f"{progress.samples_trained} trained, {dropped or 'none'} dropped"),
+        *((name, _plain(value)) for name, value in job.results.items()),
+    ]
+    for name, value in rows:
+        if value:
+            facts.add_row(Text(name, style="bright_black"), value)
+    console.print(facts)
+    show_warnings(job.warnings, console)
+    console.print("\n" + as_yaml(job.spec), highlight=False)
+
+
+def show_warnings(warnings: Iterable[str], console: Console) -> None:
+    """Prints the warnings of a job."""
+    for warning in warnings:
+        console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+
+
+def show_fleet(fleet: Fleet, console: Console) -> None:
+    """Replicas by pool, rewards, and why pods find no place."""
+    replicas = table("POOL", "REPLICA", "HEALTH", "VERSION", "OUTSTANDING", "DEVICE", "ADDRESS")
+    for replica in sorted(fleet.replicas, key=lambda replica: (replica.pool, replica.replica_id)):
+        version = "" if replica.version is None else str(replica.version)
+        facts = (replica.health, version, str(replica.outstanding), replica.device, replica.address)
+        replicas.add_row(replica.pool, replica.replica_id, *facts)
+    for pool in sorted(set(fleet.pools or ()) - {replica.pool for replica in fleet.replicas}):
+        replicas.add_row(pool, "none")
+    rewards = table("REWARD", "ADDRESSES")
+    for name, addresses in sorted(fleet.rewards.items()):
+        rewards.add_row(name, ", ".join(addresses) or "none")
+    console.print(replicas, rewards, sep="\n\n")
+    for shortage in fleet.shortages:
+        console.print(
+            Text(f"\n{shortage.component} {shortage.name}: {shortage.reason}", style="yellow"), soft_wrap=True
+        )
+
+
+def samples_table(samples: Sequence[Sample], files: Sequence[Path]) -> Table:
+    made = table("SAMPLE", "REWARD", "SCORES", "PROMPT", *(["FILE"] if files else []))
+    for index, sample in enumerate(samples):
+        scores = ", ".join(f"{name} {number(score)}" for name, score in sample.scores.items())
+        row = [f"{sample.step}/{sample.group}/{sample.index}", number(sample.reward), sample.drop_reason or scores]
+        made.add_row(*row, Text(sample.prompt), *([str(files[index])] if files else []))
+    return made
+
+
+def show_stack(stack: Stack, console: Console) -> None:
+    """Its processes, and which accelerators they and trainers use."""
+    made = table("PROCESS", "PID", "ADDRESS", "ENGINE", "DEVICE", "LOG")
+    for name, process in stack.processes.items():
+        devices = ", ".join(process.devices)
+        made.add_row(name, str(process.pid), process.address, process.engine or "", devices, process.log)
+    console.print(made)
+    if stack.trainer_devices:
+        console.print(f"\nDevices of trainers: {', '.join(stack.trainer_devices)}", highlight=False)
+    if stack.warning:
+        console.print(Text(f"\nwarning: {stack.warning}", style="yellow"), soft_wrap=True)
+
+
+def as_yaml(value: object) -> str:
+    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110).rstrip()
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,111 @@
+"""A job's progress as people follow it: live on a terminal, a line a step elsewhere. Fed with the job's events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from flowfleet.client.types import Job, JobEvent, Progress
+
+LIVE_HZ = 4
+
+
+class JobView:
+    """What is known of a job, and how to say it. Pure but for its clock."""
+
+    def __init__(self, job: Job, clock: Callable[[], float] = time.monotonic) -> None:
+        self.status = job.status
+        self.reason = job.reason
+        self.progress = job.progress
+        self.first_held_out: float | None = None
+        self._clock = clock
+        self._started = self._told_eta = clock()
+        self._last_line = ""
+
+    def update(self, event: JobEvent) -> None:
+        """Takes one event in; types that say nothing of progress change nothing."""
+        if event.type == "status":
+            self.status, self.reason = str(event.data["status"]), str(event.data.get("reason", ""))
+        elif event.type == "progress":
+            known = {name: value for name, value in event.data.items() if name in Progress.model_fields}
+            self.progress = Progress.model_validate({**self.progress.model_dump(), **known})
+            if "eta_s" in known:
+                self._told_eta = self._clock()
+            if self.first_held_out is None:
+                self.first_held_out = self.progress.held_out_reward
+
+    def time_left(self) -> str:
+        if self.progress.eta_s is None:
+            return "–"
+        return duration(max(0.0, self.progress.eta_s - (self._clock() - self._told_eta)))
+
+    def figures(self) -> list[tuple[str, str]]:
+        """Names and values in the order they are shown."""
+        shown = self.progress
+        held_out = number(shown.held_out_reward)
+        if self.first_held_out is not None and self.first_held_out != shown.held_out_reward:
+            held_out = f"{number(self.first_held_out)} → {held_out}"
+        return [
+            ("step", f"{shown.step}/{shown.steps}"),
+            ("phase", shown.phase or self.status),
+            ("reward", number(shown.reward)),
+            ("held out", held_out),
+            ("images/s", "–" if shown.images_per_second is None else f"{shown.images_per_second:.1f}"),
+            ("left", self.time_left()),
+        ]
+
+    def line(self) -> str | None:
+        """One plain line, None while it would only repeat what the last one said."""
+        shown = self.progress
+        key = f"{shown.step} {shown.held_out_reward} {self.status} {self.reason}"
+        if key == self._last_line:
+            return None
+        self._last_line = key
+        figures = "  ".join(f"{name} {value}" for name, value in self.figures())
+        elapsed = duration(self._clock() - self._started)
+        return f"{elapsed:>6}  {self.status:<9}  {figures}" + (f"  ({self.reason})" if self.reason else "")
+
+    def __rich__(self) -> RenderableType:
+        shown = self.progress
+        head = Table.grid(padding=(0, 2))
+        head.add_row(
+            ProgressBar(total=max(1, shown.steps), completed=shown.step, width=36, complete_style="cyan"),
+            Text(f"{self.status}, {duration(self._clock() - self._started)}"),
+        )
+        body = Table.grid(padding=(0, 3))
+        figures = self.figures()
+        body.add_row(*(Text(name, style="bright_black") for name, _ in figures))
+        body.add_row(*(Text(value, style="bold") for _, value in figures))
+        return Group(head, body, Text(self.reason, style="yellow")) if self.reason else Group(head, body)
+
+
+def follow(job: Job, events: Iterable[JobEvent], console: Console) -> JobView:
+    """Shows a job until its events end, and returns what was last known."""
+    view = JobView(job)
+    if not console.is_terminal:
+        for event in events:
+            view.update(event)
+            if (line := view.line()) is not None:
+                console.print(line, highlight=False, soft_wrap=True)
+        return view
+    with Live(view, console=console, refresh_per_second=LIVE_HZ):
+        for event in events:
+            view.update(event)
+    return view
+
+
+def number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def duration(seconds: float) -> str:
+    """1:05 or 2:03:04."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

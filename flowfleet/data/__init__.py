@@ -1,0 +1,1 @@
+"""What travels between services: blobs, the stream of samples, trajectories, the registry of replicas."""

@@ -1,0 +1,1 @@
+"""Accelerators: which there are, and the one place that names them."""

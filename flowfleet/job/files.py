@@ -1,0 +1,81 @@
+"""From a job file to what is submitted: settings changed on the command line, paths found, defaults filled in."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flowfleet.job.setting_files import change_table
+from flowfleet.job.spec import JobSpec, parse_job, read_job_file
+
+PATH_SETTINGS = (("model", "path"), ("model", "adapter"), ("data", "train"), ("data", "validation"))
+"""Settings that name files."""
+RECIPES = Path(__file__).parents[2] / "recipes"
+"""Recipes of the checkout or of the installed package."""
+
+
+def data_folders(spec: JobSpec) -> tuple[Path, ...]:
+    """Folders of this machine that the job names: for the `data_roots` of a stack that is started for it."""
+    data = [Path(place).parent for place in (spec.data.train, spec.data.validation) if place and "://" not in place]
+    models = [Path(place) for place in (spec.model.path, spec.model.adapter) if place and not place.startswith("job:")]
+    return (*data, *models)
+
+
+def recipe_names() -> list[str]:
+    """Names of all recipes: their paths under `recipes/` without the suffix, as "papers/flow_grpo_sd35_ocr"."""
+    return sorted(str(path.relative_to(RECIPES).with_suffix("")) for path in RECIPES.rglob("*.toml") if _is_job(path))
+
+
+def find_job_file(path: Path) -> Path:
+    """The job file that the user means: an existing file, or a recipe by its name without `recipes/` and suffix.
+
+    Raises:
+        ValueError: neither; the message lists recipes of similar names.
+    """
+    if path.suffix or path.is_absolute() or (path.exists() and not path.is_dir()):
+        return path
+    names = recipe_names()
+    if str(path) in names:
+        return RECIPES / f"{path}.toml"
+    near = difflib.get_close_matches(str(path), names, n=3, cutoff=0.5)
+    near += [name for name in names if Path(name).name == path.name and name not in near]
+    hint = f"did you mean {', '.join(near)}?" if near else f"recipes are {', '.join(names)}"
+    raise ValueError(f"{path}: no such job file, and no recipe of this name: {hint}")
+
+
+def prepare_job(path: Path, changes: Sequence[str] = (), *, same_machine: bool) -> JobSpec:
+    """Reads a job file or a recipe by name, applies `key=value` changes and validates it.
+
+    Raises ValueError with what to change.
+
+    Where the controller sees our files relative paths are made absolute: each is looked for in the current directory,
+    then in the job file's directory and the directories above it, and the first that exists is taken. A path found
+    nowhere, and every path for a stack elsewhere, goes as it is written and is read relative to the controller's
+    directory.
+    """
+    path = find_job_file(path)
+    data = read_job_file(path)
+    for change in changes:
+        change_table(data, change, "schedule.steps=20")
+    if same_machine:
+        for part, name in PATH_SETTINGS:
+            _find(data, part, name, [Path.cwd(), *path.resolve().parents])
+    return parse_job(data)
+
+
+def _is_job(path: Path) -> bool:
+    """Whether a TOML file of the recipes is a job: it names a model to train and what to train it on."""
+    table = read_job_file(path)
+    return isinstance(table.get("model"), dict) and "data" in table
+
+
+def _find(data: dict[str, Any], part: str, name: str, directories: Sequence[Path]) -> None:
+    table = data.get(part)
+    written = table.get(name) if isinstance(table, dict) else None
+    if not isinstance(table, dict) or not isinstance(written, str) or Path(written).is_absolute() or "://" in written:
+        return
+    found = next((directory / written for directory in directories if (directory / written).exists()), None)
+    if found is not None:
+        table[name] = str(found)

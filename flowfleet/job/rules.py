@@ -1,0 +1,475 @@
+"""Which settings of a job go with which others. Asked at submit, so that no trainer ever meets what cannot work.
+
+`problems` refuses a job. `warnings` lets it run and is shown with it: what a published recipe may want all the same.
+
+Each rule below gives the problems of one part of a job: a sentence that begins with a setting and says what to change.
+A setting that nothing listens to is a problem only if the job changed it: what schema, algorithm or loss gave is not
+the user's doing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import reduce
+from typing import TYPE_CHECKING
+
+from flowfleet.algorithms.registry import LOSSES, STEPS
+from flowfleet.algorithms.windows import default_end
+
+if TYPE_CHECKING:
+    from flowfleet.job.spec import JobSpec
+
+
+def problems(job: JobSpec) -> Iterator[str]:
+    """Everything that is wrong with a job's combination of settings, the plainest first."""
+    for rule in (
+        _window,
+        _noise,
+        _sampler,
+        _loss_settings,
+        _correction,
+        _pairs,
+        _advantages,
+        _kl_reward,
+        _adapter,
+        _rewards,
+        _batches,
+        _average,
+        _optimizer,
+    ):
+        yield from rule(job)
+
+
+def warnings(job: JobSpec) -> Iterator[str]:
+    """Settings that are valid but probably not intended, one sentence each."""
+    idle = [name for name in _LIMITS if name in job.loss.reads and getattr(job.algorithm, name) is not None]
+    idle = [name for name in idle if name not in _replaced(job)]
+    if job.most_updates_per_step == 1 and job.algorithm.old_log_probs != "rollout" and idle:
+        settings = " and ".join(f"algorithm.{name}" for name in idle)
+        yield (
+            f"{settings} {'have' if len(idle) > 1 else 'has'} no effect with one update a step, in which the policy is "
+            "still the old one: set trainer.updates_per_step or trainer.passes to 2 or more"
+        )
+
+
+_NATS = {"clip_range": "clip_nats", "clip_range_low": "clip_nats_low", "kl_threshold": "kl_threshold_nats"}
+"""Limits to the same ones in nats, which replace them."""
+_LIMITS = (*_NATS, *_NATS.values())
+"""Settings of `algorithm` that bound how far an update goes from the old policy."""
+
+
+def _replaced(job: JobSpec) -> set[str]:
+    return {plain for plain, nats in _NATS.items() if getattr(job.algorithm, nats) is not None}
+
+
+def _window(job: JobSpec) -> Iterator[str]:
+    rollout, window = job.rollout, job.rollout.window
+    yield from _unheard_window(job)
+    if rollout.noise.eta == 0:
+        return
+    if window.strategy == "listed":
+        yield from _listed(job)
+        return
+    high = window_end(job)
+    if high > rollout.num_inference_steps:
+        yield f"rollout.window.high = {high} lies beyond rollout.num_inference_steps = {rollout.num_inference_steps}"
+    elif window.low >= high:
+        yield f"rollout.window.low = {window.low} leaves no step below {high}: lower it"
+    elif window.strategy in _SIZED and window.low + window.size > high:
+        yield (
+            f"rollout.window.size = {window.size} does not fit into steps {window.low}…{high - 1}: lower it, or widen "
+            "rollout.window.low and .high"
+        )
+
+
+_SIZED = ("fixed", "random", "progressive")
+"""Strategies of windows that move or stand, of `rollout.window.size` steps."""
+
+
+def _listed(job: JobSpec) -> Iterator[str]:
+    steps, number = job.rollout.window.steps, job.rollout.num_inference_steps
+    if not steps:
+        yield 'rollout.window.strategy = "listed" needs rollout.window.steps, for example [0, 2, 5]'
+    elif list(steps) != sorted(set(steps)) or steps[0] < 0 or steps[-1] >= number:
+        yield f"rollout.window.steps = {list(steps)}: give ascending steps from 0 to {number - 1}, each once"
+
+
+def _unheard_window(job: JobSpec) -> Iterator[str]:
+    window = job.rollout.window
+    where = f'with rollout.window.strategy = "{window.strategy}": leave it out, or use '
+    readers: dict[str, tuple[str, ...]] = {
+        "stride": ("progressive",),
+        "shift_every": ("progressive",),
+        "pace": ("progressive",),
+        "at_end": ("progressive",),
+        "steps": ("listed",),
+        "fraction": ("fraction",),
+    }
+    if window.strategy in ("listed", "fraction"):
+        readers["size"] = _SIZED
+    if window.strategy == "listed":
+        readers["low"] = readers["high"] = (*_SIZED, "all", "fraction")
+    for name, strategies in readers.items():
+        if window.strategy not in strategies:
+            listening = " or ".join(f'"{strategy}"' for strategy in strategies)
+            yield from _unheard(job, (f"rollout.window.{name}",), where + listening)
+    if window.strategy == "fraction" and job.loss.kind == "matching" and job.rollout.noise.eta > 0:
+        yield (
+            f'rollout.window.strategy = "fraction" has no effect with algorithm.loss = {job.loss.name}, which trains '
+            'on no noisy steps: use "all"'
+        )
+    for name, pace in (("pace_min", "decay"), ("pace_from", "exp_decay"), ("pace_rate", "exp_decay")):
+        if window.strategy != "progressive" or window.pace != pace:
+            yield from _unheard(
+                job, (f"rollout.window.{name}",), f'without rollout.window.pace = "{pace}": leave it out'
+            )
+    if window.pace == "decay" and window.pace_min is not None and window.pace_min > window.shift_every:
+        yield (
+            f"rollout.window.pace_min = {window.pace_min} lies above rollout.window.shift_every = "
+            f"{window.shift_every}, from which it falls: lower it"
+        )
+
+
+def _noise(job: JobSpec) -> Iterator[str]:
+    noise, step, last = job.rollout.noise, job.step, job.rollout.num_inference_steps - 1
+    if step.max_eta is not None and noise.eta > step.max_eta:
+        yield f"rollout.noise.eta = {noise.eta}: {step.name} takes at most {step.max_eta:g}: lower it"
+    if not step.noise_at_end and noise.eta > 0 and window_end(job) > last:
+        ends = f"the last step ends at sigma 0, where {step.name} adds no noise and teaches nothing"
+        if job.rollout.window.strategy == "listed":
+            yield f"rollout.window.steps: {ends}; leave out step {last}"
+        else:
+            yield f"rollout.window.high = {window_end(job)}: {ends}; set rollout.window.high to at most {last}"
+    if noise.eta == 0 and job.loss.kind == "policy":
+        yield (
+            f"rollout.noise.eta = 0 samples an ODE, which has no log-prob: give the loss {job.loss.name} an eta > 0, "
+            f"or choose algorithm.loss from {_names(kind='matching')}"
+        )
+    if noise.eta == 0 and noise.share_initial_noise and job.method.data == "prompts":
+        yield (
+            "rollout.noise.share_initial_noise with rollout.noise.eta = 0 makes all samples of a group the same: set "
+            "the one to false or the other above 0"
+        )
+    if not step.is_gaussian and noise.eta > 0 and job.loss.needs_gaussian:
+        gaussian = " or ".join(known.name for known in STEPS.values() if known.is_gaussian)
+        yield (
+            f"algorithm.loss = {job.loss.name} needs Gaussian log-probs, which rollout.noise.type = {step.name} has "
+            f"not: set that to {gaussian}"
+        )
+
+
+def _sampler(job: JobSpec) -> Iterator[str]:
+    rollout, tail = job.rollout, job.rollout.tail_steps
+    if rollout.sampler != "euler" and rollout.noise.eta > 0:
+        yield (
+            f'rollout.sampler = "{rollout.sampler}" takes no noise and has no log-prob: set rollout.noise.eta = 0 for '
+            "a loss that needs none, or use rollout.tail_steps after the window, or schedule.validation_sampler for "
+            "validation alone"
+        )
+    if tail is not None and rollout.noise.eta == 0:
+        yield (
+            'rollout.tail_steps has no effect with rollout.noise.eta = 0: use rollout.sampler = "dpm_solver_2" and '
+            "fewer rollout.num_inference_steps"
+        )
+    elif tail is not None and tail >= (left := _steps_left(job)):
+        yield (
+            f"rollout.tail_steps = {tail} is no fewer than the {left} steps that rollout.window leaves after its noisy "
+            "ones: lower it, or leave it out"
+        )
+    if job.data.validation is None:
+        yield from _unheard(job, ("schedule.validation_sampler",), "without data.validation: leave it out")
+
+
+def _loss_settings(job: JobSpec) -> Iterator[str]:
+    part, loss = job.algorithm, job.loss
+    special = {name for known in LOSSES.values() for name in known.reads}
+    for name in sorted(special - set(loss.reads)):
+        readers = ", ".join(sorted(known.name for known in LOSSES.values() if name in known.reads))
+        yield from _unheard(
+            job, (f"algorithm.{name}",), f"with algorithm.loss = {loss.name}: leave it out, or use {readers}"
+        )
+    for name, greatest in sorted(loss.at_most.items()):
+        value = getattr(part, name)
+        if value > greatest:
+            yield f"algorithm.{name} = {value} must be at most {greatest} with algorithm.loss = {loss.name}"
+    for plain, nats in _NATS.items():
+        if nats in loss.reads and getattr(part, nats) is not None:
+            yield from _unheard(job, (f"algorithm.{plain}",), f"beside algorithm.{nats}: leave one of them out")
+    if loss.kind == "matching" and part.sigma_sampling == "schedule":
+        yield from _unheard(
+            job,
+            ("algorithm.sigma_low", "algorithm.sigma_high"),
+            'with algorithm.sigma_sampling = "schedule", which has the sampler\'s levels: leave it out',
+        )
+        if part.num_noise_levels > job.rollout.num_inference_steps:
+            yield (
+                f"algorithm.num_noise_levels = {part.num_noise_levels} is more than the "
+                f"{job.rollout.num_inference_steps} levels that the sampler has: lower it, or choose another "
+                "algorithm.sigma_sampling"
+            )
+    elif loss.kind == "matching" and part.sigma_low >= part.sigma_high:
+        yield f"algorithm.sigma_low = {part.sigma_low} must lie below algorithm.sigma_high = {part.sigma_high}"
+    if part.kl_coef > 0 and loss.needs_reference:
+        yield f"algorithm.kl_coef has no effect with algorithm.loss = {loss.name}, which holds to the reference by beta"
+
+
+def _correction(job: JobSpec) -> Iterator[str]:
+    part, loss, mode = job.algorithm, job.loss, job.algorithm.correction.mode
+    if loss.kind == "matching":
+        if mode != "none":
+            yield (
+                f'algorithm.correction.mode = "{mode}" corrects ratios, and algorithm.loss = {loss.name} has none: set '
+                'it to "none"'
+            )
+        yield from _unheard(
+            job,
+            ("algorithm.old_log_probs", "rollout.max_log_prob_gap"),
+            f"with algorithm.loss = {loss.name}, which reads no log-probs: leave it out",
+        )
+    elif part.old_log_probs == "rollout" and loss.needs_old_mean:
+        yield (
+            f"algorithm.loss = {loss.name} needs the old policy's means, which rollouts do not store: set "
+            'algorithm.old_log_probs to "first_forward" or "recompute"'
+        )
+    if loss.kind == "policy" and mode != "none" and not job.step.is_gaussian:
+        yield (
+            f'algorithm.correction.mode = "{mode}" needs Gaussian log-probs, which rollout.noise.type = '
+            f'"{job.rollout.noise.type}" has not: set it to "none", or choose another step'
+        )
+    if part.old_log_probs == "rollout" and part.correction.joint and mode in ("truncated", "band"):
+        yield (
+            f'algorithm.correction.mode = "{mode}" with joint = true weighs by a ratio that the loss does not hold '
+            'when algorithm.old_log_probs = "rollout": set joint to false, mode to "rejection", or old_log_probs to '
+            '"recompute"'
+        )
+    rejecting = ("reject_low", "reject_high")
+    silent = {
+        "none": ("low", "high", "joint", "level", "normalize", *rejecting),
+        "truncated": ("low",),
+        "band": rejecting,
+        "rejection": rejecting,
+    }[mode]
+    if part.old_log_probs == "rollout" and part.correction.needs_all_rows:
+        name = "level" if part.correction.level == "sequence" else "normalize"
+        yield (
+            f'algorithm.correction.{name} = "{getattr(part.correction, name)}" needs the log-probs of all rows before '
+            'the first update, which algorithm.old_log_probs = "rollout" saves: set that to "recompute", or leave '
+            f"algorithm.correction.{name} out"
+        )
+    yield from _unheard(
+        job,
+        tuple(f"algorithm.correction.{name}" for name in silent),
+        f'with algorithm.correction.mode = "{mode}": leave it out, or choose a mode that reads it',
+    )
+
+
+def _pairs(job: JobSpec) -> Iterator[str]:
+    if not job.loss.needs_pairs:
+        if job.method.data == "preferences":
+            yield f"algorithm.name = {job.method.name} learns from pairs: its loss must be one of {_names(pairs=True)}"
+        return
+    size, pairs = job.rollout.group_size, job.algorithm.pairs_per_group
+    if job.method.data == "preferences":
+        if size != 2 or pairs != 1:
+            yield (
+                f"algorithm.name = {job.method.name} has one pair a prompt: leave rollout.group_size at 2 and "
+                "algorithm.pairs_per_group at 1"
+            )
+    elif 2 * pairs > size:
+        yield f"algorithm.pairs_per_group = {pairs} needs rollout.group_size of at least {2 * pairs}, not {size}"
+
+
+def _advantages(job: JobSpec) -> Iterator[str]:
+    part, loss = job.algorithm, job.loss
+    if loss.needs_pairs:
+        yield from _unheard(
+            job,
+            (
+                "algorithm.advantage_std",
+                "algorithm.advantage_clamp",
+                "algorithm.reward_combination",
+                "algorithm.best_of",
+            ),
+            f"with algorithm.loss = {loss.name}, whose pairs go by the weighted sum of the rewards: leave it out",
+        )
+    elif job.rollout.group_size < 2:
+        yield "rollout.group_size = 1 gives every sample the advantage 0, so nothing is learnt: set it to 2 or more"
+    if part.reward_combination == "normalized" and part.advantage_std == "none":
+        yield (
+            'algorithm.advantage_std = "none" has no effect with algorithm.reward_combination = "normalized", which '
+            "divides by std twice: leave it out"
+        )
+    if part.reward_combination == "separate" and part.advantage_std == "none":
+        yield (
+            'algorithm.reward_combination = "separate" with algorithm.advantage_std = "none" is the weighted sum '
+            'itself: set the one to "sum", or the other to "group" or "global"'
+        )
+    if not loss.needs_pairs and part.best_of is not None and part.best_of >= job.rollout.group_size:
+        yield (
+            f"algorithm.best_of = {part.best_of} leaves out no sample of a group of {job.rollout.group_size}: lower "
+            "it, raise rollout.group_size, or leave it out"
+        )
+
+
+def _kl_reward(job: JobSpec) -> Iterator[str]:
+    part = job.algorithm
+    if part.kl_reward == 0:
+        return
+    if job.method.data == "preferences":
+        yield (
+            f"algorithm.kl_reward has no effect with algorithm.name = {job.method.name}, which samples nothing: leave "
+            "it out"
+        )
+    elif job.trainer.mode == "full":
+        yield (
+            'algorithm.kl_reward with trainer.mode = "full" would need a second copy of the weights in every rollout: '
+            'set trainer.mode = "lora", or use algorithm.kl_coef, which the trainer measures'
+        )
+    elif job.rollout.noise.eta == 0:
+        yield (
+            "algorithm.kl_reward is measured at noisy steps, and rollout.noise.eta = 0 has none: give an eta above 0, "
+            "or use algorithm.kl_coef"
+        )
+    if part.reward_combination != "sum":
+        yield (
+            "algorithm.kl_reward is subtracted from the sum of the rewards, which algorithm.reward_combination = "
+            f'"{part.reward_combination}" does not form: set that to "sum", or use algorithm.kl_coef'
+        )
+
+
+def _adapter(job: JobSpec) -> Iterator[str]:
+    if job.trainer.mode == "lora":
+        return
+    if job.model.adapter is not None:
+        yield (
+            'model.adapter: trainer.mode = "full" has no adapter that could start from it: export the pipeline with '
+            'the adapter merged in (trainer.lora.merge) and give that as model.path, or set trainer.mode = "lora"'
+        )
+    yield from _unheard(
+        job, ("trainer.lora.merge",), 'with trainer.mode = "full", which exports a whole pipeline anyway: leave it out'
+    )
+
+
+def _rewards(job: JobSpec) -> Iterator[str]:
+    rewards = job.rewards
+    is_scored = job.method.data == "prompts" or job.data.validation is not None
+    if is_scored and not rewards:
+        yield "rewards: name at least one reward service, for example [rewards.ocr]"
+    if job.method.data != "prompts" or not rewards:
+        return
+    if not any(part.weight for part in rewards.values()):
+        yield "rewards.*.weight is 0 throughout, so nothing is learnt: give one of them a weight"
+    elif not any(part.has_influence for part in rewards.values()):
+        yield "rewards.*.curve is 0 throughout, so nothing is learnt: give one of them a factor other than 0"
+    for name, part in rewards.items():
+        if part.on_failure == "skip" and part.gate is not None:
+            yield (
+                f'rewards.{name}.on_failure = "skip" would open its gate whenever the service is away: set it to '
+                '"pause" or "drop"'
+            )
+        if part.on_failure == "skip" and part.has_influence and not _others_with_influence(job, name):
+            yield (
+                f'rewards.{name}.on_failure = "skip" leaves no other reward to go on with: set it to "pause" or "drop"'
+            )
+        if part.clip is not None and not part.has_influence:
+            yield f"rewards.{name}.clip has no effect with a weight of 0: leave it out"
+
+
+def _others_with_influence(job: JobSpec, name: str) -> bool:
+    return any(part.has_influence for other, part in job.rewards.items() if other != name)
+
+
+def _batches(job: JobSpec) -> Iterator[str]:
+    part = job.trainer
+    number, what = job.trained_per_step, "samples"
+    if job.loss.needs_pairs:
+        number, what = number // 2, "pairs"
+    if number < part.updates_per_step and _is_changed(job, "trainer.updates_per_step"):
+        yield (
+            f"trainer.updates_per_step = {part.updates_per_step} is more than the {number} {what} that a step trains "
+            "on; lower it or raise rollout.prompts_per_step"
+        )
+    if job.loss.needs_pairs and part.micro_batch_size < 2:
+        yield f"trainer.micro_batch_size = 1 cannot hold a pair, which algorithm.loss = {job.loss.name} needs: give 2"
+    if part.deterministic and job.loss.kind == "policy" and job.algorithm.best_of is not None:
+        yield (
+            "trainer.deterministic repeats the rollout's batches, of which algorithm.best_of leaves samples out: set "
+            "trainer.deterministic = false, or leave algorithm.best_of out"
+        )
+    if part.deterministic and part.compile:
+        yield (
+            "trainer.deterministic recomputes the rollout's log-probs bit for bit, which compiled blocks do not: set "
+            "trainer.compile or trainer.deterministic to false"
+        )
+    if part.deterministic and job.loss.kind == "policy" and (job.rollout.compile or job.rollout.quantization != "none"):
+        yield (
+            "trainer.deterministic recomputes the rollout's log-probs bit for bit, which compiled or quantised ones do "
+            'not allow: set rollout.compile = false and rollout.quantization = "none", or trainer.deterministic = '
+            "false"
+        )
+
+
+def _average(job: JobSpec) -> Iterator[str]:
+    if not job.averages:
+        yield from _unheard(job, ("trainer.ema.every",), "without trainer.ema.decay: give that too, or leave it out")
+
+
+def _steps_left(job: JobSpec) -> int:
+    """Steps after the earliest window."""
+    window, num_steps = job.rollout.window, job.rollout.num_inference_steps
+    is_sized = window.strategy in ("fixed", "random", "progressive")
+    return num_steps - (window.low + window.size if is_sized else window_end(job))
+
+
+def _optimizer(job: JobSpec) -> Iterator[str]:
+    part = job.trainer.optimizer
+    total = job.schedule.steps * job.most_updates_per_step
+    if part.warmup_updates >= total:
+        yield (
+            f"trainer.optimizer.warmup_updates = {part.warmup_updates} is not below the {total} updates of the job: "
+            "lower it, or raise schedule.steps"
+        )
+    if part.lr_schedule == "constant":
+        yield from _unheard(
+            job,
+            ("trainer.optimizer.final_lr",),
+            'with trainer.optimizer.lr_schedule = "constant": leave it out, or use "linear" or "cosine"',
+        )
+    elif part.final_lr > part.lr:
+        yield f"trainer.optimizer.final_lr = {part.final_lr} is above trainer.optimizer.lr = {part.lr}: lower it"
+
+
+def window_end(job: JobSpec) -> int:
+    """End (exclusive) of the steps that may carry noise."""
+    window = job.rollout.window
+    if window.strategy == "listed":
+        return max(window.steps, default=-1) + 1
+    if window.high is not None:
+        return window.high
+    number = job.rollout.num_inference_steps
+    return default_end(window.strategy, num_steps=number, size=window.size, low=window.low)
+
+
+def _unheard(job: JobSpec, settings: tuple[str, ...], where: str) -> Iterator[str]:
+    """Problems of those settings, which have no effect `where`, that the job changed."""
+    for name in settings:
+        if _is_changed(job, name):
+            yield f"{name} has no effect {where}"
+
+
+def _is_changed(job: JobSpec, name: str) -> bool:
+    """Whether a dotted setting has a value that neither schema nor algorithm nor loss would have given it.
+
+    By value: a job that is stored and read again names every setting, and must mean the same.
+    """
+    part, *rest = name.split(".")
+    value = reduce(getattr, rest, getattr(job, part))
+    given = [reduce(getattr, rest, type(job).model_fields[part].default)]
+    given += [defaults[name] for defaults in (job.method.defaults, job.loss.settings) if name in defaults]
+    return value not in given
+
+
+def _names(*, kind: str | None = None, pairs: bool = False) -> str:
+    return ", ".join(
+        sorted(loss.name for loss in LOSSES.values() if kind in (None, loss.kind) and (loss.needs_pairs or not pairs))
+    )

@@ -1,0 +1,654 @@
+"""The job file: what a user writes in TOML, YAML or JSON, and what every process gets.
+
+One schema for all three formats. Unknown keys fail and name the nearest valid one; a combination that cannot work
+fails here, at submit, with the setting to change. This module is free of torch: the controller has none.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from flowfleet import plugins
+from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, STEPS, Algorithm, Loss, Step
+from flowfleet.algorithms.samplers import SamplerName
+from flowfleet.algorithms.windows import AtEnd, Pace, Window, WindowStrategy
+from flowfleet.job import rules as combinations
+from flowfleet.job.setting_files import read_table
+from flowfleet.limits import MAX_PROMPT_BYTES, check_bytes
+from flowfleet.models.settings import Guidance, Size
+
+REWARD_NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}"
+"""A part of names of metrics, of reasons and of settings: without dots and slashes, which divide those."""
+
+
+LEAST_FACTOR = 1e-6
+
+
+def _counts(factor: float) -> float:
+    if 0 < abs(factor) < LEAST_FACTOR:
+        raise ValueError(f"{factor:g} is too small to count: give 0, or at least {LEAST_FACTOR:g}")
+    return factor
+
+
+Seconds = Annotated[float, Field(ge=0.1, le=604_800.0)]
+"""A deadline: from a tenth of a second to a week."""
+Factor = Annotated[float, Field(ge=-1e6, le=1e6), AfterValidator(_counts)]
+"""A weight of a reward, or a factor of one."""
+
+
+class Part(BaseModel):
+    """Base of every part of a job: strict, frozen, no unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class ModelPart(Part):
+    path: str = Field(min_length=1)
+    """Directory of a diffusers pipeline, readable by rollouts and trainer."""
+    adapter: str | None = Field(default=None, min_length=1)
+    """Adapter that a LoRA job starts from, readable by controller and trainer: the folder or file of an export of ours,
+    diffusers' or PEFT's, or a checkpoint's folder. Unset: a new one, which changes nothing at first."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Of the weights while sampling and of the forward pass while training. Latents stay fp32."""
+    load_format: Literal["safetensors", "dummy"] = "safetensors"
+    """dummy reads no weights: the folder needs configurations alone, and every process draws the same random ones from
+    the parameters' names. For benchmarks."""
+    max_sequence_length: int | None = Field(default=None, ge=1)
+    """Tokens of a prompt in the longest text encoder; unset: the family's default (docs/models.md)."""
+
+
+class NoisePart(Part):
+    """The reverse step with noise of Flow-GRPO (`sde`), of CPS (`cps`) or of DanceGRPO (`dance_sde`)."""
+
+    type: str = "sde"
+    """The reverse step."""
+    eta: float = Field(default=0.7, ge=0.0, le=4.0)
+    """Noise level. 0 is the ODE, which has no log-probs: for losses that need none."""
+    share_initial_noise: bool = False
+    """One initial latent for all samples of a group (DanceGRPO)."""
+
+    @field_validator("type")
+    @classmethod
+    def _known_type(cls, name: str) -> str:
+        return _choice(name, STEPS)
+
+
+class WindowPart(Part):
+    """Denoising steps at which noise enters and which are trained. The same for all groups of a training step."""
+
+    strategy: WindowStrategy = "random"
+    """fixed: starts at `low`. random: start drawn every training step. progressive: moves up, then starts over. all:
+    from `low` to `high`, whatever `size` is. listed: those of `steps`. fraction: noise from `low` to `high`, of which a
+    share drawn every training step is trained."""
+    size: int = Field(default=2, ge=1, le=1000)
+    """Number of steps with noise."""
+    low: int = Field(default=0, ge=0)
+    """First step that may carry noise."""
+    high: int | None = Field(default=None, ge=1)
+    """End (exclusive) of the steps that may carry noise. Unset: half of the steps (at least `size`) for random, all but
+    two for progressive, all but the last for the others."""
+    stride: int = Field(default=1, ge=1)
+    """Steps by which `progressive` moves the window."""
+    shift_every: int = Field(default=1, ge=1)
+    """Training steps after which `progressive` moves it; the first such number for a `pace` that is not constant."""
+    pace: Pace = "constant"
+    """How the number of training steps at one start changes. decay: falls linearly to `pace_min` at `high`. exp_decay:
+    falls by the factor exp(-`pace_rate`) for each step beyond `pace_from`, rounded up."""
+    pace_min: int | None = Field(default=None, ge=1)
+    """Least number of training steps of `decay`; unset: a quarter of `shift_every`."""
+    pace_from: int = Field(default=13, ge=0)
+    """Start up to which `exp_decay` stays at `shift_every`."""
+    pace_rate: float = Field(default=0.1, ge=0.0)
+    """Rate of `exp_decay`."""
+    at_end: AtEnd = "start_over"
+    """What `progressive` does at `high`. start_over: windows that reach beyond it are cut, then it goes back to `low`.
+    stay: it keeps the last whole window."""
+    steps: tuple[int, ...] = ()
+    """The noisy steps of `listed`, ascending from 0."""
+    fraction: float = Field(default=0.6, gt=0.0, le=1.0)
+    """Share of the noisy steps that `fraction` trains, rounded down."""
+    allow_coarse: bool = False
+    """Take steps whose noise is more than 4 times the noise level that they end at. The samples keep that noise."""
+
+
+class RolloutPart(Part):
+    pool: str = Field(default="default", pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")
+    """Rollout pool that samples for the job. A pool serves one job at a time; others of the same pool wait."""
+    prompts_per_step: int = Field(default=32, ge=1, le=65_536)
+    group_size: int = Field(default=16, ge=1, le=4096)
+    """Samples of one prompt, scored against each other."""
+    height: int = Field(default=512, ge=16, le=8192, multiple_of=16)
+    """Pixels."""
+    width: int = Field(default=512, ge=16, le=8192, multiple_of=16)
+    """Pixels."""
+    num_frames: int = Field(default=1, ge=1, le=1025)
+    """Of a video; 1 for pictures."""
+    num_inference_steps: int = Field(default=10, ge=2, le=1000)
+    """Denoising steps of the schedule."""
+    sampler: SamplerName = "euler"
+    """The steps of an ODE (`noise.eta` 0), in training and validation. dpm_solver_2: second order, more exact at as
+    many model calls."""
+    tail_steps: int | None = Field(default=None, ge=1, le=1000)
+    """Steps of `dpm_solver_2` after the last noisy step (MixGRPO-Flash); unset: Euler's on the whole schedule.
+    Validation has no tail."""
+    shift: float | None = Field(default=None, gt=0.0, le=100.0)
+    """Shift s of the noise levels in place of the checkpoint's, static for every size: u becomes s u / (1 + (s - 1) u).
+    Unset: the checkpoint's."""
+    guidance_scale: float = Field(default=1.0, ge=1.0, le=100.0)
+    """True classifier-free guidance; 1 is off and halves the work."""
+    embedded_guidance: float | None = Field(default=None, ge=0.0, le=100.0)
+    """Guidance that a distilled model (FLUX.1-dev) takes as an input; unset: the family's default."""
+    negative_prompt: str = " "
+    condition_pixels: int | None = Field(default=None, ge=256, le=2**24)
+    """Area that condition images are resized to; unset: the family's default."""
+    batch_size: int = Field(default=16, ge=1, le=4096)
+    """Rows of one Generate call: whole groups are packed up to it."""
+    compile: bool = False
+    """Compile the transformer's blocks while sampling; the first batch of a shape waits for it."""
+    quantization: Literal["none", "fp8"] = "none"
+    """fp8: the linears of the transformer's blocks compute in float8 (e4m3, a scale a row) while sampling."""
+    max_log_prob_gap: float | None = Field(default=None, gt=0.0)
+    """The job pauses when the mean |trainer's - rollout's log-prob| of a step's rows is above this; unset: never."""
+    noise: NoisePart = NoisePart()
+    window: WindowPart = WindowPart()
+    on_drop: Literal["count", "refill"] = "refill"
+    """A sample that could not be scored: ask for another of its group, or train on fewer and count it."""
+    max_refills: int = Field(default=2, ge=0, le=100)
+    """Replacements a group may ask for in one step."""
+
+    @property
+    def noise_window(self) -> Window:
+        """Which denoising steps carry noise, training step by training step."""
+        return Window(num_steps=self.num_inference_steps, **self.window.model_dump(exclude={"allow_coarse"}))
+
+    @property
+    def size(self) -> Size:
+        return Size(self.height, self.width, self.num_frames)
+
+    @property
+    def guidance(self) -> Guidance:
+        return Guidance(self.guidance_scale, self.embedded_guidance)
+
+    @field_validator("negative_prompt")
+    @classmethod
+    def _negative_prompt_fits(cls, text: str) -> str:
+        check_bytes("it", len(text.encode()), MAX_PROMPT_BYTES)
+        return text
+
+
+class CorrectionPart(Part):
+    """What to do about samples that another engine or an older policy drew, by the ratio trainer / rollout of a row."""
+
+    mode: Literal["none", "truncated", "band", "rejection"] = "none"
+    """none: nothing. truncated: importance weights of at most `high`. band: importance weights, 0 outside low … high.
+    rejection: rows outside low … high count for nothing, all others for 1."""
+    low: float = Field(default=0.5, gt=0.0, le=1.0)
+    """Least ratio of `band` and `rejection`."""
+    high: float = Field(default=2.0, ge=1.0)
+    """Greatest ratio."""
+    joint: bool = False
+    """Take the ratio of a step's joint density over all elements, not its geometric mean per element."""
+    level: Literal["step", "sequence"] = "step"
+    """What has a ratio of its own: each noisy step of a sample, or the sample by all of them (with `joint` the product
+    of its steps' ratios, else their geometric mean)."""
+    normalize: Literal["none", "batch"] = "none"
+    """batch: divide the weights by their mean over the step's rows, before `reject_low` and `reject_high` act."""
+    reject_low: float | None = Field(default=None, gt=0.0, le=1.0)
+    """Rows whose ratio is below this count for nothing, whatever their weight; unset: none."""
+    reject_high: float | None = Field(default=None, ge=1.0)
+    """Rows whose ratio is above this count for nothing, whatever their weight; unset: none."""
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """Whether a row's weight depends on other rows, so that all old log-probs come before the first update."""
+        return self.mode != "none" and (self.level == "sequence" or self.normalize == "batch")
+
+
+class OldPolicyPart(Part):
+    """The policy that samples for DiffusionNFT. After a training step that brings the job to n optimizer updates it
+    keeps the share min(max, rate · (n − delay)) of itself and takes the rest from the trained one; 0 is on-policy."""
+
+    rate: float = Field(default=0.001, ge=0.0, le=1.0)
+    """Growth of the share an update. 1 makes it constant: `max` from the first update after `delay` on."""
+    max: float = Field(default=0.5, ge=0.0, lt=1.0)
+    """Greatest share."""
+    delay: int = Field(default=0, ge=0)
+    """Updates for which the share stays 0."""
+    every: int = Field(default=1, ge=1)
+    """Training steps from one move of the old policy to the next."""
+
+
+class AlgorithmPart(Part):
+    """`name` fills in what the job leaves out: step, window, loss, advantage (docs/algorithms.md)."""
+
+    name: str = "flow_grpo"
+    """Fills in what the job leaves out."""
+    loss: str = "flow_grpo"
+    """Unset: the algorithm's."""
+    clip_range: float = Field(default=1e-5, gt=0.0, lt=1.0)
+    """Of the ratio of mean log-probs a latent element."""
+    clip_nats: float | None = Field(default=None, gt=0.0)
+    """The same limit in nats of the joint ratio; replaces `clip_range` and serves every resolution."""
+    clip_range_low: float | None = Field(default=None, gt=0.0, lt=1.0)
+    """How far the ratio counts below 1; unset: as far as above."""
+    clip_nats_low: float | None = Field(default=None, gt=0.0)
+    """The same limit in nats of the joint ratio; replaces `clip_range_low`."""
+    kl_threshold: float = Field(default=1e-5, gt=0.0)
+    """Flow-DPPO's trust region: KL of a step to the old policy's, mean over its elements."""
+    kl_threshold_nats: float | None = Field(default=None, gt=0.0)
+    """The same limit in nats of the whole step; replaces `kl_threshold` and serves every resolution."""
+    beta: float = Field(default=0.1, gt=0.0)
+    """DiffusionNFT: share of the trained policy in the two that are matched. DPO: how close to the reference."""
+    num_noise_levels: int = Field(default=4, ge=1, le=1000)
+    """Noise levels at which a matching loss trains each sample of a step."""
+    sigma_sampling: Literal["shifted", "uniform", "schedule"] = "shifted"
+    """How those noise levels are drawn. shifted: uniform before the model's shift, so they lie as densely as the
+    sampler's. uniform: uniform from `sigma_low` to `sigma_high`. schedule: the sampler's own, in a random order for
+    each sample and pass, none twice in a pass."""
+    sigma_low: float = Field(default=0.02, gt=0.0, lt=1.0)
+    """Least of those noise levels; lower ones are raised to it. Not for `schedule`."""
+    sigma_high: float = Field(default=0.98, gt=0.0, lt=1.0)
+    """Greatest of those noise levels; higher ones are lowered to it. Not for `schedule`."""
+    old_policy: OldPolicyPart = OldPolicyPart()
+    advantage_mode: Literal["all", "positive", "negative", "sign", "positive_sign"] = "all"
+    """What DiffusionNFT reads of an advantage: all of it; only what is above 0, or below (the rest counts as 0); its
+    sign (−1, 0, 1); or 1 where it is above 0 and else 0."""
+    pairs_per_group: int = Field(default=1, ge=1)
+    """Pairs that online DPO makes of a group: best and worst, second best and second worst, …"""
+    reward_combination: Literal["sum", "normalized", "separate"] = "sum"
+    """Several rewards. sum: advantages of their weighted sum. normalized: the weighted sum of each one's own
+    group-normalised advantages, normalised again over the batch (GDPO). separate: the weighted sum of each one's own
+    advantages by `advantage_std`, not normalised again (MixGRPO)."""
+    advantage_std: Literal["global", "group", "none"] = "global"
+    """Divide centred rewards by the std (ddof 0) of the batch, of the group, or not at all."""
+    advantage_clamp: float | None = Field(default=5.0, gt=0.0)
+    """Advantages are cut to ± this; null leaves them."""
+    best_of: int | None = Field(default=None, ge=2)
+    """Samples of each group that are trained on: the best and the worst half each, by advantages that the whole group
+    gave (DanceGRPO's best-of-n); null trains on all."""
+    kl_coef: float = Field(default=0.0, ge=0.0)
+    """Weight of the KL (policy losses) or of the squared distance (DiffusionNFT) to the model before training. With
+    `trainer.mode = "full"` this keeps a second copy of the weights."""
+    kl_reward: float = Field(default=0.0, ge=0.0)
+    """What a sample's KL to the model before training costs of its reward: the mean over its noisy steps, measured by
+    the rollouts with the adapter off. LoRA only."""
+    old_log_probs: Literal["first_forward", "recompute", "rollout"] = "first_forward"
+    """Where the old log-probs come from: the update's own first forward where that is exact (else recomputed), always
+    recomputed before the update, or the rollout's own (bypass)."""
+    correction: CorrectionPart = CorrectionPart()
+
+    @field_validator("name")
+    @classmethod
+    def _known_name(cls, name: str) -> str:
+        return _choice(name, ALGORITHMS)
+
+    @field_validator("loss")
+    @classmethod
+    def _known_loss(cls, name: str) -> str:
+        return _choice(name, LOSSES)
+
+
+class LoraPart(Part):
+    rank: int = Field(default=64, ge=1, le=4096)
+    alpha: float = Field(default=128.0, gt=0.0)
+    target_modules: tuple[str, ...] | None = None
+    """Names of modules that are adapted; unset: those that suit the model's family."""
+    merge: bool = False
+    """Export a whole pipeline with the adapter merged into its transformers, in place of the adapter alone."""
+
+
+class OptimizerPart(Part):
+    """AdamW."""
+
+    lr: float = Field(default=3e-4, gt=0.0, lt=1.0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(default=1e-8, gt=0.0)
+    weight_decay: float = Field(default=1e-4, ge=0.0)
+    max_grad_norm: float = Field(default=1.0, gt=0.0)
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How `lr` falls to `final_lr` between the warm-up and the job's last update: not at all, linearly, or by half a
+    cosine."""
+    warmup_updates: int = Field(default=0, ge=0)
+    """Updates in which `lr` rises linearly from 0."""
+    final_lr: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """The rate at which `linear` and `cosine` end."""
+    state: Literal["device", "host", "8bit"] = "device"
+    """Where the two moments are: fp32 beside the weights, fp32 in host memory, or beside the weights in 8 bits."""
+
+
+class EmaPart(Part):
+    """An average of the trained weights, which is validated and exported in their place; nothing samples with it. After
+    update n it keeps the share min(decay, (1 + n) / (10 + n)) of itself and takes the rest from the trained weights."""
+
+    decay: float | None = Field(default=None, ge=0.0, lt=1.0)
+    """Greatest share; null: no average. 0 is the trained weights themselves, where an old policy samples."""
+    every: int = Field(default=1, ge=1)
+    """Updates from one step of the average to the next: it follows those n of which n + 1 is a multiple of this."""
+
+
+class TrainerPart(Part):
+    mode: Literal["lora", "full"] = "lora"
+    lora: LoraPart = LoraPart()
+    optimizer: OptimizerPart = OptimizerPart()
+    ema: EmaPart = EmaPart()
+    world_size: int = Field(default=1, ge=1, le=4096)
+    """Ranks of torchrun, one an accelerator."""
+    updates_per_step: int = Field(default=1, ge=1, le=64)
+    """Optimizer updates a step; the samples of the step are split among them, in fewer if there are too few. Unset: the
+    loss's, 2 where it limits the ratio to the old policy, which is 1 in the only update of a step."""
+    passes: int = Field(default=1, ge=1, le=64)
+    """Passes over a step's samples, each of `updates_per_step` updates. The old policy is the one before the first."""
+    micro_batch_size: int = Field(default=16, ge=1, le=4096)
+    """Rows of one forward and backward on one rank."""
+    gradient_checkpointing: Literal["none", "selective", "full"] = "none"
+    """Activations that are computed again in the backward: none, all but the costly ones (matrix products and
+    attention), or all inside a block."""
+    compile: bool = False
+    """Compile the transformer's blocks; the first update of a shape waits for it."""
+    deterministic: bool = False
+    """Keep the rollout's batches and their order, so that log-probs are recomputed bit for bit."""
+    threads: int | None = Field(default=None, ge=1, le=1024)
+    """CPU threads a rank; unset: all cores shared by the ranks."""
+
+
+class GatePart(Part):
+    """A guard: what becomes of a sample whose raw score is on the wrong side. Give `below` or `above`."""
+
+    below: float | None = None
+    """It acts on scores below this."""
+    above: float | None = None
+    """It acts on scores above this."""
+    action: Literal["zero", "mask"] = "zero"
+    """zero: the sample's total is 0, whatever its other rewards say. mask: the sample is not trained on; it is counted
+    as `gated_NAME` and no other is asked for in its place."""
+
+    @model_validator(mode="after")
+    def _one_side(self) -> GatePart:
+        if (self.below is None) == (self.above is None):
+            raise ValueError("a gate needs one limit: give it either `below` or `above`")
+        return self
+
+    def shut(self, score: float) -> bool:
+        """Whether it acts on a sample of this raw score."""
+        return score < self.below if self.below is not None else self.above is not None and score > self.above
+
+
+class RewardPart(Part):
+    service: str | None = Field(default=None, min_length=1)
+    """Name of the reward service; unset: the reward's own name. Several rewards may ask one service."""
+    weight: Factor = 1.0
+    """Of the score in the sum. 0 only watches, or guards with `gate`."""
+    params: dict[str, str] = {}
+    """Handed to the scorer with each request."""
+    clip: tuple[float, float] | None = None
+    """[low, high] that the raw score is cut to before it is weighted."""
+    curve: tuple[tuple[int, Factor], ...] = ()
+    """[[step, factor], …], steps ascending: factors of the weight, linear in between, constant before and after."""
+    gate: GatePart | None = None
+    """By the raw score."""
+    on_failure: Literal["pause", "drop", "skip"] = "pause"
+    """When the service has failed for `timeouts.rewards_s`: pause the job, drop the samples (`no_score_NAME`), or go on
+    with the other rewards, which is recorded and counted."""
+
+    @field_validator("clip")
+    @classmethod
+    def _ascending_clip(cls, clip: tuple[float, float] | None) -> tuple[float, float] | None:
+        if clip is not None and clip[0] >= clip[1]:
+            raise ValueError(
+                f"[{clip[0]:g}, {clip[1]:g}] leaves nothing: give the lower limit first, then a higher one"
+            )
+        return clip
+
+    @field_validator("curve")
+    @classmethod
+    def _ascending_curve(cls, curve: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
+        steps = [step for step, _ in curve]
+        if any(later <= earlier for earlier, later in itertools.pairwise(steps)) or any(step < 0 for step in steps):
+            raise ValueError(
+                f"steps {', '.join(map(str, steps))}: give points [step, factor] from step 0 on, ascending"
+            )
+        return curve
+
+    @property
+    def has_influence(self) -> bool:
+        """Whether its weight is other than 0 at some step."""
+        return self.weight != 0 and (not self.curve or any(factor for _, factor in self.curve))
+
+    def service_of(self, name: str) -> str:
+        """The service that the reward of this name asks."""
+        return self.service or name
+
+
+class DataPart(Part):
+    train: str = Field(min_length=1)
+    """Prompt file, readable by the controller: .txt (one a line) or .jsonl ({"prompt": …, "metadata": {…},
+    "images": […]}, the images of models that take them as condition). For the algorithm `dpo`: .jsonl of {"prompt": …,
+    "chosen": …, "rejected": …}, the paths of two media files. Relative paths are looked for beside this file."""
+    validation: str | None = None
+    """Held-out prompts. Unset: no validation."""
+
+
+class SchedulePart(Part):
+    steps: int = Field(default=100, ge=1, le=10_000_000)
+    """Training steps; each makes one new policy version (more updates may hide inside one)."""
+    save_every: int = Field(default=10, ge=1)
+    """Steps between checkpoints. Samples are kept until one covers them."""
+    keep_last: int = Field(default=2, ge=1)
+    """Checkpoints kept."""
+    validate_every: int = Field(default=10, ge=1)
+    """Steps between validations; there is one before the first step and one after the last as well."""
+    validation_steps: int | None = Field(default=None, ge=2, le=1000)
+    """Denoising steps of validation; unset: as in training."""
+    validation_sampler: SamplerName | None = None
+    """Sampler of validation; unset: `rollout.sampler`."""
+    max_staleness: int = Field(default=0, ge=0, le=16)
+    """Policy versions a sample may be behind the step that trains on it. 0 is strictly on-policy."""
+
+
+class TimeoutPart(Part):
+    """Deadlines of remote calls, seconds."""
+
+    generate_s: Seconds = 1800.0
+    score_s: Seconds = 300.0
+    """Of one call to a reward service."""
+    rewards_s: Seconds = 1800.0
+    """A reward that fails is asked again for so long after its samples were first sent; then `on_failure` decides."""
+    train_step_s: Seconds = 7200.0
+    publish_s: Seconds = 600.0
+    checkpoint_s: Seconds = 1800.0
+    hang_s: Annotated[float, Field(ge=1.0, le=604_800.0)] = 120.0
+    """A process that works and makes no progress for so long is killed and replaced. The working thread itself reports
+    its progress; loading, compiling and checkpoints have longer limits of their own."""
+
+
+class JobSpec(Part):
+    """A whole job."""
+
+    name: str = Field(default="job", pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")
+    seed: int = Field(default=1, ge=0, lt=2**63)
+    """All randomness of the job comes from it."""
+    model: ModelPart
+    algorithm: AlgorithmPart = AlgorithmPart()
+    rollout: RolloutPart = RolloutPart()
+    rewards: dict[str, RewardPart] = {}
+    """Reward name → service, weight and more (docs/composition.md). At least one, unless nothing is scored."""
+    trainer: TrainerPart = TrainerPart()
+    data: DataPart
+    schedule: SchedulePart = SchedulePart()
+    timeouts: TimeoutPart = TimeoutPart()
+
+    @field_validator("rewards")
+    @classmethod
+    def _plain_names(cls, rewards: dict[str, RewardPart]) -> dict[str, RewardPart]:
+        for name in rewards:
+            if not re.fullmatch(REWARD_NAME, name):
+                raise ValueError(
+                    f"rename {name!r}: a reward's name has up to 63 letters, digits, '_' and '-', a letter or digit "
+                    "first; a service of another name is given as its `service`"
+                )
+        return rewards
+
+    @model_validator(mode="before")
+    @classmethod
+    def _algorithm_defaults(cls, data: Any) -> Any:
+        """Fills in what the named algorithm and its loss set and the job does not."""
+        plugins.load()
+        return _filled(data) if isinstance(data, dict) else data
+
+    @model_validator(mode="after")
+    def _combinations(self) -> JobSpec:
+        for problem in combinations.problems(self):
+            raise ValueError(problem)
+        return self
+
+    @property
+    def method(self) -> Algorithm:
+        """What the registry says of `algorithm.name`."""
+        return ALGORITHMS[self.algorithm.name]
+
+    @property
+    def step(self) -> Step:
+        """What the registry says of `rollout.noise.type`."""
+        return STEPS[self.rollout.noise.type]
+
+    @property
+    def loss(self) -> Loss:
+        """What the registry says of `algorithm.loss`."""
+        return LOSSES[self.algorithm.loss]
+
+    @property
+    def records_steps(self) -> bool:
+        """Whether rollouts keep the noisy steps; matching losses want the final latents alone."""
+        return self.loss.kind == "policy"
+
+    @property
+    def averages(self) -> bool:
+        """Whether what is validated and exported is an average of the trained weights."""
+        return self.trainer.ema.decay is not None
+
+    @property
+    def reward_services(self) -> tuple[str, ...]:
+        """Names of the services that its rewards ask, each once, in the rewards' order."""
+        return tuple(dict.fromkeys(part.service_of(name) for name, part in self.rewards.items()))
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.rollout.prompts_per_step * self.rollout.group_size
+
+    @property
+    def trained_per_step(self) -> int:
+        """Samples of a step that are trained on, where none is dropped: all, or `algorithm.best_of` of each group, or
+        those of the pairs."""
+        part, of_group = self.algorithm, self.rollout.group_size
+        if self.loss.needs_pairs:
+            of_group = 2 * part.pairs_per_group
+        elif part.best_of is not None:
+            of_group = min(of_group, part.best_of)
+        return self.rollout.prompts_per_step * of_group
+
+    @property
+    def most_updates_per_step(self) -> int:
+        """Optimizer updates of a step that has samples enough."""
+        return self.trainer.updates_per_step * self.trainer.passes
+
+    @property
+    def recomputes_all(self) -> bool:
+        """Whether the trainer computes the old log-probs of all samples before a step's first update."""
+        part = self.algorithm
+        return part.old_log_probs == "recompute" or (
+            part.old_log_probs == "first_forward" and (self.trainer.passes > 1 or part.correction.needs_all_rows)
+        )
+
+    @property
+    def warnings(self) -> list[str]:
+        """Settings that are valid but probably not intended, one sentence each (flowfleet/job/rules.py)."""
+        return list(combinations.warnings(self))
+
+
+def parse_job(data: dict[str, Any]) -> JobSpec:
+    """Validates a job. Raises ValueError with one line a problem, each naming its setting and what to change."""
+    try:
+        return JobSpec.model_validate(data)
+    except ValidationError as error:
+        raise ValueError("\n".join(_explain(item) for item in error.errors(include_url=False))) from None
+
+
+def load_job(path: Path) -> JobSpec:
+    """Reads a job file by its suffix: .toml, .yaml, .yml or .json. Raises ValueError with the reason."""
+    return parse_job(read_job_file(path))
+
+
+def read_job_file(path: Path) -> dict[str, Any]:
+    """The raw mapping of a job file, not yet validated."""
+    return read_table(path, "a job")
+
+
+def _filled(data: dict[str, Any]) -> dict[str, Any]:
+    """The job's own settings over its algorithm's over its loss's; but a loss that the job itself chose goes before the
+    algorithm, which was written for another. What is malformed the schema refuses later."""
+    part = data.get("algorithm", {})
+    if not isinstance(part, dict):
+        return data
+    algorithm = ALGORITHMS.get(str(part.get("name", "flow_grpo")))
+    defaults: dict[str, Any] = {}
+    if algorithm is not None:
+        loss = LOSSES.get(str(part.get("loss", algorithm.loss)))
+        by_loss = loss.settings if loss else {}
+        by_algorithm = {"algorithm.loss": algorithm.loss, **algorithm.defaults}
+        is_own = loss is not None and loss.name == algorithm.loss
+        defaults = by_loss | by_algorithm if is_own else by_algorithm | by_loss
+    filled: dict[str, Any] = data
+    for name, value in defaults.items():
+        filled = _with_default(filled, name.split("."), value)
+    return filled
+
+
+def _with_default(data: dict[str, Any], path: list[str], value: Any) -> dict[str, Any]:
+    """A copy of `data` that holds `value` at a path, unless there is something already."""
+    key, *rest = path
+    if not rest:
+        return {key: value} | data
+    inner = data.get(key, {})
+    return data | {key: _with_default(inner, rest, value)} if isinstance(inner, dict) else data
+
+
+def _choice(name: str, known: Mapping[str, Any]) -> str:
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"{name!r} is not one of {', '.join(sorted(known))}{hint}")
+    return name
+
+
+def _explain(item: Any) -> str:
+    location = [str(part) for part in item["loc"]]
+    name = ".".join(location) or "job"
+    if item["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(location[-1], _fields_at(location[:-1]), n=1, cutoff=0.5)
+        hint = f"; did you mean {'.'.join([*location[:-1], near[0]])}?" if near else ""
+        return f"{name}: unknown setting{hint}"
+    message = str(item["msg"]).removeprefix("Value error, ")
+    return message if not location else f"{name}: {message[0].lower()}{message[1:]}"
+
+
+def _fields_at(location: list[str]) -> list[str]:
+    """Valid keys of the part at a location; tables keyed by name (rewards) take the part of any of their values."""
+    part: type[BaseModel] = JobSpec
+    names = iter(location)
+    for name in names:
+        if part is JobSpec and name == "rewards":
+            next(names, None)
+            part = RewardPart
+            continue
+        annotation = part.model_fields[name].annotation if name in part.model_fields else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        part = annotation
+    return list(part.model_fields)

@@ -1,0 +1,1 @@
+"""Pictures and videos as bytes and as frames."""

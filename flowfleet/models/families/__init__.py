@@ -1,0 +1,1 @@
+"""Model families, a file each; `flowfleet.models.registry` lists them. Import the modules, not this package."""

@@ -1,0 +1,115 @@
+"""`flowfleet plan JOB`: what a job needs, before anything is bought, loaded or started.
+
+    skeleton (the model's classes on the meta device) → facts (sizes, activations, FLOPs) → memory, work → advice
+
+`predict` is the whole of it. Peaks are of tensors, as `perf/peak_memory_gib` measures them; docs/planning.md tells how
+far predictions were from measurements.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from flowfleet.hardware import devices
+from flowfleet.job.spec import JobSpec
+from flowfleet.planning.advice import advise
+from flowfleet.planning.facts import gather
+from flowfleet.planning.memory import GIB, RESERVE, RolloutMemory, TrainerMemory, rollout_memory, trainer_memory
+from flowfleet.planning.work import Work, work
+
+TEXT_TOKENS = 128
+"""Of a prompt, unless told: what its embedding is long where that depends on the prompt."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes, FLOPs and counts."""
+
+    params: int
+    """Of the transformers."""
+    trained: int
+    trainer: TrainerMemory
+    """Of one rank."""
+    rollout: RolloutMemory
+    """Of one replica."""
+    work: Work
+    device_bytes: float | None
+    """Memory of a device; None if it is not known."""
+    advice: tuple[str, ...]
+    """What to change where something does not fit."""
+
+    @property
+    def fits(self) -> bool | None:
+        """None if the device is not known."""
+        if self.device_bytes is None:
+            return None
+        return max(self.trainer.peak, self.rollout.peak) <= self.device_bytes - RESERVE
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; memory in GiB, everything else in bytes, FLOPs or counts."""
+        return {
+            "params": self.params,
+            "trained": self.trained,
+            "trainer": {
+                "gib": _gib(self.trainer.parts),
+                "update_peak_gib": self.trainer.update_peak / GIB,
+                "optimizer_peak_gib": self.trainer.optimizer_peak / GIB,
+                "peak_gib": self.trainer.peak / GIB,
+                "host_gib": self.trainer.host / GIB,
+            },
+            "rollout": {"gib": _gib(self.rollout.parts), "peak_gib": self.rollout.peak / GIB},
+            "step": {**asdict(self.work), "flops": self.work.flops},
+            "device_memory_gib": None if self.device_bytes is None else self.device_bytes / GIB,
+            "fits": self.fits,
+            "advice": list(self.advice),
+        }
+
+
+def predict(
+    spec: JobSpec,
+    *,
+    device_memory_gib: float | None = None,
+    text_tokens: int = TEXT_TOKENS,
+    is_rough: bool = False,
+) -> Plan:
+    """Predicts a job's memory and work from its model folder's configurations; weights need not be there.
+
+    Args:
+        spec: the job; `model.path` as seen from here.
+        device_memory_gib: of each device, to compare with; None compares with nothing.
+        text_tokens: of a prompt's embedding, for families where it depends on the prompt.
+        is_rough: takes compiled blocks for eager ones, which keep more, and so saves the seconds of tracing one.
+
+    Raises:
+        ValueError: a folder without configurations, a model that is not supported, a size that it cannot draw.
+    """
+    if text_tokens < 1:
+        raise ValueError(f"a prompt of {text_tokens} tokens: give at least 1")
+    if device_memory_gib is not None and not RESERVE / GIB < device_memory_gib < math.inf:
+        raise ValueError(
+            f"a device of {device_memory_gib:g} GiB: give more than {RESERVE // GIB}, which are not for tensors"
+        )
+    text_tokens = min(text_tokens, spec.model.max_sequence_length or text_tokens)
+    facts = gather(spec, text_tokens, compiled=spec.trainer.compile and not is_rough)
+    device = None if device_memory_gib is None else device_memory_gib * GIB
+    return Plan(
+        params=facts.params,
+        trained=facts.trained,
+        trainer=trainer_memory(spec, facts),
+        rollout=rollout_memory(spec, facts),
+        work=work(spec, facts, text_tokens),
+        device_bytes=device,
+        advice=() if device is None else tuple(advise(spec, facts, device - RESERVE)),
+    )
+
+
+def found_memory_gib() -> float | None:
+    """Of this machine's accelerator; None without one."""
+    size = devices.memory_bytes(devices.pick_device())
+    return None if size is None else size / GIB
+
+
+def _gib(parts: dict[str, float]) -> dict[str, float]:
+    return {name: size / GIB for name, size in parts.items()}

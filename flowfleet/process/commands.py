@@ -1,0 +1,42 @@
+"""Command lines of processes that more than one part must agree on. Pure and free of torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+POD_PORT: Final = 7000
+"""gRPC of rollouts, rewards and the trainer's rank 0 in pods."""
+HEALTH_PORT: Final = 7001
+METRICS_PORT: Final = 9470
+RENDEZVOUS_PORT: Final = 29500
+RENDEZVOUS_TIMEOUT_S: Final = 86_400
+"""Pods that have a node wait so long for those that have none yet; the controller tells meanwhile what is missing."""
+
+
+def forkserver_command(python: str) -> list[str]:
+    """The process from which this machine's trainers are forked."""
+    return [python, "-m", "flowfleet.process.forkserver", "services.trainer.__main__"]
+
+
+def trainer_flags(port_file: Path) -> list[str]:
+    """Of each rank of a trainer on this machine."""
+    return ["--host", "127.0.0.1", "--port-file", str(port_file), "--metrics-port", "0"]
+
+
+def trainer_pod_command(*, pods: int, ranks_per_pod: int, master: str, drain_s: int) -> list[str]:
+    """What follows `python -m torch.distributed.run` in each pod of an Indexed Job: Kubernetes puts the values of
+    $(JOB_COMPLETION_INDEX) and $(POD_IP) in. `master` is the name of the first pod."""
+    torchrun = [
+        f"--nnodes={pods}",
+        f"--nproc-per-node={ranks_per_pod}",
+        "--node-rank=$(JOB_COMPLETION_INDEX)",
+        "--rdzv-backend=static",
+        f"--rdzv-conf=timeout={RENDEZVOUS_TIMEOUT_S}",
+        f"--master-addr={master}",
+        f"--master-port={RENDEZVOUS_PORT}",
+    ]
+    ports = ["--port", str(POD_PORT), "--health-port", str(HEALTH_PORT), "--metrics-port", str(METRICS_PORT)]
+    flags = ["--host", "0.0.0.0", *ports, "--transfer-host", "$(POD_IP)", "--drain-s", str(drain_s)]
+    never = "--max-restarts=0"  # a new trainer resumes from the last checkpoint
+    return [*torchrun, never, "-m", "services.trainer", *flags]

@@ -1,0 +1,1 @@
+"""gRPC as every service speaks it; who may call what; mutual TLS."""

@@ -1,0 +1,180 @@
+"""What stands before every method of a gRPC server: who may call it, can its request be read, how do errors leave it.
+
+A call ends with UNAUTHENTICATED when its token or certificate is not the fleet's, with PERMISSION_DENIED when the kind
+of its caller may not call the method (kinds.py), and with INVALID_ARGUMENT when its request is no message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+from redis.exceptions import RedisError
+
+from flowfleet.errors import InvalidRequest, Unavailable, grpc_code
+from flowfleet.process import service
+from flowfleet.redis.trouble import trouble
+from flowfleet.rpc import kinds, tls
+from flowfleet.rpc.kinds import Caller, Callers
+
+MAX_ERROR_BYTES: Final = 2000  # a status travels in trailers, which are limited to 8 KiB, as up to three bytes a byte
+
+log = logging.getLogger(__name__)
+
+
+class Guard(grpc.aio.ServerInterceptor):
+    """Checks the token and the name in the client's certificate, and turns exceptions into canonical codes."""
+
+    def __init__(self, callers: Callers, name: str | None) -> None:
+        self._callers = callers
+        self._name = name
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming:
+            return handler
+        method = text(handler_call_details.method)
+        kind = self._kind(handler_call_details.invocation_metadata)
+        if behaviour := self._instead(kind, method, handler):
+            return grpc.stream_unary_rpc_method_handler(
+                _guard_unary(behaviour, method, self._name), None, handler.response_serializer
+            )
+        wrap, make = (
+            (_guard_stream, grpc.unary_stream_rpc_method_handler)
+            if handler.response_streaming
+            else (_guard_unary, grpc.unary_unary_rpc_method_handler)
+        )
+        behaviour, read = handler.unary_stream or handler.unary_unary, _reader(handler.request_deserializer)
+        return make(wrap(behaviour, method, self._name), read, handler.response_serializer)
+
+    def _kind(self, metadata: Any) -> Caller | None:
+        sent = str(dict(metadata or ()).get("authorization", ""))
+        return self._callers.kind_of(sent.removeprefix("Bearer ")) if sent.startswith("Bearer ") else None
+
+    def _instead(self, kind: Caller | None, method: str, handler: Any) -> Callable[..., Awaitable[Any]] | None:
+        """What answers in place of the method, for a caller who may not call it. It receives no request: strangers
+        could fill the memory with messages that they begin and do not end. Probes carry no token, so the health check
+        needs none; a stranger's is for the whole server."""
+        if not self._callers or (kind is not None and kinds.may_call(kind, method)):
+            return None
+        if kind is not None:
+            return _deny(f"the token of a {kind}", method)
+        if kinds.is_health(method) and handler.unary_unary is not None:
+            return _asked_for_all(handler.unary_unary, handler.request_deserializer(b""))
+        return _refuse
+
+
+def _asked_for_all(check: Callable[..., Awaitable[Any]], request: Any) -> Callable[..., Awaitable[Any]]:
+    async def answer(_requests: Any, context: Any) -> Any:
+        return await check(request, context)
+
+    return answer
+
+
+def _reader(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Reads a request. What is not a message becomes the `InvalidRequest` that ends the call: gRPC would log a
+    traceback and answer UNKNOWN."""
+
+    def read(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except Exception as error:
+            return InvalidRequest(f"the request is not a message of this method: {error}")
+
+    return read
+
+
+async def _check(request: Any, context: Any, name: str | None, method: str) -> None:
+    """Ends a call that may not be made, or whose request cannot be read."""
+    await _check_name(context, name, method)
+    if isinstance(request, InvalidRequest):
+        raise request
+
+
+async def _refuse(_request: Any, context: Any) -> None:
+    message = f"send the token of {service.RPC_TOKEN} as metadata: authorization: Bearer <token>"
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
+
+
+def _deny(proof: str, method: str) -> Callable[..., Awaitable[None]]:
+    async def denied(_request: Any, context: Any) -> None:
+        await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{proof} may not call {method}")
+
+    return denied
+
+
+async def _check_name(context: Any, name: str | None, method: str) -> None:
+    """Ends the call unless the client's certificate carries the name and its kind may call; None takes any."""
+    if name is None:
+        return
+    names = context.auth_context().get("x509_subject_alternative_name", ())
+    if name.encode() not in names:
+        message = f"the client's certificate is not for {name}: reissue it, or set {tls.TLS_NAME}"
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
+    shown = kinds.of_certificate(names, name)
+    if shown and not any(kinds.may_call(kind, method) for kind in shown):
+        await _deny(f"the certificate of a {shown[0]}", method)(None, context)
+
+
+def _guard_unary(behaviour: Callable[..., Any], method: str, name: str | None) -> Callable[..., Awaitable[Any]]:
+    """For coroutine functions, and for plain functions, which run in a thread."""
+
+    async def guarded(request: Any, context: Any) -> Any:
+        try:
+            await _check(request, context, name, method)
+            if inspect.iscoroutinefunction(behaviour):
+                return await behaviour(request, context)
+            return await asyncio.to_thread(behaviour, request, context)
+        except Exception as error:
+            await _abort(error, context, method)
+
+    return guarded
+
+
+def _guard_stream(behaviour: Callable[..., Any], method: str, name: str | None) -> Callable[..., AsyncIterator[Any]]:
+    """For async generators, and for coroutine functions, which use `context.write`."""
+
+    async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
+        try:
+            await _check(request, context, name, method)
+            if not inspect.isasyncgenfunction(behaviour):
+                await behaviour(request, context)
+                return
+            async with aclosing(behaviour(request, context)) as responses:
+                async for response in responses:
+                    yield response
+        except Exception as error:
+            await _abort(error, context, method)
+
+    return guarded
+
+
+async def _abort(error: Exception, context: Any, method: str) -> None:
+    """Ends the call. A handler's own `context.abort` passes through."""
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if isinstance(error, RedisError) and (reason := trouble(error)):
+        error = Unavailable(reason)
+    code = grpc_code(error)
+    if code is grpc.StatusCode.INTERNAL:
+        log.error("%s failed", method, exc_info=error)
+        await context.abort(code, f"{method} failed inside the service; its log has the reason")
+    message = _shortened(str(error)) or code.name
+    is_ours = type(error) is ValueError and len(str(error)) <= MAX_ERROR_BYTES  # a long one quotes its caller
+    log.warning("%s: %s: %s", method, code.name, message, exc_info=error if is_ours else None)
+    await context.abort(code, message)
+
+
+def _shortened(message: str) -> str:
+    """The start of a message, as far as a status can carry it: a caller's own text may be part of it."""
+    return message[:MAX_ERROR_BYTES].encode(errors="replace")[:MAX_ERROR_BYTES].decode(errors="ignore")
+
+
+def text(method: str | bytes) -> str:
+    return method.decode() if isinstance(method, bytes) else method

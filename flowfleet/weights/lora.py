@@ -1,0 +1,163 @@
+"""The LoRA adapter: injected the same way by trainer and replicas, named as diffusers names it on disk.
+
+A published adapter is a safetensors blob whose keys are those of `pytorch_lora_weights.safetensors`, for example
+`transformer.transformer_blocks.0.attn.to_q.lora_A.weight`; what stands before the first dot is the component. The same
+names carry the hashes of a weight update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from flowfleet.errors import DataLoss
+from flowfleet.proto.rollout_pb2 import LoraSpec
+from flowfleet.weights.weights import copy_into
+
+ADAPTER = "default"
+
+Experts = Mapping[str, nn.Module]
+"""Transformers by the name of their component: one, or two (`ModelAdapter.experts`)."""
+
+
+def lora_config(lora: LoraSpec) -> LoraConfig:
+    """PEFT's configuration of a job's adapter."""
+    alpha: Any = int(lora.alpha) if lora.alpha.is_integer() else lora.alpha  # PEFT's type says int, any number will do.
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=alpha,
+        target_modules=list(lora.target_modules),
+        init_lora_weights="gaussian",
+    )
+
+
+def install_lora(
+    experts: Experts, lora: LoraSpec, seed: int = 0, *, dtype: torch.dtype | None = None
+) -> dict[str, nn.Parameter]:
+    """Freezes the transformers, injects the adapter into each and returns its parameters by published name.
+
+    It starts at `initial_values`. `dtype` of the adapter; None takes the transformer's. Raises ValueError for a target
+    that the model does not have.
+    """
+    parameters = inject_lora(experts, lora, dtype=dtype)
+    for name, start in initial_values(parameters, lora, seed):
+        parameters[name].data.copy_(start)
+    return parameters
+
+
+def inject_lora(experts: Experts, lora: LoraSpec, *, dtype: torch.dtype | None = None) -> dict[str, nn.Parameter]:
+    """As `install_lora`, but the adapter's values are yet to be given; on the meta device where the model is."""
+    wanted = {component: dtype or next(module.parameters()).dtype for component, module in experts.items()}
+    for transformer in experts.values():
+        _inject(transformer, lora)
+    parameters = named_adapter_parameters(experts)
+    for name, parameter in parameters.items():
+        parameter.data = torch.empty_like(parameter, dtype=wanted[name.partition(".")[0]])
+    return parameters
+
+
+def initial_values(parameters: Mapping[str, Tensor], lora: LoraSpec, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """What each parameter of an adapter starts at, whole, float32 on the CPU, one at a time in the given order.
+
+    A is drawn from N(0, 1/rank²) by a CPU generator with `seed`, B is zero, so that the model starts unchanged.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in parameters.items():
+        start = torch.zeros(parameter.shape)
+        if ".lora_A." in name:
+            start.normal_(std=1 / lora.rank, generator=generator)
+        yield name, start
+
+
+def remove_lora(experts: Experts) -> None:
+    """Takes the adapter out again."""
+    for transformer in experts.values():
+        adapted: Any = transformer
+        adapted.unload_lora()
+
+
+def named_adapter_parameters(experts: Experts) -> dict[str, nn.Parameter]:
+    """The adapter's parameters by published name, in the model's order."""
+    infix = f".{ADAPTER}."
+    return {
+        f"{component}.{name.replace(infix, '.')}": parameter
+        for component, transformer in experts.items()
+        for name, parameter in transformer.named_parameters()
+        if ".lora_" in name and infix in name
+    }
+
+
+def load_adapter(experts: Experts, state: Mapping[str, Tensor]) -> list[str]:
+    """Copies a published adapter into the installed one and returns the names. Raises ValueError unless they match."""
+    parameters = named_adapter_parameters(experts)
+    copy_adapter(parameters, state)
+    return list(parameters)
+
+
+def copy_adapter(parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """Copies a published adapter into tensors by the same names. Raises ValueError unless they match."""
+    missing, extra = sorted(parameters.keys() - state.keys()), sorted(state.keys() - parameters.keys())
+    if missing or extra:
+        raise ValueError(
+            f"the adapter does not fit the model: missing {missing[:3]}, unexpected {extra[:3]}; rank, target modules "
+            "and base model must be those of the trainer"
+        )
+    into = copy_into(parameters)
+    for name, value in state.items():
+        into(name, value)
+
+
+def adapter_to_bytes(state: Mapping[str, Tensor]) -> bytes:
+    """safetensors of a published adapter; tensors from any device, full (not sharded)."""
+    data: bytes = save({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()})
+    return data
+
+
+def adapter_from_bytes(data: bytes) -> dict[str, Tensor]:
+    """The inverse of `adapter_to_bytes`, on the CPU. Raises DataLoss when the bytes are no safetensors."""
+    try:
+        state: dict[str, Tensor] = load(data)
+    except (SafetensorError, ValueError) as error:
+        raise DataLoss(f"the adapter blob cannot be read: {error}; publish it again") from None
+    return state
+
+
+@contextmanager
+def adapter_disabled(experts: Experts) -> Iterator[None]:
+    """Inside, the transformers compute as they did before training: the reference policy.
+
+    It sets PEFT's switch alone. PEFT's own `disable_adapters` would also take `requires_grad` from the parameters,
+    which FSDP reads when it gathers them.
+    """
+    layers = [
+        module
+        for transformer in experts.values()
+        for module in transformer.modules()
+        if isinstance(module, BaseTunerLayer)
+    ]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def _inject(transformer: nn.Module, lora: LoraSpec) -> None:
+    for target in lora.target_modules:
+        if not any(name == target or name.endswith(f".{target}") for name, _ in transformer.named_modules()):
+            raise ValueError(f"trainer.lora.target_modules: the model has no module {target!r}")
+    transformer.requires_grad_(False)
+    device = next(transformer.parameters()).device
+    with torch.random.fork_rng(), device if device.type == "meta" else nullcontext():
+        adapted: Any = transformer
+        adapted.add_adapter(lora_config(lora), adapter_name=ADAPTER)

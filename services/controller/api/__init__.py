@@ -1,0 +1,1 @@
+"""REST: routes by what they are about, and what stands before each of them."""

@@ -1,0 +1,265 @@
+"""What only the controller can know about a job: whether its files are there, what its model can do, and its rewards.
+Asked at submit."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowfleet.job.adapter_files import find_adapter
+from flowfleet.job.spec import JobSpec, parse_job
+from flowfleet.media.files import MediaLimits
+from flowfleet.models.registry import FAMILIES, ModelFamily, family_of
+from services.controller.api.problems import InvalidJob
+from services.controller.fleet.directory import Directory
+from services.controller.limits import Limits
+from services.controller.prompts.conditions import ConditionShapes
+from services.controller.prompts.data import PICTURES, VIDEOS, Kind, Prompt, media_type
+from services.controller.prompts.sources import Sources
+from services.controller.reading.places import NotAllowed, is_remote
+from services.controller.rewards.trials import refusals
+from services.controller.trainers.launcher import device_problem
+
+_READING = threading.Semaphore(2)
+"""Submits whose data are in memory at once."""
+MAX_LINES = 20
+"""Lines of a data set that are named, of those that are wrong."""
+
+
+def parse(data: dict[str, Any]) -> JobSpec:
+    """Raises InvalidJob, one message a setting."""
+    try:
+        return parse_job(data)
+    except ValueError as error:
+        raise InvalidJob(str(error).split("\n")) from None
+
+
+async def check(
+    spec: JobSpec, directory: Directory, sources: Sources, limits: Limits, trainer_devices: Sequence[str] = ()
+) -> None:
+    """Raises InvalidJob when the job asks for more samples than the operator admits, a file is missing, unreadable or
+    not one that jobs may read, the model cannot do what is asked, a reward service or the rollout pool is not one of
+    the fleet's, the trainer wants more accelerators than it has, or a reward refuses its params. Nothing remote is
+    fetched: `open_job` does that."""
+    problems = [*_fleet_problems(spec, directory)]
+    problems += filter(None, [limits.problem(spec), device_problem(spec, trainer_devices)])
+    problems += await asyncio.to_thread(_all_file_problems, spec, sources)
+    problems = problems or await refusals(spec, spec.rewards, directory, sources)
+    if problems:
+        raise InvalidJob(problems)
+
+
+def _fleet_problems(spec: JobSpec, directory: Directory) -> Iterator[str]:
+    """Of names that it does not know. A reward or a pool may be without replicas: the job waits for them."""
+    known = ", ".join(sorted(directory.rewards)) or "none"
+    for name, part in spec.rewards.items():
+        if (service := part.service_of(name)) not in directory.rewards:
+            setting = f"rewards.{name}" + (f".service = {service!r}" if part.service else "")
+            yield f"{setting}: this controller has no such reward service; it has: {known}"
+    pools = directory.pools
+    if pools is not None and spec.rollout.pool not in pools:
+        known = ", ".join(sorted(pools)) or "none"
+        yield f"rollout.pool = {spec.rollout.pool!r}: this fleet has no such pool; it has: {known}"
+
+
+@dataclass(frozen=True)
+class JobData:
+    """What a job reads before its first step."""
+
+    spec: JobSpec
+    """The job with folders in place of `job:ID`."""
+    training: list[Prompt]
+    held_out: list[Prompt]
+
+
+def open_job(spec: JobSpec, sources: Sources) -> JobData:
+    """Fetches the job's data, and checks what is remote as a submit checks files. Blocking.
+
+    Raises ValueError for what the job may not read, by the settings of now, or what is wrong with it.
+    """
+    path = sources.places.model(spec.model.path)
+    shapes = ConditionShapes(sources)
+    read: dict[str, list[Prompt]] = {"train": [], "validation": []}
+    for name, url, kind in _data_of(spec):
+        read[name] = sources.prompts(url, kind)
+        if is_remote(url):
+            family = _family(spec.model.path, sources)
+            lines = itertools.chain.from_iterable(
+                _line_problems(spec, family, shapes, sources, prompt) for prompt in read[name]
+            )
+            if problems := list(itertools.islice(lines, MAX_LINES)):
+                raise ValueError("\n".join(f"data.{name}: {problem}" for problem in problems))
+    adapter = spec.model.adapter
+    if adapter is not None:  # a job that has begun resumes from its own checkpoint; the trainer misses it otherwise
+        adapter = str(sources.places.model(adapter, may_be_gone=True))
+    model = spec.model.model_copy(update={"path": str(path), "adapter": adapter})
+    return JobData(spec.model_copy(update={"model": model}), read["train"], read["validation"])
+
+
+def _all_file_problems(spec: JobSpec, sources: Sources) -> list[str]:
+    with _READING:
+        return list(_file_problems(spec, sources))
+
+
+def _file_problems(spec: JobSpec, sources: Sources) -> Iterator[str]:
+    family = None
+    try:
+        family = _family(spec.model.path, sources)
+    except ValueError as error:
+        yield f"model.path: {error}"
+    else:
+        yield from _family_problems(spec, family)
+        yield from _size_problems(spec, family, sources)
+    yield from _limit_problems(spec)
+    if spec.model.adapter is not None:
+        try:
+            find_adapter(sources.places.model(spec.model.adapter))
+        except (OSError, ValueError) as error:
+            yield f"model.adapter: {error}"
+    shapes = ConditionShapes(sources)
+    for name, url, kind in _data_of(spec):
+        yield from (f"data.{name}: {problem}" for problem in _data_problems(spec, family, shapes, sources, url, kind))
+
+
+def _data_of(spec: JobSpec) -> Iterator[tuple[str, str, Kind]]:
+    """Setting, path or URL, and kind of each data set."""
+    yield "train", spec.data.train, spec.method.data
+    if spec.data.validation is not None:
+        yield "validation", spec.data.validation, "prompts"
+
+
+# -- the model -------------------------------------------------------------------------------------------------------
+
+
+def _family(path: str, sources: Sources) -> ModelFamily:
+    folder = sources.places.model(path)
+    if not _is_readable(folder / "model_index.json"):
+        raise ValueError(
+            f"{path!r} holds no readable model_index.json; give the directory of a diffusers pipeline, as an absolute "
+            "path that controller, rollouts and trainer all see"
+        )
+    return family_of(folder)
+
+
+def _is_readable(path: Path) -> bool:
+    try:
+        return path.is_file() and os.access(path, os.R_OK)
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+
+
+def _family_problems(spec: JobSpec, family: ModelFamily) -> Iterator[str]:
+    rollout = spec.rollout
+    if rollout.num_frames > 1 and family.modality == "image":
+        videos = ", ".join(known.title for known in FAMILIES.values() if known.modality == "video") or "none yet"
+        yield (
+            f"rollout.num_frames = {rollout.num_frames}: {family.title} makes pictures; set it to 1, or choose a video "
+            f"model: {videos}"
+        )
+    if rollout.embedded_guidance is not None and not family.embedded_guidance:
+        yield f"rollout.embedded_guidance has no effect on {family.title}: leave it out, or use rollout.guidance_scale"
+    tokens, most = spec.model.max_sequence_length, family.max_sequence_length
+    if tokens is not None and most is None:
+        yield f"model.max_sequence_length has no effect on {family.title}, which cuts no prompts: leave it out"
+    elif tokens is not None and most is not None and tokens > most:
+        yield f"model.max_sequence_length = {tokens}: {family.title} takes at most {most} tokens"
+    if rollout.condition_pixels is not None and not family.takes_images:
+        yield f"rollout.condition_pixels has no effect on {family.title}, which takes no images: leave it out"
+
+
+def _size_problems(spec: JobSpec, family: ModelFamily, sources: Sources) -> Iterator[str]:
+    """Sizes that the family's adapter would refuse."""
+    frames, step = spec.rollout.num_frames, family.frame_multiple
+    if family.modality == "video" and (frames - 1) % step:
+        less = frames - (frames - 1) % step
+        yield (
+            f"rollout.num_frames = {frames}: {family.title} makes 1 more than a multiple of {step} frames; set it to "
+            f"{less} or {less + step}"
+        )
+    multiple = _pixel_multiple(sources.places.model(spec.model.path), family)
+    for name, pixels in (("height", spec.rollout.height), ("width", spec.rollout.width)):
+        if pixels % multiple:
+            yield f"rollout.{name} = {pixels}: this {family.title} checkpoint draws multiples of {multiple} pixels"
+
+
+def _pixel_multiple(path: Path, family: ModelFamily) -> int:
+    """1 where the checkpoint does not say."""
+    if family.vae_multiple is None:
+        return 1
+    try:
+        config = json.loads((path / "vae" / "config.json").read_text(encoding="utf-8"))
+        return max(1, int(config["scale_factor_spatial"]) * family.vae_multiple)
+    except (OSError, ValueError, KeyError, TypeError):  # the adapter will say what is wrong with the VAE
+        return 1
+
+
+def _limit_problems(spec: JobSpec) -> Iterator[str]:
+    """Samples that every reward would refuse unread."""
+    rollout = spec.rollout
+    if spec.rewards and (excess := MediaLimits().excess(rollout.width, rollout.height, rollout.num_frames)):
+        yield f"rollout: samples of {excess} by rewards; lower rollout.num_frames, height or width"
+
+
+# -- the data --------------------------------------------------------------------------------------------------------
+
+
+def _data_problems(
+    spec: JobSpec, family: ModelFamily | None, shapes: ConditionShapes, sources: Sources, url: str, kind: Kind
+) -> Iterator[str]:
+    """Devices and endless files are not opened, and nothing is fetched."""
+    try:
+        if is_remote(url):
+            sources.places.check(url)
+        elif not sources.places.is_file(url):
+            yield f"there is no file {url!r}; give an absolute path or URL that the controller can read"
+        else:
+            prompts = sources.prompts(url, kind)
+            lines = itertools.chain.from_iterable(
+                _line_problems(spec, family, shapes, sources, prompt) for prompt in prompts
+            )
+            yield from itertools.islice(lines, MAX_LINES)
+    except (OSError, ValueError) as error:
+        yield str(error)
+
+
+def _line_problems(
+    spec: JobSpec, family: ModelFamily | None, shapes: ConditionShapes, sources: Sources, prompt: Prompt
+) -> Iterator[str]:
+    media = (*prompt.images, *prompt.media)
+    if refused := [str(error) for medium in media if (error := _refusal(sources, medium))]:
+        yield from (f"{prompt.source}: {problem}" for problem in refused)
+        return
+    if family is not None and bool(prompt.images) != family.takes_images:
+        wish = 'needs condition images: add "images"' if family.takes_images else 'takes no images: leave out "images"'
+        yield f"{prompt.source}: {family.title} {wish}"
+    elif prompt.images and (problem := shapes.problem(prompt)):
+        yield f"{prompt.source}: {problem}"
+    for medium in media:
+        problem = _type_problem(spec, medium, is_condition=medium in prompt.images)
+        if problem or not (is_remote(medium) or sources.places.is_file(medium)):
+            yield f"{prompt.source}: {problem or f'there is no file {medium}'}"
+
+
+def _type_problem(spec: JobSpec, medium: str, *, is_condition: bool) -> str:
+    num_frames = spec.rollout.num_frames
+    if is_condition or num_frames == 1:
+        return "" if media_type(medium) in PICTURES.values() else f"{medium} is no picture: give {', '.join(PICTURES)}"
+    if media_type(medium) in VIDEOS.values():
+        return ""
+    return f"{medium} is no video, and rollout.num_frames = {num_frames}: give {', '.join(VIDEOS)}"
+
+
+def _refusal(sources: Sources, medium: str) -> NotAllowed | None:
+    """Why a job may not read a file or URL. What lies elsewhere is looked for when it is needed."""
+    try:
+        sources.places.check(medium)
+    except NotAllowed as error:
+        return error
+    return None

@@ -1,0 +1,74 @@
+"""What request handlers work with: made once by the app factory, handed in by FastAPI."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import dataclass, field
+from typing import Annotated, Generic, TypeVar, cast
+
+from fastapi import Depends, Query, Request
+from prometheus_client import CollectorRegistry
+from redis.asyncio import Redis
+
+from flowfleet.data.blobs import BlobStore
+from flowfleet.errors import NotFound
+from services.controller.api.comparisons import Comparisons
+from services.controller.api.connections import Streams
+from services.controller.fleet.directory import Directory
+from services.controller.ports import Scheduler
+from services.controller.prompts.sources import Sources
+from services.controller.retention.memory import Memory
+from services.controller.settings import ControllerSettings
+from services.controller.store.jobs import JobStore
+from services.controller.store.records import Record
+
+T = TypeVar("T")
+_JOB_ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
+
+
+@dataclass(frozen=True)
+class Services:
+    settings: ControllerSettings
+    redis: Redis
+    store: JobStore
+    blobs: BlobStore
+    directory: Directory
+    runner: Scheduler
+    sources: Sources
+    registry: CollectorRegistry
+    memory: Memory
+    streams: Streams
+    comparisons: Comparisons = field(default_factory=Comparisons)
+    closing: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the server shuts down: open streams end."""
+
+
+def _services(request: Request) -> Services:
+    return cast(Services, request.app.state.services)
+
+
+Use = Annotated[Services, Depends(_services)]
+
+
+def _job_id(job_id: str) -> str:
+    if not _JOB_ID.fullmatch(job_id):
+        raise NotFound(f"no job {job_id}")
+    return job_id
+
+
+async def _existing(job_id: Annotated[str, Depends(_job_id)], use: Use) -> str:
+    await use.store.status(job_id)
+    return job_id
+
+
+JobId = Annotated[str, Depends(_job_id)]
+"""Well-formed, so it can be part of a key; the store raises NotFound if there is none."""
+KnownJobId = Annotated[str, Depends(_existing)]
+Limit = Annotated[int, Query(ge=1, le=500, description="Rows of a page at most.")]
+
+
+class Page(Record, Generic[T]):
+    items: list[T]
+    next_cursor: str | None = None
+    """Give it as `cursor` for what follows; null: nothing follows yet."""

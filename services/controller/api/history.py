@@ -1,0 +1,161 @@
+"""REST: what a job left behind: events, metrics, checkpoints, samples and their pictures."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi.responses import StreamingResponse
+
+from flowfleet.errors import InvalidRequest, NotFound
+from services.controller.api import sse
+from services.controller.api.dependencies import KnownJobId, Limit, Page, Services, Use
+from services.controller.store.records import (
+    Checkpoint,
+    FiniteOrNone,
+    JobEvent,
+    MetricsRow,
+    Order,
+    Purpose,
+    Record,
+    SampleRecord,
+)
+from services.controller.store.samples import media_ref
+
+router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["history"])
+
+MEDIA_TYPES = frozenset({"image/png", "image/jpeg", "image/webp", "video/mp4"})
+OTHER_MEDIA = "application/octet-stream"
+EVENT_ID = {"pattern": r"^[0-9]{1,19}(-[0-9]{1,19})?$"}
+"""Documented; the handler refuses others in words."""
+SAMPLE_CURSOR = {"pattern": r"^([0-9]{10}/[0-9]{5}/[0-9]{5}|[0-9]{1,12})$"}
+_STREAM: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}},
+    204: {"description": "The stream has ended: do not come back"},
+}
+_MEDIA: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The picture or video",
+        "content": {kind: {"schema": {"type": "string", "format": "binary"}} for kind in sorted(MEDIA_TYPES)}
+        | {OTHER_MEDIA: {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+MAX_STEP = 10_000_000
+Number = Annotated[int, Query(ge=0, le=MAX_STEP)]
+
+
+class Sample(Record):
+    """A finished sample, to look at."""
+
+    step: int
+    group: int
+    index: int
+    purpose: Purpose
+    prompt: str
+    reward: FiniteOrNone
+    scores: dict[str, FiniteOrNone]
+    versions: dict[str, str]
+    """Reward → name and version of the scorer that gave its score."""
+    shadow: dict[str, FiniteOrNone]
+    """Shadow → raw score."""
+    gated_by: str
+    """The reward whose gate acted on the sample."""
+    policy_version: int
+    seed: int
+    drop_reason: str
+    media_type: str
+    media: str
+    """Where the picture is served, while it is kept."""
+
+
+@router.get("/events", response_model=Page[JobEvent], responses=_STREAM)
+async def events(
+    request: Request,
+    job_id: KnownJobId,
+    use: Use,
+    cursor: Annotated[str | None, Query(description="Id of the last event seen.", json_schema_extra=EVENT_ID)] = None,
+    limit: Limit = 100,
+    last_event_id: Annotated[
+        str | None, Header(description="As `cursor`; it takes precedence.", json_schema_extra=EVENT_ID)
+    ] = None,
+) -> Page[JobEvent] | Response:
+    """Pages of JSON, oldest first; with `Accept: text/event-stream` a stream that ends with the job."""
+    seen, asked = _event_id(last_event_id), _event_id(cursor)
+    after = seen or asked
+    if "text/event-stream" in request.headers.get("accept", ""):
+        return await _stream(job_id, use, after)
+    items = await use.store.events(job_id, after, limit)
+    return Page(items=items, next_cursor=items[-1].id if len(items) == limit else None)
+
+
+async def _stream(job_id: str, use: Services, after: str | None) -> Response:
+    if after and (await use.store.status(job_id)).terminal and not await use.store.events(job_id, after, 1):
+        return Response(status_code=204)  # tells an EventSource not to come back
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    content = use.streams.counted(sse.stream(use.store, job_id, after, use.closing))
+    return StreamingResponse(content, media_type="text/event-stream", headers=headers)
+
+
+@router.get("/metrics")
+async def metrics(
+    job_id: KnownJobId,
+    use: Use,
+    cursor: Annotated[int | None, Query(ge=0, le=MAX_STEP, description="Last step seen.")] = None,
+    limit: Limit = 500,
+) -> Page[MetricsRow]:
+    """One row a step, ascending."""
+    items = await use.store.metrics(job_id, cursor, limit)
+    return Page(items=items, next_cursor=str(items[-1].step) if len(items) == limit else None)
+
+
+@router.get("/checkpoints")
+async def checkpoints(job_id: KnownJobId, use: Use) -> Page[Checkpoint]:
+    """Those kept, ascending by step."""
+    return Page(items=await use.store.checkpoints(job_id))
+
+
+@router.get("/samples")
+async def samples(
+    job_id: KnownJobId,
+    use: Use,
+    purpose: Purpose = "train",
+    step: Number | None = None,
+    order: Annotated[Order, Query(description="best and worst go by reward.")] = "newest",
+    cursor: Annotated[str | None, Query(json_schema_extra=SAMPLE_CURSOR)] = None,
+    limit: Limit = 50,
+) -> Page[Sample]:
+    try:
+        items, following = await use.store.samples(
+            job_id, purpose=purpose, step=step, order=order, cursor=cursor, limit=limit
+        )
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from None
+    return Page(items=[_sample(job_id, item) for item in items], next_cursor=following)
+
+
+@router.get("/samples/{step}/{group}/{index}/media", response_class=Response, responses=_MEDIA)
+async def media(
+    job_id: KnownJobId, step: int, group: int, index: int, use: Use, purpose: Purpose = "train"
+) -> Response:
+    """The picture's bytes."""
+    found = await use.store.get_sample(job_id, step, group, index, purpose)
+    try:
+        content = await use.blobs.get(media_ref(found))
+    except NotFound:
+        raise NotFound(f"the picture of sample {step}/{group}/{index} is no longer kept") from None
+    headers = {"Cache-Control": "private, max-age=86400", "X-Content-Type-Options": "nosniff"}
+    media_type = found.media_type if found.media_type in MEDIA_TYPES else OTHER_MEDIA
+    return Response(content, media_type=media_type, headers=headers)
+
+
+def _sample(job_id: str, record: SampleRecord) -> Sample:
+    shown = record.model_dump(exclude={"media_uri", "media_size_bytes", "media_sha256"})
+    place = f"{record.step}/{record.group}/{record.index}"
+    return Sample(**shown, media=f"/v1/jobs/{job_id}/samples/{place}/media?purpose={record.purpose}")
+
+
+def _event_id(text: str | None) -> str | None:
+    if text is not None and not re.fullmatch(EVENT_ID["pattern"], text):
+        raise InvalidRequest("Last-Event-ID or cursor: give the id of an event as you got it, e.g. 1700000000000-0")
+    return text

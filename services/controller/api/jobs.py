@@ -1,0 +1,92 @@
+"""REST: jobs, submitted, listed, shown, and asked to pause, resume or stop."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Query, Request, Response
+
+from flowfleet.errors import Unavailable
+from services.controller.api import admission as checks
+from services.controller.api.body import read_object
+from services.controller.api.dependencies import JobId, Limit, Page, Services, Use
+from services.controller.store.records import Action, JobRecord, JobStatus
+
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+IdempotencyKey = Annotated[
+    str | None,
+    Header(min_length=1, max_length=255, description="The same key with the same job gives the same job, for 7 days."),
+]
+
+
+@router.post("", status_code=202, responses={202: {"headers": {"Location": {"schema": {"type": "string"}}}}})
+async def submit(request: Request, response: Response, use: Use, idempotency_key: IdempotencyKey = None) -> JobRecord:
+    """Queues a job: the job file's settings as JSON."""
+    spec = checks.parse(await read_object(request))
+    record = await use.store.find_submitted(spec, idempotency_key) if idempotency_key else None
+    if record is None:
+        if use.runner.loss:  # whoever brings the lost writes back would lose this job
+            raise Unavailable(use.runner.loss)
+        await use.memory.check_room()
+        await checks.check(spec, use.directory, use.sources, use.settings.limits, use.settings.trainer_devices)
+        use.settings.limits.check_room(spec, await use.store.unended())
+        record, _ = await use.store.create(spec, idempotency_key)
+    await use.runner.notify()
+    response.headers["Location"] = f"/v1/jobs/{record.id}"
+    return record
+
+
+@router.get("")
+async def list_jobs(
+    use: Use,
+    cursor: Annotated[str | None, Query(pattern=r"^[0-9a-f-]{36}$")] = None,
+    limit: Limit = 50,
+    status: JobStatus | None = None,
+) -> Page[JobRecord]:
+    """Newest first."""
+    items, following = await use.store.jobs(cursor, limit, status)
+    return Page(items=[_shown(item, use) for item in items], next_cursor=following)
+
+
+@router.get("/{job_id}")
+async def show_job(job_id: JobId, use: Use) -> JobRecord:
+    return _shown(await use.store.get(job_id), use)
+
+
+@router.delete("/{job_id}", status_code=202)
+async def delete(job_id: JobId, use: Use) -> JobRecord:
+    """Removes an ended job and its history, once it is archived where the operator has an archive. Checkpoints and
+    exported models stay. Afterwards the job is 410 while its Idempotency-Key lives, then 404."""
+    return await _request(job_id, use, "delete")
+
+
+@router.post("/{job_id}/cancel", status_code=202)
+async def cancel(job_id: JobId, use: Use) -> JobRecord:
+    """Stops the job for good; what it has written stays."""
+    return await _request(job_id, use, "cancel")
+
+
+@router.post("/{job_id}/pause", status_code=202)
+async def pause(job_id: JobId, use: Use) -> JobRecord:
+    """What runs now ends, nothing else starts. Other jobs of its pool wait behind a paused one: cancel it to let them
+    run."""
+    return await _request(job_id, use, "pause")
+
+
+@router.post("/{job_id}/resume", status_code=202)
+async def resume(job_id: JobId, use: Use) -> JobRecord:
+    return await _request(job_id, use, "resume")
+
+
+async def _request(job_id: str, use: Use, action: Action) -> JobRecord:
+    record = await use.store.request(job_id, action)
+    await use.runner.notify()
+    return record
+
+
+def _shown(record: JobRecord, use: Services) -> JobRecord:
+    """As stored, but while Redis takes no writes it cannot be stored that the job waits for that."""
+    if not use.runner.trouble or record.status.terminal:
+        return record
+    return record.model_copy(update={"reason": f"the job waits: {use.runner.trouble}"})

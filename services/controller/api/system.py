@@ -1,0 +1,115 @@
+"""REST: the fleet, health, version and metrics of the controller."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+from fastapi import APIRouter, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import ConfigDict
+
+from flowfleet.errors import Unavailable
+from flowfleet.filesystem import filesystem_id
+from services.controller.api.dependencies import Services, Use
+from services.controller.fleet.directory import Directory
+from services.controller.fleet.replicas import Health
+from services.controller.store.records import Record
+
+router = APIRouter(tags=["system"])
+
+
+class ReplicaView(Record):
+    """A rollout replica as the controller sees it."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    replica_id: str
+    address: str
+    pool: str
+    incarnation: str
+    """New at every start of the process."""
+    health: Health
+    job_id: str
+    version: int | None
+    """Policy version whose weights it verified; null while it serves none."""
+    outstanding: int
+    """Samples asked for and not finished."""
+    samples_total: int
+    device: str
+
+
+class Shortage(Record):
+    component: str
+    """rollout, reward or redis."""
+    name: str
+    reason: str
+
+
+class Fleet(Record):
+    replicas: list[ReplicaView]
+    rewards: dict[str, list[str]]
+    """Name → addresses of the replicas that are ready; none while there is no replica."""
+    pools: list[str] | None
+    """Of rollouts; null where any name is accepted."""
+    shortages: list[Shortage]
+    """Pools and rewards whose pods cannot run, and a Redis that lost writes or takes none, each with the reason."""
+
+
+class Condition(Record):
+    status: str
+
+
+class Version(Record):
+    version: str
+    api: str
+    filesystem: str
+    """Clients that have the same one see the controller's files under the same paths."""
+
+
+@router.get("/v1/fleet")
+async def fleet(use: Use) -> Fleet:
+    replicas = [ReplicaView.model_validate(replica) for replica in use.runner.fleet_view()]
+    directory = use.directory
+    rewards = {name: list(addresses) for name, addresses in sorted(directory.rewards.items())}
+    pools = None if directory.pools is None else sorted(directory.pools)
+    shortages = _shortages(directory)
+    if use.runner.trouble:
+        shortages.append(Shortage(component="redis", name="primary", reason=use.runner.trouble))
+    return Fleet(replicas=replicas, rewards=rewards, pools=pools, shortages=shortages)
+
+
+def _shortages(directory: Directory) -> list[Shortage]:
+    known = [("rollout", name) for name in directory.pools or ()] + [("reward", name) for name in directory.rewards]
+    found = ((component, name, directory.shortage(component, name)) for component, name in sorted(known))
+    return [Shortage(component=component, name=name, reason=reason) for component, name, reason in found if reason]
+
+
+@router.get("/v1/version")
+async def version() -> Version:
+    return Version(version=importlib.metadata.version("flowfleet"), api="v1", filesystem=filesystem_id())
+
+
+@router.get("/healthz")
+async def healthz(use: Use) -> Condition:
+    """The process answers, and its runner has not ended by itself; 503 asks for a new start."""
+    if not use.closing.is_set():
+        _check_runner(use)
+    return Condition(status="ok")
+
+
+@router.get("/readyz")
+async def readyz(use: Use) -> Condition:
+    """The runner runs. While Redis is away all controllers are without it, and each call says so itself."""
+    _check_runner(use)
+    return Condition(status="ok")
+
+
+def _check_runner(use: Services) -> None:
+    if not use.runner.alive:
+        raise Unavailable("the runner has stopped; restart the controller")
+
+
+@router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+async def metrics(use: Use) -> Response:
+    """For Prometheus."""
+    return Response(generate_latest(use.registry), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,1 @@
+"""Which rollout replicas, pools and rewards there are, and what each replica serves."""

@@ -1,0 +1,238 @@
+"""The rollout replicas as the controller knows them, pure: what they say of themselves in, choices out.
+
+A replica is given a prompt only if it serves a verified, admissible version of the job (invariant 4). Among those the
+one with the fewest outstanding samples is chosen, and a request (whole groups) stays on its replica. Everything is
+kept by pool and by job, so that a choice costs what the job's own replicas are, not what the fleet is.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from flowfleet.data.replicas import ReplicaRecord
+from flowfleet.proto import rollout_pb2
+
+MISSED_ASKS = 3
+
+Verified = Callable[[int, str], bool]
+"""Whether weights of a version that have a digest are those that a job published."""
+
+
+class Health(StrEnum):
+    """Of a replica, as the controller sees it."""
+
+    UNKNOWN = "unknown"  # it says nothing that we know
+    IDLE = "idle"  # alive without verified weights
+    SERVING = "serving"  # takes prompts of its job and version
+    UPDATING = "updating"  # weights in flight
+    DRAINING = "draining"  # finishes its work and takes no more
+    LOST = "lost"  # does not answer
+
+
+_HEALTH = {
+    rollout_pb2.ROLLOUT_STATE_IDLE: Health.IDLE,
+    rollout_pb2.ROLLOUT_STATE_SERVING: Health.SERVING,
+    rollout_pb2.ROLLOUT_STATE_UPDATING: Health.UPDATING,
+    rollout_pb2.ROLLOUT_STATE_DRAINING: Health.DRAINING,
+}
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One rollout process. `outstanding` counts samples that this controller asked for and did not get yet."""
+
+    replica_id: str
+    address: str
+    pool: str = "default"
+    incarnation: str = ""
+    health: Health = Health.UNKNOWN
+    job_id: str = ""
+    version: int | None = None
+    evaluated: bool = False
+    """Whether it serves the version's evaluated weights; else those that sample."""
+    digest: str = ""
+    outstanding: int = 0
+    samples_total: int = 0
+    device: str = ""
+    device_id: str = ""
+    """Of the accelerator, the same in every process; empty on the CPU."""
+    missed: int = 0
+    """Times in a row that it was asked and did not answer."""
+    doubted: bool = False
+    """It shall be asked itself: its record is old, or it did other than the record says."""
+
+    def serves(self, job_id: str, low: int, high: int, *, evaluated: bool = False) -> bool:
+        ready = self.health is Health.SERVING and (self.job_id, self.evaluated) == (job_id, evaluated)
+        return ready and self.version is not None and low <= self.version <= high
+
+    @property
+    def live(self) -> bool:
+        return self.health in (Health.IDLE, Health.SERVING, Health.UPDATING)
+
+
+class Fleet:
+    """Every method that changes replicas notes in `touched` the jobs to which that may matter."""
+
+    def __init__(self) -> None:
+        self._replicas: dict[str, Replica] = {}
+        self._by_pool: defaultdict[str, dict[str, Replica]] = defaultdict(dict)
+        self._by_job: defaultdict[str, dict[str, Replica]] = defaultdict(dict)
+        self._doubted: set[str] = set()
+        self.verified: dict[str, Verified] = {}
+        """By job; without an entry the version's number alone counts."""
+        self.touched: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._replicas)
+
+    def update(self, records: Iterable[ReplicaRecord]) -> None:
+        """New and changed records. One at another address is another replica."""
+        for record in records:
+            known = self._replicas.get(record.replica_id)
+            if known is None or known.address != record.address:
+                known = Replica(record.replica_id, record.address)
+            self._put(_with_record(known, record))
+
+    def keep(self, replica_ids: Collection[str]) -> None:
+        """Forgets all others."""
+        self.forget(self._replicas.keys() - set(replica_ids))
+
+    def forget(self, replica_ids: Iterable[str]) -> None:
+        for replica_id in replica_ids:
+            if replica_id in self._replicas:
+                self._forget(replica_id)
+
+    def mark_suspect(self, replica_ids: Iterable[str]) -> None:
+        """They go on as they were until they answer, or do not."""
+        for replica_id in replica_ids:
+            known = self._replicas.get(replica_id)
+            if known is not None and not known.doubted:
+                self._put(replace(known, doubted=True))
+
+    def answered(self, replica_id: str, status: rollout_pb2.RolloutStatus) -> None:
+        known = self._replicas.get(replica_id)
+        if known is None:
+            return
+        health = _HEALTH.get(status.state, Health.UNKNOWN)
+        self._put(
+            replace(
+                known,
+                incarnation=status.incarnation,
+                health=health,
+                job_id=status.job_id,
+                version=status.policy_version if health is Health.SERVING else None,
+                evaluated=status.evaluated,
+                digest=status.weights_digest,
+                samples_total=status.samples_total,
+                device=status.device,
+                device_id=status.device_id,
+                missed=0,
+                doubted=False,
+            )
+        )
+
+    def missed(self, replica_id: str, *, lost: bool = False) -> None:
+        """It did not answer, or (`lost`) a call broke: no prompt until it answers again."""
+        known = self._replicas.get(replica_id)
+        if known is not None:
+            missed = known.missed + 1
+            gone = lost or missed >= MISSED_ASKS
+            self._put(replace(known, missed=missed, health=Health.LOST if gone else known.health, doubted=True))
+
+    def charge(self, replica_id: str, samples: int) -> None:
+        """Adds to what is outstanding; negative when done."""
+        known = self._replicas.get(replica_id)
+        if known is not None:
+            self._put(replace(known, outstanding=max(0, known.outstanding + samples)))
+
+    def choose(self, job_id: str, low: int, high: int, limit: int, evaluated: bool = False) -> Replica | None:
+        """The least loaded replica that serves such weights of a version in low … high and has less than `limit`
+        samples outstanding."""
+        of_job = self._by_job.get(job_id, {}).values()
+        able = [r for r in of_job if r.outstanding < limit and self._serves(r, job_id, low, high, evaluated)]
+        return min(able, key=lambda r: (r.outstanding, -(r.version or 0), r.replica_id), default=None)
+
+    def behind(self, pool: str, job_id: str, version: int, *, evaluated: bool = False) -> list[Replica]:
+        """Live replicas of a pool that settled on something else than these weights of this version of this job."""
+        settled = [r for r in self.live(pool) if r.health in (Health.IDLE, Health.SERVING)]
+        return [r for r in settled if not self._serves(r, job_id, version, version, evaluated)]
+
+    def num_devices(self, job_id: str) -> int:
+        """Accelerators that live replicas of a job run on; on CPUs, processes."""
+        return len({r.device_id or r.replica_id for r in self._by_job.get(job_id, {}).values() if r.live})
+
+    def live(self, pool: str) -> list[Replica]:
+        """Of a pool, by name."""
+        of_pool = (r for r in self._by_pool.get(pool, {}).values() if r.live)
+        return sorted(of_pool, key=lambda r: r.replica_id)
+
+    def num_in(self, pool: str) -> int:
+        """Replicas of a pool, live or not."""
+        return len(self._by_pool.get(pool, ()))
+
+    def any_live(self, pool: str) -> bool:
+        return any(r.live for r in self._by_pool.get(pool, {}).values())
+
+    def doubted(self) -> list[Replica]:
+        return [self._replicas[replica_id] for replica_id in self._doubted]
+
+    def get(self, replica_id: str) -> Replica | None:
+        return self._replicas.get(replica_id)
+
+    def all(self) -> list[Replica]:
+        return sorted(self._replicas.values(), key=lambda r: r.replica_id)
+
+    def _serves(self, replica: Replica, job_id: str, low: int, high: int, evaluated: bool) -> bool:
+        """Whether it serves such a version in weights that are this job's: after Redis lost writes, replicas may still
+        serve versions of the same number that the lost steps had made."""
+        verified = self.verified.get(job_id)
+        known = verified is None or verified(replica.version or 0, replica.digest)
+        return known and replica.serves(job_id, low, high, evaluated=evaluated)
+
+    def _put(self, replica: Replica) -> None:
+        replica_id = replica.replica_id
+        known = self._replicas.get(replica_id)
+        if known is not None and (known.pool, known.job_id) != (replica.pool, replica.job_id):
+            self._forget(replica_id)
+        self._replicas[replica_id] = replica
+        self._by_pool[replica.pool][replica_id] = replica
+        self._by_job[replica.job_id][replica_id] = replica
+        if replica.doubted:
+            self._doubted.add(replica_id)
+        else:
+            self._doubted.discard(replica_id)
+        self.touched.add(replica.job_id)
+
+    def _forget(self, replica_id: str) -> None:
+        known = self._replicas.pop(replica_id)
+        self._doubted.discard(replica_id)
+        self.touched.add(known.job_id)
+        for index, name in ((self._by_pool, known.pool), (self._by_job, known.job_id)):
+            del index[name][replica_id]
+            if not index[name]:
+                del index[name]
+
+
+def _with_record(known: Replica, record: ReplicaRecord) -> Replica:
+    """What it says of itself counts, but while we know better: that it does not answer us when asked."""
+    if known.missed and known.incarnation == record.incarnation:
+        return replace(known, pool=record.pool, samples_total=record.samples_total)
+    health = Health(record.state) if record.state in set(Health) else Health.UNKNOWN
+    return replace(
+        known,
+        pool=record.pool,
+        incarnation=record.incarnation,
+        health=health,
+        job_id=record.job_id,
+        version=record.version if health is Health.SERVING else None,
+        evaluated=record.evaluated,
+        digest=record.digest,
+        samples_total=record.samples_total,
+        device=record.device,
+        device_id=record.device_id,
+        missed=0,
+        doubted=False,
+    )

@@ -1,0 +1,123 @@
+"""What each sample of a step counts for in its update: an advantage, or its place in a pair. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from flowfleet.algorithms.advantages import AdvantageStats, combined_advantages
+from flowfleet.algorithms.preferences import make_pairs
+from flowfleet.job.spec import JobSpec, RewardPart
+from services.controller.job.batch import Scored
+from services.controller.rewards.composition import PREFERENCE, Columns, columns
+
+NOT_IN_A_PAIR = "not_in_a_pair"
+"""Why a scored sample is not trained on where a loss trains on pairs."""
+NOT_BEST_OR_WORST = "not_best_or_worst"
+"""Why a scored sample is not trained on where `algorithm.best_of` leaves out the middle of its group."""
+_SUM = "sum"
+_KL = "/kl"
+"""Column of the KL to the model before training; no reward can have this name."""
+
+
+@dataclass(frozen=True)
+class Credit:
+    """Of one sample that is trained on."""
+
+    group: int
+    index: int
+    reward: float
+    advantage: float
+    """Relative to its group; of pairs 1 for the winner and -1 for the loser."""
+    pair: int = 0
+    """Number of its pair inside the group."""
+
+
+def credits_of(
+    spec: JobSpec, rewards: Mapping[str, RewardPart], step: int, scored: Sequence[Scored]
+) -> tuple[list[Credit], AdvantageStats]:
+    """The samples that a step trains on, and the statistics of all its rewards, by the rewards of that step.
+
+    Ascending by (group, index), or for a loss on pairs by (group, pair) with the winner first; empty where no pair
+    differs. With `algorithm.best_of` the middle of each group is left out; its advantages and the statistics are those
+    of whole groups all the same. Raises ValueError without a scored sample.
+    """
+    groups = [sample.group for sample in scored]
+    part = spec.algorithm
+    counted = _columns(spec, rewards, step, scored)
+    if part.kl_reward:
+        counted = counted.with_column(_KL, [sample.reference_kl for sample in scored], -part.kl_reward)
+    values, stats = combined_advantages(
+        counted.values,
+        counted.weights,
+        groups,
+        combination=part.reward_combination,
+        std=part.advantage_std,
+        clamp=part.advantage_clamp,
+        present=counted.present,
+    )
+    if not spec.loss.needs_pairs:
+        credits = [_credit(sample, value) for sample, value in zip(scored, values.tolist(), strict=True)]
+        return best_and_worst(credits, part.best_of), stats
+    credits = _paired(scored, counted.totals().tolist(), part.pairs_per_group)
+    return credits, _with_advantages(stats, [credit.advantage for credit in credits] or [0.0])
+
+
+def left_out_reason(spec: JobSpec) -> str:
+    """Why a job does not train on samples that have a score, if there are any."""
+    return NOT_IN_A_PAIR if spec.loss.needs_pairs else NOT_BEST_OR_WORST
+
+
+def best_and_worst(credits: Sequence[Credit], best_of: int | None) -> list[Credit]:
+    """The best and the worst `best_of / 2` samples of each group, by advantage, in the given order.
+
+    An odd `best_of` takes one more of the best, as DanceGRPO's code does. Of equal advantages those of higher index
+    count as better. Groups of no more than `best_of` samples stay whole, and so does everything where it is None.
+    """
+    if best_of is None:
+        return list(credits)
+    groups: dict[int, list[Credit]] = {}
+    for credit in credits:
+        groups.setdefault(credit.group, []).append(credit)
+    left_out: set[tuple[int, int]] = set()
+    for group in groups.values():
+        ascending = sorted(group, key=lambda credit: (credit.advantage, credit.index))
+        middle = ascending[best_of // 2 : max(0, len(group) - (best_of - best_of // 2))]
+        left_out.update((credit.group, credit.index) for credit in middle)
+    return [credit for credit in credits if (credit.group, credit.index) not in left_out]
+
+
+def _paired(scored: Sequence[Scored], totals: Sequence[float], pairs_per_group: int) -> list[Credit]:
+    pairs = make_pairs(totals, [sample.group for sample in scored], pairs_per_group)
+    return [
+        credit
+        for pair in pairs
+        for credit in (
+            _credit(scored[pair.winner], 1.0, pair.number),
+            _credit(scored[pair.loser], -1.0, pair.number),
+        )
+    ]
+
+
+def _credit(sample: Scored, advantage: float, pair: int = 0) -> Credit:
+    return Credit(sample.group, sample.index, sample.score, advantage, pair)
+
+
+def _columns(spec: JobSpec, rewards: Mapping[str, RewardPart], step: int, scored: Sequence[Scored]) -> Columns:
+    """Of the rewards of the step; of an old ledger, which has sums alone, one reward of weight 1."""
+    scores = [sample.scores for sample in scored]
+    if not all(scores):
+        rewards, scores = {_SUM: RewardPart()}, [{_SUM: sample.score} for sample in scored]
+    elif spec.method.data == "preferences":
+        rewards = {PREFERENCE: RewardPart()}
+    return columns(rewards, step, scores, [sample.group for sample in scored])
+
+
+def _with_advantages(stats: AdvantageStats, advantages: Sequence[float]) -> AdvantageStats:
+    return replace(
+        stats,
+        advantage_mean=statistics.fmean(advantages),
+        advantage_max=max(advantages),
+        advantage_min=min(advantages),
+    )

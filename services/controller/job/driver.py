@@ -1,0 +1,397 @@
+"""Drives one job: starts what its state machine wants, makes what happened durable, folds it, and so on to the end.
+
+    loop:   for command in machine.commands() − running: start it
+            wait for a change
+    emit:   stamp → ledger (durable) → machine.apply → notify
+
+Nothing is remembered here that the ledger does not know, so a killed controller is continued by a new JobDriver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import grpc
+
+from flowfleet.data.blobs import WORKING_TTL_S
+from flowfleet.data.streams import Delivery, TrajectoryConsumer
+from flowfleet.errors import FlowfleetError, Unavailable, grpc_code
+from flowfleet.process.clock import steady_time
+from flowfleet.proto import common_pb2
+from services.controller.concurrency import Changes, end, gather_or_cancel
+from services.controller.job import events as ev
+from services.controller.job.context import JobContext, sample_field
+from services.controller.job.ledger import Also, Ledger
+from services.controller.job.recovery import losses
+from services.controller.job.recovery.retries import MAX_FAILURES, TRAINER_COMMANDS, Decision, FailureAction, decide
+from services.controller.job.recovery.trainer_watch import TrainerWatch
+from services.controller.job.requests import misfit
+from services.controller.job.state_machine import (
+    Command,
+    ComputeAdvantages,
+    EnsureTrainer,
+    Generate,
+    Machine,
+    Score,
+    Status,
+    TrainStep,
+    Validate,
+)
+from services.controller.job.step import TrainingStep
+from services.controller.store.records import Desired, JobStatus
+from services.controller.trainers.launcher import stop_for_good, stopped
+from services.controller.waiting import NotYet, WaitedInVain
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.5
+NOT_YET_S = 0.5
+RENEW_EVERY_S = 3600.0
+AT_ONCE = 256
+"""Commands of a kind that run at once for a step, beside two for each replica; the others would only wait."""
+ENDS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
+"""What a call to a trainer gives that ends meanwhile: its last words tell more."""
+INTAKE_COUNT = 256
+INTAKE_BLOCK_MS = 2000
+
+MakeContext = Callable[[Machine, Callable[..., Awaitable[None]], Changes], JobContext]
+
+
+class JobDriver:
+    """One running job. `clock` gives Unix seconds and stamps the events."""
+
+    def __init__(
+        self, ledger: Ledger, machine: Machine, make: MakeContext, clock: Callable[[], float] = steady_time
+    ) -> None:
+        self._ledger = ledger
+        self._clock = clock
+        self._lock = asyncio.Lock()
+        self._changes = Changes()
+        self._running: dict[Command, asyncio.Task[None]] = {}
+        self._failures: Counter[Command] = Counter()
+        self._waits: Counter[Command] = Counter()
+        self._reasons: dict[Command, str] = {}
+        self._renewed = float("-inf")
+        self._wake = asyncio.Event()
+        self._rewound = False
+        self._reported: tuple[str, str, str] = ("", "", "")
+        self.machine = machine
+        self.job = make(machine, self.emit, self._changes)
+        self._loop = TrainingStep(self.job)
+        self._watch = TrainerWatch(self.job, machine, lambda: self._running)
+        self._consumer = TrajectoryConsumer(self.job.redis, self.job.job_id, consumer="controller")
+
+    async def run(self) -> Status:
+        """Runs the job to its end and returns how it ended. Cancelled, it stops and leaves the job to be continued."""
+        parts = (self._intake, self._tick, self._watch.run)
+        background = [asyncio.create_task(part(), name=part.__qualname__) for part in parts]
+        for task in background:
+            task.add_done_callback(self._wake_up)
+        self._tell_weights()
+        try:
+            while not self.machine.finished:
+                self._wake.clear()
+                self._start_wanted()
+                await self._report_status()
+                await self._next_change(background)
+                if self._rewound:
+                    raise Unavailable("steps are done anew, and commands of before must not meet them")
+        finally:
+            await end([*background, *self._running.values()])
+        await self._report_end()
+        return self.machine.state.status
+
+    async def emit(self, *events: ev.Event, also: Also | None = None) -> None:
+        """Makes events durable, together with what `also` adds to the transaction, then folds them."""
+        async with self._lock:
+            stamped = [event.model_copy(update={"at": self._clock()}) for event in events]
+            await self._ledger.append(stamped, also)
+            for event in stamped:
+                self.machine.apply(event)
+            self._rewound = any(isinstance(event, ev.Rewound) for event in stamped) or self._rewound
+            if any(isinstance(event, ev.Trained) for event in stamped):
+                await self._ledger.snapshot(self.machine.state)
+        if any(isinstance(event, ev.Published) for event in events):
+            self._tell_weights()
+        self._wake.set()
+        self._changes.notify()
+
+    # -- commands ----------------------------------------------------------------------------------------------
+
+    def _start_wanted(self) -> None:
+        for command in [command for command, task in self._running.items() if task.done()]:
+            self._running.pop(command).result()
+        most = AT_ONCE + 2 * self.job.fleet.fleet.num_in(self.machine.spec.rollout.pool)
+        for command in sorted(self.machine.commands(most) - self._running.keys(), key=str):
+            self._running[command] = task = asyncio.create_task(self._attempt(command), name=str(command))
+            task.add_done_callback(self._wake_up)
+
+    async def _attempt(self, command: Command) -> None:
+        """One try of a command. After a failure it stays `running` for the delay, so that it is not started at once."""
+        self._watch.accusation(command)  # of an earlier try that did not fail by it
+        try:
+            await self._loop.run(command)
+            self._went_well(command)
+        except NotYet as waiting:
+            log.info("%s: %s", command, waiting, extra={"job": self.job.job_id})
+            self._waits[command] += 1
+            tries = MAX_FAILURES if isinstance(waiting, WaitedInVain) else self._waits[command]
+            self._explain(command, tries, str(waiting))
+            await asyncio.sleep(NOT_YET_S)
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            await self._failed(command, grpc.StatusCode.CANCELLED, "the call's channel was closed")
+        except grpc.aio.AioRpcError as error:
+            await self._failed(command, error.code(), error.details() or "")
+        except (FlowfleetError, ValueError, TimeoutError, RuntimeError) as error:
+            await self._failed(command, grpc_code(error), str(error) or type(error).__name__)
+
+    async def _failed(self, command: Command, code: grpc.StatusCode, message: str) -> None:
+        if code in losses.CODES and await losses.make_again(self.job, command, message):
+            self._went_well(command)
+            return
+        if accusation := self._watch.accusation(command):
+            code, message = grpc.StatusCode.INTERNAL, f"the trainer was replaced: {accusation}"
+        elif code in ENDS and isinstance(command, TRAINER_COMMANDS):
+            words = await self.job.launcher.last_words(self.job.job_id)
+            code, message = (grpc.StatusCode.INTERNAL, f"the trainer ended: {words}") if words else (code, message)
+        self._failures[command] += 1
+        decision = decide(command, code, self._failures[command])
+        log.warning(
+            "%s failed (%d): %s: %s → %s", command, self._failures[command], code.name, message, decision.action,
+            extra={"job": self.job.job_id},
+        )  # fmt: skip
+        self._explain(command, self._failures[command], message)
+        await self._act(command, decision, f"{type(command).__name__}: {message}")
+
+    def _went_well(self, command: Command) -> None:
+        self._failures.pop(command, None)
+        self._waits.pop(command, None)
+        self._reasons.pop(command, None)
+
+    def _explain(self, command: Command, tries: int, why: str) -> None:
+        """What is tried in vain for a while becomes the job's reason, until it works or is no longer wanted."""
+        if tries >= MAX_FAILURES:
+            self._reasons[command] = f"{type(command).__name__} is tried again: {why}"
+            self._wake.set()
+
+    async def _act(self, command: Command, decision: Decision, reason: str) -> None:
+        match decision.action:
+            case FailureAction.FAIL_JOB:
+                await self.emit(ev.Failed(reason=reason))
+            case FailureAction.GIVE_UP:
+                await self._give_up(command, reason)
+            case FailureAction.REPLACE:
+                await self._watch.replace(reason)
+                self._watch.accusation(command)  # it has failed already
+                await asyncio.sleep(decision.delay_s)
+            case FailureAction.RESYNC:
+                await asyncio.sleep(decision.delay_s)
+                if self._failures[command] >= MAX_FAILURES and isinstance(command, EnsureTrainer | TrainStep):
+                    await stopped(self.job.launcher, self.job.job_id)  # it answers, but cannot do this: start afresh
+                await self.emit(ev.TrainerLost())
+            case FailureAction.RETRY:
+                await asyncio.sleep(decision.delay_s)
+
+    async def _give_up(self, command: Command, reason: str) -> None:
+        """Drops what the command was for; the reason is in the log and in the job's events. Of several groups asked for
+        together only those are dropped that fail alone as well: one bad file costs its own group."""
+        self._went_well(command)
+        if isinstance(command, Generate) and len(alone := self._groups_alone(command)) > 1:
+            await gather_or_cancel(self._attempt_to_the_end(single, command) for single in alone)
+            return
+        await self.job.store.append_event(self.job.job_id, "gave_up", {"command": str(command), "reason": reason})
+        match command:
+            case Generate(step, groups):
+                lost = [(group, index) for group in groups for index in self.machine.wanted(step, group)]
+                await self.emit(*(ev.Dropped(step=step, group=g, index=i, reason="rollout_failed") for g, i in lost))
+            case Score(step, group):
+                samples = self.machine.state.batches[step].groups[group].items()
+                lost_indices = [index for index, sample in samples if sample.status == "sampled"]
+                await self.emit(
+                    *(ev.Dropped(step=step, group=group, index=i, reason="reward_failed") for i in lost_indices)
+                )
+            case Validate(version):
+                await self.emit(ev.Validated(version=version, reward=None))
+            case _:
+                await self.emit(ev.Failed(reason=reason))
+
+    def _groups_alone(self, command: Generate) -> list[Generate]:
+        """One command for each group that still wants samples."""
+        return [Generate(command.step, (g,)) for g in command.groups if self.machine.wanted(command.step, g)]
+
+    async def _attempt_to_the_end(self, single: Generate, command: Generate) -> None:
+        """Tries `single`, a part of `command`, until its group has its samples or they are dropped, as long as
+        `command` is wanted."""
+        while command in self.machine.commands() and self.machine.wanted(single.step, *single.groups):
+            await self._attempt(single)
+
+    # -- what comes in -----------------------------------------------------------------------------------------
+
+    async def _intake(self) -> None:
+        """Trajectories from the stream: reference, event and acknowledgement are one transaction."""
+        pending = await self._consumer.reclaim(INTAKE_COUNT, min_idle_ms=0)  # what a killed controller held
+        while True:
+            while pending:
+                await self._take(pending)
+                pending = await self._consumer.reclaim(INTAKE_COUNT)
+            pending = await self._consumer.read(INTAKE_COUNT, INTAKE_BLOCK_MS)
+
+    async def _take(self, deliveries: list[Delivery]) -> None:
+        taken = [delivery for delivery in deliveries if not await self._buried(delivery)]
+        training = [d.sample for d in taken if d.sample.purpose == common_pb2.PURPOSE_TRAIN]
+
+        async def also(pipe: Any) -> None:
+            """Asks the machine here, where nothing else is folded before the facts are."""
+            for sample in self._welcome(training):
+                field = sample_field(sample.id.group, sample.id.index)
+                pipe.hsetnx(self.job.samples_key(sample.id.step), field, sample.SerializeToString())
+            await self._consumer.ack([delivery.entry_id for delivery in taken], pipe)
+
+        facts = [
+            ev.Sampled(
+                step=s.id.step, group=s.id.group, index=s.id.index, version=s.policy_version, digest=s.weights_digest
+            )
+            for s in training
+        ]
+        await self.emit(*facts, also=also)
+
+    async def _buried(self, delivery: Delivery) -> bool:
+        """Whether it is a training sample that nobody asked for in this form: it becomes a dead letter."""
+        if delivery.sample.purpose != common_pb2.PURPOSE_TRAIN or not (why := misfit(self.job, delivery.sample)):
+            return False
+        log.warning("a sample is not taken: %s", why, extra={"job": self.job.job_id})
+        await self._consumer.bury(delivery, why)
+        return True
+
+    def _welcome(self, training: list[common_pb2.Sample]) -> list[common_pb2.Sample]:
+        """Those that the machine will count as sampled."""
+        groups = {(s.id.step, s.id.group) for s in training}
+        still = {(*group, index) for group in groups for index in self.machine.wanted(*group)}
+        return [
+            s
+            for s in training
+            if (s.id.step, s.id.group, s.id.index) in still
+            and self.machine.admissible(s.id.step, s.policy_version)
+            and self.machine.published_as(s.policy_version, s.weights_digest)
+        ]
+
+    async def _tick(self) -> None:
+        """What nobody tells us: the trainer's death, replicas that are behind, the user's wishes, blobs that age."""
+        while True:
+            await self._look_at_wishes()
+            await self._look_at_memory()
+            state = self.machine.state
+            if state.trainer_applied is not None and not await self.job.launcher.alive(self.job.job_id):
+                log.warning("the trainer is gone", extra={"job": self.job.job_id})
+                await self.emit(ev.TrainerLost())
+            pool, behind = self.machine.spec.rollout.pool, self.job.fleet.fleet.behind
+            if state.published >= 0 and behind(pool, self.job.job_id, state.published, evaluated=state.evaluated):
+                await self.emit(ev.ReplicaBehind())
+            if time.monotonic() - self._renewed > RENEW_EVERY_S:
+                await self.job.renew(WORKING_TTL_S)
+                await self._consumer.trim()
+                self._renewed = time.monotonic()
+            await asyncio.sleep(TICK_S)
+
+    async def _look_at_wishes(self) -> None:
+        paused = self.machine.state.status is Status.PAUSED  # before the wish is read: see JobStore.hold
+        desired, revision = await self.job.store.desired_state(self.job.job_id)
+        if desired is Desired.CANCELLED:
+            await self.emit(ev.CancelRequested())
+        elif desired is Desired.PAUSED and not paused:
+            await self.emit(ev.PauseRequested())
+        elif desired is Desired.RUNNING and paused:
+            self.job.rewards.reset()
+            await self.emit(ev.ResumeRequested())
+        if revision > self.machine.rewards_number:
+            await self._change_rewards()
+
+    async def _look_at_memory(self) -> None:
+        """Pauses the job while Redis still has room for that; its user resumes it."""
+        if self.machine.finished or self.machine.state.status is Status.PAUSED:
+            return
+        if reason := await self.job.memory.pause_reason():
+            log.warning("the job pauses: %s", reason, extra={"job": self.job.job_id})
+            await self.emit(ev.PauseRequested(reason=reason), also=partial(self.job.store.hold, self.job.job_id))
+
+    async def _change_rewards(self) -> None:
+        """Makes the user's newest wish a fact, from the first step on that is not open when it is recorded. While the
+        job is paused also open steps have it that are not scored: it waits for the scoring that was begun before."""
+        wish = await self.job.store.pending_rewards(self.job.job_id)
+        is_paused = self.machine.state.status is Status.PAUSED
+        if wish is None or (is_paused and self._is_scoring):
+            return
+
+        async def also(pipe: Any) -> None:
+            applied = wish.model_copy(update={"from_step": self.machine.first_changed(unscored=is_paused)})
+            await self.job.store.apply_rewards(self.job.job_id, applied, pipe)
+
+        await self.emit(ev.RewardsChanged(number=wish.number, set=wish.as_set(), unscored=is_paused), also=also)
+
+    @property
+    def _is_scoring(self) -> bool:
+        scoring = (Score, ComputeAdvantages, Validate)
+        return any(isinstance(command, scoring) and not task.done() for command, task in self._running.items())
+
+    # -- the loop's own ----------------------------------------------------------------------------------------
+
+    async def _next_change(self, background: list[asyncio.Task[None]]) -> None:
+        """Until an event was folded, a command ended, or a while passed. A background task's error ends the run."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TICK_S):
+                await self._wake.wait()
+        for task in background:
+            if task.done():
+                task.result()
+
+    def _wake_up(self, _: asyncio.Task[None]) -> None:
+        self._wake.set()
+
+    def _tell_weights(self) -> None:
+        """Which weights of the job may be sampled with: the fleet's watch lends no replica that serves others."""
+        self.job.fleet.verified(self.job.job_id, self.machine.published_as)
+
+    async def _report_status(self) -> None:
+        state = self.machine.state
+        status, phase, reason = str(state.status), str(self.machine.phase), state.reason or self._reason()
+        if (status, phase, reason) == self._reported or self.machine.finished:
+            return
+        if (status, reason) != (self._reported[0], self._reported[2]):
+            await self.job.store.set_status(self.job.job_id, JobStatus(status), reason)
+        if phase != self._reported[1]:
+            await self.job.store.update_progress(self.job.job_id, phase=phase)
+        self._reported = (status, phase, reason)
+
+    def _reason(self) -> str:
+        """Why some command is tried in vain. Commands no longer wanted are forgotten, but not those that only wait for
+        the trainer to be found again."""
+        if self._reasons and self.machine.state.trainer_applied is not None:
+            wanted = self.machine.commands()
+            self._reasons = {command: why for command, why in self._reasons.items() if command in wanted}
+        return min(self._reasons.values(), default="")
+
+    async def _report_end(self) -> None:
+        """Results, then the status, with which the job's events end, then what nobody needs any more."""
+        state, job = self.machine.state, self.job
+        await stop_for_good(job.launcher, job.job_id)
+        results = {
+            "model": str(job.directory / "model") if state.exported else None,
+            "held_out_reward": state.held_out_reward,
+            "samples_trained": state.samples_trained,
+            "samples_dropped": state.samples_dropped,
+            "duplicates": state.duplicates,
+        }
+        await job.store.update_progress(job.job_id, phase=str(self.machine.phase), eta_s=0.0)
+        await job.store.set_results(job.job_id, results)
+        await job.store.set_status(job.job_id, JobStatus(state.status), state.reason)
+        await job.forget()
+        await self._ledger.forget()

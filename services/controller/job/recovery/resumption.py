@@ -1,0 +1,25 @@
+"""What follows from where a trainer resumed: what people see of lost checkpoints, and a job that has to begin anew."""
+
+from __future__ import annotations
+
+from flowfleet.proto import trainer_pb2
+from services.controller.job import events as ev
+from services.controller.job.context import JobContext
+
+
+async def resumed(job: JobContext, configured: trainer_pb2.ConfigureResponse) -> ev.Event:
+    """TrainerReady; Rewound where the trainer is behind the ledger, and the requests to catch up with are gone because
+    a checkpoint covered them that is lost now."""
+    for aside in configured.set_aside:
+        data = {"step": aside.step, "path": aside.path, "reason": aside.reason}
+        await job.store.append_event(job.job_id, "checkpoint_set_aside", data, once=aside.path)
+    applied, version = configured.applied_steps, job.machine.state.version
+    if applied >= version:
+        return ev.TrainerReady(applied=applied)
+    await job.store.forget_checkpoints(job.job_id, above=applied)
+    if await job.has_train_request(applied):
+        return ev.TrainerReady(applied=applied)
+    await job.release_before(job.spec.schedule.steps + 1)
+    reason = f"no checkpoint is left that covers steps {applied} to {version - 1}: they are done anew"
+    await job.store.append_event(job.job_id, "rewound", {"version": applied, "from": version, "reason": reason})
+    return ev.Rewound(version=applied, samples=configured.samples)

@@ -1,0 +1,82 @@
+"""Watches a job's trainer and ends one that hangs, so that the next one resumes.
+
+Asks rank 0 for the progress of all ranks twice a second, which also keeps an unpaused trainer from ending by itself
+because it heard nothing. services/controller/trainers/hangs.py judges.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection
+
+import grpc
+
+from flowfleet.proto import trainer_pb2
+from services.controller.job import events as ev
+from services.controller.job.context import JobContext
+from services.controller.job.recovery.retries import TRAINER_COMMANDS
+from services.controller.job.state_machine import Command, Machine, Status
+from services.controller.trainers.hangs import HangJudge, Progress
+from services.controller.trainers.launcher import stopped
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+ANSWER_S = 2.0
+"""For rank 0 to tell; one that computes holds the interpreter's lock now and then."""
+
+
+class TrainerWatch:
+    """`running` gives the commands that are under way."""
+
+    def __init__(self, job: JobContext, machine: Machine, running: Callable[[], Collection[Command]]) -> None:
+        self._job, self._machine, self._running = job, machine, running
+        self._judge = HangJudge(job.spec.timeouts.hang_s)
+        self._watched = ""
+        self._accused: dict[Command, str] = {}
+
+    async def run(self) -> None:
+        """Looks for ever."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self._job.trainer_address and self._machine.state.status is not Status.PAUSED:
+                if reason := await self._look():
+                    await self.replace(reason)
+            else:
+                self._watched = ""
+
+    async def replace(self, reason: str) -> None:
+        """Kills the trainer; the state machine wants the next one, which resumes from the newest checkpoint. Calls to
+        the killed one end here: whatever it would still answer, nobody takes for the next one's answer."""
+        job = self._job
+        log.warning("the trainer hangs and is replaced: %s", reason, extra={"job": job.job_id})
+        self._accused |= {command: reason for command in self._running() if isinstance(command, TRAINER_COMMANDS)}
+        self._watched = ""
+        await job.store.append_event(job.job_id, "trainer_hung", {"reason": reason})
+        await job.drop_trainer()
+        await stopped(job.launcher, job.job_id, at_once=True)
+        await job.emit(ev.TrainerLost())
+
+    def accusation(self, command: Command) -> str | None:
+        """Why the trainer was replaced under this command, told once."""
+        return self._accused.pop(command, None)
+
+    async def _look(self) -> str | None:
+        if self._watched != self._job.trainer_address:
+            self._watched, self._judge = self._job.trainer_address, HangJudge(self._job.spec.timeouts.hang_s)
+        try:
+            request = trainer_pb2.GetTrainerStatusRequest()
+            heard = (await self._job.trainer().GetStatus(request, timeout=ANSWER_S)).ranks
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            return None  # its channel was closed: the trainer is being replaced
+        except grpc.aio.AioRpcError:
+            return self._judge.look(time.monotonic(), None)
+        if not heard:  # a trainer that tells nothing of its ranks, as those before this watch
+            self._watched = ""
+            return None
+        told = [Progress(one.rank, one.phase, one.limit_s, one.count, one.signs) for one in heard]
+        return self._judge.look(time.monotonic(), told)

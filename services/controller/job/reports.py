@@ -1,0 +1,228 @@
+"""What people see of a job as it runs: one row of metrics a step, progress, samples with their scores, validations.
+
+Names are those that the field charts already (docs/metrics.md). Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from flowfleet.algorithms.advantages import AdvantageStats
+from flowfleet.job.spec import JobSpec, RewardPart
+from flowfleet.media.image_stats import ImageStats, image_stats
+from flowfleet.process.clock import steady_time
+from flowfleet.process.telemetry import JobMetrics
+from flowfleet.proto import common_pb2, trainer_pb2
+from services.controller.job.batch import Batch, Scored, with_dropped
+from services.controller.job.credit import credits_of, left_out_reason
+from services.controller.prompts.data import Prompt
+from services.controller.rewards.rows import reward_row
+from services.controller.store.records import Checkpoint, SampleRecord
+
+if TYPE_CHECKING:
+    from services.controller.job.context import JobContext
+    from services.controller.job.validation import ValidationPart
+    from services.controller.rewards.plane import SampleScore
+
+RECENT_STEPS = 20
+_NAN = float("nan")
+NO_STATS = AdvantageStats(_NAN, _NAN, _NAN, _NAN, _NAN, 0.0, 0, _NAN, _NAN, _NAN)
+"""Of a step without a scored sample."""
+
+
+async def put_samples(
+    job: JobContext, samples: Sequence[common_pb2.Sample], prompts: Sequence[Prompt], verdicts: Sequence[SampleScore]
+) -> None:
+    """Records samples, scored or dropped, for people to look at."""
+    rows = zip(samples, prompts, verdicts, strict=True)
+    await job.store.put_samples(job.job_id, [_sample_record(*row) for row in rows])
+    if job.shadows is not None:
+        await job.shadows.offer(samples, prompts, verdicts)
+
+
+class Reports:
+    """Of one job. The durations of recent steps are its only memory."""
+
+    def __init__(self, job: JobContext, metrics: JobMetrics) -> None:
+        self._job = job
+        self._metrics = metrics
+        self._durations: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._publish: dict[str, float] = {}
+
+    def published(self, response: trainer_pb2.PublishWeightsResponse, seconds: float) -> None:
+        self._publish = {
+            "timing_s/update_weights": seconds,
+            "timing_s/drain": response.drain_seconds,
+            "timing_s/transfer": response.update_seconds,
+            "perf/published_bytes": float(response.bytes),
+        }
+
+    async def checkpointed(self, version: int, path: str) -> None:
+        job = self._job
+        record = Checkpoint(step=version, path=path, created_at=datetime.now(UTC))
+        await job.store.add_checkpoint(job.job_id, record, keep_last=job.spec.schedule.keep_last)
+
+    async def trained(self, step: int, trainer: Mapping[str, float]) -> None:
+        """The row of a step, after its update and before the version counts up."""
+        job, state = self._job, self._job.machine.state
+        batch, now = state.batches[step], steady_time()
+        duration = max(1e-3, now - (state.trained_at or batch.opened_at))  # another controller may have stamped those
+        self._durations.append(duration)
+        num_scored, rewards = batch.count("scored"), job.machine.rewards_at(step)
+        row = {
+            **trainer,
+            **await asyncio.to_thread(_reward_metrics, job.spec, rewards, batch),
+            **_timings(batch, now, duration),
+            **self._publish,
+            "critic/rewards/revision": float(job.machine.rewards_number_at(step)),
+            "perf/throughput": num_scored / duration / self._num_devices(),
+            "training/samples": float(state.samples_trained + batch.num_trained),
+            "training/samples_dropped": float(sum(state.samples_dropped.values()) + batch.num_left_out),
+        }
+        await job.store.metrics_put(job.job_id, step, row)
+        self._metrics.observe(job.job_id, row)
+        await self._progress(step + 1, batch, row["critic/rewards/mean"] if num_scored else None)
+
+    async def validated(self, version: int, parts: Sequence[ValidationPart]) -> float | None:
+        """The row of a validation: mean reward, and image statistics as a guard against reward hacking; of videos those
+        of the first frames. A total that goes without a reward is not in the mean."""
+        job = self._job
+        verdicts = [verdict for part in parts for verdict in part.verdicts]
+        scores = [verdict.score for verdict in verdicts if verdict.score is not None and not verdict.skipped]
+        media = [
+            (data, sample.media_type) for part in parts for data, sample in zip(part.media, part.samples, strict=True)
+        ]
+        stats = await asyncio.to_thread(_image_stats, media)
+        reward = _mean(scores) if scores else None
+        row = {
+            "val/reward": float("nan") if reward is None else reward,
+            "val/num_scored": float(len(scores)),
+            "val/num_prompts": float(len(media)),
+            **reward_row("val-core", job.machine.rewards_at(version), [one.rewards for one in verdicts]),
+            "val/edge_density": _mean([item.edge_density for item in stats]),
+            "val/colour_entropy": _mean([item.colour_entropy for item in stats]),
+        }
+        await job.store.append_event(
+            job.job_id, "validation", {"version": version, **_finite(row)}, once=f"val-{version}"
+        )
+        await job.store.update_progress(job.job_id, held_out_reward=reward)
+        await job.store.metrics_put(job.job_id, version, row)
+        self._metrics.observe(job.job_id, row)
+        return reward
+
+    def _num_devices(self) -> int:
+        """Accelerators of the job: one a trainer rank, and those of its live replicas."""
+        return self._job.spec.trainer.world_size + self._job.fleet.fleet.num_devices(self._job.job_id)
+
+    async def _progress(self, done: int, batch: Batch, reward: float | None) -> None:
+        job, recent = self._job, statistics.median(self._durations)
+        state = job.machine.state
+        await job.store.update_progress(
+            job.job_id,
+            step=done,
+            reward=reward,
+            policy_version=done,
+            images_per_second=batch.count("scored") / recent,
+            eta_s=recent * (job.spec.schedule.steps - done),
+            samples_trained=state.samples_trained + batch.num_trained,
+            samples_dropped=with_dropped(state.samples_dropped, left_out_reason(job.spec), batch.num_left_out),
+        )
+
+
+def _reward_metrics(spec: JobSpec, rewards: Mapping[str, RewardPart], batch: Batch) -> dict[str, float]:
+    """Of all samples of a step, of which there may be many: for a thread."""
+    scored = batch.scored()
+    watched = rewards if spec.method.data == "prompts" else ()
+    return {
+        **_advantage_metrics(credits_of(spec, rewards, batch.step, scored)[1] if scored else NO_STATS),
+        **reward_row("critic", watched, [sample.scores for sample in scored]),
+        **_kl_metrics(spec, scored),
+        "training/off_policy/trajectory_staleness/mean": _staleness(batch),
+    }
+
+
+def _advantage_metrics(stats: AdvantageStats) -> dict[str, float]:
+    names = {
+        "reward_mean": "critic/rewards/mean",
+        "reward_max": "critic/rewards/max",
+        "reward_min": "critic/rewards/min",
+        "std_mean": "critic/rewards/std_mean",
+        "zero_std_ratio": "critic/rewards/zero_std_ratio",
+        "group_size": "critic/rewards/group_size",
+        "advantage_mean": "critic/advantages/mean",
+        "advantage_max": "critic/advantages/max",
+        "advantage_min": "critic/advantages/min",
+    }
+    values = asdict(stats)
+    return {name: float(values[key]) for key, name in names.items()}
+
+
+def _timings(batch: Batch, now: float, duration: float) -> dict[str, float]:
+    """Seconds of a step by phase; `reward` is what scoring adds after the last sample is in."""
+    sampled = batch.sampled_at or batch.opened_at
+    scored = batch.scored_at or sampled
+    ready = batch.ready_at or scored
+    return {
+        "timing_s/gen": sampled - batch.opened_at,
+        "timing_s/reward": max(0.0, scored - sampled),
+        "timing_s/adv": max(0.0, ready - scored),
+        "timing_s/train": now - ready,
+        "timing_s/step": duration,
+        "timing_per_image_ms/step": 1000 * duration / max(1, batch.count("scored")),
+    }
+
+
+def _kl_metrics(spec: JobSpec, scored: Sequence[Scored]) -> dict[str, float]:
+    if not spec.algorithm.kl_reward or not scored:
+        return {}
+    return {"critic/reference_kl/mean": _mean([sample.reference_kl for sample in scored])}
+
+
+def _staleness(batch: Batch) -> float:
+    versions = [s.version for group in batch.groups.values() for s in group.values() if s.status == "scored"]
+    return _mean([batch.step - version for version in versions if version is not None])
+
+
+def _image_stats(media: Sequence[tuple[bytes, str]]) -> list[ImageStats]:
+    """Of those (file, media type) that can be decoded; a broken one has no score either, and is counted there."""
+    found = []
+    for data, media_type in media:
+        with contextlib.suppress(ValueError):
+            found.append(image_stats(data, media_type))
+    return found
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else float("nan")
+
+
+def _finite(row: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: value if value == value else None for name, value in row.items()}
+
+
+def _sample_record(sample: common_pb2.Sample, prompt: Prompt, verdict: SampleScore) -> SampleRecord:
+    return SampleRecord(
+        step=sample.id.step,
+        group=sample.id.group,
+        index=sample.id.index,
+        purpose="validate" if sample.purpose == common_pb2.PURPOSE_VALIDATE else "train",
+        prompt=prompt.text,
+        reward=verdict.score,
+        scores=dict(verdict.scores),
+        versions=dict(verdict.versions),
+        gated_by=verdict.gated_by,
+        policy_version=sample.policy_version,
+        seed=sample.seed,
+        drop_reason=verdict.reason,
+        media_uri=sample.media.uri,
+        media_size_bytes=sample.media.size_bytes,
+        media_sha256=sample.media.sha256,
+        media_type=sample.media_type,
+    )

@@ -1,0 +1,232 @@
+"""One training step, whatever the algorithm and the model, as the controller drives it.
+
+    generate ─► score ─► advantages ─► train ─► publish ─► (checkpoint, validate) ─► next step
+
+What differs between algorithms is in the requests (requests.py), in what a sample counts for (credit.py) and in what is
+given instead of sampled (inputs.py).
+
+Each method below does one command of the state machine (state_machine.py) and ends by telling what happened
+(events.py). When a command runs, and in which order, is the machine's business; retries and restarts are the driver's
+(driver.py). Every method may run again after a crash: it does no harm and gives the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import grpc
+
+from flowfleet.data.lineage import follow
+from flowfleet.process.telemetry import LOG_PROB_GAP, LOG_PROB_NOT_FINITE
+from flowfleet.proto import trainer_pb2
+from services.controller.job import events as ev
+from services.controller.job import reports, requests
+from services.controller.job import state_machine as do
+from services.controller.job.context import JobContext
+from services.controller.job.credit import credits_of
+from services.controller.job.recovery.position import ledger_position
+from services.controller.job.recovery.resumption import resumed
+from services.controller.job.validation import validate_chunk
+from services.controller.rewards.failures import RewardPause
+from services.controller.rewards.plane import preference
+from services.controller.trainers.launcher import stopped
+from services.controller.waiting import NotYet
+
+INTAKE_DEADLINE_S = 30.0
+
+
+def _without_refill(fact: ev.Event) -> ev.Event:
+    """Another sample would be scored alone, and what a group's reward says of it is not of its group."""
+    return fact.model_copy(update={"refill": False}) if isinstance(fact, ev.Dropped) else fact
+
+
+class TrainingStep:
+    def __init__(self, job: JobContext) -> None:
+        self.job = job
+
+    async def run(self, command: do.Command) -> None:
+        """Runs one command to its event. Remote errors pass through."""
+        try:
+            await self._run(command)
+        except RewardPause as pause:
+            await self.pause(str(pause))
+
+    async def pause(self, reason: str) -> None:
+        """Until its user resumes the job; then what is still to do is asked for again."""
+        await self.job.emit(ev.PauseRequested(reason=reason), also=partial(self.job.store.hold, self.job.job_id))
+
+    async def _run(self, command: do.Command) -> None:
+        match command:
+            case do.EnsureTrainer():
+                await self.ensure_trainer()
+            case do.Generate(step, groups):
+                await self.generate(step, groups)
+            case do.Score(step, group):
+                await self.score(step, group)
+            case do.ComputeAdvantages(step):
+                await self.advantages(step)
+            case do.TrainStep(step):
+                await self.train(step)
+            case do.Publish(version, evaluated):
+                await self.publish(version, evaluated)
+            case do.Checkpoint(version):
+                await self.checkpoint(version)
+            case do.Validate(version):
+                await self.validate(version)
+            case do.Export():
+                await self.export()
+
+    async def ensure_trainer(self) -> None:
+        """Find or start the trainer; it resumes from its newest checkpoint that goes with the ledger."""
+        job = self.job
+        address = await job.launcher.ensure(job.job_id, job.spec)
+        request = trainer_pb2.ConfigureRequest(
+            job_id=job.job_id,
+            spec_json=job.spec.model_dump_json(),
+            directory=str(job.directory / "checkpoints"),
+            ledger=await ledger_position(job),
+        )
+        job.trainer_address = address
+        try:
+            configured = await job.trainer().Configure(request, timeout=job.spec.timeouts.checkpoint_s)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.DATA_LOSS:
+                raise
+            await self.pause(error.details() or "")
+            return
+        if configured.misfit:
+            await stopped(job.launcher, job.job_id)
+            raise NotYet(f"the trainer is started again from a checkpoint: {configured.misfit}")
+        await job.emit(await resumed(job, configured))
+
+    async def generate(self, step: int, groups: Sequence[int]) -> None:
+        """Sample what some groups still want on one replica that serves an admissible version; of preferences, encode
+        what is given."""
+        job, spec = self.job, self.job.spec
+        wanted = {group: job.machine.wanted(step, group) for group in groups}
+        tries = {group: job.machine.tries(step, group) for group in groups}
+        request, prompts = requests.generate(job, step, wanted), job.prompts(step)
+        rows = sum(map(len, wanted.values()))
+        if not rows:
+            return
+        async with job.replica(max(0, step - spec.schedule.max_staleness), step, rows) as replica:
+            request.policy_version, request.weights_digest = replica.version or 0, replica.digest
+            await job.inputs.attach(request, [prompts[group.group] for group in request.groups])
+            call = job.fleet.stub(replica.address).Generate(request, timeout=spec.timeouts.generate_s)
+            async for _ in call:
+                pass  # each sample is in the stream by now, and comes in by there: see JobDriver
+        async with asyncio.timeout(INTAKE_DEADLINE_S):
+            await job.until(lambda: not any(asked & job.machine.tries(step, g) for g, asked in tries.items()))
+
+    async def score(self, step: int, group: int) -> None:
+        """Send a complete group's pictures to every reward of the job. A preference says itself which is better."""
+        samples = await self.job.samples(step, group, "sampled")
+        prompt = self.job.prompts(step)[group]
+        rewards = self.job.machine.rewards_at(step)
+        if self.job.spec.method.data == "preferences":
+            verdicts = [preference(sample.id.index) for sample in samples]
+        else:
+            verdicts = await self.job.score(samples, [prompt] * len(samples), rewards, step)
+        await reports.put_samples(self.job, samples, [prompt] * len(samples), verdicts)
+        facts = [requests.scored_or_dropped(*pair) for pair in zip(samples, verdicts, strict=True)]
+        if any(isinstance(fact, ev.Dropped) for fact in facts) and await self.job.rewards.group_rewards(rewards):
+            facts = [_without_refill(fact) for fact in facts]
+        await self.job.emit(*facts)
+
+    async def advantages(self, step: int) -> None:
+        """How much better each sample is than its group, stored as the request that the trainer will get. Where no pair
+        of a step differs the request is empty: the trainer counts the step and learns nothing. So it is of a step
+        without any score, which pauses the job."""
+        job = self.job
+        batch, rewards = job.machine.state.batches[step], job.machine.rewards_at(step)
+        scored = await asyncio.to_thread(batch.scored)
+        credits = (await asyncio.to_thread(credits_of, job.spec, rewards, step, scored))[0] if scored else []
+        request = await requests.train_step(job, step, credits)
+        facts: list[ev.Event] = [ev.AdvantagesReady(step=step, num_samples=len(credits))]
+        if not scored:
+            facts.append(ev.PauseRequested(reason=_nothing_to_learn(step)))
+
+        async def also(pipe: Any) -> None:
+            await job.store_train_request(request, pipe)
+            if not scored:
+                await job.store.hold(job.job_id, pipe)
+
+        await job.emit(*facts, also=also)
+
+    async def train(self, step: int) -> None:
+        """One update; the trainer keeps a record, so a repeated request changes nothing."""
+        job = self.job
+        request = await job.load_train_request(step)
+        result = await job.trainer().TrainStep(request, timeout=job.spec.timeouts.train_step_s)
+        if step == job.machine.state.version:
+            await job.reports.trained(step, dict(result.metrics))
+        trained = ev.Trained(
+            step=step,
+            log_prob_gap=result.metrics.get(LOG_PROB_GAP),
+            log_prob_not_finite=result.metrics.get(LOG_PROB_NOT_FINITE, 0.0),
+            lineage=await asyncio.to_thread(follow, dict(job.machine.state.history), request),
+        )
+        hold = partial(job.store.hold, job.job_id) if job.machine.too_far(trained) else None
+        await job.emit(trained, also=hold)
+
+    async def publish(self, version: int, evaluated: bool) -> None:
+        """Give every live replica the new weights; each verifies them before it serves them."""
+        job, spec = self.job, self.job.spec
+        live = job.fleet.fleet.live(spec.rollout.pool)
+        if not live:
+            raise NotYet(job.nobody_there())
+        started = time.monotonic()
+        request = trainer_pb2.PublishWeightsRequest(job_id=job.job_id, version=version, evaluated=evaluated)
+        request.replicas.extend(trainer_pb2.Replica(replica_id=r.replica_id, address=r.address) for r in live)
+        response = await job.trainer().PublishWeights(request, timeout=spec.timeouts.publish_s)
+        job.fleet.mark_suspect(result.replica_id for result in response.results if not result.ok)
+        await job.fleet.refresh()
+        job.reports.published(response, time.monotonic() - started)
+        if not any(result.ok for result in response.results):
+            raise NotYet(f"no replica took version {version}: {response.results[0].error}")
+        await job.emit(ev.Published(version=version, evaluated=evaluated, digest=response.weights_digest))
+
+    async def checkpoint(self, version: int) -> None:
+        """Save the trainer; blobs of the steps that every kept checkpoint covers may go."""
+        job = self.job
+        request = trainer_pb2.SaveCheckpointRequest(job_id=job.job_id)
+        saved = await job.trainer().SaveCheckpoint(request, timeout=job.spec.timeouts.checkpoint_s)
+        await job.reports.checkpointed(saved.applied_steps, saved.path)
+        await job.emit(ev.Checkpointed(version=saved.applied_steps))
+        kept = await job.store.checkpoints(job.job_id)
+        await job.release_before(min(checkpoint.step for checkpoint in kept))
+
+    async def validate(self, version: int) -> None:
+        """Sample the held-out prompts without noise, from the same seeds each time, and score them."""
+        job = self.job
+        size = job.spec.rollout.batch_size
+        starts = range(0, len(job.held_out), size)
+        ended = await asyncio.gather(
+            *(validate_chunk(job, version, start, size) for start in starts), return_exceptions=True
+        )
+        failures = [one for one in ended if isinstance(one, BaseException)]
+        if failures:  # raised when all have ended: what is scored is kept for the next try
+            raise next((one for one in failures if isinstance(one, RewardPause)), failures[0])
+        parts = [one for one in ended if not isinstance(one, BaseException)]
+        reward = await job.reports.validated(version, parts)
+        job.drawn.clear()
+        await job.emit(ev.Validated(version=version, reward=reward))
+
+    async def export(self) -> None:
+        """Write the trained model where people's pipelines load it from."""
+        job = self.job
+        request = trainer_pb2.ExportModelRequest(job_id=job.job_id, directory=str(job.directory / "model"))
+        await job.trainer().ExportModel(request, timeout=job.spec.timeouts.checkpoint_s)
+        await job.emit(ev.Exported())
+
+
+def _nothing_to_learn(step: int) -> str:
+    return (
+        f"step {step}: no sample has a score, so there is nothing to learn from it; samples_dropped has the reasons. "
+        "Put the rewards right, or change them with `flowfleet rewards`, then resume the job: it goes on with the next "
+        "step"
+    )

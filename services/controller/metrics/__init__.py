@@ -1,0 +1,1 @@
+"""What Prometheus is shown of fleet, jobs, data plane and Redis."""

@@ -1,0 +1,176 @@
+"""What fleet and jobs add up to over time: pure, fed with a look at both every few seconds.
+
+Of each rollout pool the job that it runs, or ran last, is kept: Prometheus still reads the end of a job, and a pool
+never has series of more than one. Counters of samples are the job's own, durable ones; those of seconds start at 0 with
+the controller that counts them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from services.controller.fleet.replicas import Health, Replica
+from services.controller.job.state_machine import Machine
+from services.controller.metrics.families import Sample
+
+MAX_LAG = 3
+"""Versions behind from which on replicas are counted together."""
+
+
+@dataclass
+class JobTotals:
+    """Of one job."""
+
+    job_id: str
+    machine: Machine
+    active: bool = True
+    seen: tuple[float, ...] = ()
+    progress_at: float = 0.0
+    accelerator_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    opened: dict[int, float] = field(default_factory=dict)
+    """Step whose samples are kept → when it was opened, Unix seconds."""
+
+    def look(self, machine: Machine, replicas: Sequence[Replica], at: float, elapsed_s: float) -> None:
+        """`replicas`: of its pool."""
+        self.machine, self.active = machine, not machine.finished
+        if (seen := _progress(machine)) != self.seen:
+            self.seen, self.progress_at = seen, at
+        if machine.state.trainer_applied is not None:
+            self.accelerator_s["trainer"] += machine.spec.trainer.world_size * elapsed_s
+        self.accelerator_s["rollout"] += _num_devices(replicas, self.job_id) * elapsed_s
+        for step, batch in machine.state.batches.items():
+            self.opened.setdefault(step, batch.opened_at)
+
+    def release_before(self, step: int) -> None:
+        """Every kept checkpoint covers the steps before."""
+        self.opened = {held: opened_at for held, opened_at in self.opened.items() if held >= step}
+
+
+class Totals:
+    """Of all pools and their jobs."""
+
+    def __init__(self) -> None:
+        self._members: defaultdict[str, list[Replica]] = defaultdict(list)
+        """Replicas, by pool."""
+        self._jobs: dict[str, JobTotals] = {}
+        """By pool."""
+        self._busy_s: defaultdict[str, float] = defaultdict(float)
+        self._live_s: defaultdict[str, float] = defaultdict(float)
+        self._at = 0.0
+
+    @property
+    def active(self) -> list[str]:
+        """Jobs that run."""
+        return sorted(job.job_id for job in self._jobs.values() if job.active)
+
+    def look(self, machines: Mapping[str, Machine], replicas: Sequence[Replica], at: float, elapsed_s: float) -> None:
+        """Takes in the running jobs and the fleet as they are at a Unix time, `elapsed_s` after the last look."""
+        self._members, self._at = defaultdict(list), at
+        for replica in replicas:
+            self._members[replica.pool].append(replica)
+            self._live_s[replica.pool] += elapsed_s if replica.live else 0.0
+            self._busy_s[replica.pool] += elapsed_s if replica.live and replica.outstanding else 0.0
+        for job in self._jobs.values():
+            job.active = job.active and job.job_id in machines
+        for job_id, machine in machines.items():
+            pool = machine.spec.rollout.pool
+            if pool not in self._jobs or self._jobs[pool].job_id != job_id:
+                self._jobs[pool] = JobTotals(job_id, machine)
+            self._jobs[pool].look(machine, self._members.get(pool, ()), at, elapsed_s)
+
+    def release_before(self, job_id: str, step: int) -> None:
+        for job in self._jobs.values():
+            if job.job_id == job_id:
+                job.release_before(step)
+
+    def samples(self) -> Iterator[Sample]:
+        yield from self._fleet()
+        for pool, job in sorted(self._jobs.items()):
+            yield from self._counters(job)
+            if job.active:
+                yield from self._versions(pool, job)
+                yield from self._gauges(pool, job)
+
+    def _fleet(self) -> Iterator[Sample]:
+        for pool in sorted({*self._members, *self._live_s, *self._jobs}):
+            members = self._members.get(pool, ())
+            healths = Counter(replica.health for replica in members)
+            for health in Health:
+                yield Sample("flowfleet_fleet_replicas", (pool, str(health)), healths[health])
+            outstanding = sum(replica.outstanding for replica in members)
+            yield Sample("flowfleet_fleet_outstanding_samples", (pool,), outstanding)
+            yield Sample("flowfleet_fleet_busy_seconds_total", (pool,), self._busy_s[pool])
+            yield Sample("flowfleet_fleet_replica_seconds_total", (pool,), self._live_s[pool])
+
+    def _versions(self, pool: str, job: JobTotals) -> Iterator[Sample]:
+        published, evaluated = job.machine.state.published, job.machine.state.evaluated
+        live = [replica for replica in self._members.get(pool, ()) if replica.live]
+        lags = Counter(_lag(replica, job.job_id, published) for replica in live)
+        for lag in (*map(str, range(MAX_LAG)), f"{MAX_LAG}+", "none"):
+            yield Sample("flowfleet_fleet_replicas_at_version", (pool, job.job_id, lag), lags[lag])
+        settled = [replica for replica in live if replica.health in (Health.IDLE, Health.SERVING)]
+        behind = [r for r in settled if not r.serves(job.job_id, published, published, evaluated=evaluated)]
+        number = len(behind) if published >= 0 else 0
+        yield Sample("flowfleet_fleet_replicas_behind", (pool, job.job_id), number)
+
+    def _counters(self, job: JobTotals) -> Iterator[Sample]:
+        state = job.machine.state
+        yield Sample("flowfleet_job_samples_trained_total", (job.job_id,), state.samples_trained)
+        for reason, number in sorted(state.samples_dropped.items()):
+            yield Sample("flowfleet_job_samples_dropped_total", (job.job_id, reason), number)
+        for component in ("rollout", "trainer"):
+            seconds = job.accelerator_s[component]
+            yield Sample("flowfleet_job_accelerator_seconds_total", (job.job_id, component), seconds)
+
+    def _gauges(self, pool: str, job: JobTotals) -> Iterator[Sample]:
+        job_id, spec, state = job.job_id, job.machine.spec, job.machine.state
+        yield Sample("flowfleet_job_status", (job_id, str(state.status)), 1)
+        yield Sample("flowfleet_job_step", (job_id,), state.version)
+        yield Sample("flowfleet_job_steps", (job_id,), spec.schedule.steps)
+        yield Sample("flowfleet_job_last_progress_timestamp_seconds", (job_id,), job.progress_at)
+        yield Sample("flowfleet_job_waiting_samples", (job_id, pool), self._waiting(pool, job))
+        yield Sample("flowfleet_job_staleness_limit", (job_id,), spec.schedule.max_staleness)
+        if spec.rollout.max_log_prob_gap is not None:
+            yield Sample("flowfleet_job_log_prob_gap_limit", (job_id,), spec.rollout.max_log_prob_gap)
+        yield Sample("flowfleet_job_held_steps", (job_id,), len(job.opened))
+        age = max(0.0, self._at - min(job.opened.values(), default=self._at))
+        yield Sample("flowfleet_job_oldest_held_step_age_seconds", (job_id,), age)
+
+    def _waiting(self, pool: str, job: JobTotals) -> int:
+        """Samples wanted by steps that may be sampled now, less what the job's replicas were asked for."""
+        machine = job.machine
+        if not machine.commands(most=1):
+            return 0
+        earliest = machine.state.published + machine.spec.schedule.max_staleness
+        open_now = (batch for batch in machine.state.batches.values() if batch.step <= earliest)
+        asked = sum(replica.outstanding for replica in self._members.get(pool, ()) if replica.job_id == job.job_id)
+        return max(0, sum(batch.count("wanted") for batch in open_now) - asked)
+
+
+def _progress(machine: Machine) -> tuple[float, ...]:
+    """Changes with everything that brings a job forward."""
+    state = machine.state
+    counts = [batch.count(status) for batch in state.batches.values() for status in ("sampled", "scored")]
+    dropped = sum(state.samples_dropped.values())
+    return (
+        state.version,
+        state.published,
+        state.checkpointed,
+        state.validated,
+        float(state.exported),
+        dropped,
+        *counts,
+    )
+
+
+def _num_devices(replicas: Iterable[Replica], job_id: str) -> int:
+    return len({r.device_id or r.replica_id for r in replicas if r.live and r.job_id == job_id})
+
+
+def _lag(replica: Replica, job_id: str, published: int) -> str:
+    if replica.job_id != job_id or replica.version is None:
+        return "none"
+    lag = max(0, published - replica.version)
+    return str(lag) if lag < MAX_LAG else f"{MAX_LAG}+"

@@ -1,0 +1,51 @@
+"""What the REST surface needs of the part that runs jobs. The two meet here and in the JobStore, nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry
+from redis.asyncio import Redis
+
+from services.controller.fleet.directory import Directory
+from services.controller.fleet.replicas import Replica
+from services.controller.settings import ControllerSettings
+from services.controller.store.jobs import JobStore
+from services.controller.trainers.launcher import Launcher
+
+
+class Scheduler(Protocol):
+    async def start(self) -> None:
+        """Takes up every job of `store.active()` when this controller leads; returns once it watches, not once they
+        ended."""
+
+    async def stop(self) -> None:
+        """Leaves the jobs as they are, for the next controller to take up."""
+
+    async def notify(self) -> None:
+        """A job was submitted, or a wish of its record changed; whichever controller leads hears it. Returns at once.
+        It polls too, so nothing is lost."""
+
+    @property
+    def alive(self) -> bool:
+        """Its tasks run."""
+
+    @property
+    def leads(self) -> bool:
+        """It runs jobs; of several controllers one does."""
+
+    @property
+    def trouble(self) -> str:
+        """Why Redis takes no writes or nobody may lead, so that no job goes on; empty where jobs do."""
+
+    @property
+    def loss(self) -> str:
+        """What Redis lost, while nobody leads for that; empty where it lost nothing."""
+
+    def fleet_view(self) -> Sequence[Replica]:
+        """The rollout replicas known now."""
+
+
+SchedulerFactory = Callable[[ControllerSettings, Redis, JobStore, CollectorRegistry, Launcher, Directory], Scheduler]
+"""The runner's own metrics go into the registry, which `/metrics` shows."""

@@ -1,0 +1,67 @@
+"""Whether the condition images of a job's data fit into one batch, by the headers of the files. Asked at submit.
+
+Requests and micro-batches mix prompts, and a family brings the latents of a condition image to a grid that follows the
+image's aspect ratio. So every line of a job, of training and of validation, must bring as many images as the first one,
+each at the aspect ratio of the first line's image at that place. That is stricter than need be, for nearly equal ratios
+come to one grid, but it is a rule that needs no model, and that data can be made to keep.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import gcd
+
+from services.controller.prompts.data import Prompt, media_type
+from services.controller.prompts.sources import Sources
+from services.controller.reading.places import is_remote
+
+
+class ConditionShapes:
+    """Of one job: holds each line against the first."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+        self._first: Prompt | None = None
+        self._size = cache(self._read_size)
+
+    def problem(self, prompt: Prompt) -> str:
+        """What is wrong with a line's images and what to do, or nothing.
+
+        Files that are not there are another check's to name; those that lie elsewhere are read when they are needed.
+        """
+        first = self._first = self._first or prompt
+        if len(prompt.images) != len(first.images):
+            return (
+                f"has {len(prompt.images)} condition images, but {first.source} has {len(first.images)}: give every "
+                "line of the job's data as many"
+            )
+        problems = (self._of_image(first, prompt, place) for place in range(len(prompt.images)))
+        return next(filter(None, problems), "")
+
+    def _of_image(self, first: Prompt, prompt: Prompt, place: int) -> str:
+        try:
+            size = self._size(prompt.images[place])
+        except ValueError as error:
+            return str(error)
+        try:
+            expected = self._size(first.images[place])
+        except ValueError:  # named with the first line
+            return ""
+        if size is None or expected is None or size[0] * expected[1] == size[1] * expected[0]:
+            return ""
+        return (
+            f"{prompt.images[place]} is {_shape(size)}, but image {place + 1} of {first.source} is {_shape(expected)}: "
+            "crop or pad the condition images of the job's data to one aspect ratio"
+        )
+
+    def _read_size(self, url: str) -> tuple[int, int] | None:
+        """Width and height of a picture on this machine. Raises ValueError if it cannot be read."""
+        if is_remote(url) or not self._sources.places.is_file(url):
+            return None
+        return self._sources.picture_size(url, media_type(url))
+
+
+def _shape(size: tuple[int, int]) -> str:
+    width, height = size
+    divisor = gcd(width, height)
+    return f"{width} x {height} ({width // divisor}:{height // divisor})"

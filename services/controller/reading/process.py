@@ -1,0 +1,130 @@
+"""`python -m services.controller.reading.process SOCKET`: reads what jobs name, with none of the controller's secrets.
+
+The controller (reader.py) starts it with an environment of its own, asks by a socket, and hands over files of this
+machine already opened; URLs are fetched here. Before the first question the process confines itself (confinement.py):
+it can open no other file, start no program and connect to public or listed addresses alone. Stores find their
+credentials in its environment, where the controller's are not.
+
+A question is a JSON object behind its length, with a file descriptor for a file; an answer is a JSON object and bytes,
+behind their lengths. The process ends with the socket.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+from typing import Any, NoReturn
+
+from services.controller.reading.confinement import Network, confine
+
+QUESTION = struct.Struct("!I")
+ANSWER = struct.Struct("!IQ")
+_QUARTER_TURNS = (5, 6, 7, 8)
+"""EXIF's orientations that swap width and height."""
+
+
+def main(arguments: list[str]) -> NoReturn:
+    connection = prepare(arguments)
+    while True:
+        message, descriptors = _receive(connection)
+        try:
+            answer, body = _answer(message, descriptors)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        head = json.dumps(answer).encode()
+        connection.sendall(ANSWER.pack(len(head), len(body)) + head)
+        connection.sendall(body)
+
+
+def prepare(arguments: list[str]) -> socket.socket:
+    """Loads all code that may be needed, then confines the process. Gives the controller's socket."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = socket.socket(fileno=int(arguments[0]))
+    settings = json.loads(arguments[1])
+    load(settings["schemes"])
+    networks: list[Network] = [ipaddress.ip_network(network) for network in settings["networks"]]
+    confine(networks)
+    return connection
+
+
+def load(schemes: list[str]) -> None:
+    """Imports early: as another user the interpreter's files may be out of reach later on."""
+    import encodings.idna  # noqa: F401, of host names
+
+    from PIL import ExifTags, Image, JpegImagePlugin, PngImagePlugin, WebPImagePlugin  # noqa: F401
+
+    if {"http", "https"} & set(schemes):
+        import services.controller.reading.http  # noqa: F401
+    if stores := set(schemes) - {"http", "https"}:
+        import fsspec
+
+        for scheme in stores:
+            try:
+                fsspec.get_filesystem_class(scheme)
+            except (ImportError, ValueError):  # told when it is asked for
+                continue
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Ends the process with the socket."""
+    head, descriptors, _, _ = socket.recv_fds(connection, QUESTION.size, 1)
+    if len(head) < QUESTION.size:
+        raise SystemExit(0)
+    (size,) = QUESTION.unpack(head)
+    data = b""
+    while len(data) < size:
+        if not (part := connection.recv(size - len(data))):
+            raise SystemExit(0)
+        data += part
+    message: dict[str, Any] = json.loads(data)
+    return message, descriptors
+
+
+def _answer(message: dict[str, Any], descriptors: list[int]) -> tuple[dict[str, Any], bytes]:
+    try:
+        if message["do"] == "size":
+            return {"size": _picture_size(descriptors[0], message["format"])}, b""
+        limit = int(message["limit"])
+        return {}, _read_file(descriptors[0], limit) if descriptors else _fetch(message["url"], limit)
+    except FileNotFoundError as error:
+        return {"missing": str(error)}, b""
+    except Exception as error:  # of whatever a store's client raises
+        return {"error": f"{type(error).__name__}: {error}"}, b""
+
+
+def _read_file(descriptor: int, limit: int) -> bytes:
+    with os.fdopen(os.dup(descriptor), "rb") as file:
+        return file.read(limit)
+
+
+def _picture_size(descriptor: int, form: str) -> tuple[int, int]:
+    """Width and height as they are shown, by the header alone."""
+    from PIL import ExifTags, Image
+
+    with os.fdopen(os.dup(descriptor), "rb") as file, Image.open(file, formats=[form]) as picture:
+        # of the base class: a PNG's own reads all pixels first, for data behind them
+        orientation = Image.Image.getexif(picture).get(ExifTags.Base.Orientation)
+        width, height = picture.size
+    return (height, width) if orientation in _QUARTER_TURNS else (width, height)
+
+
+def _fetch(url: str, limit: int) -> bytes:
+    if not url.lower().startswith(("http://", "https://")):
+        import fsspec
+
+        with fsspec.open(url, "rb") as file:
+            data: bytes = file.read(limit)
+            return data
+    from services.controller.reading.http import fetch
+
+    return fetch(url, limit)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,92 @@
+"""Copies an ended job to the operator's archive (flowfleet/client/archive.py). Doing it again writes the same files."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from pydantic import BaseModel
+
+from flowfleet.client.archive import Archive, media_name
+from flowfleet.data.blobs import BlobStore
+from flowfleet.errors import DataLoss, NotFound
+from services.controller.store.jobs import JobStore
+from services.controller.store.records import JobEvent, MetricsRow, Purpose, SampleRecord
+from services.controller.store.samples import media_ref
+
+PAGE = 1000
+MEDIA_AT_ONCE = 8
+
+
+async def archive_job(store: JobStore, blobs: BlobStore, archive: Archive, job_id: str) -> str:
+    """Writes history and media, and returns the folder. Raises what the archive's store raises."""
+    folder = archive.folder(job_id)
+    job = (await store.get(job_id)).model_copy(update={"archive": folder})
+    await asyncio.to_thread(archive.write, job_id, "job.json", job.model_dump_json().encode())
+    counts = {
+        "events": await _write(archive, job_id, "events", _events(store, job_id)),
+        "metrics": await _write(archive, job_id, "metrics", _metrics(store, job_id)),
+        "checkpoints": await _write(archive, job_id, "checkpoints", _page(await store.checkpoints(job_id))),
+        "rewards": await _write(archive, job_id, "rewards", _page(await store.reward_history(job_id))),
+        "samples": await _write(archive, job_id, "samples", _samples(store, job_id)),
+        "media": 0,
+    }
+    async for page in _samples(store, job_id):
+        counts["media"] += await _copy_media(blobs, archive, job_id, page)
+    await asyncio.to_thread(archive.complete, job_id, counts)
+    return folder
+
+
+async def _write(archive: Archive, job_id: str, kind: str, pages: AsyncIterator[Sequence[BaseModel]]) -> int:
+    """Writes JSON lines and returns how many."""
+    lines: list[bytes] = []
+    async for page in pages:
+        lines += [row.model_dump_json().encode() + b"\n" for row in page]
+    await asyncio.to_thread(archive.write, job_id, f"{kind}.jsonl", b"".join(lines))
+    return len(lines)
+
+
+async def _copy_media(blobs: BlobStore, archive: Archive, job_id: str, samples: Sequence[SampleRecord]) -> int:
+    """Copies what is still kept and returns how many."""
+    turn = asyncio.Semaphore(MEDIA_AT_ONCE)
+
+    async def copy(sample: SampleRecord) -> int:
+        async with turn:
+            try:
+                data = await blobs.get(media_ref(sample))
+            except (NotFound, DataLoss, ValueError):  # ValueError: it is in a store that was configured before
+                return 0
+            place = (sample.purpose, sample.step, sample.group, sample.index, sample.media_type)
+            await asyncio.to_thread(archive.write, job_id, media_name(*place), data)
+            return 1
+
+    return sum(await asyncio.gather(*(copy(sample) for sample in samples if sample.media_uri)))
+
+
+async def _page(rows: Sequence[BaseModel]) -> AsyncIterator[Sequence[BaseModel]]:
+    yield rows
+
+
+async def _events(store: JobStore, job_id: str) -> AsyncIterator[Sequence[JobEvent]]:
+    after = None
+    while page := await store.events(job_id, after, PAGE):
+        yield page
+        after = page[-1].id
+
+
+async def _metrics(store: JobStore, job_id: str) -> AsyncIterator[Sequence[MetricsRow]]:
+    after = None
+    while page := await store.metrics(job_id, after, PAGE):
+        yield page
+        after = page[-1].step
+
+
+async def _samples(store: JobStore, job_id: str) -> AsyncIterator[Sequence[SampleRecord]]:
+    purposes: tuple[Purpose, ...] = ("train", "validate")
+    for purpose in purposes:
+        cursor: str | None = None
+        while True:
+            page, cursor = await store.samples(job_id, purpose=purpose, order="oldest", cursor=cursor, limit=PAGE)
+            yield page
+            if cursor is None:
+                break

@@ -1,0 +1,79 @@
+"""What stays in Redis of jobs that have ended, and at which use of its memory jobs wait. Pure.
+
+A job that has not ended is never touched. Of those that have, the first to end go first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from services.controller.store.removal import EndedJob
+
+DAY_S = 86_400.0
+
+
+class Keep(BaseModel):
+    """The operator's limits; `--keep NAME=VALUE` sets one. Raises ValueError for limits that contradict each other."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    jobs: int = Field(default=1000, ge=0)
+    """Most ended jobs."""
+    days: float = Field(default=90.0, ge=0.0, allow_inf_nan=False)
+    """Longest time that an ended job stays."""
+    gib: float = Field(default=16.0, ge=0.0, allow_inf_nan=False)
+    """Most GiB of Redis that the histories of ended jobs take together; never more than half of what submits may
+    fill."""
+    detail_days: float = Field(default=30.0, ge=0.0, allow_inf_nan=False)
+    """Time after a job's end from which only the next three numbers of it stay; its pictures go with its samples."""
+    events: int = Field(default=1000, ge=1)
+    """Newest events."""
+    metrics: int = Field(default=10_000, ge=0)
+    """Rows of metrics of the last steps."""
+    samples: int = Field(default=1000, ge=0)
+    """Newest samples, of training and of validation each."""
+    refuse_above: float = Field(default=0.8, gt=0.0, le=1.0)
+    """Share of Redis's memory above which submits are refused."""
+    pause_above: float = Field(default=0.9, gt=0.0, le=1.0)
+    """Share of Redis's memory above which running jobs pause."""
+
+    @model_validator(mode="after")
+    def _refuses_first(self) -> Keep:
+        if self.refuse_above > self.pause_above:
+            raise ValueError(
+                f"--keep refuse_above={self.refuse_above:g} must not be greater than pause_above={self.pause_above:g}: "
+                "a new job must not be taken where running ones pause"
+            )
+        return self
+
+    def within(self, limit: int) -> Keep:
+        """These limits for a Redis of `limit` bytes: ended jobs must go before new ones are refused for them."""
+        return self.model_copy(update={"gib": min(self.gib, limit * self.refuse_above / 2 / 2**30)})
+
+
+def to_remove(jobs: Sequence[EndedJob], sizes: Mapping[str, int], keep: Keep, now: float) -> dict[str, str]:
+    """Job → why it goes. `jobs` as `JobStore.ended` gives them; `sizes`: bytes, of those known."""
+    gone: dict[str, str] = {}
+    for job in jobs:
+        if job.wanted_gone:
+            gone[job.job_id] = "was deleted"
+        elif now - job.ended_at > keep.days * DAY_S:
+            gone[job.job_id] = f"was removed {keep.days:g} days after its end"
+    left = [job.job_id for job in jobs if job.job_id not in gone]
+    surplus = max(0, len(left) - keep.jobs)
+    gone |= dict.fromkeys(left[:surplus], f"was removed: the newest {keep.jobs} ended jobs are kept")
+    left = left[surplus:]
+    total = sum(sizes.get(job_id, 0) for job_id in left)
+    for job_id in left:
+        if total <= keep.gib * 2**30:
+            break
+        gone[job_id] = f"was removed: ended jobs are kept up to {keep.gib:g} GiB"
+        total -= sizes.get(job_id, 0)
+    return gone
+
+
+def to_thin(jobs: Sequence[EndedJob], keep: Keep, now: float) -> list[str]:
+    """Jobs whose details have had their time."""
+    return [job.job_id for job in jobs if not job.thinned and now - job.ended_at > keep.detail_days * DAY_S]

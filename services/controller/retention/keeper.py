@@ -1,0 +1,133 @@
+"""Keeps Redis from growing for ever: archives, thins and removes jobs that have ended. The leader runs it.
+
+Each look goes from the store alone, and each step of it may be repeated, so a controller that dies in the middle is
+continued by the next one. All that is written is fenced by the leader's term. What goes is archived first, where the
+operator has an archive; while that cannot be written nothing is removed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter
+from redis.exceptions import RedisError
+
+from flowfleet.client.archive import Archive
+from flowfleet.data.blobs import BlobStore
+from flowfleet.process.clock import steady_time
+from flowfleet.redis import keys
+from flowfleet.redis.trouble import trouble
+from services.controller.retention.archiving import archive_job
+from services.controller.retention.keep import Keep, to_remove, to_thin
+from services.controller.retention.memory import Memory
+from services.controller.store.jobs import JobStore
+from services.controller.store.leadership import LeaseLost
+from services.controller.store.removal import EndedJob
+
+log = logging.getLogger(__name__)
+
+PERIOD_S = 5.0
+WORKING_BLOBS = ("trajectory", "embeds", "negative", "condition", "adapter", "evaluated")
+"""Kinds of blobs that only a running job needs."""
+
+
+class Keeper:
+    """`store` is fenced by the lease of the controller that leads."""
+
+    def __init__(
+        self,
+        store: JobStore,
+        blobs: BlobStore,
+        keep: Keep,
+        archive: Archive | None = None,
+        *,
+        memory: Memory | None = None,
+        registry: CollectorRegistry | None = None,
+        blobs_in_redis: bool = True,
+        clock: Callable[[], float] = steady_time,
+    ) -> None:
+        self._in_redis = blobs_in_redis  # those go with the job's keys
+        self._store, self._blobs = store, blobs
+        self._keep, self._archive, self._memory, self._clock = keep, archive, memory, clock
+        self._sizes: dict[str, int] = {}
+        """Job → bytes of Redis that its history takes; an ended job does not grow."""
+        self._failures = Counter(
+            "flowfleet_controller_archive_failures_total",
+            "Times that an ended job could not be archived",
+            registry=registry or CollectorRegistry(),
+        )
+
+    async def run(self) -> None:
+        """Looks every few seconds. Errors are logged: jobs run all the same."""
+        while True:
+            try:
+                await self.look()
+            except LeaseLost:
+                raise
+            except RedisError as error:
+                log.warning("keeper waits: %s", trouble(error) or error)
+            except Exception:
+                log.exception("keeper failed; it tries again")
+            await asyncio.sleep(PERIOD_S)
+
+    async def look(self) -> None:
+        """Archives, thins and removes what is due, then clears what is left of it. Raises LeaseLost on a controller
+        that leads no more: the keeper ends there even if a connection swallowed its cancellation."""
+        await self._store.confirm()
+        jobs = await self._store.ended()
+        await self._measure(jobs)
+        now = self._clock()
+        limit = await self._memory.limit() if self._memory else 0
+        removed = to_remove(jobs, self._sizes, self._keep.within(limit) if limit else self._keep, now)
+        thinned = set(to_thin(jobs, self._keep, now)) - removed.keys()
+        for job in jobs:
+            if not await self._archived(job):
+                continue
+            if job.job_id in removed:
+                log.info("keeper removes a job: %s", removed[job.job_id], extra={"job": job.job_id})
+                await self._store.remove(job.job_id, removed[job.job_id])
+            elif job.job_id in thinned:
+                await self._thin(job.job_id)
+        await self._clear()
+
+    async def _measure(self, jobs: list[EndedJob]) -> None:
+        known, self._sizes = self._sizes, {}
+        for job in jobs:
+            size = known.get(job.job_id)
+            self._sizes[job.job_id] = await self._store.history_bytes(job.job_id) if size is None else size
+
+    async def _archived(self, job: EndedJob) -> bool:
+        """Archives a job that is not yet. False where that did not work, which is tried again."""
+        if self._archive is None or job.archive:
+            return True
+        try:
+            folder = await archive_job(self._store, self._blobs, self._archive, job.job_id)
+        except (LeaseLost, RedisError):
+            raise
+        except Exception as error:  # of whatever a store's client raises: the other jobs must not wait for this one
+            self._failures.inc()
+            cause = f"{type(error).__name__}: {error}"
+            log.error("keeper cannot archive to %s: %s", self._archive.url, cause, extra={"job": job.job_id})
+            return False
+        await self._store.mark_archived(job.job_id, folder)
+        return True
+
+    async def _thin(self, job_id: str) -> None:
+        keep = self._keep
+        with contextlib.suppress(ValueError):  # of a store that was configured before: its pictures expire there
+            await self._blobs.delete(await self._store.media_beyond(job_id, keep.samples))
+        await self._store.thin(job_id, keep.events, keep.metrics, keep.samples)
+        self._sizes.pop(job_id, None)
+
+    async def _clear(self) -> None:
+        left = await self._store.leftovers()
+        if not self._in_redis:
+            for leftover in left:
+                kinds = WORKING_BLOBS if await self._store.exists(leftover.job_id) else ("",)
+                for kind in kinds:
+                    await self._blobs.delete_prefix(keys.blob(leftover.job_id, *filter(None, [kind])) + ":")
+        if left:
+            await self._store.clear(left)

@@ -1,0 +1,1 @@
+"""Rewards: asked, judged by their answers, composed, tried at submit, compared with their successors."""

@@ -1,0 +1,90 @@
+"""Since when a reward fails, and what may be tried meanwhile. Pure, seconds of a monotonic clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from services.controller.rewards.answers import Answer
+
+FIRST_DELAY_S, MAX_DELAY_S = 0.2, 5.0
+PROBE_EVERY_S = 10.0
+"""While a reward counts as failed, one call finds out whether it is back, and so long after its end another; the others
+do not wait."""
+
+
+@dataclass
+class Attempt:
+    """To have some samples scored, from the first call until all rewards have answered."""
+
+    started: float
+    answers: dict[str, dict[str, Answer]] = field(default_factory=dict)
+    """Of rewards that have answered: they are not asked again."""
+    failures: dict[str, int] = field(default_factory=dict)
+    """By reward, in a row."""
+    left_at: float | None = None
+    """When its last try ended; None while there is one."""
+
+    @contextmanager
+    def in_use(self, clock: Callable[[], float]) -> Iterator[None]:
+        """Around a try."""
+        self.left_at = None
+        try:
+            yield
+        finally:
+            self.left_at = clock()
+
+    def idle_s(self, now: float) -> float:
+        """For how long nobody has gone on with it."""
+        return 0.0 if self.left_at is None else now - self.left_at
+
+    def delay(self, reward: str) -> float:
+        """Before the reward's next call: 0, 0.2, 0.4, … s."""
+        failures = self.failures.get(reward, 0)
+        return min(FIRST_DELAY_S * 2 ** (failures - 1), MAX_DELAY_S) if failures else 0.0
+
+
+@dataclass
+class Outage:
+    """Of one reward, over all samples: none while `since` is None."""
+
+    since: float | None = None
+    """When the first of the samples were sent that it failed on, or when it last worked if that was later."""
+    worked_at: float = float("-inf")
+    reason: str = ""
+    given_up: bool = False
+    """It has failed for too long: calls are probes."""
+    probing: bool = False
+    """A probe is away."""
+    probed_at: float = float("-inf")
+    """When the last one came back."""
+
+    def failed(self, started: float, reason: str) -> float:
+        """A call failed, of samples first sent at `started`. Since when all calls have failed."""
+        since = max(started, self.worked_at)
+        self.since = since if self.since is None else min(self.since, since)
+        self.reason = reason
+        return self.since
+
+    def worked(self, now: float) -> None:
+        self.since, self.reason, self.given_up, self.worked_at = None, "", False, now
+
+    def give_up(self, now: float) -> None:
+        if not self.given_up:
+            self.given_up, self.probed_at = True, now
+
+    def may_ask(self, now: float) -> bool:
+        """Whether a call may be made now: where it counts as failed one at a time, `PROBE_EVERY_S` after the last."""
+        return not self.given_up or (not self.probing and now - self.probed_at >= PROBE_EVERY_S)
+
+    @contextmanager
+    def asking(self, clock: Callable[[], float]) -> Iterator[None]:
+        """Around a call that may be made."""
+        is_probe = self.given_up
+        self.probing |= is_probe
+        try:
+            yield
+        finally:
+            if is_probe:
+                self.probing, self.probed_at = False, clock()

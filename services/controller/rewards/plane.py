@@ -1,0 +1,281 @@
+"""Asks the rewards of a job and joins their answers: one finite total a sample, or the reason why there is none.
+
+    score ─► every reward at once (reward_service.py) ─► answers (reward_answers.py) ─► total (composition.py)
+
+A reward that fails is asked again until `timeouts.rewards_s` has passed since its samples were first sent; then its
+`on_failure` decides. What it is never is a zero. The clock and the answers so far are in memory: a controller that was
+restarted begins anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry
+
+from flowfleet.job.spec import JobSpec, RewardPart
+from flowfleet.proto import reward_pb2
+from flowfleet.rewards.requests import EncodedSample
+from services.controller.fleet.directory import Directory
+from services.controller.rewards.answers import Answer
+from services.controller.rewards.client import RewardService
+from services.controller.rewards.composition import PREFERENCE, compose
+from services.controller.rewards.failures import RewardFailure, RewardPause
+from services.controller.rewards.metrics import RewardCalls
+from services.controller.rewards.outages import Attempt, Outage
+
+log = logging.getLogger(__name__)
+
+Samples = Sequence[EncodedSample]
+Fetch = Callable[[], Awaitable[Samples]]
+
+
+@dataclass(frozen=True)
+class SampleScore:
+    """What the rewards said of one sample. `reason` is set where `score` is not."""
+
+    score: float | None
+    """The total."""
+    reason: str = ""
+    scores: dict[str, float] = field(default_factory=dict)
+    """Reward → raw score, and reward.component → value."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """Reward → raw score alone; without those that were skipped."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """Reward → name and version of the scorer that gave its score."""
+    gated_by: str = ""
+    """The reward whose gate made the total 0, or masked the sample."""
+    skipped: tuple[str, ...] = ()
+    """Rewards that failed and that the total goes without."""
+    given_up: bool = False
+    """There is no total because a reward failed for too long: another sample would fare the same."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Reward → of the call that gave its score."""
+
+
+def preference(index: int) -> SampleScore:
+    """Of a sample of a preference data set, by definition: 1 for what was chosen (0), 0 for what was rejected (1)."""
+    scores = {PREFERENCE: 1.0 - index}
+    return SampleScore(1.0 - index, "", scores, scores)
+
+
+def modality_of(spec: JobSpec) -> reward_pb2.Modality.ValueType:
+    """What the rewards of a job must be able to score."""
+    return reward_pb2.MODALITY_VIDEO if spec.rollout.num_frames > 1 else reward_pb2.MODALITY_IMAGE
+
+
+class _Fetched:
+    """Samples that all rewards share, fetched when the first of them is asked."""
+
+    def __init__(self, fetch: Fetch) -> None:
+        self._fetch = fetch
+        self._lock = asyncio.Lock()
+        self._samples: Samples | None = None
+
+    async def samples(self) -> Samples:
+        async with self._lock:
+            if self._samples is None:
+                self._samples = await self._fetch()
+            return self._samples
+
+
+class RewardPlane:
+    """The rewards of one job: which there are, each call says.
+
+    `deadline_s` is a call's, `patience_s` is `timeouts.rewards_s`; `clock` gives seconds.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        deadline_s: float,
+        modality: reward_pb2.Modality.ValueType = reward_pb2.MODALITY_IMAGE,
+        calls: RewardCalls | None = None,
+        patience_s: float = 1800.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._directory = directory
+        self._deadline_s = deadline_s
+        self._modality = modality
+        self._calls = calls or RewardCalls(CollectorRegistry())
+        self._patience_s = patience_s
+        self._clock = clock
+        self._services: dict[str, RewardService] = {}
+        self._attempts: dict[tuple[tuple[str, str], ...], Attempt] = {}
+        self._outages: defaultdict[tuple[str, str], Outage] = defaultdict(Outage)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(service.close() for service in self._services.values()))
+
+    async def group_rewards(self, rewards: Mapping[str, RewardPart]) -> list[str]:
+        """Names of those that score whole groups only; of a service that does not answer now, by what it said last."""
+        found = []
+        for name, part in sorted(rewards.items()):
+            service = self._service(name, part)
+            with suppress(RewardFailure):
+                await service.check(name, self._modality)
+            if service.needs_group:
+                found.append(name)
+        return found
+
+    def _service(self, name: str, part: RewardPart) -> RewardService:
+        service = part.service_of(name)
+        if service not in self._services:
+            self._services[service] = RewardService(service, self._directory, self._deadline_s, self._calls)
+        return self._services[service]
+
+    async def ask(self, name: str, part: RewardPart, samples: Samples) -> dict[str, Answer]:
+        """Answers of one reward by sample id, one for each sample; those of a group stand together. Raises
+        RewardFailure when the service fails as a whole."""
+        service = part.service_of(name)
+        answers = await self._service(name, part).ask(name, part.params, samples, self._modality)
+        for sample_id, answer in answers.items():
+            if answer.score is None:
+                self._calls.rejected(service, answer.fault)
+                log.warning(
+                    "rewards.%s: service %r gave no score: %s",
+                    name,
+                    service,
+                    answer.problem,
+                    extra={"sample": sample_id},
+                )
+        return answers
+
+    async def score(
+        self, rewards: Mapping[str, RewardPart], step: int, digests: Mapping[str, str], fetch: Fetch
+    ) -> dict[str, SampleScore]:
+        """Verdicts by sample id, one for each sample, of the weights at a step; samples of a group stand together.
+
+        `digests`: sample id → digest of its media; `fetch` gives the samples in that order. It is called once at most,
+        and not where nobody is asked.
+
+        Raises RewardFailure while a reward fails and shall be waited for: call again, it waits by itself. Raises
+        RewardPause when one has failed for too long and the job shall pause.
+        """
+        settings = ((name, part.model_dump_json()) for name, part in sorted(rewards.items()))
+        key = (*settings, *digests.items())
+        attempt = self._attempt(key)
+        names = sorted(rewards)
+        with attempt.in_use(self._clock):
+            fetched = _Fetched(fetch)
+            tasks = [self._settled(name, rewards[name], len(digests), fetched, attempt) for name in names]
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        for kind in (RewardPause, BaseException):
+            if failure := next((result for result in results if isinstance(result, kind)), None):
+                raise failure
+        if self._is_current(attempt):
+            del self._attempts[key]
+        answers = {name: result for name, result in zip(names, results, strict=True) if isinstance(result, dict)}
+        for name in rewards.keys() - answers.keys():
+            self._calls.gave_up(name, rewards[name].on_failure, len(digests))
+        return {sample_id: self._verdict(rewards, step, sample_id, answers) for sample_id in digests}
+
+    def reset(self) -> None:
+        """Counts nothing that failed before, as of a job that is resumed: calls that are still away neither pause it
+        nor are they known later."""
+        self._attempts.clear()
+        self._outages.clear()
+
+    def _attempt(self, key: tuple[tuple[str, str], ...]) -> Attempt:
+        """The one that goes on, or a new one. Those that nobody goes on with are forgotten in time."""
+        now = self._clock()
+        for each in [key for key, one in self._attempts.items() if one.idle_s(now) > 2 * self._patience_s]:
+            del self._attempts[each]
+        return self._attempts.setdefault(key, Attempt(now))
+
+    def _is_current(self, attempt: Attempt) -> bool:
+        """Whether it is known, not one of before a pause."""
+        return any(attempt is known for known in self._attempts.values())
+
+    async def _settled(
+        self, name: str, part: RewardPart, count: int, fetched: _Fetched, attempt: Attempt
+    ) -> dict[str, Answer] | None:
+        """The answers of a reward; None where it failed for too long and the samples go on without or are dropped."""
+        if name in attempt.answers:
+            return attempt.answers[name]
+        outage = self._outages[name, part.service_of(name)]
+        if outage.may_ask(self._clock()):
+            await asyncio.sleep(attempt.delay(name))
+        if not outage.may_ask(self._clock()):
+            return None
+        try:
+            with outage.asking(self._clock):
+                answers = await self.ask(name, part, await fetched.samples())
+        except RewardFailure as failure:
+            self._calls.failed(name)
+            if not self._is_current(attempt):
+                raise
+            self._failed(name, part, count, attempt, failure)
+            return None
+        outage.worked(self._clock())
+        attempt.answers[name] = answers
+        return answers
+
+    def _failed(self, name: str, part: RewardPart, count: int, attempt: Attempt, failure: RewardFailure) -> None:
+        """Raises the failure while the reward is to be waited for, RewardPause where the job shall pause. It is given
+        up for all samples where it scores none; else these alone go without."""
+        now, outage = self._clock(), self._outages[name, part.service_of(name)]
+        since = outage.failed(attempt.started, str(failure))
+        attempt.failures[name] = attempt.failures.get(name, 0) + 1
+        is_away = now - since >= self._patience_s
+        is_over = is_away or now - attempt.started >= self._patience_s
+        if part.on_failure == "pause" and (is_over or (failure.permanent and not failure.may_heal)):
+            self.reset()
+            self._calls.gave_up(name, "pause", count)
+            raise RewardPause(self._why_paused(name, failure, is_over, is_away))
+        if not is_over:
+            raise failure
+        if is_away:
+            outage.give_up(now)
+
+    def _why_paused(self, name: str, failure: RewardFailure, is_over: bool, is_away: bool) -> str:
+        of_what = "" if is_away else " on the same samples, while others were scored"
+        waited = f" It failed for timeouts.rewards_s = {self._patience_s:g} s{of_what}." if is_over else ""
+        return (
+            f'{failure}.{waited} The job is paused as rewards.{name}.on_failure = "pause" says: put it right, then '
+            "resume the job; its samples are kept and asked for again"
+        )
+
+    def _verdict(
+        self, rewards: Mapping[str, RewardPart], step: int, sample_id: str, answers: Mapping[str, Mapping[str, Answer]]
+    ) -> SampleScore:
+        raw: dict[str, float] = {}
+        shown: dict[str, float] = {}
+        versions: dict[str, str] = {}
+        seconds: dict[str, float] = {}
+        missing, skipped = list[str](), list[str]()
+        for name in sorted(rewards):
+            answer = answers[name][sample_id] if name in answers else None
+            if answer is None and rewards[name].on_failure == "skip":
+                skipped.append(name)
+            elif answer is None or answer.score is None:
+                missing.append(name)
+            if answer is not None and answer.score is not None:
+                raw[name] = shown[name] = answer.score
+                versions[name] = answer.version
+                seconds[name] = answer.seconds
+                shown.update({f"{name}.{component}": value for component, value in answer.components.items()})
+        if missing:
+            given_up = not set(missing) <= answers.keys()
+            reason = f"no_score_{missing[0]}"
+            return SampleScore(None, reason, shown, raw, versions, "", tuple(skipped), given_up, seconds)
+        composed = compose(rewards, step, raw)
+        if composed.gated_by:
+            self._calls.gated(composed.gated_by, "zero" if composed.total is not None else "mask")
+        return SampleScore(
+            composed.total,
+            composed.reason,
+            shown,
+            raw,
+            versions,
+            composed.gated_by,
+            tuple(skipped),
+            composed.total is None and bool(skipped),
+            seconds,
+        )

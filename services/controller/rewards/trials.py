@@ -1,0 +1,95 @@
+"""One small call to a reward with its params before steps depend on it: only when it scores does a service say what is
+wrong with them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from flowfleet.job.spec import JobSpec, RewardPart
+from flowfleet.media.files import Frames, encode_media
+from flowfleet.proto import reward_pb2
+from flowfleet.rewards.requests import EncodedSample
+from services.controller.fleet.directory import Directory
+from services.controller.prompts.data import Prompt
+from services.controller.prompts.sources import Sources
+from services.controller.reading.places import is_remote
+from services.controller.rewards.client import RewardService
+from services.controller.rewards.failures import RewardFailure
+from services.controller.rewards.metrics import RewardCalls
+from services.controller.rewards.plane import modality_of
+
+TRIAL_S = 10.0
+"""For the whole of it. A service that needs longer is not waited for: it has refused nothing."""
+SIDE = 64
+NUM_FRAMES = 5
+"""Of a video."""
+
+
+async def refusals(
+    spec: JobSpec, rewards: Mapping[str, RewardPart], directory: Directory, sources: Sources
+) -> list[str]:
+    """What the services of these rewards say of calls that they will never take, one line a reward. Errors of single
+    samples are none, nor is a service that cannot be reached or takes long."""
+    if not rewards:
+        return []
+    prompt = await asyncio.to_thread(_prompt, spec, sources)
+    found = await asyncio.gather(*(_refusal(spec, name, part, directory, prompt) for name, part in rewards.items()))
+    return [problem for problem in found if problem]
+
+
+async def _refusal(spec: JobSpec, name: str, part: RewardPart, directory: Directory, prompt: Prompt) -> str:
+    service = RewardService(part.service_of(name), directory, TRIAL_S, RewardCalls(CollectorRegistry()))
+    modality = modality_of(spec)
+    try:
+        async with asyncio.timeout(TRIAL_S):
+            await service.check(name, modality)
+            count = spec.rollout.group_size if service.needs_group else 1
+            samples = await asyncio.to_thread(_samples, prompt, count, modality == reward_pb2.MODALITY_VIDEO)
+            await service.ask(name, part.params, samples, modality)
+    except RewardFailure as failure:
+        return str(failure) if failure.permanent else ""
+    except TimeoutError:
+        return ""
+    finally:
+        await service.close()
+    return ""
+
+
+def _prompt(spec: JobSpec, sources: Sources) -> Prompt:
+    """The first of the job; an empty one where its file is gone by now, or would have to be fetched."""
+    if is_remote(spec.data.train):
+        return Prompt("")
+    try:
+        return sources.first_prompt(spec.data.train)
+    except ValueError:
+        return Prompt("")
+
+
+def _samples(prompt: Prompt, count: int, is_video: bool) -> list[EncodedSample]:
+    """A group of drawn pictures or videos, each another."""
+    found = []
+    for index in range(count):
+        data, media_type = encode_media(_drawn(index, NUM_FRAMES if is_video else 1))
+        found.append(
+            EncodedSample(
+                sample_id=f"trial/{index}",
+                media=data,
+                media_type=media_type,
+                prompt=prompt.text,
+                metadata=prompt.metadata,
+                group_id="trial",
+            )
+        )
+    return found
+
+
+def _drawn(index: int, num_frames: int) -> Frames:
+    """A ramp of grey over a colour, which moves."""
+    ramp = np.arange(SIDE)[None, :, None] * 2 + np.arange(SIDE)[:, None, None]
+    colour = np.array([37, 91, 173]) * (index + 1)
+    frames = [np.broadcast_to((ramp + colour + 8 * time) % 256, (SIDE, SIDE, 3)) for time in range(num_frames)]
+    return np.stack(frames).astype(np.uint8)

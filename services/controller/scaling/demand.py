@@ -1,0 +1,171 @@
+"""How many replicas each rollout pool and each reward should have: what KEDA is told (scaler.py).
+
+Pure rules over what the leader knows of its jobs, and the hash in Redis that it writes them to, from which every
+controller answers. They count admitted work that is waiting, never what lies in streams: a pool is too small while
+samples wait for a replica, not while finished ones wait for the trainer, and streams are trimmed.
+
+- A pool works for its oldest job that has not ended; those behind it add nothing.
+- It has one replica at least from that job's admission on, between steps too: there must be somebody to publish to.
+- More, while the samples that are wanted are more than replicas take at once, up to one a request.
+- None while the job is paused, or without jobs. A reward has one at least while such a job of any pool names it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from flowfleet.redis import keys
+from services.controller.job.context import MAX_SCORING
+from services.controller.job.state_machine import Machine, Validate
+from services.controller.store.leadership import Lease
+from services.controller.store.records import Desired, JobRecord, JobStatus
+
+Component = Literal["rollout", "reward"]
+Name = tuple[Component, str]
+
+LOOKAHEAD = 2
+"""Batches that a replica is given at once: one runs, the next waits there (step.py)."""
+REWARD_SAMPLES = 32
+"""Samples that a replica of a reward takes at once."""
+FRESH_S = 5.0
+"""A hash that was not written for so long has no leader that keeps it."""
+_UPDATED = "updated"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the job that a pool works for has to do. Queued, it has no samples to make yet, and counts."""
+
+    job_id: str
+    pool: str
+    rewards: tuple[str, ...]
+    samples: int = 0
+    """Wanted of open steps and validations, on their way included."""
+    requests: int = 0
+    """In which those are asked for; a replica beyond that many would get none."""
+    samples_per_replica: int = 1
+    """That one is given at once."""
+    unscored: int = 0
+    """Samples that wait for a reward or are there."""
+
+
+class Demand(BaseModel):
+    """Of one pool or reward."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    replicas: int
+    waiting: int = 0
+    """Samples that nobody has begun."""
+    in_flight: int = 0
+    """Samples that replicas were asked for."""
+    jobs: tuple[str, ...] = ()
+
+
+def work_of(record: JobRecord, machine: Machine | None = None, num_held_out: int = 0) -> Work | None:
+    """Of the first job of its pool; none if it needs nothing now. `machine`: of a job whose driver runs."""
+    if record.status.terminal or record.desired is not Desired.RUNNING or (machine is not None and machine.finished):
+        return None
+    work = Work(record.id, record.pool, tuple(sorted(_services(record, machine))))
+    if machine is None:
+        return work
+    rollout, batches = machine.spec.rollout, machine.state.batches.values()
+    held_out = num_held_out if any(isinstance(command, Validate) for command in machine.commands(most=0)) else 0
+    groups_per_request = max(1, rollout.batch_size // rollout.group_size)
+    open_groups = [len(batch.wanting) for batch in batches]
+    return Work(
+        work.job_id,
+        work.pool,
+        work.rewards,
+        samples=sum(batch.count("wanted") for batch in batches) + held_out,
+        requests=sum(math.ceil(groups / groups_per_request) for groups in open_groups)
+        + math.ceil(held_out / rollout.batch_size),
+        samples_per_replica=LOOKAHEAD * rollout.batch_size,
+        unscored=sum(batch.count("sampled") for batch in batches) + held_out,
+    )
+
+
+def _services(record: JobRecord, machine: Machine | None) -> set[str]:
+    """Reward services that the job asks now, or will from the next step on; its shadows' too."""
+    if machine is None:
+        newest = record.rewards.newest
+        parts = [*(newest.rewards or record.spec["rewards"]).items(), *newest.shadows.items()]
+        return {part.get("service") or name for name, part in parts}
+    steps = {*machine.state.batches, machine.state.version, machine.first_unopened}
+    rewards = {part.service_of(name) for step in steps for name, part in machine.rewards_at(step).items()}
+    return rewards | {part.service or name for step in steps for name, part in machine.shadows_at(step).items()}
+
+
+def demand(works: Iterable[Work], in_flight: Mapping[str, int]) -> dict[Name, Demand]:
+    """Of each pool and reward that is needed, from the work of each pool's job. `in_flight`: samples that the replicas
+    of a pool were asked for."""
+    found: dict[Name, Demand] = {}
+    scoring: dict[str, list[Work]] = {}
+    for work in works:
+        out = min(work.samples, in_flight.get(work.pool, 0))
+        replicas = max(1, min(math.ceil(work.samples / work.samples_per_replica), work.requests))
+        found["rollout", work.pool] = Demand(
+            replicas=replicas, waiting=work.samples - out, in_flight=out, jobs=(work.job_id,)
+        )
+        for name in work.rewards:
+            scoring.setdefault(name, []).append(work)
+    for name, users in scoring.items():
+        at_once = sum(min(work.unscored, MAX_SCORING) for work in users)
+        found["reward", name] = Demand(
+            replicas=max(1, math.ceil(at_once / REWARD_SAMPLES)),
+            waiting=sum(work.unscored for work in users) - at_once,
+            in_flight=at_once,
+            jobs=tuple(sorted(work.job_id for work in users)),
+        )
+    return found
+
+
+def at_least(records: Iterable[JobRecord]) -> dict[Name, Demand]:
+    """What admitted jobs need whatever their state: one replica of each pool and reward. `records`, oldest first."""
+    first: dict[str, JobRecord] = {}
+    for record in records:
+        if record.status is not JobStatus.QUARANTINED:
+            first.setdefault(record.pool, record)
+    return demand([work for record in first.values() if (work := work_of(record))], {})
+
+
+class DemandHash:
+    """`keys.demand()`: "component/name" → Demand as JSON, written by the leader alone."""
+
+    def __init__(self, redis: Any) -> None:
+        self._redis = redis
+        self._last: dict[Name, int] | None = None
+
+    async def write(self, lease: Lease, demands: Mapping[Name, Demand]) -> None:
+        """Replaces what is there, and tells everybody when a number of replicas is another one. Raises LeaseLost."""
+        seconds, _ = await self._redis.time()
+        fields: dict[str, str] = {"/".join(name): demand.model_dump_json() for name, demand in demands.items()}
+        fields[_UPDATED] = str(seconds)
+        replicas = {name: demand.replicas for name, demand in demands.items()}
+
+        async def fill(pipe: Any) -> None:
+            pipe.multi()
+            pipe.delete(keys.demand())
+            pipe.hset(keys.demand(), mapping=fields)
+            if replicas != self._last:
+                pipe.publish(keys.changes(), "demand")
+
+        await lease.transaction(fill)
+        self._last = replicas
+
+    async def read(self) -> tuple[dict[Name, Demand], bool]:
+        """What the leader wrote last, and whether one still does. By the server's clock, for hosts differ."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            fields, (seconds, _) = await pipe.hgetall(keys.demand()).time().execute()
+        updated = int(fields.pop(_UPDATED.encode(), 0))
+        found: dict[Name, Demand] = {}
+        for field, value in fields.items():
+            component, _, name = field.decode().partition("/")
+            found[component, name] = Demand.model_validate(json.loads(value))
+        return found, seconds - updated <= FRESH_S

@@ -1,0 +1,1 @@
+"""What Redis holds of jobs: records, events, metrics, samples, reward revisions; and which controller leads."""

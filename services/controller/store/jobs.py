@@ -1,0 +1,279 @@
+"""Everything that Redis remembers about jobs. The REST API writes wishes here, the runner writes what happened.
+
+Each change is one MULTI under WATCH: it is applied once, even where the connection dies between request and answer, and
+a status and its event never part. The job's event stream ends with the event of its last status: record results first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from redis.asyncio import Redis
+
+from flowfleet.errors import Conflict, Gone, NotFound
+from flowfleet.job.spec import JobSpec
+from flowfleet.process.clock import steady_time
+from flowfleet.redis import keys
+from services.controller.store.history import History, Pipe, add_event, encode
+from services.controller.store.ids import new_job_id
+from services.controller.store.leadership import Lease
+from services.controller.store.records import Action, Desired, JobRecord, JobStatus, Progress, from_epoch, next_desired
+from services.controller.store.removal import Removal, leave
+from services.controller.store.rewards import REVISION, RewardRevisions, rewards_of
+from services.controller.store.samples import SampleRecords
+
+IDEMPOTENCY_TTL_S = 7 * 24 * 3600
+_HOLD = """
+if redis.call('HGET', KEYS[1], 'desired') == ARGV[1] then redis.call('HSET', KEYS[1], 'desired', ARGV[2]) end
+"""
+
+
+class JobStore(History, SampleRecords, RewardRevisions, Removal):
+    """`redis` decodes no responses; `clock` gives seconds since the epoch."""
+
+    def __init__(self, redis: Redis, clock: Callable[[], float] = steady_time, lease: Lease | None = None) -> None:
+        self._redis = redis
+        self._clock = clock
+        self._lease = lease
+
+    def fenced_by(self, lease: Lease) -> JobStore:
+        """The same store, whose changes of status raise LeaseLost once another controller leads."""
+        return JobStore(self._redis, self._clock, lease)
+
+    async def confirm(self) -> None:
+        """Asks Redis whether this controller still leads. Raises LeaseLost if it does not."""
+        if self._lease is not None:
+            await self._lease.confirm()
+
+    async def create(self, spec: JobSpec, idempotency_key: str | None = None) -> tuple[JobRecord, bool]:
+        """Queues a job. The same key with the same job gives the first one and False; with another job, Conflict."""
+        job_id = new_job_id()
+        key = keys.idempotency(idempotency_key) if idempotency_key else keys.job(job_id)
+
+        async def attempt(pipe: Pipe) -> tuple[str, bool]:
+            if await pipe.exists(keys.job(job_id)):
+                return job_id, True  # the answer to a first attempt was lost
+            if idempotency_key and (earlier := await _submitted(pipe, key, spec)) is not None:
+                return earlier, False
+            pipe.multi()
+            if idempotency_key:
+                pipe.set(key, json.dumps({"job": job_id, "digest": _digest(spec)}), ex=IDEMPOTENCY_TTL_S)
+                pipe.hset(keys.job(job_id), "idempotency", key)
+            pipe.hset(keys.job(job_id), mapping=self._first_fields(spec))
+            for index in (keys.jobs(), keys.jobs_with_status(JobStatus.QUEUED)):
+                pipe.zadd(index, {job_id: 0})
+            add_event(pipe, job_id, "status", {"status": JobStatus.QUEUED, "previous": "", "reason": ""})
+            return job_id, True
+
+        found, created = await self._transaction(attempt, key)
+        return await self.get(found), created
+
+    async def find_submitted(self, spec: JobSpec, idempotency_key: str) -> JobRecord | None:
+        """The job that `create` would give back for this key. Raises Conflict as `create` does."""
+        job_id = await _submitted(self._redis, keys.idempotency(idempotency_key), spec)
+        return None if job_id is None else await self.get(job_id)
+
+    async def get(self, job_id: str) -> JobRecord:
+        """Raises NotFound; Gone for a deleted job while its Idempotency-Key lives."""
+        row = await self._redis.hgetall(keys.job(job_id))
+        if not row and (stone := await self._redis.get(keys.tombstone(job_id))) is not None:
+            raise Gone(json.loads(stone)["reason"])
+        return _record(job_id, row)
+
+    async def statuses(self, job_ids: Sequence[str]) -> list[tuple[JobStatus, Desired]]:
+        """What changes of running jobs, in one round trip. Raises NotFound."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for job_id in job_ids:
+                pipe.hmget(keys.job(job_id), "status", "desired")
+            rows = await pipe.execute()
+        return [
+            (JobStatus(_present(job_id, status)), Desired(desired.decode()))
+            for job_id, (status, desired) in zip(job_ids, rows, strict=True)
+        ]
+
+    async def desired_state(self, job_id: str) -> tuple[Desired, int]:
+        """What the job shall be, and the number of the newest revision of its rewards. Raises NotFound."""
+        desired, number = await self._redis.hmget(keys.job(job_id), "desired", REVISION)
+        return Desired(_present(job_id, desired)), int(number or 0)
+
+    async def jobs(
+        self, cursor: str | None = None, limit: int = 50, status: JobStatus | None = None
+    ) -> tuple[list[JobRecord], str | None]:
+        """A page, newest first, and the cursor of the next one (None: there is none)."""
+        index = keys.jobs() if status is None else keys.jobs_with_status(status)
+        start = f"({cursor}" if cursor else "+"
+        found = [i.decode() for i in await self._redis.zrevrangebylex(index, start, "-", 0, limit + 1)]
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for job_id in found[:limit]:
+                pipe.hgetall(keys.job(job_id))
+            rows = await pipe.execute()
+        records = [_record(job_id, row) for job_id, row in zip(found, rows, strict=False) if row]  # else just deleted
+        return records, found[limit - 1] if len(found) > limit else None
+
+    async def status(self, job_id: str) -> JobStatus:
+        """Raises NotFound or Gone."""
+        status = await self._redis.hget(keys.job(job_id), "status")
+        return (await self.get(job_id)).status if status is None else JobStatus(status.decode())
+
+    async def counts(self) -> dict[JobStatus, int]:
+        """Jobs by status."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            for status in JobStatus:
+                pipe.zcard(keys.jobs_with_status(status))
+            return dict(zip(JobStatus, await pipe.execute(), strict=True))
+
+    async def active(self) -> list[str]:
+        """Ids of the jobs that have not ended, oldest first: what a controller takes up again when it starts."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            for status in JobStatus:
+                if not status.terminal:
+                    pipe.zrange(keys.jobs_with_status(status), 0, -1)
+            return sorted(job_id.decode() for row in await pipe.execute() for job_id in row)
+
+    async def unended(self) -> list[JobRecord]:
+        """Records of the jobs that have not ended, oldest first."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            found = await self.active()
+            for job_id in found:
+                pipe.hgetall(keys.job(job_id))
+            rows = await pipe.execute()
+        return [_record(job_id, row) for job_id, row in zip(found, rows, strict=True) if row]  # else just deleted
+
+    async def set_status(self, job_id: str, status: str, reason: str = "") -> bool:
+        """Changes the status and appends its event; False when nothing changed. Raises Conflict when it has ended."""
+        status = JobStatus(status)
+
+        async def attempt(pipe: Pipe) -> bool:
+            before, was_reason, started = await pipe.hmget(keys.job(job_id), "status", "reason", "started_at")
+            previous = JobStatus(_present(job_id, before))
+            if (previous, was_reason.decode()) == (status, reason):
+                return False
+            if previous.terminal:
+                raise Conflict(f"job {job_id} has ended as {previous}: it cannot become {status}")
+            pipe.multi()
+            pipe.hset(keys.job(job_id), mapping=self._status_fields(status, reason, started is None))
+            pipe.zrem(keys.jobs_with_status(previous), job_id)
+            pipe.zadd(keys.jobs_with_status(status), {job_id: 0})
+            add_event(pipe, job_id, "status", {"status": status, "previous": previous, "reason": reason})
+            if status is JobStatus.QUARANTINED:
+                await self.hold(job_id, pipe)
+            if status.terminal:
+                leave(pipe, job_id, self._clock())
+            return True
+
+        return bool(await self._transaction(attempt, keys.job(job_id)))
+
+    async def request(self, job_id: str, action: Action) -> JobRecord:
+        """Records what the user wants; the runner looks. Asked again, it does nothing. Raises NotFound, Conflict."""
+
+        async def attempt(pipe: Pipe) -> None:
+            status, desired = await pipe.hmget(keys.job(job_id), "status", "desired")
+            before = Desired(_present(job_id, desired))
+            target = next_desired(JobStatus(status.decode()), before, action)
+            if target == before:
+                return
+            pipe.multi()
+            pipe.hset(keys.job(job_id), "desired", target)
+            if target != Desired.DELETED:  # the last status was the last event
+                add_event(pipe, job_id, "request", {"action": action})
+
+        await self.status(job_id)
+        await self._transaction(attempt, keys.job(job_id))
+        return await self.get(job_id)
+
+    async def hold(self, job_id: str, pipe: Pipe) -> None:
+        """Adds to a transaction that the job shall be paused until its user resumes it; not if it is to be cancelled.
+        The job's machine pauses by the event of the same transaction, so a wish that is read later knows of it."""
+        pipe.eval(_HOLD, 1, keys.job(job_id), Desired.RUNNING, Desired.PAUSED)
+
+    async def update_progress(self, job_id: str, *, announce: bool = True, **fields: Any) -> None:
+        """Sets these fields of Progress, the others stay. ValueError for one it has not; `announce`: an event too."""
+        unknown = fields.keys() - Progress.model_fields.keys()
+        if unknown:
+            raise ValueError(
+                f"no such progress: {', '.join(sorted(unknown))}; there is {', '.join(Progress.model_fields)}"
+            )
+        values = Progress(**fields).model_dump(include=set(fields))
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hset(keys.job(job_id), mapping={f"progress.{name}": encode(value) for name, value in values.items()})
+            if announce:
+                add_event(pipe, job_id, "progress", values)
+            await pipe.execute()
+
+    async def set_results(self, job_id: str, results: dict[str, Any]) -> None:
+        """Name → path or figure; replaces what was there."""
+        await self._redis.hset(keys.job(job_id), "results", encode(results))
+
+    async def _transaction(self, attempt: Callable[[Pipe], Awaitable[Any]], watched: str) -> Any:
+        if self._lease is not None:
+            return await self._lease.transaction(attempt, watched)
+        return await self._redis.transaction(attempt, watched, value_from_callable=True)
+
+    def _first_fields(self, spec: JobSpec) -> dict[str, str]:
+        state = {"name": spec.name, "status": JobStatus.QUEUED, "desired": Desired.RUNNING, "reason": ""}
+        progress = {"progress.steps": encode(spec.schedule.steps)}
+        return {**state, **progress, "created_at": repr(self._clock()), "spec": spec.model_dump_json()}
+
+    def _status_fields(self, status: JobStatus, reason: str, first_run: bool) -> dict[str, str]:
+        fields = {"status": str(status), "reason": reason}
+        if status == JobStatus.RUNNING and first_run:
+            fields["started_at"] = repr(self._clock())
+        if status.terminal:
+            fields["ended_at"] = repr(self._clock())
+        return fields
+
+
+def _digest(spec: JobSpec) -> str:
+    """Of the job with its defaults filled in: two files that mean the same are the same job."""
+    canonical = json.dumps(spec.model_dump(mode="json"), sort_keys=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+async def _submitted(redis: Pipe, key: str, spec: JobSpec) -> str | None:
+    found = await redis.get(key)
+    if found is None:
+        return None
+    earlier = json.loads(found)
+    if not await redis.exists(keys.job(earlier["job"])):
+        raise Conflict(
+            f"this Idempotency-Key was used for job {earlier['job']}, which was deleted: use a new key to run it again"
+        )
+    if earlier["digest"] != _digest(spec):
+        raise Conflict(f"this Idempotency-Key was used for another job, {earlier['job']}: give each job its own")
+    return str(earlier["job"])
+
+
+def _present(job_id: str, value: bytes | None) -> str:
+    if value is None:
+        raise NotFound(f"no job {job_id}")
+    return value.decode()
+
+
+def _record(job_id: str, row: dict[bytes, bytes]) -> JobRecord:
+    fields = {name.decode(): value.decode() for name, value in row.items()}
+    if "status" not in fields:
+        raise NotFound(f"no job {job_id}")
+    times = {
+        name: from_epoch(float(fields[name])) for name in ("created_at", "started_at", "ended_at") if name in fields
+    }
+    progress = {
+        name.removeprefix("progress."): json.loads(value)
+        for name, value in fields.items()
+        if name.startswith("progress.")
+    }
+    return JobRecord(
+        id=job_id,
+        name=fields["name"],
+        status=JobStatus(fields["status"]),
+        desired=Desired(fields["desired"]),
+        reason=fields["reason"],
+        spec=json.loads(fields["spec"]),
+        progress=Progress(**progress),
+        results=json.loads(fields.get("results", "{}")),
+        archive=fields.get("archive", ""),
+        rewards=rewards_of(fields),
+        **times,
+    )

@@ -1,0 +1,207 @@
+"""How ended jobs leave Redis: what keeper.py reads of them, and the changes that it makes. A part of JobStore.
+
+A job is removed in two steps. One transaction takes its record from Redis and from the indexes, and notes the id among
+the leftovers; from then on there is no such job. Its other keys are cleared by the id, at once and a second time later,
+because a replica may still write what it began. A controller that dies in between leaves the id to its successor. The
+same list clears what an ended job only needed while it ran.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from flowfleet.redis import keys
+from services.controller.store.records import Desired, JobStatus, Purpose
+
+LATE_S = 600.0
+"""Seconds after which leftovers are cleared again."""
+BATCH = 500
+WORKING = frozenset({"state", "ledger", "refs", "train", "trajectories"})
+"""Parts of a job's keys that only a running job needs."""
+_DEAD = b"trajectories:dead"
+
+
+@dataclass(frozen=True)
+class EndedJob:
+    """What retention goes by. Times are Unix seconds."""
+
+    job_id: str
+    ended_at: float
+    wanted_gone: bool
+    """Its user asked to delete it."""
+    archive: str
+    thinned: bool
+
+
+@dataclass(frozen=True)
+class Leftover:
+    job_id: str
+    again: bool
+    """It was cleared once."""
+
+    @property
+    def member(self) -> str:
+        return f"{int(self.again)}/{self.job_id}"
+
+
+class Removal:
+    _redis: Any
+    _clock: Callable[[], float]
+    _transaction: Callable[[Callable[[Any], Awaitable[Any]], str], Awaitable[Any]]
+
+    async def ended(self) -> list[EndedJob]:
+        """All jobs that have ended, the one that ended first first."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for status in _TERMINAL:
+                pipe.zrange(keys.jobs_with_status(status), 0, -1)
+            ids = [job_id.decode() for row in await pipe.execute() for job_id in row]
+            for job_id in ids:
+                pipe.hmget(keys.job(job_id), "ended_at", "desired", "archive", "thinned")
+            rows = await pipe.execute()
+        found = [
+            EndedJob(job_id, float(at), desired == Desired.DELETED.encode(), (archive or b"").decode(), bool(thinned))
+            for job_id, (at, desired, archive, thinned) in zip(ids, rows, strict=True)
+            if at is not None
+        ]
+        return sorted(found, key=lambda job: (job.ended_at, job.job_id))
+
+    async def history_bytes(self, job_id: str) -> int:
+        """Bytes of Redis that the history of an ended job takes, from samples of its largest keys."""
+        purposes: tuple[Purpose, ...] = ("train", "validate")
+        samples = [keys.samples(job_id, p, part) for p in purposes for part in ("records", "order", "rewards")]
+        names = [keys.job(job_id), keys.events(job_id), keys.events_once(job_id), keys.metrics_steps(job_id), *samples]
+        last = await self._redis.zrange(keys.metrics_steps(job_id), -1, -1)
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.zcard(keys.metrics_steps(job_id))
+            for name in (*names, *(keys.metrics(job_id, int(step)) for step in last)):
+                pipe.memory_usage(name, samples=20)
+            count, *sizes = await pipe.execute()
+        whole, rows = sizes[: len(names)], sizes[len(names) :]
+        return sum(size or 0 for size in whole) + int(count) * sum(size or 0 for size in rows)
+
+    async def mark_archived(self, job_id: str, folder: str) -> None:
+        """The job's archive is complete."""
+        await self._set(job_id, "archive", folder)
+
+    async def thin(self, job_id: str, events: int, metrics: int, samples: int) -> None:
+        """Leaves an ended job only its newest events, rows of metrics and samples of each purpose."""
+        while steps := await self._oldest(keys.metrics_steps(job_id), metrics):
+            await self._write(partial(_drop_steps, job_id=job_id, steps=steps))
+        purposes: tuple[Purpose, ...] = ("train", "validate")
+        for purpose in purposes:
+            while gone := await self._oldest(keys.samples(job_id, purpose, "order"), samples):
+                await self._write(partial(_drop_samples, job_id=job_id, purpose=purpose, references=gone))
+        newest = max(1, events)  # the last status stays
+        await self._write(lambda pipe: pipe.xtrim(keys.events(job_id), maxlen=newest, approximate=False))
+        await self._set(job_id, "thinned", "1")
+
+    async def remove(self, job_id: str, why: str) -> None:
+        """Removes an ended job from sight; its other keys are among the leftovers then."""
+        name = keys.job(job_id)
+
+        async def attempt(pipe: Any) -> None:
+            status, archive, idempotency = await pipe.hmget(name, "status", "archive", "idempotency")
+            if status is None or not JobStatus(status.decode()).terminal:
+                return
+            left_ms = await pipe.pttl(idempotency) if idempotency else 0
+            where = f"; its archive is {archive.decode()}" if archive else ""
+            pipe.multi()
+            pipe.delete(name)
+            for index in (keys.jobs(), *map(keys.jobs_with_status, _TERMINAL)):
+                pipe.zrem(index, job_id)
+            leave(pipe, job_id, self._clock())
+            if left_ms > 0:
+                pipe.set(keys.tombstone(job_id), json.dumps({"reason": f"job {job_id} {why}{where}"}), px=left_ms)
+
+        await self._transaction(attempt, name)
+
+    async def exists(self, job_id: str) -> bool:
+        return bool(await self._redis.exists(keys.job(job_id)))
+
+    async def leftovers(self) -> list[Leftover]:
+        """Leftovers to clear now."""
+        found = await self._redis.zrangebyscore(keys.leftovers(), "-inf", self._clock())
+        parts = [member.decode().partition("/") for member in found]
+        return [Leftover(job_id, again == "1") for again, _, job_id in parts]
+
+    async def clear(self, leftovers: Sequence[Leftover]) -> None:
+        """Deletes all keys of removed jobs, and of the others what only a running job needs."""
+        ids = {leftover.job_id for leftover in leftovers}
+        kept = {job_id for job_id in ids if await self.exists(job_id)}
+        batch: list[bytes] = []
+        async for name in self._redis.scan_iter(match="ff:*", count=5000):
+            if _is_left(name, ids, kept):
+                batch.append(name)
+            if len(batch) == BATCH:
+                await self._unlink(batch)
+                batch = []
+        await self._unlink(batch)
+
+        def cleared(pipe: Any) -> None:
+            pipe.zrem(keys.leftovers(), *(leftover.member for leftover in leftovers))
+            again = [Leftover(leftover.job_id, True).member for leftover in leftovers if not leftover.again]
+            if again:
+                pipe.zadd(keys.leftovers(), dict.fromkeys(again, self._clock() + LATE_S))
+
+        if leftovers:
+            await self._write(cleared)
+
+    async def _unlink(self, names: Sequence[bytes]) -> None:
+        if names:
+            await self._write(lambda pipe: pipe.unlink(*names))
+
+    async def _oldest(self, name: str, keep: int) -> list[bytes]:
+        """Members beyond the newest `keep` of a sorted set, as many as one batch takes."""
+        beyond = await self._redis.zcard(name) - keep
+        return list(await self._redis.zrange(name, 0, min(beyond, BATCH) - 1)) if beyond > 0 else []
+
+    async def _set(self, job_id: str, field: str, value: str) -> None:
+        """Sets a field of a job that is still there."""
+
+        async def attempt(pipe: Any) -> None:
+            there = await pipe.exists(keys.job(job_id))
+            pipe.multi()
+            if there:
+                pipe.hset(keys.job(job_id), field, value)
+
+        await self._transaction(attempt, keys.job(job_id))
+
+    async def _write(self, fill: Callable[[Any], Any]) -> None:
+        """One fenced transaction."""
+
+        async def attempt(pipe: Any) -> None:
+            pipe.multi()
+            fill(pipe)
+
+        await self._transaction(attempt, keys.leader_term())
+
+
+_TERMINAL = tuple(status for status in JobStatus if status.terminal)
+
+
+def leave(pipe: Any, job_id: str, now: float) -> None:
+    """Adds to a transaction that the job's leftovers are to be cleared."""
+    pipe.zadd(keys.leftovers(), {Leftover(job_id, False).member: now})
+
+
+def _drop_steps(pipe: Any, job_id: str, steps: Sequence[bytes]) -> None:
+    pipe.unlink(*(keys.metrics(job_id, int(step)) for step in steps))
+    pipe.zrem(keys.metrics_steps(job_id), *steps)
+
+
+def _drop_samples(pipe: Any, job_id: str, purpose: Purpose, references: Sequence[bytes]) -> None:
+    pipe.hdel(keys.samples(job_id, purpose, "records"), *references)
+    pipe.zrem(keys.samples(job_id, purpose, "order"), *references)
+    pipe.zrem(keys.samples(job_id, purpose, "rewards"), *references)
+
+
+def _is_left(name: bytes, ids: Collection[str], kept: Collection[str]) -> bool:
+    _, job_id, part, *_ = *name.split(b":", 2), b"", b""
+    owner = job_id.decode()
+    if owner not in ids:
+        return False
+    return owner not in kept or (part.split(b":")[0].decode() in WORKING and part != _DEAD)

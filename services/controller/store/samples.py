@@ -1,0 +1,188 @@
+"""The job's samples as people look at them: prompt, scores and where the picture is. A part of JobStore.
+
+For each purpose one hash (reference → record) and two sorted sets: by reference, which is by step, and by reward.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from flowfleet.errors import NotFound
+from flowfleet.proto.common_pb2 import BlobRef
+from flowfleet.redis import keys
+from services.controller.store.records import Order, Purpose, SampleRecord
+
+MAX_SAMPLES = 100_000
+"""Of one purpose; beyond it the oldest steps go."""
+PAGE = 1000
+
+_SWAP = """
+if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return 0 end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
+return 1
+"""
+
+FOREIGN_CURSOR = "cursor: take it from `next_cursor` of the page before, with the same order and step"
+
+
+class _Names:
+    def __init__(self, job_id: str, purpose: Purpose) -> None:
+        self.records = keys.samples(job_id, purpose, "records")
+        self.order = keys.samples(job_id, purpose, "order")
+        self.rewards = keys.samples(job_id, purpose, "rewards")
+
+
+class SampleRecords:
+    _redis: Any
+
+    async def put_sample(self, job_id: str, sample: SampleRecord) -> None:
+        await self.put_samples(job_id, [sample])
+
+    async def put_samples(self, job_id: str, samples: Iterable[SampleRecord]) -> None:
+        """Adds or replaces records, one for each (purpose, step, group, index)."""
+        purposes: set[Purpose] = set()
+        async with self._redis.pipeline(transaction=True) as pipe:
+            for sample in samples:
+                _put(pipe, _Names(job_id, sample.purpose), sample)
+                purposes.add(sample.purpose)
+            await pipe.execute()
+        for purpose in purposes:
+            await self._forget_oldest(job_id, purpose)
+
+    async def put_shadow(
+        self, job_id: str, purpose: Purpose, shadow: str, scores: Mapping[tuple[int, int, int], float]
+    ) -> None:
+        """Adds what a shadow gave the samples (step, group, index) to their records. Of two who change one record at
+        once the second reads it again; a record that is no longer kept stays away."""
+        name = _Names(job_id, purpose).records
+        left = {_reference(*place): score for place, score in scores.items()}
+        while left:
+            rows = await self._redis.hmget(name, list(left))
+            known = [(ref, row) for ref, row in zip(left, rows, strict=True) if row is not None]
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for ref, row in known:
+                    record = SampleRecord.model_validate_json(row)
+                    changed = record.model_copy(update={"shadow": {**record.shadow, shadow: left[ref]}})
+                    pipe.eval(_SWAP, 1, name, ref, row, changed.model_dump_json())
+                done = await pipe.execute()
+            left = {ref: left[ref] for (ref, _), swapped in zip(known, done, strict=True) if not swapped}
+
+    async def get_sample(
+        self, job_id: str, step: int, group: int, index: int, purpose: Purpose = "train"
+    ) -> SampleRecord:
+        """Raises NotFound."""
+        row = await self._redis.hget(_Names(job_id, purpose).records, _reference(step, group, index))
+        if row is None:
+            raise NotFound(f"job {job_id} has no {purpose} sample {step}/{group}/{index}")
+        return SampleRecord.model_validate_json(row)
+
+    async def samples(
+        self,
+        job_id: str,
+        *,
+        purpose: Purpose = "train",
+        step: int | None = None,
+        order: Order = "newest",
+        cursor: str | None = None,
+        limit: int = 50,
+    ) -> tuple[list[SampleRecord], str | None]:
+        """A page and the cursor of the next one (None: there is none).
+
+        `best` and `worst` go by reward and leave out samples without one; their pages may shift while the job runs.
+        Raises ValueError for a cursor that is none of ours.
+        """
+        if order in ("best", "worst"):
+            return await self._by_reward(job_id, purpose, step, order == "best", cursor, limit)
+        _check_reference(cursor, step)
+        low, high = ("-", "+") if step is None else (f"[{step:010d}/", f"[{step:010d}0")
+        name = _Names(job_id, purpose).order
+        if order == "newest":
+            found = await self._redis.zrevrangebylex(name, f"({cursor}" if cursor else high, low, 0, limit + 1)
+        else:
+            found = await self._redis.zrangebylex(name, f"({cursor}" if cursor else low, high, 0, limit + 1)
+        following = found[limit - 1].decode() if len(found) > limit else None
+        return await self._records(job_id, purpose, found[:limit]), following
+
+    async def media_beyond(self, job_id: str, newest: int) -> list[BlobRef]:
+        """Pictures and videos of the samples beyond the newest of each purpose."""
+        found = []
+        purposes: tuple[Purpose, ...] = ("train", "validate")
+        for purpose in purposes:
+            beyond = await self._redis.zcard(_Names(job_id, purpose).order) - newest
+            for start in range(0, beyond, PAGE):
+                stop = min(start + PAGE, beyond) - 1
+                references = await self._redis.zrange(_Names(job_id, purpose).order, start, stop)
+                found += [media_ref(record) for record in await self._records(job_id, purpose, references)]
+        return [ref for ref in found if ref.uri]
+
+    async def _by_reward(
+        self, job_id: str, purpose: Purpose, step: int | None, best: bool, cursor: str | None, limit: int
+    ) -> tuple[list[SampleRecord], str | None]:
+        start = _offset(cursor)
+        name = _Names(job_id, purpose).rewards
+        if step is None:
+            found = await self._redis.zrange(name, start, start + limit, desc=best)
+        else:
+            found = (await self._step_by_reward(job_id, purpose, step, best))[start : start + limit + 1]
+        following = str(start + limit) if len(found) > limit else None
+        return await self._records(job_id, purpose, found[:limit]), following
+
+    async def _step_by_reward(self, job_id: str, purpose: Purpose, step: int, best: bool) -> list[bytes]:
+        names = _Names(job_id, purpose)
+        references = await self._redis.zrangebylex(names.order, f"[{step:010d}/", f"[{step:010d}0")
+        scores = await self._redis.zmscore(names.rewards, references) if references else []
+        scored = [(score, reference) for score, reference in zip(scores, references, strict=True) if score is not None]
+        return [reference for _, reference in sorted(scored, reverse=best)]
+
+    async def _records(self, job_id: str, purpose: Purpose, references: Iterable[bytes]) -> list[SampleRecord]:
+        wanted = list(references)
+        rows = await self._redis.hmget(_Names(job_id, purpose).records, wanted) if wanted else []
+        return [SampleRecord.model_validate_json(row) for row in rows if row is not None]
+
+    async def _forget_oldest(self, job_id: str, purpose: Purpose) -> None:
+        names = _Names(job_id, purpose)
+        count = await self._redis.zcard(names.order) - MAX_SAMPLES
+        if count <= 0:
+            return
+        oldest = await self._redis.zrange(names.order, 0, count - 1)
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hdel(names.records, *oldest)
+            pipe.zrem(names.order, *oldest)
+            pipe.zrem(names.rewards, *oldest)
+            await pipe.execute()
+
+
+def media_ref(sample: SampleRecord) -> BlobRef:
+    """The place of the sample's picture or video."""
+    return BlobRef(uri=sample.media_uri, size_bytes=sample.media_size_bytes, sha256=sample.media_sha256)
+
+
+def _put(pipe: Any, names: _Names, sample: SampleRecord) -> None:
+    reference = _reference(sample.step, sample.group, sample.index)
+    pipe.hset(names.records, reference, sample.model_dump_json())
+    pipe.zadd(names.order, {reference: 0})
+    if sample.reward is None:
+        pipe.zrem(names.rewards, reference)
+    else:
+        pipe.zadd(names.rewards, {reference: sample.reward})
+
+
+def _reference(step: int, group: int, index: int) -> str:
+    """Of fixed width, so that the order of text is the order of numbers."""
+    return f"{step:010d}/{group:05d}/{index:05d}"
+
+
+def _check_reference(cursor: str | None, step: int | None) -> None:
+    known = cursor is None or re.fullmatch(r"\d{10}/\d{5}/\d{5}", cursor, re.ASCII)
+    if not known or (cursor and step is not None and int(cursor[:10]) != step):
+        raise ValueError(FOREIGN_CURSOR)
+
+
+def _offset(cursor: str | None) -> int:
+    if cursor is None:
+        return 0
+    if not re.fullmatch(r"\d{1,12}", cursor, re.ASCII):
+        raise ValueError(FOREIGN_CURSOR)
+    return int(cursor)

@@ -1,0 +1,142 @@
+"""The batch/v1 Job of a job's trainer, made from the chart's template. Pure.
+
+The template says all that a cluster's people decide: image, volumes, security, placement, queue. Added here are name,
+labels, owner, how many pods of how many ranks, their arguments, and an accelerator for each rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flowfleet.job.spec import JobSpec
+from flowfleet.process.commands import POD_PORT, trainer_pod_command
+
+RANKS_PER_POD = "flowfleet.io/ranks-per-pod"
+ACCELERATOR = "flowfleet.io/accelerator"
+DRAIN_S = "flowfleet.io/drain-s"
+QUEUE = "kueue.x-k8s.io/queue-name"
+JOB = "flowfleet.io/job"
+CONTAINER = "trainer"
+MAX_NAME = 63
+"""Of a pod's host name, which is <Job>-<index>."""
+
+
+@dataclass(frozen=True)
+class TrainerTemplate:
+    """A checked template."""
+
+    job: Mapping[str, Any]
+    ranks_per_pod: int
+    """At most."""
+    accelerator: str
+    """Resource of which each rank gets one; "" for CPUs."""
+    drain_s: int
+    """For a running command to end on SIGTERM; torchrun kills ranks after 30 s."""
+    subdomain: str
+
+    def pods(self, ranks: int) -> int:
+        """The fewest that share the ranks evenly, as torchrun wants it."""
+        fewest = math.ceil(ranks / self.ranks_per_pod)
+        return next(count for count in range(fewest, ranks + 1) if ranks % count == 0)
+
+    def render(self, job_id: str, spec: JobSpec, *, name: str, labels: Mapping[str, str], owner: Any) -> dict[str, Any]:
+        """`labels` go on Job and pods; `owner` is an ownerReference."""
+        ranks = spec.trainer.world_size
+        pods = self.pods(ranks)
+        job: dict[str, Any] = copy.deepcopy(dict(self.job))
+        every = {**labels, JOB: job_id}
+        metadata, body = job["metadata"], job["spec"]
+        metadata["name"] = name
+        metadata["labels"] = {**(metadata.get("labels") or {}), **every}
+        metadata["ownerReferences"] = [owner]
+        body["completions"] = body["parallelism"] = pods
+        of_pods = body["template"].setdefault("metadata", {})
+        of_pods["labels"] = {**(of_pods.get("labels") or {}), **every}
+        container = _container(body["template"]["spec"])
+        master = f"{name}-0.{self.subdomain}"
+        container["args"] = trainer_pod_command(
+            pods=pods, ranks_per_pod=ranks // pods, master=master, drain_s=self.drain_s
+        )
+        if self.accelerator:
+            limits = container.setdefault("resources", {}).setdefault("limits", {})
+            limits[self.accelerator] = str(ranks // pods)
+        if spec.trainer.threads:
+            container.setdefault("env", []).append({"name": "OMP_NUM_THREADS", "value": str(spec.trainer.threads)})
+        return job
+
+    def address(self, name: str, namespace: str) -> str:
+        """Of rank 0 of the Job of this name."""
+        return f"{name}-0.{self.subdomain}.{namespace}.svc:{POD_PORT}"
+
+
+def load_template(path: Path) -> TrainerTemplate:
+    """Raises ValueError that names what is wrong with it."""
+    try:
+        return parse_template(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ValueError(f"--trainer-template {path} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--trainer-template {path} is no YAML: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"--trainer-template {path}: {error}") from None
+
+
+def parse_template(job: Any) -> TrainerTemplate:
+    """Raises ValueError that names the field or annotation."""
+    if not isinstance(job, dict) or (job.get("apiVersion"), job.get("kind")) != ("batch/v1", "Job"):
+        raise ValueError("it must be a Job of batch/v1")
+    for place, value in {
+        "spec.completionMode": "Indexed",
+        "spec.backoffLimit": 0,
+        "spec.template.spec.restartPolicy": "Never",
+    }.items():
+        if _at(job, place) != value:
+            raise ValueError(f"{place} must be {value}")
+    annotations = _at(job, "metadata.annotations") or {}
+    ranks = _number(annotations, RANKS_PER_POD, 1)
+    drain_s = _number(annotations, DRAIN_S, 0)
+    accelerator = annotations.get(ACCELERATOR)
+    if not isinstance(accelerator, str):
+        raise ValueError(f'annotation {ACCELERATOR} must be the name of a resource, as nvidia.com/gpu, or "" for CPUs')
+    subdomain = _at(job, "spec.template.spec.subdomain")
+    if not isinstance(subdomain, str) or not subdomain:
+        raise ValueError("spec.template.spec.subdomain must name the headless Service of the trainers")
+    _container(_at(job, "spec.template.spec"))
+    return TrainerTemplate(job, ranks, accelerator, drain_s, subdomain)
+
+
+def attempt_name(release: str, job_id: str) -> str:
+    """Of a new Job, and new each time, so that nobody takes the last attempt's address for this one's. Of a UUIDv7 the
+    end is random, the beginning is the time."""
+    suffix = f"-trainer-{job_id[-12:]}-{secrets.token_hex(3)}"
+    return release[: MAX_NAME - len(suffix) - len("-9999")].rstrip("-") + suffix
+
+
+def _number(annotations: Mapping[str, Any], name: str, least: int) -> int:
+    text = str(annotations.get(name, ""))
+    if not (text.isascii() and text.isdecimal() and int(text) >= least):
+        raise ValueError(f"annotation {name} must be a number, at least {least}, not {text!r}")
+    return int(text)
+
+
+def _container(pod: Mapping[str, Any]) -> dict[str, Any]:
+    containers = pod.get("containers") or []
+    for container in containers if isinstance(containers, list) else []:
+        if isinstance(container, dict) and container.get("name") == CONTAINER:
+            return container
+    raise ValueError(f"spec.template.spec.containers must have one named {CONTAINER}")
+
+
+def _at(job: Any, place: str) -> Any:
+    """None where there is nothing."""
+    for name in place.split("."):
+        job = job.get(name) if isinstance(job, dict) else None
+    return job

@@ -1,0 +1,55 @@
+"""Encoded media to samples, with limits that are checked in the header, before any pixel is decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from flowfleet.media.files import PICTURE_TYPES, VIDEO_TYPES, MediaError, MediaLimits, OpenedMedia, open_media
+from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO, Modality
+from flowfleet.rewards.requests import EncodedSample
+from services.reward.scorer import Problem, Sample
+
+LIMITS = MediaLimits()
+MAX_PIXELS = LIMITS.max_pixels
+MAX_SIDE = LIMITS.max_side
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A picture or video of which only the header has been read."""
+
+    media: OpenedMedia
+    sample: EncodedSample
+
+    @property
+    def num_pixels(self) -> int:
+        """Of all frames."""
+        return self.media.num_pixels
+
+
+def open_sample(sample: EncodedSample, modalities: Collection[Modality.ValueType]) -> Opened | Problem:
+    """Reads the header of a sample's media; a Problem for a media type, a content or a size that is refused."""
+    types = media_types(modalities)
+    if sample.media_type not in types:
+        return Problem("media_type", f"media_type {sample.media_type!r} is not read here: send {', '.join(types)}")
+    try:
+        return Opened(open_media(sample.media, sample.media_type, LIMITS), sample)
+    except MediaError as error:
+        return Problem(error.reason, str(error))
+
+
+def decode(opened: Opened) -> Sample | Problem:
+    """Decodes the pixels. Alpha is dropped; of an animated picture the first frame counts."""
+    try:
+        frames = opened.media.decode()
+    except MediaError as error:
+        return Problem(error.reason, str(error))
+    sample = opened.sample
+    return Sample(frames, sample.prompt, dict(sample.metadata), sample.group_id, sample.sample_id)
+
+
+def media_types(modalities: Collection[Modality.ValueType]) -> tuple[str, ...]:
+    """What a scorer of these modalities is sent."""
+    pictures = tuple(PICTURE_TYPES) if MODALITY_IMAGE in modalities else ()
+    return pictures + (VIDEO_TYPES if MODALITY_VIDEO in modalities else ())

@@ -1,0 +1,262 @@
+"""What a scorer is: a class that gives each picture or video of a batch a score, or says why there is none.
+
+There are two kinds. A `Scorer` computes: it gets decoded frames, in a worker thread or in processes of a pool, one
+batch at a time. An `AsyncScorer` asks somebody else: it gets the encoded bytes on the event loop, many calls at once.
+To add one: subclass either, fill its attributes, read the request's parameters in `parse`, score in `score`, and write
+`make(name, settings, num_threads)` beside it, which the registry calls. The service does the rest: transport, decoding,
+batching, limits, metrics, and the refusal of non-finite scores.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Self, TypeVar
+
+import numpy as np
+from PIL import Image
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from flowfleet.media.files import Frames
+from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, Modality
+from flowfleet.rewards.requests import EncodedSample
+
+Params = TypeVar("Params")
+
+
+MAX_PICTURES = 8
+"""Pictures that a scorer of pictures looks at in a video."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """What a scorer sees: decoded RGB frames, of which a picture has one, its prompt, and the metadata of the prompt's
+    line in the data set."""
+
+    frames: Frames
+    """(F, H, W, 3) uint8."""
+    prompt: str
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    group_id: str = ""
+    """Of the samples of one prompt, which are compared with one another."""
+    sample_id: str = ""
+
+    @classmethod
+    def of_picture(cls, image: Image.Image, prompt: str, metadata: Mapping[str, str] | None = None) -> Sample:
+        """A sample of one RGB picture."""
+        return cls(np.asarray(image)[None], prompt, metadata or {})
+
+    @property
+    def image(self) -> Image.Image:
+        """The picture; of a video the first frame."""
+        return Image.fromarray(self.frames[0])
+
+    def pictures(self, limit: int = MAX_PICTURES) -> list[Image.Image]:
+        """The picture; of a video all frames or, evenly spaced from the first to the last, `limit` of them."""
+        places = np.linspace(0, len(self.frames) - 1, min(limit, len(self.frames))).round().astype(int)
+        return [Image.fromarray(self.frames[place]) for place in places]
+
+
+@dataclass(frozen=True)
+class Score:
+    """A score and its named components; all must be finite, else the service turns it into a `Problem`."""
+
+    value: float
+    components: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a sample has no score. `reason` is a short name that metrics count by; `message` says what to change."""
+
+    reason: str
+    message: str
+
+
+Outcome = Score | Problem
+
+
+def mean_score(scores: Sequence[Score]) -> Score:
+    """The means of the values and of each component, exactly rounded; of one score itself. For scorers of pictures that
+    take videos too: at least one, all with the same components."""
+
+    def mean(numbers: Sequence[float]) -> float:
+        return math.fsum(numbers) / len(numbers)
+
+    components = {name: mean([score.components[name] for score in scores]) for name in scores[0].components}
+    return Score(mean([score.value for score in scores]), components)
+
+
+@dataclass(frozen=True)
+class ProcessLimits:
+    """How processes of a pool are handed the samples of a scorer."""
+
+    max_part: int = 8
+    """Samples handed over at a time; whole groups, where the scorer needs them, are never cut."""
+    base_s: float = 40.0
+    """A part that takes longer than this and `sample_s` for each of its samples hangs: its process is killed. By
+    default twenty times what the OCR reader takes for a page, yet at most `timeouts.hang_s` as a job has it by default
+    for a part of the default size."""
+    sample_s: float = 10.0
+    setting: str = ""
+    """The scorer's setting that these seconds come from."""
+
+    def seconds(self, num_samples: int) -> float:
+        """That a process may take for so many samples."""
+        return self.base_s + self.sample_s * num_samples
+
+
+class _Described(ABC, Generic[Params]):
+    """What `Describe` answers, as attributes of the class or of the object."""
+
+    name: str
+    version: str
+    """Changes whenever the same media and prompt could get another score: of a scorer with a checkpoint or a rubric it
+    holds their hash."""
+    modalities: tuple[Modality.ValueType, ...] = (MODALITY_IMAGE,)
+    """What it scores; samples of another modality get a `Problem` from the service and never reach it."""
+    score_range: tuple[float, float]
+    """Least and greatest score; ±inf where there is no bound."""
+    components: tuple[str, ...] = ()
+    needs_group: bool = False
+    """Compares the samples of a group: those of one call with equal `group_id` reach `score` together."""
+    call_bytes: int = 0
+    """That a call should have at most: scoring begins while the rest is under way. 0: large batches gain more."""
+
+    @abstractmethod
+    def parse(self, params: Mapping[str, str]) -> Params:
+        """The request's parameters as a hashable value: requests with equal values share a batch. ValueError names
+        the parameter to change."""
+
+
+class Scorer(_Described[Params]):
+    """A reward that is computed here. `score` runs in one thread, one batch at a time; a batch holds samples of several
+    callers with equal parameters, and may be one part of a larger one that several processes with a scorer each share.
+    """
+
+    heavy: bool = False
+    """Takes a CPU long for a picture: by default it is run in several processes, where there are CPUs for them."""
+    isolated: bool = False
+    """Runs code of others: never in the service's own process, even where one process scores."""
+    process_limits: ProcessLimits = ProcessLimits()
+    call_bytes = 2**22
+    """Seven PNGs of 512 x 512 that are full of noise. 0 is better for a model, whose forward pass takes a batch."""
+
+    def start(self) -> None:
+        """Loads what `score` needs: called once, in the process that scores, before the first batch. The object that
+        parses and describes in the service's own process is not started where a pool scores."""
+
+    @abstractmethod
+    def score(self, samples: Sequence[Sample], params: Params) -> list[Outcome]:
+        """One outcome a sample, in order."""
+
+
+class AsyncScorer(_Described[Params]):
+    """A reward that asks others, over a network. Nothing of it may block the event loop."""
+
+    async def start(self) -> None:
+        """Opens what `score` needs. Called once, in the event loop, before the first call."""
+
+    async def close(self) -> None:
+        """Called once, when no call of `score` runs any more."""
+
+    @abstractmethod
+    async def score(self, samples: Sequence[EncodedSample], params: Params) -> list[Outcome]:
+        """One outcome a sample, in order; of the media only the header has been read. One call for each call of the
+        service, many at once, and cancelled with it.
+        Raises `flowfleet.errors.Unavailable`, saying why, where nothing can be scored now."""
+
+
+AnyScorer = Scorer[Any] | AsyncScorer[Any]
+
+
+class ScorerSettings(BaseModel):
+    """Base of what a service's `--settings` and `--set` say to one scorer: strict, frozen, no unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @classmethod
+    def read(cls, settings: Mapping[str, Any]) -> Self:
+        """ValueError with one line a problem, each naming its setting and what to change."""
+        try:
+            return cls.model_validate(dict(settings))
+        except ValidationError as error:
+            raise ValueError("\n".join(cls._explain(item) for item in error.errors(include_url=False))) from None
+
+    @classmethod
+    def _explain(cls, item: Any) -> str:
+        name = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(name, cls.model_fields, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(cls.model_fields) or 'none'}"
+            return f"settings.{name}: unknown setting; {hint}"
+        message = str(item["msg"]).removeprefix("Value error, ")
+        return f"settings.{name}: {message[0].lower()}{message[1:]}" if name else message
+
+
+class NoSettings(ScorerSettings):
+    """Of a scorer that has none."""
+
+
+def score_range(low: float | None, high: float | None) -> tuple[float, float]:
+    """Of two settings `score_min` and `score_max`, where None is no bound. ValueError where they are not in order."""
+    bounds = (-math.inf if low is None else low, math.inf if high is None else high)
+    if bounds[0] >= bounds[1]:
+        raise ValueError(f"settings.score_min {low} must be below settings.score_max {high}")
+    return bounds
+
+
+def numbers_of(answer: Mapping[str, Any], components: Sequence[str]) -> tuple[float, dict[str, float]]:
+    """`score`, and those of the named components that are there, of what somebody else gave for a sample. ValueError,
+    which says what it is, for one that is missing or not a number: text is never read as one."""
+    if "score" not in answer:
+        raise ValueError(f"no score, but {', '.join(map(str, answer)) or 'nothing'}")
+    return _number("score", answer["score"]), {
+        name: _number(name, answer[name]) for name in components if name in answer
+    }
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, str | bytes) or value is None:
+        raise ValueError(f"{value!r:.80} as {name}, which is no number")
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{value!r:.80} as {name}, which is no number") from None
+
+
+def read_params(params: Mapping[str, str], readers: Mapping[str, Callable[[str], Any]]) -> dict[str, Any]:
+    """Reads each parameter with the reader of its name, which raises ValueError for a bad value.
+
+    Raises ValueError for an unknown parameter, naming the valid ones, and for a bad value, naming the parameter.
+    """
+    for name in params:
+        if name not in readers:
+            raise ValueError(f"params.{name} is unknown: this scorer takes {', '.join(readers) or 'no parameters'}")
+    return {name: _read(name, text, readers[name]) for name, text in params.items()}
+
+
+def _read(name: str, text: str, reader: Callable[[str], Any]) -> Any:
+    try:
+        return reader(text)
+    except ValueError as error:
+        raise ValueError(f"params.{name} = {text!r}: {error}") from error
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    """Reader of a parameter with a fixed set of values."""
+
+    def read(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"say one of {', '.join(choices)}")
+        return text
+
+    return read
+
+
+def boolean(text: str) -> bool:
+    """Reader of "true" and "false"."""
+    return one_of("true", "false")(text.lower()) == "true"

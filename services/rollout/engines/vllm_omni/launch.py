@@ -1,0 +1,70 @@
+"""Starts vLLM-Omni in this process, with our pipelines and worker extension. Nothing of it is imported before."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from typing import Any
+
+import torch
+
+from flowfleet.proto.rollout_pb2 import ModelSpec
+from services.rollout.engines.vllm_omni import slim_imports
+from services.rollout.engines.vllm_omni.plugin import TARGET
+
+ATTENTION_BACKEND = "TORCH_SDPA"
+"""vLLM-Omni's default needs the flash-attn package."""
+_EXTENSION = "services.rollout.engines.vllm_omni.extension.RolloutWorkerExtension"
+
+
+def require_installed() -> None:
+    """Raises ValueError where vLLM or vLLM-Omni is not."""
+    missing = [name for name in ("vllm", "vllm_omni") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"--engine vllm-omni: {' and '.join(missing)} not installed: pip install 'flowfleet[vllm-omni]' on NVIDIA "
+            "GPUs, `make vllm-omni` on CPUs; or give --engine diffusers"
+        )
+
+
+def start(model: ModelSpec, pipeline: str, device: torch.device, attention_backend: str) -> Any:
+    """An `AsyncOmni` with one worker on `device`, whose transformers have no weights yet. Takes seconds.
+
+    Args:
+        model: what to start for; of its folder only configurations are read.
+        pipeline: the name of our pipeline class.
+        device: the CPU, or the first accelerator that this process sees.
+        attention_backend: of vLLM-Omni's, on accelerators.
+    """
+    _set_environment(device)
+    slim_imports.install()
+    from vllm_omni.entrypoints.async_omni import AsyncOmni
+
+    _quieten()
+    attention = {} if device.type == "cpu" else {"diffusion_attention_backend": attention_backend}
+    return AsyncOmni(
+        model=model.path,
+        dtype=model.dtype,
+        max_num_seqs=1,  # A request is a batch already.
+        log_stats=False,
+        enforce_eager=True,  # Blocks are compiled by `acceleration`.
+        custom_pipeline_args={"pipeline_class": pipeline},
+        worker_extension_cls=_EXTENSION,
+        **attention,
+    )
+
+
+def _set_environment(device: torch.device) -> None:
+    """What vLLM reads when it is imported."""
+    if device.type == "cpu":
+        os.environ.setdefault(TARGET, "cpu")
+    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+
+def _quieten() -> None:
+    """vLLM-Omni tells each request, and warns of each that has no output of its own, as all of ours."""
+    for library in ("vllm", "vllm_omni"):
+        logging.getLogger(library).setLevel(logging.WARNING)
+    logging.getLogger("vllm_omni.diffusion.diffusion_engine").setLevel(logging.ERROR)

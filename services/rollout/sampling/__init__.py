@@ -1,0 +1,1 @@
+"""One request on its way: checked, its media fetched, sampled, published."""

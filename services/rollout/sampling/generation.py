@@ -1,0 +1,108 @@
+"""One admitted request on its way through engine and publisher.
+
+It runs as a task of its own: when the caller goes away, the engine stops at the next denoising step, but a batch that
+was finished is still published. While one batch is published the engine makes the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+from flowfleet.hardware import devices
+from flowfleet.proto.common_pb2 import Sample
+from flowfleet.proto.rollout_pb2 import GenerateRequest
+from services.rollout.engines.base import Cancelled, GeneratedBatch, GenerationRequest, RolloutEngine
+from services.rollout.metrics import RolloutMetrics
+from services.rollout.sampling.publisher import Publisher
+
+log = logging.getLogger(__name__)
+
+
+class Generation:
+    """`check` raises if the weights are no longer those of the request; `on_done(n, published)` hears of n samples that
+    ended, with their data stored or without."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        publisher: Publisher,
+        metrics: RolloutMetrics,
+        *,
+        wire: GenerateRequest,
+        request: GenerationRequest,
+        check: Callable[[], None],
+        on_done: Callable[[int, bool], None],
+    ) -> None:
+        self._engine = engine
+        self._publisher = publisher
+        self._metrics = metrics
+        self._wire = wire
+        self._request = request
+        self._check = check
+        self._on_done = on_done
+        self._left = request.num_samples
+        self._wanted = True
+        self._finished: asyncio.Queue[Sample | None] = asyncio.Queue()
+        self._context = {"job": wire.job_id, "step": wire.step}
+
+    async def samples(self) -> AsyncGenerator[Sample, None]:
+        """Runs the request and yields its samples as they are published. Raises what stopped it."""
+        task = asyncio.create_task(self._run(), name="generation")
+        task.add_done_callback(self._ended)
+        try:
+            while (sample := await self._finished.get()) is not None:
+                yield sample
+            await task
+        finally:
+            self._wanted = False
+
+    async def _run(self) -> None:
+        start = time.perf_counter()
+        publishing: asyncio.Task[None] | None = None
+        try:
+            async with aclosing(self._engine.generate(self._request, lambda: not self._wanted)) as batches:
+                async for batch in batches:
+                    self._check()
+                    if publishing is not None:
+                        await publishing
+                    publishing = asyncio.create_task(self._publish(batch))
+        except Cancelled:
+            log.info("nobody waits for %d samples any more", self._left, extra=self._context)
+        finally:
+            try:
+                if publishing is not None:
+                    await publishing
+            finally:
+                self._close(time.perf_counter() - start)
+
+    async def _publish(self, batch: GeneratedBatch) -> None:
+        start = time.perf_counter()
+        samples = await self._publisher.publish(self._wire, batch)
+        self._metrics.published(
+            self._wire.job_id, len(samples), {**batch.seconds, "publish": time.perf_counter() - start}
+        )
+        self._metrics.peak_memory(devices.peak_memory_bytes(self._engine.device))
+        self._count(len(samples), published=True)
+        for sample in samples:
+            log.debug("made", extra={**self._context, "sample": f"{sample.id.group}/{sample.id.index}"})
+            self._finished.put_nowait(sample)
+
+    def _close(self, seconds: float) -> None:
+        made = self._request.num_samples - self._left
+        log.info("%d of %d samples in %.2f s", made, self._request.num_samples, seconds, extra=self._context)
+        self._metrics.dropped(self._wire.job_id, self._left)
+        self._count(self._left, published=False)
+        self._finished.put_nowait(None)
+
+    def _count(self, num_samples: int, *, published: bool) -> None:
+        self._left -= num_samples
+        self._on_done(num_samples, published)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """What stopped a request whose caller is gone is told to nobody else."""
+        if not task.cancelled() and task.exception() is not None and not self._wanted:
+            log.error("a request without a caller failed", exc_info=task.exception(), extra=self._context)

@@ -1,0 +1,95 @@
+"""The pictures and videos that a request brings: fetched, checked, decoded, and brought to the size of the samples.
+
+Condition images stay as large as they are, for the model family knows how it wants them. Finished media become frames
+of exactly the request's size: cropped around the centre to its aspect ratio, then resized; of a video `num_frames`
+frames are taken, evenly spaced from the first to the last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Final, TypeVar
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from flowfleet.data.blobs import BlobStore
+from flowfleet.errors import DataLoss
+from flowfleet.media.files import Frames, MediaLimits, decode_media
+from flowfleet.models.settings import Size
+from flowfleet.proto import common_pb2, rollout_pb2
+from services.rollout.engines.base import GenerationRequest, PromptGroup
+
+LIMITS: Final = MediaLimits()
+_PARALLEL_READS: Final = 8
+
+T = TypeVar("T")
+
+
+class MediaReader:
+    """Decodes in `pool`, off the event loop."""
+
+    def __init__(self, blobs: BlobStore, pool: ThreadPoolExecutor) -> None:
+        self._blobs = blobs
+        self._pool = pool
+        self._reads = asyncio.Semaphore(_PARALLEL_READS)
+
+    async def read(self, wire: rollout_pb2.GenerateRequest, request: GenerationRequest) -> GenerationRequest:
+        """`request`, which came of `wire`, with what the latter only refers to.
+
+        Raises DataLoss for what is no picture or video of the type stated, too large or too short: the request is right
+        and others with the same settings will do. NotFound for a blob that is gone.
+        """
+        messages = {message.group: message for message in wire.groups}
+        groups = await asyncio.gather(
+            *(self._group(messages[group.group], group, request.sampling.size) for group in request.groups)
+        )
+        return replace(request, groups=tuple(groups))
+
+    async def _group(self, message: rollout_pb2.PromptGroup, group: PromptGroup, size: Size) -> PromptGroup:
+        images = await asyncio.gather(*(self._read(media, group.group, _picture) for media in message.images))
+        shape = partial(fit, size=size)
+        media = await asyncio.gather(*(self._read(media, group.group, shape) for media in message.media))
+        by_index = dict(zip(message.indices, media, strict=False))
+        return replace(group, images=tuple(images), media=tuple(by_index[index] for index in group.indices if media))
+
+    async def _read(self, media: common_pb2.Media, group: int, use: Callable[[Frames], T]) -> T:
+        """What `use` makes of all the frames of a file."""
+        async with self._reads:
+            try:
+                if media.blob.size_bytes > LIMITS.max_bytes:
+                    raise ValueError(f"{media.blob.size_bytes} bytes are more than {LIMITS.max_bytes}")
+                data = await self._blobs.get(media.blob)
+                work = partial(_decoded, data, media.media_type, use)
+                return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+            except ValueError as error:
+                raise DataLoss(f"group {group}: {media.blob.uri}: {error}") from None
+
+
+def _decoded(data: bytes, media_type: str, use: Callable[[Frames], T]) -> T:
+    return use(decode_media(data, media_type, LIMITS))
+
+
+def _picture(frames: Frames) -> Image.Image:
+    if len(frames) != 1:
+        raise ValueError(f"it is a video of {len(frames)} frames: condition images must be pictures")
+    return Image.fromarray(frames[0])
+
+
+def fit(frames: Frames, size: Size) -> Frames:
+    """(num_frames, height, width, 3) of `size` from any frames; see the module. Raises ValueError for too few."""
+    if len(frames) < size.num_frames:
+        raise ValueError(f"its {len(frames)} frames are fewer than sampling.num_frames = {size.num_frames}")
+    places = np.linspace(0, len(frames) - 1, size.num_frames).round().astype(int)
+    return np.stack([_resized(frames[place], size) for place in places])
+
+
+def _resized(frame: Frames, size: Size) -> Frames:
+    """(H, W, 3) to (height, width, 3)."""
+    if frame.shape[:2] == (size.height, size.width):
+        return frame
+    return np.asarray(ImageOps.fit(Image.fromarray(frame), (size.width, size.height), Image.Resampling.LANCZOS))

@@ -1,0 +1,151 @@
+"""From the wire's GenerateRequest to the engine's request. What a client can get wrong is said here, as ValueError."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import cast, get_args
+
+from flowfleet.algorithms.registry import STEPS
+from flowfleet.algorithms.samplers import SamplerName
+from flowfleet.limits import MAX_IMAGES, MAX_PROMPT_BYTES, check_bytes
+from flowfleet.models.settings import Guidance, Size
+from flowfleet.proto import common_pb2, rollout_pb2
+from flowfleet.redis.keys import check_job_id
+from services.rollout.engines.base import GenerationRequest, Noise, PromptGroup, Record, Sampling
+
+MAX_SAMPLES = 65_536
+MAX_STEPS = 1000
+MAX_SIDE = 8192
+MAX_FRAMES = 1025
+
+
+def generation_request(request: rollout_pb2.GenerateRequest) -> GenerationRequest:
+    """The engine's view of a request, rows in (group, index) order. Raises ValueError with what to change."""
+    check_job_id(request.job_id)
+    groups = _groups(request.groups)
+    sampling = _sampling(request.sampling)
+    noise = _noise(request.noise, sampling.num_steps)
+    record = _record(request, noise)
+    if request.reference_kl and (record == "none" or not noise.steps or any(group.media for group in groups)):
+        raise ValueError("reference_kl: it is measured at noisy steps: give PURPOSE_TRAIN, and sde_steps with eta > 0")
+    return GenerationRequest(groups, sampling, noise, record, request.reference_kl)
+
+
+def _record(request: rollout_pb2.GenerateRequest, noise: Noise) -> Record:
+    is_training = request.purpose == common_pb2.PURPOSE_TRAIN
+    is_final = request.record == common_pb2.RECORD_FINAL
+    if not is_training and request.purpose != common_pb2.PURPOSE_VALIDATE:
+        raise ValueError("purpose: give PURPOSE_TRAIN or PURPOSE_VALIDATE")
+    if any(group.media for group in request.groups) and not (is_training and is_final):
+        raise ValueError("groups.media: give PURPOSE_TRAIN and RECORD_FINAL, for media have no noisy steps")
+    if not is_training:
+        return "none"
+    if not is_final and not noise.steps:
+        raise ValueError(
+            "noise: RECORD_STEPS needs sde_steps and eta > 0, for an ODE has no log-prob to train on; or give "
+            "RECORD_FINAL"
+        )
+    return "final" if is_final else "steps"
+
+
+def _groups(messages: Sequence[rollout_pb2.PromptGroup]) -> tuple[PromptGroup, ...]:
+    groups = [_group(message) for message in messages]
+    numbers = [group.group for group in groups]
+    num_samples = sum(len(group.indices) for group in groups)
+    if not groups or len(set(numbers)) != len(numbers):
+        raise ValueError(f"groups: give at least one, each with its own number, not {numbers}")
+    if num_samples > MAX_SAMPLES:
+        raise ValueError(f"groups: {num_samples} samples are more than {MAX_SAMPLES} in one call: split it")
+    if len({bool(message.media) for message in messages}) > 1:
+        raise ValueError("groups: give media to all groups of a call or to none: split it")
+    if len({bool(message.images) for message in messages}) > 1:
+        raise ValueError("groups: give images to all groups of a call or to none: split it")
+    return tuple(sorted(groups, key=lambda group: group.group))
+
+
+def _group(message: rollout_pb2.PromptGroup) -> PromptGroup:
+    indices, seeds = list(message.indices), list(message.seeds)
+    if not indices or len(indices) != len(seeds):
+        raise ValueError(
+            f"group {message.group}: give one seed an index and at least one index, not {len(seeds)} and {len(indices)}"
+        )
+    if len(set(indices)) != len(indices):
+        raise ValueError(f"group {message.group}: indices repeat: {indices}")
+    if len(message.images) > MAX_IMAGES:
+        raise ValueError(f"group {message.group}: {len(message.images)} images are more than {MAX_IMAGES}")
+    if message.media and len(message.media) != len(indices):
+        raise ValueError(
+            f"group {message.group}: give one of media an index, not {len(message.media)} and {len(indices)}"
+        )
+    check_bytes(f"group {message.group}: its prompt", len(message.prompt.encode()), MAX_PROMPT_BYTES)
+    pairs = sorted(zip(indices, seeds, strict=True))
+    ordered = tuple(index for index, _ in pairs), tuple(seed for _, seed in pairs)
+    return PromptGroup(message.group, message.prompt, *ordered, initial_seed=message.initial_seed)
+
+
+def _sampling(message: rollout_pb2.Sampling) -> Sampling:
+    for name, side in (("height", message.height), ("width", message.width)):
+        if not 0 < side <= MAX_SIDE:
+            raise ValueError(f"sampling.{name} = {side}: give 1 to {MAX_SIDE} pixels")
+    if not 0 < message.num_inference_steps <= MAX_STEPS:
+        raise ValueError(f"sampling.num_inference_steps = {message.num_inference_steps}: give 1 to {MAX_STEPS}")
+    guidance = message.guidance_scale
+    if not (math.isfinite(guidance) and guidance >= 1):
+        raise ValueError(f"sampling.guidance_scale = {guidance}: give a number of at least 1; 1 is off")
+    check_bytes("sampling.negative_prompt", len(message.negative_prompt.encode()), MAX_PROMPT_BYTES)
+    negative = message.negative_prompt if guidance > 1 else ""
+    size = Size(message.height, message.width, message.num_frames or 1)
+    if size.num_frames > MAX_FRAMES:
+        raise ValueError(f"sampling.num_frames = {size.num_frames}: give 1 to {MAX_FRAMES}")
+    return Sampling(
+        size,
+        message.num_inference_steps,
+        Guidance(guidance, _embedded_guidance(message)),
+        negative,
+        message.condition_pixels or None,
+        _sampler(message.sampler or "euler"),
+        _shift(message),
+    )
+
+
+def _sampler(name: str) -> SamplerName:
+    for known in get_args(SamplerName):
+        if name == known:
+            return cast(SamplerName, name)
+    raise ValueError(f"sampling.sampler = {name!r}: give one of {', '.join(get_args(SamplerName))}")
+
+
+def _shift(message: rollout_pb2.Sampling) -> float | None:
+    if not message.HasField("shift"):
+        return None
+    if not (math.isfinite(message.shift) and message.shift > 0):
+        raise ValueError(f"sampling.shift = {message.shift}: give a finite number above 0, or leave it out")
+    return message.shift
+
+
+def _embedded_guidance(message: rollout_pb2.Sampling) -> float | None:
+    if not message.HasField("embedded_guidance"):
+        return None
+    value = message.embedded_guidance
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"sampling.embedded_guidance = {value}: give a finite number of at least 0, or leave it out")
+    return value
+
+
+def _noise(message: rollout_pb2.Noise, num_steps: int) -> Noise:
+    steps = tuple(message.sde_steps)
+    if not (math.isfinite(message.eta) and message.eta >= 0):
+        raise ValueError(f"noise.eta = {message.eta}: give a finite number of at least 0")
+    if not steps or message.eta == 0:
+        if message.tail_steps:
+            raise ValueError(f"noise.tail_steps = {message.tail_steps} needs sde_steps and eta > 0: leave it out")
+        return Noise(share_initial=message.share_initial_noise)
+    if message.step_type not in STEPS:
+        raise ValueError(f"noise.step_type = {message.step_type!r}: give one of {', '.join(STEPS)}")
+    if list(steps) != sorted(set(steps)) or steps[-1] >= num_steps:
+        raise ValueError(f"noise.sde_steps = {list(steps)}: give ascending steps below {num_steps}, each once")
+    recorded = tuple(message.recorded_steps)
+    if list(recorded) != sorted(set(recorded)) or not set(recorded) <= set(steps):
+        raise ValueError(f"noise.recorded_steps = {list(recorded)}: give ascending ones of sde_steps, each once")
+    return Noise(message.step_type, message.eta, steps, message.share_initial_noise, message.tail_steps, recorded)

@@ -1,0 +1,287 @@
+"""Checkpoints: `<directory>/step-00000012/`, complete or not there at all.
+
+Tensors (what is trained, AdamW's two moments as they are kept, the old policy of losses that keep one, the average of
+jobs that have one, each rank's generator states) are written by torch.distributed.checkpoint in its safetensors
+storage, each rank its own shards (checkpoint_files.py); they may be read by another number of ranks. Its usual storage
+is avoided because that keeps its metadata as a pickle. `state.json` has the rest: the record of applied steps, the
+optimizer's steps and all updates, the loss's scale, the names, sizes and digests of all files, and its own digest. A
+folder is written aside and renamed when everything in it is on disk. Aside, each trainer has a name of its own: one
+that was given up may still write. The directory must be shared by all ranks.
+
+A checkpoint that is not what was written is set aside (set_aside.py), and the next older one counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from flowfleet.errors import Conflict, DataLoss, FlowfleetError, Full
+from flowfleet.hardware import devices
+from flowfleet.process.clock import steady_time
+from services.trainer.checkpoints import files
+from services.trainer.checkpoints.fence import Fence
+from services.trainer.checkpoints.set_aside import kept_aside, set_aside
+from services.trainer.checkpoints.state import FORMAT, complete_state, read_state, write_state
+from services.trainer.parallel.sharding import local
+from services.trainer.record import Record
+
+if TYPE_CHECKING:
+    from services.trainer.model.engine import Engine
+
+STALE_S = 3600.0
+"""Nobody writes to a folder any more that has not changed for so long."""
+ROOM_BYTES = 2**24
+"""Kept free beside a checkpoint's tensors, for `state.json` and the file system's own."""
+_NAME = re.compile(r"step-(\d{8,})")
+_ASIDE = re.compile(r"\.step-(\d{8,})\.(?:(\w+)\.)?partial")
+
+warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)  # a world of one
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints of one job."""
+
+    directory: Path
+    job_id: str
+    keep_last: int
+    token: str = field(default_factory=lambda: secrets.token_hex(4))
+    """Of this trainer, rank 0's."""
+
+    @cached_property
+    def fence(self) -> Fence:
+        """Rank 0 looks at it before it completes anything."""
+        return Fence(self.directory)
+
+    def take_over(self) -> None:
+        """By rank 0. Makes this trainer the job's current one: an earlier one that wakes completes nothing any more.
+        What it was writing aside goes, at once and as a whole, so that it cannot even be renamed."""
+        self.fence.take()
+        for left in self.directory.glob(".step-*partial"):
+            ours = left.with_name(f"{left.name.removesuffix('partial')}{self.token}.gone")
+            with suppress(OSError):  # its owner has just renamed it
+                os.rename(left, ours)
+        for gone in self.directory.glob(".step-*.gone"):
+            shutil.rmtree(gone, ignore_errors=True)
+
+    def save(self, engine: Engine, record: Record) -> Path:
+        """Collective. Writes the state of `record.applied` unless it is there already; forgets the oldest ones.
+
+        Raises Full while there is no room for it, and leaves nothing behind then.
+        """
+        ranks = engine.ranks
+        name = f"step-{record.applied:08d}"
+        path = self.directory / name
+        aside = self.directory / f".{name}.{ranks.broadcast(self.token.encode()).decode()}.partial"
+        with ranks.together():
+            exists = complete_state(path) is not None
+        if exists:
+            return path
+        engine.reshard()
+        tensors = _tensors(engine)
+        needed = int(ranks.sum(torch.tensor(sum(local(tensor).nbytes for tensor in tensors.values())))) + ROOM_BYTES
+        try:
+            with ranks.together():
+                if ranks.rank == 0:
+                    self._clean(record.applied - 1)
+                    self._make_room(needed)
+                    aside.mkdir(parents=True)
+                    self.fence.check()  # after it, so that whoever takes over sees the folder or is seen
+            with ranks.together():
+                digests = files.write(tensors, aside, ranks)
+            with ranks.together():
+                if ranks.rank == 0:
+                    self._complete(aside, path, engine, record, digests)
+        except FlowfleetError as error:
+            if ranks.rank == 0:
+                shutil.rmtree(aside, ignore_errors=True)
+            if isinstance(error, Full):
+                raise Full(self._no_room(needed)) from None
+            raise
+        return path
+
+    def choose(self, misfit: Callable[[Record], str], *, from_start: bool = True) -> Path | None:
+        """The newest complete checkpoint without a misfit, by rank 0; None where the job begins at step 0. Sets aside
+        newer ones, and what is damaged.
+
+        Raises OtherFormat. Raises DataLoss where no complete checkpoint will do and the job cannot begin at step 0
+        either, by `from_start`. They stay where they are.
+        """
+        misfits: dict[Path, str] = {}
+        chosen = None
+        for path in self._paths():
+            try:
+                reason = misfit(Record.from_json(read_state(path)["record"]))
+            except DataLoss as error:
+                set_aside(path, str(error))
+            else:
+                if not reason:
+                    chosen = path
+                    break
+                misfits[path] = reason
+        if chosen is None and misfits and not from_start:
+            raise DataLoss(self._none_will_do(misfits))
+        for path, reason in misfits.items():
+            set_aside(path, reason)
+        return chosen
+
+    def load(self, engine: Engine, path: Path) -> Record:
+        """Collective. Puts a checkpoint into model, optimizer and generators, and verifies it meanwhile.
+
+        Raises Conflict if it does not fit. Raises DataLoss if it is not what was written: it was set aside, and the
+        engine has to be made anew.
+        """
+        ranks = engine.ranks
+        try:
+            return self._load(engine, path)
+        except DataLoss as error:
+            with ranks.together():
+                if ranks.rank == 0:
+                    set_aside(path, str(error))
+            raise
+
+    def _load(self, engine: Engine, path: Path) -> Record:
+        with engine.ranks.together():
+            state = read_state(path)
+            if state["job_id"] != self.job_id or state["parameters"] != _fingerprint(engine):
+                raise Conflict(
+                    f"{path} is no checkpoint of job {self.job_id} with this model and adapter, and with moments in as "
+                    "many bits (trainer.optimizer.state): use an empty directory"
+                )
+            record = Record.from_json(state["record"])
+        tensors = _tensors(engine)
+        has_average = "updates" in state  # not if it was written before there were averages
+        if not has_average:
+            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("ema.")}
+        if state["world_size"] != engine.ranks.world_size:
+            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("rng.")}
+        files.read_verified(tensors, path, state, engine.ranks)
+        _adopt(engine, tensors, state["optimizer_steps"])
+        engine.policies.num_updates = state.get("updates", max(state["optimizer_steps"].values()))
+        if not has_average:
+            engine.policies.start_average()
+        engine.loss_scale.restore(state.get("loss_scale", {}))
+        return record
+
+    def _paths(self) -> list[Path]:
+        """Newest first."""
+        if not self.directory.is_dir():
+            return []
+        found = [(int(match[1]), path) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name))]
+        return [path for _, path in sorted(found, reverse=True)]
+
+    def _complete(self, aside: Path, path: Path, engine: Engine, record: Record, digests: dict[str, str]) -> None:
+        """The last steps, by rank 0: `state.json`, everything to disk, the name, and room."""
+        state = {
+            "format": FORMAT,
+            "job_id": self.job_id,
+            "world_size": engine.ranks.world_size,
+            "parameters": _fingerprint(engine),
+            "files": {file.name: file.stat().st_size for file in sorted(aside.iterdir())},
+            "digests": digests,
+            "optimizer_steps": engine.optimizer.num_steps(),
+            "updates": engine.policies.num_updates,
+            "loss_scale": engine.loss_scale.to_json(),
+            "record": record.to_json(),
+        }
+        if engine.is_lora:
+            state["lora_alpha"] = engine.spec.trainer.lora.alpha
+        write_state(aside, state)
+        for file in (*aside.iterdir(), aside):
+            _sync(file)
+        self.fence.put(aside, path)
+        _sync(self.directory)
+        for old in self._paths()[self.keep_last :]:
+            shutil.rmtree(old, ignore_errors=True)
+        self._clean(record.applied)
+
+    def _clean(self, step: int) -> None:
+        """Forgets what was left aside: our own, of steps up to this one, and what nobody writes to."""
+        for left in self.directory.glob(".step-*partial"):
+            match = _ASIDE.fullmatch(left.name)
+            if match and (match[2] == self.token or int(match[1]) <= step or _age_s(left) > STALE_S):
+                shutil.rmtree(left, ignore_errors=True)
+
+    def _make_room(self, needed: int) -> None:
+        """Raises Full before anything is written. What was set aside goes first."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for old in kept_aside(self.directory):
+            if self._free() < needed:
+                shutil.rmtree(old.path, ignore_errors=True)
+        if self._free() < needed:
+            raise Full(self._no_room(needed))
+
+    def _none_will_do(self, misfits: Mapping[Path, str]) -> str:
+        told = "; ".join(f"{path.name}: {reason}" for path, reason in misfits.items())
+        return (
+            f"no checkpoint goes with the ledger ({told}). Redis and {self.directory} are of two times: put a matching "
+            "copy of one of them back, then resume the job; or cancel it and begin a new one from its newest checkpoint"
+        )
+
+    def _no_room(self, needed: int) -> str:
+        return (
+            f"no room for a checkpoint: {self.directory} has {self._free():,} bytes free of the {needed:,} that it "
+            "needs besides those that are kept (schedule.keep_last). Free some: the job then goes on by itself"
+        )
+
+    def _free(self) -> int:
+        return shutil.disk_usage(self.directory).free
+
+
+def _tensors(engine: Engine) -> dict[str, Tensor]:
+    """Everything by name; loading writes into these very tensors."""
+    tensors = {f"trained.{name}": parameter.detach() for name, parameter in engine.trained.items()}
+    states = devices.rng_state(engine.ranks.device)
+    rng = {f"rng.{engine.ranks.rank}.{kind}": state for kind, state in states.items()}
+    return tensors | engine.optimizer.moments() | engine.policies.state() | rng
+
+
+def _adopt(engine: Engine, tensors: dict[str, Tensor], optimizer_steps: dict[str, int]) -> None:
+    """Hands counts and generator states to their owners; parameters, moments and old policy were loaded in place."""
+    engine.optimizer.restore(optimizer_steps)
+    prefix = f"rng.{engine.ranks.rank}."
+    rng = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    if rng:
+        devices.set_rng_state(engine.ranks.device, rng)
+
+
+def _fingerprint(engine: Engine) -> str:
+    """sha256 over names and shapes of what is trained, and whether its moments have 8 bits or 32."""
+    text = "\n".join(f"{name} {list(parameter.shape)}" for name, parameter in _sorted(engine.trained))
+    if engine.spec.trainer.optimizer.state == "8bit":
+        text += "\n8bit"
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _age_s(folder: Path) -> float:
+    """Since anything in it changed."""
+    try:
+        return steady_time() - max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+    except OSError:  # its owner has just renamed it
+        return 0.0
+
+
+def _sorted(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    return iter(sorted(tensors.items()))
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

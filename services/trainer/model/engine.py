@@ -1,0 +1,206 @@
+"""The model on its ranks: transformers and adapter under FSDP2, AdamW on what is trained.
+
+Only the transformers are loaded: one, or the two experts of some families, each an FSDP root of its own whose blocks
+are FSDP units. They are made without weights, sharded, and filled by every rank for itself (loading.py). With LoRA the
+base stays in `model.dtype`, frozen; what is trained, the adapters or everything, has fp32 masters that FSDP casts to
+`model.dtype` for the forward and reduces in fp32.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowfleet.algorithms.coarse import check_noise
+from flowfleet.algorithms.losses import limits
+from flowfleet.hardware import devices
+from flowfleet.job.spec import JobSpec
+from flowfleet.models.base import ModelAdapter, Schedule
+from flowfleet.models.empty import cast_persistent_buffers
+from flowfleet.models.registry import adapter_for
+from flowfleet.process.service import usable_cpus
+from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
+from flowfleet.seeds import derive_seed
+from flowfleet.weights import lora, weights
+from services.trainer.model.gather import Gather
+from services.trainer.model.loading import CheckpointSource, DummySource, Source, fill, fill_parameter
+from services.trainer.model.policies import Policies, Policy
+from services.trainer.model.warm_start import WarmStart, open_adapter
+from services.trainer.optim.adamw import ShardedAdamW
+from services.trainer.optim.loss_scale import LossScale
+from services.trainer.parallel.blocks import checkpoint_blocks, compile_blocks
+from services.trainer.parallel.ranks import Ranks
+from services.trainer.parallel.sharding import allocate, reshard, shard_expert
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """The trainable model of a job. Methods marked collective must be called by all ranks alike."""
+
+    adapter: ModelAdapter
+    experts: dict[str, Any]
+    """`adapter.experts`, sharded: transformers by component name."""
+    trained: dict[str, Any]
+    """Parameters that are trained, by published name: DTensors, fp32."""
+    optimizer: ShardedAdamW
+    loss_scale: LossScale
+    policies: Policies
+    """What is kept beside the trained weights."""
+
+    def __init__(self, spec: JobSpec, ranks: Ranks, *, resumes: bool = False) -> None:
+        """Loads the model; `shard` comes next. `resumes`: a checkpoint is loaded after that, so `model.adapter` is not
+        read. Raises ValueError for a model, size, target or adapter that is not there, an adapter that does not fit,
+        limits that limit nothing at this size, or noise that a step is too coarse for."""
+        self.spec = spec
+        self.ranks = ranks
+        self.dtype = weights.dtype_of(spec.model.dtype)
+        _set_threads(spec, ranks)
+        load_dtype = self.dtype if self.is_lora else torch.float32
+        self.adapter = adapter_for(spec.model.path).load(
+            spec.model.path, dtype=load_dtype, device="cpu", components=("transformer",), load_format="empty"
+        )
+        self.adapter.limit_tokens(spec.model.max_sequence_length)
+        num_elements = math.prod(self.adapter.latent_shape(spec.rollout.size))
+        limits(spec.algorithm, num_elements)
+        self.loss_scale = LossScale(num_elements, is_on=self.dtype == torch.float16)
+        check_noise(spec, self.schedule)
+        self.experts = dict(self.adapter.experts)
+        self._sources = {component: self.source(component) for component in self.experts}
+        for component, expert in self.experts.items():
+            self._sources[component].check(expert)
+            expert.requires_grad_(not self.is_lora)
+            cast_persistent_buffers(expert, self.dtype)
+        if self.is_lora:
+            lora.inject_lora(self.experts, lora_spec(spec), dtype=torch.float32)
+        self._start: WarmStart | None = None
+        if spec.model.adapter is not None and not resumes:
+            self._start = open_adapter(Path(spec.model.adapter), list(self.experts))
+            self._start.check(lora.named_adapter_parameters(self.experts), lora_spec(spec))
+        for expert in self.experts.values():
+            if spec.trainer.gradient_checkpointing != "none":
+                checkpoint_blocks(expert, spec.trainer.gradient_checkpointing)
+            if spec.trainer.compile:
+                compile_blocks(expert)
+        if spec.trainer.compile:
+            ranks.beats.watch_compilations()
+
+    def shard(self) -> None:
+        """Collective. Spreads the model over the ranks' devices, reads or draws this rank's shards, makes the optimizer
+        and keeps the policies that the job needs beside the trained one."""
+        for component, expert in self.experts.items():
+            shard_expert(expert, self.ranks, self.dtype, keeps_gathered=self._keeps_gathered)
+            allocate(expert, self.ranks.device)
+            fill(expert, self._sources.pop(component), self.ranks)
+        self.adapter.device, self.adapter.dtype = self.ranks.device, self.dtype
+        named = lora.named_adapter_parameters if self.is_lora else weights.full_parameters
+        self.trained = dict(named(self.experts))
+        if self.is_lora:
+            self._start_adapter()
+        self.optimizer = ShardedAdamW(self.trained, self.spec.trainer.optimizer, self.ranks)
+        self.policies = Policies(self.spec, self.experts, self.trained, self.dtype)
+
+    @property
+    def schedule(self) -> Schedule:
+        """What rollouts sample with."""
+        rollout = self.spec.rollout
+        return self.adapter.schedule(rollout.num_inference_steps, rollout.size, rollout.shift)
+
+    @property
+    def is_lora(self) -> bool:
+        return self.spec.trainer.mode == "lora"
+
+    def component(self, timestep: Tensor) -> str:
+        """Name of the expert for noise levels (0-d or (B,), 1000 sigma) that are all of one expert."""
+        expert = self.adapter.expert(timestep)
+        return next(name for name, module in self.experts.items() if module is expert)
+
+    def policy(self, policy: Policy) -> AbstractContextManager[None]:
+        """Inside, forwards (without gradient) are those of another policy; see `Policies.active`."""
+        return self.policies.active(policy)
+
+    def set_last_backward(self, component: str, is_last: bool) -> None:
+        """Before each forward and backward of an update, for the expert that it goes through.
+
+        An adapter's gradients are reduced once, at the expert's last; full ones each time, for nobody can keep them
+        unsharded.
+        """
+        expert = self.experts[component]
+        if self.is_lora:
+            expert.set_requires_gradient_sync(is_last)
+        if self._keeps_gathered:
+            expert.set_reshard_after_backward(is_last)
+
+    def gather(self, *, evaluated: bool = False) -> Gather:
+        """What is published, in `model.dtype`, to be gathered bucket by bucket: the weights that sample, or those that
+        are evaluated; see `Policies.weights`."""
+        self.reshard()
+        tensors = self.policies.weights(evaluated=evaluated)
+        return Gather(tensors, self.dtype, self.ranks.device, on_bucket=self.ranks.beats.beat)
+
+    def full_tensors(self, *, evaluated: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Collective, a bucket at a time. Whole tensors of what is published, by published name."""
+        return self.gather(evaluated=evaluated).tensors()
+
+    def reshard(self) -> None:
+        """Frees gathered parameters, which a forward without backward leaves, so that the model holds its shards."""
+        reshard(self.experts)
+
+    @property
+    def _keeps_gathered(self) -> bool:
+        """Whether parameters stay gathered between the forwards of an update: where it is the adapter alone."""
+        return self.ranks.world_size == 1 and self.is_lora
+
+    def source(self, component: str) -> Source:
+        """The weights of a transformer as they were before training, from disk or drawn anew."""
+        model = self.spec.model
+        if model.load_format == "dummy":
+            return DummySource(component, self.ranks.device)
+        return CheckpointSource(Path(model.path) / component)
+
+    def _start_adapter(self) -> None:
+        """What the job starts from; or every rank draws all of it and keeps its shards."""
+        if self._start is not None:
+            self._start.fill(self.trained, self.ranks)
+            self._start = None
+            log.info("starts from the adapter %s", self.spec.model.adapter)
+            return
+        seed = derive_seed(self.spec.seed, "lora")
+        for name, start in lora.initial_values(self.trained, lora_spec(self.spec), seed):
+            fill_parameter(self.trained[name], self.ranks, start.__getitem__)
+
+
+def model_spec(spec: JobSpec) -> ModelSpec:
+    """What replicas load. What is at its default is left out, so that a replica which has loaded the folder at its
+    start has loaded the job's model."""
+    model, rollout = spec.model, spec.rollout
+    is_usual = model.max_sequence_length == adapter_for(model.path).max_sequence_length
+    return ModelSpec(
+        path=model.path,
+        dtype=model.dtype,
+        load_format="dummy" if model.load_format == "dummy" else "",
+        compile=rollout.compile,
+        quantization="" if rollout.quantization == "none" else rollout.quantization,
+        max_sequence_length=0 if is_usual else model.max_sequence_length or 0,
+    )
+
+
+def lora_spec(spec: JobSpec) -> LoraSpec:
+    """With the family's own target modules where the job names none."""
+    part = spec.trainer.lora
+    targets = part.target_modules or adapter_for(spec.model.path).lora_targets
+    return LoraSpec(rank=part.rank, alpha=part.alpha, target_modules=targets)
+
+
+def _set_threads(spec: JobSpec, ranks: Ranks) -> None:
+    """For the calling thread, which must be the one that computes."""
+    torch.set_num_threads(spec.trainer.threads or max(1, usable_cpus() // ranks.world_size))
+    if spec.trainer.deterministic and devices.is_accelerator(ranks.device):
+        torch.use_deterministic_algorithms(True, warn_only=True)

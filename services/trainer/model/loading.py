@@ -1,0 +1,127 @@
+"""Weights into shards: every rank reads or draws its own part of each parameter and no more.
+
+A transformer comes without weights (`load_format="empty"`), is sharded, gets memory, and is filled here. Nobody ever
+holds the whole of it on the host: a checkpoint's files are mapped, and of a sharded parameter only this rank's rows are
+read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from flowfleet.models.loading import dummy_parameter, weight_files
+from services.trainer.parallel.ranks import Ranks
+from services.trainer.parallel.sharding import local, rows_of_rank
+
+_WRAPPED = ".base_layer."
+"""What PEFT puts into the name of a module that it adapts."""
+
+
+class Source(Protocol):
+    """A component's weights by their names in its checkpoint."""
+
+    def check(self, expert: nn.Module) -> None:
+        """Raises ValueError naming what the transformer needs and this has not, or in another shape."""
+
+    def rows(self, name: str, shape: Sequence[int], rows: slice) -> Tensor:
+        """Some rows of a parameter that has `shape` as a whole; any dtype, on any device."""
+
+    def buffer(self, name: str) -> Tensor | None:
+        """A buffer that checkpoints hold; None leaves what the model made itself."""
+
+
+class DummySource:
+    """See `dummy_parameter`. Each rank draws the whole of one parameter after the other."""
+
+    def __init__(self, component: str, device: torch.device) -> None:
+        self._component, self._device = component, device
+
+    def check(self, expert: nn.Module) -> None:
+        """Nothing can be missing."""
+
+    def rows(self, name: str, shape: Sequence[int], rows: slice) -> Tensor:
+        return dummy_parameter(f"{self._component}.{name}", shape, torch.float32, self._device)[rows]
+
+    def buffer(self, name: str) -> Tensor | None:
+        return None
+
+
+class CheckpointSource:
+    """The safetensors of a diffusers component: one file, or several with an index."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ValueError for a folder without such files, or with one that cannot be read."""
+        self._folder = folder
+        self._files = ExitStack()
+        self._places: dict[str, Any] = {}
+        """The open file of each tensor."""
+        paths = weight_files(folder)
+        try:
+            for path in paths:
+                file = self._files.enter_context(safe_open(str(path), framework="pt"))
+                self._places |= dict.fromkeys(file.keys(), file)
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise ValueError(f"the weights in {folder} cannot be read: {error}") from error
+
+    def check(self, expert: nn.Module) -> None:
+        wanted = {name: tensor for name, tensor in persistent(expert) if ".lora_" not in name}
+        if missing := sorted(name for name in wanted if name not in self._places):
+            raise ValueError(
+                f"{self._folder} has no weights for {len(missing)} of {len(wanted)} tensors, the first is "
+                f"{missing[0]}: it must hold every parameter by its own name, tied ones too"
+            )
+        for name, tensor in wanted.items():
+            shape = tuple(self._places[name].get_slice(name).get_shape())
+            if shape != tuple(tensor.shape):
+                raise ValueError(f"{name} in {self._folder} is {shape}, by its configuration it is {(*tensor.shape,)}")
+
+    def rows(self, name: str, shape: Sequence[int], rows: slice) -> Tensor:
+        part: Tensor = self._places[name].get_slice(name)[rows]
+        return part
+
+    def buffer(self, name: str) -> Tensor | None:
+        whole: Tensor = self._places[name].get_tensor(name)
+        return whole
+
+
+def fill(expert: nn.Module, source: Source, ranks: Ranks) -> None:
+    """Gives a transformer its weights, but for the adapter's, in the dtypes that it has. Each rank for itself."""
+    with torch.no_grad():
+        for name, parameter in expert.named_parameters():
+            if ".lora_" not in name:
+                fill_parameter(parameter, ranks, partial(source.rows, _plain(name), parameter.shape))
+                ranks.beats.beat()
+        for name, buffer in persistent(expert):
+            value = source.buffer(name) if not isinstance(buffer, nn.Parameter) else None
+            if value is not None:
+                buffer.copy_(value)
+
+
+def fill_parameter(parameter: Tensor, ranks: Ranks, rows_of: Callable[[slice], Tensor]) -> None:
+    """Copies into this rank's shard what `rows_of` gives for its rows."""
+    shard = local(parameter)
+    if shard.numel() == 0:
+        return
+    rows = rows_of_rank(len(parameter), ranks) if isinstance(parameter, DTensor) else slice(None)
+    shard.copy_(rows_of(rows))
+
+
+def persistent(expert: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and the buffers that checkpoints hold, by their names there."""
+    kept = expert.state_dict().keys()
+    yield from ((_plain(name), parameter) for name, parameter in expert.named_parameters())
+    yield from ((_plain(name), buffer) for name, buffer in expert.named_buffers() if name in kept)
+
+
+def _plain(name: str) -> str:
+    """A parameter's name in a model without adapter."""
+    return name.replace(_WRAPPED, ".")

@@ -1,0 +1,132 @@
+"""The policies beside the trained one: the model before training, the old policy of losses that keep one, and the
+average of the trained weights for jobs that ask for it.
+
+With LoRA the reference is the base without its adapter and costs nothing. With full weights it is a copy of the base in
+`model.dtype`, which the forward casts to anyway. The old policy (DiffusionNFT) is a copy of what is trained, in fp32:
+it samples, follows the trained one after the steps, and is part of every checkpoint. So is the average
+(`trainer.ema`), which follows after the updates and is what is validated and exported. Copies are of this rank's shards
+and lie on its device. A policy serves by its shards being written into the model's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from flowfleet.algorithms.matching import old_policy_decay
+from flowfleet.job.spec import EmaPart, JobSpec
+from flowfleet.weights import lora
+from services.trainer.parallel.sharding import exchanged, like, local, reshard
+
+Policy = Literal["reference", "old"]
+"""reference: the model before training. old: the one that samples for a loss that keeps it."""
+
+
+class Policies:
+    """Made of a model that has not been trained yet. Keeps only what the job's loss reads."""
+
+    def __init__(
+        self, spec: JobSpec, experts: lora.Experts, trained: Mapping[str, Any], model_dtype: torch.dtype
+    ) -> None:
+        self._spec = spec
+        self._experts = experts
+        self._trained = trained
+        self.num_updates = 0
+        """Updates that were applied since the job's start."""
+        self._old: dict[str, Tensor] | None = None
+        self._average: dict[str, Tensor] | None = None
+        self._reference: dict[str, Tensor] | None = None
+        if spec.loss.keeps_old_policy:
+            self._old = self._copies(torch.float32)
+        if spec.averages:
+            self._average = self._copies(torch.float32)
+        if needs_reference(spec) and spec.trainer.mode == "full":
+            self._reference = self._copies(model_dtype)
+
+    @contextmanager
+    def active(self, policy: Policy) -> Iterator[None]:
+        """Inside, forwards are the policy's; only without gradient. The trained weights are back afterwards, bit for
+        bit, whatever happens. Collective where the forwards are."""
+        reshard(self._experts)
+        with self._switched(policy):
+            try:
+                yield
+            finally:
+                reshard(self._experts)
+
+    def updated(self) -> None:
+        """An update was applied: the average moves towards the trained weights, where it is its turn."""
+        self.num_updates += 1
+        part = self._spec.trainer.ema
+        if self._average is not None and (self.num_updates + 1) % part.every == 0:
+            self._move(self._average, average_decay(part, self.num_updates))
+
+    def follow(self, step: int) -> float | None:
+        """Moves the old policy towards the trained one after training step `step` (from 0), where it is its turn.
+        Returns the share of itself that it kept; None without an old policy."""
+        if self._old is None:
+            return None
+        part = self._spec.algorithm.old_policy
+        if (step + 1) % part.every:
+            return 1.0
+        decay = old_policy_decay(part, self.num_updates)
+        self._move(self._old, decay)
+        return decay
+
+    def weights(self, *, evaluated: bool) -> dict[str, Tensor]:
+        """What is published, by name, spread as the trained weights are.
+
+        Those that sample are the old policy's if there is one, for it makes the samples that its loss learns from, else
+        the trained ones. Those that are evaluated (validated and exported) are the average if the job has one, else
+        those that sample.
+        """
+        sampling = {name: parameter.detach() for name, parameter in self._trained.items()} | self._spread(self._old)
+        return sampling | self._spread(self._average) if evaluated else sampling
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint must hold, as DTensors on the shards' memory: `old.<name>` and `ema.<name>`."""
+        kept = {"old": self._old, "ema": self._average}
+        return {
+            f"{kind}.{name}": tensor for kind, shards in kept.items() for name, tensor in self._spread(shards).items()
+        }
+
+    def start_average(self) -> None:
+        """The average begins with the trained weights as they are, where a checkpoint holds none."""
+        for name, shard in (self._average or {}).items():
+            shard.copy_(local(self._trained[name]))
+
+    def _move(self, shards: Mapping[str, Tensor], decay: float) -> None:
+        """Moves to decay shards + (1 - decay) trained; a decay of 0 gives the trained weights' bits."""
+        for name, shard in shards.items():
+            shard.lerp_(local(self._trained[name]), 1 - decay)
+
+    def _switched(self, policy: Policy) -> AbstractContextManager[None]:
+        if policy == "old":
+            assert self._old is not None, "the loss keeps no old policy"
+            return exchanged(self._trained, self._old)
+        if self._spec.trainer.mode == "lora":
+            return lora.adapter_disabled(self._experts)
+        assert self._reference is not None, "the job needs no reference"
+        return exchanged(self._trained, self._reference)
+
+    def _copies(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        return {name: local(parameter).to(dtype, copy=True) for name, parameter in self._trained.items()}
+
+    def _spread(self, shards: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+        return {name: like(self._trained[name], shard) for name, shard in (shards or {}).items()}
+
+
+def average_decay(part: EmaPart, num_updates: int) -> float:
+    """The share of itself that the average keeps after update `num_updates` (from 1): min(decay, (1 + n) / (10 + n)),
+    which warms up, as in the authors' code of Flow-GRPO and DiffusionNFT."""
+    assert part.decay is not None, "the job has no average"
+    return min(part.decay, (1 + num_updates) / (10 + num_updates))
+
+
+def needs_reference(spec: JobSpec) -> bool:
+    """Whether the job's loss compares with the model before training."""
+    return spec.loss.needs_reference or spec.algorithm.kl_coef > 0

@@ -1,0 +1,175 @@
+"""The adapter that a LoRA job starts from: an exported one, one of PEFT's, or the trained weights of a checkpoint.
+
+Names and shapes are compared with those of the job before anything is loaded. Every rank then reads its own rows of
+each factor, in float32: an export has the rounding of its `model.dtype`, a checkpoint has none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from flowfleet.job.adapter_files import PEFT_CONFIG, AdapterFiles, find_adapter
+from flowfleet.proto.rollout_pb2 import LoraSpec
+from services.trainer.checkpoints.files import read_verified, stored_shapes
+from services.trainer.checkpoints.state import complete_state
+from services.trainer.model.loading import fill_parameter
+from services.trainer.parallel.ranks import Ranks
+
+_METADATA = "lora_adapter_metadata"
+_PREFIXES = {"diffusers": "transformer.", "peft": "base_model.model."}
+_OTHER_KINDS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "lora_bias")
+"""Settings of PEFT that make of an adapter what A, B, rank and alpha do not tell."""
+
+
+Fill = Callable[[Mapping[str, Any], Ranks], None]
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """An adapter on disk, by published name."""
+
+    path: Path
+    shapes: Mapping[str, tuple[int, ...]]
+    alphas: frozenset[float]
+    """LoRA alphas of its transformers; none where it does not tell."""
+    targets: tuple[str, ...]
+    """Target modules; none where it does not tell."""
+    fill: Fill
+    """Collective. Writes it into the shards of a job's adapter."""
+
+    def check(self, parameters: Mapping[str, Tensor], lora: LoraSpec) -> None:
+        """Raises ValueError, with what to change, unless it is an adapter of that rank and alpha, on those modules of
+        this model."""
+        ranks = {shape[0] for name, shape in self.shapes.items() if ".lora_A." in name}
+        if ranks != {lora.rank}:
+            has = " and ".join(map(str, sorted(ranks)))
+            raise self._problem(f"has rank {has}, and trainer.lora.rank is {lora.rank}: set that to {has}")
+        for alpha in self.alphas:
+            if alpha != lora.alpha:
+                raise self._problem(
+                    f"has alpha {alpha:g}, and trainer.lora.alpha is {lora.alpha:g}: set that to {alpha:g}"
+                )
+        self._check_modules(parameters)
+        for name, parameter in parameters.items():
+            if self.shapes[name] != tuple(parameter.shape):
+                raise self._problem(
+                    f"was trained on another model: {name} is {self.shapes[name]} in it, and {(*parameter.shape,)} "
+                    "here; give the model that it belongs to as model.path"
+                )
+
+    def _check_modules(self, parameters: Mapping[str, Tensor]) -> None:
+        missing, extra = sorted(parameters.keys() - self.shapes.keys()), sorted(self.shapes.keys() - parameters.keys())
+        if not missing and not extra:
+            return
+        said = [f"does not adapt {missing[0]}"] if missing else []
+        said += [f"adapts {extra[0]}, which the job does not"] if extra else []
+        targets = json.dumps(list(self.targets)) if self.targets else "the modules that it adapts"
+        raise self._problem(f"{' and '.join(said)}: set trainer.lora.target_modules to {targets}")
+
+    def _problem(self, text: str) -> ValueError:
+        return ValueError(f"model.adapter: {self.path} {text}")
+
+
+def open_adapter(path: Path, components: Sequence[str]) -> WarmStart:
+    """The adapter that `model.adapter` names, for transformers of these names. Raises ValueError for one that is not
+    there or that cannot be read."""
+    try:
+        files = find_adapter(path)
+        return _of_checkpoint(path) if files.layout == "checkpoint" else _of_files(path, files, components)
+    except (OSError, SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"model.adapter: {path} cannot be read: {error}; give a whole one") from error
+    except ValueError as error:
+        raise ValueError(f"model.adapter: {error}") from None
+
+
+def _of_checkpoint(path: Path) -> WarmStart:
+    """Reads the trained weights alone: no moments, no old policy, no averages."""
+    state = complete_state(path)
+    if state is None:
+        raise ValueError(f"{path} is not a complete checkpoint: give another one of the job")
+    prefix = "trained."
+    shapes = {
+        name.removeprefix(prefix): shape
+        for name, shape in stored_shapes(path).items()
+        if name.startswith(prefix) and ".lora_" in name
+    }
+    if not shapes:
+        raise ValueError(f"{path} is a checkpoint of full weights: give its export as model.path instead")
+    alpha = state.get("lora_alpha")
+
+    def fill(trained: Mapping[str, Any], ranks: Ranks) -> None:
+        own = {f"{prefix}{name}": parameter.detach() for name, parameter in trained.items()}
+        read_verified(own, path, state, ranks)
+
+    return WarmStart(path, shapes, frozenset() if alpha is None else frozenset([alpha]), (), fill)
+
+
+def _of_files(path: Path, files: AdapterFiles, components: Sequence[str]) -> WarmStart:
+    slices: dict[str, Any] = {}
+    alphas: set[float] = set()
+    targets: tuple[str, ...] = ()
+    for number, component in enumerate(components):
+        file = files.of_component(component, number)
+        if not file.is_file():
+            raise ValueError(f"{path} has no {file.name} for the model's {component}: give an adapter of both experts")
+        opened: Any = safe_open(str(file), framework="pt")
+        keys: list[str] = opened.keys()
+        own = {_published(key, component, files, file): opened.get_slice(key) for key in keys}
+        config = _config(opened, files, file, component)
+        if not any(".lora_A." in name for name in own):
+            raise ValueError(f"{file} holds no factors of LoRA: give an adapter")
+        alphas.add(_alpha(config, file, own))
+        targets = targets or _targets(config)
+        slices |= own
+
+    def fill(trained: Mapping[str, Any], ranks: Ranks) -> None:
+        for name, parameter in trained.items():
+            fill_parameter(parameter, ranks, slices[name].__getitem__)
+
+    shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
+    return WarmStart(path, shapes, frozenset(alphas), targets, fill)
+
+
+def _published(key: str, component: str, files: AdapterFiles, file: Path) -> str:
+    """The published name of a tensor in a file of one transformer."""
+    name = key.removeprefix(_PREFIXES[files.layout]).replace(".default.", ".")
+    is_factor = name.endswith((".lora_A.weight", ".lora_B.weight"))
+    if not key.startswith(_PREFIXES[files.layout]) or not is_factor:
+        raise ValueError(
+            f"{file} holds {key}, which is not named as diffusers or PEFT name a factor of LoRA: load it into a "
+            "pipeline with diffusers, write it with save_lora_weights and give that"
+        )
+    return f"{component}.{name}"
+
+
+def _config(opened: Any, files: AdapterFiles, file: Path, component: str) -> dict[str, Any]:
+    """PEFT's settings of the adapter; empty in a file of diffusers' that is without."""
+    if files.layout == "peft":
+        config: dict[str, Any] = json.loads(file.with_name(PEFT_CONFIG).read_text(encoding="utf-8"))
+        return config
+    stored: dict[str, Any] = json.loads((opened.metadata() or {}).get(_METADATA, "{}"))
+    return {key.removeprefix("transformer.").removeprefix(f"{component}."): value for key, value in stored.items()}
+
+
+def _alpha(config: Mapping[str, Any], file: Path, slices: Mapping[str, Any]) -> float:
+    """The alpha as diffusers reads it: the rank, in a file that does not tell."""
+    for name in _OTHER_KINDS:
+        if config.get(name):
+            raise ValueError(
+                f"{file} has {name}, which the trainer does not: merge it into a pipeline and give that as model.path"
+            )
+    if "lora_alpha" in config:
+        return float(config["lora_alpha"])
+    return float(min(part.get_shape()[0] for name, part in slices.items() if ".lora_A." in name))
+
+
+def _targets(config: Mapping[str, Any]) -> tuple[str, ...]:
+    targets = config.get("target_modules")
+    return tuple(sorted(targets)) if isinstance(targets, list) else ()

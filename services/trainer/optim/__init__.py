@@ -1,0 +1,1 @@
+"""AdamW on shards, where its moments are, and the scale of the loss in float16."""

@@ -1,0 +1,114 @@
+"""FSDP2 as it is used here: how a transformer is spread over the ranks, and this rank's shards as plain tensors."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from services.trainer.parallel.blocks import blocks_of
+from services.trainer.parallel.ranks import Ranks
+
+
+def shard_expert(expert: nn.Module, ranks: Ranks, dtype: torch.dtype, *, keeps_gathered: bool = False) -> None:
+    """Collective. Makes each block of a transformer an FSDP unit and the rest another, in place.
+
+    Parameters are gathered in `dtype` and gradients reduced in fp32. In a world of one FSDP leaves frozen parameters
+    alone, for to gather them would be to copy them. `keeps_gathered` leaves a unit gathered after its forward.
+    Parameters may be on the meta device; `allocate` comes next then. Raises ValueError for a transformer that does not
+    say what its blocks are.
+    """
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if dtype != torch.float32:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    frozen = {parameter for parameter in expert.parameters() if not parameter.requires_grad}
+    settings: Any = {
+        "mesh": _mesh(ranks.device.type, ranks.world_size),
+        "mp_policy": policy,
+        "reshard_after_forward": False if keeps_gathered else None,
+        "ignored_params": frozen if ranks.world_size == 1 else None,
+    }
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
+    for block in blocks_of(expert):
+        fully_shard(block, **settings)
+    fully_shard(expert, **settings)
+
+
+def allocate(expert: nn.Module, device: torch.device) -> None:
+    """Gives parameters on the meta device memory on `device`, whose content is yet to be given; moves buffers there."""
+    module: Any = expert
+    module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+
+
+def rows_of_rank(num_rows: int, ranks: Ranks) -> slice:
+    """The rows of a parameter that this rank's shard holds: equal shares rounded up, fewer or none for the last."""
+    share = -(-num_rows // ranks.world_size)
+    return slice(min(ranks.rank * share, num_rows), min((ranks.rank + 1) * share, num_rows))
+
+
+def reshard(experts: Mapping[str, nn.Module]) -> None:
+    """Frees gathered parameters, which a forward without backward leaves, so that the model holds its shards."""
+    for expert in experts.values():
+        for module in expert.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard, detached, on the parameter's own memory."""
+    plain: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return plain.detach()
+
+
+def like(parameter: DTensor, shard: Tensor) -> DTensor:
+    """`shard` as this rank's part of a tensor that is spread as `parameter` is: over its rows, whatever a row is. It
+    may be in host memory."""
+    mesh = parameter.device_mesh
+    if shard.device.type != mesh.device_type:  # DTensor would move the shard to the mesh's devices
+        mesh = _mesh(shard.device.type, mesh.size())
+    shape = torch.Size((*parameter.shape[:1], *shard.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(shard, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
+
+
+@cache
+def _mesh(device_type: str, size: int) -> DeviceMesh:
+    return init_device_mesh(device_type, (size,))
+
+
+@contextmanager
+def exchanged(trained: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, what is trained holds the shards of `others` (of any dtype), and bit for bit its own again afterwards.
+
+    Others of the trained dtype hold what is trained meanwhile, so that a switch takes room for one tensor; beside
+    others of another dtype, which would round it, what is trained is kept. Nothing may be gathered at either end.
+    """
+    kept: dict[str, Tensor | None] = {}
+    try:
+        for name, parameter in trained.items():
+            kept[name] = _exchange(local(parameter), others[name])
+        yield
+    finally:
+        for name, own in kept.items():
+            if own is None:
+                _exchange(local(trained[name]), others[name])
+            else:
+                local(trained[name]).copy_(own)
+
+
+def _exchange(shard: Tensor, other: Tensor) -> Tensor | None:
+    """Gives a shard the values of `other`. Returns what it held, or None if `other` holds that now."""
+    own = shard.clone()
+    shard.copy_(other)
+    if shard.dtype != other.dtype:
+        return own
+    other.copy_(own)
+    return None

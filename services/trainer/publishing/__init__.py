@@ -1,0 +1,1 @@
+"""Weights from rank 0 to the replicas."""

@@ -1,0 +1,146 @@
+"""Rank 0 gives the current weights to replicas. One replica's failure does not stop the others.
+
+They are those that sample (the trained ones, or the old policy's of a loss that keeps one) or those that are evaluated
+(the average of a job that has one), as the request says: `Policies.weights`.
+
+Full weights go through `broadcast.py`, and so does an adapter where every replica has an accelerator of the trainer's
+kind to itself. Else, or where the broadcast reached none of them, an adapter is a blob that each replica pulls, so that
+replicas are independent. A replica that already serves exactly these weights (job, version, kind, digest) is left
+alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from flowfleet.errors import Conflict
+from flowfleet.proto import rollout_pb2
+from flowfleet.proto.trainer_pb2 import PublishResult, PublishWeightsRequest, PublishWeightsResponse
+from services.trainer.commands import Command, Kind
+from services.trainer.publishing.broadcast import Broadcaster
+from services.trainer.publishing.replicas import ReplicaClient, failures, messages
+from services.trainer.runner import Runner
+from services.trainer.worker import Job, Published, Worker
+
+_SHARE_OF_DEADLINE = 0.95
+"""Of the caller's time; the rest is for the answer."""
+
+log = logging.getLogger(__name__)
+
+
+class Publisher:
+    """`host` is where the replicas reach this process."""
+
+    def __init__(self, worker: Worker, runner: Runner, host: str) -> None:
+        self._worker = worker
+        self._runner = runner
+        self._broadcaster = Broadcaster(worker, runner, host)
+
+    async def publish(self, request: PublishWeightsRequest, timeout_s: float) -> PublishWeightsResponse:
+        """Raises Conflict when the trainer holds another version than the one named."""
+        start = time.monotonic()
+        job = self._worker.job
+        assert job is not None, "the service checked"
+        deadline, attempt = start + _SHARE_OF_DEADLINE * timeout_s, job.checkpoints.fence.attempt
+        clients = [ReplicaClient(replica, deadline, attempt) for replica in request.replicas]
+        failed = messages(await failures(clients, lambda client: client.status()))
+        found = [client for client in clients if client.replica_id not in failed]
+        by_blob = job.engine.is_lora and self._broadcaster.backend(found) == "gloo"
+        published: Published | None
+        try:
+            async with self._runner.turn():
+                _check_version(job, request)
+                if by_blob:
+                    published = await self._runner.call(Command(Kind.GATHER_ADAPTER, request))
+                else:  # No other command in between: the weights must stay the version's
+                    published = await self._broadcaster.publish(job, request, clients, failed)
+                    if job.engine.is_lora and found and all(client.replica_id in failed for client in found):
+                        log.warning("no replica got the adapter by broadcast: tries a blob", extra={"job": job.job_id})
+                        by_blob, found = True, await _answering(found, failed)
+                        published = await self._runner.call(Command(Kind.GATHER_ADAPTER, request))
+            if by_blob:
+                failed |= await self._give_adapter(job, found, published)
+        finally:
+            await asyncio.gather(*(client.close() for client in clients))
+        return _response(request, job, published, failed, clients, time.monotonic() - start)
+
+    def close(self) -> None:
+        """Leaves the transfer group."""
+        self._broadcaster.close()
+
+    async def _give_adapter(
+        self, job: Job, clients: list[ReplicaClient], published: Published | None
+    ) -> dict[str, str]:
+        assert published is not None, "rank 0 has it"
+        update = rollout_pb2.UpdateWeightsRequest(
+            job_id=job.job_id, version=published.version, evaluated=published.evaluated, adapter=published.adapter
+        )
+
+        async def give(client: ReplicaClient) -> None:
+            if client.serves(job.job_id, published):
+                return
+            await client.init(job.job_id, job.spec)
+            await client.start(job.job_id, published.version, evaluated=published.evaluated)
+            await client.update(update)
+            await client.finish(job.job_id, published)
+
+        return messages(await failures(clients, give))
+
+
+async def _answering(clients: list[ReplicaClient], failed: dict[str, str]) -> list[ReplicaClient]:
+    """Those that still tell their status, whose failures are struck off `failed`."""
+    silent = await failures(clients, lambda client: client.status())
+    answering = [client for client in clients if client.replica_id not in silent]
+    for client in answering:
+        del failed[client.replica_id]
+    return answering
+
+
+def _check_version(job: Job, request: PublishWeightsRequest) -> None:
+    if request.version != job.record.applied:
+        raise Conflict(
+            f"version {request.version} cannot be published: this trainer holds version {job.record.applied}"
+        )
+
+
+def _response(
+    request: PublishWeightsRequest,
+    job: Job,
+    published: Published | None,
+    failed: dict[str, str],
+    clients: list[ReplicaClient],
+    seconds: float,
+) -> PublishWeightsResponse:
+    results = [
+        PublishResult(replica_id=name, ok=name not in failed, error=failed.get(name, ""))
+        for name in (replica.replica_id for replica in request.replicas)
+    ]
+    num_ok = len(results) - len(failed)
+    log.info(
+        "version %d%s on %d of %d replicas in %.2f s",
+        request.version,
+        ", evaluated weights," if request.evaluated else "",
+        num_ok,
+        len(results),
+        seconds,
+        extra={"job": job.job_id},
+    )
+    for name, reason in failed.items():
+        log.warning("replica %s has not got version %d: %s", name, request.version, reason, extra={"job": job.job_id})
+    return PublishWeightsResponse(
+        version=request.version,
+        weights_digest=published.digest if published else "",
+        results=results,
+        bytes=published.bytes if published else 0,
+        seconds=seconds,
+        drain_seconds=max((client.drain_s for client in clients), default=0.0),
+        update_seconds=_update_seconds(clients),
+    )
+
+
+def _update_seconds(clients: list[ReplicaClient]) -> float:
+    """From the last replica's pause to the last one's verified version, of those that got there."""
+    done = [(c.paused_at, c.verified_at) for c in clients if c.paused_at is not None and c.verified_at is not None]
+    return max(verified for _, verified in done) - max(paused for paused, _ in done) if done else 0.0

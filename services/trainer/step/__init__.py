@@ -1,0 +1,1 @@
+"""One training step: its request, batches, updates and metrics; objectives/ is what a loss trains on."""

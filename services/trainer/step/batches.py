@@ -1,0 +1,160 @@
+"""Which rank trains on which samples in which forward: pure, the same on every rank.
+
+A step has passes over its samples, a pass has updates (one optimizer step each), an update has micro-batches (one
+forward and backward each). Every rank runs the same number of them, because each takes part in the collectives of FSDP.
+Where there are too few, a rank repeats samples that are trained elsewhere; such a `MicroBatch` is padding and weighs
+nothing.
+
+A rank keeps its samples in all passes, which deal them to other updates: what it knows of them holds for every pass.
+
+The two samples of a pair stay together in one micro-batch, the winner first.
+
+Deterministic, for losses that recompute the rollout's log-probs: a micro-batch is what one Generate call held (whole
+groups up to `rollout.batch_size` rows, by group number), cut at `micro_batch_size` rows. With both sizes equal its
+forward repeats the rollout's bit for bit.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby, pairwise
+from math import ceil
+from typing import TypeVar
+
+from flowfleet.job.spec import JobSpec
+from flowfleet.seeds import derive_seed
+
+T = TypeVar("T")
+
+Key = tuple[int, int]
+"""Group and index of a sample."""
+Pair = tuple[int, int]
+"""The winner's and the loser's index into the step's samples."""
+Unit = tuple[int, ...]
+"""Samples that no batch may part: one, or a pair."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    rows: tuple[int, ...]
+    """Indices into the step's samples."""
+    is_padding: bool = False
+
+
+@dataclass(frozen=True)
+class Update:
+    num_samples: int
+    """Over all ranks, without padding."""
+    by_rank: tuple[tuple[MicroBatch, ...], ...]
+    """The same number of micro-batches for every rank."""
+
+
+def plan_step(
+    keys: Sequence[Key], spec: JobSpec, step: int, world_size: int, *, pairs: Sequence[Pair] = ()
+) -> tuple[Update, ...]:
+    """Splits samples, given by their keys in any order, into `trainer.updates_per_step` updates (fewer if too few).
+
+    `pairs`, for losses that need them, holds every sample once.
+    """
+    order = sorted(range(len(keys)), key=lambda row: keys[row])
+    if spec.trainer.deterministic and spec.records_steps:
+        parts = _shuffled(_rollout_batches(order, keys, spec), spec, step)
+        return tuple(_dealt(share, world_size) for share in split(parts, _num_updates(parts, spec)))
+    units: list[Unit] = sorted(pairs, key=lambda pair: keys[pair[0]]) if pairs else [(row,) for row in order]
+    size = spec.trainer.micro_batch_size // len(units[0])
+    shares = split(_shuffled(units, spec, step), _num_updates(units, spec))
+    return tuple(_divided(sorted(share, key=lambda unit: keys[unit[0]]), size, world_size) for share in shares)
+
+
+def plan_passes(
+    keys: Sequence[Key], spec: JobSpec, step: int, world_size: int, *, pairs: Sequence[Pair] = ()
+) -> tuple[tuple[Update, ...], ...]:
+    """The updates of each of `trainer.passes`. The first is `plan_step`'s; a later one has as many samples of each rank
+    in each update, drawn anew from the rank's."""
+    first = plan_step(keys, spec, step, world_size, pairs=pairs)
+    later = range(1, spec.trainer.passes)
+    return (first, *(_redealt(first, keys, spec, (step, number), is_paired=bool(pairs)) for number in later))
+
+
+def split(items: Sequence[T], num_parts: int) -> list[list[T]]:
+    """Consecutive parts whose lengths differ by one at most; empty ones where there are too few items."""
+    bounds = [len(items) * part // num_parts for part in range(num_parts + 1)]
+    return [list(items[start:end]) for start, end in pairwise(bounds)]
+
+
+def _num_updates(items: Sequence[object], spec: JobSpec) -> int:
+    return min(spec.trainer.updates_per_step, len(items))
+
+
+def _rollout_batches(order: Sequence[int], keys: Sequence[Key], spec: JobSpec) -> list[Unit]:
+    groups_each = max(1, spec.rollout.batch_size // spec.rollout.group_size)
+    size = spec.trainer.micro_batch_size
+    parts: list[Unit] = []
+    for _, batch in groupby(order, key=lambda row: keys[row][0] // groups_each):
+        rows = tuple(batch)
+        parts += [rows[start : start + size] for start in range(0, len(rows), size)]
+    return parts
+
+
+def _shuffled(items: list[T], spec: JobSpec, step: int) -> list[T]:
+    """With one update a step the order is of no account and stays."""
+    if spec.trainer.updates_per_step == 1:
+        return items
+    return random.Random(derive_seed(spec.seed, "updates", step)).sample(items, len(items))
+
+
+def _redealt(
+    updates: Sequence[Update], keys: Sequence[Key], spec: JobSpec, path: tuple[int, int], *, is_paired: bool
+) -> tuple[Update, ...]:
+    """The same numbers of each rank's units in each update. `path`: step and pass."""
+    keeps_batches = spec.trainer.deterministic and spec.records_steps
+    by_rank: list[list[tuple[MicroBatch, ...]]] = []
+    for rank in range(len(updates[0].by_rank)):
+        before = [update.by_rank[rank] for update in updates]
+        dealt = [[batch for batch in batches if not batch.is_padding] for batches in before]
+        units = [_units(batches, is_whole=keeps_batches, is_paired=is_paired) for batches in dealt]
+        pool = list(chain(*units))
+        random.Random(derive_seed(spec.seed, "passes", *path, rank)).shuffle(pool)
+        after = []
+        for batches, own in zip(before, units, strict=True):
+            share, pool = sorted(pool[: len(own)], key=lambda unit: keys[unit[0]]), pool[len(own) :]
+            parts = share if keeps_batches else [tuple(chain(*part)) for part in split(share, len(batches)) if part]
+            after.append(_padded([MicroBatch(part) for part in parts], len(batches), batches[0].rows))
+        by_rank.append(after)
+    return tuple(_update(batches) for batches in zip(*by_rank, strict=True))
+
+
+def _units(batches: Sequence[MicroBatch], *, is_whole: bool, is_paired: bool) -> list[Unit]:
+    if is_whole:
+        return [batch.rows for batch in batches]
+    rows, size = list(chain(*(batch.rows for batch in batches))), 2 if is_paired else 1
+    return [tuple(rows[start : start + size]) for start in range(0, len(rows), size)]
+
+
+def _update(by_rank: tuple[tuple[MicroBatch, ...], ...]) -> Update:
+    return Update(sum(len(batch.rows) for batch in chain(*by_rank) if not batch.is_padding), by_rank)
+
+
+def _dealt(parts: Sequence[Unit], world_size: int) -> Update:
+    """Whole micro-batches, dealt to the ranks in turn."""
+    num_each = ceil(len(parts) / world_size)
+    by_rank = [[MicroBatch(part) for part in parts[rank::world_size]] for rank in range(world_size)]
+    return Update(sum(map(len, parts)), tuple(_padded(batches, num_each, parts[0]) for batches in by_rank))
+
+
+def _divided(units: Sequence[Unit], size: int, world_size: int) -> Update:
+    """Equal shares, each cut into the same number of micro-batches of at most `size` units."""
+    num_each = ceil(ceil(len(units) / world_size) / size)
+    shares = [
+        [MicroBatch(tuple(chain(*part))) for part in split(share, num_each) if part]
+        for share in split(units, world_size)
+    ]
+    return Update(sum(map(len, units)), tuple(_padded(batches, num_each, units[0]) for batches in shares))
+
+
+def _padded(batches: list[MicroBatch], length: int, spare: Unit) -> tuple[MicroBatch, ...]:
+    """`spare` stands in where a rank has none of its own."""
+    rows = batches[-1].rows if batches else spare
+    return (*batches, *[MicroBatch(rows, is_padding=True)] * (length - len(batches)))

@@ -1,0 +1,192 @@
+"""A step's samples on their way to tensors: this rank's share of the blobs, read and checked.
+
+Everything here happens before any weight changes; whatever is wrong says which sample it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowfleet.data.blobs import SyncBlobs
+from flowfleet.data.trajectories import EmbedsBlob, FinalLatents, Trajectory
+from flowfleet.errors import FlowfleetError, InvalidRequest
+from flowfleet.job.spec import JobSpec
+from flowfleet.models.base import ModelAdapter, Schedule
+from flowfleet.models.embeds import PromptEmbeds, concat_embeds
+from flowfleet.proto.common_pb2 import BlobRef, Sample
+from flowfleet.proto.trainer_pb2 import TrainSample, TrainStepRequest
+from services.trainer.step.batches import MicroBatch, Update
+from services.trainer.step.requests import sample_name
+
+_READERS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One micro-batch on the device: B samples."""
+
+    rows: tuple[int, ...]
+    """Indices into the step's samples."""
+    is_padding: bool
+    advantages: Tensor
+    """(B,) float32."""
+    prompts: PromptEmbeds
+    """B rows."""
+    negative: PromptEmbeds | None
+    """1 or B rows; None without guidance."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepsBatch(Batch):
+    """With the W noisy steps of each sample, for policy losses."""
+
+    latents: Tensor
+    """(W, B, *latent) float32, before each step."""
+    next_latents: Tensor
+    """(W, B, *latent) float32, after each step."""
+    rollout_log_probs: Tensor
+    """(W, B) float64, as the rollout stored them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinalBatch(Batch):
+    """With what each sample ended as, for matching losses."""
+
+    clean: Tensor
+    """(B, *latent) float32."""
+    places: tuple[tuple[int, int], ...]
+    """What a row's noise is drawn from besides the step: its group and its index, or its pair's number."""
+
+
+class StepReader:
+    """Reads the blobs of a rank's micro-batches into host memory; `batch` then puts one on the device."""
+
+    def __init__(
+        self, adapter: ModelAdapter, spec: JobSpec, blobs: SyncBlobs, on_sample: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_sample` is called after each sample that was read."""
+        self._adapter = adapter
+        self._spec = spec
+        self._blobs = blobs
+        self._on_sample = on_sample
+        self._shape = adapter.latent_shape(spec.rollout.size)
+        rollout = spec.rollout
+        self._schedule: Schedule = adapter.schedule(rollout.num_inference_steps, rollout.size, rollout.shift)
+        self._samples: Sequence[TrainSample] = ()
+        self._records: dict[int, Trajectory | FinalLatents] = {}
+        self._embeds: dict[str, PromptEmbeds] = {}
+
+    def read(self, request: TrainStepRequest, updates: Iterable[Update], rank: int) -> None:
+        """Raises NotFound or DataLoss naming the first sample whose blob is gone or broken."""
+        self._samples = request.samples
+        rows = sorted({row for update in updates for batch in update.by_rank[rank] for row in batch.rows})
+        with ThreadPoolExecutor(_READERS, "blobs") as pool:
+            self._records = {}
+            for row, record in zip(rows, pool.map(self._record, rows), strict=True):
+                self._records[row] = record
+                self._on_sample()
+            wanted = {ref.sha256: (row, ref) for row in reversed(rows) for ref in self._text_refs(row)}
+            self._embeds = dict(zip(wanted, pool.map(self._text, wanted.values()), strict=True))
+        widths = {embeds.embeds.shape[2] for embeds in self._embeds.values()}
+        if len(widths) > 1:
+            raise InvalidRequest(
+                f"prompt embeds of this step are {sorted(widths)} wide: all rollouts need one text encoder"
+            )
+
+    def batch(self, micro: MicroBatch) -> StepsBatch | FinalBatch:
+        """A micro-batch of those read."""
+        device = self._adapter.device
+        items = [self._samples[row] for row in micro.rows]
+        common: dict[str, Any] = {
+            "rows": micro.rows,
+            "is_padding": micro.is_padding,
+            "advantages": torch.tensor([item.advantage for item in items], dtype=torch.float32, device=device),
+            "prompts": self._prompts([item.sample.prompt_embeds for item in items]),
+            "negative": self._negative(items),
+        }
+        records = [self._records[row] for row in micro.rows]
+        steps = [record for record in records if isinstance(record, Trajectory)]
+        if steps:
+            return StepsBatch(
+                **common,
+                latents=torch.stack([record.latents for record in steps], 1).to(device),
+                next_latents=torch.stack([record.next_latents for record in steps], 1).to(device),
+                rollout_log_probs=torch.stack([record.log_probs for record in steps], 1).to(device),
+            )
+        places = tuple(self._place(item) for item in items)
+        return FinalBatch(**common, clean=torch.stack([record.latents for record in records]).to(device), places=places)
+
+    def clear(self) -> None:
+        """Frees the step's data."""
+        self._samples, self._records, self._embeds = (), {}, {}
+
+    def _place(self, item: TrainSample) -> tuple[int, int]:
+        return item.sample.id.group, item.pair if self._spec.loss.needs_pairs else item.sample.id.index
+
+    def _negative(self, items: Sequence[TrainSample]) -> PromptEmbeds | None:
+        """One row where all share it, for then it is no matter of the batch."""
+        if not self._spec.rollout.guidance.is_on:
+            return None
+        refs = [item.sample.negative_embeds for item in items]
+        return self._prompts(refs[:1] if len({ref.sha256 for ref in refs}) == 1 else refs)
+
+    def _prompts(self, refs: Sequence[BlobRef]) -> PromptEmbeds:
+        """One row a reference, padded to the widest, as the rollout padded them to the widest of its request."""
+        names = list(dict.fromkeys(ref.sha256 for ref in refs))
+        embeds = concat_embeds([self._embeds[name] for name in names])
+        return embeds.select([names.index(ref.sha256) for ref in refs]).to(self._adapter.device)
+
+    def _record(self, row: int) -> Trajectory | FinalLatents:
+        sample = self._samples[row].sample
+        with _naming(sample):
+            data = self._blobs.get(sample.trajectory)
+            if not self._spec.records_steps:
+                final = FinalLatents.from_bytes(data)
+                self._check_shape(final.latents.shape)
+                return final
+            return self._checked_steps(Trajectory.from_bytes(data), list(sample.sde_steps))
+
+    def _checked_steps(self, trajectory: Trajectory, steps: list[int]) -> Trajectory:
+        if trajectory.step_indices.tolist() != steps:
+            raise InvalidRequest(f"its trajectory holds steps {trajectory.step_indices.tolist()}, it names {steps}")
+        self._check_shape(trajectory.latents.shape[1:])
+        sigmas, sigmas_next = self._schedule.sigmas[steps], self._schedule.sigmas[[step + 1 for step in steps]]
+        if not (torch.equal(trajectory.sigmas, sigmas) and torch.equal(trajectory.sigmas_next, sigmas_next)):
+            raise InvalidRequest(
+                "it was sampled on another schedule than the trainer's: rollout and trainer need the same model folder "
+                "and the same version of diffusers"
+            )
+        return trajectory
+
+    def _check_shape(self, shape: Sequence[int]) -> None:
+        if tuple(shape) != tuple(self._shape):
+            raise InvalidRequest(f"its latents have shape {tuple(shape)}, this job's have {tuple(self._shape)}")
+
+    def _text_refs(self, row: int) -> list[BlobRef]:
+        sample = self._samples[row].sample
+        guided = self._spec.rollout.guidance.is_on
+        return [sample.prompt_embeds, sample.negative_embeds] if guided else [sample.prompt_embeds]
+
+    def _text(self, wanted: tuple[int, BlobRef]) -> PromptEmbeds:
+        row, ref = wanted
+        with _naming(self._samples[row].sample):
+            return EmbedsBlob.from_bytes(self._blobs.get(ref)).row()
+
+
+@contextmanager
+def _naming(sample: Sample) -> Iterator[None]:
+    """Puts the sample's name before the message of an error."""
+    name = sample_name(sample.id)
+    try:
+        yield
+    except FlowfleetError as error:
+        raise type(error)(f"sample {name}: {error}") from None
+    except ValueError as error:
+        raise InvalidRequest(f"sample {name}: {error}") from None

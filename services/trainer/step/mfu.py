@@ -1,0 +1,85 @@
+"""Model FLOPs utilisation of a step: its rows' cost (flowfleet/planning/flops.py) over time and the devices' peak."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from flowfleet.hardware import devices
+from flowfleet.job.spec import JobSpec
+from flowfleet.planning.flops import ModelFlops, model_flops
+from services.trainer.model.policies import needs_reference
+from services.trainer.parallel.ranks import Ranks
+from services.trainer.step.inputs import Batch
+
+log = logging.getLogger(__name__)
+
+INFERRED = ("old_log_prob", "ref")
+"""Phases of a step that only go forward."""
+
+
+class Mfu:
+    """Of a job. Says nothing unless every rank knows its device's peak and what the model costs."""
+
+    def __init__(self, spec: JobSpec, ranks: Ranks) -> None:
+        """Collective."""
+        self._spec = spec
+        self._ranks = ranks
+        peak = devices.peak_flops(ranks.device)
+        flops = None if peak is None else _counted(spec)
+        known, self._capacity = ranks.sum(torch.tensor([flops is not None, peak or 0.0], dtype=torch.float64)).tolist()
+        self._flops = flops if known == ranks.world_size else None
+
+    def metrics(
+        self, batches: Sequence[Sequence[Batch]], num_rounds: int, seconds: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Collective. `perf/mfu/actor`, and `perf/mfu/actor_infer` of a policy loss that inferred before its updates.
+
+        Args:
+            batches: this rank's of each update of one pass; all passes have the same rows.
+            num_rounds: rows of a sample.
+            seconds: of the step's phases, by name.
+        """
+        if self._flops is None:  # on every rank
+            return {}
+        forwards = [self._forwards(part, self._flops.sampling) * num_rounds for part in batches]
+        rows = sum(self._forwards(part, self._flops.training) * num_rounds for part in batches)
+        backwards = rows * self._spec.trainer.passes
+        inferred = sum(count * work for count, work in zip(self._passes(len(batches)), forwards, strict=True))
+        mine = torch.tensor([backwards, inferred], dtype=torch.float64)
+        updated, looked = self._ranks.sum(mine).tolist()
+        found = {"perf/mfu/actor": updated / (seconds["update_actor"] * self._capacity)}
+        spent = sum(seconds.get(name, 0.0) for name in INFERRED)
+        return found | {"perf/mfu/actor_infer": looked / (spent * self._capacity)} if looked and spent else found
+
+    def _passes(self, num_updates: int) -> list[int]:
+        """Forwards without gradient of a row, by update; matching losses make theirs inside the update."""
+        if not self._spec.records_steps:
+            return [0] * num_updates
+        bypass, reference = self._spec.algorithm.old_log_probs == "rollout", int(needs_reference(self._spec))
+        late = 0 if self._spec.recomputes_all else num_updates if bypass else 1
+        return [reference + int(number >= late) for number in range(num_updates)]
+
+    def _forwards(self, batches: Sequence[Batch], flops: Callable[[float], float]) -> float:
+        """Of this rank's rows, guidance included."""
+        total = 0.0
+        for batch in batches:
+            if batch.is_padding:
+                continue
+            each = flops(batch.prompts.embeds.shape[1])
+            if batch.negative is not None:
+                each += flops(batch.negative.embeds.shape[1])
+            total += len(batch.rows) * each
+        return total
+
+
+def _counted(spec: JobSpec) -> ModelFlops | None:
+    """None for a model of a plugin that does not run on the meta device, or a folder that lacks a file: that is no
+    reason not to train it."""
+    try:
+        return model_flops(spec)
+    except (RuntimeError, ValueError, OSError):
+        log.warning("no perf/mfu: the model's forward cannot be counted", exc_info=True)
+        return None

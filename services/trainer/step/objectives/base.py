@@ -1,0 +1,47 @@
+"""What the update loop (services/trainer/step/update.py) asks of an objective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from flowfleet.process.telemetry import Timings
+from services.trainer.model.engine import Engine
+from services.trainer.step.inputs import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """One forward and backward of an update."""
+
+    batch: Batch
+    component: str
+    """The expert that it goes through."""
+    losses: Callable[[], Tensor]
+    """Runs the forward: (B,) with gradient."""
+
+
+class Objective(Protocol):
+    """Of one step on one rank. Rows are (sample, round) pairs: each micro-batch goes forward once a round."""
+
+    @property
+    def num_rounds(self) -> int: ...
+
+    def prepare(self, batches: Sequence[Sequence[Batch]], timings: Timings) -> None:
+        """Collective. Takes the rank's micro-batches of each update of the next pass, and computes what other policies
+        say of them."""
+
+    def forwards(self, update: int) -> Sequence[Forward]:
+        """The forwards of an update of this pass, in order. They go through the same experts on every rank."""
+
+
+def velocity(engine: Engine, latents: Tensor, timestep: Tensor, batch: Batch) -> Tensor:
+    """(B, *latent) float32 of the active policy, guided as the rollout's: it is the guided model that samples."""
+    rollout = engine.spec.rollout
+    engine.ranks.beats.beat()
+    return engine.adapter.velocity(
+        latents, timestep, batch.prompts, size=rollout.size, guidance=rollout.guidance, negative=batch.negative
+    )

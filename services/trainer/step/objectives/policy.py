@@ -1,0 +1,204 @@
+"""The objective of policy losses: on the log-probs of the noisy steps that the rollout stored.
+
+Every forward is the rollout's own: the adapter's `velocity` on the stored latents, then the reverse step evaluated at
+the stored next latents.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+from flowfleet.algorithms.correction import Correction, correct, reject, weigh
+from flowfleet.algorithms.losses import PolicyRows, limits, reference_kl
+from flowfleet.algorithms.sde import StepResult, reverse_step
+from flowfleet.hardware import devices
+from flowfleet.process.telemetry import Timings
+from services.trainer.model.engine import Engine
+from services.trainer.model.policies import needs_reference
+from services.trainer.step.inputs import Batch, StepsBatch
+from services.trainer.step.objectives.base import Forward, velocity
+from services.trainer.step.totals import Totals
+
+_Name = Literal["old_log_prob", "old_mean", "reference_mean", "weights", "log_ratio", "outside"]
+
+
+class _Known:
+    """What was computed before the step's first optimizer update, by sample: later passes batch samples otherwise."""
+
+    def __init__(self) -> None:
+        self._rows: dict[_Name, dict[int, Tensor]] = {}
+
+    def add(self, name: _Name, batch: Batch, values: Tensor) -> None:
+        """`values`: (W, B, ...)."""
+        self._rows.setdefault(name, {}).update(zip(batch.rows, values.unbind(1), strict=True))
+
+    def of(self, name: _Name, batch: Batch, k: int) -> Tensor | None:
+        """(B, ...) of the k-th noisy step; None where it was not computed."""
+        rows = self._rows.get(name, {})
+        return torch.stack([rows[row][k] for row in batch.rows]) if batch.rows[0] in rows else None
+
+
+class PolicyObjective:
+    """See `Objective`. A round is a noisy step."""
+
+    def __init__(self, engine: Engine, sde_steps: Sequence[int], totals: Totals) -> None:
+        """`sde_steps`: the denoising steps at which noise entered."""
+        spec = engine.spec
+        self._engine, self._totals = engine, totals
+        self._steps = list(sde_steps)
+        self._part, self._noise = spec.algorithm, spec.rollout.noise
+        self._kind, self._loss = spec.loss, spec.loss.load()
+        self._schedule = engine.schedule
+        self._num_elements = math.prod(engine.adapter.latent_shape(spec.rollout.size))
+        self._limits = limits(spec.algorithm, self._num_elements)
+        totals.limits = self._limits if "clip_range" in spec.loss.reads else None
+        self._batches: list[list[StepsBatch]] = []
+        self._known = _Known()
+        self._num_passes = 0
+
+    @property
+    def num_rounds(self) -> int:
+        return len(self._steps)
+
+    def prepare(self, batches: Sequence[Sequence[Batch]], timings: Timings) -> None:
+        """See `Objective`: reference means, and old log-probs where an update's first forward does not give them. A
+        rank's samples are the same in every pass, so that all is known after the first."""
+        self._batches = [[cast(StepsBatch, batch) for batch in part] for part in batches]
+        self._num_passes += 1
+        if self._num_passes > 1:
+            return
+        if needs_reference(self._engine.spec):
+            with timings("ref"):
+                self._add_references([batch for part in self._batches for batch in part])
+        late = [batch for number, part in enumerate(self._batches) for batch in part if self._needs_pass(number)]
+        if late:
+            with timings("old_log_prob"):
+                self._add_old(late)
+        if self._part.correction.needs_all_rows:
+            self._add_weights(late)
+
+    def forwards(self, update: int) -> list[Forward]:
+        timesteps = self._schedule.timesteps
+        components = [self._engine.component(timesteps[step]) for step in self._steps]
+        return [
+            Forward(batch, component, partial(self._losses, batch, k, is_first=update == 0 and self._num_passes == 1))
+            for batch in self._batches[update]
+            for k, component in enumerate(components)
+        ]
+
+    def _needs_pass(self, update: int) -> bool:
+        """An update's first forward is the old policy's only until the optimizer has moved the weights."""
+        return self._engine.spec.recomputes_all or (self._part.old_log_probs == "first_forward" and update > 0)
+
+    @torch.no_grad()
+    def _add_references(self, batches: Sequence[StepsBatch]) -> None:
+        with self._engine.policy("reference"):
+            for batch in batches:
+                means = torch.stack([result.mean for result in self._forwards(batch)])
+                self._known.add("reference_mean", batch, means)
+        devices.synchronize(self._engine.ranks.device)
+
+    @torch.no_grad()
+    def _add_old(self, batches: Sequence[StepsBatch]) -> None:
+        for batch in batches:
+            results = self._forwards(batch)
+            log_probs = torch.stack([result.log_prob for result in results])
+            self._known.add("old_log_prob", batch, log_probs)
+            if self._kind.needs_old_mean:
+                self._known.add("old_mean", batch, torch.stack([result.mean for result in results]))
+            self._totals.add_gap(batch, slice(None), log_probs)
+        self._engine.reshard()
+        devices.synchronize(self._engine.ranks.device)
+
+    def _add_weights(self, batches: Sequence[StepsBatch]) -> None:
+        """Collective. Corrections that look at more than one row."""
+        part, weighed = self._part.correction, []
+        for batch in batches:
+            old = torch.stack([cast(Tensor, self._known.of("old_log_prob", batch, k)) for k in range(self.num_rounds)])
+            rollout = batch.rollout_log_probs
+            weighed.append(weigh(part, old, rollout, num_elements=self._num_elements, bypass=False))
+        mean = 1.0
+        if part.normalize == "batch":
+            own = [item.weights for batch, item in zip(batches, weighed, strict=True) if not batch.is_padding]
+            mine = torch.zeros(2, dtype=torch.float64)  # sum and number
+            for weights in own:
+                assert weights is not None
+                mine += torch.tensor([weights.sum().item(), weights.numel()], dtype=torch.float64)
+            total, count = self._engine.ranks.sum(mine).tolist()
+            mean = total / count or 1.0
+        for batch, item in zip(batches, weighed, strict=True):
+            correction = reject(part, item, mean)
+            assert correction.weights is not None
+            self._known.add("weights", batch, correction.weights)
+            self._known.add("log_ratio", batch, correction.log_ratio)
+            self._known.add("outside", batch, correction.outside)
+
+    def _losses(self, batch: StepsBatch, k: int, *, is_first: bool) -> Tensor:
+        """(B,) with gradient. `is_first`: the weights are those before the step."""
+        result = self._forward(batch, k)
+        if is_first and self._known.of("old_log_prob", batch, k) is None:
+            self._totals.add_gap(batch, k, result.log_prob)
+        output = self._loss(self._rows(batch, k, result), self._limits)
+        self._totals.add_ratios(batch, output.stats)
+        loss: Tensor = output.loss
+        reference_mean = self._known.of("reference_mean", batch, k)
+        if reference_mean is None:
+            return loss
+        kl = reference_kl(result.mean, reference_mean, result.std)
+        self._totals.add_sums(batch, {"actor/kl_loss": kl.detach().sum()})
+        return loss + self._part.kl_coef * kl
+
+    def _rows(self, batch: StepsBatch, k: int, result: StepResult) -> PolicyRows:
+        """What the loss may read. Without an old log-prob the old policy is the current one, or the rollout."""
+        bypass = self._part.old_log_probs == "rollout"
+        old, old_mean = self._known.of("old_log_prob", batch, k), self._known.of("old_mean", batch, k)
+        current = result.log_prob.detach() if old is None else old
+        correction = self._correction(batch, k, current, bypass=bypass)
+        step = self._steps[k]
+        dt = float(self._schedule.sigmas[step + 1] - self._schedule.sigmas[step])
+        return PolicyRows(
+            log_prob=result.log_prob,
+            old_log_prob=batch.rollout_log_probs[k] if bypass else current,
+            advantages=batch.advantages,
+            weights=None if correction is None else correction.weights,
+            mean=result.mean,
+            old_mean=result.mean.detach() if old_mean is None else old_mean,
+            std=result.std,
+            dt=torch.full_like(result.std, dt),
+        )
+
+    def _correction(self, batch: StepsBatch, k: int, log_prob: Tensor, *, bypass: bool) -> Correction | None:
+        """`log_prob` (B,): the old policy's, or the current one's when bypassing."""
+        part = self._part.correction
+        if part.mode == "none":
+            return None
+        if part.needs_all_rows:
+            names: tuple[_Name, ...] = ("weights", "log_ratio", "outside")
+            correction = Correction(*(cast(Tensor, self._known.of(name, batch, k)) for name in names))
+        else:
+            rollout = batch.rollout_log_probs[k]
+            correction = correct(part, log_prob, rollout, num_elements=self._num_elements, bypass=bypass)
+        self._totals.add_sums(batch, correction.sums())
+        return correction
+
+    def _forwards(self, batch: StepsBatch) -> list[StepResult]:
+        return [self._forward(batch, k) for k in range(len(self._steps))]
+
+    def _forward(self, batch: StepsBatch, k: int) -> StepResult:
+        """The k-th noisy step of the active policy."""
+        step = self._steps[k]
+        return reverse_step(self._noise.type)(
+            batch.latents[k],
+            velocity(self._engine, batch.latents[k], self._schedule.timesteps[step], batch),
+            self._schedule.sigmas[step],
+            self._schedule.sigmas[step + 1],
+            eta=self._noise.eta,
+            sigma_max=self._schedule.sigma_max,
+            prev_sample=batch.next_latents[k],
+        )

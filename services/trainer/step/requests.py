@@ -1,0 +1,102 @@
+"""What calls ask for, checked before anything is read: whatever is wrong says which sample, or which field, it is."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from flowfleet.errors import InvalidRequest
+from flowfleet.job.spec import JobSpec
+from flowfleet.models.settings import Size
+from flowfleet.process.service import STATE_DIR
+from flowfleet.proto.common_pb2 import Sample, SampleId
+from flowfleet.proto.trainer_pb2 import TrainSample, TrainStepRequest
+from flowfleet.redis.keys import check_job_id
+from services.trainer.step.batches import Key, Pair
+
+
+def check_directory(directory: str, job_id: str) -> None:
+    """Raises InvalidRequest unless a directory to write to is absolute and, where `FLOWFLEET_STATE_DIR` is set, one of
+    the job's own below it, links resolved."""
+    path, root = Path(directory), os.environ.get(STATE_DIR)
+    if not job_id or not path.is_absolute() or ".." in path.parts or "\0" in directory:
+        raise InvalidRequest(f"directory {directory[:200]!r} of job {job_id[:64]!r}: give an absolute one without ..")
+    if root and not path.resolve().is_relative_to(jobs := Path(root).resolve() / "jobs" / check_job_id(job_id)):
+        raise InvalidRequest(f"directory {directory[:200]!r}: give one below {jobs}")
+
+
+def check_request(request: TrainStepRequest, spec: JobSpec) -> list[Key]:
+    """(group, index) of every sample; none of a step that has nothing to learn from. Raises InvalidRequest naming the
+    sample that cannot be trained on."""
+    keys: list[Key] = []
+    for item in request.samples:
+        if problem := _problem(item, request, spec):
+            raise InvalidRequest(f"sample {sample_name(item.sample.id)}: {problem}")
+        keys.append((item.sample.id.group, item.sample.id.index))
+    if len(set(keys)) != len(keys):
+        raise InvalidRequest(f"step {request.step} has samples twice: send each (group, index) once")
+    return keys
+
+
+def pairs_of(request: TrainStepRequest, spec: JobSpec) -> list[Pair]:
+    """Winner and loser of each pair, for losses that need pairs; for others none.
+
+    Two samples of a group with one pair number are a pair; the winner's advantage is above 0, the loser's below. Raises
+    InvalidRequest naming a sample that is in no such pair.
+    """
+    if not spec.loss.needs_pairs:
+        return []
+    members: dict[tuple[int, int], list[int]] = {}
+    for row, item in enumerate(request.samples):
+        members.setdefault((item.sample.id.group, item.pair), []).append(row)
+    return [_pair(rows, request.samples) for _, rows in sorted(members.items())]
+
+
+def sample_name(sample: SampleId) -> str:
+    """As people read it: job/step/group/index."""
+    return f"{sample.job_id}/{sample.step}/{sample.group}/{sample.index}"
+
+
+def _pair(rows: list[int], samples: Sequence[TrainSample]) -> Pair:
+    winners = [row for row in rows if samples[row].advantage > 0]
+    losers = [row for row in rows if samples[row].advantage < 0]
+    if (len(winners), len(losers), len(rows)) != (1, 1, 2):
+        first = samples[rows[0]]
+        raise InvalidRequest(
+            f"sample {sample_name(first.sample.id)}: its pair {first.pair} has {len(winners)} winners and "
+            f"{len(losers)} losers among {len(rows)} samples; a pair is two samples of a group, one with an advantage "
+            "above 0 and one below"
+        )
+    return winners[0], losers[0]
+
+
+def _problem(item: TrainSample, request: TrainStepRequest, spec: JobSpec) -> str | None:
+    """Why a sample cannot be trained on; None when it can."""
+    sample, rollout = item.sample, spec.rollout
+    if sample.id.job_id != request.job_id:
+        return f"it belongs to another job than {request.job_id}"
+    if not math.isfinite(item.advantage):
+        return f"its advantage is {item.advantage}: drop it"
+    if not sample.HasField("trajectory") or not sample.HasField("prompt_embeds"):
+        return "it carries no trajectory and prompt embeds: only samples for training do"
+    if rollout.guidance.is_on and not sample.HasField("negative_embeds"):
+        return "it carries no negative embeds, but the job samples with guidance"
+    size = Size(sample.height, sample.width, sample.num_frames)
+    if size != rollout.size:
+        return f"it has {_text(size)}, this job's have {_text(rollout.size)}"
+    return _steps_problem(sample, request.samples[0].sample, spec) if spec.records_steps else None
+
+
+def _steps_problem(sample: Sample, first: Sample, spec: JobSpec) -> str | None:
+    """Why the noisy steps of a sample cannot be trained on together with the first one's."""
+    steps, num_steps = list(sample.sde_steps), spec.rollout.num_inference_steps
+    if not steps or steps != list(first.sde_steps):
+        return f"noise entered at steps {steps}, at {list(first.sde_steps)} in the first: all must share them"
+    return None if steps[-1] < num_steps else f"noise entered at steps {steps} of {num_steps}"
+
+
+def _text(size: Size) -> str:
+    frames = "" if size.num_frames == 1 else f" in {size.num_frames} frames"
+    return f"{size.width}×{size.height} pixels{frames}"

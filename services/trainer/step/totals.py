@@ -1,0 +1,114 @@
+"""What a step's metrics are made of: sums of this rank while it trains, over all ranks in the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from flowfleet.algorithms.correction import MAX_LOG_RATIO, agreement_metrics
+from flowfleet.algorithms.losses import Limits, RatioStats
+from flowfleet.process.telemetry import LOG_PROB_NOT_FINITE
+from services.trainer.optim.adamw import UpdateOutcome
+from services.trainer.parallel.ranks import Ranks
+from services.trainer.step.inputs import Batch, StepsBatch
+
+
+class Totals:
+    """Of one step. Padding brings nothing into any sum, but its names."""
+
+    def __init__(self, ranks: Ranks, num_steps: int, num_samples: int) -> None:
+        """`num_steps`: noisy ones, 0 for losses that read none; `num_samples`: of the step, over all ranks."""
+        self._ranks = ranks
+        self._shape = num_steps, num_samples
+        self.limits: Limits | None = None
+        """Of the ratio of log-probs, by the loss; none where it limits something else."""
+        self._gaps: list[tuple[int | slice, list[int], Tensor]] = []
+        self._loss = torch.zeros((), device=ranks.device)
+        self._sums: dict[str, Tensor] = {}
+        self._num_rows = 0
+        self._ratios: RatioStats | None = None
+        self._outcomes: list[UpdateOutcome] = []
+
+    def add_gap(self, batch: StepsBatch, k: int | slice, log_probs: Tensor) -> None:
+        """Trainer's log-probs, (B,) or (W, B), of the policy before the step: how far are they from the rollout's?"""
+        if batch.is_padding:
+            return
+        self._gaps.append((k, list(batch.rows), log_probs.detach() - batch.rollout_log_probs[k]))
+
+    def add_loss(self, batch: Batch, loss: Tensor) -> None:
+        """0-d of a forward, already weighted: the sum over forwards and ranks is the update's loss."""
+        self._loss += loss
+        self._num_rows += 0 if batch.is_padding else len(batch.rows)
+
+    def add_sums(self, batch: Batch, sums: Mapping[str, Tensor]) -> None:
+        """Metric name to its 0-d sum over a forward's rows; the metric is the mean over all rows of the step."""
+        for name, value in sums.items():
+            value = torch.zeros_like(value) if batch.is_padding else value
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def add_ratios(self, batch: Batch, stats: RatioStats) -> None:
+        if not batch.is_padding:
+            self._ratios = stats if self._ratios is None else self._ratios + stats
+
+    def add_outcome(self, outcome: UpdateOutcome) -> None:
+        self._outcomes.append(outcome)
+
+    def metrics(self) -> dict[str, float]:
+        """Collective; equal on every rank."""
+        last = self._outcomes[-1]
+        norms = [outcome.grad_norm for outcome in self._outcomes if outcome.applied]
+        skipped = sum(not outcome.applied for outcome in self._outcomes)
+        return {
+            "actor/kl_loss": 0.0,
+            **self._means(len(self._outcomes)),
+            "actor/grad_norm": math.fsum(norms) / len(norms) if norms else math.nan,
+            "actor/skipped_updates": float(skipped),
+            "actor/lr": last.lr,
+            **({} if last.loss_scale == 1 else {"actor/loss_scale": last.loss_scale}),
+            **self._over_ranks().metrics(),
+            **self._agreement(),
+        }
+
+    def _means(self, num_updates: int) -> dict[str, float]:
+        """The loss, a mean over the updates, and the sums, means over the rows."""
+        names = sorted(self._sums)
+        rows = torch.tensor(float(self._num_rows), device=self._loss.device)
+        mine = torch.stack([rows.double(), self._loss.double(), *(self._sums[name].double() for name in names)])
+        num_rows, loss, *sums = self._ranks.sum(mine).tolist()
+        return {"actor/loss": loss / num_updates} | {
+            name: value / num_rows for name, value in zip(names, sums, strict=True)
+        }
+
+    def _over_ranks(self) -> RatioStats:
+        """A rank that had only padding, or whose loss has no ratio, brings nothing."""
+        mine = self._ratios or RatioStats(torch.zeros(6), torch.full((2,), -math.inf))
+        return RatioStats(self._ranks.sum(mine.sums.double()), self._ranks.max(mine.extremes.double()))
+
+    def _agreement(self) -> dict[str, float]:
+        """exp(trainer - rollout) of every row that was measured; in deterministic mode exactly 1. Rows where it is no
+        finite number are counted, and left out of the rest."""
+        if self._shape[0] == 0:
+            return {}
+        gaps = torch.zeros(2, *self._shape, dtype=torch.float64)  # value, and whether it was measured
+        for k, columns, gap in self._gaps:
+            gaps[0, k, columns] = gap.cpu().double()
+            gaps[1, k, columns] = 1.0
+        gaps = self._ranks.sum(gaps)
+        measured = gaps[0][gaps[1] > 0]
+        if len(measured) == 0:
+            return {}
+        known = measured[measured.isfinite()].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        not_finite = {LOG_PROB_NOT_FINITE: 1 - len(known) / len(measured)}
+        if len(known) == 0:
+            return not_finite
+        ratio = known.exp()
+        return {
+            **not_finite,
+            **agreement_metrics(known, self.limits),
+            "rollout_corr/ratio_min": ratio.min().item(),
+            "rollout_corr/ratio_max": ratio.max().item(),
+            "rollout_corr/ratio_max_abs_dev": (ratio - 1).abs().max().item(),
+        }

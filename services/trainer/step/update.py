@@ -1,0 +1,80 @@
+"""The updates of one step: passes over its samples, and for each update forwards, losses, backwards and optimizer.
+
+A row is one (sample, round) pair of the objective: a noisy step, or a noise level. An update's loss is the mean over
+its rows on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from flowfleet.hardware import devices
+from flowfleet.process.telemetry import Timings
+from services.trainer.model.engine import Engine
+from services.trainer.step.batches import Update
+from services.trainer.step.inputs import Batch
+from services.trainer.step.learning_rate import learning_rate
+from services.trainer.step.objectives.base import Objective
+from services.trainer.step.objectives.matching import MatchingObjective
+from services.trainer.step.objectives.policy import PolicyObjective
+from services.trainer.step.totals import Totals
+
+Pass = tuple[Sequence[Update], Sequence[Sequence[Batch]]]
+"""Its updates, and this rank's micro-batches of each."""
+
+
+class StepTrainer:
+    """Trains on one step's samples."""
+
+    def __init__(self, engine: Engine, step: int, num_samples: int, sde_steps: Sequence[int] = ()) -> None:
+        """`num_samples`: of the whole step, over all ranks. `sde_steps`: where noise entered, for policy losses."""
+        self._engine = engine
+        self._step = step
+        self._totals = Totals(engine.ranks, len(sde_steps), num_samples)
+        self._num_updates = 0
+        self._objective: Objective = (
+            PolicyObjective(engine, sde_steps, self._totals)
+            if engine.spec.records_steps
+            else MatchingObjective(engine, step, self._totals)
+        )
+
+    @property
+    def num_rounds(self) -> int:
+        """Rows of a sample."""
+        return self._objective.num_rounds
+
+    def train(self, passes: Iterable[Pass], timings: Timings) -> dict[str, float]:
+        """Collective. Runs all updates; metrics are equal on every rank."""
+        for updates, batches in passes:
+            self._objective.prepare(batches, timings)
+            with timings("update_actor"):
+                for number, update in enumerate(updates):
+                    self._update(number, update)
+        with timings("update_actor"):
+            decay = self._engine.policies.follow(self._step)
+        metrics = self._totals.metrics()
+        return metrics if decay is None else metrics | {"training/old_policy_decay": decay}
+
+    def _update(self, number: int, update: Update) -> None:
+        num_rows = update.num_samples * self._objective.num_rounds
+        scale = self._engine.loss_scale.before(num_rows)
+        weight = 1 / num_rows
+        forwards = self._objective.forwards(number)
+        last = {forward.component: place for place, forward in enumerate(forwards)}
+        for place, forward in enumerate(forwards):
+            self._engine.set_last_backward(forward.component, place == last[forward.component])
+            losses = forward.losses()
+            loss = losses.sum() * (0.0 if forward.batch.is_padding else weight)
+            torch.autograd.backward(loss * (scale * self._engine.ranks.world_size))  # FSDP averages over the ranks
+            self._totals.add_loss(forward.batch, loss.detach())
+            self._engine.ranks.beats.beat()
+        outcome = self._engine.optimizer.step(learning_rate(self._engine.spec, self._step, self._num_updates), scale)
+        self._engine.loss_scale.after(is_finite=outcome.applied)
+        if outcome.applied:
+            self._engine.policies.updated()
+        self._totals.add_outcome(outcome)
+        self._num_updates += 1
+        devices.synchronize(self._engine.ranks.device)
+        self._engine.ranks.beats.beat()

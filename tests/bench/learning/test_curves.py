@@ -1,0 +1,186 @@
+"""What docs/learning.md is made of: figures by hand-worked numbers, and the page's tables from finished runs. The runs
+themselves are tested as the demo's."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from bench.learning import curves as learning
+from bench.learning.curves import ENTRIES, parts, plan, read_all
+from bench.learning.results import Point, Result, first_crossing, noise_of, points_of, reached, settings_row, spread
+from bench.learning.runs import Run, core_groups, train_all
+from flowfleet.job.files import prepare_job
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize(
+    ("points", "expected"),
+    [
+        ([(0, 0.6), (96, 0.7), (192, 0.9)], 96 + 96 * 0.75),
+        ([(0, 0.6), (96, 0.85)], 96),
+        ([(0, 0.9), (96, 0.7)], 0),
+        ([(0, 0.5), (96, 0.87), (192, 0.8), (288, 0.95)], 96 * 0.35 / 0.37),  # the first time counts
+        ([(0, 0.6), (96, 0.84)], None),
+        ([], None),
+    ],
+)
+def test_the_first_crossing_is_linear_between_validations(
+    points: list[tuple[float, float]], expected: float | None
+) -> None:
+    assert first_crossing(points, 0.85) == (None if expected is None else pytest.approx(expected))
+
+
+def test_a_validation_comes_after_the_steps_before_it_and_waits_do_not_count() -> None:
+    rows: list[dict[str, Any]] = [
+        {"step": 2, "val/reward": 0.9},
+        {"step": 0, "val/reward": 0.5, "timing_s/gen": 1.0, "timing_s/update_actor": 2.0, "timing_s/step": 50.0},
+        {"step": 1, "val/reward": None, "timing_s/gen": 4.0, "timing_s/train": 60.0},
+    ]
+    assert points_of(rows, 96) == [Point(0, 0.0, 0.5), Point(192, 7.0, 0.9)]
+
+
+def test_how_seeds_are_put_together() -> None:
+    assert spread([0.5, 0.7, 0.9], ".2f") == "0.70 (0.50 … 0.90)"
+    assert spread([0.5], "+.1f") == "+0.5"
+    assert reached([1000.0, 1400.0]) == "1,200"
+    assert reached([100.0, None, 300.0]) == "200 (2 of 3 seeds)"
+    assert reached([None, None]) == "–"
+
+
+def test_a_figure_that_is_not_known_has_no_change() -> None:
+    summary = {"edge_density_before": 20.0, "edge_density_after": 21.0}
+    assert Result(summary, []).change("edge_density") == pytest.approx(5.0)
+    assert Result(summary | {"edge_density_after": None}, []).change("edge_density") is None
+
+
+def test_runs_are_planned_seed_after_seed_with_one_control_of_each_suite() -> None:
+    runs = plan(ENTRIES, [1, 2, 3], Path("runs"), every=2)
+
+    assert [run.seed for run in runs] == sorted(run.seed for run in runs)
+    assert len({run.directory for run in runs}) == len(runs) == 14 * 3 + 2
+    controls = [run for run in runs if any("optimizer.lr" in change for change in run.changes)]
+    assert [run.directory.name for run in controls] == ["tiny_ocr_control-1", "tiny_video_control-1"]
+
+
+def test_core_groups_are_disjoint() -> None:
+    assert core_groups([4, 5, 6, 7, 9]) == [(4, 5), (6, 7)]
+    assert core_groups([3]) == [(3,)]
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Commands of runs, which a script stands in for: it fails for recipes named `bad`."""
+    commands: list[list[str]] = []
+    script = (
+        "import os, pathlib, sys; recipe, seed, directory = sys.argv[2:5]\n"
+        "print('about to train', os.environ['OMP_NUM_THREADS'], repr(os.environ['CUDA_VISIBLE_DEVICES']))\n"
+        "if recipe == 'bad': raise SystemExit('no such setting')\n"
+        "path = pathlib.Path(directory); path.mkdir(parents=True); (path / 'summary.json').write_text('{}')\n"
+    )
+    original = subprocess.run
+
+    def stand_in(command: list[str], **options: Any) -> Any:
+        commands.append(command)
+        return original([sys.executable, "-c", script, *command[3:]], **options)
+
+    monkeypatch.setattr("bench.learning.runs.subprocess.run", stand_in)
+    return commands
+
+
+def test_a_failed_run_is_told_and_stops_no_other(recorded: list[list[str]], tmp_path: Path) -> None:
+    bad, good, kept = (Run(name, 1, tmp_path / f"{name}-1", ("a.b=1",)) for name in ("bad", "good", "kept"))
+    kept.directory.mkdir()
+    (kept.directory / "summary.json").write_text("{}")
+
+    errors = train_all([bad, good, kept], 1, 1000.0, Console(quiet=True))
+
+    assert list(errors) == [bad]
+    assert "no such setting" in errors[bad]
+    assert "about to train 2 ''" in errors[bad]
+    assert good.is_done
+    assert len(recorded) == 2
+    assert recorded[1][3:7] == ["--only", "good", "1", str(good.directory)]
+    assert recorded[1][-2:] == ["--set", "a.b=1"]
+
+
+def test_nothing_is_started_near_the_end_of_the_budget(recorded: list[list[str]], tmp_path: Path) -> None:
+    started = time.monotonic()
+    assert train_all([Run("good", 1, tmp_path / "good-1")], 1, 150.0, Console(quiet=True)) == {}
+    assert recorded == []
+    assert time.monotonic() - started < 5.0
+
+
+def test_too_many_at_once_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--parallel 4096"):
+        train_all([], 4096, 1.0, Console(quiet=True))
+
+
+def test_every_recipe_of_the_tables_is_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    shown = {}
+    for entry in ENTRIES:
+        settings = prepare_job(Path(f"recipes/{entry.recipe}.toml"), [], same_machine=True).model_dump(mode="json")
+        row = settings_row(entry.recipe, settings)
+        assert all(row)
+        shown[entry.recipe] = (row, noise_of(settings))
+    assert shown["tiny_ocr"][0][1:4] == ["LoRA of rank 32", "6e-4", "2"]
+    assert shown["tiny_ocr"][1] == "sde 0.7: 1 to 3, of 6"
+    assert shown["tiny_dpo"][1] == "none"
+    assert shown["tiny_mix_grpo"][1].endswith("2 in 1 to 4, 1 on after 3 training steps, of 6")
+
+
+def finished(directory: Path, recipe: str, seed: int, rewards: list[float]) -> None:
+    """What a run of the recipe leaves, with made-up rewards."""
+    settings = prepare_job(Path(f"recipes/{recipe}.toml"), [f"seed={seed}"], same_machine=True)
+    summary = {
+        "held_out_reward_before": rewards[0],
+        "held_out_reward_after": rewards[-1],
+        "improvement": rewards[-1] - rewards[0],
+        "bootstrap_ci95": [rewards[-1] - rewards[0] - 0.05, rewards[-1] - rewards[0] + 0.05],
+        "edge_density_before": 30.0,
+        "edge_density_after": 30.3,
+        "colour_entropy_before": 2.0,
+        "colour_entropy_after": 1.96,
+        "settings": settings.model_dump(mode="json"),
+    }
+    directory.mkdir(parents=True)
+    (directory / "summary.json").write_text(json.dumps(summary))
+    rows = [{"step": step, "val/reward": reward, "timing_s/gen": 4.0} for step, reward in enumerate(rewards)]
+    (directory / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def test_the_page_is_made_of_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    page, runs = tmp_path / "docs" / "learning.md", tmp_path / "runs"
+    page.parent.mkdir()
+    shutil.copy(ROOT / "docs/learning.md", page)
+    finished(runs / "tiny_ocr-1", "tiny_ocr", 1, [0.6, 0.8, 0.9])
+    finished(runs / "tiny_ocr-2", "tiny_ocr", 2, [0.6, 0.7, 0.8])
+    finished(runs / "tiny_ocr_control-1", "tiny_ocr", 1, [0.6, 0.6, 0.6])
+    finished(runs / "tiny_video_nft-1", "tiny_video_nft", 1, [0.6, 0.65, 0.7])
+    monkeypatch.setattr(
+        sys, "argv", ["learning", "--table-only", "--directory", str(runs), "--page", str(page), "--seeds", "1", "2"]
+    )
+
+    assert learning.main() == 0
+
+    text = page.read_text()
+    assert (
+        "| [tiny_ocr](../recipes/tiny_ocr.toml) | Flow-GRPO | 0.600 (0.600 … 0.600) | 0.850 (0.800 … 0.900) |" in text
+    )
+    assert "| +0.250 (+0.200 … +0.300) | ≥ +0.150 | 144 (1 of 2 seeds) | 6 (1 of 2 seeds) | +1.0 % | -2.0 % |" in text
+    assert "| [tiny_ocr](../recipes/tiny_ocr.toml), frozen | Flow-GRPO | 0.600 | 0.600 |" in text
+    assert "| [tiny_video_nft](../recipes/tiny_video_nft.toml) | DiffusionNFT | 0.600 | 0.700 |" in text
+    for name in ("learning_algorithms.png", "learning_video.png"):
+        with Image.open(page.parent / "images" / name) as picture:
+            assert min(picture.size) > 200
+    assert set(parts(read_all(ENTRIES, [1, 2], runs))) == {"learning-signs", "learning-videos", "learning-settings"}

@@ -1,0 +1,57 @@
+"""The table of what works with what is that of the registries, and the cases that are run keep their rule."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from docs.generate import models as support
+from docs.generate.markdown import outdated
+from flowfleet.algorithms.registry import ALGORITHMS, Algorithm
+from flowfleet.models.registry import FAMILIES
+
+PAGE = Path(__file__).parents[2] / support.PAGE
+
+
+def test_the_table_is_up_to_date() -> None:
+    assert outdated(PAGE, support.parts()) == [], "run `make docs`"
+
+
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_algorithm_is_taken_on_every_family(family: str, algorithm: str) -> None:
+    """Models and algorithms compose. An exception would stand in the table as a dash, and here with its reason."""
+    assert support.refusal(FAMILIES[family], ALGORITHMS[algorithm]) == ""
+
+
+def assert_rule(families: Mapping[str, Any], algorithms: Mapping[str, Algorithm]) -> None:
+    """Every algorithm on two families and in both modes; every family with every class of loss and in both modes."""
+    cases = support.choose_cases(families, algorithms)
+    assert len({case[:2] for case in cases}) == len(cases), "a pair is run twice"
+    of_algorithm, of_family = defaultdict(list), defaultdict(list)
+    for case in cases:
+        of_algorithm[case.algorithm].append(case)
+        of_family[case.pipeline].append(case)
+    classes = {support.loss_class(algorithm) for algorithm in algorithms.values()}
+    for name in algorithms:
+        assert len({case.pipeline for case in of_algorithm[name]}) >= 2, name
+        assert {case.mode for case in of_algorithm[name]} == {"lora", "full"}, name
+    for family in families:
+        assert {support.loss_class(algorithms[case.algorithm]) for case in of_family[family]} == classes, family
+        assert len(of_family[family]) < 2 or {case.mode for case in of_family[family]} == {"lora", "full"}, family
+
+
+def test_the_cases_that_are_run_keep_the_rule() -> None:
+    assert_rule(FAMILIES, ALGORITHMS)
+    assert len(support.run_cases()) < len(FAMILIES) * len(ALGORITHMS) / 2
+
+
+@given(num_families=st.integers(2, 12), losses=st.lists(st.sampled_from(["flow_grpo", "diffusion_nft", "dpo"])))
+def test_a_new_family_or_algorithm_is_covered(num_families: int, losses: list[str]) -> None:
+    losses += ["flow_grpo", "diffusion_nft", "dpo"]
+    algorithms = {f"{n}": Algorithm(f"{n}", "", "", "", loss=loss) for n, loss in enumerate(losses)}
+    assert_rule({f"family {n}": None for n in range(num_families)}, algorithms)

@@ -1,0 +1,388 @@
+"""The command line against a real controller process, and the local stack's commands with real processes."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from flowfleet.cli import main as cli
+from flowfleet.cli import rewards as cli_rewards
+from flowfleet.cli import views as cli_views
+from flowfleet.client.client import Client
+from flowfleet.client.types import Fleet, Replica, ShadowComparison, Shortage
+from flowfleet.data.blobs import open_blobs
+from flowfleet.local.stack import StateDir
+from flowfleet.redis import keys
+from flowfleet.redis.client import connect_sync
+from services.controller.store.jobs import JobStore
+from services.controller.store.records import JobStatus, SampleRecord
+from tests.flowfleet.idle_controller import in_store, job_settings
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(api_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Runs the command in an empty directory, pointed at the controller."""
+    monkeypatch.setenv("FLOWFLEET_URL", api_url)
+    monkeypatch.chdir(tmp_path)
+    return lambda *words: CliRunner().invoke(cli.app, list(words))
+
+
+@pytest.fixture
+def client(api_url: str) -> Iterator[Client]:
+    with Client(api_url) as client:
+        yield client
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Path:
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps(job_settings(tmp_path, name="a-job")))
+    return path
+
+
+def test_submit_prints_the_id_of_the_new_job(run: Run, client: Client, job_file: Path) -> None:
+    result = run("submit", str(job_file), "--set", "seed=9", "--set", "schedule.steps=3")
+
+    assert result.exit_code == 0, result.output
+    job = client.job(result.stdout.strip())
+    assert (job.name, job.spec["seed"], job.progress.steps) == ("a-job", 9, 3)
+
+
+def test_dry_run_shows_the_whole_job_and_every_process_and_submits_nothing(
+    run: Run, client: Client, job_file: Path
+) -> None:
+    result = run("submit", str(job_file), "--dry-run", "--set", "trainer.world_size=2")
+
+    assert result.exit_code == 0, result.output
+    job, processes = result.stdout.split("# Its processes")
+    assert yaml.safe_load(job)["trainer"]["optimizer"]["eps"] == 1e-8
+    for words in ("services.controller", "services.rollout", "services.reward", "redis-server", "FLOWFLEET_REDIS_URL"):
+        assert words in processes
+    assert "flowfleet.process.forkserver services.trainer" in processes
+    assert "forked from trainers for the job, 2 ranks" in processes
+    assert list(client.jobs()) == []
+
+
+def test_dry_run_and_plan_tell_what_a_job_needs_without_a_controller(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_qwen_image: Path
+) -> None:
+    monkeypatch.setenv("FLOWFLEET_URL", "http://127.0.0.1:1")
+    settings = job_settings(tmp_path, rollout={"height": 64, "width": 64}) | {"model": {"path": str(tiny_qwen_image)}}
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps(settings))
+
+    dry = run("submit", str(path), "--dry-run")
+    table = run("plan", str(path), "--device-memory", "80")
+    numbers = json.loads(run("plan", str(path), "--device-memory", "80", "--json", "--set", "trainer.mode=full").stdout)
+
+    assert re.search(r"What it needs.*\n.* parameters, .* trained; .* GiB a trainer rank", dry.stdout)
+    assert "Fits devices of 80.0 GiB" in table.stdout
+    assert table.stdout.count("\n") < 40
+    assert numbers["fits"] is True
+    assert numbers["params"] == numbers["trained"] > 0
+    masters, state = numbers["trainer"]["gib"]["masters"], numbers["trainer"]["gib"]["optimizer state"]
+    assert (masters * 2**30, state) == (4 * numbers["params"], 2 * masters)
+
+
+def test_warnings_are_shown_at_submit_in_a_dry_run_and_later(run: Run, client: Client, job_file: Path) -> None:
+    one = ("--set", "trainer.updates_per_step=1")
+    expected = "warning: algorithm.clip_range has no effect with one update a step"
+    submitted = run("submit", str(job_file), *one)
+    assert expected in submitted.stderr
+    (warning,) = client.job(submitted.stdout.strip()).warnings
+    assert f"warning: {warning}".startswith(expected)
+    assert expected in run("submit", str(job_file), "--dry-run", *one).stdout
+    assert expected in run("show", submitted.stdout.strip()).stdout
+    assert "warning" not in run("submit", str(job_file)).stderr
+
+
+def test_jobs_and_show(run: Run, client: Client, job_file: Path) -> None:
+    job = client.submit(job_file)
+
+    listed = run("jobs")
+    assert job.id[:13] in listed.stdout
+    assert re.search(r"a-job +queued +0/100", listed.stdout)
+    shown = run("show", job.id[:13])
+    assert job.id in shown.stdout
+    assert "group_size: 16" in shown.stdout
+    assert run("jobs", "--status", "failed").stdout.count("\n") == 1
+
+
+def test_fleet(capsys: pytest.CaptureFixture[str]) -> None:
+    shortage = Shortage(component="rollout", name="wide", reason="0/1 nodes are available")
+    replica = Replica(replica_id="r0", address="10.0.0.1:7000", pool="default", health="serving", version=3)
+    known = Fleet(replicas=[replica], rewards={"ocr": []}, pools=["default", "wide"], shortages=[shortage])
+    cli_views.show_fleet(known, Console(width=120))
+
+    shown = capsys.readouterr().out
+    assert re.search(r"default +r0 +serving +3", shown)
+    assert re.search(r"wide +none", shown)
+    assert re.search(r"ocr +none", shown)
+    assert "rollout wide: 0/1 nodes are available" in shown
+
+
+def test_wishes(run: Run, client: Client, job_file: Path) -> None:
+    job = client.submit(job_file)
+
+    assert "to be paused" in run("pause", job.id).stdout
+    assert run("resume", job.id).exit_code == 0
+    assert "to be cancelled" in run("cancel", job.id).stdout
+    refused = run("resume", job.id)
+    assert refused.exit_code == 1
+    assert "error: the job is being cancelled" in refused.stderr
+
+
+@pytest.mark.parametrize(("status", "code"), [(JobStatus.SUCCEEDED, 0), (JobStatus.FAILED, 1)])
+def test_watch_ends_as_the_job_does(
+    run: Run, client: Client, job_file: Path, redis_url: str, status: JobStatus, code: int
+) -> None:
+    job = client.submit(job_file)
+
+    async def play(store: JobStore) -> None:
+        await store.update_progress(job.id, step=1, reward=0.5)
+        await store.set_status(job.id, status, "the reason")
+
+    in_store(redis_url, play)
+    result = run("watch", job.id[:-2])
+
+    assert result.exit_code == code
+    assert "reward 0.500" in result.stdout
+    assert ("the job failed: the reason" in result.stderr) == (code == 1)
+
+
+def test_samples_are_downloaded_and_printed(run: Run, client: Client, job_file: Path, redis_url: str) -> None:
+    job = client.submit(job_file)
+
+    async def fill(store: JobStore) -> None:
+        for index, score in enumerate((0.25, 0.75)):
+            ref = await open_blobs(store._redis).put(keys.blob(job.id, "media", index), b"picture", ttl_s=60)
+            media: dict[str, Any] = {
+                "media_uri": ref.uri,
+                "media_size_bytes": ref.size_bytes,
+                "media_sha256": ref.sha256,
+            }
+            sample = SampleRecord(
+                step=3, group=1, index=index, prompt="a [b] sign", reward=score, scores={"ocr": score}, **media
+            )
+            await store.put_sample(job.id, sample)
+
+    in_store(redis_url, fill)
+    result = run("samples", job.id, "--out", "pictures", "--order", "best")
+
+    assert result.exit_code == 0, result.output
+    assert [line.split()[:2] for line in result.stdout.splitlines()[1:]] == [["3/1/1", "0.750"], ["3/1/0", "0.250"]]
+    assert "a [b] sign" in result.stdout
+    assert sorted(path.name for path in Path("pictures").iterdir()) == [
+        "train-00003-001-000.png",
+        "train-00003-001-001.png",
+    ]
+    assert Path("pictures/train-00003-001-000.png").read_bytes() == b"picture"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["show", "ffff"], "no job starts with 'ffff'"),
+        (["submit", "absent.toml"], "absent.toml: cannot be read"),
+        (["submit", "job.json", "--set", "sede=1"], "did you mean seed?"),
+        (["submit", "job.json", "--set", "rewards.beauty={}"], "this controller has no such reward service"),
+        (["jobs", "--url", "http://127.0.0.1:9"], "no controller answers at http://127.0.0.1:9"),
+        (["jobs", "--status", "asleep"], "status"),
+        (["samples", "ffff", "--order", "odd"], "no job starts"),
+        (["up", "--reward", "beauty"], "unknown reward 'beauty'"),
+        (["reward", "check", "http://host:1"], "give grpc://host:port"),
+        (["reward", "check", "grpc://host:1", "--ca", "ca.crt"], "say grpcs://host:1"),
+        (["reward", "check", "host:1", "--param", "region"], "--param 'region': give KEY=VALUE"),
+        (["up", "--rollout-devices", "0,1", "--replicas", "3"], "names 2 accelerators for 3 rollouts"),
+        (["up", "--trainer-devices", ""], "give each once, as in 0,1"),
+        (["demo", "--recipe", "absent.toml"], "absent.toml: cannot be read"),
+    ],
+)
+def test_mistakes_are_told_in_words(run: Run, job_file: Path, words: list[str], message: str) -> None:
+    result = run(*words)
+
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: ")
+    assert message in " ".join(result.stderr.split())
+    assert "Traceback" not in result.output
+
+
+def test_rewards_are_shown_and_changed(run: Run, client: Client, job_file: Path) -> None:
+    job = client.submit(job_file)
+
+    changed = run("rewards", "set", job.id[:13], "ocr", "weight=0.5", "clip=[0, 0.9]", "params.score=soft")
+    assert changed.exit_code == 0, changed.output
+    assert changed.stdout == "revision 1, from the next step that is not open yet\n"
+    pending = client.rewards(job.id).pending
+    assert pending is not None
+    assert {name: pending.rewards["ocr"][name] for name in ("weight", "clip", "params")} == {
+        "weight": 0.5,
+        "clip": [0.0, 0.9],
+        "params": {"score": "soft"},
+    }
+    shown = run("rewards", job.id[:13])
+    assert re.search(r"ocr +ocr +1", shown.stdout)  # the job waits: nothing has changed yet
+    assert re.search(r"0 +0 +as submitted\s+1 +pending +set ocr", shown.stdout)
+    refused = run("rewards", "promote", job.id[:13], "ocr2")
+    assert refused.exit_code == 1
+    assert "promote.ocr2: there is no such shadow" in " ".join(refused.stderr.split())
+    assert "give KEY=VALUE" in run("rewards", "set", job.id[:13], "ocr", "weight").stderr
+    both = run("rewards", "set", job.id[:13], "ocr", "weight=1", "weight.x=2")
+    assert both.exit_code == 1
+    assert "weight.x=2: weight is a value, not a table of settings" in " ".join(both.stderr.split())
+
+
+def test_a_comparison_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    scores = {"mean": 0.25, "q05": 0.0, "q25": 0.1, "q50": 0.2, "q75": 0.3, "q95": 0.4, "versions": ["ocr 1"]}
+    train = {"samples": 48, "active": scores, "shadow": {"mean": 0.5}, "spearman": 0.912345, "agreement": 0.875}
+    nothing: dict[str, Any] = {"active": {}, "shadow": {}}
+    found = {"beside": "ocr", "scored": 48, "failed": 2, "left_out": 6, "train": train, "held_out": nothing}
+    Console(width=140).print(cli_rewards.comparison_table("ocr2", ShadowComparison.model_validate(found)))
+
+    shown = capsys.readouterr().out
+    assert "held out" not in shown
+    assert re.search(r"mean +0.25 +0.5", shown)
+    assert re.search(r"5, 25, 50, 75, 95 % +0 0.1 0.2 0.3 0.4 +-", shown)
+    assert re.search(r"rank correlation +0.912", shown)
+    assert re.search(r"same order in groups +0.875", shown)
+    assert "48 samples scored, 2 failed, 6 left out" in shown
+
+
+def options_of(command: Any, name: str = "") -> Iterator[tuple[str, list[str]]]:
+    """Of a command; of a group of commands, of each."""
+    for child, found in getattr(command, "commands", {}).items():
+        yield from options_of(found, f"{name} {child}".strip())
+    if not hasattr(command, "commands"):
+        yield name, sorted(option for part in command.params for option in part.opts if option.startswith("--"))
+
+
+def test_the_surface_is_what_users_know() -> None:
+    options = dict(options_of(typer.main.get_command(cli.app)))
+
+    assert options == {
+        "up": [
+            "--archive",
+            "--data-network",
+            "--data-root",
+            "--data-url",
+            "--detach",
+            "--dtype",
+            "--engine",
+            "--hang",
+            "--keep",
+            "--limit",
+            "--max-batch",
+            "--model",
+            "--port",
+            "--replicas",
+            "--reward",
+            "--rollout-devices",
+            "--start-timeout",
+            "--state-dir",
+            "--trainer-devices",
+        ],
+        "fleet": ["--ca", "--url"],
+        "rewards show": ["--ca", "--url"],
+        "rewards set": ["--ca", "--url", "--wait"],
+        "rewards shadow": ["--ca", "--for", "--param", "--service", "--url", "--wait"],
+        "rewards promote": ["--ca", "--url", "--wait"],
+        "rewards remove": ["--ca", "--url", "--wait"],
+        "reward check": [
+            "--allowed",
+            "--ca",
+            "--cert",
+            "--image",
+            "--json",
+            "--key",
+            "--max-batch",
+            "--metadata",
+            "--param",
+            "--prompt",
+            "--timeout",
+            "--tolerance",
+        ],
+        "down": ["--state-dir"],
+        "demo": ["--recipe", "--seed", "--set", "--state-dir"],
+        "chaos": [
+            "--faults",
+            "--hang-s",
+            "--job",
+            "--kinds",
+            "--markdown",
+            "--mode",
+            "--reference",
+            "--report",
+            "--seed",
+            "--spacing",
+            "--state-dir",
+        ],
+        "submit": ["--ca", "--dry-run", "--follow", "--idempotency-key", "--set", "--url"],
+        "plan": ["--device-memory", "--json", "--set", "--text-tokens"],
+        "jobs": ["--ca", "--limit", "--status", "--url"],
+        "show": ["--ca", "--url"],
+        "watch": ["--ca", "--url"],
+        "samples": [
+            "--best",
+            "--ca",
+            "--disagree",
+            "--limit",
+            "--open",
+            "--order",
+            "--out",
+            "--purpose",
+            "--step",
+            "--url",
+            "--worst",
+        ],
+        "redis-acl": ["--redis6"],
+        "cancel": ["--ca", "--url"],
+        "pause": ["--ca", "--url"],
+        "resume": ["--ca", "--url"],
+        "delete": ["--ca", "--url"],
+        "archived": [],
+    }
+
+
+def test_listing_jobs_needs_neither_torch_nor_a_stack() -> None:
+    heavy = "{'torch', 'psutil', 'matplotlib', 'grpc', 'redis'}"
+    code = f"import sys, flowfleet.cli.main; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout == "[]\n"
+
+
+def test_up_detached_serves_and_down_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FLOWFLEET_URL", raising=False)
+
+    def flowfleet(*words: str) -> Any:
+        return subprocess.run([sys.executable, "-m", "flowfleet.cli.main", *words], capture_output=True, text=True)
+
+    started = flowfleet("up", "--detach", "--port", "0", "--replicas", "0", "--reward", "jpeg_compressibility")
+    try:
+        assert started.returncode == 0, started.stderr
+        stack = StateDir(Path("runs/local")).read()
+        assert stack is not None
+        assert set(stack.processes) == {"redis", "reward-jpeg_compressibility", "controller"}
+        with Client(stack.url) as client:
+            assert list(client.fleet().rewards) == ["jpeg_compressibility"]
+        with connect_sync(stack.redis_url) as redis:
+            assert redis.config_get("appendfsync") == {"appendfsync": "everysec"}
+        assert flowfleet("jobs").returncode == 0  # finds the stack by its stack.json
+        again = flowfleet("up", "--detach", "--port", "0")
+        assert (again.returncode, "already running" in again.stderr) == (1, True)
+    finally:
+        stopped = flowfleet("down")
+    assert (stopped.returncode, stopped.stdout) == (0, "stopped\n")
+    assert "no stack runs" in flowfleet("down").stdout

@@ -1,0 +1,52 @@
+"""Which device is taken; the accelerators themselves are not here."""
+
+import pytest
+import torch
+
+from flowfleet.hardware import devices
+
+
+def test_the_cpu_is_taken_where_nothing_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOWFLEET_DEVICE", "cpu")
+    device = devices.pick_device()
+    assert device == torch.device("cpu")
+    assert devices.backend(device) == "gloo"
+    assert not devices.is_accelerator(device)
+    assert devices.peak_memory_bytes(device) == 0
+
+
+def test_a_device_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOWFLEET_DEVICE", "gpu")
+    with pytest.raises(ValueError, match="use auto, cpu, cuda, npu"):
+        devices.pick_device()
+    monkeypatch.setenv("FLOWFLEET_DEVICE", "npu")
+    with pytest.raises(ValueError, match="finds no such device"):
+        devices.pick_device()
+
+
+def test_generator_states_come_back() -> None:
+    device = torch.device("cpu")
+    before = devices.rng_state(device)
+    drawn = torch.randn(3)
+    devices.set_rng_state(device, before)
+    assert torch.equal(torch.randn(3), drawn)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("Ascend910B3", 376e12),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_a_peak_is_known_by_the_devices_name(name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+
+    assert devices.peak_flops(torch.device("cuda", 0)) == peak
+    assert devices.peak_flops(torch.device("cpu")) is None
+    assert devices.memory_bytes(torch.device("cpu")) is None

@@ -1,0 +1,621 @@
+"""What goes with what: every algorithm as it comes, every combination that cannot work, and what a name fills in."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, Algorithm, Loss, register_algorithm, register_loss
+from flowfleet.job.spec import JobSpec, parse_job
+
+Parts = dict[str, Any]
+
+
+def spec_of(**parts: Parts) -> JobSpec:
+    base: Parts = {"model": {"path": "model"}, "data": {"train": "prompts.txt"}, "rewards": {"ocr": {}}}
+    return parse_job(base | parts)
+
+
+def problem_of(**parts: Parts) -> str:
+    with pytest.raises(ValueError, match=r"\w") as caught:
+        spec_of(**parts)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_every_algorithm_works_as_it_comes_and_survives_storage(name: str) -> None:
+    spec = spec_of(algorithm={"name": name})
+    assert spec.loss.name == ALGORITHMS[name].loss
+    assert parse_job(spec.model_dump(mode="json")) == spec
+
+
+@pytest.mark.parametrize(("name", "loss"), list(product(sorted(ALGORITHMS), sorted(LOSSES))))
+def test_another_loss_works_or_is_refused_for_a_reason_of_its_own(name: str, loss: str) -> None:
+    """Never for a setting that the job did not write."""
+    algorithm, chosen = ALGORITHMS[name], LOSSES[loss]
+    parts: dict[str, Parts] = {"algorithm": {"name": name, "loss": loss}}
+    is_ode = algorithm.defaults.get("rollout.noise.eta") == 0.0
+    if algorithm.data == "preferences" and not chosen.needs_pairs:
+        assert "rollout.noise.eta" in problem_of(**parts) or "learns from pairs" in problem_of(**parts)
+    elif is_ode and chosen.kind == "policy":
+        assert problem_of(**parts).startswith("rollout.noise.eta = 0")
+    elif algorithm.defaults.get("rollout.noise.type") == "cps" and chosen.needs_gaussian:
+        assert "set that to sde or dance_sde" in problem_of(**parts)
+    else:
+        spec = spec_of(**parts)
+        assert parse_job(spec.model_dump(mode="json")) == spec
+
+
+def test_a_name_fills_in_what_the_job_leaves_out() -> None:
+    dance = spec_of(algorithm={"name": "dance_grpo"}, rollout={"noise": {"eta": 0.9}})
+    assert (dance.rollout.noise.type, dance.rollout.noise.eta) == ("dance_sde", 0.9)
+    assert dance.rollout.noise.share_initial_noise
+    assert (dance.algorithm.advantage_std, dance.algorithm.clip_range) == ("group", 1e-4)
+    mix = spec_of(algorithm={"name": "mix_grpo"}).rollout.window
+    assert (mix.strategy, mix.size, mix.stride, mix.shift_every) == ("progressive", 4, 1, 25)
+    guard = spec_of(algorithm={"name": "grpo_guard"}).algorithm
+    assert (guard.clip_range, guard.advantage_std) == (2e-6, "group")  # as in all of its authors' configurations
+    assert spec_of(algorithm={"name": "flow_dppo"}).algorithm.advantage_clamp is None
+    assert spec_of(algorithm={"name": "diffusion_nft"}).rollout.noise.eta == 0
+    assert spec_of(algorithm={"name": "dpo"}).rollout.group_size == 2
+
+
+def test_a_loss_that_the_job_chose_brings_its_own_limits() -> None:
+    spec = spec_of(algorithm={"name": "dance_grpo", "loss": "grpo_guard"})
+    assert spec.algorithm.clip_range == 2e-6  # not DanceGRPO's, which is of another ratio
+    assert (spec.rollout.noise.type, spec.algorithm.advantage_std) == ("dance_sde", "group")
+
+
+CPS = {"noise": {"type": "cps", "eta": 0.8}}
+REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
+    # Windows and steps
+    "a correction of ratios that are none": (
+        {"rollout": CPS, "algorithm": {"correction": {"mode": "truncated"}}},
+        "algorithm.correction.mode",
+        'set it to "none"',
+    ),
+    "joint weights beside a mean ratio": (
+        {"algorithm": {"old_log_probs": "rollout", "correction": {"mode": "band", "joint": True}}},
+        'algorithm.correction.mode = "band" with joint',
+        "set joint to false",
+    ),
+    "a bound without bound": ({"algorithm": {"clip_nats": float("inf")}}, "algorithm.clip_nats", "finite"),
+    "window beyond the schedule": (
+        {"rollout": {"window": {"high": 11}}},
+        "rollout.window.high = 11",
+        "num_inference_steps = 10",
+    ),
+    "window too large": ({"rollout": {"window": {"size": 10}}}, "rollout.window.size = 10", "lower it"),
+    "window without steps": (
+        {"rollout": {"window": {"strategy": "all", "low": 9}}},
+        "rollout.window.low = 9",
+        "lower it",
+    ),
+    "stride of a random window": (
+        {"rollout": {"window": {"stride": 2}}},
+        "rollout.window.stride has no effect",
+        '"progressive"',
+    ),
+    "pace of an average that is not kept": (
+        {"trainer": {"ema": {"every": 8}}},
+        "trainer.ema.every has no effect",
+        "trainer.ema.decay",
+    ),
+    "advantages of another loss than DiffusionNFT": (
+        {"algorithm": {"advantage_mode": "sign"}},
+        "algorithm.advantage_mode has no effect",
+        "use diffusion_nft",
+    ),
+    "pace of a fixed window": (
+        {"rollout": {"window": {"strategy": "fixed", "shift_every": 9}}},
+        "rollout.window.shift_every has no effect",
+        '"progressive"',
+    ),
+    "a list of no window": (
+        {"rollout": {"window": {"steps": [1, 2]}}},
+        "rollout.window.steps has no effect",
+        'use "listed"',
+    ),
+    "an empty list": (
+        {"rollout": {"window": {"strategy": "listed"}}},
+        'rollout.window.strategy = "listed"',
+        "[0, 2, 5]",
+    ),
+    "a list beyond the schedule": (
+        {"rollout": {"window": {"strategy": "listed", "steps": [0, 10]}}},
+        "rollout.window.steps = [0, 10]",
+        "from 0 to 9",
+    ),
+    "a list backwards": (
+        {"rollout": {"window": {"strategy": "listed", "steps": [2, 1]}}},
+        "rollout.window.steps = [2, 1]",
+        "ascending",
+    ),
+    "cps at the last step of a list": (
+        {"rollout": CPS | {"window": {"strategy": "listed", "steps": [0, 9]}}},
+        "rollout.window.steps: the last step",
+        "leave out step 9",
+    ),
+    "a range of a list": (
+        {"rollout": {"window": {"strategy": "listed", "steps": [1], "high": 5}}},
+        "rollout.window.high has no effect",
+        "leave it out",
+    ),
+    "a size of a fraction": (
+        {"rollout": {"window": {"strategy": "fraction", "size": 3}}},
+        "rollout.window.size has no effect",
+        '"random"',
+    ),
+    "a fraction of no fraction": (
+        {"rollout": {"window": {"fraction": 0.5}}},
+        "rollout.window.fraction has no effect",
+        'use "fraction"',
+    ),
+    "a fraction of steps that nothing trains on": (
+        {
+            "algorithm": {"name": "diffusion_nft"},
+            "rollout": {"noise": {"eta": 0.5}, "window": {"strategy": "fraction"}},
+        },
+        'rollout.window.strategy = "fraction" has no effect',
+        'use "all"',
+    ),
+    "a decay of a random window": (
+        {"rollout": {"window": {"pace": "decay"}}},
+        "rollout.window.pace has no effect",
+        '"progressive"',
+    ),
+    "a rate of no decay": (
+        {"algorithm": {"name": "mix_grpo"}, "rollout": {"window": {"pace": "decay", "pace_rate": 0.5}}},
+        "rollout.window.pace_rate has no effect",
+        '"exp_decay"',
+    ),
+    "a decay that grows": (
+        {"algorithm": {"name": "mix_grpo"}, "rollout": {"window": {"pace": "decay", "pace_min": 26}}},
+        "rollout.window.pace_min = 26",
+        "lower it",
+    ),
+    "a stay of a random window": (
+        {"rollout": {"window": {"at_end": "stay"}}},
+        "rollout.window.at_end has no effect",
+        '"progressive"',
+    ),
+    "a shift of nothing": ({"rollout": {"shift": 0.0}}, "rollout.shift", "greater than 0"),
+    "cps with too much noise": (
+        {"rollout": {"noise": {"type": "cps", "eta": 1.2}}},
+        "rollout.noise.eta = 1.2",
+        "at most 1",
+    ),
+    "cps at the last step": (
+        {"rollout": CPS | {"window": {"high": 10}}},
+        "rollout.window.high = 10",
+        "to at most 9",
+    ),
+    "an ODE for a policy loss": (
+        {"rollout": {"noise": {"eta": 0.0}}},
+        "rollout.noise.eta = 0",
+        "choose algorithm.loss from diffusion_nft, dpo",
+    ),
+    "one sample in many copies": (
+        {"algorithm": {"name": "diffusion_nft"}, "rollout": {"noise": {"share_initial_noise": True}}},
+        "rollout.noise.share_initial_noise",
+        "set the one to false",
+    ),
+    "log-probs that are not Gaussian": (
+        {"algorithm": {"name": "grpo_guard"}, "rollout": CPS},
+        "algorithm.loss = grpo_guard",
+        "set that to sde or dance_sde",
+    ),
+    # Samplers
+    "a sampler of an ODE for noisy steps": (
+        {"rollout": {"sampler": "dpm_solver_2"}},
+        'rollout.sampler = "dpm_solver_2" takes no noise',
+        "set rollout.noise.eta = 0",
+    ),
+    "a tail of an ODE": (
+        {"algorithm": {"name": "diffusion_nft"}, "rollout": {"tail_steps": 3}},
+        "rollout.tail_steps has no effect",
+        'use rollout.sampler = "dpm_solver_2"',
+    ),
+    "a tail that saves nothing": (
+        {"algorithm": {"name": "mix_grpo"}, "rollout": {"tail_steps": 6}},
+        "rollout.tail_steps = 6 is no fewer than the 6 steps",
+        "lower it",
+    ),
+    "a tail of a window to the end": (
+        {"rollout": {"tail_steps": 1, "window": {"strategy": "all"}}},
+        "rollout.tail_steps = 1 is no fewer than the 1 steps",
+        "leave it out",
+    ),
+    "a sampler of no validation": (
+        {"schedule": {"validation_sampler": "dpm_solver_2"}},
+        "schedule.validation_sampler has no effect",
+        "leave it out",
+    ),
+    # Settings of a loss
+    "clip range of a trust region": (
+        {"algorithm": {"name": "flow_dppo", "clip_range": 1e-3}},
+        "algorithm.clip_range has no effect",
+        "use flow_grpo, grpo_guard",
+    ),
+    "trust region of a clipped ratio": (
+        {"algorithm": {"kl_threshold_nats": 0.5}},
+        "algorithm.kl_threshold_nats has no effect",
+        "use flow_dppo",
+    ),
+    "beta of a policy loss": ({"algorithm": {"beta": 0.5}}, "algorithm.beta has no effect", "use diffusion_nft, dpo"),
+    "schedule of no old policy": (
+        {"algorithm": {"name": "online_dpo", "old_policy": {"rate": 0.5}}},
+        "algorithm.old_policy has no effect",
+        "use diffusion_nft",
+    ),
+    "beta of another loss": (
+        {"algorithm": {"name": "diffusion_nft", "beta": 500.0}},
+        "algorithm.beta = 500.0",
+        "at most 1",
+    ),
+    "two clip ranges": (
+        {"algorithm": {"clip_range": 1e-4, "clip_nats": 0.5}},
+        "algorithm.clip_range has no effect",
+        "leave one of them out",
+    ),
+    "two trust regions": (
+        {"algorithm": {"name": "flow_dppo", "kl_threshold": 1e-4, "kl_threshold_nats": 0.5}},
+        "algorithm.kl_threshold has no effect",
+        "leave one of them out",
+    ),
+    "noise levels the wrong way round": (
+        {"algorithm": {"name": "diffusion_nft", "sigma_low": 0.7, "sigma_high": 0.6}},
+        "algorithm.sigma_low = 0.7",
+        "below algorithm.sigma_high = 0.6",
+    ),
+    "bounds of the sampler's levels": (
+        {"algorithm": {"name": "diffusion_nft", "sigma_sampling": "schedule", "sigma_low": 0.1}},
+        "algorithm.sigma_low has no effect",
+        "the sampler's levels",
+    ),
+    "more levels than the sampler has": (
+        {"algorithm": {"name": "diffusion_nft", "sigma_sampling": "schedule", "num_noise_levels": 11}},
+        "algorithm.num_noise_levels = 11",
+        "lower it",
+    ),
+    "noise levels of a policy loss": (
+        {"algorithm": {"sigma_sampling": "uniform"}},
+        "algorithm.sigma_sampling has no effect",
+        "use diffusion_nft, dpo",
+    ),
+    "two ties to the reference": (
+        {"algorithm": {"name": "online_dpo", "kl_coef": 0.1}},
+        "algorithm.kl_coef has no effect",
+        "by beta",
+    ),
+    # Corrections
+    "correction without ratios": (
+        {"algorithm": {"name": "diffusion_nft", "correction": {"mode": "band"}}},
+        "algorithm.correction.mode",
+        'set it to "none"',
+    ),
+    "old log-probs of none": (
+        {"algorithm": {"name": "online_dpo", "old_log_probs": "recompute"}},
+        "algorithm.old_log_probs has no effect",
+        "leave it out",
+    ),
+    "bypass without means": (
+        {"algorithm": {"name": "flow_dppo", "old_log_probs": "rollout"}},
+        "algorithm.loss = flow_dppo",
+        '"first_forward" or "recompute"',
+    ),
+    "bounds of no correction": (
+        {"algorithm": {"correction": {"high": 3.0}}},
+        "algorithm.correction.high has no effect",
+        "choose a mode",
+    ),
+    "lower bound of a truncation": (
+        {"algorithm": {"correction": {"mode": "truncated", "low": 0.9}}},
+        "algorithm.correction.low has no effect",
+        "choose a mode",
+    ),
+    # Pairs
+    "preferences without pairs": (
+        {"algorithm": {"name": "dpo", "loss": "diffusion_nft"}},
+        "algorithm.name = dpo",
+        "its loss must be one of dpo",
+    ),
+    "preferences of three": (
+        {"algorithm": {"name": "dpo"}, "rollout": {"group_size": 3}},
+        "algorithm.name = dpo",
+        "leave rollout.group_size at 2",
+    ),
+    "more pairs than samples": (
+        {"algorithm": {"name": "online_dpo", "pairs_per_group": 9}},
+        "algorithm.pairs_per_group = 9",
+        "at least 18, not 16",
+    ),
+    "half a pair": (
+        {"algorithm": {"name": "online_dpo"}, "trainer": {"micro_batch_size": 1}},
+        "trainer.micro_batch_size = 1",
+        "give 2",
+    ),
+    "compiled and deterministic": (
+        {"trainer": {"compile": True, "deterministic": True}},
+        "trainer.deterministic",
+        "set trainer.compile or",
+    ),
+    "quantised rollouts and deterministic": (
+        {"rollout": {"quantization": "fp8"}, "trainer": {"deterministic": True}},
+        "trainer.deterministic",
+        'rollout.quantization = "none"',
+    ),
+    "compiled rollouts and deterministic": (
+        {"rollout": {"compile": True}, "trainer": {"deterministic": True}},
+        "trainer.deterministic",
+        "rollout.compile = false",
+    ),
+    "a limit on a gap that nobody measures": (
+        {"algorithm": {"name": "diffusion_nft"}, "rollout": {"max_log_prob_gap": 1e-4}},
+        "rollout.max_log_prob_gap has no effect",
+        "leave it out",
+    ),
+    "more updates than pairs": (
+        {"algorithm": {"name": "online_dpo"}, "trainer": {"updates_per_step": 3}, "rollout": {"prompts_per_step": 2}},
+        "trainer.updates_per_step = 3",
+        "2 pairs",
+    ),
+    "advantages of pairs": (
+        {"algorithm": {"name": "online_dpo", "advantage_std": "none"}},
+        "algorithm.advantage_std has no effect",
+        "leave it out",
+    ),
+    # Advantages and rewards
+    "a group of one": ({"rollout": {"group_size": 1}}, "rollout.group_size = 1", "2 or more"),
+    "normalised without a std": (
+        {"algorithm": {"reward_combination": "normalized", "advantage_std": "none"}},
+        'algorithm.advantage_std = "none" has no effect',
+        "leave it out",
+    ),
+    "separate rewards without a std": (
+        {"algorithm": {"reward_combination": "separate", "advantage_std": "none"}},
+        'algorithm.reward_combination = "separate"',
+        'set the one to "sum"',
+    ),
+    "the best of no more": (
+        {"algorithm": {"best_of": 16}, "rollout": {"group_size": 16}},
+        "algorithm.best_of = 16 leaves out no sample",
+        "raise rollout.group_size",
+    ),
+    "the best of pairs": (
+        {"algorithm": {"name": "online_dpo", "best_of": 4}},
+        "algorithm.best_of has no effect",
+        "leave it out",
+    ),
+    "the rollout's batches without some samples": (
+        {"algorithm": {"best_of": 4}, "trainer": {"deterministic": True}},
+        "trainer.deterministic repeats the rollout's batches",
+        "leave algorithm.best_of out",
+    ),
+    "more updates than the best": (
+        {
+            "algorithm": {"best_of": 2},
+            "rollout": {"prompts_per_step": 2, "group_size": 8},
+            "trainer": {"updates_per_step": 5},
+        },
+        "trainer.updates_per_step = 5 is more than the 4 samples that a step trains on",
+        "lower it",
+    ),
+    "the KL of full weights as a reward": (
+        {"algorithm": {"kl_reward": 0.1}, "trainer": {"mode": "full"}},
+        "algorithm.kl_reward",
+        'trainer.mode = "lora", or use algorithm.kl_coef',
+    ),
+    "the KL of an ODE as a reward": (
+        {"algorithm": {"name": "diffusion_nft", "kl_reward": 0.1}},
+        "algorithm.kl_reward is measured at noisy steps",
+        "an eta above 0",
+    ),
+    "the KL of given samples as a reward": (
+        {"algorithm": {"name": "dpo", "kl_reward": 0.1}},
+        "algorithm.kl_reward has no effect",
+        "leave it out",
+    ),
+    "the KL beside rewards that are not summed": (
+        {"algorithm": {"kl_reward": 0.1, "reward_combination": "separate"}},
+        "algorithm.kl_reward is subtracted from the sum",
+        'set that to "sum"',
+    ),
+    "full fine-tuning from an adapter": (
+        {"model": {"path": "m", "adapter": "a"}, "trainer": {"mode": "full"}},
+        'model.adapter: trainer.mode = "full" has no adapter',
+        "merged in (trainer.lora.merge) and give that as model.path",
+    ),
+    "full weights merged": (
+        {"trainer": {"mode": "full", "lora": {"merge": True}}},
+        "trainer.lora.merge has no effect",
+        "leave it out",
+    ),
+    "no reward": ({"rewards": {}}, "rewards: name at least one", "[rewards.ocr]"),
+    "rewards that count for nothing": ({"rewards": {"ocr": {"weight": 0.0}}}, "rewards.*.weight is 0", "a weight"),
+    "a curve that counts for nothing": (
+        {"rewards": {"ocr": {"curve": [[0, 0], [9, 0]]}}},
+        "rewards.*.curve",
+        "a factor",
+    ),
+    "a curve backwards": (
+        {"rewards": {"ocr": {"curve": [[9, 1], [9, 0]]}}},
+        "rewards.ocr.curve: steps 9, 9",
+        "ascending",
+    ),
+    "a clip that leaves nothing": ({"rewards": {"ocr": {"clip": [1, 1]}}}, "rewards.ocr.clip: [1, 1] leaves", "lower"),
+    "a clip of no weight": (
+        {"rewards": {"ocr": {}, "b": {"weight": 0, "clip": [0, 1]}}},
+        "rewards.b.clip has no effect",
+        "leave it out",
+    ),
+    "a gate with two limits": (
+        {"rewards": {"ocr": {"gate": {"below": 0, "above": 1}}}},
+        "rewards.ocr.gate: a gate needs one limit",
+        "`below` or `above`",
+    ),
+    "a gate without a limit": ({"rewards": {"ocr": {"gate": {}}}}, "rewards.ocr.gate: a gate", "`below` or `above`"),
+    "a guard that may be skipped": (
+        {"rewards": {"ocr": {}, "b": {"gate": {"below": 0}, "on_failure": "skip"}}},
+        'rewards.b.on_failure = "skip" would open its gate',
+        '"pause" or "drop"',
+    ),
+    "nothing left to go on with": (
+        {"rewards": {"ocr": {"on_failure": "skip"}, "b": {"weight": 0}}},
+        'rewards.ocr.on_failure = "skip" leaves no other reward',
+        '"pause" or "drop"',
+    ),
+    "an unknown policy": ({"rewards": {"ocr": {"on_failure": "zero"}}}, "rewards.ocr.on_failure", "'skip'"),
+    "a reward beyond bounds": ({"rewards": {"ocr": {"weight": float("inf")}}}, "rewards.ocr.weight", "finite"),
+    "more updates than samples": (
+        {"trainer": {"updates_per_step": 9}, "rollout": {"prompts_per_step": 4, "group_size": 2}},
+        "trainer.updates_per_step = 9",
+        "8 samples",
+    ),
+    # Names
+    "unknown algorithm": (
+        {"algorithm": {"name": "flow_grop"}},
+        "algorithm.name: 'flow_grop'",
+        "did you mean flow_grpo?",
+    ),
+    "unknown loss": ({"algorithm": {"loss": "nft"}}, "algorithm.loss: 'nft'", "is not one of"),
+    "unknown setting": ({"algorithm": {"clip": 1}}, "algorithm.clip: unknown setting", "did you mean"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_names_its_setting_and_the_change(name: str) -> None:
+    parts, start, change = REFUSED[name]
+    problem = problem_of(**parts)
+    assert problem.startswith(start)
+    assert change in problem
+
+
+ALLOWED: dict[str, dict[str, Parts]] = {
+    "limits in nats alone": {"algorithm": {"clip_nats": 0.66}},
+    "a trust region in nats": {"algorithm": {"name": "flow_dppo", "kl_threshold_nats": 0.66}},
+    "guard on DanceGRPO's steps": {"algorithm": {"name": "grpo_guard"}, "rollout": {"noise": {"type": "dance_sde"}}},
+    "Flow-DPPO on cps": {"algorithm": {"name": "flow_dppo"}, "rollout": CPS},
+    "a window of an ODE": {"algorithm": {"name": "diffusion_nft"}, "rollout": {"window": {"size": 1}}},
+    "DiffusionNFT on noisy samples": {"algorithm": {"name": "diffusion_nft"}, "rollout": {"noise": {"eta": 0.5}}},
+    "DiffusionNFT's sampler": {"algorithm": {"name": "diffusion_nft"}, "rollout": {"sampler": "dpm_solver_2"}},
+    "MixGRPO-Flash": {"algorithm": {"name": "mix_grpo"}, "rollout": {"num_inference_steps": 25, "tail_steps": 7}},
+    "a sampler of validation alone": {
+        "schedule": {"validation_sampler": "dpm_solver_2"},
+        "data": {"train": "t.txt", "validation": "v.txt"},
+    },
+    "every window of MixGRPO": {"algorithm": {"name": "mix_grpo"}, "rollout": {"window": {"strategy": "random"}}},
+    "a defaults' value, written out": {"algorithm": {"name": "flow_dppo", "clip_range": 1e-5}},
+    "Flow-GRPO's average": {"trainer": {"ema": {"decay": 0.9, "every": 8}}},
+    "DiffusionNFT without an average": {"algorithm": {"name": "diffusion_nft"}, "trainer": {"ema": {"decay": None}}},
+    "all steps but some": {"rollout": {"window": {"strategy": "listed", "steps": [0, 3, 9]}}},
+    "a share of all steps": {"rollout": {"window": {"strategy": "fraction", "fraction": 0.6}, "shift": 3.0}},
+    "MixGRPO, decaying": {"algorithm": {"name": "mix_grpo"}, "rollout": {"window": {"pace": "decay", "pace_min": 1}}},
+    "the sampler's levels": {
+        "algorithm": {"name": "diffusion_nft", "sigma_sampling": "schedule", "num_noise_levels": 9}
+    },
+    "two steps": {"rollout": {"num_inference_steps": 2, "window": {"size": 1}}},
+    "bypass": {"algorithm": {"old_log_probs": "rollout", "correction": {"mode": "truncated", "high": 3.0}}},
+    "a band of joint ratios": {"algorithm": {"correction": {"mode": "band", "low": 0.9, "high": 1.1, "joint": True}}},
+    "a reward that is only watched": {"rewards": {"ocr": {}, "quality": {"weight": 0.0}}},
+    "one service twice, clipped, on a curve, with a guard": {
+        "rewards": {
+            "ocr": {"clip": [0, 0.9], "curve": [[0, 0], [10, 1]], "on_failure": "skip"},
+            "strict": {"service": "ocr", "params": {"mode": "exact"}, "on_failure": "drop"},
+            "quality": {"weight": 0.0, "gate": {"below": 0.2, "action": "mask"}},
+        }
+    },
+    "normalised rewards, DanceGRPO's way": {"algorithm": {"name": "dance_grpo", "reward_combination": "normalized"}},
+    "the best and worst of separate rewards, MixGRPO's and DanceGRPO's way": {
+        "algorithm": {"reward_combination": "separate", "advantage_std": "group", "best_of": 8}
+    },
+    "a KL in the reward, of samples with noise": {"algorithm": {"kl_reward": 0.01}},
+    "a KL in the reward, DiffusionNFT on an SDE": {
+        "algorithm": {"name": "diffusion_nft", "kl_reward": 0.01},
+        "rollout": {"noise": {"eta": 0.7}},
+    },
+    "preferences without rewards": {"algorithm": {"name": "dpo"}, "rewards": {}},
+}
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_what_works_is_not_refused(name: str) -> None:
+    spec = spec_of(**ALLOWED[name])
+    assert parse_job(spec.model_dump(mode="json")) == spec
+
+
+def test_preferences_are_scored_only_for_validation() -> None:
+    data = {"train": "pairs.jsonl", "validation": "held_out.txt"}
+    assert problem_of(algorithm={"name": "dpo"}, rewards={}, data=data).startswith("rewards: name at least one")
+
+
+def test_names_are_registered_once_and_losses_first() -> None:
+    with pytest.raises(ValueError, match="registered already"):
+        register_loss(Loss("flow_grpo", "m:f", "policy"))
+    with pytest.raises(ValueError, match="registered already"):
+        register_algorithm(Algorithm("flow_grpo", "", "", "", loss="flow_grpo"))
+    with pytest.raises(ValueError, match="register that first"):
+        register_algorithm(Algorithm("new", "", "", "", loss="none_such"))
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_every_default_of_an_algorithm_is_a_setting(name: str) -> None:
+    spec = spec_of()
+    for path in ALGORITHMS[name].defaults:
+        part: Any = spec
+        for key in path.split("."):
+            assert key in type(part).model_fields, path
+            part = getattr(part, key)
+
+
+def test_one_update_a_step_is_warned_of_where_a_limit_would_never_act() -> None:
+    assert spec_of().trainer.updates_per_step == 2
+    assert spec_of(algorithm={"name": "diffusion_nft"}).trainer.updates_per_step == 1
+    assert spec_of(algorithm={"name": "online_dpo"}).trainer.updates_per_step == 1
+    one = {"updates_per_step": 1}
+    assert spec_of().warnings == spec_of(trainer=one | {"passes": 2}).warnings == []
+    assert spec_of(algorithm={"name": "diffusion_nft"}).warnings == []
+    assert spec_of(algorithm={"old_log_probs": "rollout"}, trainer=one).warnings == []  # the ratio to the rollout
+    (warning,) = spec_of(trainer=one).warnings
+    assert warning.startswith("algorithm.clip_range has no effect with one update a step")
+    (warning,) = spec_of(trainer=one, algorithm={"clip_nats": 0.2, "clip_range_low": 1e-6}).warnings
+    assert warning.startswith("algorithm.clip_range_low and algorithm.clip_nats have no effect")
+    (warning,) = spec_of(trainer=one, algorithm={"name": "flow_dppo"}).warnings
+    assert warning.startswith("algorithm.kl_threshold has no effect")
+
+
+def test_a_default_of_two_updates_gives_way_to_too_few_samples() -> None:
+    """A loss on pairs may bring it: only what the job itself wrote is refused."""
+    two = {"trainer.updates_per_step": 2}
+    register_loss(Loss("pairwise", "no.module:none", "matching", needs_pairs=True, defaults=two))
+    try:
+        one_pair: Parts = {"algorithm": {"name": "online_dpo", "loss": "pairwise"}, "rollout": {"prompts_per_step": 1}}
+        assert spec_of(**one_pair).trainer.updates_per_step == 2
+        assert "trainer.updates_per_step = 3" in problem_of(**one_pair, trainer={"updates_per_step": 3})
+    finally:
+        del LOSSES["pairwise"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "problem"),
+    [
+        ({"optimizer": {"final_lr": 1e-5}}, "trainer.optimizer.final_lr has no effect"),
+        ({"optimizer": {"lr_schedule": "linear", "final_lr": 1e-2}}, "above trainer.optimizer.lr"),
+        ({"optimizer": {"warmup_updates": 200}}, "not below the 200 updates"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused(parts: Parts, problem: str) -> None:
+    assert problem in problem_of(trainer=parts)
+
+
+@pytest.mark.parametrize(
+    ("correction", "old", "problem"),
+    [
+        ({"level": "sequence"}, "recompute", "level has no effect"),
+        ({"mode": "rejection", "reject_high": 2.0}, "recompute", "reject_high has no effect"),
+        ({"mode": "truncated", "level": "sequence"}, "rollout", 'correction.level = "sequence" needs the log-probs'),
+        ({"mode": "band", "normalize": "batch"}, "rollout", 'correction.normalize = "batch" needs the log-probs'),
+    ],
+)
+def test_a_correction_that_cannot_be_is_refused(correction: Parts, old: str, problem: str) -> None:
+    assert problem in problem_of(algorithm={"correction": correction, "old_log_probs": old})

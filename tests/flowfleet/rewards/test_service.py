@@ -1,0 +1,263 @@
+"""Rewards made of functions, served in this process over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+import numpy as np
+import pytest
+
+from flowfleet.media.files import encode_media
+from flowfleet.process.pulse import Pulse
+from flowfleet.proto.reward_pb2 import DescribeRequest, RewardSample, ScoreRequest, ScoreResponse
+from flowfleet.proto.reward_pb2_grpc import RewardServiceStub, add_RewardServiceServicer_to_server
+from flowfleet.rewards.service import Params, Reward, RewardServicer, Sample, answer, read_params, serve
+from flowfleet.rpc import endpoint as rpc
+
+if TYPE_CHECKING:
+    from flowfleet.proto.reward_pb2_grpc import RewardServiceAsyncStub
+
+PNG = encode_media(np.full((1, 4, 6, 3), 51, np.uint8))[0]
+VIDEO = encode_media(np.zeros((5, 4, 6, 3), np.uint8))[0]
+
+
+def request(*prompts: str, **params: str) -> ScoreRequest:
+    """Of pictures that are named by their places; each group is the prompt's first letter."""
+    samples = [
+        RewardSample(sample_id=str(place), media=PNG, media_type="image/png", prompt=prompt, group_id=prompt[:1])
+        for place, prompt in enumerate(prompts)
+    ]
+    return ScoreRequest(samples=samples, params=params)
+
+
+def use(scenario: Callable[[RewardServiceAsyncStub], Any], score: Callable[..., Any], **settings: Any) -> None:
+    async def main() -> None:
+        server = rpc.make_server()
+        servicer = RewardServicer(Reward(score=score, **{"name": "mine", "version": "2", **settings}))
+        add_RewardServiceServicer_to_server(servicer, server)
+        port = rpc.listen(server, "127.0.0.1", 0)
+        await server.start()
+        try:
+            async with asyncio.timeout(60), rpc.open_channel(f"127.0.0.1:{port}") as channel:
+                await scenario(RewardServiceStub(channel))
+        finally:
+            await server.stop(None)
+
+    asyncio.run(main())
+
+
+def ask(sent: ScoreRequest, score: Callable[..., Any], **settings: Any) -> ScoreResponse:
+    found: list[ScoreResponse] = []
+
+    async def scenario(stub: RewardServiceAsyncStub) -> None:
+        found.append(await stub.Score(sent, timeout=30))
+
+    use(scenario, score, **settings)
+    return found[0]
+
+
+def shown(response: ScoreResponse) -> list[float | str]:
+    return [one.error if one.WhichOneof("outcome") == "error" else one.score for one in response.scores]
+
+
+def moody(sample: Sample) -> Any:
+    """Does what the prompt says."""
+    match sample.prompt:
+        case "refuse":
+            raise ValueError("no face in it")
+        case "crash":
+            raise KeyError("secret")
+        case "text":
+            return "good"
+        case "strange":
+            return 1.0, {"other": 2.0}
+        case "both":
+            return 1, {"mean": np.float32(sample.frames.mean())}
+        case _:
+            return float(sample.prompt)
+
+
+async def moody_later(sample: Sample) -> Any:
+    await asyncio.sleep(0)
+    return moody(sample)
+
+
+MOODS = ("0.5", "refuse", "crash", "text", "nan", "strange", "both")
+OUTCOMES = [
+    0.5,
+    "no face in it",
+    "mine failed on this sample: KeyError; its log has the reason",
+    "the score is 'good', not a number",
+    "the score is nan",
+    "component other is not among those of Describe: mean",
+    1.0,
+]
+
+
+@pytest.mark.parametrize("score", [moody, moody_later])
+def test_each_sample_has_an_outcome_of_its_own(score: Callable[..., Any]) -> None:
+    response = ask(request(*MOODS), score, components=("mean",))
+    assert shown(response) == OUTCOMES
+    assert response.scores[-1].components == {"mean": 51.0}
+    assert response.version == "2"
+
+
+def test_a_batch_function_gives_scores_and_errors() -> None:
+    def score(samples: list[Sample]) -> list[Any]:
+        return [ValueError("odd") if sample.prompt == "odd" else len(samples) for sample in samples]
+
+    assert shown(ask(request("a", "odd", "b"), score, batch=True)) == [3.0, "odd", 3.0]
+
+
+def test_a_batch_that_fails_is_asked_sample_by_sample() -> None:
+    def score(samples: Sequence[Sample]) -> list[float]:
+        return [float(sample.prompt) for sample in samples]
+
+    assert shown(ask(request("1", "x", "3"), score, batch=True)) == [
+        1.0,
+        "could not convert string to float: 'x'",
+        3.0,
+    ]
+    short = "mine gave 1 scores for 2 samples"
+    assert shown(ask(request("aa", "ab"), lambda samples: [1.0], batch=True, needs_group=True)) == [short] * 2
+
+
+def test_groups_are_seen_whole_whatever_the_order() -> None:
+    def rank(samples: list[Sample]) -> list[float]:
+        assert len({sample.group_id for sample in samples}) == 1
+        return [float(sorted(one.prompt for one in samples).index(sample.prompt)) for sample in samples]
+
+    response = ask(request("b2", "a3", "b1", "a1", "a2"), rank, batch=True, needs_group=True)
+    assert shown(response) == [1.0, 2.0, 0.0, 0.0, 1.0]
+
+
+class Settings(Params):
+    power: float = 1.0
+    name: str = "x"
+
+
+def test_params_reach_the_function_and_are_checked() -> None:
+    assert shown(
+        ask(request("3", power="2"), lambda sample, params: float(sample.prompt) ** params.power, params=Settings)
+    ) == [9.0]
+    with pytest.raises(grpc.aio.AioRpcError, match=r"params.powr is unknown: this reward takes power, name"):
+        ask(request("3", powr="2"), lambda sample, params: 1.0, params=Settings)
+    with pytest.raises(ValueError, match=r"params.power: .*valid number"):
+        read_params(Settings, {"power": "much"})
+    with pytest.raises(ValueError, match=r"params.x is unknown: this reward takes no parameters"):
+        read_params(None, {"x": "1"})
+
+
+def test_a_video_is_refused_unless_it_is_scored() -> None:
+    sent = request("v")
+    sent.samples[0].media, sent.samples[0].media_type = VIDEO, "video/mp4"
+    assert "media_type 'video/mp4' is not read here" in str(shown(ask(sent, lambda sample: 1.0))[0])
+    assert shown(ask(sent, lambda sample: len(sample.frames), modalities=("image", "video"))) == [5.0]
+
+
+def test_what_nobody_waits_for_is_not_scored() -> None:
+    begun, gate, seen = threading.Event(), threading.Event(), list[str]()
+
+    def slow(sample: Sample) -> float:
+        seen.append(sample.prompt)
+        begun.set()
+        assert gate.wait(30)
+        return 1.0
+
+    async def scenario(stub: RewardServiceAsyncStub) -> None:
+        first = asyncio.ensure_future(stub.Score(request("first"), timeout=30))
+        await asyncio.to_thread(begun.wait, 30)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.Score(request("left", "behind"), timeout=0.3)
+        for _ in range(3):  # what the service answers now, it answers after it has heard that the caller left
+            await stub.Describe(DescribeRequest(), timeout=30)
+        gate.set()
+        await first
+        await stub.Score(request("last"), timeout=30)
+
+    use(scenario, slow)
+    assert seen == ["first", "last"]
+
+
+def test_no_more_bytes_wait_than_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two calls fit beside each other, a third does not, and fits once they have gone; a call alone always does."""
+    monkeypatch.setattr("flowfleet.rewards.service.MAX_WAITING_BYTES", 2 * len(PNG))
+    gone = asyncio.Event()
+
+    async def score(sample: Sample) -> float:
+        await gone.wait()
+        return 0.5
+
+    async def scenario(stub: RewardServiceAsyncStub) -> None:
+        calls = [asyncio.ensure_future(stub.Score(request("a"), timeout=30)) for _ in range(3)]
+        (refused,), _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        error = refused.exception()
+        assert isinstance(error, grpc.aio.AioRpcError)
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert f"{2 * len(PNG)} bytes wait" in (error.details() or "")
+        gone.set()
+        await asyncio.gather(*(call for call in calls if call is not refused))
+        assert len((await stub.Score(request("a", "b", "c"), timeout=30)).scores) == 3
+
+    use(scenario, score)
+
+
+def test_numbers_are_finite() -> None:
+    for value in (math.inf, -math.inf, math.nan, None):
+        assert answer("a", value, ()).WhichOneof("outcome") == "error"  # type: ignore[arg-type]
+        assert answer("a", (1.0, {"part": value}), ("part",)).WhichOneof("outcome") == "error"  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"version": ""}, "version"),
+        ({"score_range": (1.0, 1.0)}, "score_range"),
+        ({"modalities": ("sound",)}, "modalities"),
+        ({"components": ("a", "a")}, "components"),
+        ({"needs_group": True}, "batch"),
+        ({"max_batch_size": 0}, "max_batch_size"),
+        ({"threads": 0}, "threads"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=rf"the reward 'mine' cannot be served: give .*{named}"):
+        serve(moody, **{"name": "mine", "version": "1", **settings})
+
+
+def test_a_function_that_hangs_denies_health_and_one_that_begins_slowly_does_not() -> None:
+    """The first call may load a model; a hang is found out while other threads go on."""
+    hang_s = 0.2
+    pulse, ended = Pulse(hang_s, 600.0), threading.Event()
+
+    def score_sample(sample: Sample) -> float:
+        if sample.prompt == "hang":
+            ended.wait(30)
+        else:
+            time.sleep(float(sample.prompt))
+        return 1.0
+
+    async def scenario() -> None:
+        servicer = RewardServicer(Reward(score=score_sample, name="mine", version="2", threads=2), pulse)
+        first = asyncio.create_task(servicer.Score(request(str(3 * hang_s)), None))
+        while not first.done():
+            assert not pulse.is_stuck
+            await asyncio.sleep(0.02)
+        pulse.reset()  # so long a call is no measure here
+        await servicer.Score(request("0"), None)
+        hanging = asyncio.create_task(servicer.Score(request("hang"), None))
+        async with asyncio.timeout(20):
+            while not pulse.is_stuck:
+                await servicer.Score(request("0"), None)
+        ended.set()
+        await hanging
+        assert not pulse.is_stuck
+
+    asyncio.run(scenario())

@@ -1,0 +1,209 @@
+"""Which kind of service may call which gRPC method, tried on real servers by token and by certificate."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pool
+
+from flowfleet.process import service
+from flowfleet.proto import reward_pb2_grpc, rollout_pb2_grpc, trainer_pb2_grpc
+from flowfleet.rpc import endpoint as rpc
+from flowfleet.rpc import kinds, tls
+from tests.certificates import Authority
+
+Code = grpc.StatusCode
+TOKENS: dict[kinds.Caller, str] = {caller: f"the token of the {caller}" for caller in kinds.CALLERS}
+SERVICES = ("RolloutService", "TrainerService", "RewardService")
+METHODS = tuple(
+    f"/flowfleet.v1.{name}/{method.name}"
+    for name in SERVICES
+    for method in descriptor_pool.Default().FindServiceByName(f"flowfleet.v1.{name}").methods
+)
+OF_TRAINERS = {
+    f"/flowfleet.v1.RolloutService/{name}"
+    for name in ("GetStatus", "InitWeightTransfer", "StartWeightUpdate", "UpdateWeights", "FinishWeightUpdate")
+}
+"""What services/trainer/publishing/replicas.py calls."""
+
+
+TO_ROLLOUTS = {f"/flowfleet.v1.RolloutService/{name}" for name in ("GetStatus", "Generate", "Drain")}
+"""What a controller calls, by the token that rollouts see: none of it is a trainer's."""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (tls.TLS_DIR, tls.TLS_NAME, service.RPC_TOKEN, service.RPC_ACCEPT):
+        monkeypatch.delenv(name, raising=False)
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[str]:
+    """Every service, none of whose methods does anything: an admitted call ends with INTERNAL."""
+    server = rpc.make_server()
+    reward_pb2_grpc.add_RewardServiceServicer_to_server(reward_pb2_grpc.RewardServiceServicer(), server)
+    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(rollout_pb2_grpc.RolloutServiceServicer(), server)
+    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(trainer_pb2_grpc.TrainerServiceServicer(), server)
+    health = rpc.HealthState()
+    await health.register(server)
+    port = rpc.listen(server, "127.0.0.1", 0)
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+async def answers(channel: grpc.aio.Channel) -> dict[str, Code]:
+    """The code that each method ends with."""
+    found = {}
+    for method in (*METHODS, "/grpc.health.v1.Health/Check"):
+        is_stream = method.endswith("/Generate")
+        call: Any = (channel.unary_stream if is_stream else channel.unary_unary)(method)
+        try:
+            if is_stream:
+                async for _ in call(b"", timeout=20):
+                    pass
+            else:
+                await call(b"", timeout=20)
+            found[method] = Code.OK
+        except grpc.aio.AioRpcError as error:
+            found[method] = error.code()
+    return found
+
+
+def expected(kind: str, refused: Code) -> dict[str, Code]:
+    """Written down here once more, by hand."""
+    allowed = {"controller": {*METHODS}, "sampler": TO_ROLLOUTS, "trainer": OF_TRAINERS}.get(kind, set())
+    codes = {method: Code.INTERNAL if method in allowed else refused for method in METHODS}
+    return {**codes, "/grpc.health.v1.Health/Check": Code.OK}
+
+
+async def asked_with(token: str | None, address: str) -> dict[str, Code]:
+    async with rpc.open_channel(address, token=token) as channel:
+        return await answers(channel)
+
+
+def test_each_kinds_token_opens_its_methods_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(service.RPC_ACCEPT, kinds.accept(TOKENS))
+
+    async def scenario() -> None:
+        async with served() as address:
+            for kind, token in TOKENS.items():
+                assert await asked_with(token, address) == expected(kind, Code.PERMISSION_DENIED), kind
+            for stranger in (None, "another", kinds.digest(TOKENS["controller"])):
+                assert await asked_with(stranger, address) == expected("stranger", Code.UNAUTHENTICATED), stranger
+
+    asyncio.run(scenario())
+
+
+def test_a_kind_that_is_not_listed_is_a_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(service.RPC_ACCEPT, kinds.accept({"trainer": TOKENS["trainer"]}))
+
+    async def scenario() -> None:
+        async with served() as address:
+            found = await asked_with(TOKENS["controller"], address)
+            assert found == expected("stranger", Code.UNAUTHENTICATED)
+
+    asyncio.run(scenario())
+
+
+def test_one_token_for_a_whole_fleet_opens_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(service.RPC_TOKEN, "one for all")
+
+    async def scenario() -> None:
+        async with served() as address:
+            assert await asked_with("one for all", address) == expected("controller", Code.OK)
+
+    asyncio.run(scenario())
+
+
+def test_the_name_in_a_certificate_says_the_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ca = Authority()
+    folders = {kind: ca.issue(tmp_path / kind, "flowfleet", f"{kind}.flowfleet") for kind in kinds.KINDS}
+    fleet_wide = ca.issue(tmp_path / "fleet", "flowfleet", "rollout.other", "x-rollout.flowfleet")
+
+    async def seen_by(folder: Path, address: str) -> dict[str, Code]:
+        monkeypatch.setenv(tls.TLS_DIR, str(folder))
+        return await asked_with(None, address)
+
+    async def scenario() -> None:
+        monkeypatch.setenv(tls.TLS_DIR, str(folders["trainer"]))
+        async with served() as address:
+            for kind, folder in folders.items():
+                assert await seen_by(folder, address) == expected(kind, Code.PERMISSION_DENIED), kind
+            assert await seen_by(fleet_wide, address) == expected("controller", Code.OK)
+
+    asyncio.run(scenario())
+
+
+def test_the_certificate_counts_beside_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rollout that stole the controller's token cannot train with it."""
+    ca = Authority()
+    monkeypatch.setenv(tls.TLS_DIR, str(ca.issue(tmp_path / "rollout", "flowfleet", "rollout.flowfleet")))
+    monkeypatch.setenv(service.RPC_ACCEPT, kinds.accept(TOKENS))
+
+    async def scenario() -> None:
+        async with served() as address, rpc.open_channel(address, token=TOKENS["controller"]) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.unary_unary("/flowfleet.v1.TrainerService/TrainStep")(b"", timeout=20)
+            assert caught.value.code() is Code.PERMISSION_DENIED
+            assert caught.value.details() == (
+                "the certificate of a rollout may not call /flowfleet.v1.TrainerService/TrainStep"
+            )
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("text", ["controller", "controller=abc", "boss=" + "0" * 64, "controller=" + "0" * 64 + ","])
+def test_a_malformed_list_of_callers_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(service.RPC_ACCEPT, text)
+    with pytest.raises(ValueError, match="FLOWFLEET_RPC_ACCEPT must be KIND=SHA256"):
+        rpc.make_server()
+
+
+def test_beyond_loopback_a_list_of_callers_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="set FLOWFLEET_RPC_TOKEN"):
+        service.require_secret("0.0.0.0", service.RPC_TOKEN)
+    monkeypatch.setenv(service.RPC_ACCEPT, kinds.accept(TOKENS))
+    service.require_secret("0.0.0.0", service.RPC_TOKEN)
+    with pytest.raises(ValueError, match="set FLOWFLEET_API_KEY"):
+        service.require_secret("0.0.0.0", service.API_KEY)
+
+
+def test_a_trainer_is_handed_its_own_secrets_and_none_of_the_controllers() -> None:
+    controller = {
+        "PATH": "/bin",
+        "FLOWFLEET_DEVICE": "cpu",
+        "FLOWFLEET_REDIS_CA": "ca.pem",
+        "FLOWFLEET_API_KEY": "key",
+        "FLOWFLEET_ARCHIVE": "s3://me:secret@host",
+        "FLOWFLEET_READER_AWS_ACCESS_KEY_ID": "id",
+        "FLOWFLEET_REDIS_URL": "redis://controller:c@h",
+        "FLOWFLEET_RPC_TOKEN": "of the controller",
+        "FLOWFLEET_REWARD_RPC_TOKEN": "of rewards",
+        "FLOWFLEET_ROLLOUT_RPC_TOKEN": "to rollouts",
+        "FLOWFLEET_TRAINER_REDIS_URL": "redis://trainer:t@h",
+        "FLOWFLEET_TRAINER_RPC_TOKEN": "of trainers",
+        "FLOWFLEET_TRAINER_RPC_ACCEPT": "controller=…",
+    }
+    public = {"PATH": "/bin", "FLOWFLEET_DEVICE": "cpu", "FLOWFLEET_REDIS_CA": "ca.pem"}
+    assert kinds.trainer_environment(controller) == {
+        **public,
+        "FLOWFLEET_REDIS_URL": "redis://trainer:t@h",
+        "FLOWFLEET_RPC_TOKEN": "of trainers",
+        "FLOWFLEET_RPC_ACCEPT": "controller=…",
+    }
+    shared = {name: value for name, value in controller.items() if "_TRAINER_" not in name}
+    assert kinds.trainer_environment(shared) == {
+        **public,
+        "FLOWFLEET_REDIS_URL": "redis://controller:c@h",
+        "FLOWFLEET_RPC_TOKEN": "of the controller",
+    }
+    assert kinds.without_own(controller) == public

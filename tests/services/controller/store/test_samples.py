@@ -1,0 +1,90 @@
+"""Listing of samples: pages, filters and order, against a real Redis."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from flowfleet.errors import NotFound
+from flowfleet.redis.client import connect
+from services.controller.store import samples as shelf
+from services.controller.store.ids import new_job_id
+from services.controller.store.jobs import JobStore
+from services.controller.store.records import Order, SampleRecord
+
+pytestmark = pytest.mark.anyio
+JOB = new_job_id()
+REWARDS = {(0, 0): 0.5, (0, 1): 0.1, (1, 0): 0.9, (1, 1): None, (2, 0): -1.0, (2, 1): 0.7}
+
+
+@pytest.fixture
+async def store(redis_url: str) -> AsyncIterator[JobStore]:
+    client = connect(redis_url)
+    yield JobStore(client)
+    await client.aclose()
+
+
+async def fill(store: JobStore) -> None:
+    records = [
+        SampleRecord(step=step, group=0, index=index, prompt=f"p{step}", reward=reward)
+        for (step, index), reward in REWARDS.items()
+    ]
+    await store.put_samples(JOB, records)
+
+
+async def walk(store: JobStore, order: Order, step: int | None = None) -> list[tuple[int, int]]:
+    seen: list[tuple[int, int]] = []
+    cursor = None
+    while True:
+        page, cursor = await store.samples(JOB, order=order, step=step, cursor=cursor, limit=2)
+        seen += [(sample.step, sample.index) for sample in page]
+        if cursor is None:
+            return seen
+
+
+async def test_orders(store: JobStore) -> None:
+    await fill(store)
+    scored = {place: reward for place, reward in REWARDS.items() if reward is not None}
+    assert await walk(store, "oldest") == sorted(REWARDS)
+    assert await walk(store, "newest") == sorted(REWARDS, reverse=True)
+    assert await walk(store, "best") == sorted(scored, key=lambda place: -scored[place])
+    assert await walk(store, "worst") == sorted(scored, key=lambda place: scored[place])
+
+
+async def test_one_step(store: JobStore) -> None:
+    await fill(store)
+    await store.put_samples(JOB, [SampleRecord(step=10, group=0, index=0, prompt="p", reward=1.0)])
+    assert await walk(store, "newest", step=1) == [(1, 1), (1, 0)]
+    assert await walk(store, "best", step=0) == [(0, 0), (0, 1)]
+    assert await walk(store, "worst", step=1) == [(1, 0)]
+    assert await walk(store, "best", step=7) == []
+
+
+async def test_purposes_do_not_mix_and_a_record_is_replaced(store: JobStore) -> None:
+    one = SampleRecord(step=0, group=3, index=1, prompt="a", reward=0.25, scores={"ocr": float("nan")})
+    held_out = one.model_copy(update={"purpose": "validate", "prompt": "b"})
+    await store.put_samples(JOB, [one, held_out, one.model_copy(update={"reward": 0.75})])
+    found = await store.get_sample(JOB, 0, 3, 1)
+    assert (found.prompt, found.reward, found.scores) == ("a", 0.75, {"ocr": None})
+    assert (await store.get_sample(JOB, 0, 3, 1, "validate")).prompt == "b"
+    assert len((await store.samples(JOB, purpose="validate"))[0]) == 1
+    await store.put_samples(JOB, [one.model_copy(update={"reward": None, "drop_reason": "unscored"})])
+    assert await walk(store, "best") == []
+    with pytest.raises(NotFound, match="0/3/2"):
+        await store.get_sample(JOB, 0, 3, 2)
+
+
+async def test_the_oldest_go_beyond_the_limit(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shelf, "MAX_SAMPLES", 4)
+    await fill(store)
+    assert await walk(store, "oldest") == sorted(REWARDS)[-4:]
+    assert await walk(store, "best") == [(1, 0), (2, 1), (2, 0)]
+
+
+@pytest.mark.parametrize("order", ["best", "newest"])
+async def test_a_foreign_cursor_is_refused(store: JobStore, order: Order) -> None:
+    with pytest.raises(ValueError, match="cursor"):
+        await store.samples(JOB, order=order, cursor="zzz")
+    with pytest.raises(ValueError, match="cursor"):
+        await store.samples(JOB, order="oldest", step=3, cursor="0000000004/00000/00000")

@@ -1,0 +1,242 @@
+"""The local launcher with real processes: adopt, notice death, end the whole group."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flowfleet.job.spec import JobSpec, parse_job
+from services.controller.trainers import launcher as module
+from services.controller.trainers import nursery
+from services.controller.trainers.launcher import LocalLauncher
+
+
+@pytest.fixture
+def spec() -> JobSpec:
+    return parse_job({"model": {"path": "m"}, "rewards": {"ocr": {}}, "data": {"train": "t.txt"}})
+
+
+@pytest.fixture
+def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalLauncher:
+    command = [sys.executable, "-m", "flowfleet.process.forkserver", "tests.services.controller.fake_trainer"]
+    monkeypatch.setattr(module, "forkserver_command", lambda _: command)
+    return LocalLauncher(tmp_path)
+
+
+def test_a_trainer_is_adopted_by_the_next_controller(launcher: LocalLauncher, spec: JobSpec, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        assert not await launcher.alive("job")
+        assert await launcher.ensure("job", spec) == "127.0.0.1:4711"
+        record = (tmp_path / "trainers" / "job.json").read_text()
+        second = LocalLauncher(tmp_path)
+        assert await second.ensure("job", spec) == "127.0.0.1:4711"
+        assert (tmp_path / "trainers" / "job.json").read_text() == record
+        await second.stop("job")
+        assert not await launcher.alive("job")
+
+    asyncio.run(scenario())
+
+
+def test_a_killed_trainer_is_noticed_and_started_again(launcher: LocalLauncher, spec: JobSpec, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        await launcher.ensure("job", spec)
+        pid, child = _pid(tmp_path), int((tmp_path / "trainers" / "job.port.child").read_text())
+        os.kill(pid, signal.SIGKILL)
+        while await launcher.alive("job"):
+            await asyncio.sleep(0.01)
+        await launcher.ensure("job", spec)
+        assert _pid(tmp_path) != pid
+        assert _gone(child)
+        await launcher.stop("job")
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_a_trainer_is_not_handed_the_controllers_secrets(
+    launcher: LocalLauncher, spec: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"API_KEY": "key", "RPC_TOKEN": "c", "REDIS_URL": "redis://controller:c@h", "REWARD_RPC_TOKEN": "r"}
+    for name, value in {**own, "TRAINER_RPC_TOKEN": "t", "TRAINER_REDIS_URL": "redis://trainer:t@h"}.items():
+        monkeypatch.setenv(f"FLOWFLEET_{name}", value)
+
+    async def scenario() -> list[str]:
+        await launcher.ensure("job", spec)
+        found = _environment(_pid(tmp_path))
+        await launcher.stop("job")
+        return found
+
+    environment = asyncio.run(asyncio.wait_for(scenario(), 30))
+    given = {name: value for name, _, value in (word.partition("=") for word in environment)}
+    assert (given["FLOWFLEET_RPC_TOKEN"], given["FLOWFLEET_REDIS_URL"]) == ("t", "redis://trainer:t@h")
+    assert not {*own.values()} & {*given.values()}
+
+
+def test_a_record_that_a_power_cut_left_empty_is_no_trainer(launcher: LocalLauncher, tmp_path: Path) -> None:
+    (tmp_path / "trainers").mkdir()
+    (tmp_path / "trainers" / "job.json").touch()
+    assert asyncio.run(launcher.alive("job")) is False
+    asyncio.run(launcher.keep_only([]))
+
+
+def test_stopping_ends_the_whole_group(launcher: LocalLauncher, spec: JobSpec, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        await launcher.ensure("job", spec)
+        child = int((tmp_path / "trainers" / "job.port.child").read_text())
+        await launcher.stop("job")
+        assert _gone(child)
+        assert not (tmp_path / "trainers" / "job.json").exists()
+
+    asyncio.run(scenario())
+
+
+HALF_ENDED = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(60,)).start()
+print("up", flush=True)
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_a_trainer_whose_first_thread_has_ended_leaves_no_zombie(launcher: LocalLauncher, tmp_path: Path) -> None:
+    """As the agent of torchrun sometimes is when it ends: no more running, and not yet to be waited for."""
+    process = subprocess.Popen([sys.executable, "-c", HALF_ENDED], stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"up\n"
+    (tmp_path / "trainers").mkdir(exist_ok=True)
+    (tmp_path / "trainers/job.json").write_text(f'{{"pid": {process.pid}, "started": "1", "port_file": "x"}}')
+    while "Z" not in Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2]:
+        time.sleep(0.01)
+    asyncio.run(launcher.stop("job"))
+    with pytest.raises(ChildProcessError):
+        os.waitpid(process.pid, os.WNOHANG)
+
+
+def test_trainers_of_other_jobs_are_ended(launcher: LocalLauncher, spec: JobSpec, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        await launcher.ensure("kept", spec)
+        await launcher.ensure("left", spec)
+        await LocalLauncher(tmp_path).keep_only(["kept", "queued"])
+        assert await launcher.alive("kept")
+        assert not await launcher.alive("left")
+        await launcher.keep_only([])
+        assert not await launcher.alive("kept")
+
+    asyncio.run(scenario())
+
+
+def test_a_trainer_that_ends_while_starting_names_its_log(
+    launcher: LocalLauncher, spec: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "trainer_flags", lambda _: ["--fail", "no GPU"])
+    with pytest.raises(RuntimeError, match=r"its log is .*trainer-job\.log"):
+        asyncio.run(launcher.ensure("job", spec))
+    assert "no GPU" in (tmp_path / "logs" / "trainer-job.log").read_text()
+
+
+def test_a_trainer_gets_an_accelerator_a_rank(launcher: LocalLauncher, spec: JobSpec, tmp_path: Path) -> None:
+    two = spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"world_size": 2})})
+
+    async def scenario() -> str:
+        confined = LocalLauncher(tmp_path, devices=("5", "2", "7"))
+        await confined.ensure("job", two)
+        await confined.stop("job")
+        return (tmp_path / "trainers" / "job.port.devices").read_text()
+
+    assert asyncio.run(scenario()) == "5,2"
+
+
+def test_a_trainer_of_more_ranks_than_accelerators_is_refused(tmp_path: Path, spec: JobSpec) -> None:
+    two = spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"world_size": 2})})
+    with pytest.raises(ValueError, match=r"trainer.world_size = 2: .* 1 accelerators here \(3\).*set it to at most 1"):
+        asyncio.run(LocalLauncher(tmp_path, devices=("3",)).ensure("job", two))
+
+
+def test_a_rank_that_is_killed_ends_the_trainer_at_once(launcher: LocalLauncher, spec: JobSpec, tmp_path: Path) -> None:
+    two = spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"world_size": 2})})
+
+    async def scenario() -> None:
+        await launcher.ensure("job", two)
+        ranks = [tmp_path / "trainers" / f"job.port.rank{rank}" for rank in (0, 1)]
+        while not all(rank.exists() for rank in ranks):
+            await asyncio.sleep(0.01)
+        first, second = (int(rank.read_text()) for rank in ranks)
+        os.kill(second, signal.SIGKILL)
+        killed = time.monotonic()
+        while await launcher.alive("job"):
+            await asyncio.sleep(0.01)
+        assert time.monotonic() - killed < 2
+        assert _gone(first)
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+    assert "rank 1 was killed by signal 9" in (tmp_path / "logs" / "trainer-job.log").read_text()
+    assert (tmp_path / "trainers" / "job.port.world").read_text() == "2"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_trainers_live_on_without_the_process_that_they_were_forked_from(
+    launcher: LocalLauncher, spec: JobSpec, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    monkeypatch.setattr(nursery, "FORK_S", 0.5)
+
+    async def scenario() -> None:
+        await launcher.ensure("one", spec)
+        process = launcher._nursery._process
+        assert process is not None
+        os.kill(process.pid, number)
+        await launcher.ensure("two", spec)
+        assert await launcher.alive("one")
+        assert await launcher.alive("two")
+        await launcher.keep_only([])
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_a_stopped_trainer_is_killed_at_once(launcher: LocalLauncher, spec: JobSpec, tmp_path: Path) -> None:
+    async def scenario() -> float:
+        await launcher.ensure("job", spec)
+        rank = int((tmp_path / "trainers" / "job.port.rank0").read_text())
+        for pid in (_pid(tmp_path), rank):
+            os.kill(pid, signal.SIGSTOP)
+        started = time.monotonic()
+        await launcher.stop("job", at_once=True)
+        assert _gone(rank)
+        return time.monotonic() - started
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 30)) < 5
+
+
+def test_a_reused_pid_is_not_taken_for_the_trainer(tmp_path: Path) -> None:
+    directory = tmp_path / "trainers"
+    directory.mkdir()
+    (directory / "job.json").write_text(f'{{"pid": {os.getpid()}, "started": "1", "port_file": "x"}}')
+    assert not asyncio.run(LocalLauncher(tmp_path).alive("job"))
+
+
+def _pid(directory: Path) -> int:
+    import json
+
+    return int(json.loads((directory / "trainers" / "job.json").read_text())["pid"])
+
+
+def _gone(pid: int) -> bool:
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except FileNotFoundError:
+            return True
+        if stat.rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def _environment(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")

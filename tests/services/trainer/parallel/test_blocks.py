@@ -1,0 +1,128 @@
+"""What blocks keep for the backward, and compiling them: the same numbers as without."""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flowfleet.models.base import ModelAdapter
+from flowfleet.models.registry import adapter_for
+from flowfleet.models.settings import Size
+from flowfleet.proto.rollout_pb2 import LoraSpec
+from flowfleet.weights.lora import install_lora
+from services.trainer.parallel import blocks
+from services.trainer.parallel.blocks import checkpoint_blocks, compile_blocks
+
+SIZE = Size(32, 32, 1)
+
+
+class Counting(TorchDispatchMode):
+    """Counts calls of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def adapted(path: Path) -> tuple[ModelAdapter, dict[str, Any]]:
+    """With a LoRA that is not zero."""
+    adapter = adapter_for(path).load(path, dtype=torch.float32, components=("transformer",))
+    targets = ("to_q", "to_v", "img_mlp.net.2")
+    parameters = install_lora(adapter.experts, LoraSpec(rank=2, alpha=4.0, target_modules=targets))
+    for number, parameter in enumerate(parameters.values()):
+        torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(number))
+    return adapter, dict(parameters)
+
+
+def velocity(adapter: ModelAdapter, num_text_tokens: int) -> Tensor:
+    prompts = adapter.blank_prompts(2, num_text_tokens)
+    prompts.embeds.normal_(generator=torch.Generator().manual_seed(7))
+    latents = adapter.initial_latents([1, 2], SIZE)
+    return adapter.velocity(latents, torch.tensor(500.0), prompts, size=SIZE)
+
+
+def gradients(adapter: ModelAdapter, parameters: dict[str, Any], num_text_tokens: int = 5) -> dict[str, Tensor]:
+    velocity(adapter, num_text_tokens).square().mean().backward()
+    found = {name: parameter.grad for name, parameter in parameters.items()}
+    for parameter in parameters.values():
+        parameter.grad = None
+    return found
+
+
+def test_checkpointing_gives_the_same_gradients_bit_for_bit_and_recomputes_what_it_says(
+    tiny_qwen_image: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`selective` runs no product or attention again whose inner dimension is large enough."""
+    found, counts = {}, {}
+    for kind in ("none", "full", "selective"):
+        adapter, parameters = adapted(tiny_qwen_image)
+        monkeypatch.setattr(blocks, "RECOMPUTED_BELOW", 1)
+        if kind != "none":
+            checkpoint_blocks(adapter.transformer, kind)  # type: ignore[arg-type]
+        with Counting() as counting:
+            found[kind] = gradients(adapter, parameters)
+        counts[kind] = counting.calls
+    for kind in ("full", "selective"):
+        for name, gradient in found["none"].items():
+            assert torch.equal(found[kind][name], gradient), (kind, name)
+    assert all(float(gradient.abs().max()) > 0 for gradient in found["none"].values() if gradient is not None)
+    costly = [
+        name for name in counts["none"] if name in ("mm", "addmm", "bmm") or name.startswith("_scaled_dot_product")
+    ]
+    assert any(name.startswith("_scaled_dot_product") for name in costly)
+    forward = [name for name in costly if not name.endswith("backward")]
+    assert all(counts["selective"][name] == counts["none"][name] for name in forward)
+    assert sum(counts["full"][name] for name in forward) > sum(counts["none"][name] for name in forward)
+    assert counts["selective"]["native_layer_norm"] == counts["full"]["native_layer_norm"]
+    assert counts["full"]["native_layer_norm"] > counts["none"]["native_layer_norm"]
+
+
+def test_products_of_a_small_inner_dimension_are_made_again(tiny_qwen_image: Path) -> None:
+    """All of the tiny model's are; attention is not."""
+    counts = {}
+    for kind in ("full", "selective"):
+        adapter, parameters = adapted(tiny_qwen_image)
+        checkpoint_blocks(adapter.transformer, kind)  # type: ignore[arg-type]
+        with Counting() as counting:
+            gradients(adapter, parameters)
+        counts[kind] = counting.calls
+    attention = next(name for name in counts["full"] if name.startswith("_scaled_dot") and "backward" not in name)
+    assert counts["selective"]["addmm"] == counts["full"]["addmm"]
+    assert counts["full"][attention] == 2 * counts["selective"][attention]
+
+
+@pytest.mark.parametrize("kind", [pytest.param("none", marks=pytest.mark.long), "selective"])
+def test_compiled_blocks_give_the_same_and_share_their_code(kind: Any, tiny_qwen_image: Path) -> None:
+    """Both blocks, with and without gradient, at three widths of the text: the third compiles nothing new."""
+    plain, plain_parameters = adapted(tiny_qwen_image)
+    adapter, parameters = adapted(tiny_qwen_image)
+    if kind != "none":
+        checkpoint_blocks(adapter.transformer, kind)
+    compile_blocks(adapter.transformer, backend="aot_eager")
+    for width in (5, 7, 9):
+        with torch.no_grad():
+            torch.testing.assert_close(velocity(adapter, width), velocity(plain, width), rtol=1e-5, atol=1e-5)
+        expected = gradients(plain, plain_parameters, width)
+        for name, gradient in gradients(adapter, parameters, width).items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+        if width == 7:
+            graphs = int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs > 0
+    assert int(torch._dynamo.utils.counters["stats"]["unique_graphs"]) == graphs
