@@ -33,6 +33,7 @@ from services.controller.job.recovery import losses
 from services.controller.job.recovery.retries import MAX_FAILURES, TRAINER_COMMANDS, Decision, FailureAction, decide
 from services.controller.job.recovery.trainer_watch import TrainerWatch
 from services.controller.job.requests import misfit
+from services.controller.job.state import Status
 from services.controller.job.state_machine import (
     Command,
     ComputeAdvantages,
@@ -40,7 +41,6 @@ from services.controller.job.state_machine import (
     Generate,
     Machine,
     Score,
-    Status,
     TrainStep,
     Validate,
 )

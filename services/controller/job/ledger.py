@@ -22,7 +22,8 @@ from flowfleet.errors import OtherFormat
 from flowfleet.job.spec import JobSpec
 from flowfleet.redis import keys
 from services.controller.job.events import VOLATILE, Event, event_from_json, event_to_json
-from services.controller.job.state_machine import LEDGER_FORMAT, Machine, State
+from services.controller.job.state import LEDGER_FORMAT, State
+from services.controller.job.state_machine import Machine
 from services.controller.store.leadership import Lease
 
 _OTHER = "the ledger {}: run the version of Flowfleet that wrote it, or cancel the job"

@@ -7,6 +7,18 @@ Commands are level-triggered: the driver (driver.py) starts what is wanted and n
 that was killed only folds its ledger and goes on; there is no second recovery path. That works because every command is
 idempotent: a sample has an identity, TrainStep is keyed by step, a replica that holds a version skips its publishing.
 
+    STARTING ──first version published──► RUNNING ──last version exported, saved, validated──► SUCCEEDED
+        ▲ │                                 ▲ │
+      resume pause                      resume pause              anything unfinished: cancel ──► CANCELLED
+        │ ▼                                 │ ▼                                        failed ──► FAILED
+        └─────────────── PAUSED ────────────┘
+
+    the step that is next to train (Phase), from its Generate to the next step's:
+
+    ROLLOUT ──► SCORE ──► ADVANTAGE ──► TRAIN ──► PUBLISH ──► CHECKPOINT ──► VALIDATE ──► ROLLOUT …
+       ▲  a lost or refilled sample │      ▲           │          where they are due     └─► EXPORT, after the last
+       └────────────────────────────┘      └───────────┘ a resumed trainer replays
+
 Versions and steps: version v is the policy after v applied steps. Step s trains on samples of versions s −
 max_staleness … s and makes version s + 1. One step goes through the phases below; with max_staleness > 0 the next
 steps' samples are made meanwhile (batch.py). Where a job averages its weights, a version that is to be validated is
@@ -17,34 +29,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import islice
-
-from pydantic import BaseModel
+from typing import assert_never
 
 from flowfleet.job.spec import JobSpec, RewardPart
-from flowfleet.rewards.changes import RewardSet, ShadowPart
+from flowfleet.rewards.changes import ShadowPart
 from services.controller.job import events as ev
 from services.controller.job import log_prob_gap as gap
 from services.controller.job.batch import Batch, Phase, SampleState, with_dropped
 from services.controller.job.credit import left_out_reason
-
-
-class Status(StrEnum):
-    """Of a job that runs; the store adds `queued`."""
-
-    STARTING = "starting"
-    RUNNING = "running"
-    PAUSED = "paused"
-    SUCCEEDED = "succeeded"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
+from services.controller.job.state import TERMINAL, Revision, State, Status
 
 MAX_LOST = 3
 """Times that a sample is made again because a blob of it was lost; then it is dropped."""
-
-TERMINAL = (Status.SUCCEEDED, Status.FAILED, Status.CANCELLED)
 
 
 @dataclass(frozen=True)
@@ -103,52 +100,6 @@ class Export:
 Command = EnsureTrainer | Generate | Score | ComputeAdvantages | TrainStep | Publish | Checkpoint | Validate | Export
 
 
-class Revision(BaseModel):
-    """The rewards and shadows of a job from a step on, until another one's first step."""
-
-    number: int
-    from_step: int
-    set: RewardSet
-
-
-LEDGER_FORMAT = 1
-"""Of snapshots and events. One more where a controller of before must not fold them; 1 also where it is not told."""
-
-
-class State(BaseModel):
-    """All that is known of a running job. The volatile part is found out anew after a restart."""
-
-    format: int = LEDGER_FORMAT
-    status: Status = Status.STARTING
-    reason: str = ""
-    version: int = 0
-    published: int = -1
-    evaluated: bool = False
-    """What is published are that version's evaluated weights; else those that sample."""
-    checkpointed: int = 0
-    validated: int = -1
-    exported: bool = False
-    held_out_reward: float | None = None
-    batches: dict[int, Batch] = {}
-    samples_trained: int = 0
-    samples_dropped: dict[str, int] = {}
-    duplicates: int = 0
-    trained_at: float | None = None
-    revisions: list[Revision] = []
-    """Of the rewards, ascending by number and step: those that an open or a later step has. Before the first of them
-    the job's are as submitted."""
-    history: dict[int, str] = {}
-    """Version → lineage: of this version and of those that a checkpoint may be of (flowfleet/data/lineage.py)."""
-    weights: dict[int, set[str]] = {}
-    """Version → digests that were published of it, of versions that an open step may train on."""
-
-    trainer_applied: int | None = None  # volatile: steps in the live trainer's weights; none without a trainer
-    behind: bool = False  # volatile: a live replica misses the published version
-
-    def without_volatile(self) -> State:
-        return self.model_copy(update={"trainer_applied": None, "behind": False})
-
-
 class Machine:
     """Folds events into the state of one job and says what should run."""
 
@@ -162,22 +113,61 @@ class Machine:
         """Folds one event. Facts that came too late, or twice, change nothing but their counters."""
         if self.finished:
             return
-        handler = getattr(self, f"_on_{event.kind}")
-        handler(event)
+        self._fold(event)
         if self.state.status is Status.STARTING and self.state.published >= 0:
             self.state.status = Status.RUNNING
         self._open_batches(event.at)
         if self._complete:
             self.state.status = Status.SUCCEEDED
 
+    def _fold(self, event: ev.Event) -> None:
+        match event:
+            case ev.Sampled():
+                self._on_sampled(event)
+            case ev.Scored():
+                self._on_scored(event)
+            case ev.TrainerReady():
+                self._on_trainer_ready(event)
+            case ev.TrainerLost():
+                self.state.trainer_applied = None
+            case ev.Rewound():
+                self._on_rewound(event)
+            case ev.ReplicaBehind():
+                self.state.behind = True
+            case ev.Dropped():
+                self._on_dropped(event)
+            case ev.Lost():
+                self._on_lost(event)
+            case ev.AdvantagesReady():
+                self._on_advantages_ready(event)
+            case ev.Trained():
+                self._on_trained(event)
+            case ev.Published():
+                self._on_published(event)
+            case ev.Checkpointed():
+                self.state.checkpointed = max(self.state.checkpointed, event.version)
+            case ev.Validated():
+                self._on_validated(event)
+            case ev.Exported():
+                self.state.exported = True
+            case ev.RewardsChanged():
+                self._on_rewards_changed(event)
+            case ev.PauseRequested():
+                self.state.status, self.state.reason = Status.PAUSED, event.reason or self.state.reason
+            case ev.ResumeRequested():
+                self._on_resume_requested(event)
+            case ev.CancelRequested():
+                self.state.status, self.state.reason = Status.CANCELLED, ""
+            case ev.Failed():
+                self.state.status, self.state.reason = Status.FAILED, event.reason
+            case _:
+                assert_never(event)
+
     def _on_trainer_ready(self, event: ev.TrainerReady) -> None:
         self.state.trainer_applied = event.applied
         if event.applied < self.state.version:
             self.state.published = -1  # its replay may differ in rounding: replicas compare digests again
             self.state.checkpointed = min(self.state.checkpointed, event.applied)  # newer ones are lost
-
-    def _on_trainer_lost(self, event: ev.TrainerLost) -> None:
-        self.state.trainer_applied = None
 
     def _on_rewound(self, event: ev.Rewound) -> None:
         """What the steps from `version` on were trained on, or hold, is dropped."""
@@ -192,9 +182,6 @@ class Machine:
         state.published, state.evaluated, state.exported = -1, False, False
         state.history = {version: known for version, known in state.history.items() if version <= event.version}
         state.weights = {version: known for version, known in state.weights.items() if version <= event.version}
-
-    def _on_replica_behind(self, event: ev.ReplicaBehind) -> None:
-        self.state.behind = True
 
     def _on_sampled(self, event: ev.Sampled) -> None:
         sample = self._sample(event.step, event.group, event.index)
@@ -266,15 +253,9 @@ class Machine:
             if event.digest:
                 self.state.weights.setdefault(event.version, set()).add(event.digest)
 
-    def _on_checkpointed(self, event: ev.Checkpointed) -> None:
-        self.state.checkpointed = max(self.state.checkpointed, event.version)
-
     def _on_validated(self, event: ev.Validated) -> None:
         self.state.validated = max(self.state.validated, event.version)
         self.state.held_out_reward = event.reward
-
-    def _on_exported(self, event: ev.Exported) -> None:
-        self.state.exported = True
 
     def _on_rewards_changed(self, event: ev.RewardsChanged) -> None:
         """What is scored keeps what it was scored by. Of what no step has any more nothing is kept."""
@@ -285,18 +266,9 @@ class Machine:
             past = [r for r in self.state.revisions if r.from_step <= self.state.version]
             self.state.revisions = [r for r in self.state.revisions if r not in past[:-1]]
 
-    def _on_pause_requested(self, event: ev.PauseRequested) -> None:
-        self.state.status, self.state.reason = Status.PAUSED, event.reason or self.state.reason
-
     def _on_resume_requested(self, event: ev.ResumeRequested) -> None:
         self.state.status = Status.RUNNING if self.state.published >= 0 else Status.STARTING
         self.state.reason = ""
-
-    def _on_cancel_requested(self, event: ev.CancelRequested) -> None:
-        self.state.status, self.state.reason = Status.CANCELLED, ""
-
-    def _on_failed(self, event: ev.Failed) -> None:
-        self.state.status, self.state.reason = Status.FAILED, event.reason
 
     # -- commands ----------------------------------------------------------------------------------------------
 

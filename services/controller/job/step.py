@@ -1,13 +1,22 @@
 """One training step, whatever the algorithm and the model, as the controller drives it.
 
-    generate ─► score ─► advantages ─► train ─► publish ─► (checkpoint, validate) ─► next step
+    command            wanted when                                       does                         ends with
+    EnsureTrainer      no trainer is known                               finds or starts the trainer  TrainerReady
+    Generate           a group wants samples of a version that serves    samples them on one replica  Sampled
+    Score              a complete group lacks scores                     asks the rewards             Scored, Dropped
+    ComputeAdvantages  every sample of a step is scored or dropped       stores the request to train  AdvantagesReady
+    TrainStep          the next step has its request, or a trainer lags  updates, or replays          Trained
+    Publish            a replica lacks the newest version                brings it to every replica   Published
+    Checkpoint         `save_every` or the last step asks for it         saves the trainer            Checkpointed
+    Validate           `validate_every` or the last step asks for it     scores held-out prompts      Validated
+    Export             the last version is published and saved           writes the model             Exported
 
 What differs between algorithms is in the requests (requests.py), in what a sample counts for (credit.py) and in what is
 given instead of sampled (inputs.py).
 
-Each method below does one command of the state machine (state_machine.py) and ends by telling what happened
-(events.py). When a command runs, and in which order, is the machine's business; retries and restarts are the driver's
-(driver.py). Every method may run again after a crash: it does no harm and gives the same.
+Each method below does one command of the state machine (state_machine.py), which decides when, and emits its event
+(events.py); the driver (driver.py) emits Sampled as samples come in, and retries. Every method may run again after a
+crash: it does no harm and gives the same.
 """
 
 from __future__ import annotations
@@ -16,7 +25,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, assert_never
 
 import grpc
 
@@ -25,12 +34,23 @@ from flowfleet.process.telemetry import LOG_PROB_GAP, LOG_PROB_NOT_FINITE
 from flowfleet.proto import trainer_pb2
 from services.controller.job import events as ev
 from services.controller.job import reports, requests
-from services.controller.job import state_machine as do
 from services.controller.job.context import JobContext
 from services.controller.job.credit import credits_of
 from services.controller.job.recovery.position import ledger_position
 from services.controller.job.recovery.resumption import resumed
-from services.controller.job.validation import validate_chunk
+from services.controller.job.state_machine import (
+    Checkpoint,
+    Command,
+    ComputeAdvantages,
+    EnsureTrainer,
+    Export,
+    Generate,
+    Publish,
+    Score,
+    TrainStep,
+    Validate,
+)
+from services.controller.job.validation import validated
 from services.controller.rewards.failures import RewardPause
 from services.controller.rewards.plane import preference
 from services.controller.trainers.launcher import stopped
@@ -39,16 +59,11 @@ from services.controller.waiting import NotYet
 INTAKE_DEADLINE_S = 30.0
 
 
-def _without_refill(fact: ev.Event) -> ev.Event:
-    """Another sample would be scored alone, and what a group's reward says of it is not of its group."""
-    return fact.model_copy(update={"refill": False}) if isinstance(fact, ev.Dropped) else fact
-
-
 class TrainingStep:
     def __init__(self, job: JobContext) -> None:
         self.job = job
 
-    async def run(self, command: do.Command) -> None:
+    async def run(self, command: Command) -> None:
         """Runs one command to its event. Remote errors pass through."""
         try:
             await self._run(command)
@@ -59,26 +74,28 @@ class TrainingStep:
         """Until its user resumes the job; then what is still to do is asked for again."""
         await self.job.emit(ev.PauseRequested(reason=reason), also=partial(self.job.store.hold, self.job.job_id))
 
-    async def _run(self, command: do.Command) -> None:
+    async def _run(self, command: Command) -> None:
         match command:
-            case do.EnsureTrainer():
+            case EnsureTrainer():
                 await self.ensure_trainer()
-            case do.Generate(step, groups):
+            case Generate(step, groups):
                 await self.generate(step, groups)
-            case do.Score(step, group):
+            case Score(step, group):
                 await self.score(step, group)
-            case do.ComputeAdvantages(step):
+            case ComputeAdvantages(step):
                 await self.advantages(step)
-            case do.TrainStep(step):
+            case TrainStep(step):
                 await self.train(step)
-            case do.Publish(version, evaluated):
+            case Publish(version, evaluated):
                 await self.publish(version, evaluated)
-            case do.Checkpoint(version):
+            case Checkpoint(version):
                 await self.checkpoint(version)
-            case do.Validate(version):
+            case Validate(version):
                 await self.validate(version)
-            case do.Export():
+            case Export():
                 await self.export()
+            case _:
+                assert_never(command)
 
     async def ensure_trainer(self) -> None:
         """Find or start the trainer; it resumes from its newest checkpoint that goes with the ledger."""
@@ -134,7 +151,8 @@ class TrainingStep:
         await reports.put_samples(self.job, samples, [prompt] * len(samples), verdicts)
         facts = [requests.scored_or_dropped(*pair) for pair in zip(samples, verdicts, strict=True)]
         if any(isinstance(fact, ev.Dropped) for fact in facts) and await self.job.rewards.group_rewards(rewards):
-            facts = [_without_refill(fact) for fact in facts]
+            # another sample would be scored alone, and what a group's reward says of it is not of its group
+            facts = [f.model_copy(update={"refill": False}) if isinstance(f, ev.Dropped) else f for f in facts]
         await self.job.emit(*facts)
 
     async def advantages(self, step: int) -> None:
@@ -202,19 +220,8 @@ class TrainingStep:
 
     async def validate(self, version: int) -> None:
         """Sample the held-out prompts without noise, from the same seeds each time, and score them."""
-        job = self.job
-        size = job.spec.rollout.batch_size
-        starts = range(0, len(job.held_out), size)
-        ended = await asyncio.gather(
-            *(validate_chunk(job, version, start, size) for start in starts), return_exceptions=True
-        )
-        failures = [one for one in ended if isinstance(one, BaseException)]
-        if failures:  # raised when all have ended: what is scored is kept for the next try
-            raise next((one for one in failures if isinstance(one, RewardPause)), failures[0])
-        parts = [one for one in ended if not isinstance(one, BaseException)]
-        reward = await job.reports.validated(version, parts)
-        job.drawn.clear()
-        await job.emit(ev.Validated(version=version, reward=reward))
+        reward = await validated(self.job, version)
+        await self.job.emit(ev.Validated(version=version, reward=reward))
 
     async def export(self) -> None:
         """Write the trained model where people's pipelines load it from."""

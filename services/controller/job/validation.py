@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from flowfleet.proto import common_pb2
 from services.controller.job import reports, requests
 from services.controller.job.context import JobContext, ValidationSamples
 from services.controller.prompts.data import Prompt
+from services.controller.rewards.failures import RewardPause
 from services.controller.rewards.plane import SampleScore
 from services.controller.waiting import NotYet
 
@@ -23,7 +25,21 @@ class ValidationPart:
     media: list[bytes]
 
 
-async def validate_chunk(job: JobContext, version: int, start: int, size: int) -> ValidationPart:
+async def validated(job: JobContext, version: int) -> float | None:
+    """Validates the version on all held-out prompts and reports it. The mean reward; none where none has a score."""
+    size = job.spec.rollout.batch_size
+    chunks = [_validate_chunk(job, version, start, size) for start in range(0, len(job.held_out), size)]
+    ended = await asyncio.gather(*chunks, return_exceptions=True)
+    failures = [one for one in ended if isinstance(one, BaseException)]
+    if failures:  # raised when all have ended: what is scored is kept for the next try
+        raise next((one for one in failures if isinstance(one, RewardPause)), failures[0])
+    parts = [one for one in ended if not isinstance(one, BaseException)]
+    reward: float | None = await job.reports.validated(version, parts)
+    job.drawn.clear()
+    return reward
+
+
+async def _validate_chunk(job: JobContext, version: int, start: int, size: int) -> ValidationPart:
     """Samples and scores the held-out prompts start … start + size − 1 on one replica that serves the version. What was
     sampled is kept until the whole validation has its scores, and so is what was scored: a reward that fails for some
     makes nobody sample, score or record the others again."""

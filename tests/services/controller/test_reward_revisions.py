@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from flowfleet.rewards.changes import RewardSet, ShadowPart
 from services.controller.job import events as ev
-from services.controller.job import state_machine as do
 from services.controller.job.events import event_from_json, event_to_json
-from services.controller.job.state_machine import Machine, State, Status
+from services.controller.job.state import State, Status
+from services.controller.job.state_machine import Command, ComputeAdvantages, Machine, Score
 from tests.services.controller.job.test_state_machine import World, finish_step, make_spec, ready
 
 
@@ -52,7 +52,7 @@ class ChangingWorld(World):
         self.opened_with |= {step: self.number for step in self.machine.state.batches if step >= first}
         self.emit(ev.ResumeRequested())
 
-    def execute(self, command: do.Command) -> None:
+    def execute(self, command: Command) -> None:
         if self.rng.random() < 0.1:
             self.number += 1
             self.emit(changed(self.number))
@@ -62,7 +62,7 @@ class ChangingWorld(World):
             self.pause_and_change()
         if command not in self.machine.commands():
             return
-        step = command.step if isinstance(command, do.Score | do.ComputeAdvantages) else None
+        step = command.step if isinstance(command, Score | ComputeAdvantages) else None
         weight = None if step is None else self.machine.rewards_at(step)["ocr"].weight
         super().execute(command)
         if step is not None and weight is not None and self.machine.state.batches[step].is_judged:

@@ -18,6 +18,7 @@ from flowfleet.redis.client import connect
 from services.controller.job import events as ev
 from services.controller.job.events import event_from_json
 from services.controller.job.ledger import Ledger, RolledBack
+from services.controller.job.state import Status
 from services.controller.job.state_machine import (
     Checkpoint,
     Command,
@@ -26,7 +27,6 @@ from services.controller.job.state_machine import (
     Generate,
     Machine,
     Publish,
-    Status,
     TrainStep,
     Validate,
 )

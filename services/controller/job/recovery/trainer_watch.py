@@ -17,7 +17,8 @@ from flowfleet.proto import trainer_pb2
 from services.controller.job import events as ev
 from services.controller.job.context import JobContext
 from services.controller.job.recovery.retries import TRAINER_COMMANDS
-from services.controller.job.state_machine import Command, Machine, Status
+from services.controller.job.state import Status
+from services.controller.job.state_machine import Command, Machine
 from services.controller.trainers.hangs import HangJudge, Progress
 from services.controller.trainers.launcher import stopped
 

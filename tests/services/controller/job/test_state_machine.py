@@ -13,6 +13,7 @@ from flowfleet.job.spec import JobSpec, parse_job
 from services.controller.job import events as ev
 from services.controller.job.batch import Phase, Scored
 from services.controller.job.events import VOLATILE, event_from_json, event_to_json
+from services.controller.job.state import State, Status
 from services.controller.job.state_machine import (
     MAX_LOST,
     Checkpoint,
@@ -24,8 +25,6 @@ from services.controller.job.state_machine import (
     Machine,
     Publish,
     Score,
-    State,
-    Status,
     TrainStep,
     Validate,
 )

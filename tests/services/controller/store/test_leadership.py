@@ -20,7 +20,7 @@ from flowfleet.redis.client import connect
 from services.controller.concurrency import end
 from services.controller.job import events as ev
 from services.controller.job.ledger import Ledger
-from services.controller.job.state_machine import State
+from services.controller.job.state import State
 from services.controller.scheduler import FencedLauncher
 from services.controller.store import leadership
 from services.controller.store.jobs import JobStore

@@ -18,7 +18,8 @@ from services.controller.job import events as ev
 from services.controller.job.ledger import Ledger
 from services.controller.job.recovery import retries
 from services.controller.job.recovery.retries import FailureAction, decide
-from services.controller.job.state_machine import LEDGER_FORMAT, Checkpoint, EnsureTrainer, Export, Machine, TrainStep
+from services.controller.job.state import LEDGER_FORMAT
+from services.controller.job.state_machine import Checkpoint, EnsureTrainer, Export, Machine, TrainStep
 from services.controller.store.leadership import Lease
 from services.controller.store.records import JobStatus
 from services.controller.trainers.launcher import LocalLauncher

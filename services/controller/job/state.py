@@ -1,0 +1,70 @@
+"""What is known of a running job: the state that events are folded into (state_machine.py), kept by the ledger."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import BaseModel
+
+from flowfleet.rewards.changes import RewardSet
+from services.controller.job.batch import Batch
+
+
+class Status(StrEnum):
+    """Of a job that runs; the store adds `queued`."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    PAUSED = "paused"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+TERMINAL = (Status.SUCCEEDED, Status.FAILED, Status.CANCELLED)
+
+
+class Revision(BaseModel):
+    """The rewards and shadows of a job from a step on, until another one's first step."""
+
+    number: int
+    from_step: int
+    set: RewardSet
+
+
+LEDGER_FORMAT = 1
+"""Of snapshots and events. One more where a controller of before must not fold them; 1 also where it is not told."""
+
+
+class State(BaseModel):
+    """All that is known of a running job. The volatile part is found out anew after a restart."""
+
+    format: int = LEDGER_FORMAT
+    status: Status = Status.STARTING
+    reason: str = ""
+    version: int = 0
+    published: int = -1
+    evaluated: bool = False
+    """What is published are that version's evaluated weights; else those that sample."""
+    checkpointed: int = 0
+    validated: int = -1
+    exported: bool = False
+    held_out_reward: float | None = None
+    batches: dict[int, Batch] = {}
+    samples_trained: int = 0
+    samples_dropped: dict[str, int] = {}
+    duplicates: int = 0
+    trained_at: float | None = None
+    revisions: list[Revision] = []
+    """Of the rewards, ascending by number and step: those that an open or a later step has. Before the first of them
+    the job's are as submitted."""
+    history: dict[int, str] = {}
+    """Version → lineage: of this version and of those that a checkpoint may be of (flowfleet/data/lineage.py)."""
+    weights: dict[int, set[str]] = {}
+    """Version → digests that were published of it, of versions that an open step may train on."""
+
+    trainer_applied: int | None = None  # volatile: steps in the live trainer's weights; none without a trainer
+    behind: bool = False  # volatile: a live replica misses the published version
+
+    def without_volatile(self) -> State:
+        return self.model_copy(update={"trainer_applied": None, "behind": False})
