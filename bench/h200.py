@@ -1,4 +1,4 @@
-"""Measures docs/performance.md on one machine of several GPUs: rows side by side, each on GPUs and cores of its own.
+"""Measures docs/results.md on one machine of several GPUs: rows side by side, each on GPUs and cores of its own.
 
     python -m bench.h200 --list
     python -m bench.h200 --only rollout,train --out DIRECTORY     stages or rows by name, in this order

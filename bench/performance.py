@@ -1,4 +1,4 @@
-"""The figures of docs/performance.md from what the benches printed.
+"""The figures of docs/results.md from what the benches printed.
 
     python -m bench.performance [results.json …]
 
@@ -18,7 +18,7 @@ from typing import Any
 from bench.performance_tables import parts
 from docs.generate.markdown import rewrite
 
-PAGE = Path("docs/performance.md")
+PAGE = Path("docs/results.md")
 RESULTS = Path("bench/results")
 
 

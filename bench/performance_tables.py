@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md. Pure: rows of bench/results in, Markdown out. A row that is not there is left out
+"""The tables of docs/results.md. Pure: rows of bench/results in, Markdown out. A row that is not there is left out
 of its table, and "not measured" in the summary."""
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The figures of docs/learning.md: every algorithm's recipe with several seeds, every run on a fresh stack of its own.
+"""The figures of docs/results.md: every algorithm's recipe with several seeds, every run on a fresh stack of its own.
 
     python -m bench.learning.curves --parallel 8   runs into runs/learning/<recipe>-<seed>; a run that is there is kept
     python -m bench.learning.curves --table-only     draws and writes from what is there
 
-Writes docs/images/learning*.png and the tables of docs/learning.md, and prints these. A run takes two CPU cores.
+Writes docs/images/learning*.png and the tables of docs/results.md, and prints these. A run takes two CPU cores.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ ENTRIES = (
     Entry("frozen", "tiny_video", "videos", is_control=True),
 )
 FROZEN = "trainer.optimizer.lr=1e-12"
-PAGE = Path("docs/learning.md")
+PAGE = Path("docs/results.md")
 IMAGES = Path("docs/images")
 PICTURES = {"signs": "learning_algorithms.png", "videos": "learning_video.png"}
 MEDIA = {"signs": "pictures", "videos": "videos"}
@@ -182,7 +182,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of every job; repeatable")
     parser.add_argument("--directory", type=Path, default=Path("runs/learning"))
     parser.add_argument("--table-only", action="store_true", help="train nothing")
-    parser.add_argument("--page", type=Path, default=PAGE, help="rewritten, with its pictures (docs/learning.md)")
+    parser.add_argument("--page", type=Path, default=PAGE, help="rewritten, with its pictures (docs/results.md)")
     parser.add_argument("--no-page", dest="page", action="store_const", const=None, help="print alone")
     parser.add_argument("--only", nargs=3, metavar=("RECIPE", "SEED", "DIRECTORY"), help="one run, in this process")
     parser.add_argument("--cores", type=int, nargs="+", help="of --only (the first two)")

@@ -1,4 +1,4 @@
-"""What the runs of docs/learning.md came to: their curves, and the tables made of them."""
+"""What the runs of docs/results.md came to: their curves, and the tables made of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training runs for the figures of docs/learning.md: each in a process of its own on two CPU cores of its own, several
+"""Training runs for the figures of docs/results.md: each in a process of its own on two CPU cores of its own, several
 at once."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The figures of docs/learning.md about rewards: one that is hacked and the same with guards, and a judge that trains.
+"""The figures of docs/results.md about rewards: one that is hacked and the same with guards, and a judge that trains.
 
     python -m bench.rewards.learning hacking        recipes tiny_hacked and tiny_guarded with seeds
     python -m bench.rewards.learning judge          teaches and serves the tiny judge; tiny_judge with seeds, and frozen
@@ -35,7 +35,7 @@ FROZEN = ("trainer.optimizer.lr=1e-12", "rollout.prompts_per_step=2", "rollout.g
 """Of the control: nothing is learnt, so that few pictures need be made for it."""
 BUSY_EVERY = 50
 """Of so many questions the judge's server turns one away, as a crowded one does; the judge asks again."""
-PAGE = Path("docs/learning.md")
+PAGE = Path("docs/results.md")
 RESULTS = Path("bench/results/rewards")
 RUNS = Path("runs/reward_learning")
 PROMPTS = Path("recipes/tiny/prompts/validation.txt")

@@ -1,4 +1,4 @@
-"""Tables and pictures of docs/learning.md about rewards, from what `bench.rewards.learning` ran."""
+"""Tables and pictures of docs/results.md about rewards, from what `bench.rewards.learning` ran."""
 
 from __future__ import annotations
 

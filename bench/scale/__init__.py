@@ -1,5 +1,5 @@
 """The scale rehearsal: one real controller and one real Redis, with as many replicas, trainers and jobs as asked for,
-which are simulated, but are real gRPC servers at addresses of their own in 127.0.0.0/8 (docs/scale.md).
+which are simulated, but are real gRPC servers at addresses of their own in 127.0.0.0/8 (docs/results.md).
 
     load.py         what is rehearsed: how many of each, how long things take, where each one is
     simulation.py   what the simulated services have in common

@@ -2,7 +2,7 @@
 
     python -m bench.scale [--replicas 1000] [--jobs 100] [--seconds 120] [--json FILE] [--profile FILE]
 
-Prints a table; figures of several runs are in docs/scale.md.
+Prints a table; figures of several runs are in docs/results.md.
 """
 
 from __future__ import annotations

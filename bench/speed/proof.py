@@ -1,5 +1,5 @@
 """Does a model learn as well with another rollout engine, and on accelerators? A recipe is trained, and its curve held
-against the seeds in docs/learning.md, which the diffusers engine sampled on CPUs.
+against the seeds in docs/results.md, which the diffusers engine sampled on CPUs.
 
     python -m bench.speed.proof --recipe tiny_ocr --engine vllm-omni [--seeds 1 2 3] [--cpu]
 
@@ -73,7 +73,7 @@ def seeds_after(recipe: str, page: str) -> tuple[float, float, float]:
         if cells[0].strip() == f"[{recipe}](../recipes/{recipe}.toml)" and (found := CELL.fullmatch(cells[AFTER])):
             mean, low, high = map(float, found.groups())
             return mean, low, high
-    raise ValueError(f"docs/learning.md has no seeds of {recipe}")
+    raise ValueError(f"docs/results.md has no seeds of {recipe}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""How long weights take from an FSDP2 trainer to a rollout on another device, verified: docs/performance.md.
+"""How long weights take from an FSDP2 trainer to a rollout on another device, verified: docs/results.md.
 
     python -m bench.speed.publish --ranks 1 2 4        full-size Qwen-Image, random weights; a device more than ranks
     python -m bench.speed.publish --self-check         hashes of device and CPU, and a receiver killed in a broadcast

@@ -1,4 +1,4 @@
-"""`flowfleet rewards`: those of a running job, shown, compared and changed (docs/swapping.md)."""
+"""`flowfleet rewards`: those of a running job, shown, compared and changed (docs/rewards.md)."""
 
 from __future__ import annotations
 

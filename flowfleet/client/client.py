@@ -172,7 +172,7 @@ class Client:
         remove: Sequence[str] = (),
         revision: int | None = None,
     ) -> Rewards:
-        """Asks for other rewards from the first step on that is not open yet (docs/swapping.md). `revision`: what the
+        """Asks for other rewards from the first step on that is not open yet (docs/rewards.md). `revision`: what the
         change builds on; none: the newest. ApiError 409 when somebody else changed them meanwhile."""
         newest = self.rewards(job_id).revision if revision is None else revision
         parts = {"set": set or {}, "shadow": shadow or {}, "promote": list(promote), "remove": list(remove)}

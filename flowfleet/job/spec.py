@@ -478,7 +478,7 @@ class JobSpec(Part):
     algorithm: AlgorithmPart = AlgorithmPart()
     rollout: RolloutPart = RolloutPart()
     rewards: dict[str, RewardPart] = {}
-    """Reward name → service, weight and more (docs/composition.md). At least one, unless nothing is scored."""
+    """Reward name → service, weight and more (docs/rewards.md). At least one, unless nothing is scored."""
     trainer: TrainerPart = TrainerPart()
     data: DataPart
     schedule: SchedulePart = SchedulePart()

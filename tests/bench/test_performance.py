@@ -239,7 +239,7 @@ def test_seeds_are_read_from_the_page() -> None:
     assert seeds_after("a", page) == (0.9, 0.8, 0.95)
     with pytest.raises(ValueError, match="seeds of b"):
         seeds_after("b", page)
-    low, high = seeds_after("tiny_ocr", (ROOT / "docs/learning.md").read_text())[1:]
+    low, high = seeds_after("tiny_ocr", (ROOT / "docs/results.md").read_text())[1:]
     assert 0.0 < low < high < 1.0
 
 

@@ -132,7 +132,7 @@ def test_a_judge_is_started_as_the_documentation_says(everything: Rendered) -> N
     assert (found["--served-model-name"], found["--tensor-parallel-size"]) == ("qwen", "2")
     assert found["--gpu-memory-utilization"] == "0.85"
     assert "--tensor-parallel-size" not in flags(everything.pod("judge-small"))
-    (documented,) = re.findall(r"^    vllm serve (.*)$", (ROOT / "docs" / "judges.md").read_text(), re.MULTILINE)
+    (documented,) = re.findall(r"^    vllm serve (.*)$", (ROOT / "docs" / "scorers.md").read_text(), re.MULTILINE)
     assert set(re.findall(r"--[a-z-]+", documented)) <= found.keys()
 
 

@@ -1,5 +1,5 @@
 """A job whose reward is a vision-language model behind a real HTTP server: judge, service, controller and trainer as
-processes. What it learns with a judge that was taught is in docs/learning.md."""
+processes. What it learns with a judge that was taught is in docs/results.md."""
 
 from __future__ import annotations
 

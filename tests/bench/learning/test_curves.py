@@ -1,4 +1,4 @@
-"""What docs/learning.md is made of: figures by hand-worked numbers, and the page's tables from finished runs. The runs
+"""What docs/results.md is made of: figures by hand-worked numbers, and the page's tables from finished runs. The runs
 themselves are tested as the demo's."""
 
 import json
@@ -160,9 +160,9 @@ def finished(directory: Path, recipe: str, seed: int, rewards: list[float]) -> N
 
 def test_the_page_is_made_of_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    page, runs = tmp_path / "docs" / "learning.md", tmp_path / "runs"
+    page, runs = tmp_path / "docs" / "results.md", tmp_path / "runs"
     page.parent.mkdir()
-    shutil.copy(ROOT / "docs/learning.md", page)
+    shutil.copy(ROOT / "docs/results.md", page)
     finished(runs / "tiny_ocr-1", "tiny_ocr", 1, [0.6, 0.8, 0.9])
     finished(runs / "tiny_ocr-2", "tiny_ocr", 2, [0.6, 0.7, 0.8])
     finished(runs / "tiny_ocr_control-1", "tiny_ocr", 1, [0.6, 0.6, 0.6])

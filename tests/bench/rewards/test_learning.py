@@ -69,9 +69,9 @@ def finished(directory: Path, name: str, seed: int, after: float) -> None:
 
 
 def test_the_page_is_made_of_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page, runs = tmp_path / "docs" / "learning.md", tmp_path / "runs"
+    page, runs = tmp_path / "docs" / "results.md", tmp_path / "runs"
     page.parent.mkdir()
-    shutil.copy(ROOT / "docs/learning.md", page)
+    shutil.copy(ROOT / "docs/results.md", page)
     monkeypatch.setattr(reward_learning, "RESULTS", tmp_path)
     finished(runs, "hacked", 1, 0.9)
     finished(runs, "guarded", 1, 0.6)
