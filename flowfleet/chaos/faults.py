@@ -23,7 +23,7 @@ from flowfleet.chaos.schedule import Fault
 from flowfleet.chaos.tools.control import Control
 from flowfleet.chaos.tools.proxy import Loss, TcpProxy
 from flowfleet.proto.common_pb2 import Sample
-from flowfleet.redis.keys import job_key
+from flowfleet.redis import keys
 
 AOF_LOSS_S = (1.0, 2.0)
 """What an append-only file loses of its end."""
@@ -118,7 +118,7 @@ def flip_blob(place: Field, fault: Fault) -> Struck:
     """Flips a bit of what a sample of the running step has stored, before the trainer reads it."""
     step = place.watch.now.step
     with place.redis() as client:
-        rows = client.hgetall(job_key(place.job_id, "refs", step))
+        rows = client.hgetall(keys.sample_refs(place.job_id, step))
         if not rows:
             raise Missed(f"step {step} has stored nothing yet")
         names = sorted(rows)
@@ -130,7 +130,7 @@ def flip_blob(place: Field, fault: Fault) -> Struck:
         if not byte:
             raise Missed(f"the {fault.target} of {step}/{name.decode()} is gone")
         client.setrange(key, at, bytes([byte[0] ^ 1]))
-        if client.exists(job_key(place.job_id, "train", step)):
+        if client.exists(keys.train_request(place.job_id, step)):
             client.setrange(key, at, byte)
             raise Missed(f"the trainer may have read the blobs of step {step} already")
     sample = f"{step}/{name.decode()}"

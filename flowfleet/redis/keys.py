@@ -39,6 +39,21 @@ def dead_trajectories(job_id: str) -> str:
     return job_key(job_id, "trajectories", "dead")
 
 
+def sample_refs(job_id: str, step: int) -> str:
+    """Hash of a step's samples (protobuf, references only): `<group>/<index>` → sample."""
+    return job_key(job_id, "refs", step)
+
+
+def train_request(job_id: str, step: int) -> str:
+    """The stored request of a training step."""
+    return job_key(job_id, "train", step)
+
+
+def held_steps(job_id: str) -> str:
+    """Set of the steps that have either."""
+    return job_key(job_id, "held")
+
+
 def blob(job_id: str, *parts: str | int) -> str:
     """Key of a blob, e.g. `blob(job, "trajectory", step, group, index)`."""
     return job_key(job_id, "blob", *parts)

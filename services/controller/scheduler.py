@@ -48,6 +48,7 @@ from services.controller.store.jobs import JobStore
 from services.controller.store.leadership import Lease, LeaseLost
 from services.controller.store.records import Desired, JobRecord, JobStatus
 from services.controller.store.replication import Replication
+from services.controller.store.sample_refs import SampleRefs
 from services.controller.trainers.launcher import Launcher, LocalLauncher, stop_for_good
 
 log = logging.getLogger(__name__)
@@ -320,6 +321,7 @@ class JobScheduler:
         directory = self._settings.state_dir.resolve() / "jobs" / record.id
         directory.mkdir(parents=True, exist_ok=True)
         blobs = open_blobs(self._redis, self._settings.blobs, self._registry)
+        deal = Deal(data.training, spec.seed, spec.rollout.prompts_per_step)
         return JobContext(
             job_id=record.id,
             spec=spec,
@@ -328,6 +330,7 @@ class JobScheduler:
             changes=changes,
             redis=self._redis,
             blobs=blobs,
+            refs=SampleRefs(self._redis, blobs, record.id, keeps_negative=not deal.has_images),
             inputs=Inputs(record.id, blobs, self._sources),
             store=self._store,
             fleet=self._fleet,
@@ -342,7 +345,7 @@ class JobScheduler:
             memory=self._memory,
             shortage=self._directory.shortage,
             directory=directory,
-            deal=Deal(data.training, spec.seed, spec.rollout.prompts_per_step),
+            deal=deal,
             held_out=data.held_out,
         )
 

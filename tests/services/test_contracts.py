@@ -33,10 +33,10 @@ def spec_of(name: str) -> JobSpec:
 
 
 class Samples:
-    """References as the job's hash has them."""
+    """As `SampleRefs` gives them."""
 
-    async def hmget(self, key: str, names: Sequence[str]) -> list[bytes]:
-        return [self._sample(*map(int, name.split("/"))).SerializeToString() for name in names]
+    async def get(self, step: int, places: Sequence[tuple[int, int]]) -> list[common_pb2.Sample]:
+        return [self._sample(*place) for place in places]
 
     def _sample(self, group: int, index: int) -> common_pb2.Sample:
         place = common_pb2.SampleId(job_id="job", step=2, group=group, index=index)
@@ -47,9 +47,7 @@ class Samples:
 
 def context(spec: JobSpec) -> Any:
     prompts = [Prompt(name) for name in "abc"]
-    return SimpleNamespace(
-        job_id="job", spec=spec, prompts=lambda step: prompts, redis=Samples(), samples_key=lambda step: "samples"
-    )
+    return SimpleNamespace(job_id="job", spec=spec, prompts=lambda step: prompts, refs=Samples())
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))

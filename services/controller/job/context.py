@@ -28,15 +28,13 @@ from services.controller.prompts.inputs import Inputs
 from services.controller.retention.memory import Memory
 from services.controller.rewards.plane import RewardPlane, SampleScore
 from services.controller.store.jobs import JobStore
+from services.controller.store.sample_refs import SampleRefs
 from services.controller.trainers.launcher import Launcher
 from services.controller.waiting import NotYet, WaitedInVain
 
 MAX_SCORING = 128
 """Samples at the rewards at once: enough for 16 processes of one, and a reward of one picture a second answers the
 last of them well before `timeouts.score_s`."""
-
-SLICE = 256
-"""Samples that are handled in one go: the event loop serves others in between."""
 
 Emit = Callable[..., Awaitable[None]]
 
@@ -60,6 +58,7 @@ class JobContext:
     changes: Changes
     redis: Any  # redis.asyncio.Redis, whose hints do not know that replies are bytes here
     blobs: BlobStore
+    refs: SampleRefs
     inputs: Inputs
     store: JobStore
     fleet: FleetWatch
@@ -127,15 +126,10 @@ class JobContext:
 
     # -- references of samples -----------------------------------------------------------------------------------
 
-    def samples_key(self, step: int) -> str:
-        return keys.job_key(self.job_id, "refs", step)
-
     async def samples(self, step: int, group: int, status: str) -> list[common_pb2.Sample]:
         """References of the group's samples of a status, ascending by index."""
         batch = self.machine.state.batches[step].groups[group]
-        names = [sample_field(group, index) for index, sample in sorted(batch.items()) if sample.status == status]
-        values = await self.redis.hmget(self.samples_key(step), names) if names else []
-        return [common_pb2.Sample.FromString(value) for value in values]
+        return await self.refs.get(step, [(group, i) for i, sample in sorted(batch.items()) if sample.status == status])
 
     async def score(
         self,
@@ -170,71 +164,18 @@ class JobContext:
             for sample, data, prompt in zip(samples, media, prompts, strict=True)
         ]
 
-    # -- requests of training steps, kept until a checkpoint covers them -----------------------------------------
-
-    def train_key(self, step: int) -> str:
-        return keys.job_key(self.job_id, "train", step)
-
-    async def store_train_request(self, request: trainer_pb2.TrainStepRequest, pipe: Any) -> None:
-        """Adds it to a transaction."""
-        pipe.set(self.train_key(request.step), request.SerializeToString())
-
-    async def has_train_request(self, step: int) -> bool:
-        return bool(await self.redis.exists(self.train_key(step)))
-
-    async def find_train_request(self, step: int) -> trainer_pb2.TrainStepRequest | None:
-        stored = await self.redis.get(self.train_key(step))
-        return None if stored is None else trainer_pb2.TrainStepRequest.FromString(stored)
-
     async def load_train_request(self, step: int) -> trainer_pb2.TrainStepRequest:
         """Raises RolledBack: it is kept until a checkpoint covers it, and a trainer begins where it is stored."""
-        found = await self.find_train_request(step)
+        found = await self.refs.request(step)
         if found is None:
             raise RolledBack(f"the stored request of step {step} is gone")
         return found
 
-    async def release_before(self, version: int) -> None:
-        """Frees what only the steps below a checkpointed version needed; pictures stay for their TTL."""
-        async for step in self._held_steps():
-            if step < version:
-                async for refs in self._refs(step, *self._of_step):
-                    await self.blobs.delete(refs)
-                await self.redis.unlink(self.samples_key(step), self.train_key(step))
-
-    async def renew(self, ttl_s: int) -> None:
-        """Prolongs the blobs that may still be trained on."""
-        async for step in self._held_steps():
-            async for refs in self._refs(step, "trajectory", "prompt_embeds", "negative_embeds"):
-                await self.blobs.renew(refs, ttl_s)
-
     async def forget(self) -> None:
         """Frees what only a running job needs."""
-        await self.release_before(self.spec.schedule.steps + 1)
+        await self.refs.release_before(self.spec.schedule.steps + 1)
         await self.redis.delete(keys.trajectories(self.job_id))
         await self.inputs.forget()
-
-    @property
-    def _of_step(self) -> tuple[str, ...]:
-        """What goes with its step. The negative embeds are the whole job's, but where condition images are in them."""
-        return ("trajectory", "prompt_embeds", *(("negative_embeds",) if self.deal.has_images else ()))
-
-    async def _held_steps(self) -> Any:
-        async for key in self.redis.scan_iter(match=keys.job_key(self.job_id, "refs") + ":*", count=1000):
-            yield int(key.decode().rpartition(":")[2])
-
-    async def _refs(self, step: int, *names: str) -> AsyncIterator[list[common_pb2.BlobRef]]:
-        """References of those names of a step's samples, in slices; several samples may share one."""
-        cursor = -1
-        while cursor:
-            cursor, values = await self.redis.hscan(self.samples_key(step), max(cursor, 0), count=SLICE)
-            samples = [common_pb2.Sample.FromString(value) for value in values.values()]
-            refs = [getattr(sample, name) for sample in samples for name in names]
-            yield list({ref.uri: ref for ref in refs if ref.uri}.values())
-
-
-def sample_field(group: int, index: int) -> str:
-    """Field of a sample in its step's hash of references."""
-    return f"{group}/{index}"
 
 
 def sample_name(sample: common_pb2.SampleId) -> str:

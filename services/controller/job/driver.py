@@ -27,7 +27,7 @@ from flowfleet.process.clock import steady_time
 from flowfleet.proto import common_pb2
 from services.controller.concurrency import Changes, end, gather_or_cancel
 from services.controller.job import events as ev
-from services.controller.job.context import JobContext, sample_field
+from services.controller.job.context import JobContext
 from services.controller.job.ledger import Also, Ledger
 from services.controller.job.recovery import losses
 from services.controller.job.recovery.retries import MAX_FAILURES, TRAINER_COMMANDS, Decision, FailureAction, decide
@@ -251,9 +251,7 @@ class JobDriver:
 
         async def also(pipe: Any) -> None:
             """Asks the machine here, where nothing else is folded before the facts are."""
-            for sample in self._welcome(training):
-                field = sample_field(sample.id.group, sample.id.index)
-                pipe.hsetnx(self.job.samples_key(sample.id.step), field, sample.SerializeToString())
+            await self.job.refs.put(self._welcome(training), pipe)
             await self._consumer.ack([delivery.entry_id for delivery in taken], pipe)
 
         facts = [
@@ -297,7 +295,7 @@ class JobDriver:
             if state.published >= 0 and behind(pool, self.job.job_id, state.published, evaluated=state.evaluated):
                 await self.emit(ev.ReplicaBehind())
             if time.monotonic() - self._renewed > RENEW_EVERY_S:
-                await self.job.renew(WORKING_TTL_S)
+                await self.job.refs.renew(WORKING_TTL_S)
                 await self._consumer.trim()
                 self._renewed = time.monotonic()
             await asyncio.sleep(TICK_S)

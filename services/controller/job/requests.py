@@ -12,11 +12,12 @@ from flowfleet.proto import common_pb2, rollout_pb2, trainer_pb2
 from flowfleet.redis import keys
 from flowfleet.seeds import derive_seed, sample_seed, validation_seed
 from services.controller.job import events as ev
-from services.controller.job.context import SLICE, JobContext, sample_field
+from services.controller.job.context import JobContext
 from services.controller.job.credit import Credit
 from services.controller.prompts.data import Prompt
 from services.controller.rewards.answers import MAX_SCORE
 from services.controller.rewards.plane import SampleScore
+from services.controller.store.sample_refs import SLICE
 
 Part = Literal["trajectory", "prompt_embeds", "media", "negative_embeds"]
 """A blob of a training sample. Without guidance it has no negative embeds."""
@@ -82,11 +83,9 @@ async def train_step(job: JobContext, step: int, credits: Sequence[Credit]) -> t
     request = trainer_pb2.TrainStepRequest(job_id=job.job_id, step=step)
     for start in range(0, len(credits), SLICE):
         part = credits[start : start + SLICE]
-        names = [sample_field(credit.group, credit.index) for credit in part]
-        references = await job.redis.hmget(job.samples_key(step), names)
-        for reference, credit in zip(references, part, strict=True):
-            sample = request.samples.add(advantage=credit.advantage, reward=credit.reward, pair=credit.pair)
-            sample.sample.ParseFromString(reference)
+        samples = await job.refs.get(step, [(credit.group, credit.index) for credit in part])
+        for sample, credit in zip(samples, part, strict=True):
+            request.samples.add(sample=sample, advantage=credit.advantage, reward=credit.reward, pair=credit.pair)
     return request
 
 

@@ -169,7 +169,7 @@ class TrainingStep:
             facts.append(ev.PauseRequested(reason=_nothing_to_learn(step)))
 
         async def also(pipe: Any) -> None:
-            await job.store_train_request(request, pipe)
+            await job.refs.put_request(request, pipe)
             if not scored:
                 await job.store.hold(job.job_id, pipe)
 
@@ -216,7 +216,7 @@ class TrainingStep:
         await job.reports.checkpointed(saved.applied_steps, saved.path)
         await job.emit(ev.Checkpointed(version=saved.applied_steps))
         kept = await job.store.checkpoints(job.job_id)
-        await job.release_before(min(checkpoint.step for checkpoint in kept))
+        await job.refs.release_before(min(checkpoint.step for checkpoint in kept))
 
     async def validate(self, version: int) -> None:
         """Sample the held-out prompts without noise, from the same seeds each time, and score them."""

@@ -20,7 +20,7 @@ from services.controller.store.records import Desired, JobStatus, Purpose
 LATE_S = 600.0
 """Seconds after which leftovers are cleared again."""
 BATCH = 500
-WORKING = frozenset({"state", "ledger", "refs", "train", "trajectories"})
+WORKING = frozenset({"state", "ledger", "refs", "train", "held", "trajectories"})
 """Parts of a job's keys that only a running job needs."""
 _DEAD = b"trajectories:dead"
 

@@ -12,7 +12,6 @@ from flowfleet.data.streams import Delivery, TrajectoryStream
 from flowfleet.proto import common_pb2
 from flowfleet.redis import keys
 from services.controller.job import events as ev
-from services.controller.job.context import sample_field
 from services.controller.store.records import JobStatus
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward
 from tests.services.controller.test_control_plane import Run, by_index, job, run
@@ -91,7 +90,7 @@ def test_a_duplicate_that_comes_as_its_sample_is_lost_has_its_reference_stored(
         batch = driver.machine.state.batches[0]
         while batch.has("wanted"):
             await asyncio.sleep(0.02)
-        references, field = driver.job.samples_key(0), sample_field(0, 1)
+        references, field = keys.sample_refs(record.id, 0), "0/1"
         duplicate = common_pb2.Sample.FromString(await fleet.redis.hget(references, field))
         async with driver._lock:
             taking = asyncio.create_task(driver._take([Delivery("0-1", duplicate, 1)]))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import grpc
 
@@ -19,15 +18,15 @@ from flowfleet.data.blobs import WORKING_TTL_S
 from flowfleet.errors import DataLoss, NotFound
 from flowfleet.proto import common_pb2, trainer_pb2
 from services.controller.job import events as ev
-from services.controller.job.context import JobContext, sample_field
+from services.controller.job.context import JobContext
 from services.controller.job.state_machine import Command, Score, TrainStep
+from services.controller.store.sample_refs import TRAINED
 
 log = logging.getLogger(__name__)
 
 CODES = frozenset({grpc.StatusCode.NOT_FOUND, grpc.StatusCode.DATA_LOSS})
 """By which a command says that a blob is gone or broken."""
 SCORED = ("media",)
-TRAINED = ("trajectory", "prompt_embeds", "negative_embeds")
 
 
 async def make_again(job: JobContext, command: Command, message: str = "") -> bool:
@@ -36,14 +35,14 @@ async def make_again(job: JobContext, command: Command, message: str = "") -> bo
     match command:
         case Score(step, group):
             lost = await _lost(job, await job.samples(step, group, "sampled"), SCORED)
-            also = partial(_forget, job, step, lost)
+            also = partial(job.refs.remove, step, lost)
         case TrainStep(step):
             request = await job.load_train_request(step)
             samples = [item.sample for item in request.samples]
             lost = await _lost(job, samples, TRAINED) or [s for s in samples if message.startswith(_name(s))]
             is_replay = step < job.machine.state.version
             left = _without(request, lost, is_paired=job.spec.loss.needs_pairs)
-            also = partial(job.store_train_request, left) if is_replay else partial(_forget, job, step, lost)
+            also = partial(job.refs.put_request, left) if is_replay else partial(job.refs.remove, step, lost)
         case _:
             return False
     if not lost:
@@ -76,11 +75,6 @@ async def _is_broken(job: JobContext, ref: common_pb2.BlobRef) -> bool:
     except (DataLoss, NotFound):
         return True
     return False
-
-
-async def _forget(job: JobContext, step: int, lost: Sequence[common_pb2.Sample], pipe: Any) -> None:
-    """Takes the references away, so that those of the new samples count."""
-    pipe.hdel(job.samples_key(step), *(sample_field(sample.id.group, sample.id.index) for sample in lost))
 
 
 def _without(

@@ -17,9 +17,9 @@ async def resumed(job: JobContext, configured: trainer_pb2.ConfigureResponse) ->
     if applied >= version:
         return ev.TrainerReady(applied=applied)
     await job.store.forget_checkpoints(job.job_id, above=applied)
-    if await job.has_train_request(applied):
+    if await job.refs.has_request(applied):
         return ev.TrainerReady(applied=applied)
-    await job.release_before(job.spec.schedule.steps + 1)
+    await job.refs.release_before(job.spec.schedule.steps + 1)
     reason = f"no checkpoint is left that covers steps {applied} to {version - 1}: they are done anew"
     await job.store.append_event(job.job_id, "rewound", {"version": applied, "from": version, "reason": reason})
     return ev.Rewound(version=applied, samples=configured.samples)

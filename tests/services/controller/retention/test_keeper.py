@@ -228,7 +228,7 @@ async def test_what_a_failed_job_only_needed_while_it_ran_goes(
     store: JobStore, blobs: BlobStore, redis: Any, clock: Clock
 ) -> None:
     job_id = await history(store, blobs)
-    working = [keys.job_key(job_id, part) for part in ("state", "ledger")]
+    working = [keys.job_key(job_id, part) for part in ("state", "ledger", "held")]
     working += [keys.job_key(job_id, part, step) for part in ("refs", "train") for step in (0, 7)]
     for name in (*working, keys.trajectories(job_id), keys.dead_trajectories(job_id)):
         await redis.set(name, b"x")
