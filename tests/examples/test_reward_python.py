@@ -40,11 +40,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     assert code == 0, "SIGTERM drains"
 
 
-def test_the_page_quotes_it_and_its_links_lead_somewhere() -> None:
+def test_the_page_quotes_it_as_it_is_and_it_is_short() -> None:
     assert outdated(PAGE, quotes.parts(ROOT, quotes.REWARDS_PAGE)) == [], "run `make docs`"
-    text = re.sub(r"```.*?```", "", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
-    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
-    assert [link for link in links if not (PAGE.parent / link).exists()] == []
     assert len(PROGRAM.read_text().strip().splitlines()) < 30
 
 
