@@ -13,14 +13,14 @@ from flowfleet.redis import acl as redis_acl
 from flowfleet.rpc import kinds
 
 ROOT: Final = Path(__file__).parents[2]
-PAGE: Final = ROOT / "docs" / "architecture.md"
+PAGE: Final = ROOT / "docs" / "security.md"
 CHART_USERS: Final = ROOT / "deploy" / "helm" / "flowfleet" / "files" / "redis" / "users"
 CHART_SENTINEL_USERS: Final = CHART_USERS.with_name("sentinel-users")
 _ANY: Final = "–"
 
 
 def parts() -> dict[str, str]:
-    """Of the architecture page."""
+    """Name to content of each generated part of the security page."""
     return {"redis users": _redis(), "grpc callers": _callers()}
 
 
