@@ -18,6 +18,7 @@ from flowfleet.cli.errors import Group
 from flowfleet.cli.options import Ca, JobId, Url, connect, err, out
 from flowfleet.cli.redis import redis_acl
 from flowfleet.cli.samples import samples
+from flowfleet.cli.settings import show_settings
 from flowfleet.client import Client
 from flowfleet.client.progress import follow
 from flowfleet.client.types import Job
@@ -209,6 +210,9 @@ def plan(
         out.print_json(data=planned.to_json())
     else:
         show_plan(spec, planned, out)
+
+
+app.command("settings")(show_settings)
 
 
 @app.command()

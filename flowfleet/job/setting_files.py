@@ -1,4 +1,4 @@
-"""Tables of settings: read from a TOML, YAML or JSON file, and changed on a command line by `key=value`."""
+"""Tables of settings: read from TOML, YAML or JSON files that may extend each other, and changed by `key=value`."""
 
 from __future__ import annotations
 
@@ -33,6 +33,36 @@ def read_table(path: Path, what: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ValueError(f"{path}: {what} file is a table, not {type(data).__name__}")
     return data
+
+
+def read_extended(path: Path, what: str) -> dict[str, Any]:
+    """The mapping of a file laid over the mappings of the files that its key `extends` names: one path or several,
+    relative to the file, later ones over earlier ones. Tables are merged; all else is replaced. ValueError as of
+    `read_table`, and where files extend each other in a circle."""
+    return _extended(path, what, ())
+
+
+def _extended(path: Path, what: str, below: tuple[Path, ...]) -> dict[str, Any]:
+    if path.resolve() in below:
+        raise ValueError(f"{path}: it extends itself, by way of {below[-1].name}: remove one `extends`")
+    own = read_table(path, what)
+    names = own.pop("extends", [])
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{path}: extends: give the path of a file, or a list of paths")
+    merged: dict[str, Any] = {}
+    for name in names:
+        merged = _over(merged, _extended(path.parent / name, what, (*below, path.resolve())))
+    return _over(merged, own)
+
+
+def _over(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    both = {name: _over(base[name], value) for name, value in own.items() if _are_tables(base.get(name), value)}
+    return base | own | both
+
+
+def _are_tables(base: Any, own: Any) -> bool:
+    return isinstance(base, dict) and isinstance(own, dict)
 
 
 def change_table(data: dict[str, Any], change: str, example: str) -> None:

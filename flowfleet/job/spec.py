@@ -8,22 +8,35 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from flowfleet import plugins
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, STEPS, Algorithm, Loss, Step
 from flowfleet.algorithms.samplers import SamplerName
 from flowfleet.algorithms.windows import AtEnd, Pace, Window, WindowStrategy
+from flowfleet.job import reference
 from flowfleet.job import rules as combinations
-from flowfleet.job.setting_files import read_table
+from flowfleet.job.setting_files import read_extended
 from flowfleet.limits import MAX_PROMPT_BYTES, check_bytes
 from flowfleet.models.settings import Guidance, Size
 
+MOST_HINTS = 20
+"""Unknown settings for which names that are like theirs are looked up."""
 REWARD_NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}"
 """A part of names of metrics, of reasons and of settings: without dots and slashes, which divide those."""
 
@@ -41,6 +54,14 @@ Seconds = Annotated[float, Field(ge=0.1, le=604_800.0)]
 """A deadline: from a tenth of a second to a week."""
 Factor = Annotated[float, Field(ge=-1e6, le=1e6), AfterValidator(_counts)]
 """A weight of a reward, or a factor of one."""
+
+
+def _as_text(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, bool | int | float) else value
+
+
+Parameter = Annotated[str, BeforeValidator(_as_text)]
+"""A parameter of a reward, as text."""
 
 
 class Part(BaseModel):
@@ -122,6 +143,7 @@ class RolloutPart(Part):
     pool: str = Field(default="default", pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")
     """Rollout pool that samples for the job. A pool serves one job at a time; others of the same pool wait."""
     prompts_per_step: int = Field(default=32, ge=1, le=65_536)
+    """Prompts of one training step, a group of samples each."""
     group_size: int = Field(default=16, ge=1, le=4096)
     """Samples of one prompt, scored against each other."""
     height: int = Field(default=512, ge=16, le=8192, multiple_of=16)
@@ -146,6 +168,7 @@ class RolloutPart(Part):
     embedded_guidance: float | None = Field(default=None, ge=0.0, le=100.0)
     """Guidance that a distilled model (FLUX.1-dev) takes as an input; unset: the family's default."""
     negative_prompt: str = " "
+    """Prompt of the other branch of classifier-free guidance."""
     condition_pixels: int | None = Field(default=None, ge=256, le=2**24)
     """Area that condition images are resized to; unset: the family's default."""
     batch_size: int = Field(default=16, ge=1, le=4096)
@@ -297,7 +320,9 @@ class AlgorithmPart(Part):
 
 class LoraPart(Part):
     rank: int = Field(default=64, ge=1, le=4096)
+    """Rank of the adapter's matrices."""
     alpha: float = Field(default=128.0, gt=0.0)
+    """Scale of the adapter: its output is multiplied by alpha / rank."""
     target_modules: tuple[str, ...] | None = None
     """Names of modules that are adapted; unset: those that suit the model's family."""
     merge: bool = False
@@ -308,10 +333,15 @@ class OptimizerPart(Part):
     """AdamW."""
 
     lr: float = Field(default=3e-4, gt=0.0, lt=1.0)
+    """Learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of the first and second moment."""
     eps: float = Field(default=1e-8, gt=0.0)
+    """Added to the root of the second moment."""
     weight_decay: float = Field(default=1e-4, ge=0.0)
+    """Decoupled weight decay, multiplied by `lr`."""
     max_grad_norm: float = Field(default=1.0, gt=0.0)
+    """Norm that gradients are scaled down to."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How `lr` falls to `final_lr` between the warm-up and the job's last update: not at all, linearly, or by half a
     cosine."""
@@ -335,6 +365,7 @@ class EmaPart(Part):
 
 class TrainerPart(Part):
     mode: Literal["lora", "full"] = "lora"
+    """lora: train an adapter beside frozen weights. full: train all weights of the transformer."""
     lora: LoraPart = LoraPart()
     optimizer: OptimizerPart = OptimizerPart()
     ema: EmaPart = EmaPart()
@@ -385,8 +416,8 @@ class RewardPart(Part):
     """Name of the reward service; unset: the reward's own name. Several rewards may ask one service."""
     weight: Factor = 1.0
     """Of the score in the sum. 0 only watches, or guards with `gate`."""
-    params: dict[str, str] = {}
-    """Handed to the scorer with each request."""
+    params: dict[str, Parameter] = {}
+    """Handed to the scorer with each request. Numbers and booleans go as text: `0.5`, `true`."""
     clip: tuple[float, float] | None = None
     """[low, high] that the raw score is cut to before it is weighted."""
     curve: tuple[tuple[int, Factor], ...] = ()
@@ -456,13 +487,17 @@ class TimeoutPart(Part):
     """Deadlines of remote calls, seconds."""
 
     generate_s: Seconds = 1800.0
+    """One call that samples a bundle."""
     score_s: Seconds = 300.0
     """Of one call to a reward service."""
     rewards_s: Seconds = 1800.0
     """A reward that fails is asked again for so long after its samples were first sent; then `on_failure` decides."""
     train_step_s: Seconds = 7200.0
+    """The updates of one step."""
     publish_s: Seconds = 600.0
+    """Sending new weights to all rollouts."""
     checkpoint_s: Seconds = 1800.0
+    """Writing a checkpoint."""
     hang_s: Annotated[float, Field(ge=1.0, le=604_800.0)] = 120.0
     """A process that works and makes no progress for so long is killed and replaced. The working thread itself reports
     its progress; loading, compiling and checkpoints have longer limits of their own."""
@@ -472,6 +507,7 @@ class JobSpec(Part):
     """A whole job."""
 
     name: str = Field(default="job", pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")
+    """Name of the job, shown beside its id."""
     seed: int = Field(default=1, ge=0, lt=2**63)
     """All randomness of the job comes from it."""
     model: ModelPart
@@ -577,7 +613,9 @@ def parse_job(data: dict[str, Any]) -> JobSpec:
     try:
         return JobSpec.model_validate(data)
     except ValidationError as error:
-        raise ValueError("\n".join(_explain(item) for item in error.errors(include_url=False))) from None
+        problems = error.errors(include_url=False)
+        lines = [_explain(item, hint=number < MOST_HINTS) for number, item in enumerate(problems)]
+        raise ValueError("\n".join(lines)) from None
 
 
 def load_job(path: Path) -> JobSpec:
@@ -586,8 +624,8 @@ def load_job(path: Path) -> JobSpec:
 
 
 def read_job_file(path: Path) -> dict[str, Any]:
-    """The raw mapping of a job file, not yet validated."""
-    return read_table(path, "a job")
+    """The raw mapping of a job file over those that it `extends`, not yet validated."""
+    return read_extended(path, "a job")
 
 
 def _filled(data: dict[str, Any]) -> dict[str, Any]:
@@ -627,28 +665,11 @@ def _choice(name: str, known: Mapping[str, Any]) -> str:
     return name
 
 
-def _explain(item: Any) -> str:
+def _explain(item: Any, *, hint: bool) -> str:
     location = [str(part) for part in item["loc"]]
     name = ".".join(location) or "job"
     if item["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(location[-1], _fields_at(location[:-1]), n=1, cutoff=0.5)
-        hint = f"; did you mean {'.'.join([*location[:-1], near[0]])}?" if near else ""
-        return f"{name}: unknown setting{hint}"
+        near = reference.near(name, list(reference.settings(JobSpec))) if hint else []
+        return f"{name}: unknown setting" + (f"; did you mean {' or '.join(near)}?" if near else "")
     message = str(item["msg"]).removeprefix("Value error, ")
     return message if not location else f"{name}: {message[0].lower()}{message[1:]}"
-
-
-def _fields_at(location: list[str]) -> list[str]:
-    """Valid keys of the part at a location; tables keyed by name (rewards) take the part of any of their values."""
-    part: type[BaseModel] = JobSpec
-    names = iter(location)
-    for name in names:
-        if part is JobSpec and name == "rewards":
-            next(names, None)
-            part = RewardPart
-            continue
-        annotation = part.model_fields[name].annotation if name in part.model_fields else None
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return []
-        part = annotation
-    return list(part.model_fields)

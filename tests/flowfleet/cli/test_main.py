@@ -346,6 +346,7 @@ def test_the_surface_is_what_users_know() -> None:
             "--worst",
         ],
         "redis-acl": ["--redis6"],
+        "settings": ["--json", "--schema"],
         "cancel": ["--ca", "--url"],
         "pause": ["--ca", "--url"],
         "resume": ["--ca", "--url"],

@@ -1,0 +1,177 @@
+"""Reference of a job's settings: name, values, default and description of each, as the schema has them.
+
+`flowfleet settings`, docs/settings.md and the hints at unknown settings read it. Free of torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import annotated_types
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+PEERS = {
+    "adam_beta1": "trainer.optimizer.betas",
+    "batch_size_per_gpu": "trainer.micro_batch_size",
+    "bf16": "model.dtype",
+    "cfg": "rollout.guidance_scale",
+    "cfg_scale": "rollout.guidance_scale",
+    "checkpoint_every": "schedule.save_every",
+    "clip": "algorithm.clip_range",
+    "clip_eps": "algorithm.clip_range",
+    "clip_ratio": "algorithm.clip_range",
+    "ema_decay": "trainer.ema.decay",
+    "epochs": "schedule.steps",
+    "eval_every": "schedule.validate_every",
+    "eval_freq": "schedule.validate_every",
+    "grad_clip": "trainer.optimizer.max_grad_norm",
+    "group_num": "rollout.group_size",
+    "k": "rollout.group_size",
+    "kl": "algorithm.kl_coef",
+    "kl_beta": "algorithm.kl_coef",
+    "kl_weight": "algorithm.kl_coef",
+    "learning_rate": "trainer.optimizer.lr",
+    "lora_alpha": "trainer.lora.alpha",
+    "lora_r": "trainer.lora.rank",
+    "lora_rank": "trainer.lora.rank",
+    "max_steps": "schedule.steps",
+    "mixed_precision": "model.dtype",
+    "model_path": "model.path",
+    "n": "rollout.group_size",
+    "neg_prompt": "rollout.negative_prompt",
+    "noise_level": "rollout.noise.eta",
+    "num_gpus": "trainer.world_size",
+    "num_images_per_prompt": "rollout.group_size",
+    "num_steps": "rollout.num_inference_steps",
+    "num_train_steps": "schedule.steps",
+    "ppo_epochs": "trainer.passes",
+    "pretrained": "model.path",
+    "prompt_file": "data.train",
+    "resolution": "rollout.height",
+    "sample_batch_size": "rollout.batch_size",
+    "save_freq": "schedule.save_every",
+    "sde_window_size": "rollout.window.size",
+    "total_epochs": "schedule.steps",
+    "train_batch_size": "trainer.micro_batch_size",
+    "wandb": "`flowfleet track ID --wandb`",
+}
+"""Words of other tools → our setting."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting of a job. `name` has dots, and `NAME` where the table is keyed by a user's name; `default` is as in
+    JSON, or "required"."""
+
+    name: str
+    values: str
+    default: str
+    description: str
+
+    @property
+    def leaf(self) -> str:
+        return self.name.rpartition(".")[2]
+
+
+def settings(schema: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
+    """All settings below a part of a job, in the order of the schema."""
+    for name, field in schema.model_fields.items():
+        inner, key = _table(field.annotation)
+        if inner is None:
+            description = " ".join((field.description or "").split())
+            yield Setting(f"{prefix}{name}", _values(field), _default(field), description)
+        else:
+            yield from settings(inner, f"{prefix}{name}.{key}")
+
+
+def find(name: str, known: Sequence[Setting]) -> list[Setting]:
+    """The settings that a user means: one by its name, a whole table, all with this last part, or other tools' word."""
+    plain = name.strip().strip(".")
+    exact = [one for one in known if one.name == plain]
+    below = [one for one in known if one.name.startswith(f"{plain}.")]
+    leaves = [one for one in known if one.leaf == plain.rpartition(".")[2]]
+    peers = [one for one in known if one.name == PEERS.get(plain.rpartition(".")[2].lower())]
+    return exact or below or leaves or peers
+
+
+def near(name: str, known: Sequence[Setting]) -> list[str]:
+    """Up to three names that an unknown one may stand for, the likeliest first."""
+    given = name.split(".")
+    if given[0] == "rewards" and len(given) > 2:
+        given[1], reward = "NAME", given[1]
+        return [one.replace("NAME", reward, 1) for one in _near(".".join(given), known)]
+    return _near(name, known)
+
+
+def _near(name: str, known: Sequence[Setting]) -> list[str]:
+    parent, _, leaf = name.rpartition(".")
+    inside = f"{parent}." if parent else ""
+    below = [one.name for one in known if one.name.startswith(inside)]
+    siblings = list(dict.fromkeys(one.removeprefix(inside).partition(".")[0] for one in below))
+    leaves = list(dict.fromkeys(one.leaf for one in known))
+    found = (
+        [inside + one for one in difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.75)]
+        or [one for one in below if one.rpartition(".")[2] == leaf]
+        or [PEERS[word] for word in [leaf.lower()] if word in PEERS]
+        or [inside + one for one in difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.5)]
+        or [one.name for one in known if one.leaf == leaf]
+        or [one.name for one in known if one.leaf in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)]
+    )
+    return found[:3]
+
+
+def _table(annotation: Any) -> tuple[type[BaseModel] | None, str]:
+    """The part that a setting holds, and "NAME." where it is a table of parts."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation, ""
+    arguments = typing.get_args(annotation)
+    if typing.get_origin(annotation) is dict and isinstance(arguments[1], type) and issubclass(arguments[1], BaseModel):
+        return arguments[1], "NAME."
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        parts = [one for one in arguments if isinstance(one, type) and issubclass(one, BaseModel)]
+        return (parts[0], "") if parts else (None, "")
+    return None, ""
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+
+
+def _values(field: FieldInfo) -> str:
+    """What a setting may hold, as "integer, 1 … 4096" or "none, fp8"."""
+    kind = _kind(field.annotation)
+    low = next((f"≥ {one.ge:g}" for one in field.metadata if isinstance(one, annotated_types.Ge)), "") or next(
+        (f"> {one.gt:g}" for one in field.metadata if isinstance(one, annotated_types.Gt)), ""
+    )
+    high = next((f"≤ {one.le:g}" for one in field.metadata if isinstance(one, annotated_types.Le)), "") or next(
+        (f"< {one.lt:g}" for one in field.metadata if isinstance(one, annotated_types.Lt)), ""
+    )
+    return ", ".join(part for part in (kind, low, high) if part)
+
+
+_KINDS = {bool: "true or false", int: "integer", float: "number", str: "text", type(None): "null", Any: "any"}
+
+
+def _kind(annotation: Any) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _kind(arguments[0])
+    if origin is Literal:
+        return ", ".join(f"`{one}`" for one in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_kind(one) for one in arguments)
+    if origin is tuple:
+        return "list of " + (_kind(arguments[0]) if Ellipsis in arguments else ", ".join(map(_kind, arguments)))
+    if origin is dict:
+        return f"table of {_kind(arguments[1])}"
+    return _KINDS.get(annotation, getattr(annotation, "__name__", str(annotation)))
