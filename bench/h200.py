@@ -276,7 +276,7 @@ def code_version(directory: Path) -> dict[str, Any]:
 
 
 def share_cores(cores: Sequence[int], gpus: Sequence[str]) -> dict[str, list[int]]:
-    """As many for each GPU, at least one."""
+    """Number of cores for each GPU, at least one."""
     each = max(1, len(cores) // len(gpus))
     return {gpu: [*cores[place * each : (place + 1) * each]] or [*cores] for place, gpu in enumerate(gpus)}
 

@@ -119,7 +119,7 @@ def summary(rows: Rows) -> str:
 
 
 def _engine(figures: Sequence[Mapping[str, Any]]) -> str:
-    """Of the rollouts, as the bench said; none where nothing is sampled."""
+    """Engine of the rollouts, as the bench reported it; empty where nothing is sampled."""
     return next((engine for it in figures if (engine := (it.get("settings") or it).get("engine"))), NONE)
 
 
@@ -309,7 +309,7 @@ def gaps(rows: Rows) -> str:
 
 
 def engine_of(variant: str) -> str:
-    """Of a variant of bench.speed.gap."""
+    """Engine of a variant of bench.speed.gap."""
     return "vllm-omni" if variant.startswith("vllm-omni") else "diffusers"
 
 

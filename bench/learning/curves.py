@@ -116,7 +116,7 @@ def plan(
 
 
 def read_all(entries: Sequence[Entry], seeds: Sequence[int], directory: Path) -> Results:
-    """Of the runs that are done, without the recipes that have none."""
+    """Reads the finished runs; recipes without any are left out."""
     found = {
         entry: [directory / f"{entry.key}-{seed}" for seed in seeds if _is_done(directory / f"{entry.key}-{seed}")]
         for entry in entries

@@ -29,7 +29,7 @@ class Point:
     generated: int
     """Pictures or videos made for training so far (of a preference data set: read), whether trained on or not."""
     seconds: float
-    """Of training so far."""
+    """Training time so far."""
     reward: float
 
 
@@ -50,13 +50,13 @@ class Result:
         return first_crossing([(amount(point), point.reward) for point in self.points], target)
 
     def change(self, name: str) -> float | None:
-        """Of `edge_density` or `colour_entropy` over training, in percent."""
+        """Change of `edge_density` or `colour_entropy` over training, in percent."""
         before, after = self.summary[f"{name}_before"], self.summary[f"{name}_after"]
         return 100.0 * (after / before - 1.0) if before and after is not None else None
 
 
 def read_result(directory: Path) -> Result:
-    """Of a directory with summary.json and metrics.jsonl."""
+    """Reads a directory with summary.json and metrics.jsonl."""
     summary = json.loads((directory / "summary.json").read_text())
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     rollout = summary["settings"]["rollout"]
@@ -89,7 +89,7 @@ def _share(low: float, high: float, target: float) -> float:
 
 
 def results_row(recipe: str, title: str, results: Sequence[Result]) -> list[str]:
-    """Of one recipe's seeds."""
+    """Summarizes one recipe over its seeds."""
     summaries = [result.summary for result in results]
     return [
         recipe,

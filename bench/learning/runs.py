@@ -53,7 +53,7 @@ def core_groups(cores: Sequence[int], size: int = CORES_PER_RUN) -> list[tuple[i
 
 
 def own_cores() -> list[tuple[int, ...]]:
-    """Of this process, in groups for a run each."""
+    """Splits this process's cores into one group per run."""
     return core_groups(sorted(os.sched_getaffinity(0)))
 
 

@@ -57,7 +57,7 @@ class Figures:
     scorer: str
     media: str
     kilobytes: float
-    """Of a picture, mean."""
+    """Mean size of a picture."""
     latency_ms: float
     in_flight: int
     limit: float
@@ -71,13 +71,13 @@ class Figures:
     """Median of the rounds' ratios; so `service_of_bare`."""
     service_of_bare: float
     bare_cpu_ms: float
-    """Of this process for a question."""
+    """CPU time of this process per question."""
     scorer_cpu_ms: float
     service_cpu_ms: float
-    """Of the service's process; `caller_cpu_ms` of the one that calls it."""
+    """CPU time of the service's process; `caller_cpu_ms` is that of its caller."""
     caller_cpu_ms: float
     server_cpu_ms: float
-    """Of the server's process, where the scorer asks."""
+    """CPU time of the server's process, where the scorer calls one."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class _Ways:
         self._options = options
 
     async def rounds(self) -> list[tuple[Press, Press, Press]]:
-        """Of each: bare, the scorer itself, its service."""
+        """Measures the bare call, the scorer itself and its service."""
         await self._scorer.start()
         async with open_channel(self._address) as channel:
             score = score_method(channel)

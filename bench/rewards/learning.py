@@ -32,7 +32,7 @@ from flowfleet.local.session import local_stack, stop_stack
 from flowfleet.local.stack import StateDir
 
 FROZEN = ("trainer.optimizer.lr=1e-12", "rollout.prompts_per_step=2", "rollout.group_size=2")
-"""Of the control: nothing is learnt, so that few pictures need be made for it."""
+"""Settings of the control run: it learns nothing and so needs few pictures."""
 BUSY_EVERY = 50
 """Of so many questions the judge's server turns one away, as a crowded one does; the judge asks again."""
 PAGE = Path("docs/results.md")

@@ -55,11 +55,11 @@ _HUGE = {
 _HEAD = (768, 1024, 128, 64, 16, 1)
 """Widths of LAION's improved-aesthetic-predictor."""
 _OBJECTS = ["dog", *(f"class {number}" for number in range(1, 80))]
-"""As many as COCO has."""
+"""Names of classes, as many as COCO has."""
 
 
 def settings_of(scorer: str, folder: Path) -> dict[str, Any]:
-    """Of a scorer, with its checkpoints in a folder; "clip-base" is `clip` with a smaller one."""
+    """Settings of a scorer, with its checkpoints in a folder; "clip-base" is `clip` with a smaller one."""
     if scorer == "geneval":
         return {"model": _save_detector(folder / "detector"), "clip": _save_clip(folder / "clip", _LARGE)}
     size = {"clip-base": _BASE, "clip": _LARGE, "aesthetic": _LARGE}.get(scorer, _HUGE)
@@ -68,7 +68,7 @@ def settings_of(scorer: str, folder: Path) -> dict[str, Any]:
 
 
 def _save_clip(folder: Path, size: Mapping[str, Any]) -> str:
-    """With a tokenizer of single bytes."""
+    """Saves a CLIP model with a tokenizer of single bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*alphabet, *(f"{letter}</w>" for letter in alphabet), "<|startoftext|>", "<|endoftext|>"]
     tokenizer = CLIPTokenizer(vocab={token: place for place, token in enumerate(tokens)}, merges=[])

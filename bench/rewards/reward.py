@@ -68,7 +68,7 @@ class Case:
         return ["--scorer", self.scorer, *changes]
 
     def made(self, folder: Path) -> Case:
-        """With a checkpoint, where it needs one."""
+        """Builds the scorer, with a checkpoint where it needs one."""
         if not self.model:
             return self
         from bench.rewards.models import settings_of  # torch and transformers, which other scorers do without
@@ -100,7 +100,7 @@ class Figures:
     processes: int
     threads: int
     direct_ms: float
-    """Of a batch of 16, one after the other."""
+    """Time to score a batch of 16 sample by sample."""
     service_ms: float
     ratio: float
     added_ms: float
@@ -270,7 +270,7 @@ async def _compare(
 
 
 async def _slowest_describe(address: str) -> float:
-    """Until it is cancelled."""
+    """Keeps calling Describe until cancelled; returns the slowest answer."""
     slowest = 0.0
     async with open_channel(address) as channel:
         with suppress(asyncio.CancelledError):

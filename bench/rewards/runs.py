@@ -19,7 +19,7 @@ from recipes.tiny.signs import Pixels
 from recipes.tiny_vlm.lessons import is_high, word_rise
 
 NUM_PICTURES = 8
-"""Of the first held-out prompts, kept of each validation: not picked."""
+"""Number of held-out prompts whose pictures are kept at each validation: always the first ones, never picked."""
 JUDGE = "judge"
 
 
@@ -69,7 +69,7 @@ class Trained:
 
     @classmethod
     def read(cls, path: Path) -> Trained:
-        """Of a run.json."""
+        """Reads a run.json."""
         data = json.loads(path.read_text())
         data["validations"] = [Validation(**one) for one in data["validations"]]
         return cls(**data)
@@ -96,7 +96,7 @@ def record(client: Client, job: Job, name: str, directory: Path) -> Trained:
 def validation_of(
     version: int, generated: int, samples: Sequence[Sample], pictures: Sequence[Pixels], rewards: Sequence[str]
 ) -> Validation:
-    """Of the held-out samples at a version and their pictures; who has no score of a reward is left out of its mean."""
+    """Summarizes the held-out samples at a version. Samples without a reward's score are left out of its mean."""
     scores = {name: [score for s in samples if (score := s.scores.get(name)) is not None] for name in rewards}
     measures = {
         "edge_density": statistics.fmean(map(edge_density, pictures)),

@@ -28,5 +28,5 @@ def running(folder: Path, *flags: str) -> Iterator[tuple[psutil.Process, str]]:
 
 
 def cpu_seconds(process: psutil.Process) -> float:
-    """Of a process and those below it, so far."""
+    """CPU time so far of a process and its descendants."""
     return sum(sum(one.cpu_times()[:2]) for one in (process, *process.children(recursive=True)))

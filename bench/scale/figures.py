@@ -30,7 +30,7 @@ def first_after(start: float, times: Iterable[float]) -> dict[str, float]:
 
 
 def latencies(notes: Iterable[Note], start: float, end: float, simulated_s: float) -> dict[str, dict[str, float]]:
-    """Of what happened from `start` to `end`:
+    """Latencies of what happened from `start` to `end`:
 
     scheduling  from all replicas holding a version (the trainer answers) to each Generate call of that step arriving
     turnaround  from a step's last sample in Redis to its TrainStep arriving: intake, scores, advantages
@@ -85,7 +85,7 @@ def counts(notes: Iterable[Note], start: float, end: float) -> dict[str, int]:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """For people."""
+    """Formats the figures as a table."""
     load, redis = result["load"], result["redis"]
     lines = [
         f"{load['replicas']} replicas ({result['servers']} servers), {load['jobs']} jobs, {result['seconds']:.0f} s; "

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 PORT = 7000
-"""Of every simulated service: like pods, they differ by address."""
+"""Port of every simulated service: like pods, they differ by address."""
 REWARD = "score"
 
 
@@ -37,9 +37,9 @@ class Load:
     """Size of a picture."""
     max_staleness: int = 0
     processes: int = 2
-    """Of simulated replicas."""
+    """Number of processes that simulate replicas."""
     kill_after_s: float = 0.0
-    """Of what is measured: then the controller is killed and started again. 0: never."""
+    """Time into the measurement after which the controller is killed and restarted. 0: never."""
     net: int = 64
     """Second byte of the addresses: rehearsals side by side need their own."""
 
@@ -62,7 +62,7 @@ class Load:
         return self._address(2, 0)
 
     def pool_of(self, index: int) -> str:
-        """Of a replica. Those without a server are in pools that no job samples on."""
+        """Pool of a replica. Replicas without a server are in pools that no job samples on."""
         return pool_name(index % self.jobs) if index < self.served else f"spare-{index % self.jobs}"
 
     def duration_s(self, base_s: float, *what: object) -> float:

@@ -46,7 +46,7 @@ class Child:
 
 
 def wait_for_line(child: Child, folder: Path, line: str = "ready") -> None:
-    """Until a child's log has the line. RuntimeError when it ends before, or takes too long."""
+    """Waits until a child's log contains the line. Raises RuntimeError if the child ends first or takes too long."""
     log, deadline = folder / f"{child.name}.log", time.monotonic() + READY_S
     while line not in log.read_text(errors="replace"):
         if child.process.poll() is not None or time.monotonic() > deadline:
@@ -56,7 +56,7 @@ def wait_for_line(child: Child, folder: Path, line: str = "ready") -> None:
 
 @dataclass(frozen=True)
 class Usage:
-    """Of one process: CPU seconds since its start, and now bytes of memory, descriptors and threads."""
+    """Usage of one process: CPU seconds since its start, and current memory, descriptors and threads."""
 
     cpu_s: float
     rss: int

@@ -148,7 +148,7 @@ async def _submit(client: httpx.AsyncClient, load: Load, folder: Path) -> dict[s
 
 
 async def _warm_up(store: redis.Redis, load: Load, jobs: Collection[str]) -> dict[str, float]:
-    """Until every job has made a step, or for as long as there is."""
+    """Waits until every job has made a step, or the time is up."""
     began, num_at_work = time.monotonic(), 0
     while time.monotonic() - began < load.warm_up_s and num_at_work < load.jobs:
         pipe = store.pipeline(transaction=False)

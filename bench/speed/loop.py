@@ -150,7 +150,8 @@ def run_as_services(options: argparse.Namespace, spec: JobSpec, state_dir: Path)
 
 
 def watch(client: Client, job_id: str, stack: Stack, options: argparse.Namespace) -> Watched:
-    """Until the last measured step. RuntimeError when the job ends before, TimeoutError when a step takes too long."""
+    """Waits for the last measured step. Raises RuntimeError if the job ends first, TimeoutError if a step takes too
+    long."""
     seen = Watched(kill=Kill(options.warm_up + options.kill_rollout) if options.kill_rollout is not None else None)
     last = options.warm_up + options.steps
     progress = time.monotonic()
@@ -188,7 +189,7 @@ def _kill(kill: Kill, stack: Stack, steps_done: int) -> None:
 
 
 def busy_seconds(stack: Stack) -> dict[str, float]:
-    """Of each rollout's accelerator so far."""
+    """Busy seconds of each rollout's accelerator so far."""
     return {name: rollout_busy_s(_metrics(stack, name)) for name in stack.processes if name.startswith("rollout-")}
 
 
@@ -221,7 +222,7 @@ def vars_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(figures: Mapping[str, Any]) -> str:
-    """For people."""
+    """Formats the figures as a table."""
     lines = []
     for title in ("services", "one_process"):
         if title not in figures:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 BUSY_PARTS = ("encode", "denoise", "decode")
-"""Of `flowfleet_rollout_seconds_total`: those that hold the accelerator. Publishing samples goes on beside the next."""
+"""Parts of `flowfleet_rollout_seconds_total` that hold the accelerator. Samples are published alongside the next batch.
+"""
 TRAINER_PHASES = ("load_samples", "ref", "old_log_prob", "old_policy", "update_actor")
 """Metrics `timing_s/…` inside the trainer."""
 WAITS = ("reward", "adv")
@@ -19,7 +20,7 @@ Row = Mapping[str, float | None]
 def loop_figures(
     rows: Sequence[Row], images: int, gpus: int, busy: Mapping[str, float], window_s: float
 ) -> dict[str, Any]:
-    """Of measured steps in order.
+    """Computes the figures of measured steps, given in order.
 
     Args:
         rows: metrics of the steps.
@@ -85,7 +86,7 @@ def rollout_busy_s(exposition: str) -> float:
 
 
 def policy_version(exposition: str) -> int:
-    """That a replica serves; -1 while it serves none."""
+    """Policy version that a replica serves; -1 if it serves none."""
     for line in exposition.splitlines():
         if line.startswith("flowfleet_rollout_policy_version "):
             return int(float(line.rpartition(" ")[2]))

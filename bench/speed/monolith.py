@@ -287,7 +287,7 @@ def _told(step: int, seconds: float) -> None:
 
 
 def _evaluator(num_threads: int) -> Evaluator[object] | ProcessPool:
-    """As the reward service has it."""
+    """Builds the same evaluator as the reward service."""
     scorer = make(REWARD, {}, num_threads)
     processes = default_processes(scorer.heavy)
     if processes == 1:

@@ -28,7 +28,7 @@ from services.trainer.parallel.sharding import local, shard_expert
 DTYPE = torch.bfloat16
 RANK = 64
 TIMEOUT_S = 30.0
-"""Of a transfer group."""
+"""Timeout of a transfer group."""
 _TINY = {
     "num_layers": 2,
     "attention_head_dim": 16,

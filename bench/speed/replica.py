@@ -111,7 +111,7 @@ def seconds_by_part(exposition: str) -> Mapping[str, float]:
 
 
 def gauge(exposition: str, name: str) -> float:
-    """Of a gauge without labels; NaN if it is not there."""
+    """Value of a gauge without labels; NaN if it does not exist."""
     for line in exposition.splitlines():
         if line.startswith(f"{name} "):
             return float(line.rpartition(" ")[2])

@@ -203,7 +203,7 @@ def figures_of(options: argparse.Namespace, calls: Calls, tokens: tuple[float, f
 
 
 async def text_tokens(blobs: BlobStore, calls: Calls) -> tuple[float, float]:
-    """Of the prompts, the mean, and of the negative prompt, as the transformer saw them."""
+    """Mean text tokens of the prompts, and those of the negative prompt, as the transformer saw them."""
     firsts = [samples[0] for samples in calls.samples]
     widths = [EmbedsBlob.from_bytes(await blobs.get(s.prompt_embeds)).row().embeds.shape[1] for s in firsts]
     negative = 0.0

@@ -30,7 +30,7 @@ class Query:
 
     @property
     def expression(self) -> str:
-        """With Grafana's variables still in it."""
+        """Query with Grafana's variables unreplaced."""
         found = self.expr
         for name, matchers in MATCHERS.items():
             found = found.replace(name, matchers)
@@ -97,7 +97,7 @@ def stat(title: str, description: str, expr: str, *, unit: str = "short", width:
 
 
 def heatmap(title: str, description: str, expr: str, *, unit: str = "short", width: int = 12, **more: Any) -> Panel:
-    """Of a histogram's buckets."""
+    """Panel of a histogram's buckets."""
     return Panel(title, description, (Query(expr, "{{le}}"),), unit, "heatmap", width, **more)
 
 

@@ -12,7 +12,7 @@ VARIABLES = {"$__rate_interval": "1m", "$__range": "1h", "$__interval": "15s"}
 
 
 def filled(expression: str, values: Mapping[str, str]) -> str:
-    """With Grafana's variables replaced, longest names first."""
+    """Replaces Grafana's variables, longest names first."""
     every = {**VARIABLES, **{f"${name}": value for name, value in values.items()}}
     for name in sorted(every, key=len, reverse=True):
         expression = expression.replace(name, every[name])

@@ -24,7 +24,7 @@ _KEY = re.compile(r"( *)([A-Za-z]\w*):")
 
 
 def parts() -> dict[str, str]:
-    """Of the README."""
+    """Generated parts of the README."""
     text = (CHART / "values.yaml").read_text(encoding="utf-8")
     rows = _rows(yaml.safe_load(text), comments(text))
     return {"values": table(("value", "default", "what it is"), rows)}

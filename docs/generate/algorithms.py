@@ -111,7 +111,7 @@ def _listed(settings: Mapping[str, Any]) -> str:
 
 
 def _value(value: Any) -> str:
-    """As in a job file."""
+    """Formats a value as in a job file."""
     return f"{value:g}" if isinstance(value, float) else json.dumps(value)
 
 

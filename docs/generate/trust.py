@@ -30,7 +30,7 @@ def chart_users() -> str:
 
 
 def chart_sentinel_users() -> str:
-    """As `chart_users`, for the chart's Sentinels."""
+    """Users of the chart's Sentinels; compare `chart_users`."""
     return "".join(f"{kind} {redis_acl.sentinel_rules()}\n" for kind in redis_acl.RULES)
 
 

@@ -28,7 +28,7 @@ class Limits:
     clip_range: float
     """c: the ratio counts up to 1 + c."""
     kl_threshold: float
-    """Of the KL of one step, a mean over its elements."""
+    """Limit on one step's KL, averaged over its elements."""
     clip_range_low: float | None = None
     """The ratio counts from 1 minus this on; None: 1 - c."""
 
@@ -126,7 +126,7 @@ class RatioStats:
 
 
 PolicyLoss = Callable[[PolicyRows, Limits], LossOutput]
-"""Of B rows, all on one device."""
+"""Computes the loss of B rows, all on one device."""
 
 
 def flow_grpo(rows: PolicyRows, limits: Limits) -> LossOutput:

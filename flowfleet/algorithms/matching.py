@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flowfleet.job.spec import AlgorithmPart, OldPolicyPart
 
 DEFAULT_CLAMP = 5.0
-"""Of DiffusionNFT's advantages, where `algorithm.advantage_clamp` is null: it must have some."""
+"""Default limit on DiffusionNFT's advantages, used where `algorithm.advantage_clamp` is null: the loss needs one."""
 MIN_WEIGHT = 1e-5
 """Floor of the mean distance that a DiffusionNFT loss is divided by."""
 
@@ -55,7 +55,7 @@ class MatchingOutput:
 
 
 MatchingLoss = Callable[[MatchingRows, "AlgorithmPart"], MatchingOutput]
-"""Of B rows, all on one device, with the settings of the job."""
+"""Computes the loss of B rows, all on one device, with the job's settings."""
 
 
 def noisy(clean: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ class Pair:
     winner: int
     loser: int
     number: int
-    """Of the pair inside its group, from 0: the wider the gap, the lower."""
+    """Number of the pair inside its group, from 0: the wider the gap, the lower."""
 
 
 def make_pairs(rewards: ArrayLike, group_ids: Sequence[Hashable], pairs_per_group: int = 1) -> list[Pair]:

@@ -76,7 +76,7 @@ class Algorithm:
 
     name: str
     title: str
-    """As its authors call it."""
+    """Name that its authors use."""
     paper: str
     """URL."""
     summary: str

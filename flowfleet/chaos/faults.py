@@ -29,7 +29,7 @@ AOF_LOSS_S = (1.0, 2.0)
 """What an append-only file loses of its end."""
 SKEW_S = 3600
 HEADER_BYTES = 8
-"""Of a safetensors file: the length of what follows."""
+"""Size of a safetensors file's length field."""
 
 
 @dataclass

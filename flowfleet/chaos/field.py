@@ -154,5 +154,5 @@ def is_live(process: psutil.Process) -> bool:
 
 
 def _number_of(path: Path) -> int:
-    """Of appendonly.aof.N.incr.aof."""
+    """Number N of appendonly.aof.N.incr.aof."""
     return int(path.name.split(".")[2])

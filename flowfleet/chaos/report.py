@@ -111,7 +111,7 @@ class Report(BaseModel):
 
 
 def figures(entries: Sequence[Entry]) -> dict[str, KindFigures]:
-    """By kind, in the order of the kinds' names."""
+    """Figures by kind, ordered by the kinds' names."""
     found = {}
     for kind in sorted({entry.kind for entry in entries}):
         own = [entry for entry in entries if entry.kind == kind and entry.counted]
@@ -142,7 +142,7 @@ def rows(kinds: dict[str, KindFigures]) -> list[list[str]]:
 
 
 def as_table(report: Report) -> Table:
-    """For a terminal."""
+    """Formats the report for a terminal."""
     table = Table(title=f"{report.faults_counted} faults, {report.mode}, seed {report.seed}")
     for name in HEAD:
         table.add_column(name, justify="left" if name == "fault" else "right")

@@ -40,9 +40,9 @@ from flowfleet.local.stack import StackError, StateDir
 MARKER = ".flowfleet-chaos"
 STACKS = ("stack", "reference")
 END_S = 600.0
-"""For the steps after the last fault, or for a whole reference."""
+"""Time allowed for the steps after the last fault, or for a whole reference run."""
 CORES_FOR_BOTH = 8
-"""With so many cores the reference runs beside the job under faults."""
+"""Number of cores from which the reference runs beside the job under faults."""
 
 Say = Callable[[str], None]
 

@@ -60,7 +60,7 @@ class Fault:
     seconds: float = 0.0
     """How long it lasts."""
     sample: str = ""
-    """Of a poisoned reward: step/group/index."""
+    """Sample whose reward is poisoned: step/group/index."""
     dice: float = 0.0
     """0 to 1: chooses between equal targets and places inside a file."""
 

@@ -49,7 +49,7 @@ class ChaosStack:
     clocks: Clocks
     disk: SmallDisk
     proxies: Mapping[str, TcpProxy] = field(default_factory=dict)
-    """By link, as "controller-reward" or "rollout-0-redis"."""
+    """Proxies by link, such as "controller-reward" or "rollout-0-redis"."""
 
 
 @contextlib.contextmanager

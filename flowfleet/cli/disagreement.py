@@ -24,7 +24,7 @@ Group = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Place:
-    """Of a sample in its group, by one scorer."""
+    """Place of a sample in its group, by one scorer."""
 
     scorer: str
     is_shadow: bool
@@ -42,7 +42,7 @@ class Place:
 class Disagreement:
     sample: Sample
     higher: Place
-    """Of the scorer that puts it higher."""
+    """Place by the scorer that ranks it higher."""
     lower: Place
 
     @property
@@ -63,7 +63,7 @@ def rewards_of(sample: Sample) -> dict[str, float]:
 
 
 def disagreements(samples: Sequence[Sample], beside: Mapping[str, str] | None = None) -> list[Disagreement]:
-    """Of each sample the two scorers that disagree most about it, the greatest disagreement first.
+    """Finds for each sample the two scorers that disagree most about it, the greatest disagreement first.
 
     Each reward is held against each other one, and a shadow against the reward that it is `beside`; against every one
     where that is not known. Samples of one step and group are compared; those of a step of which no group has two
@@ -100,7 +100,7 @@ def _groups(samples: Iterable[Sample]) -> list[list[Sample]]:
 
 
 def _places(members: Sequence[Sample]) -> list[dict[int, Place]]:
-    """Of each scorer: position in `members` → place, without those that it did not score."""
+    """Position in `members` → place, for each sample that has a score."""
     scores: dict[tuple[bool, str], dict[int, float]] = defaultdict(dict)
     for position, sample in enumerate(members):
         for name, score in rewards_of(sample).items():

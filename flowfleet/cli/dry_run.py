@@ -64,5 +64,5 @@ def _show_process(name: str, argv: Sequence[str], env: Iterable[str], console: C
 
 
 def _print(console: Console, text: str) -> None:
-    """As it is: command lines and settings are no markup, and are not to be wrapped."""
+    """Prints the text unchanged: command lines and settings are not markup and must not wrap."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -77,7 +77,7 @@ def check(
 
 
 def _pairs(flag: str, texts: Iterable[str]) -> dict[str, str]:
-    """Of KEY=VALUE each. ValueError for another text."""
+    """Parses KEY=VALUE pairs. Raises ValueError for other text."""
     pairs = {}
     for text in texts:
         name, equals, value = text.partition("=")

@@ -24,7 +24,7 @@ LIMIT: Final = 16
 LOOKED_AT: Final = 4096
 """Newest samples that are compared for --disagree."""
 ROOM_BYTES: Final = 48 * 2**20
-"""Of media beyond which a page gets no more of those that stand beside what was asked for."""
+"""Maximum bytes of media on a page before the requested samples' neighbors are left out."""
 NOT_FOUND: Final = 404
 
 
@@ -139,7 +139,7 @@ def _reason(one: Disagreement) -> str:
 
 
 def _with_groups(client: Client, job: Job, picked: Sequence[tuple[Sample, str]]) -> Iterator[Shown]:
-    """Those that were asked for, then, as long as there is room, the others of their groups."""
+    """Adds the other samples of the requested samples' groups, while there is room."""
     from flowfleet.cli.samples_page import Shown
 
     size, places, groups = 0, set(), {}

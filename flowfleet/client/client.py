@@ -159,7 +159,7 @@ class Client:
     # -- its rewards ---------------------------------------------------------------------------------------------
 
     def rewards(self, job_id: str) -> Rewards:
-        """As they are and as they were, and how its shadows compare."""
+        """Returns a job's rewards with their history, and how its shadows compare."""
         return Rewards.model_validate(self._get(f"/v1/jobs/{job_id}/rewards").json())
 
     def change_rewards(

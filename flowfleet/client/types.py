@@ -18,7 +18,7 @@ class Progress(Answer):
     step: int = 0
     """Training steps finished."""
     steps: int = 0
-    """Of the whole job."""
+    """Number of steps of the whole job."""
     phase: str = ""
     reward: float | None = None
     """Mean training reward of the last step."""
@@ -156,7 +156,7 @@ class Fleet(Answer):
     rewards: dict[str, list[str]] = {}
     """Name → addresses of the replicas that are ready."""
     pools: list[str] | None = None
-    """Of rollouts; None where any name is accepted."""
+    """Names of the rollout pools; None if any name is accepted."""
     shortages: list[Shortage] = []
 
 
@@ -176,7 +176,7 @@ class ApiError(Exception):
 
 
 class Distribution(Answer):
-    """Of one reward's scores, and of its calls; none where there is nothing to compute a value from."""
+    """Distribution of one reward's scores and of its calls; values that cannot be computed are None."""
 
     mean: float | None = None
     std: float | None = None
@@ -227,4 +227,4 @@ class Rewards(Answer):
     history: list[RewardRevision] = []
     """What took effect, ascending; 0 is as submitted."""
     comparison: dict[str, ShadowComparison] = {}
-    """By shadow."""
+    """Comparison by shadow."""

@@ -11,7 +11,7 @@ from rich.text import Text
 
 
 class Status(StrEnum):
-    """Of a check."""
+    """Status of a check."""
 
     PASS = "pass"
     """The service does what the contract requires."""
@@ -27,7 +27,7 @@ _COLOURS = {Status.PASS: "green", Status.NOTE: "yellow", Status.SKIP: "bright_bl
 
 
 class Result(BaseModel):
-    """Of one check."""
+    """Result of one check."""
 
     name: str
     rule: str
@@ -53,7 +53,7 @@ class Service(BaseModel):
 
 
 class Report(BaseModel):
-    """Of one service."""
+    """Report on one service."""
 
     address: str
     service: Service | None = None
@@ -72,7 +72,7 @@ class Report(BaseModel):
         return not self.failed
 
     def result(self, name: str) -> Result:
-        """Of the check called so. KeyError when there is none."""
+        """Result of the check with this name. Raises KeyError if there is none."""
         return {result.name: result for result in self.results}[name]
 
     def render(self, console: Console) -> None:

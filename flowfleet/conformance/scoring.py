@@ -238,4 +238,4 @@ CHECKS = (
     newer_fields,
 )
 LAST = (finite, in_range, components)
-"""Of all scores that others were given."""
+"""Checks of all scores that other checks received."""

@@ -35,32 +35,32 @@ GROUP: Final = 4
 """Samples of a group."""
 
 Answer = ScoreResponse | grpc.aio.AioRpcError
-"""Of a call that may be refused."""
+"""Answer to a call that may be rejected."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Of a run. The samples must be such that the service can score them."""
+    """Options of a run. The service must be able to score the samples."""
 
     prompt: str = f'a sign that says "{media.WORD}" moves to the right'
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """Of each sample, as a line of the data set has it."""
+    """Metadata of each sample, as a line of the data set has it."""
     params: Mapping[str, str] = field(default_factory=dict)
-    """Of each call, as a job's reward entry has them."""
+    """Parameters of each call, as a job's reward entry has them."""
     images: Sequence[Path] = ()
     """Pictures, or videos, to send instead of those that the suite draws."""
     timeout_s: float = 60.0
-    """Of each call."""
+    """Timeout of each call."""
     allowed_s: float = 2.0
-    """That the call after those that were left may take, beside the full batch that may run when it comes."""
+    """Time allowed for the call after abandoned calls, beyond a full batch that may still be running."""
     connect_s: float = 10.0
-    """Until the service must have answered at all."""
+    """Time within which the service must answer for the first time."""
     tolerance: float = 1e-3
-    """By how much scores of one sample may differ, relative to the larger of 1 and the score."""
+    """Maximum difference between scores of one sample, relative to the larger of 1 and the score."""
     max_batch: int = 1024
     """The largest batch that is sent, whatever Describe allows."""
     large_call_bytes: int = 31 * 2**20
-    """Of the call that shows whether large ones are taken; the controller sends at most 32 MiB."""
+    """Size of the call that shows whether large calls are accepted; the controller sends at most 32 MiB."""
     ca: Path | None = None
     """PEM file of the CA that signed the certificate of a grpcs:// address."""
     cert: Path | None = None
@@ -121,7 +121,7 @@ class Session:
         return await self._stub.Describe(DescribeRequest(), timeout=timeout_s or self.options.timeout_s)
 
     async def health(self, service: str = "") -> str:
-        """As "SERVING"."""
+        """Health status, such as "SERVING"."""
         request = health_pb2.HealthCheckRequest(service=service)
         answer = await self._health.Check(request, timeout=self.options.connect_s)
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
@@ -147,7 +147,7 @@ class Session:
     # -- samples ------------------------------------------------------------------------------------------------------
 
     def sample(self, index: int, sample_id: str = "", group_id: str = "group 0") -> RewardSample:
-        """That the service must be able to score. Equal indices are equal samples."""
+        """A sample that the service must be able to score. Equal indices are equal samples."""
         data, media_type = self.media(index)
         return RewardSample(
             sample_id=sample_id or f"check/{index:04d}",
@@ -189,13 +189,13 @@ class Session:
             return error
 
     async def scores(self, samples: Sequence[RewardSample]) -> dict[str, RewardScore]:
-        """By id, of well-formed samples; the first of several of one id."""
+        """Scores by id, of well-formed samples; the first of several of one id."""
         response = await self.score(samples)
         self.given.extend(response.scores)
         return by_id(response.scores)
 
     async def seconds(self, samples: Sequence[RewardSample]) -> float:
-        """That a call takes."""
+        """Time that a call takes."""
         start = time.monotonic()
         await self.scores(samples)
         return time.monotonic() - start

@@ -16,7 +16,7 @@ Operation = Literal["get", "put"]
 
 
 class BlobMetrics:
-    """Of a registry; several stores of a process share them, see `of`."""
+    """Metrics of a registry. Several stores of a process share them; see `of`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         labels = ["operation"]

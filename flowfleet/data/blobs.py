@@ -38,8 +38,8 @@ from flowfleet.proto.common_pb2 import BlobRef
 
 CHUNK_BYTES: Final = 256 * 2**20
 WORKING_TTL_S: Final = 3 * 24 * 3600
-"""Of what may still be trained on, renewed every hour: a guard against leaks, which a Redis clock that jumps by a day
-does not reach."""
+"""Lifetime of blobs that may still be trained on, renewed every hour. It limits leaks and outlasts jumps of Redis's
+clock of up to a day."""
 _INLINE_HASH_BYTES: Final = 4 * 2**20  # a few ms: not worth a thread
 _SCAN_COUNT: Final = 1000
 
@@ -51,7 +51,7 @@ _turns: WeakKeyDictionary[redis.asyncio.Redis, asyncio.Semaphore] = WeakKeyDicti
 
 
 class BlobStore(Protocol):
-    """For asyncio. `key` comes from `flowfleet.redis.keys.blob`."""
+    """Blob store for asyncio. `key` comes from `flowfleet.redis.keys.blob`."""
 
     def uri(self, key: str) -> str:
         """How references name this key, and how those of keys below it begin."""
@@ -73,7 +73,7 @@ class BlobStore(Protocol):
 
 
 class SyncBlobs(Protocol):
-    """For threads. As `BlobStore`."""
+    """Blob store for threads; see `BlobStore`."""
 
     def uri(self, key: str) -> str: ...
 
@@ -104,7 +104,7 @@ def open_blobs(
 def open_blobs_sync(
     client: redis.Redis, url: str | None = None, registry: CollectorRegistry = REGISTRY
 ) -> SyncCountedBlobs:
-    """As `open_blobs`, for threads."""
+    """Opens blobs for threads; see `open_blobs`."""
     url = url or blobs_setting()
     return SyncCountedBlobs(SyncRedisBlobs(client) if url == "redis" else FsspecBlobs(url), registry)
 

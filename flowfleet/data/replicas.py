@@ -112,7 +112,7 @@ class ReplicaRecord:
     """idle, serving, updating or draining: RolloutState of rollout.proto."""
     job_id: str = ""
     version: int = 0
-    """Of the policy; meaningful while serving."""
+    """Version of the policy; meaningful while serving."""
     evaluated: bool = False
     """Whether it serves the version's evaluated weights; else those that sample."""
     digest: str = ""
@@ -120,7 +120,7 @@ class ReplicaRecord:
     """Since its start."""
     device: str = ""
     device_id: str = ""
-    """Of the accelerator, the same in every process; empty on the CPU."""
+    """Id of the accelerator, the same in every process; empty on the CPU."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -158,7 +158,7 @@ class Look:
     revision: int
     """Up to which changes are in; give it to the next look."""
     number: int
-    """Of all replicas."""
+    """Number of replicas."""
     changed: tuple[ReplicaRecord, ...]
     """Oldest change first; with `LOOK_COUNT` of them there may be more."""
     stale: frozenset[str]

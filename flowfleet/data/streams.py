@@ -177,7 +177,8 @@ class TrajectoryConsumer:
             await pipe.execute()
 
     async def _acknowledge_missing(self, entry_ids: set[str]) -> None:
-        """Of entries not claimed: those that exist went to another consumer meanwhile, the others are gone for good."""
+        """Acknowledges entries that were not claimed: those that exist went to another consumer, the rest are lost for
+        good."""
         for entry_id in entry_ids:
             if not await self._redis.xrange(self._key, min=entry_id, max=entry_id):
                 await self._redis.xack(self._key, self._group, entry_id)

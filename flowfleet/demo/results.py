@@ -19,7 +19,7 @@ from flowfleet.media.files import Frames, decode_media
 NUM_PAIRS = 24
 """Held-out prompts in the picture grid."""
 STEP_PHASES = ("rollout", "score", "train")
-"""Of a training step; one that samples nothing may be seen in a later one only."""
+"""Phases of a training step; one that samples nothing appears in a later step only."""
 STRIP_FRAMES = 5
 """Frames of a video in that grid."""
 

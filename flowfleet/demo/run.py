@@ -24,7 +24,7 @@ from flowfleet.local.session import local_stack, stop_stack
 from flowfleet.local.stack import StackError, StateDir
 
 Engine = Literal["diffusers", "vllm-omni"]
-"""Of the rollouts."""
+"""Engine of the rollouts."""
 MARKER = ".flowfleet-demo"
 """The job as submitted. Says that a directory was made by the demo, and may be replaced by the next one."""
 

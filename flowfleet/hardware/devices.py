@@ -84,7 +84,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """Of an accelerator as a whole; None on the CPU."""
+    """Memory of an accelerator as a whole; None on the CPU."""
     return int(_of(device).get_device_properties(device).total_memory) if is_accelerator(device) else None
 
 

@@ -77,7 +77,7 @@ class ModelPart(Part):
     """Adapter that a LoRA job starts from, readable by controller and trainer: the folder or file of an export of ours,
     diffusers' or PEFT's, or a checkpoint's folder. Unset: a new one, which changes nothing at first."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Of the weights while sampling and of the forward pass while training. Latents stay fp32."""
+    """Data type of the weights while sampling and of the forward pass while training. Latents stay fp32."""
     load_format: Literal["safetensors", "dummy"] = "safetensors"
     """dummy reads no weights: the folder needs configurations alone, and every process draws the same random ones from
     the parameters' names. For benchmarks."""
@@ -151,7 +151,7 @@ class RolloutPart(Part):
     width: int = Field(default=512, ge=16, le=8192, multiple_of=16)
     """Pixels."""
     num_frames: int = Field(default=1, ge=1, le=1025)
-    """Of a video; 1 for pictures."""
+    """Number of frames of a video; 1 for pictures."""
     num_inference_steps: int = Field(default=10, ge=2, le=1000)
     """Denoising steps of the schedule."""
     sampler: SamplerName = "euler"
@@ -256,7 +256,7 @@ class AlgorithmPart(Part):
     loss: str = "flow_grpo"
     """Unset: the algorithm's."""
     clip_range: float = Field(default=1e-5, gt=0.0, lt=1.0)
-    """Of the ratio of mean log-probs a latent element."""
+    """Limit on the ratio of mean log-probs per latent element."""
     clip_nats: float | None = Field(default=None, gt=0.0)
     """The same limit in nats of the joint ratio; replaces `clip_range` and serves every resolution."""
     clip_range_low: float | None = Field(default=None, gt=0.0, lt=1.0)
@@ -423,7 +423,7 @@ class RewardPart(Part):
     curve: tuple[tuple[int, Factor], ...] = ()
     """[[step, factor], …], steps ascending: factors of the weight, linear in between, constant before and after."""
     gate: GatePart | None = None
-    """By the raw score."""
+    """Gate on the raw score."""
     on_failure: Literal["pause", "drop", "skip"] = "pause"
     """When the service has failed for `timeouts.rewards_s`: pause the job, drop the samples (`no_score_NAME`), or go on
     with the other rewards, which is recorded and counted."""
@@ -489,7 +489,7 @@ class TimeoutPart(Part):
     generate_s: Seconds = 1800.0
     """One call that samples a bundle."""
     score_s: Seconds = 300.0
-    """Of one call to a reward service."""
+    """Limit on one call to a reward service."""
     rewards_s: Seconds = 1800.0
     """A reward that fails is asked again for so long after its samples were first sent; then `on_failure` decides."""
     train_step_s: Seconds = 7200.0

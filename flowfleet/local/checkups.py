@@ -21,7 +21,7 @@ Alive = Callable[[ProcessPlan, Plan, float], bool]
 def start_checkups(
     children: Iterable[Child], plan: Plan, alive: Alive, found_out_s: float, stop: threading.Event
 ) -> None:
-    """Until `stop` is set. It takes `found_out_s` to find out that a process does not answer."""
+    """Checks processes until `stop` is set. Detecting one that does not answer takes `found_out_s`."""
     for child in children:
         given = (child, plan, alive, found_out_s / MAX_MISSED, stop)
         threading.Thread(target=_check, args=given, name="checkup", daemon=True).start()

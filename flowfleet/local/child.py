@@ -58,7 +58,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Of the process that was started last; 0 before the first."""
+        """Id of the most recently started process; 0 before the first."""
         return self._process.pid if self._process else 0
 
     def checked(self, pid: int, is_alive: bool) -> None:
@@ -87,7 +87,7 @@ class Child:
         return True
 
     def _kill_if_hung(self) -> None:
-        """By SIGKILL: a process that is stopped takes no other signal. Its descendants end with it."""
+        """Kills with SIGKILL: a stopped process takes no other signal. Its descendants end with it."""
         assert self._process is not None
         never_served = not self.healthy and time.monotonic() - self._started > self._start_timeout_s
         if self._missed < MAX_MISSED and not never_served:

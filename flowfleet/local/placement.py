@@ -39,7 +39,7 @@ class Placement:
 
 
 NOWHERE = Placement()
-"""Of a machine without accelerators."""
+"""Placement on a machine without accelerators."""
 
 
 def place(

@@ -34,7 +34,7 @@ class StackOptions(BaseModel):
 
     state_dir: Path = DEFAULT_STATE_DIR
     port: int = Field(default=DEFAULT_PORT, ge=0, le=65_535)
-    """Of the REST API; 0 takes a free one."""
+    """Port of the REST API; 0 takes a free one."""
     data_roots: tuple[Path, ...] = ()
     """Folders that jobs may read, beside the working folder and the recipes."""
     data_urls: tuple[str, ...] = ()
@@ -48,9 +48,9 @@ class StackOptions(BaseModel):
     model: str | None = None
     """Diffusers pipeline that the rollouts load while they start."""
     dtype: str = "float32"
-    """Of the preloaded model."""
+    """Data type of the preloaded model."""
     engine: Literal["diffusers", "vllm-omni"] = "diffusers"
-    """Of the rollouts."""
+    """Engine of the rollouts."""
     max_batch: int | None = Field(default=None, ge=1)
     """Most rows of one forward of a rollout; unset: the rollout's default."""
     rollout_devices: tuple[str, ...] | None = None
@@ -118,7 +118,7 @@ class ProcessPlan:
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to the inherited environment."""
     engine: str | None = None
-    """Of a rollout."""
+    """Engine of a rollout."""
     devices: tuple[str, ...] = ()
     """Accelerators that it is confined to."""
 
@@ -132,7 +132,7 @@ class Plan:
 
 
 def ports_needed(options: StackOptions) -> int:
-    """For Redis, the controller if it is free to choose, and two (RPC, metrics) for each rollout and reward."""
+    """Counts ports: Redis, the controller unless its port is fixed, and two (RPC, metrics) per rollout and reward."""
     return 2 + 2 * (options.replicas + len(_own_rewards(options)))
 
 
@@ -251,8 +251,8 @@ def _service(name: str, port: int, metrics: int | None = None) -> list[str]:
 
 
 def found_out_s(hang_s: float) -> float:
-    """Of the time that a hang may last, the half in which a service finds out that its work hangs; in the other half
-    the supervisor finds out that the service denies its health, or does not answer."""
+    """Detection time: half of the allowed hang time. A service detects its own hang in this half; in the other half the
+    supervisor detects that the service reports unhealthy or does not answer."""
     return hang_s / 2
 
 

@@ -15,7 +15,7 @@ FIRST_PORT, LAST_PORT = 20_000, 32_000
 while its process restarts, even by a client that retries it: TCP lets a socket connect to itself."""
 
 _reserved: set[int] = set()
-"""By this process, of which a second lock on the same port would be granted."""
+"""Ports reserved by this process, which would be granted a second lock on the same port."""
 
 
 def free_ports(count: int, host: str = "127.0.0.1", rng: random.Random | None = None) -> list[int]:

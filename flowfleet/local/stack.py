@@ -26,7 +26,7 @@ from flowfleet.local.files import write_atomically
 
 DEFAULT_STATE_DIR = Path("runs/local")
 DEFAULT_PORT = 8470
-"""Of the REST API."""
+"""Default port of the REST API."""
 MARK = "FLOWFLEET_STACK"
 """Environment variable of every process of a stack, holding its absolute state directory."""
 NOBODY = 0
@@ -53,7 +53,7 @@ class RunningProcess(BaseModel):
     """host:port of its Prometheus endpoint."""
     log: str
     engine: str | None = None
-    """Of a rollout."""
+    """Engine of a rollout."""
     devices: tuple[str, ...] = ()
     """Accelerators that it is confined to."""
 
@@ -64,7 +64,7 @@ class Stack(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     url: str
-    """Of the REST API."""
+    """URL of the REST API."""
     redis_url: str
     state_dir: str
     supervisor: int
@@ -73,7 +73,7 @@ class Stack(BaseModel):
     trainer_devices: tuple[str, ...] = ()
     """Accelerators of a job's trainer."""
     warning: str | None = None
-    """Of how accelerators are shared out."""
+    """Warning about how accelerators are shared."""
 
 
 class StateDir:

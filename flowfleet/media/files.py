@@ -61,15 +61,15 @@ class MediaLimits:
     """What a file may hold at most."""
 
     max_bytes: int = MAX_MEDIA_BYTES
-    """Of the file."""
+    """Maximum size of the file."""
     max_pixels: int = 4096 * 4096
-    """Of one frame."""
+    """Maximum pixels of one frame."""
     max_side: int = 16_384
-    """Of a frame's height and width."""
+    """Maximum height and width of a frame."""
     max_frames: int = 1025
     """One more than a multiple of 4, as video models like it."""
     max_total_pixels: int = 2**27
-    """Of all frames; 3 bytes each once decoded."""
+    """Maximum pixels of all frames together; 3 bytes each once decoded."""
 
     def excess(self, width: int, height: int, num_frames: int) -> str:
         """In what such frames are over the limits: what they are and what is allowed; or nothing."""
@@ -94,7 +94,7 @@ class OpenedMedia:
 
     @property
     def num_pixels(self) -> int:
-        """Of all frames."""
+        """Pixels of all frames."""
         return self.width * self.height * self.num_frames
 
     def frames(self) -> Iterator[Frames]:

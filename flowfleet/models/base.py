@@ -82,7 +82,7 @@ class ModelAdapter(ABC):
     serving: Any
     """The expert that the noise levels of the last `velocity` are of."""
     boundary: float | None = None
-    """With two experts: the sigma from which on, upwards, the first one serves."""
+    """Sigma from which upwards the first of two experts serves."""
 
     def __init__(self, pipeline: Any, vae_config: dict[str, Any], *, dtype: torch.dtype, device: torch.device) -> None:
         """Takes a `pipeline_class`, some of whose components may be None; use `load`."""

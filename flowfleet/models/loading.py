@@ -105,7 +105,7 @@ def refuse_pickles(folders: Iterable[Path]) -> None:
 
 
 def _empty_parts(index: Mapping[str, Any], path: str | Path, wanted: Mapping[str, torch.dtype]) -> dict[str, Any]:
-    """Those of the wanted parts that are models, without their weights."""
+    """Builds the wanted parts that are models, without their weights."""
     made = {part: empty_component(index, path, part, dtype) for part, dtype in wanted.items()}
     return {part: module for part, module in made.items() if module is not None}
 

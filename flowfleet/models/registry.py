@@ -25,7 +25,7 @@ class ModelFamily:
     pipeline: str
     """diffusers' pipeline class."""
     title: str
-    """As people call it."""
+    """Common name of the model."""
     adapter: str
     """"module:class" of the `ModelAdapter`."""
     modality: Literal["image", "video"] = "image"
@@ -49,7 +49,7 @@ class ModelFamily:
 
 
 FAMILIES: dict[str, ModelFamily] = {}
-"""By pipeline class."""
+"""Families by pipeline class."""
 
 
 def register(family: ModelFamily) -> None:

@@ -20,8 +20,8 @@ def even_levels(num_steps: int) -> ArrayLike:
 
 
 def scheduler_levels(num_steps: int) -> None:
-    """Those of the scheduler: evenly from its highest to its lowest sigma, on which a static shift is already (and
-    comes again)."""
+    """Noise levels of the scheduler: evenly spaced from its highest to its lowest sigma. A static shift is already
+    applied to these and is applied once more."""
 
 
 def flow_match_schedule(

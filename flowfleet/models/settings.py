@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of one sample; a picture is a video of one frame."""
+    """Size of one sample; a picture is a video of one frame."""
 
     height: int
     """Pixels."""

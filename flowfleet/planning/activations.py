@@ -34,7 +34,7 @@ class Activations:
     outside: int
     """Kept outside the blocks."""
     inputs: int
-    """Of the blocks, each tensor once."""
+    """Bytes of the blocks' inputs, each tensor once."""
     saved: int
     """Kept by the blocks beside their inputs."""
     costly: int
@@ -68,7 +68,7 @@ class _Block:
 def measure(
     run: Callable[[], object], expert: nn.Module, stands_for: Mapping[nn.Module, int], rows: int, *, compiled: bool
 ) -> Activations:
-    """Of a `run` of `rows` samples, with gradient, through a shortened expert on the meta device."""
+    """Measures a `run` of `rows` samples, with gradient, through a shortened expert on the meta device."""
     recorder = _Recorder(expert, stands_for)
     recorder.run(run)
     blocks = recorder.blocks
@@ -149,7 +149,7 @@ def _is_costly(name: str, args: Any) -> bool:
 
 
 def _new_bytes(tensor: Tensor, known: dict[int, Any]) -> int:
-    """Of a tensor's storage, 0 if it is known already."""
+    """Bytes of a tensor's storage, 0 if it was counted before."""
     storage = tensor.untyped_storage()
     if id(storage) in known:
         return 0

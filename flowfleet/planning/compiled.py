@@ -70,7 +70,7 @@ class _Partition:
 
 
 def _saved_bytes(forward: fx.GraphModule, num_outputs: int) -> int:
-    """Of what the forward's graph returns beside its outputs. Outputs are the next block's inputs, counted there."""
+    """Bytes that the forward's graph returns beyond its outputs. Outputs count as the next block's inputs."""
     (results,) = next(node.args for node in forward.graph.nodes if node.op == "output")
     found: Any = results
     outputs = {_root(node) for node in found[:num_outputs] if isinstance(node, fx.Node)}

@@ -26,7 +26,7 @@ FP8_MULTIPLE = 16
 MODULATION = re.compile(r"(^|[._])(mod|modulation|norm\d*(_context)?|adaln\w*)([._]|$)", re.IGNORECASE)
 """Linears that they do not quantise."""
 DECODED_PIXELS = 2**22
-"""Of a batch, at most: what decoding holds does not grow with the rows beyond the adapter's chunk."""
+"""Maximum pixels decoded at once: decoding memory does not grow with the rows beyond the adapter's chunk."""
 
 
 @dataclass(frozen=True)
@@ -37,25 +37,25 @@ class Facts:
     params: int
     trained: int
     block: int
-    """Of the largest block, its adapter included."""
+    """Parameters of the largest block, its adapter included."""
     outside: int
-    """Of one expert, outside its blocks."""
+    """Parameters of one expert outside its blocks."""
     fp8: int
     """Weights that fp8 rollouts have copies of."""
     text_encoder_bytes: int
     vae_bytes: int
     latent: int
-    """Of one sample."""
+    """Latent elements of one sample."""
     embeds_bytes: int
-    """Of one prompt."""
+    """Bytes of one prompt's embeddings."""
     activations: Activations
-    """Of one forward and backward of `trainer.micro_batch_size` rows."""
+    """Activations of one forward and backward of `trainer.micro_batch_size` rows."""
     sampling_bytes: int
     """Held by a forward of `rollout.batch_size` rows, at most."""
     decode_bytes: int
     flops: ModelFlops
     decode_flops: float
-    """Of one sample."""
+    """FLOPs to decode one sample."""
 
 
 def gather(spec: JobSpec, text_tokens: int, *, compiled: bool) -> Facts:

@@ -29,8 +29,8 @@ NODES = (64, 128, 192)
 
 @dataclass(frozen=True)
 class ForwardFlops:
-    """Of one sample and one forward, by the number of text tokens: matrix products are linear in it and attention is
-    quadratic, so three counts give all."""
+    """FLOPs of one sample and one forward, by the number of text tokens: matrix products are linear in it and attention
+    is quadratic, so three counts give all."""
 
     counts: tuple[float, float, float]
     """At `NODES`."""
@@ -47,18 +47,18 @@ class ForwardFlops:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Of a job's model, per row and forward."""
+    """FLOPs of a job's model, per row and forward."""
 
     base: ForwardFlops
     adapted: ForwardFlops | None
-    """With LoRA's own; None for full fine-tuning."""
+    """FLOPs with LoRA's own; None for full fine-tuning."""
 
     def sampling(self, num_text_tokens: float) -> float:
-        """Of a forward without gradient."""
+        """FLOPs of a forward without gradient."""
         return (self.adapted or self.base).at(num_text_tokens)
 
     def training(self, num_text_tokens: float) -> float:
-        """Of a forward and its backward; see the module."""
+        """FLOPs of a forward and its backward; see the module."""
         base = self.base.at(num_text_tokens)
         if self.adapted is None:
             return 3 * base
@@ -66,7 +66,8 @@ class ModelFlops:
 
 
 def model_flops(spec: JobSpec) -> ModelFlops:
-    """Of a job's transformer, by its folder's configurations. Raises ValueError as `load_skeleton` does."""
+    """Counts the FLOPs of a job's transformer from its folder's configurations. Raises ValueError as `load_skeleton`
+    does."""
     model = spec.model
     skeleton = load_skeleton(
         model.path, dtype_of(model.dtype), components=("transformer",), max_sequence_length=model.max_sequence_length

@@ -15,7 +15,7 @@ from flowfleet.planning.facts import Facts
 
 GIB = 2**30
 RESERVE = 2 * GIB
-"""Of a device that no tensor can have."""
+"""Memory of a device that no tensor can use."""
 FP32 = 4
 MOMENTS = 2
 BLOCK_8BIT = 256
@@ -38,7 +38,7 @@ class TrainerMemory:
     """In forwards and backwards."""
     optimizer_peak: float
     host: float
-    """Of this rank's process."""
+    """Memory of this rank's process."""
 
     @property
     def peak(self) -> float:
@@ -73,7 +73,7 @@ def passes(spec: JobSpec) -> int:
 
 
 def trainer_memory(spec: JobSpec, facts: Facts) -> TrainerMemory:
-    """For any settings of `trainer` but mode, lora and compile, which `facts` were measured with."""
+    """Predicts memory for any `trainer` settings except mode, lora and compile, which `facts` were measured with."""
     part, item, ranks = spec.trainer, item_bytes(spec), spec.trainer.world_size
     is_lora = part.mode == "lora"
     samples = math.ceil(spec.trained_per_step / ranks)
@@ -107,7 +107,7 @@ def trainer_memory(spec: JobSpec, facts: Facts) -> TrainerMemory:
 
 
 def rollout_memory(spec: JobSpec, facts: Facts) -> RolloutMemory:
-    """With the transformer, the text encoder and the VAE on one device, as the diffusers engine has them."""
+    """Predicts memory with the transformer, text encoder and VAE on one device, as the diffusers engine places them."""
     item = item_bytes(spec)
     parts = {
         "transformer": float(facts.params * item),
@@ -127,7 +127,7 @@ def checkpoint_bytes(spec: JobSpec, facts: Facts) -> int:
 
 
 def _moment_bytes(spec: JobSpec) -> float:
-    """Of one element of one moment."""
+    """Bytes per element of one moment."""
     return 1 + FP32 / BLOCK_8BIT if spec.trainer.optimizer.state == "8bit" else FP32
 
 
@@ -151,6 +151,6 @@ def _reference(spec: JobSpec, facts: Facts) -> float:
 
 
 def _row_bytes(spec: JobSpec, facts: Facts) -> float:
-    """Of one sample of a step, on the device: latents before and after each noisy step, and its prompt."""
+    """Bytes on the device per sample of a step: latents before and after each noisy step, and its prompt."""
     states = 2 * num_rounds(spec) if spec.records_steps else 1
     return states * facts.latent * FP32 + facts.embeds_bytes

@@ -20,7 +20,7 @@ from flowfleet.planning.memory import GIB, RESERVE, RolloutMemory, TrainerMemory
 from flowfleet.planning.work import Work, work
 
 TEXT_TOKENS = 128
-"""Of a prompt, unless told: what its embedding is long where that depends on the prompt."""
+"""Default number of text tokens in a prompt, for models whose embedding length depends on the prompt."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Plan:
     """Bytes, FLOPs and counts."""
 
     params: int
-    """Of the transformers."""
+    """Parameters of the transformers."""
     trained: int
     trainer: TrainerMemory
-    """Of one rank."""
+    """Memory of one rank."""
     rollout: RolloutMemory
-    """Of one replica."""
+    """Memory of one replica."""
     work: Work
     device_bytes: float | None
     """Memory of a device; None if it is not known."""
@@ -106,7 +106,7 @@ def predict(
 
 
 def found_memory_gib() -> float | None:
-    """Of this machine's accelerator; None without one."""
+    """Memory of this machine's accelerator; None without one."""
     size = devices.memory_bytes(devices.pick_device())
     return None if size is None else size / GIB
 

@@ -101,6 +101,6 @@ def _bytes(number: float) -> str:
 
 
 def _scaled(number: float, *units: tuple[float, str]) -> str:
-    """With the first unit that is not larger than it, else the last one."""
+    """Scales a number to the first unit that is not larger than it, else to the last one."""
     size, name = next((unit for unit in units if number >= unit[0]), units[-1])
     return f"{number / size:.1f}{name}"

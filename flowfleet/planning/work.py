@@ -13,7 +13,7 @@ from flowfleet.planning.memory import FP32, checkpoint_bytes, item_bytes, num_ro
 
 @dataclass(frozen=True)
 class Work:
-    """Of one training step unless it says otherwise; FLOPs are model FLOPs (flowfleet/planning/flops.py)."""
+    """Work of one training step unless a field says otherwise; FLOPs are model FLOPs (flowfleet/planning/flops.py)."""
 
     samples: int
     """Samples that are drawn and scored."""
@@ -25,7 +25,7 @@ class Work:
     """Forwards and backwards, and the forwards without gradient for old log-probs and the reference."""
     published_bytes: int
     checkpoint_bytes: int
-    """Of one checkpoint."""
+    """Size of one checkpoint."""
     trajectory_bytes: int
     """Latents and prompts in the blob store."""
     media_bytes: int
@@ -37,7 +37,7 @@ class Work:
 
 
 def work(spec: JobSpec, facts: Facts, text_tokens: int) -> Work:
-    """Of a step of a job whose prompts are `text_tokens` long."""
+    """Computes the work of a step of a job whose prompts are `text_tokens` long."""
     rollout = spec.rollout
     sampling, training = facts.flops.sampling(text_tokens), facts.flops.training(text_tokens)
     states = num_rounds(spec) + 1 if spec.records_steps else 1

@@ -20,7 +20,7 @@ def forkserver_command(python: str) -> list[str]:
 
 
 def trainer_flags(port_file: Path) -> list[str]:
-    """Of each rank of a trainer on this machine."""
+    """Flags of each rank of a trainer on this machine."""
     return ["--host", "127.0.0.1", "--port-file", str(port_file), "--metrics-port", "0"]
 
 

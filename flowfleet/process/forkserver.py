@@ -34,7 +34,7 @@ class Order:
     """What an agent starts."""
 
     argv: list[str]
-    """Of each rank."""
+    """Command line of each rank."""
     log: str
     """File to which agent and ranks append what they print."""
     ranks: int = 1

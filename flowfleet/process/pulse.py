@@ -120,7 +120,7 @@ class Pulse:
             return any(stalled_s > self._limit_s(is_patient) for stalled_s, is_patient in self._stalls())
 
     def _stalls(self) -> Iterator[tuple[float, bool]]:
-        """For how long each piece of work, or all that is shared, has not got on, and whether it is patient."""
+        """How long each piece of work, or all shared work, has made no progress, and whether it is patient."""
         now = self._clock()
         if not self._shared:
             yield from ((now - work.last, work.is_patient) for work in self._open)

@@ -71,8 +71,8 @@ def keep_freed_memory() -> None:
 
 
 def end_soon() -> None:
-    """For processes of ours with torch: the interpreter does not search all objects for cycles at their end, which
-    takes seconds. Not for code of others, whose open files in such cycles would lose what is not written yet."""
+    """Skips the interpreter's search for reference cycles at exit, which takes seconds with torch. Only for our own
+    processes: other code's open files in such cycles would lose unwritten data."""
     atexit.register(gc.freeze)
 
 

@@ -30,7 +30,7 @@ class Rule:
     keys: tuple[str, ...] = ()
     """Glob patterns."""
     channels: tuple[str, ...] = ()
-    """Of publish and subscribe."""
+    """Channels for publish and subscribe."""
 
 
 _CONNECT: Final = Rule("greet the server", ("+@connection", "-@admin", "-@dangerous"))
@@ -71,7 +71,7 @@ RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
         ),
     ),
 }
-"""By kind of service, which is the user's name."""
+"""Rules by kind of service, which is the user's name."""
 
 SENTINEL_RULE: Final = Rule(
     "ask a Sentinel for the primary", (*_CONNECT.commands, "+sentinel|masters", "+sentinel|get-master-addr-by-name")

@@ -31,7 +31,7 @@ SOCKET_TIMEOUT_S: Final = 30.0
 """Longest silence of the server; a blocking read must block for less."""
 CONNECT_TIMEOUT_S: Final = 5.0
 MAX_CONNECTIONS: Final = 10_000
-"""Of one client: each blocking read holds one, and a controller has one a job."""
+"""Connection limit of one client: each blocking read holds one, and a controller has one per job."""
 _RETRIES: Final = 45  # 4 short pauses, then 0.5 to 1 s each: 22 s at least, 32 s on average
 _BACKOFF_BASE_S: Final = 0.05
 _BACKOFF_CAP_S: Final = 1.0
@@ -128,7 +128,7 @@ class _AsyncRetry(redis.asyncio.retry.Retry):
 
 
 class _SyncRetry(redis.retry.Retry):
-    """As `_AsyncRetry`."""
+    """Retries of the synchronous client; see `_AsyncRetry`."""
 
     _running = False
 

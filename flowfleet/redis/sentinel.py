@@ -40,7 +40,7 @@ class _FollowingTls(_Following, redis.asyncio.SSLConnection):
 
 
 class _FollowingSync(redis.sentinel.SentinelManagedConnection):
-    """As `_Following`."""
+    """Synchronous counterpart of `_Following`."""
 
     def connect_check_health(self, *args: Any, **kwargs: Any) -> None:
         if not self._sock:
@@ -63,7 +63,7 @@ class SentinelUrl:
     """Settings of connections to the Sentinels."""
 
     def client(self, settings: dict[str, Any]) -> redis.asyncio.Redis:
-        """For asyncio. `settings` of the connections to the servers."""
+        """Client for asyncio. `settings` apply to the connections to the servers."""
         asked: Any = redis.asyncio.sentinel.Sentinel(self.sentinels, sentinel_kwargs=self._asking(settings))  # type: ignore[no-untyped-call]
         kind = _FollowingTls if self.tls else _Following
         client: redis.asyncio.Redis = asked.master_for(
@@ -72,7 +72,7 @@ class SentinelUrl:
         return client
 
     def client_sync(self, settings: dict[str, Any]) -> redis.Redis:
-        """For threads."""
+        """Client for threads."""
         asked: Any = redis.sentinel.Sentinel(list(self.sentinels), sentinel_kwargs=self._asking(settings))  # type: ignore[no-untyped-call]
         kind = _FollowingSyncTls if self.tls else _FollowingSync
         client: redis.Redis = asked.master_for(self.name, **(settings | self.connection | {"connection_class": kind}))

@@ -91,7 +91,7 @@ def _has_selectors(server: Path) -> bool:
 
 
 def server_url(port: int, password: str, user: str = "") -> str:
-    """For `FLOWFLEET_REDIS_URL`. Without a user: the default one."""
+    """URL for `FLOWFLEET_REDIS_URL`. Without a user: the default one."""
     return f"redis://{user}:{password}@{HOST}:{port}/0"
 
 

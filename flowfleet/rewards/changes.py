@@ -18,11 +18,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from flowfleet.job.spec import JobSpec, Part, RewardPart, parse_job
 
 MAX_SHADOWS = 8
-"""Of a job: each costs its service as much as a reward."""
+"""Maximum number of a job's shadows: each costs its service as much as a reward."""
 MAX_PARAMS_BYTES = 64 * 1024
-"""Of all rewards and shadows of a job together: each revision keeps them."""
+"""Maximum size of all params of a job's rewards and shadows together: each revision keeps them."""
 NAME = r"[A-Za-z0-9._-]{1,64}"
-"""Of a shadow: it is part of keys."""
+"""Pattern of a shadow's name: it is part of keys."""
 
 
 class ShadowPart(Part):
@@ -52,7 +52,7 @@ class RewardSet(BaseModel):
 
     @property
     def params_bytes(self) -> int:
-        """Of all params, names and values."""
+        """Size of all params, names and values."""
         params = [*(part.params for part in self.rewards.values()), *(part.params for part in self.shadows.values())]
         return sum(len(name.encode()) + len(value.encode()) for each in params for name, value in each.items())
 

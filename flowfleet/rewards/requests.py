@@ -27,9 +27,9 @@ class EncodedSample:
     """"image/png", "image/jpeg", "image/webp" or "video/mp4"."""
     prompt: str
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """Of the prompt's line in the data set."""
+    """Metadata of the prompt's line in the data set."""
     group_id: str = ""
-    """Of the samples of one prompt, which are compared with one another."""
+    """Id shared by the samples of one prompt, which are compared with one another."""
     sample_id: str = ""
 
     @classmethod
@@ -40,7 +40,7 @@ class EncodedSample:
 
     @property
     def num_bytes(self) -> int:
-        """Of its media and texts: all but a few of its message."""
+        """Size of its media and texts: nearly all of its message."""
         return len(self.media) + sum(map(len, (self.prompt, *self.metadata, *self.metadata.values())))
 
 
@@ -53,13 +53,13 @@ class ScoreCall:
 
     @classmethod
     def read(cls, data: bytes) -> ScoreCall:
-        """Of a serialised message."""
+        """Decodes a serialized message."""
         request = ScoreRequest.FromString(data)
         return cls([EncodedSample.of(sample) for sample in request.samples], dict(request.params))
 
     @property
     def num_bytes(self) -> int:
-        """Of its samples."""
+        """Size of its samples."""
         return sum(sample.num_bytes for sample in self.samples)
 
     def write(self) -> bytes:

@@ -52,9 +52,9 @@ from flowfleet.rpc import endpoint as rpc
 MAX_WAITING: Final = 8192
 """Samples of all calls at once; a call beyond gets RESOURCE_EXHAUSTED."""
 MAX_WAITING_BYTES: Final = 2**30
-"""Of their media, likewise."""
+"""Maximum size of the waiting samples' media."""
 GRACE_S: Final = 60.0
-"""For calls that run when SIGTERM comes."""
+"""Time that running calls have after SIGTERM."""
 _MODALITIES: Final = {"image": (MODALITY_IMAGE, tuple(PICTURE_TYPES)), "video": (MODALITY_VIDEO, VIDEO_TYPES)}
 
 Scored = float | tuple[float, Mapping[str, float]]
@@ -71,7 +71,7 @@ class Sample:
     sample_id: str
     prompt: str
     metadata: Mapping[str, str]
-    """Of the prompt's line in the data set."""
+    """Metadata of the prompt's line in the data set."""
     group_id: str
     """Equal for the samples of one prompt in one step."""
     opened: OpenedMedia
@@ -83,7 +83,7 @@ class Sample:
 
     @property
     def media_type(self) -> str:
-        """As "image/png"."""
+        """Media type, such as "image/png"."""
         return self.opened.media_type
 
     @cached_property
@@ -108,7 +108,7 @@ class Reward:
     """A score function and what Describe says of it."""
 
     score: Callable[..., Any]
-    """Of a `Sample`, or with `batch` of a list of them; with `params` of these as well. Gives `Scored`, or a list of
+    """Scores a `Sample`, or with `batch` a list of them; takes `params` as well if set. Returns `Scored`, or a list of
     `Scored` and ValueErrors, in order. A plain function runs in one of `threads` threads."""
     name: str
     version: str
@@ -116,7 +116,7 @@ class Reward:
     score_range: tuple[float, float] = (-math.inf, math.inf)
     """Least and greatest score; ±infinity where there is no bound."""
     modalities: Sequence[str] = ("image",)
-    """Of "image" and "video"."""
+    """Modalities among "image" and "video"."""
     components: Sequence[str] = ()
     """Names of all components that `score` may give."""
     params: type[Params] | None = None
@@ -156,7 +156,7 @@ class Reward:
 
     @property
     def is_async(self) -> bool:
-        """Of `score`."""
+        """Whether `score` is a coroutine function."""
         return any(map(inspect.iscoroutinefunction, (self.score, type(self.score).__call__)))
 
     def describe(self) -> DescribeResponse:

@@ -123,7 +123,7 @@ async def _check_name(context: Any, name: str | None, method: str) -> None:
 
 
 def _guard_unary(behaviour: Callable[..., Any], method: str, name: str | None) -> Callable[..., Awaitable[Any]]:
-    """For coroutine functions, and for plain functions, which run in a thread."""
+    """Guards coroutine functions, and plain functions, which run in a thread."""
 
     async def guarded(request: Any, context: Any) -> Any:
         try:
@@ -138,7 +138,7 @@ def _guard_unary(behaviour: Callable[..., Any], method: str, name: str | None) -
 
 
 def _guard_stream(behaviour: Callable[..., Any], method: str, name: str | None) -> Callable[..., AsyncIterator[Any]]:
-    """For async generators, and for coroutine functions, which use `context.write`."""
+    """Guards async generators, and coroutine functions that use `context.write`."""
 
     async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
         try:

@@ -95,7 +95,8 @@ class Callers:
 
 
 def callers_from_env() -> Callers:
-    """Those of FLOWFLEET_RPC_ACCEPT, else the holders of FLOWFLEET_RPC_TOKEN. ValueError for what is malformed."""
+    """Callers named by FLOWFLEET_RPC_ACCEPT, else the holders of FLOWFLEET_RPC_TOKEN. Raises ValueError for malformed
+    values."""
     text = os.environ.get(service.RPC_ACCEPT, "").strip()
     if not text:
         return Callers(token=service.secret(service.RPC_TOKEN))

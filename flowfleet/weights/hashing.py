@@ -16,7 +16,7 @@ from flowfleet.hardware import devices
 GOLDEN = 0x9E3779B97F4A7C15
 """SplitMix64's step."""
 FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-"""Of its finaliser."""
+"""Factors of the hash's finalizer."""
 _CHUNK_WORDS = 2**22
 
 

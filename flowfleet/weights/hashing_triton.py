@@ -17,7 +17,7 @@ from flowfleet.hardware import devices
 from flowfleet.weights.hashing import FACTORS, GOLDEN, signed
 
 _PROGRAMS = 64
-"""For one tensor."""
+"""Programs launched per tensor."""
 _BLOCK = 1024
 """Words that a program takes at once."""
 

@@ -54,7 +54,7 @@ def install_lora(
 
 
 def inject_lora(experts: Experts, lora: LoraSpec, *, dtype: torch.dtype | None = None) -> dict[str, nn.Parameter]:
-    """As `install_lora`, but the adapter's values are yet to be given; on the meta device where the model is."""
+    """Installs an adapter whose values follow later; on the meta device where the model is. See `install_lora`."""
     wanted = {component: dtype or next(module.parameters()).dtype for component, module in experts.items()}
     for transformer in experts.values():
         _inject(transformer, lora)

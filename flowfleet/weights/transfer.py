@@ -40,7 +40,7 @@ class TransferError(RuntimeError):
 
 
 class GroupBroken(TransferError):
-    """By another member, which failed or did not come, or because the group was left. `missing`: ranks not come."""
+    """Another member broke the group: it failed, never joined, or left. `missing`: ranks that never joined."""
 
     def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
         super().__init__(message)

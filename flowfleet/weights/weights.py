@@ -91,7 +91,7 @@ class Hashes:
             self._sums.append(content_sums([tensor for _, tensor in named]))
 
     def result(self) -> dict[str, int]:
-        """By name, of all that was added."""
+        """Hashes by name, of everything added."""
         sums = torch.cat(self._sums).tolist() if self._sums else []
         return {n: (value + head) % 2**64 for n, head, value in zip(self._names, self._heads, sums, strict=True)}
 
@@ -260,7 +260,7 @@ def full_parameters(experts: Mapping[str, torch.nn.Module]) -> dict[str, Tensor]
 
 
 def bucket_bytes(bucket: Bucket) -> int:
-    """Of its buffer."""
+    """Size of its buffer."""
     return sum(aligned(spec_bytes(spec)) for spec in bucket.parameters)
 
 

@@ -107,7 +107,7 @@ def draw_films(num: int, wrong_share: float, seed: int, device: torch.device | s
 
 
 def _other_directions() -> list[list[int]]:
-    """For each of `TRAIN_CLIPS` the indices of those that differ in nothing but direction."""
+    """Indices of the clips that differ only in direction, for each of `TRAIN_CLIPS`."""
     alike: dict[tuple[str, str, str], list[int]] = {}
     for index, clip in enumerate(TRAIN_CLIPS):
         alike.setdefault((clip.colour, clip.shape, clip.size), []).append(index)

@@ -127,7 +127,7 @@ class TinyVlm:
         )
 
     def save(self, path: Path | str) -> None:
-        """As a Hugging Face folder."""
+        """Saves the model as a Hugging Face folder."""
         for part in (self.model, self.tokenizer, self.image_processor):
             part.save_pretrained(path)
 

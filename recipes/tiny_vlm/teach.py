@@ -29,7 +29,8 @@ from services.reward.judge.rubrics import Rubric, load_rubric
 RUBRIC = Path(__file__).with_name("high.toml")
 ANSWERS = ("No", "Yes")
 START_SCALE = 4.0
-"""Of the untrained matrices: their std of 0.02 suits wide models, and leaves a narrow one's attention flat for long."""
+"""Scale of the untrained matrices: their std of 0.02 suits wide models but keeps a narrow model's attention flat for
+long."""
 WARM_UP = 20
 NUM_TEST = 256
 

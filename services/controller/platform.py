@@ -17,7 +17,7 @@ class Platform:
     directory: Directory
     launcher: Launcher
     set_deletion_cost: SetCost | None = None
-    """Of a rollout's pod; None where nobody scales in."""
+    """Sets the deletion cost of a rollout's pod; None if pools are not scaled in."""
 
 
 def open_platform(settings: ControllerSettings, registry: CollectorRegistry) -> Platform:

@@ -51,7 +51,7 @@ _job_of: weakref.WeakKeyDictionary[asyncio.Future[Any], str] = weakref.WeakKeyDi
 
 
 class Quarantine:
-    """Of one controller."""
+    """Quarantine of one controller."""
 
     def __init__(self, redis: Any, redis_url: str) -> None:
         self._redis, self._url = redis, redis_url
@@ -166,7 +166,7 @@ class Quarantine:
 
 
 def _suspicion(reason: str) -> str:
-    """With a number, so that what two controllers tell of one event is one strike."""
+    """Suspicion with a number, so that two controllers' reports of one event count as one strike."""
     return json.dumps([uuid.uuid4().hex, reason])
 
 

@@ -158,7 +158,7 @@ class JobScheduler:
             group.create_task(self._lease.run(self._lead), name="leadership")
 
     async def _lead(self) -> None:
-        """Until another controller leads. What belongs to the leader alone begins and ends here."""
+        """Runs the leader's tasks until another controller leads."""
         await self._monitor.start()
         try:
             await self._run_jobs()
@@ -396,7 +396,7 @@ def _may_fail() -> Iterator[None]:
 
 
 def _tell_end(task: asyncio.Task[None]) -> None:
-    """Of the runner. One that ends by itself makes /healthz fail, so that the controller is started anew."""
+    """Reports the scheduler's end. If it ends by itself /healthz fails, so that the controller is restarted."""
     if not task.cancelled():
         log.critical("the runner has ended", exc_info=task.exception())
 

@@ -44,7 +44,7 @@ class ControllerSettings(BaseModel):
     metrics_port: int | None = Field(default=None, ge=0, le=65_535)
     """Serves /metrics there as well, without the API key. Unset: only beside the REST API."""
     state_dir: Path = Path("state")
-    """Of jobs: logs, checkpoints, results."""
+    """Folder of the jobs' logs, checkpoints and results."""
     data_roots: tuple[Path, ...] = ()
     """Folders below which jobs may name data, images and models. Empty: no path at all."""
     data_urls: tuple[str, ...] = ()
@@ -74,9 +74,9 @@ class ControllerSettings(BaseModel):
     namespace: str = ""
     """POD_NAMESPACE: where the release is."""
     trainer_template: Path | None = None
-    """Of `kubernetes`: the batch/v1 Job of which trainers are made, as YAML."""
+    """Template for `kubernetes`: the batch/v1 Job that trainers are made from, as YAML."""
     owner: str = ""
-    """Of `kubernetes`: the controller's Deployment, which owns the trainers' Jobs, so that they go when it goes."""
+    """Controller's Deployment, for `kubernetes`. It owns the trainers' Jobs, which are deleted with it."""
     scaler_port: int | None = Field(default=None, ge=0, le=65_535)
     """Answers KEDA's external scaler there. Unset: nobody scales."""
     header_timeout_s: float = Field(default=10.0, gt=0, le=3600)

@@ -66,7 +66,7 @@ class RewardMetrics:
         self._processes.labels(scorer=self._scorer).set(number)
 
     def observe_busy(self, seconds: float) -> None:
-        """Of one process: the rate of the sum, divided by the processes, is how much of them is used."""
+        """Observes busy time of one process. The sum's rate, divided by the number of processes, is utilization."""
         self._busy.labels(scorer=self._scorer).inc(seconds)
 
     def observe_death(self) -> None:

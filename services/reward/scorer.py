@@ -41,7 +41,7 @@ class Sample:
     prompt: str
     metadata: Mapping[str, str] = field(default_factory=dict)
     group_id: str = ""
-    """Of the samples of one prompt, which are compared with one another."""
+    """Id shared by the samples of one prompt, which are compared with one another."""
     sample_id: str = ""
 
     @classmethod
@@ -105,7 +105,7 @@ class ProcessLimits:
     """The scorer's setting that these seconds come from."""
 
     def seconds(self, num_samples: int) -> float:
-        """That a process may take for so many samples."""
+        """Time that a process may take for so many samples."""
         return self.base_s + self.sample_s * num_samples
 
 
@@ -124,7 +124,7 @@ class _Described(ABC, Generic[Params]):
     needs_group: bool = False
     """Compares the samples of a group: those of one call with equal `group_id` reach `score` together."""
     call_bytes: int = 0
-    """That a call should have at most: scoring begins while the rest is under way. 0: large batches gain more."""
+    """Preferred maximum size of a call: scoring begins while the rest is in transfer. 0: large batches gain more."""
 
     @abstractmethod
     def parse(self, params: Mapping[str, str]) -> Params:
@@ -198,11 +198,12 @@ class ScorerSettings(BaseModel):
 
 
 class NoSettings(ScorerSettings):
-    """Of a scorer that has none."""
+    """Settings of a scorer that has none."""
 
 
 def score_range(low: float | None, high: float | None) -> tuple[float, float]:
-    """Of two settings `score_min` and `score_max`, where None is no bound. ValueError where they are not in order."""
+    """Score range from the settings `score_min` and `score_max`; None means unbounded. Raises ValueError if they are
+    not in order."""
     bounds = (-math.inf if low is None else low, math.inf if high is None else high)
     if bounds[0] >= bounds[1]:
         raise ValueError(f"settings.score_min {low} must be below settings.score_max {high}")

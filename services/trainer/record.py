@@ -38,7 +38,7 @@ class Record:
         self.history.pop(step - MAX_RESULTS, None)
 
     def result(self, step: int) -> dict[str, float]:
-        """Of a step below `applied`. Raises Conflict when it is too old to be kept."""
+        """Result of a step below `applied`. Raises Conflict if it is too old to be kept."""
         if step not in self.results:
             raise Conflict(
                 f"step {step} was applied long ago and its result is no longer kept; expected is {self.applied}"

@@ -324,7 +324,7 @@ def _judge(request: trainer_pb2.ConfigureRequest) -> Callable[[Record], str]:
 
 
 def step_response(record: Record, step: int, *, replayed: bool) -> trainer_pb2.TrainStepResponse:
-    """Of an applied step."""
+    """Response to an applied step."""
     return trainer_pb2.TrainStepResponse(
         step=step, policy_version=step + 1, metrics=record.result(step), replayed=replayed
     )

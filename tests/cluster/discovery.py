@@ -75,7 +75,7 @@ def pod_targets(objects: list[Object]) -> Iterator[Object]:
 
 
 def sanitised(name: str) -> str:
-    """As Prometheus writes a Kubernetes label's name."""
+    """Writes a Kubernetes label's name as Prometheus does."""
     return re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 

@@ -39,7 +39,7 @@ from tests.cluster.discovery import Discovery, sanitised
 
 SCRAPE_S = 2
 RATE = "30s"
-"""Of the boards' rates: jobs of tests are short."""
+"""Rate of the boards: jobs of tests are short."""
 START_TIMEOUT_S = 30.0
 EMPTY_ON_CPUS = ("Model FLOPs utilisation of the trainer",)
 """Titles of the panels that have no data where there is no accelerator; each says why itself."""
@@ -186,7 +186,8 @@ class Server:
 
 
 class Prometheus(Server):
-    """Of a release in a cluster, with the alert rules of its chart. The release itself may run without monitoring."""
+    """Prometheus for a release in a cluster, with the alert rules of its chart. The release itself may run without
+    monitoring."""
 
     def __init__(self, cluster: Cluster, release: str) -> None:
         found = {item["kind"]: item for item in _monitoring(cluster, release)}
@@ -218,7 +219,7 @@ def _monitoring(cluster: Cluster, release: str) -> list[dict[str, Any]]:
 
 
 def service_job(monitor: Mapping[str, Any]) -> dict[str, Any]:
-    """As the Prometheus operator does it: every endpoint of the selected Services whose port has the name."""
+    """Finds targets like the Prometheus operator: every endpoint of the selected Services whose port has the name."""
     (endpoint,) = monitor["spec"]["endpoints"]
     port = _keep("__meta_kubernetes_endpointslice_port_name", endpoint["port"])
     return _job(monitor, endpoint, "endpointslice", "service", port)

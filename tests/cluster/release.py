@@ -75,7 +75,7 @@ class Release:
             self.log(f"{component}:\n" + self.cluster.kubectl("logs", "-l", selector, "--tail=40", "--prefix"))
 
     def pods(self, component: str) -> list[dict[str, Any]]:
-        """Those that are not on their way out."""
+        """Pods that are not being deleted."""
         selector = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component={component}"
         pods: list[dict[str, Any]] = self.cluster.get("pods", "--selector", selector)
         return [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
@@ -84,7 +84,7 @@ class Release:
         return {pod["metadata"]["name"] for component in components for pod in self.pods(component)}
 
     def templates(self) -> dict[str, Any]:
-        """Of pods, by workload."""
+        """Templates of pods, by workload."""
         workloads = self.cluster.get(
             "deployments,statefulsets", "--selector", f"app.kubernetes.io/instance={self.name}"
         )
@@ -119,13 +119,13 @@ class Release:
 
     @property
     def api_key(self) -> str:
-        """Of the release's Secret."""
+        """Reads the key from the release's Secret."""
         secret = self.cluster.get("secret", f"{self.name}-flowfleet-secrets")
         return base64.b64decode(secret["data"]["api-key"]).decode()
 
     @contextmanager
     def client(self) -> Iterator[Client]:
-        """By a port-forward to the Service, renewed when its pod goes."""
+        """Opens a client by a port-forward to the Service, renewed when its pod goes."""
         port = _free_port()
         forward = (
             f"while :; do kubectl --namespace {self.cluster.namespace} port-forward "

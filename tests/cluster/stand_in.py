@@ -82,7 +82,7 @@ def idle(name: str, **limits: str) -> dict[str, Any]:
 
 
 def trainer_template(*, ranks_per_pod: int = 1, accelerator: str = "", queue: str = "") -> dict[str, Any]:
-    """As the chart's, but for the program."""
+    """The chart's template with another program."""
     env = [
         {"name": "FLOWFLEET_RPC_TOKEN", "value": "0123456789abcdef"},
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},

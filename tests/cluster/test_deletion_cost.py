@@ -1,4 +1,4 @@
-"""Of a Deployment that is scaled in, the idle pods go."""
+"""When a Deployment is scaled in, its idle pods go first."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ RELEASE = "demo"
 KEDA = ("--set", "keda.enabled=true,rollout.autoscaling.cooldownSeconds=15")
 STEPS, SAMPLES_A_STEP = 9, 96
 LEARNT = 0.2
-"""By how much the held-out reward must rise; `make demo` gives 0.3. The second version of OCR, which scores the last
-steps, is the stricter one: of the same pictures its scores are lower."""
+"""Least rise of the held-out reward; `make demo` gives 0.3. The second version of OCR, which scores the last steps, is
+the stricter one: it scores the same pictures lower."""
 SECOND = ROOT / "tests" / "e2e" / "signs_v2.py"
 FILES = "/etc/flowfleet/reward"
 

@@ -31,7 +31,7 @@ def service(component: str, name: str) -> dict[str, Any]:
 
 
 def deployment(component: str, name: str, replicas: int, **limits: str) -> dict[str, Any]:
-    """Of pods that do nothing."""
+    """A Deployment of pods that do nothing."""
     labels = labels_of(component, name)
     of_pod = {"containers": [idle("main", **limits)], "terminationGracePeriodSeconds": 1}
     pod = {"metadata": {"labels": labels}, "spec": of_pod}

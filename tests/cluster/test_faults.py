@@ -139,7 +139,7 @@ class Faults(Release):
         )
 
     def upgrade(self) -> None:
-        """As an operator who wants the new trainer image at once: docs/operations.md, Upgrade."""
+        """Upgrades like an operator who wants the new trainer image at once: docs/operations.md, Upgrade."""
         pods, began = self.names("controller", "rollout", "redis", "reward"), time.monotonic()
         self.helm("upgrade", "--set", f"images.tag={TAG}-next,redis.podAnnotations.faults=upgrade")
         self.log(f"helm upgrade took {time.monotonic() - began:.1f} s")

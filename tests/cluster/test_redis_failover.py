@@ -58,7 +58,7 @@ class Failovers(Release):
         self.wait("three pods that are ready", lambda: len(_ready(self.pods("redis"))) == 3, 120)
 
     def primary(self) -> str:
-        """As two of three pods that can be asked tell; "" while they do not."""
+        """Primary according to two of three pods that answer; "" if there is none."""
         found = []
         for pod in self.pods("redis"):
             name = pod["metadata"]["name"]

@@ -19,7 +19,7 @@ from tests.deploy.conftest import API_SERVER, FULLNAME, values_of
 
 JOB_ID = "01a20091-df5f-7685-9395-c3a57230f852"
 Change = Callable[[dict[str, Any], dict[str, Any]], Any]
-"""Of a Job's pod and its container."""
+"""Change of a Job's pod and its container."""
 
 CRAFTED: dict[str, tuple[Change, str]] = {
     "another image": (lambda pod, trainer: trainer.update(image="evil:1"), "a trainer's image is"),
@@ -147,7 +147,7 @@ def test_the_controllers_account_may_create_trainers_and_nothing_else(
 
 
 def rendered(template: TrainerTemplate) -> dict[str, Any]:
-    """As the controller makes it."""
+    """Renders the Job like the controller."""
     spec = parse_job(
         {
             "model": {"path": "/m"},
@@ -181,7 +181,7 @@ def wait_until_enforced(cluster: Cluster, own: dict[str, Any]) -> None:
 
 
 def _await_policy(cluster: Cluster, name: str) -> None:
-    """Until the API server has checked the types of its expressions; there are no warnings."""
+    """Waits until the API server has checked the types of its expressions; there are no warnings."""
     deadline = time.monotonic() + 60
     while "typeChecking" not in (found := cluster.get("validatingadmissionpolicy", name)).get("status", {}):
         assert time.monotonic() < deadline, found

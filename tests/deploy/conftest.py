@@ -62,7 +62,7 @@ class Rendered:
         return [doc for doc in self.objects if doc["kind"] == kind]
 
     def get(self, kind: str, suffix: str) -> Object:
-        """By the name behind the release's own; "" is the release's own."""
+        """Gets a resource by its name without the release's prefix; "" is the release's own."""
         name = "-".join(filter(None, (FULLNAME, suffix)))
         found = [doc for doc in self.kind(kind) if doc["metadata"]["name"] == name]
         assert len(found) == 1, f"{len(found)} {kind} {name}: {[doc['metadata']['name'] for doc in self.kind(kind)]}"
@@ -82,7 +82,7 @@ class Rendered:
         yield "test", self.get("Pod", "test")
 
     def pod(self, suffix: str) -> Object:
-        """Of a Deployment or StatefulSet."""
+        """Pod of a Deployment or StatefulSet."""
         kind = "StatefulSet" if suffix in ("redis", "redis-ha") else "Deployment"
         template: Object = self.get(kind, suffix)["spec"]["template"]
         return template

@@ -110,7 +110,7 @@ class RedisPods:
 
     @property
     def primary(self) -> RedisPod:
-        """By the pods themselves; waits until it is one alone."""
+        """Waits until exactly one pod says that it is the primary, and returns it."""
         wait_until(lambda: [pod.role for pod in self.pods].count("master") == 1, 60)
         return next(pod for pod in self.pods if pod.role == "master")
 

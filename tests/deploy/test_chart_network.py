@@ -70,7 +70,7 @@ class Network:
         return any(_is_peer(peer, other) for rule in found if _has_port(rule, port) for peer in rule[peers])
 
     def _rules(self, kind: str, rules: str, labels: Object) -> Iterator[Object]:
-        """Of the policies that hold for a pod; there is at least one, else everything would pass."""
+        """Rules of the policies that apply to a pod; at least one must exist, else everything would pass."""
         holding = [p for p in self._policies if kind in p["policyTypes"] and selects(p["podSelector"], labels)]
         assert holding, f"{kind} of {labels} is not denied"
         for policy in holding:

@@ -31,7 +31,7 @@ def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisPods]:
 
 @pytest.fixture
 def client(pods: RedisPods) -> Iterator[redis.Redis]:
-    """As a controller connects; the pods are ready."""
+    """Connects like a controller; the pods are ready."""
     wait_until(pods.ready, 60)
     with connect_sync(pods.url) as made:
         yield made

@@ -129,7 +129,7 @@ def test_torch_is_what_make_installs() -> None:
 
 
 def _in_context(path: PurePosixPath) -> bool:
-    """As .dockerignore has it: of the patterns that match the path or a folder above it the last decides."""
+    """Follows .dockerignore: the last pattern that matches the path or a folder above it decides."""
     kept = True
     for line in (ROOT / ".dockerignore").read_text().splitlines():
         pattern = line.strip().removeprefix("!")

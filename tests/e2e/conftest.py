@@ -39,7 +39,7 @@ class Fleet:
         return [row for row in self.client.metrics(job.id) if "actor/loss" in row.values]
 
     def pid(self, name: str) -> int:
-        """Of a process of the supervisor, as it is now."""
+        """Current id of one of the supervisor's processes."""
         record = Path(self.stack.state_dir) / "processes" / f"{name}.json"
         return int(json.loads(record.read_text())["pid"])
 

@@ -28,7 +28,7 @@ def exported(job: Job) -> str:
 def test_a_flipped_bit_costs_steps_and_changes_nothing(
     fleet: Fleet, small_job: Callable[..., dict[str, Any]], undisturbed: list[str], keep_last: int, kind: str
 ) -> None:
-    """With one checkpoint kept, the job begins anew."""
+    """The only kept checkpoint is damaged, so the job starts again from step 0."""
     settings = {"schedule.steps": STEPS, "schedule.save_every": 1, "trainer.deterministic": True}
     spec = small_job(**settings, **{"schedule.keep_last": keep_last})
     if not undisturbed:

@@ -17,7 +17,7 @@ from tests.e2e.test_kills import SAMPLES, evaluated
 
 HANG_S, STEPS = 5.0, 5
 LIMIT_S = 90.0
-"""For a resume on a machine that does other things, too."""
+"""Limit on a resume on a busy machine."""
 
 MakeJob = Callable[..., dict[str, Any]]
 pytestmark = pytest.mark.long

@@ -129,7 +129,7 @@ def test_a_job_goes_on_from_what_redis_still_holds(
 
 
 def test_without_a_checkpoint_that_goes_with_the_ledger_the_job_says_so(redis_7: Fleet, small_job: MakeJob) -> None:
-    """With `keep_last = 1` the only checkpoint is of a version that Redis does not know any more."""
+    """The only checkpoint (`keep_last = 1`) is of a version that Redis has lost."""
     fleet, client = redis_7, redis_7.client
     job = client.submit(small_job(**EVERY_STEP, **{"schedule.keep_last": 1}))
     checkpoints = Path(fleet.stack.state_dir) / "jobs" / job.id / "checkpoints"

@@ -53,7 +53,7 @@ def test_it_keeps_the_contract_as_the_command_line_tells(address: str) -> None:
 
 
 def test_colour_is_what_it_scores(address: str, tmp_path: Path) -> None:
-    """Of one flat colour: the spread is 0 and the mean the formula's: |(R - G, (R + G) / 2 - B)|."""
+    """One flat color has spread 0 and the mean of the formula: |(R - G, (R + G) / 2 - B)|."""
     Image.new("RGB", (16, 16), (200, 80, 20)).save(tmp_path / "orange.png")
     expected = 0.3 * (120**2 + 120**2) ** 0.5
     words = ["reward", "check", f"grpc://{address}", "--image", str(tmp_path / "orange.png"), "--json"]

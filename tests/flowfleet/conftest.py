@@ -60,5 +60,5 @@ def idle_controller(_redis_of_session: str, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def api_url(idle_controller: IdleController, redis_url: str) -> str:
-    """Of a controller without jobs."""
+    """URL of a controller without jobs."""
     return idle_controller.url

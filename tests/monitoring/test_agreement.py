@@ -61,7 +61,7 @@ def step_metrics() -> set[str]:
 
 
 def service_metrics() -> set[str]:
-    """As services export them; a histogram by its own name."""
+    """Metrics that services export; a histogram by its own name."""
     registry = CollectorRegistry()
     RolloutMetrics(registry)
     RewardMetrics("ocr", (0.0, 1.0), registry)
@@ -75,7 +75,7 @@ def service_metrics() -> set[str]:
 
 
 def reward_metrics() -> set[str]:
-    """Of each reward of a job by itself."""
+    """Metrics of each reward of a job."""
     rows = [reward_row(prefix, ["ocr"], []) for prefix in ("critic", "val-core")]
     return {metric_name(name) for row in rows for name in row}
 
@@ -85,7 +85,7 @@ def _exposed(family: Any) -> str:
 
 
 def documented() -> tuple[set[str], set[str]]:
-    """Of steps, and of services. `a/b/mean`, `max` in one cell is a/b/mean and a/b/max."""
+    """Documented metrics of steps and of services. `a/b/mean`, `max` in one cell is a/b/mean and a/b/max."""
     steps, services = set(), set()
     for cell in re.findall(r"^\| (`.*?) \|", DOCS.read_text(encoding="utf-8"), re.MULTILINE):
         names = re.findall(r"`([^`]+)`", cell)
@@ -103,7 +103,7 @@ def alerts() -> list[dict[str, Any]]:
 
 
 def family(name: str) -> str:
-    """Of a series of a histogram its own name."""
+    """Histogram's name for one of its series."""
     return re.sub(r"_(bucket|sum|count)$", "", name)
 
 

@@ -64,7 +64,7 @@ def _make(path: Path, seed: int, *, zero_cond_t: bool) -> Path:
 
 
 def _make_vae() -> AutoencoderKLQwenImage:
-    """With an encoder that keeps the contrast of pictures, which the default weights all but lose."""
+    """Makes a VAE whose encoder keeps the contrast of pictures; default weights lose nearly all of it."""
     vae = make_vae()
     for module in (*vae.encoder.modules(), vae.quant_conv):
         if isinstance(module, nn.Conv2d | nn.Conv3d):

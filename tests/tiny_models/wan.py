@@ -21,7 +21,7 @@ from transformers import T5Tokenizer, UMT5Config, UMT5EncoderModel
 
 TEXT_WIDTH = 32
 BOUNDARY_RATIO = 0.875
-"""Of Wan2.2 T2V A14B."""
+"""Boundary of Wan2.2 T2V A14B."""
 _WORDS = [
     "a",
     "red",

@@ -18,7 +18,7 @@ def _of_rows(what: str, shown: str = "") -> tuple[str, str]:
 
 
 def _counted(name: str, label: str = "") -> tuple[str, str]:
-    """Of a counter of the controller, 0 for rewards that are called and have none."""
+    """Reads a counter of the controller; 0 for rewards that are called but not counted yet."""
     by = f"reward, {label}" if label else "reward"
     found = f"sum by ({by}) (rate(flowfleet_controller_reward_{name}{{@all}}{RATE}))"
     none = f"0 * sum by (reward) (rate(flowfleet_reward_calls_total{{@all}}{RATE}))"

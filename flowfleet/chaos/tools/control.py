@@ -17,7 +17,7 @@ class Control:
     poison: Mapping[str, str] = field(default_factory=dict)
     """step/group/index → one of `schedule.POISONS`, for good."""
     mode: str = ""
-    """For all calls that come meanwhile: "slow", "hang", "unavailable" or "rubbish"."""
+    """Answer to all calls while set: "slow", "hang", "unavailable" or "rubbish"."""
 
     def write(self, path: Path) -> None:
         write_atomically(path, json.dumps({"poison": dict(self.poison), "mode": self.mode}))

@@ -77,7 +77,7 @@ class QwenImageEditAdapter(QwenImageAdapter):
         return PromptEmbeds(embeds, mask, latents, has_padding=False)
 
     def blank_prompts(self, count: int, num_tokens: int) -> PromptEmbeds:
-        """With one square condition image each."""
+        """Blank prompts, each with one square condition image."""
         blank = super().blank_prompts(count, num_tokens)
         side = (
             round((self.condition_pixels or diffusers_edit.VAE_IMAGE_SIZE) ** 0.5 / RESIZE_MULTIPLE) * RESIZE_MULTIPLE

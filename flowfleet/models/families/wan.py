@@ -44,7 +44,7 @@ class WanAdapter(ModelAdapter):
     }
     text_width = "text_dim"
     vae_dtype = torch.float32
-    """As diffusers' examples load it, whatever the rest is in."""
+    """Data type in which diffusers' examples load the VAE, whatever the rest uses."""
     max_sequence_length: int = 512
     """Tokens of UMT5 that the transformer sees of every prompt; longer prompts are cut, as by the pipeline."""
 

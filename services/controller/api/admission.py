@@ -57,7 +57,7 @@ async def check(
 
 
 def _fleet_problems(spec: JobSpec, directory: Directory) -> Iterator[str]:
-    """Of names that it does not know. A reward or a pool may be without replicas: the job waits for them."""
+    """Problems with names that it does not know. A reward or pool may have no replicas yet: the job waits for them."""
     known = ", ".join(sorted(directory.rewards)) or "none"
     for name, part in spec.rewards.items():
         if (service := part.service_of(name)) not in directory.rewards:

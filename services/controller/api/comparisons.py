@@ -18,7 +18,7 @@ class Comparisons:
         self._known: OrderedDict[tuple[str, str, Purpose], tuple[tuple[int, bytes], Comparison]] = OrderedDict()
 
     async def of(self, store: JobStore, job_id: str, pair: str, purpose: Purpose) -> Comparison:
-        """Of the newest groups of a pair."""
+        """Compares a pair over its newest groups."""
         key, mark = (job_id, pair, purpose), await store.shadow_mark(job_id, pair, purpose)
         if key not in self._known or self._known[key][0] != mark:
             groups = await store.shadow_scores(job_id, pair, purpose)

@@ -111,7 +111,7 @@ async def metrics(
 
 @router.get("/checkpoints")
 async def checkpoints(job_id: KnownJobId, use: Use) -> Page[Checkpoint]:
-    """Those kept, ascending by step."""
+    """Stored checkpoints, ascending by step."""
     return Page(items=await use.store.checkpoints(job_id))
 
 

@@ -86,7 +86,7 @@ async def _request(job_id: str, use: Use, action: Action) -> JobRecord:
 
 
 def _shown(record: JobRecord, use: Services) -> JobRecord:
-    """As stored, but while Redis takes no writes it cannot be stored that the job waits for that."""
+    """The job as stored, except that a wait for Redis is added: Redis cannot store that it accepts no writes."""
     if not use.runner.trouble or record.status.terminal:
         return record
     return record.model_copy(update={"reason": f"the job waits: {use.runner.trouble}"})

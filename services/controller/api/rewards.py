@@ -26,7 +26,7 @@ from services.controller.store.records import JobRecord, JobStatus, Record, Rewa
 from services.controller.store.rewards import check_changeable, stale
 
 MAX_REVISIONS = 1000
-"""Of a job: all of them are kept, and shown."""
+"""Maximum number of a job's revisions: all of them are kept and shown."""
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["rewards"])
 
@@ -56,7 +56,7 @@ class Rewards(Record):
     history: list[RewardRevision]
     """What took effect, ascending; 0 is as submitted."""
     comparison: dict[str, ShadowComparison]
-    """By shadow."""
+    """Comparison by shadow."""
 
 
 @router.get("/rewards")

@@ -58,7 +58,8 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, which in the end kills the process by the signal again: here a drain is no failure."""
+        """Handles signals like uvicorn, without killing the process again by the signal: here a drain is not
+        a failure."""
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield

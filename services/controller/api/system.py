@@ -50,7 +50,7 @@ class Fleet(Record):
     rewards: dict[str, list[str]]
     """Name → addresses of the replicas that are ready; none while there is no replica."""
     pools: list[str] | None
-    """Of rollouts; null where any name is accepted."""
+    """Names of the rollout pools; null if any name is accepted."""
     shortages: list[Shortage]
     """Pools and rewards whose pods cannot run, and a Redis that lost writes or takes none, each with the reason."""
 
@@ -111,5 +111,5 @@ def _check_runner(use: Services) -> None:
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(use: Use) -> Response:
-    """For Prometheus."""
+    """Metrics for Prometheus."""
     return Response(generate_latest(use.registry), media_type=CONTENT_TYPE_LATEST)

@@ -28,7 +28,7 @@ class Directory(Protocol):
 
     @property
     def pools(self) -> Collection[str] | None:
-        """Of rollouts; None where they are not known and any name is accepted."""
+        """Names of the rollout pools; None if they are unknown and any name is accepted."""
 
     def shortage(self, component: str, name: str) -> str:
         """Why pods of a pool ("rollout"), a reward ("reward") or a job ("trainer") cannot run; "" when all is well."""

@@ -22,7 +22,7 @@ Verified = Callable[[int, str], bool]
 
 
 class Health(StrEnum):
-    """Of a replica, as the controller sees it."""
+    """Health of a replica, as the controller sees it."""
 
     UNKNOWN = "unknown"  # it says nothing that we know
     IDLE = "idle"  # alive without verified weights
@@ -58,7 +58,7 @@ class Replica:
     samples_total: int = 0
     device: str = ""
     device_id: str = ""
-    """Of the accelerator, the same in every process; empty on the CPU."""
+    """Id of the accelerator, the same in every process; empty on the CPU."""
     missed: int = 0
     """Times in a row that it was asked and did not answer."""
     doubted: bool = False
@@ -165,7 +165,7 @@ class Fleet:
         return len({r.device_id or r.replica_id for r in self._by_job.get(job_id, {}).values() if r.live})
 
     def live(self, pool: str) -> list[Replica]:
-        """Of a pool, by name."""
+        """Live replicas of a pool, by name."""
         of_pool = (r for r in self._by_pool.get(pool, {}).values() if r.live)
         return sorted(of_pool, key=lambda r: r.replica_id)
 

@@ -96,7 +96,7 @@ class ReplicaQueue:
             self._tidy(job_id, want)
 
     def serve_touched(self) -> None:
-        """Those of the jobs whose replicas changed."""
+        """Notifies the jobs whose replicas changed."""
         touched, self._fleet.touched = self._fleet.touched, set()
         for job_id in touched & self._waiting.keys():
             self.serve(job_id)

@@ -76,7 +76,7 @@ class Batch(BaseModel):
     ready_at: float | None = None
     _tally: Counter[str] = PrivateAttr(default_factory=Counter)
     _tallies: dict[int, Counter[str]] = PrivateAttr(default_factory=dict)
-    """By group."""
+    """Tallies by group."""
     _wanting: dict[int, None] = PrivateAttr(default_factory=dict)
     _scoring: dict[int, None] = PrivateAttr(default_factory=dict)
 

@@ -69,11 +69,11 @@ class JobContext:
     """Why pods of a component and name cannot run, as `Directory.shortage`."""
     directory: Path
     deal: Deal
-    """Of the training prompts."""
+    """Order of the training prompts."""
     held_out: list[Prompt]
     trainer_address: str = ""
     drawn: dict[tuple[int, int], ValidationSamples] = field(default_factory=dict)
-    """Of the validation that runs: (version, first prompt) → what was sampled there."""
+    """Samples of the running validation: (version, first prompt) → what was sampled there."""
     reports: Any = None  # services.controller.job.reports.Reports, set by its maker
     shadows: Any = None  # services.controller.job.shadow_queue.ShadowQueue, set by its maker
     scoring: Budget = field(default_factory=lambda: Budget(MAX_SCORING))

@@ -23,7 +23,7 @@ _KL = "/kl"
 
 @dataclass(frozen=True)
 class Credit:
-    """Of one sample that is trained on."""
+    """Credit of one sample that is trained on."""
 
     group: int
     index: int
@@ -105,7 +105,7 @@ def _credit(sample: Scored, advantage: float, pair: int = 0) -> Credit:
 
 
 def _columns(spec: JobSpec, rewards: Mapping[str, RewardPart], step: int, scored: Sequence[Scored]) -> Columns:
-    """Of the rewards of the step; of an old ledger, which has sums alone, one reward of weight 1."""
+    """Reward columns of the step; an old ledger, which has only sums, gets one reward of weight 1."""
     scores = [sample.scores for sample in scored]
     if not all(scores):
         rewards, scores = {_SUM: RewardPart()}, [{_SUM: sample.score} for sample in scored]

@@ -271,7 +271,7 @@ class JobDriver:
         return True
 
     def _welcome(self, training: list[common_pb2.Sample]) -> list[common_pb2.Sample]:
-        """Those that the machine will count as sampled."""
+        """Samples that the machine will count as sampled."""
         groups = {(s.id.step, s.id.group) for s in training}
         still = {(*group, index) for group in groups for index in self.machine.wanted(*group)}
         return [
@@ -343,7 +343,7 @@ class JobDriver:
     # -- the loop's own ----------------------------------------------------------------------------------------
 
     async def _next_change(self, background: list[asyncio.Task[None]]) -> None:
-        """Until an event was folded, a command ended, or a while passed. A background task's error ends the run."""
+        """Waits until an event is folded, a command ends, or a while passes. A background task's error ends the run."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TICK_S):
                 await self._wake.wait()

@@ -57,7 +57,7 @@ class Sampled(_Event):
     index: int
     version: int
     digest: str = ""
-    """Of the weights that sampled it; empty where its rollout does not tell."""
+    """Digest of the weights that sampled it; empty if its rollout does not report one."""
 
 
 class Scored(_Event):
@@ -115,7 +115,7 @@ class Trained(_Event):
     log_prob_not_finite: float = 0.0
     """Share of rows without a finite gap; 0 in ledgers from before it was kept."""
     lineage: str = ""
-    """Of the version that it made (flowfleet/data/lineage.py); empty in ledgers from before it was kept."""
+    """Lineage of the version that the step made (flowfleet/data/lineage.py); empty in ledgers older than lineages."""
 
 
 class Published(_Event):
@@ -126,7 +126,7 @@ class Published(_Event):
     evaluated: bool = False
     """Whether these are the version's evaluated weights; else those that sample."""
     digest: str = ""
-    """Of the weights; empty in ledgers from before it was kept."""
+    """Digest of the weights; empty in ledgers older than digests."""
 
 
 class Checkpointed(_Event):
@@ -150,7 +150,7 @@ class RewardsChanged(_Event):
 
     kind: Literal["rewards_changed"] = "rewards_changed"
     number: int
-    """Of the revision, ascending; one that was folded before changes nothing."""
+    """Number of the revision, ascending; folding one again changes nothing."""
     set: RewardSet
     unscored: bool = False
     """Open steps of which no sample is scored have it too: the job is paused, and nothing is being scored. False in

@@ -18,7 +18,7 @@ def is_above(spec: JobSpec, trained: Trained) -> bool:
 
 
 def reason(spec: JobSpec, trained: Trained) -> str:
-    """For the user: which setting, what was measured, and what to do."""
+    """Reason for the user: which setting, what was measured, and what to do."""
     if trained.log_prob_not_finite > 0:
         return (
             f"step {trained.step}: log-prob of the trainer - log-prob of the rollout is no finite number in "

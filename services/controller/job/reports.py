@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 RECENT_STEPS = 20
 _NAN = float("nan")
 NO_STATS = AdvantageStats(_NAN, _NAN, _NAN, _NAN, _NAN, 0.0, 0, _NAN, _NAN, _NAN)
-"""Of a step without a scored sample."""
+"""Statistics of a step without a scored sample."""
 
 
 async def put_samples(
@@ -48,7 +48,7 @@ async def put_samples(
 
 
 class Reports:
-    """Of one job. The durations of recent steps are its only memory."""
+    """Reports of one job. The durations of recent steps are its only memory."""
 
     def __init__(self, job: JobContext, metrics: JobMetrics) -> None:
         self._job = job
@@ -137,7 +137,7 @@ class Reports:
 
 
 def _reward_metrics(spec: JobSpec, rewards: Mapping[str, RewardPart], batch: Batch) -> dict[str, float]:
-    """Of all samples of a step, of which there may be many: for a thread."""
+    """Reward metrics over all samples of a step. Samples may be many, so this runs in a thread."""
     scored = batch.scored()
     watched = rewards if spec.method.data == "prompts" else ()
     return {
@@ -191,7 +191,8 @@ def _staleness(batch: Batch) -> float:
 
 
 def _image_stats(media: Sequence[tuple[bytes, str]]) -> list[ImageStats]:
-    """Of those (file, media type) that can be decoded; a broken one has no score either, and is counted there."""
+    """Image statistics of the (file, media type) pairs that can be decoded; a broken one has no score either, and is
+    counted there."""
     found = []
     for data, media_type in media:
         with contextlib.suppress(ValueError):

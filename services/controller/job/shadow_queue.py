@@ -46,12 +46,12 @@ MAX_WAITING = 64
 AT_ONCE = 2
 """Offers that one shadow is asked about at a time."""
 RECENT_GROUPS = 64
-"""That the gauges tell of."""
+"""Number of newest groups that the gauges cover."""
 _LABELS = ("job", "shadow")
 
 
 class ShadowMetrics:
-    """Of a registry, made once; every job's shadows go there."""
+    """Shadow metrics of a registry, made once and shared by every job's shadows."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, text: str) -> prometheus.Counter:
@@ -91,7 +91,7 @@ class _Offer:
 
 
 class ShadowQueue:
-    """Of one job. `close` ends what it does."""
+    """Shadow scoring of one job. `close` cancels its calls."""
 
     def __init__(self, job: JobContext, metrics: ShadowMetrics) -> None:
         self._job = job
@@ -106,7 +106,7 @@ class ShadowQueue:
     async def offer(
         self, samples: Sequence[common_pb2.Sample], prompts: Sequence[Prompt], verdicts: Sequence[SampleScore]
     ) -> None:
-        """Of one step and purpose. Waits for no shadow."""
+        """Queues the samples of one step and purpose. Never waits for a shadow."""
         if not samples:
             return
         await self._retire()

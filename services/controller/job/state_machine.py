@@ -335,7 +335,7 @@ class Machine:
 
     @property
     def phase(self) -> Phase:
-        """For people: what the job waits for."""
+        """What the job waits for, in words for people."""
         state = self.state
         if self.finished:
             return Phase.DONE
@@ -382,13 +382,13 @@ class Machine:
         return revision.set.shadows if revision else {}
 
     def rewards_number_at(self, step: int) -> int:
-        """Of the revision that a step has; 0 is as submitted."""
+        """Number of the revision that a step has; 0 is as submitted."""
         revision = self._revision(step)
         return revision.number if revision else 0
 
     @property
     def rewards_number(self) -> int:
-        """Of the newest revision."""
+        """Number of the newest revision."""
         return self.state.revisions[-1].number if self.state.revisions else 0
 
     @property
@@ -468,7 +468,8 @@ class Machine:
                 self.state.batches[step] = Batch.opened(step, rollout.prompts_per_step, rollout.group_size, at)
 
     def _remember(self, lineage: str) -> None:
-        """Of the new version; forgets what no checkpoint can be of, and weights that no step may train on."""
+        """Remembers the new version; forgets versions that no checkpoint can have, and weights that no step may train
+        on."""
         state, schedule = self.state, self.spec.schedule
         oldest = state.version - (schedule.keep_last + 1) * schedule.save_every
         state.history = {v: known for v, known in state.history.items() if v % schedule.save_every == 0 and v > oldest}

@@ -71,7 +71,7 @@ class TrainingStep:
             await self.pause(str(pause))
 
     async def pause(self, reason: str) -> None:
-        """Until its user resumes the job; then what is still to do is asked for again."""
+        """Waits until the user resumes the job; commands that are still wanted then start again."""
         await self.job.emit(ev.PauseRequested(reason=reason), also=partial(self.job.store.hold, self.job.job_id))
 
     async def _run(self, command: Command) -> None:

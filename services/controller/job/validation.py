@@ -62,7 +62,7 @@ async def _validate_chunk(job: JobContext, version: int, start: int, size: int) 
 async def _score(
     job: JobContext, version: int, samples: Sequence[common_pb2.Sample], prompts: Sequence[Prompt]
 ) -> list[SampleScore]:
-    """By the rewards that can score a sample alone; where none of those counts there is no total."""
+    """Scores with the rewards that can score a sample alone; if none of them counts there is no total."""
     rewards = job.machine.rewards_at(version)
     grouped = await job.rewards.group_rewards(rewards)
     for name in grouped:

@@ -88,7 +88,7 @@ class KubernetesDirectory(Collector):
         await self.api.close()
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """For Prometheus. A pool or reward without trouble shows 0."""
+        """Gauges for Prometheus. A pool or reward without trouble shows 0."""
         gauge = GaugeMetricFamily(
             "flowfleet_unschedulable_pods",
             "Pods for which the scheduler has found no node",

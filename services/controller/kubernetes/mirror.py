@@ -45,7 +45,7 @@ class Mirror:
 
     @property
     def stale_s(self) -> float:
-        """For how long it has not followed; 0 while all is well."""
+        """Seconds since the mirror last followed; 0 while all is well."""
         return 0.0 if self._broken_at is None else time.monotonic() - self._broken_at
 
     async def run(self) -> None:

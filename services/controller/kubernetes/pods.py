@@ -24,7 +24,7 @@ STUCK = frozenset(
 )
 """Reasons to wait that do not pass by themselves. ContainerCreating is none."""
 DISRUPTED = frozenset({"Evicted", "NodeAffinity", "NodeLost", "NodeShutdown", "Preempting", "Shutdown", "Terminated"})
-"""Of pods that failed through no fault of their own."""
+"""Reasons of pods that failed through no fault of their own."""
 _NOISE = re.compile(r"\s*(no new claims to deallocate,)?\s*preemption:.*", re.S)
 """What the scheduler adds about preemption, which says the same again."""
 _WORDS = re.compile(r"rank \d+: ")
@@ -158,7 +158,7 @@ def index(pod: Object) -> str:
 
 
 def running_s(pod: Object) -> float:
-    """For how long all its containers have run; 0 while one does not."""
+    """How long all its containers have run; 0 while one does not."""
     containers = pod.get("status", {}).get("containerStatuses") or ()
     started = [((container.get("state") or {}).get("running") or {}).get("startedAt") for container in containers]
     return min(age_s(time) if time else 0.0 for time in started) if started else 0.0

@@ -28,7 +28,7 @@ GROUP = "controller"
 
 
 class Monitor:
-    """Of a runner. `machines` gives its running jobs by id, `replicas` the fleet."""
+    """Metrics of a scheduler. `machines` gives its running jobs by id, `replicas` the fleet."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class RedisView:
 
     info: Mapping[str, Any]
     streams: Mapping[str, StreamView]
-    """By job."""
+    """Streams by job."""
 
     def samples(self) -> Iterator[Sample]:
         for job_id, stream in self.streams.items():
@@ -126,7 +126,7 @@ async def look_at_redis(redis: Any, jobs: Sequence[str]) -> RedisView:
 
 
 def _stream(row: Sequence[Any], now_ms: float) -> StreamView:
-    """Of a job that has no stream yet there is no group to ask about."""
+    """State of a job's stream. A job without a stream has no group to ask about."""
     entries, dead, checkpoints, pending = row
     for reply in (entries, dead, checkpoints):
         if isinstance(reply, Exception):

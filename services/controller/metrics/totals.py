@@ -21,7 +21,7 @@ MAX_LAG = 3
 
 @dataclass
 class JobTotals:
-    """Of one job."""
+    """Totals of one job."""
 
     job_id: str
     machine: Machine
@@ -49,7 +49,7 @@ class JobTotals:
 
 
 class Totals:
-    """Of all pools and their jobs."""
+    """Totals of all pools and their jobs."""
 
     def __init__(self) -> None:
         self._members: defaultdict[str, list[Replica]] = defaultdict(list)

@@ -17,7 +17,7 @@ from services.controller.reading.places import is_remote
 
 
 class ConditionShapes:
-    """Of one job: holds each line against the first."""
+    """Shapes of one job's conditions: compares each line with the first."""
 
     def __init__(self, sources: Sources) -> None:
         self._sources = sources

@@ -22,7 +22,7 @@ Kind = Literal["prompts", "preferences"]
 PICTURES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
 VIDEOS = {".mp4": "video/mp4"}
 MEDIA_TYPES = PICTURES | VIDEOS
-"""By a file's suffix."""
+"""Media types by file suffix."""
 MAX_PROMPTS = 4_000_000
 """Lines of a data set, each of which takes some 300 bytes of memory however short it is."""
 _BREAKS = tuple(map(str.encode, "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"))
@@ -49,7 +49,7 @@ class Prompt:
     images: tuple[str, ...] = ()
     """Condition images, absolute or URLs."""
     media: tuple[str, ...] = ()
-    """Of a preference: what was chosen, and what was rejected."""
+    """Media of a preference: the chosen, then the rejected."""
     source: str = field(default="", compare=False)
     """file:line, for messages."""
 
@@ -127,7 +127,7 @@ def _checked(prompt: Prompt) -> Prompt:
 
 
 def media_type(url: str) -> str:
-    """By the suffix. Raises ValueError for one that is not known."""
+    """Media type by the suffix. Raises ValueError for an unknown one."""
     suffix = PurePath(url).suffix.lower()
     if suffix not in MEDIA_TYPES:
         raise ValueError(f"{url}: its suffix tells no media type; known are {', '.join(MEDIA_TYPES)}")

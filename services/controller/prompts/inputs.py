@@ -26,7 +26,7 @@ BLOB_TTL_S = 24 * 3600
 
 
 class Inputs:
-    """Of one job."""
+    """Inputs of one job."""
 
     def __init__(self, job_id: str, blobs: BlobStore, sources: Sources) -> None:
         self._job_id = job_id

@@ -161,7 +161,7 @@ class Places:
 
 
 def _homes() -> Iterator[Path]:
-    """By HOME, and by the list of users, which a container's user may be missing from."""
+    """Home folders by HOME and by the list of users, which may lack a container's user."""
     with suppress(RuntimeError):
         yield Path.home().resolve()
     with suppress(KeyError):

@@ -16,12 +16,12 @@ Fault = Literal["", "error", "missing", "duplicated", "empty", "not_finite", "ou
 MAX_SCORE = 1e100
 """Scores beyond ± this count as not finite: their squares and sums, from which advantages are made, would be."""
 TOLERANCE = 1e-6
-"""By which a score may leave its described range, relative to a limit beyond ± 1: of float32 arithmetic."""
+"""Tolerance for scores outside the described range, relative to a limit beyond ± 1: float32 arithmetic needs it."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Of one reward to one sample. `problem` says why `score` is not set."""
+    """Answer of one reward for one sample. `problem` says why `score` is not set."""
 
     score: float | None
     problem: str = ""

@@ -9,7 +9,7 @@ from flowfleet.rewards.requests import EncodedSample
 from flowfleet.rpc.endpoint import MAX_MESSAGE_BYTES
 
 MAX_CALL_BYTES = MAX_MESSAGE_BYTES // 2
-"""Of the samples of one call: well below what a message may have."""
+"""Maximum size of one call's samples: well below the limit of a message."""
 
 
 def chunks(

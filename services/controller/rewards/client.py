@@ -54,7 +54,7 @@ class _Replica:
     described: reward_pb2.DescribeResponse | None = None
     described_at: float = float("-inf")
     version: str = ""
-    """Of the last answer."""
+    """Version in the last answer."""
     call: asyncio.Task[reward_pb2.DescribeResponse] | None = None
     """The last Describe."""
     called_at: float = float("-inf")
@@ -208,15 +208,15 @@ class RewardService:
         )
 
     async def _close(self, addresses: Iterator[str]) -> None:
-        """Of those that are gone; calls that are away have their time to end."""
+        """Closes channels to replicas that are gone; running calls have their time to end."""
         idle = [self._replicas.pop(address) for address in addresses if not self._replicas[address].outstanding]
         await asyncio.gather(*(replica.close() for replica in idle))
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
     async def _descriptions(self, name: str) -> dict[str, reward_pb2.DescribeResponse]:
-        """Of the replicas that answer, by address; raises RewardFailure where none does. Of different versions there
-        may be some at once, while they are replaced."""
+        """Descriptions by the replicas that answer, by address. Raises RewardFailure if none answers. Versions may
+        differ during a rolling replacement."""
         ready = await self._ready(name)
         asked = [replica for replica in ready if not replica.broken] or ready
         calls = [replica.describing() for replica in asked]
@@ -307,8 +307,8 @@ class RewardService:
 
 
 async def _first_answers(calls: Sequence[asyncio.Task[reward_pb2.DescribeResponse]], together_until: float) -> None:
-    """Until all have ended, or one went well and the monotonic time `together_until` has passed: a replica that hangs
-    keeps nobody waiting while there is another."""
+    """Waits until all calls end, or one succeeds after the monotonic time `together_until`: a hanging replica delays
+    only calls without an alternative."""
     while left := [call for call in calls if not call.done()]:
         is_answered = any(map(_went_well, calls))
         seconds = together_until - time.monotonic()

@@ -55,7 +55,7 @@ class GroupScores(_Model):
 
 
 class Distribution(_Model):
-    """Of one reward's scores, and of its calls."""
+    """Distribution of one reward's scores, and of its calls."""
 
     mean: Known = None
     std: Known = None
@@ -70,7 +70,7 @@ class Distribution(_Model):
     latency_p50_s: Known = None
     latency_p99_s: Known = None
     versions: list[str] = []
-    """That gave the scores."""
+    """Versions that gave the scores."""
 
 
 class Comparison(_Model):
@@ -90,7 +90,7 @@ class Comparison(_Model):
 
 
 def compare(groups: Sequence[GroupScores]) -> Comparison:
-    """Of the groups given, each once. Bits do not depend on their order."""
+    """Compares the given groups, each once. The result's bits do not depend on their order."""
     groups = sorted(groups, key=lambda group: (group.step, group.group))
     active = np.array([score for group in groups for score in group.active], dtype=np.float64)
     shadow = np.array([score for group in groups for score in group.shadow], dtype=np.float64)
@@ -108,7 +108,7 @@ def compare(groups: Sequence[GroupScores]) -> Comparison:
 
 
 def spearman(left: Floats, right: Floats) -> float | None:
-    """Of two arrays of one length; None where it is not defined."""
+    """Spearman's correlation of two arrays of one length; None where it is not defined."""
     if len(left) < 2 or np.ptp(left) == 0 or np.ptp(right) == 0:
         return None
     first, second = (ranks(values) - (len(values) + 1) / 2 for values in (left, right))
@@ -116,7 +116,7 @@ def spearman(left: Floats, right: Floats) -> float | None:
 
 
 def agreement(groups: Sequence[GroupScores]) -> float | None:
-    """As at the top of the module; None without a pair."""
+    """Agreement as defined in the module's docstring; None without a pair."""
     agreed = counted = 0.0
     for group in groups:
         active, shadow = _order(group.active), _order(group.shadow)

@@ -26,7 +26,7 @@ PREFERENCE = "preference"
 
 @dataclass(frozen=True)
 class Composed:
-    """Of one sample. `reason` is set where `total` is not."""
+    """Total of one sample. `reason` is set if `total` is not."""
 
     total: float | None
     reason: str = ""

@@ -43,7 +43,7 @@ class RewardCalls:
         self._gated = counter("gated_samples", "Samples on which a reward's gate acted", "reward", "action")
 
     def failed(self, reward: str) -> None:
-        """Of the job, as the others here but `rejected`, which is of a service."""
+        """Calls that failed for the job; `rejected` counts for the service."""
         self._failures.labels(reward=reward).inc()
 
     def gave_up(self, reward: str, policy: str, num_samples: int) -> None:

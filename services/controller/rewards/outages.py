@@ -20,9 +20,9 @@ class Attempt:
 
     started: float
     answers: dict[str, dict[str, Answer]] = field(default_factory=dict)
-    """Of rewards that have answered: they are not asked again."""
+    """Answers of rewards that are not called again."""
     failures: dict[str, int] = field(default_factory=dict)
-    """By reward, in a row."""
+    """Consecutive failures by reward."""
     left_at: float | None = None
     """When its last try ended; None while there is one."""
 
@@ -36,7 +36,7 @@ class Attempt:
             self.left_at = clock()
 
     def idle_s(self, now: float) -> float:
-        """For how long nobody has gone on with it."""
+        """Seconds since this scoring was last continued."""
         return 0.0 if self.left_at is None else now - self.left_at
 
     def delay(self, reward: str) -> float:
@@ -47,7 +47,7 @@ class Attempt:
 
 @dataclass
 class Outage:
-    """Of one reward, over all samples: none while `since` is None."""
+    """Outage of one reward, over all samples; none while `since` is None."""
 
     since: float | None = None
     """When the first of the samples were sent that it failed on, or when it last worked if that was later."""

@@ -60,7 +60,7 @@ class SampleScore:
 
 
 def preference(index: int) -> SampleScore:
-    """Of a sample of a preference data set, by definition: 1 for what was chosen (0), 0 for what was rejected (1)."""
+    """Scores a sample of a preference data set by definition: 1 if chosen (index 0), 0 if rejected (index 1)."""
     scores = {PREFERENCE: 1.0 - index}
     return SampleScore(1.0 - index, "", scores, scores)
 

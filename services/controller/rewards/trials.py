@@ -23,10 +23,10 @@ from services.controller.rewards.metrics import RewardCalls
 from services.controller.rewards.plane import modality_of
 
 TRIAL_S = 10.0
-"""For the whole of it. A service that needs longer is not waited for: it has refused nothing."""
+"""Limit on a whole trial. A service that needs longer counts as not having rejected anything."""
 SIDE = 64
 NUM_FRAMES = 5
-"""Of a video."""
+"""Number of frames of a video."""
 
 
 async def refusals(

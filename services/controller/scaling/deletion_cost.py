@@ -52,7 +52,7 @@ class DeletionCosts:
 
 
 async def keep_deletion_costs(runner: Scheduler, set_cost: SetCost) -> None:
-    """Until cancelled, while the runner leads."""
+    """Sets deletion costs until cancelled, while the scheduler leads."""
     costs = DeletionCosts()
     while True:
         await asyncio.sleep(LOOK_S)

@@ -50,13 +50,13 @@ class Work:
     requests: int = 0
     """In which those are asked for; a replica beyond that many would get none."""
     samples_per_replica: int = 1
-    """That one is given at once."""
+    """Number of samples that a replica is given at once."""
     unscored: int = 0
     """Samples that wait for a reward or are there."""
 
 
 class Demand(BaseModel):
-    """Of one pool or reward."""
+    """Demand of one pool or reward."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -69,7 +69,7 @@ class Demand(BaseModel):
 
 
 def work_of(record: JobRecord, machine: Machine | None = None, num_held_out: int = 0) -> Work | None:
-    """Of the first job of its pool; none if it needs nothing now. `machine`: of a job whose driver runs."""
+    """Work of the first job of its pool; none if it needs nothing now. `machine`: of a job whose driver runs."""
     if record.status.terminal or record.desired is not Desired.RUNNING or (machine is not None and machine.finished):
         return None
     work = Work(record.id, record.pool, tuple(sorted(_services(record, machine))))
@@ -103,8 +103,8 @@ def _services(record: JobRecord, machine: Machine | None) -> set[str]:
 
 
 def demand(works: Iterable[Work], in_flight: Mapping[str, int]) -> dict[Name, Demand]:
-    """Of each pool and reward that is needed, from the work of each pool's job. `in_flight`: samples that the replicas
-    of a pool were asked for."""
+    """Demand of each pool and reward that is needed, from the work of each pool's job. `in_flight`: samples requested
+    from the replicas of a pool."""
     found: dict[Name, Demand] = {}
     scoring: dict[str, list[Work]] = {}
     for work in works:

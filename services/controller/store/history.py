@@ -86,13 +86,13 @@ class History:
             await self._redis.hdel(keys.checkpoints(job_id), *(str(step) for step in gone))
 
     async def forget_checkpoints(self, job_id: str, *, above: int) -> None:
-        """Those of later steps are lost."""
+        """Forgets lost checkpoints of later steps."""
         steps = [name for name in await self._redis.hkeys(keys.checkpoints(job_id)) if int(name) > above]
         if steps:
             await self._redis.hdel(keys.checkpoints(job_id), *steps)
 
     async def checkpoints(self, job_id: str) -> list[Checkpoint]:
-        """By step, ascending."""
+        """Checkpoints by step, ascending."""
         rows = await self._redis.hvals(keys.checkpoints(job_id))
         return sorted((Checkpoint.model_validate_json(row) for row in rows), key=lambda checkpoint: checkpoint.step)
 

@@ -227,7 +227,7 @@ class JobStore(History, SampleRecords, RewardRevisions, Removal):
 
 
 def _digest(spec: JobSpec) -> str:
-    """Of the job with its defaults filled in: two files that mean the same are the same job."""
+    """Digest of the job with its defaults filled in: two files with the same meaning are the same job."""
     canonical = json.dumps(spec.model_dump(mode="json"), sort_keys=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
 

@@ -119,9 +119,9 @@ class Lease:
         await self._check(self._redis)
 
     async def transaction(self, fill: Callable[[Any], Awaitable[Any]], *watched: str) -> Any:
-        """As `Redis.transaction`: `fill` gets a pipeline that watches keys, reads, calls `multi()`, adds commands, and
-        may run again. Raises LeaseLost, with nothing written, when another controller has led since or Redis lost
-        acknowledged writes."""
+        """Runs `Redis.transaction` while this controller leads: `fill` gets a pipeline that watches keys, reads, calls
+        `multi()`, adds commands, and may run again. Raises LeaseLost, with nothing written, if another controller has
+        led since or Redis lost acknowledged writes."""
 
         async def attempt(pipe: Any) -> Any:
             await self._check(pipe)

@@ -154,7 +154,7 @@ class JobRecord(Record):
     archive: str = ""
     """Folder of its archive, once that is complete."""
     rewards: JobRewards = JobRewards(active=RewardRevision(number=0, rewards={}))
-    """As they are now, and as they shall be."""
+    """Current rewards, and the requested ones."""
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -176,7 +176,7 @@ class JobRecord(Record):
 
 class JobEvent(Record):
     id: str
-    """Of the event stream, ascending; send it as Last-Event-ID to go on after it."""
+    """Id in the event stream, ascending; send it as Last-Event-ID to continue after it."""
     type: str
     time: datetime
     data: dict[str, Any]

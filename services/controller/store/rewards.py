@@ -23,9 +23,9 @@ REVISION = "rewards.revision"
 _ACTIVE, _PENDING = "rewards.active", "rewards.pending"
 
 MAX_GROUPS = 1024
-"""Of each pair of shadow and reward, and purpose; beyond it the oldest go."""
+"""Maximum number of groups of each pair of shadow and reward, and purpose; beyond it the oldest are deleted."""
 SHADOW_TTL_S = 7 * 24 * 3600
-"""Of what a shadow gave that was removed, promoted, or set otherwise."""
+"""Lifetime of scores by a shadow that was removed, promoted or changed."""
 Count = Literal["scored", "failed", "left_out"]
 
 _APPLY = """
@@ -92,7 +92,7 @@ class RewardRevisions:
             await pipe.execute()
 
     async def shadow_scores(self, job_id: str, pair: str, purpose: Purpose) -> list[GroupScores]:
-        """Of the newest groups, each once: of one that was scored again, what came last."""
+        """Scores of the newest groups, each once: if a group was scored again, the latest scores."""
         rows = await self._redis.lrange(keys.shadow(job_id, pair, purpose), 0, -1)
         return await asyncio.to_thread(_groups, rows)
 
@@ -142,7 +142,7 @@ def check_changeable(job_id: str, status: bytes | None, desired: bytes | None) -
 
 
 def stale(base: int, newest: int) -> Conflict:
-    """Of a change that was made without knowing of another one."""
+    """Conflict of a change that was made without knowing of another one."""
     return Conflict(
         f"revision: the change builds on {base}, and the job's rewards are at {newest} by now: look at them, and send "
         f"the change with revision {newest} if it is still right"

@@ -15,7 +15,7 @@ from flowfleet.redis import keys
 from services.controller.store.records import Order, Purpose, SampleRecord
 
 MAX_SAMPLES = 100_000
-"""Of one purpose; beyond it the oldest steps go."""
+"""Maximum number of samples of one purpose; beyond it the oldest steps are deleted."""
 PAGE = 1000
 
 _SWAP = """
@@ -170,7 +170,7 @@ def _put(pipe: Any, names: _Names, sample: SampleRecord) -> None:
 
 
 def _reference(step: int, group: int, index: int) -> str:
-    """Of fixed width, so that the order of text is the order of numbers."""
+    """Reference of fixed width, so that lexical order is numeric order."""
     return f"{step:010d}/{group:05d}/{index:05d}"
 
 

@@ -29,7 +29,7 @@ class Progress:
 
 
 class HangJudge:
-    """Of one trainer from its start on. `hang_s` is the limit of rank 0 until it has answered."""
+    """Judges one trainer from its start. `hang_s` is the limit of rank 0 until it has answered."""
 
     def __init__(self, hang_s: float) -> None:
         self._shown = {0: Progress(0, "start", hang_s, 0, 0)}

@@ -32,7 +32,7 @@ from services.controller.waiting import NotYet, WaitedInVain
 log = logging.getLogger(__name__)
 
 STOP_MARGIN_S = 15.0
-"""For a pod to be gone, after the grace period that its template gives it."""
+"""Time for a pod to disappear, after the grace period in its template."""
 GRACE_S = 30.0
 """Where a template says none, as Kubernetes has it."""
 REFUSED_S = 3.0
@@ -40,7 +40,7 @@ REFUSED_S = 3.0
 MALFORMED = (400, 422)
 """How the API server refuses a Job that will never be one."""
 SEEN_TIMEOUT_S = 5.0
-"""For the mirrors to show what the API server has done."""
+"""Time for the mirrors to show what the API server has done."""
 HEALTH_DEADLINE_S = 2.0
 START_TIMEOUT_S = 600.0
 NO_PODS_S = 15.0

@@ -72,7 +72,7 @@ async def stopped(launcher: Launcher, job_id: str, *, at_once: bool = False) -> 
 
 
 async def stop_for_good(launcher: Launcher, job_id: str) -> None:
-    """As `stopped`, several times. What is then left hears nothing more and ends by itself, or by `keep_only`."""
+    """Retries `stopped`. Trainers that remain get no more calls and end by themselves, or by `keep_only`."""
     for _ in range(STOP_TRIES):
         if await stopped(launcher, job_id):
             return
@@ -185,8 +185,8 @@ class LocalLauncher:
 
 
 def _environment() -> dict[str, str]:
-    """Of the process from which trainers are forked. Its OpenMP has one thread: ranks set their own number, and no
-    thread may run where processes are forked."""
+    """Environment of the process that trainers are forked from. Its OpenMP has one thread: ranks set their own number,
+    and no thread may run where processes are forked."""
     return {**PATIENT_THREADS, **trainer_environment(os.environ), "OMP_NUM_THREADS": "1"}
 
 

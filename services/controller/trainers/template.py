@@ -26,7 +26,7 @@ QUEUE = "kueue.x-k8s.io/queue-name"
 JOB = "flowfleet.io/job"
 CONTAINER = "trainer"
 MAX_NAME = 63
-"""Of a pod's host name, which is <Job>-<index>."""
+"""Maximum length of a pod's host name, which is <Job>-<index>."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TrainerTemplate:
     accelerator: str
     """Resource of which each rank gets one; "" for CPUs."""
     drain_s: int
-    """For a running command to end on SIGTERM; torchrun kills ranks after 30 s."""
+    """Time for a running command to end on SIGTERM; torchrun kills ranks after 30 s."""
     subdomain: str
 
     def pods(self, ranks: int) -> int:
@@ -73,7 +73,7 @@ class TrainerTemplate:
         return job
 
     def address(self, name: str, namespace: str) -> str:
-        """Of rank 0 of the Job of this name."""
+        """Address of rank 0 of the Job with this name."""
         return f"{name}-0.{self.subdomain}.{namespace}.svc:{POD_PORT}"
 
 
@@ -114,8 +114,8 @@ def parse_template(job: Any) -> TrainerTemplate:
 
 
 def attempt_name(release: str, job_id: str) -> str:
-    """Of a new Job, and new each time, so that nobody takes the last attempt's address for this one's. Of a UUIDv7 the
-    end is random, the beginning is the time."""
+    """Name of a new Job, different each time, so that no caller uses the last attempt's address. It takes the random
+    end of a UUIDv7, whose beginning is the time."""
     suffix = f"-trainer-{job_id[-12:]}-{secrets.token_hex(3)}"
     return release[: MAX_NAME - len(suffix) - len("-9999")].rstrip("-") + suffix
 

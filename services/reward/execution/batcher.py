@@ -145,7 +145,7 @@ class MicroBatcher(Generic[Item, Key, Result]):
         return batch[0].arrived + self._limits.max_wait_s - asyncio.get_running_loop().time()
 
     async def _sleep(self, seconds: float | None) -> None:
-        """Until a request arrives or leaves, at most so long."""
+        """Waits until a request arrives or leaves, at most so long."""
         self._changed.clear()
         if seconds is None:
             await self._changed.wait()

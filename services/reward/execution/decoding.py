@@ -24,7 +24,7 @@ class Opened:
 
     @property
     def num_pixels(self) -> int:
-        """Of all frames."""
+        """Pixels of all frames."""
         return self.media.num_pixels
 
 

@@ -81,7 +81,7 @@ class Direct(Generic[Params]):
         await self.scorer.start()
 
     async def score(self, samples: Sequence[EncodedSample], params: Params, num_bytes: int) -> list[Outcome]:
-        """As `Batched.score`. Cancelling it cancels the scorer's call."""
+        """Scores as `Batched.score` does. Cancelling it cancels the scorer's call."""
         with self._admitted(len(samples), num_bytes), self._metrics.in_flight(len(samples)):
             opened = await asyncio.to_thread(self._open, samples)
             sound = [item.sample for item in opened if isinstance(item, Opened)]

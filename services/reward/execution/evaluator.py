@@ -69,7 +69,8 @@ class Evaluator(Generic[Params]):
             return self.finish(self._cut(samples), params)
 
     def begin(self, samples: Sequence[EncodedSample], max_pixels: int) -> list[Part]:
-        """For `finish`, with the first part decoded if it has no more pixels. Several threads may call it at once."""
+        """Begins a batch for `finish`, with the first part decoded if it has no more pixels. Several threads may call
+        it at once."""
         parts = self._cut(samples)
         for part in parts[:1]:
             if part.num_pixels <= max_pixels:

@@ -48,10 +48,10 @@ MAX_AHEAD = 3
 """Parts that a process decodes at most while it scores one, with a thread each."""
 
 MAX_PROCESSES = 16
-"""By default: they read more pictures a second than a dozen GPUs make."""
+"""Default maximum of processes: they read more pictures per second than a dozen GPUs make."""
 
 START_S = 300.0
-"""For a process to come up."""
+"""Time for a process to start."""
 
 END_S = 10.0
 
@@ -274,7 +274,7 @@ class _Worker:
         return outcomes
 
     def _wait(self, seconds: float) -> Any:
-        """For what it says next. After so many seconds it is killed. Raises _Died."""
+        """Waits for the process's next message. Kills it after so many seconds. Raises _Died."""
         assert self._process is not None
         is_late = False
         try:
@@ -288,13 +288,12 @@ class _Worker:
         raise _Died(f"{how} after {seconds:g} s without an answer" if is_late else how, is_late)
 
     def close(self) -> None:
-        """For good."""
         self.end()
         for memory in self._memories:
             memory.close()
 
     def end(self) -> None:
-        """Of the process, if there is one."""
+        """Ends the process, if there is one."""
         if self._process is not None:
             self._end(self._process)
 
@@ -356,7 +355,6 @@ def _receive(
 
 
 def _begun(evaluate: Evaluator[Any], max_pixels: int, given: Sequence[bytes]) -> tuple[list[Part], Any]:
-    """For `Evaluator.finish`."""
     bare, params = pickle.loads(given[0])
     samples = [replace(sample, media=media) for sample, media in zip(bare, given[1:], strict=True)]
     return evaluate.begin(samples, max_pixels), params

@@ -28,7 +28,7 @@ class SharedMemory:
 
     @property
     def num_bytes(self) -> int:
-        """That it takes."""
+        """Size of the block."""
         return len(self._map)
 
     def write(self, parts: Sequence[bytes]) -> list[int]:
@@ -50,7 +50,7 @@ class SharedMemory:
         return [self._map[start:end] for start, end in pairwise(ends)]
 
     def close(self) -> None:
-        """Of this process."""
+        """Unmaps the memory in this process."""
         self._map.close()
         os.close(self._descriptor)
 
@@ -59,7 +59,7 @@ class SharedMemory:
         last.close()
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """For a process that is being spawned."""
+        """Pickles the handle for a process that is being spawned."""
         return _received, (DupFd(self._descriptor),)
 
 

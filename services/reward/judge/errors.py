@@ -19,10 +19,10 @@ _NO_LOGPROBS: Final = re.compile(
     r".*\b(not (be )?(support|allow|permit|enabled|available|implement)|un(support|expect|known|recogni))",
     re.IGNORECASE,
 )
-"""Of a server that gives no log-probabilities at all; one that gives fewer than are asked for names its limit."""
+"""Error of a server without log-probabilities; a server that gives too few names its limit."""
 _LOGPROBS_HINT: Final = 'settings.top_logprobs, or logprobs = "never" for a server that has none'
 _OTHER_MODEL: Final = "Server is pinned to"
-"""With status 400, of `transformers serve`."""
+"""Error 400 of `transformers serve`."""
 
 
 class CallFailed(Exception):
@@ -113,6 +113,6 @@ def too_late(url: str, settings: JudgeSettings) -> CallFailed:
 
 
 def unreadable(url: str, why: str, content_type: str) -> CallFailed:
-    """Of an answer with status 200 that is no chat completion."""
+    """Problem of an answer with status 200 that is not a chat completion."""
     message = f"{url} answered no chat completion ({content_type or 'no content type'}): {why}"
     return CallFailed("unreadable", f"{message} (settings.urls: is it an OpenAI-compatible server's /v1?)", retry=True)

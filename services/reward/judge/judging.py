@@ -73,7 +73,7 @@ class Questions:
         """That are prepared or asked about at a time: of the others only the encoded media are in memory."""
 
     async def pictures_of(self, sample: EncodedSample, num_frames: int) -> list[Picture]:
-        """As `media.pictures_of`, sample by sample. Raises MediaError."""
+        """Prepares pictures sample by sample, like `media.pictures_of`. Raises MediaError."""
         await self._turns.take()
         return await pictures_of(sample.media, sample.media_type, num_frames, self._frames)
 
@@ -198,7 +198,7 @@ class Judge:
     async def _group(
         self, samples: Sequence[EncodedSample], compare: Callable[[Sequence[Prepared]], Awaitable[list[Outcome]]]
     ) -> list[Outcome]:
-        """Those that cannot be shown get their problem, the others are compared."""
+        """Compares a group. Samples that cannot be shown get their problem."""
         shown: list[Prepared | Problem] = list(await asyncio.gather(*(self._shown(sample) for sample in samples)))
         good = [one for one in shown if isinstance(one, Prepared)]
         if len(good) > 1:

@@ -17,10 +17,10 @@ from PIL import Image
 from flowfleet.media.files import PICTURE_TYPES, MediaError, OpenedMedia, open_media
 
 FRAME_QUALITY = 95
-"""Of a video's frames as JPEG."""
+"""JPEG quality of a video's frames."""
 MAX_SOURCE_BYTES = 2**26
 MAX_FRAME_PIXELS = 2**24
-"""Of one frame each of the videos that are decoded at a time; a decoder holds up to 17 of its own."""
+"""Maximum pixels of the videos decoded at once, at one frame each; a decoder holds up to 17 frames of its own."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -43,7 +43,7 @@ class Picture:
 
 
 def digest_of(pictures: Sequence[Picture]) -> bytes:
-    """Of several pictures in order."""
+    """Digest of several pictures in order."""
     return hashlib.sha256(b"".join(picture.digest for picture in pictures)).digest()
 
 

@@ -35,7 +35,7 @@ class Rubric(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     question: Annotated[str, Field(min_length=1)]
-    """With slots in braces; what the user says."""
+    """Question with slots in braces; the user's message."""
     system: str = ""
     """What the system says; empty: nothing."""
     mode: Mode = "pointwise"
@@ -47,17 +47,18 @@ class Rubric(BaseModel):
     take: Take = "first"
     """Which place in the answer counts that names one of the scale's: "last" for a judge that reasons first."""
     max_tokens: Annotated[int, Field(ge=1, le=16_384)] = 8
-    """Of an answer. A ranking needs some three a picture, reasoning hundreds."""
+    """Maximum tokens of an answer. A ranking needs some three per picture, reasoning hundreds."""
     min_mass: Annotated[float, Field(ge=0.0, le=1.0)] = 0.05
     """An answer that names none of the scale's still counts where they have this much probability at its beginning."""
     num_frames: Annotated[int, Field(ge=1, le=64)] = 4
-    """Of a video, evenly spaced from the first to the last, in each of its slots."""
+    """Number of frames of a video, evenly spaced from the first to the last, in each of its slots."""
     aggregate: Literal["bradley_terry", "win_rate"] = "bradley_terry"
-    """Of pairs: the samples' log-strengths, mean 0, or the share of comparisons won, 0 to 1."""
+    """How pairs become scores: the samples' log-strengths, mean 0, or the share of comparisons won, 0 to 1."""
     max_pairs: Annotated[int, Field(ge=1)] = 64
-    """Of a group; of more pairs so many are drawn, by the samples' contents. Each is asked in both orders."""
+    """Maximum number of pairs in a group; of more pairs so many are drawn, by the samples' contents. Each is asked in
+    both orders."""
     num_rankings: Annotated[int, Field(ge=1, le=64)] = 3
-    """Of a group, each in another order."""
+    """Number of rankings of a group, each in another order."""
     list_size: Annotated[int, Field(ge=3, le=64)] = 8
     """Pictures in one ranking at most; larger groups are split anew for each."""
 

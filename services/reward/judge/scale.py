@@ -44,7 +44,7 @@ class Scale:
 
     @classmethod
     def parse(cls, given: str | Mapping[str, float]) -> Scale:
-        """Of "yes/no", of whole numbers as in "1-5", or of a table from answer to value. ValueError."""
+        """Parses "yes/no", whole numbers as in "1-5", or a table from answer to value. Raises ValueError."""
         if given == "yes/no":
             return cls(YES_NO)
         if isinstance(given, str):

@@ -18,18 +18,18 @@ class JudgeSettings(ScorerSettings):
     """Where the judge is and how it is asked."""
 
     urls: Annotated[tuple[str, ...], Field(min_length=1)]
-    """Of OpenAI-compatible servers of the same model, with the version: http://HOST:PORT/v1. A string may name several,
-    with commas."""
+    """URLs of OpenAI-compatible servers of the same model, with the version: http://HOST:PORT/v1. A string may name
+    several, with commas."""
     model: Annotated[str, Field(min_length=1)]
-    """As the servers call it (vLLM: --served-model-name, else the path that it was given)."""
+    """Name of the model on the servers (vLLM: --served-model-name, else the path that it was given)."""
     api_key_env: str | None = None
     """Environment variable with the key that is sent as bearer token; unset: none is sent."""
     ca: Path | None = None
     """PEM file of the CA that signed the servers' certificates; unset: those that Python knows."""
     deadline_s: Seconds = 60.0
-    """For one question in all: waiting for a place, retries and hedges."""
+    """Limit on one question in all: waiting for a place, retries and hedges."""
     timeout_s: Seconds = 30.0
-    """For one call."""
+    """Timeout of one call."""
     target_latency_s: Seconds = 10.0
     """A call that takes longer says that its server is crowded: fewer go there at a time."""
     concurrency: Annotated[int, Field(ge=1, le=1024)] = 32
@@ -37,7 +37,7 @@ class JudgeSettings(ScorerSettings):
     max_concurrency: Annotated[int, Field(ge=1, le=1024)] = 256
     """Calls to a server at a time, at most."""
     max_retries: Annotated[int, Field(ge=0, le=10)] = 3
-    """Of one question."""
+    """Maximum retries of one question."""
     retry_share: Share = 0.2
     """Retries as a share of all questions, at most."""
     backoff_s: Seconds = 0.2
@@ -45,11 +45,11 @@ class JudgeSettings(ScorerSettings):
     hedge_share: Share = 0.05
     """Calls made a second time because the first is late, as a share of all; 0: none."""
     hedge_quantile: Annotated[float, Field(ge=0.5, lt=1.0)] = 0.95
-    """Of the latest calls' latencies: what takes longer, and half as long again as their median, is late."""
+    """Quantile of the latest calls' latencies. A call is late after that plus half of the median latency."""
     breaker_failures: Annotated[int, Field(ge=1)] = 5
     """Failures in a row after which a server is left alone."""
     breaker_cooldown_s: Seconds = 5.0
-    """For how long, at first; it doubles with each failed probe, to `breaker_max_cooldown_s`."""
+    """Initial time that the breaker stays open; it doubles with each failed probe, to `breaker_max_cooldown_s`."""
     breaker_max_cooldown_s: Seconds = 60.0
     """See `breaker_cooldown_s`."""
     cache_size: Annotated[int, Field(ge=0, le=10_000_000)] = 20_000
@@ -57,7 +57,7 @@ class JudgeSettings(ScorerSettings):
     max_parse_failures: Share = 0.1
     """Share of the latest answers that may be unreadable; beyond it the service answers UNAVAILABLE."""
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 0.0
-    """Of the answer; token probabilities are the model's own at any."""
+    """Temperature of the answer; token probabilities are the model's own at any temperature."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """More fields of the request, as chat_template_kwargs."""
 
@@ -102,7 +102,7 @@ class JudgeSettings(ScorerSettings):
 
 
 class VlmSettings(JudgeSettings):
-    """Of `vlm`."""
+    """Settings of `vlm`."""
 
     rubric: str
     """Name of a rubric that comes with the service, or a .toml or .yaml file."""

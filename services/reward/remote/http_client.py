@@ -15,7 +15,7 @@ import aiohttp
 
 MAX_ANSWER_BYTES: Final = 2**24
 _CONNECT_S: Final = 10.0
-"""For a connection and its TLS."""
+"""Limit on making a connection and its TLS."""
 _KEEP_ALIVE_S: Final = 4.0
 """Less than the 5 s after which uvicorn, and so vLLM, closes an idle connection: a call would meet its end."""
 
@@ -40,7 +40,7 @@ class Reply:
 
 
 def open_session(tls: ssl.SSLContext, timeout_s: float, headers: Mapping[str, str]) -> aiohttp.ClientSession:
-    """For one event loop, which must run. How many calls are under way is the caller's to bound.
+    """Opens a session for one event loop, which must run. The caller limits concurrent calls.
 
     timeout_s: of a call in all, waiting for a connection and the answer's last byte included.
     """

@@ -12,7 +12,7 @@ from collections import deque
 
 
 class Turns:
-    """For one event loop."""
+    """Turns for one event loop."""
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()

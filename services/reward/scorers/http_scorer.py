@@ -49,7 +49,7 @@ Params = tuple[tuple[str, str], ...]
 
 class HttpSettings(ScorerSettings):
     url: str
-    """That requests are posted to, with its path: http:// or https://."""
+    """URL that requests are posted to, with its path: http:// or https://."""
     shape: Literal["lists", "flow_grpo", "verl_omni", "flow_factory", "single"] = "lists"
     """What the server speaks."""
     extra: dict[str, Any] = Field(default_factory=dict)
@@ -59,11 +59,11 @@ class HttpSettings(ScorerSettings):
     concurrency: int = Field(default=64, ge=1, le=1024)
     """Most requests under way at once, and connections."""
     timeout_s: float = Field(default=60.0, gt=0.0, le=3600.0)
-    """Of one request, from its first byte to the last of the answer."""
+    """Timeout of one request, from its first byte to the last of the answer."""
     retries: int = Field(default=3, ge=0, le=20)
-    """Of one request, at most."""
+    """Maximum retries of one request."""
     retry_ratio: float = Field(default=0.2, ge=0.0, le=1.0)
-    """Of all retries to all requests, after the first ten."""
+    """Maximum ratio of all retries to all requests, after the first ten."""
     pause_s: float = Field(default=0.5, gt=0.0, le=60.0)
     """Longest pause before the first retry; each next one doubles it, to 10 s at most."""
     headers: dict[str, str] = Field(default_factory=dict)
@@ -73,9 +73,9 @@ class HttpSettings(ScorerSettings):
     ca: Path | None = None
     """PEM of the authority that signed the server's certificate; unset: those that the machine trusts."""
     name: str = Field(default="http", min_length=1)
-    """That it goes by in Describe."""
+    """Name in Describe."""
     version: str = "1"
-    """Of the server's model: change it whenever that changes."""
+    """Version of the server's model: change it whenever the model changes."""
     video: bool = False
     """Takes videos as well as pictures."""
     score_min: float | None = None

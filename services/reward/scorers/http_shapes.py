@@ -47,7 +47,7 @@ class Shape:
     """One sample a request; media and score stand by themselves."""
 
     def body(self, samples: Sequence[EncodedSample], params: Mapping[str, str], extra: Mapping[str, Any]) -> bytes:
-        """Of a request, as UTF-8."""
+        """Body of a request, as UTF-8."""
         files = [b'"%s"' % pybase64.b64encode(sample.media) for sample in samples]
         media = files[0] if self.single else b"[%s]" % b",".join(files)
         rest = json.dumps(self.fields(samples, params) | dict(extra), ensure_ascii=False).encode()

@@ -60,10 +60,10 @@ class PythonSettings(ScorerSettings):
     video: bool = False
     """Gets the frames of videos, instead of pictures."""
     time_limit_s: float = Field(default=30.0, gt=0.0, le=3600.0)
-    """Of one call, with what of its decoding was not done ahead. Beyond, its process is killed; each sample is asked
-    once more by itself."""
+    """Limit on one call, including decoding that was not done ahead. Beyond it the process is killed, and each sample
+    is scored once more by itself."""
     name: str = Field(default="python", min_length=1)
-    """That it goes by in Describe."""
+    """Name in Describe."""
     version: str = ""
     """Unset: a hash of the module's file."""
     score_min: float | None = None
@@ -150,7 +150,7 @@ def make(name: str, settings: Mapping[str, Any], num_threads: int) -> PythonFunc
 
 
 def _file_hash(settings: PythonSettings) -> str:
-    """Of the module's file, which is found without importing anything."""
+    """Hash of the module's file, which is found without importing anything."""
     module = settings.function.partition(":")[0]
     folders = [str(settings.path), *sys.path] if settings.path is not None else None
     spec = None

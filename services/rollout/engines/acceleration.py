@@ -38,7 +38,8 @@ MIN_SIZE = 1024
 MULTIPLE = 16
 """What the kernels want both sides of a weight to be a multiple of."""
 MAX_RECOMPILES = 64
-"""Of the blocks' common code: with and without mask, adapter or static sizes, for each of two experts."""
+"""Maximum compiled variants of the blocks' common code: with and without mask, adapter or static sizes, for each of two
+experts."""
 
 _watching: WeakSet[Pulse] = WeakSet()
 

@@ -78,7 +78,7 @@ class PromptGroup:
     indices: tuple[int, ...]
     seeds: tuple[int, ...]
     initial_seed: int = 0
-    """Of the initial latent that the group shares, if it does."""
+    """Seed of the initial latent if the group shares it."""
     images: tuple[Image.Image, ...] = ()
     """Condition images, for families that take them."""
     media: tuple[np.ndarray, ...] = ()

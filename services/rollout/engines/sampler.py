@@ -36,7 +36,7 @@ class Row:
     index: int
     seed: int
     initial_seed: int
-    """Of its initial latents; the same for a whole group if that is shared."""
+    """Seed of its initial latents; the same for a whole group if they are shared."""
     prompt: int
     """Its row of `Encoded.prompts`."""
     media: np.ndarray | None = None
@@ -44,7 +44,7 @@ class Row:
 
 
 _Prompts = tuple[PromptEmbeds, PromptEmbeds | None]
-"""Of a batch: one row a sample, and the negative ones: one row for all, or one each."""
+"""Prompts of a batch: one row per sample, and the negative ones: one row for all, or one each."""
 
 
 @dataclass

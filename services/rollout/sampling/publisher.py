@@ -41,11 +41,11 @@ class _Shared:
     """References that the samples of one batch have in common, or that came with the request."""
 
     embeds: dict[int, BlobRef]
-    """By group."""
+    """Embeddings by group."""
     negative: dict[int, BlobRef]
-    """By group; empty without guidance."""
+    """Negative embeddings by group; empty without guidance."""
     media: dict[tuple[int, int], Media]
-    """By group and index: what the request brought; empty where it had samples drawn."""
+    """Media of the request, by group and index; empty if its samples were drawn."""
 
 
 class Publisher:

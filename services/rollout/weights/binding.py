@@ -20,7 +20,7 @@ from services.rollout.engines.acceleration import QUANTIZATIONS
 MAX_WORLD_SIZE: Final = 65_536
 MAX_TIMEOUT_S: Final = 24 * 3600.0
 MAX_RANK: Final = 65_536
-"""Of an adapter."""
+"""Maximum rank of an adapter."""
 _LOAD_FORMATS: Final = ("", "safetensors", "dummy")
 _GROUP_ID: Final = re.compile(r"[A-Za-z0-9._:/-]{1,256}")
 

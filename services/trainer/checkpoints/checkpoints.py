@@ -60,7 +60,7 @@ class Checkpoints:
     job_id: str
     keep_last: int
     token: str = field(default_factory=lambda: secrets.token_hex(4))
-    """Of this trainer, rank 0's."""
+    """Token of this trainer, chosen by rank 0."""
 
     @cached_property
     def fence(self) -> Fence:
@@ -68,7 +68,7 @@ class Checkpoints:
         return Fence(self.directory)
 
     def take_over(self) -> None:
-        """By rank 0. Makes this trainer the job's current one: an earlier one that wakes completes nothing any more.
+        """Makes this trainer the job's current one; rank 0 calls it. An earlier trainer that wakes completes nothing.
         What it was writing aside goes, at once and as a whole, so that it cannot even be renamed."""
         self.fence.take()
         for left in self.directory.glob(".step-*partial"):

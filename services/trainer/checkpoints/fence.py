@@ -24,7 +24,7 @@ class Replaced(Exception):
 
 
 class Fence:
-    """Of one trainer; rank 0 takes and looks."""
+    """Fence of one trainer; rank 0 takes the number and checks it."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / NAME

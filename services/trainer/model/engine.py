@@ -193,14 +193,14 @@ def model_spec(spec: JobSpec) -> ModelSpec:
 
 
 def lora_spec(spec: JobSpec) -> LoraSpec:
-    """With the family's own target modules where the job names none."""
+    """LoRA settings, with the family's target modules if the job names none."""
     part = spec.trainer.lora
     targets = part.target_modules or adapter_for(spec.model.path).lora_targets
     return LoraSpec(rank=part.rank, alpha=part.alpha, target_modules=targets)
 
 
 def _set_threads(spec: JobSpec, ranks: Ranks) -> None:
-    """For the calling thread, which must be the one that computes."""
+    """Sets the threads of the calling thread, which must be the one that computes."""
     torch.set_num_threads(spec.trainer.threads or max(1, usable_cpus() // ranks.world_size))
     if spec.trainer.deterministic and devices.is_accelerator(ranks.device):
         torch.use_deterministic_algorithms(True, warn_only=True)

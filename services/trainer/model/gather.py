@@ -24,7 +24,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class Gather:
-    """Of one version of the weights; every rank goes through all `buckets` in order, each once.
+    """Gathers one version of the weights. Every rank goes through all `buckets` in order, each once.
 
     The all-gathers' memory is allocated here, before the first. A rank that fails inside `fill` must end: the others
     are in that bucket's collective.

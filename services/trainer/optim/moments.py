@@ -23,9 +23,9 @@ from flowfleet.hardware import devices
 from services.trainer.optim.quantized import QuantizedRows, is_quantized
 
 BUCKET_ELEMENTS = 2**26
-"""Of the host's pinned buffers, whose sizes torch rounds up to powers of two."""
+"""Elements of the host's pinned buffers, whose sizes torch rounds up to powers of two."""
 CHUNK_ELEMENTS = 2**24
-"""Of a parameter whose moments are decoded at once."""
+"""Elements of a parameter whose moments are decoded at once."""
 _SLOTS = 3
 
 
@@ -41,7 +41,7 @@ class Piece:
 
 class Moments(Protocol):
     def pieces(self, shards: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Iterator[list[Piece]]:
-        """Of the shards that have a gradient, all by published name. Must be exhausted."""
+        """Pieces of the shards that have a gradient, all by published name. Must be exhausted."""
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds of this rank: `<kind>.<name>`, each with as many rows as its shard, on the memory of

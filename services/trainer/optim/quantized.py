@@ -20,7 +20,7 @@ LEAST_ROW = 16
 
 
 def is_quantized(shard: Tensor) -> bool:
-    """By the shape of a row alone, so that all ranks agree."""
+    """Decides by the shape of a row alone, so that all ranks agree."""
     return shard.ndim > 1 and shard.shape[1:].numel() >= LEAST_ROW
 
 

@@ -39,8 +39,8 @@ _ATTENTION = {
 
 
 def blocks_of(expert: nn.Module) -> list[nn.Module]:
-    """By the class names that diffusers' models list. Raises ValueError for a transformer without them: nothing would
-    be split, checkpointed or compiled, unnoticed until the memory is full."""
+    """Blocks by the class names that diffusers' models list. Raises ValueError for a transformer without them:
+    otherwise nothing would be split, checkpointed or compiled, unnoticed until the memory is full."""
     names = set(getattr(expert, "_no_split_modules", None) or ())
     blocks = [module for module in expert.modules() if type(module).__name__ in names]
     if not blocks:

@@ -31,10 +31,10 @@ MAX_ATTEMPTS = 3
 """In a row in which nobody was found to be at fault."""
 _SETTLE_S = 5.0
 _SETTLE_KNOWN_S = 1.0
-"""With somebody at fault already found."""
+"""Settling time when a member at fault is already known."""
 _MAX_TIMEOUT_S = 60.0
 _TIMEOUT_SHARE = 1 / 6
-"""Of the job's `timeouts.publish_s`: several attempts must fit in."""
+"""Share of the job's `timeouts.publish_s` per attempt: several attempts must fit in."""
 
 log = logging.getLogger(__name__)
 

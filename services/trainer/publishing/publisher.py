@@ -25,7 +25,7 @@ from services.trainer.runner import Runner
 from services.trainer.worker import Job, Published, Worker
 
 _SHARE_OF_DEADLINE = 0.95
-"""Of the caller's time; the rest is for the answer."""
+"""Share of the caller's time that is used; the rest is for the answer."""
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Publisher:
 
 
 async def _answering(clients: list[ReplicaClient], failed: dict[str, str]) -> list[ReplicaClient]:
-    """Those that still tell their status, whose failures are struck off `failed`."""
+    """Replicas that still answer; their failures are removed from `failed`."""
     silent = await failures(clients, lambda client: client.status())
     answering = [client for client in clients if client.replica_id not in silent]
     for client in answering:

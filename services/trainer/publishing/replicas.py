@@ -124,7 +124,7 @@ class Phase:
 
     @property
     def guilty(self) -> dict[str, ReplicaFailure]:
-        """Those of `failed` that are no victims."""
+        """Members of `failed` that caused the failure."""
         return {replica_id: failure for replica_id, failure in self.failed.items() if not failure.is_victim}
 
     async def ended(self, timeout_s: float | None = None) -> bool:

@@ -99,7 +99,7 @@ def _rollout_batches(order: Sequence[int], keys: Sequence[Key], spec: JobSpec) -
 
 
 def _shuffled(items: list[T], spec: JobSpec, step: int) -> list[T]:
-    """With one update a step the order is of no account and stays."""
+    """Shuffles the rows. With one update per step their order does not matter and stays."""
     if spec.trainer.updates_per_step == 1:
         return items
     return random.Random(derive_seed(spec.seed, "updates", step)).sample(items, len(items))

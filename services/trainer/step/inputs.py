@@ -45,7 +45,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class StepsBatch(Batch):
-    """With the W noisy steps of each sample, for policy losses."""
+    """Inputs with the W noisy steps of each sample, for policy losses."""
 
     latents: Tensor
     """(W, B, *latent) float32, before each step."""
@@ -57,7 +57,7 @@ class StepsBatch(Batch):
 
 @dataclass(frozen=True, kw_only=True)
 class FinalBatch(Batch):
-    """With what each sample ended as, for matching losses."""
+    """Inputs with each sample's final latents, for matching losses."""
 
     clean: Tensor
     """(B, *latent) float32."""

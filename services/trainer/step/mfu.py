@@ -21,7 +21,7 @@ INFERRED = ("old_log_prob", "ref")
 
 
 class Mfu:
-    """Of a job. Says nothing unless every rank knows its device's peak and what the model costs."""
+    """Model FLOPs utilization of a job. Empty unless every rank knows its device's peak and the model's cost."""
 
     def __init__(self, spec: JobSpec, ranks: Ranks) -> None:
         """Collective."""
@@ -63,7 +63,7 @@ class Mfu:
         return [reference + int(number >= late) for number in range(num_updates)]
 
     def _forwards(self, batches: Sequence[Batch], flops: Callable[[float], float]) -> float:
-        """Of this rank's rows, guidance included."""
+        """Forwards of this rank's rows, guidance included."""
         total = 0.0
         for batch in batches:
             if batch.is_padding:

@@ -55,7 +55,7 @@ def pairs_of(request: TrainStepRequest, spec: JobSpec) -> list[Pair]:
 
 
 def sample_name(sample: SampleId) -> str:
-    """As people read it: job/step/group/index."""
+    """Readable name: job/step/group/index."""
     return f"{sample.job_id}/{sample.step}/{sample.group}/{sample.index}"
 
 

@@ -17,7 +17,7 @@ from services.trainer.step.inputs import Batch, StepsBatch
 
 
 class Totals:
-    """Of one step. Padding brings nothing into any sum, but its names."""
+    """Totals of one step. Padding adds no value to any sum, only names."""
 
     def __init__(self, ranks: Ranks, num_steps: int, num_samples: int) -> None:
         """`num_steps`: noisy ones, 0 for losses that read none; `num_samples`: of the step, over all ranks."""

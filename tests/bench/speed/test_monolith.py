@@ -71,7 +71,7 @@ def trained(spec: JobSpec, rewards: list[float | None]) -> dict[str, torch.Tenso
 
 
 def test_samples_without_a_score_are_left_out(spec: JobSpec) -> None:
-    """As if they had not been sampled, not as if they had scored 0."""
+    """Such samples count as not sampled, not as scored 0."""
     left, whole, zeros = (trained(spec, [*more, *REWARDS]) for more in ([None] * 4, [], [0.0] * 4))
     assert all(torch.equal(left[name], whole[name]) for name in whole)
     assert not all(torch.equal(zeros[name], whole[name]) for name in whole)

@@ -33,7 +33,7 @@ def row_mean(values: Array) -> Array:
 
 
 def backward(loss: torch.Tensor) -> None:
-    """Of the sum over rows."""
+    """Runs the backward of the sum over rows."""
     loss.sum().backward()  # type: ignore[no-untyped-call]
 
 

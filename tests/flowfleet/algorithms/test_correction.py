@@ -15,7 +15,7 @@ from tests.flowfleet.algorithms.numerics import PRECISIONS, as_float64, close
 
 
 def weight(part: CorrectionPart, gap: float, num_elements: int, bypass: bool) -> tuple[float, bool]:
-    """Of one row, and whether it is outside, by the definitions."""
+    """Weight of one row, and whether it is outside, by the definitions."""
     ratio = math.exp(max(-20.0, min(20.0, gap * num_elements if part.joint else gap)))
     if part.mode == "truncated":
         return min(part.high, ratio) / (ratio if bypass else 1.0), ratio > part.high
@@ -93,7 +93,7 @@ def test_how_far_rows_are_from_agreement() -> None:
 @pytest.mark.parametrize("mode", ["truncated", "band", "rejection"])
 @pytest.mark.parametrize("bypass", [False, True])
 def test_equal_log_probs_weigh_exactly_one(mode: str, bypass: bool) -> None:
-    """With bounds of exactly 1 as well: they are inclusive."""
+    """Holds for bounds of exactly 1 as well: they are inclusive."""
     joint = mode == "rejection" or not bypass
     part = CorrectionPart.model_validate({"mode": mode, "low": 1.0, "high": 1.0, "joint": joint})
     log_prob = torch.randn(5)

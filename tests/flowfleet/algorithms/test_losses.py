@@ -59,7 +59,7 @@ class Expected:
     log_prob_gradient: Array
     mean_gradient: Array
     log_ratio: Array
-    """That the loss limits."""
+    """Ratio that the loss limits."""
     is_close_call: NDArray[np.bool_]
     """Rows within float32's rounding of a limit, which may fall on either side of it."""
 

@@ -70,7 +70,7 @@ def seen_by(rows: MatchingRows) -> Inputs:
 
 
 def nft_error(inputs: Inputs, beta: float) -> Array:
-    """Of the x0 predicted by the mixture of new and old policy."""
+    """Error of the x0 predicted by the mixture of new and old policy."""
     sigma = per_row(inputs.sigma, inputs.clean)
     x_sigma = (1 - sigma) * inputs.clean + sigma * inputs.noise
     return x_sigma - sigma * ((1 - beta) * inputs.old + beta * inputs.velocity) - inputs.clean
@@ -144,7 +144,7 @@ def test_diffusion_nft_matches_the_formula(
 
 
 def test_on_policy_nft_pulls_towards_good_samples_and_pushes_from_bad_ones() -> None:
-    """With f = old both losses are equal, and the gradient is A / clamp times that of the plain matching loss."""
+    """Both losses are equal if f = old, and the gradient is A / clamp times that of the plain matching loss."""
     batch = draw(1, 3, [7], torch.float64, distance=0.0)
     batch.advantages.copy_(torch.tensor([5.0, 0.0, -2.5]))
     output = diffusion_nft(batch, AlgorithmPart(beta=0.2))

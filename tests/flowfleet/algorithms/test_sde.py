@@ -154,7 +154,8 @@ def test_last_cps_step_has_no_noise_and_predicts_the_clean_sample() -> None:
 
 @pytest.mark.parametrize("name", sorted(STEPS))
 def test_steps_keep_the_marginal_of_a_point_mass(name: str) -> None:
-    """With data at 0 and the exact velocity x / s, x at s is N(0, s^2); a short step must give N(0, s'^2)."""
+    """If all data is 0 and the velocity is the exact x / s, then x at s is N(0, s^2); a short step must give N(0,
+    s'^2)."""
     generator = torch.Generator().manual_seed(4)
     s, s_next = 0.6, 0.599
     x = s * torch.randn(1, 400_000, generator=generator, dtype=torch.float64)

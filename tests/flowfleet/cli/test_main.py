@@ -260,7 +260,7 @@ def test_a_comparison_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def options_of(command: Any, name: str = "") -> Iterator[tuple[str, list[str]]]:
-    """Of a command; of a group of commands, of each."""
+    """Options of a command; of a group, those of each command."""
     for child, found in getattr(command, "commands", {}).items():
         yield from options_of(found, f"{name} {child}".strip())
     if not hasattr(command, "commands"):

@@ -93,7 +93,7 @@ def test_the_best_of_a_step_where_one_wants_it(run: Run, job: Job) -> None:
 
 
 def test_disagreement_shows_who_says_what(run: Run, job: Job) -> None:
-    """Of the second group's samples 0 is the lowest to ocr and the highest to clip."""
+    """Sample 0 of the second group is ranked lowest by ocr and highest by clip."""
     assert run(job.id, "--disagree", "1", "--out", "page.html").exit_code == 0
     page = Path("page.html").read_text()
     assert "clip puts it 1 of 6, ocr puts it 6 of 6: 1.00 apart" in page

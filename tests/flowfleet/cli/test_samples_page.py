@@ -119,7 +119,7 @@ def test_a_card_says_all_that_is_known() -> None:
 
 
 def test_a_groups_strip_has_a_tick_a_reward() -> None:
-    """Of 200 units for 0 to 1."""
+    """The strip is 200 units wide for 0 to 1."""
     read = Read(page(JOB, "", [shown(0), shown(1, None, reward=0.25), shown(2, None, reward=None)]))
     assert [have["x1"] for have in read.all("line")] == ["0", "100.0", "50.0"]
     assert len(read.all("line", **{"class": "picked"})) == 1

@@ -106,7 +106,7 @@ async def serving(service: RewardServiceServicer, healthy: bool | None = True, s
 
 
 def report_on(service: Right, options: Options = OPTIONS) -> Report:
-    """Of the suite, against the service."""
+    """Runs the suite against the service."""
 
     async def main() -> Report:
         async with serving(service, service.serving, service.max_message_bytes) as address:

@@ -13,7 +13,7 @@ def request(step: int, advantage: float = 1.0) -> trainer_pb2.TrainStepRequest:
 
 
 def history(*advantages: float) -> dict[int, str]:
-    """Of a job whose steps had these requests."""
+    """Lineages of a job whose steps had these requests."""
     made: dict[int, str] = {}
     for step, advantage in enumerate(advantages):
         extend(made, request(step, advantage))
@@ -30,7 +30,7 @@ def test_a_lineage_tells_every_request_before_it() -> None:
 
 
 def test_a_lineage_that_is_not_known_makes_no_other() -> None:
-    """As of a job that began before lineages were kept."""
+    """Covers jobs that began before lineages were kept."""
     assert follow({}, request(4)) == ""
     known: dict[int, str] = {}
     extend(known, request(4))

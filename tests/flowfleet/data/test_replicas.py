@@ -177,7 +177,7 @@ def test_a_server_that_lost_its_data_is_read_from_the_start(run: Callable[[Use],
 
 
 async def put_text(directory: ReplicaDirectory, redis: Any, name: str, text: str) -> None:
-    """As a replica of another version may."""
+    """Writes text like a replica of another version might."""
     await directory.put(record(name))
     await redis.hset(keys.replicas("records"), name, text)
 

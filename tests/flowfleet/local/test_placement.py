@@ -35,6 +35,7 @@ def test_what_is_given_is_taken_and_the_rest_follows() -> None:
     "placed", [Placement(("0",), ("0",)), Placement(("0", "0"), ("1",))], ids=["with the trainer", "rollouts alone"]
 )
 def test_who_shares_is_told_that_publishing_is_slower(placed: Placement) -> None:
-    """As `services.trainer.publishing.broadcast.common_backend` has it: no group of NCCL, but one of Gloo."""
+    """The rule is that of `services.trainer.publishing.broadcast.common_backend`: a Gloo group instead of an NCCL
+    group."""
     assert "full publish their weights through host memory (Gloo), which is slower" in (placed.warning or "")
     assert "cannot" not in (placed.warning or "")

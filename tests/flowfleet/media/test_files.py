@@ -28,7 +28,7 @@ MP4, _ = encode_media(VIDEO)
 
 
 def mp4(frames: Frames, codec: str = "libx264", **options: str) -> bytes:
-    """As another program would write it: plain settings, no colour tags."""
+    """A file as another program would write it: plain settings, no color tags."""
     out = io.BytesIO()
     with av.open(out, "w", format="mp4", options=options) as container:
         stream = container.add_stream(codec, rate=25)

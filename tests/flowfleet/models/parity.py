@@ -179,7 +179,7 @@ def assert_media_are_encoded_as_by_the_vae(
 
 
 def assert_trains_alone(trainer: ModelAdapter, whole: ModelAdapter, size: Size) -> None:
-    """With the transformer alone: the same schedule, shapes and velocity as with all components."""
+    """Checks the transformer alone: the same schedule, shapes and velocity as with all components."""
     assert trainer.latent_shape(size) == whole.latent_shape(size)
     assert torch.equal(trainer.schedule(6, size).sigmas, whole.schedule(6, size).sigmas)
     prompts, latents = whole.encode(RAGGED), trainer.initial_latents(SEEDS, size)

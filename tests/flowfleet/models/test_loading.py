@@ -51,7 +51,7 @@ def models_of(adapter: ModelAdapter) -> dict[str, nn.Module]:
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_a_dummy_model_differs_from_a_loaded_one_in_its_parameters_alone(kind: str, tmp_path: Path) -> None:
-    """With the loaded one's parameters in it, it computes the same bits: buffers and tables are right."""
+    """The dummy with the loaded parameters computes the same bits: its buffers and tables are right."""
     path, dtype = make_tiny(kind, tmp_path / "model"), torch.bfloat16
     family = adapter_for(path)
     loaded = family.load(path, dtype=dtype)

@@ -16,7 +16,7 @@ WIDTH, LAYERS, RANK = 3072, 60, 64
 
 
 def base_formula(num_text_tokens: int) -> float:
-    """Of Qwen-Image at 512², 1024 image tokens: 2·L·12d²(img + txt) + 2·L·12d² + 4·L·H·dh·(img + txt)²."""
+    """FLOPs of Qwen-Image at 512², 1024 image tokens: 2·L·12d²(img + txt) + 2·L·12d² + 4·L·H·dh·(img + txt)²."""
     tokens = 1024 + num_text_tokens
     return 2 * LAYERS * 12 * WIDTH**2 * (tokens + 1) + 4 * LAYERS * WIDTH * tokens**2
 

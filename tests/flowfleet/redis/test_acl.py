@@ -78,7 +78,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 PUT = "return redis.call('HSET', KEYS[1], 'field', 'value')"
-"""As the registry's script."""
+"""Script like the registry's."""
 REACH = "return redis.call('SET', 'ff:0193-job:record', 'value')"
 """A key that the script does not declare."""
 

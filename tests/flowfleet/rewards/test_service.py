@@ -29,7 +29,7 @@ VIDEO = encode_media(np.zeros((5, 4, 6, 3), np.uint8))[0]
 
 
 def request(*prompts: str, **params: str) -> ScoreRequest:
-    """Of pictures that are named by their places; each group is the prompt's first letter."""
+    """Request of pictures named by their places; each group is the prompt's first letter."""
     samples = [
         RewardSample(sample_id=str(place), media=PNG, media_type="image/png", prompt=prompt, group_id=prompt[:1])
         for place, prompt in enumerate(prompts)

@@ -158,8 +158,8 @@ GARBAGE = (b"\x0a\xff\xff\xff\xff\x0f", b"\xff" * 64, b"\x0a\x02\xc3\x28")
 def test_malformed_protobuf_is_an_invalid_argument_without_a_traceback(
     token: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of every kind of handler, the health service among them; a caller without the token has nothing parsed, and is
-    told the health of the whole server."""
+    """Holds for every kind of handler, the health service included. A caller without the token has nothing parsed and
+    sees only the whole server's health."""
 
     async def codes(channel: grpc.aio.Channel) -> set[grpc.StatusCode]:
         unary = [channel.unary_unary(f"/{REWARD}/Score"), channel.unary_unary("/grpc.health.v1.Health/Check")]

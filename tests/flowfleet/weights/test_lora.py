@@ -42,7 +42,7 @@ def forward(experts: dict[str, nn.Module]) -> torch.Tensor:
 
 
 def forward_two(experts: dict[str, nn.Module]) -> list[torch.Tensor]:
-    """Of each expert, on the same random input."""
+    """Runs each expert on the same random input."""
     generator = torch.Generator().manual_seed(0)
     latents, prompts = torch.randn(1, 16, 1, 4, 4, generator=generator), torch.randn(1, 6, 32, generator=generator)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""As serve_idle, with certificates looked at ten times a second."""
+"""Runs serve_idle, but checks certificates ten times per second."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ async def nobody() -> AsyncIterator[str]:
 
 
 def asked(server: Server, deadline_s: float = 20.0) -> dict[str, Answer]:
-    """Of the reward `beauty`, whose service is called `judge`. Raises what the plane raises."""
+    """Asks the reward `beauty`, whose service is called `judge`. Raises what the plane raises."""
 
     async def scenario() -> dict[str, Answer]:
         async with server() as address:

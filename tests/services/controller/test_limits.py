@@ -20,7 +20,7 @@ from services.controller.store.jobs import JobStore
 
 
 def job(pool: str = "default", **parts: Any) -> JobSpec:
-    """Of 6 groups of 4, unless its parts say otherwise."""
+    """A job of 6 groups of 4, unless its parts say otherwise."""
     rollout = {"pool": pool, "prompts_per_step": 6, "group_size": 4, **parts.pop("rollout", {})}
     base = {"model": {"path": "m"}, "rewards": {"ocr": {}}, "data": {"train": "t.txt"}}
     return parse_job({**base, "rollout": rollout, **parts})

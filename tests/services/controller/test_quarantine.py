@@ -35,7 +35,7 @@ async def watch(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 async def hold(watch: Quarantine, job_id: str, seconds: float) -> None:
-    """As a task that the job's driver has started."""
+    """Holds like a task that the job's driver has started."""
 
     async def driver() -> None:
         if job_id:
@@ -154,7 +154,7 @@ async def test_a_job_that_kills_controllers_is_quarantined_and_the_others_go_on(
     async with scene.running():
 
         async def ask(method: str, path: str, **given: Any) -> dict[str, Any]:
-            """Of whichever controller answers; those that ended are started again, as a supervisor does."""
+            """Asks whichever controller answers; restarts those that ended, like a supervisor."""
             async with asyncio.timeout(60):
                 while True:
                     for number, controller in enumerate(scene.controllers):

@@ -138,7 +138,7 @@ async def test_errors_by_their_words(error: exceptions.RedisError, reason: str |
 
 
 async def test_a_write_waits_and_a_mistake_does_not(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As rollouts write blobs and references."""
+    """Rollouts write blobs and references this way."""
     monkeypatch.setattr(redis_trouble, "RETRY_S", 0.02)
     redis = connect(redis_url)
     await redis.config_set("maxmemory", 1)

@@ -43,7 +43,7 @@ class ChangingWorld(World):
             self.opened_with[step] = self.number
 
     def pause_and_change(self) -> None:
-        """As the driver does: nothing is being scored."""
+        """Changes rewards like the driver: nothing is being scored."""
         self.emit(ev.PauseRequested())
         self.number += 1
         first = self.machine.first_changed(unscored=True)

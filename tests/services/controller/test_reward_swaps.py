@@ -45,7 +45,7 @@ class HeldReward(ScriptedReward):
 
 
 async def change(fleet: ScriptedFleet, job_id: str, **parts: Any) -> JobRecord:
-    """As the REST API does; returns once it is taken up."""
+    """Changes rewards like the REST API; returns once the job has applied the change."""
     record = await fleet.store.get(job_id)
     number = record.rewards.revision + 1
     wanted = RewardChange.model_validate({"revision": number - 1, **parts})

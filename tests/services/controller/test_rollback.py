@@ -130,7 +130,7 @@ class RollingWorld(World):
         return self.machine.published_as(self.served, digest)
 
     def ensure_trainer(self) -> None:
-        """As the controller and the trainer do it: a live one that does not go with the ledger is replaced."""
+        """Replaces a live trainer that does not match the ledger, like the controller and the trainer."""
         version, stored = self.machine.state.version, self.stored()
         history = dict(self.machine.state.history)
         if version in stored:

@@ -23,7 +23,7 @@ from tests.services.controller.test_process import IDLE, controller
 Job = Callable[..., dict[str, Any]]
 KEY = "a-key-of-some-length"
 EXAMPLES = 10
-"""Of each operation, beside the cases that schemathesis derives from the page alone."""
+"""Number of examples of each operation, besides the cases that schemathesis derives from the page alone."""
 
 CONFIG = """\
 seed = 1

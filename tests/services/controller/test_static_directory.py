@@ -12,7 +12,7 @@ from services.controller.settings import ControllerSettings
 
 
 def write(file: Path, text: str, at: int) -> None:
-    """With a time of change of its own: two writes may share a tick of the clock."""
+    """Writes with an explicit change time: two writes may share a tick of the clock."""
     file.write_text(text)
     os.utime(file, ns=(at, at))
 

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 START_S = 120.0
-"""For a service to be up: torch takes its time on a busy machine."""
+"""Time for a service to start: importing torch takes long on a busy machine."""
 
 
 @dataclass

@@ -83,7 +83,7 @@ def test_colors(colors: tuple[str, str], partial: float, strict: bool) -> None:
 
 
 def test_of_the_wrong_number_no_color_counts() -> None:
-    """As in flow_grpo. The benchmark looks at the two most certain, and so the colours of these are asked for."""
+    """This is flow_grpo's rule. The benchmark looks at the two most certain objects, so their colors are asked for."""
     asked, cars = request({"class": "car", "count": 2, "color": "red"}), found(car=[LEFT, RIGHT, LEFT])
     assert needs_colors(asked, cars) == {0: cars["car"][:2]}
     assert judge(asked, cars, {0: ("red", "red")}, 0.1).partial == (0.5 + 0.0) / 2

@@ -61,7 +61,7 @@ def make_request(
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """As many threads here as in the engine: a CPU's kernels split their sums by threads, so bits depend on it."""
+    """Uses as many threads as the engine: a CPU's kernels split their sums by threads, so bits depend on it."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

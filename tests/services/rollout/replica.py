@@ -50,7 +50,7 @@ class ReplicaProcess:
 
     @property
     def metrics_url(self) -> str:
-        """As the log tells it."""
+        """URL from the log."""
         (url,) = re.findall(r"http://\S+/metrics", self.log.read_text())
         return str(url)
 

@@ -157,7 +157,7 @@ def test_the_ode_ends_where_euler_steps_end(
 
 
 def test_a_request_repeated_makes_the_same_bits_whatever_is_recorded(ready: DiffusersEngine, model: ModelSpec) -> None:
-    """With noise up to the last step, the final latents are the end of the recorded steps."""
+    """The final latents are the end of the recorded steps if noise reaches the last step."""
     first, again = (run(ready, request_for(model, record=record)) for record in ("steps", "final"))
     assert not first.negative
     for one, same in zip(first.samples, again.samples, strict=True):
@@ -167,7 +167,7 @@ def test_a_request_repeated_makes_the_same_bits_whatever_is_recorded(ready: Diff
 
 
 def test_finished_media_become_latents(ready: DiffusersEngine, model: ModelSpec) -> None:
-    """Those of the adapter, row by row, with the prompts' embeds beside them."""
+    """They equal the adapter's latents, row by row, and come with the prompts' embeds."""
     request = request_for(model, sde_steps=(), record="final", indices=(3, 5))
     size = request.sampling.size
     rng = np.random.default_rng(4)

@@ -359,7 +359,7 @@ def test_an_init_that_cannot_work_leaves_what_is_served(client: Any, model: Mode
 
 
 def test_a_binding_that_failed_leaves_no_job(client: Any, model: ModelSpec, tmp_path: Path) -> None:
-    """That such a folder has no weights is found out while it is loaded."""
+    """The missing weights are noticed only while the folder is loaded."""
     (tmp_path / "model_index.json").write_text('{"_class_name": "QwenImagePipeline"}')
 
     async def scenario() -> None:

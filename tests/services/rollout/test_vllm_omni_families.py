@@ -80,7 +80,7 @@ def assert_close(one: GeneratedBatch, other: GeneratedBatch) -> None:
 
 
 def test_the_trajectory_is_that_of_the_diffusers_engine(pair: Pair) -> None:
-    """With guidance, and with both experts where there are two."""
+    """Compares with guidance, and with both experts where there are two."""
     one, other = pair.draw(request_for(pair.model, guidance_scale=3.0, indices=(0, 1)))
     assert_close(one, other)
     again, _ = pair.draw(request_for(pair.model, guidance_scale=3.0, indices=(0, 1)))

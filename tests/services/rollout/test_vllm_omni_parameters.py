@@ -32,7 +32,7 @@ class Attention(nn.Module):
 
 
 class Wrapped(nn.Module):
-    """As LoRA wraps a layer."""
+    """Wraps a layer like LoRA."""
 
     def __init__(self, base_layer: nn.Module) -> None:
         super().__init__()

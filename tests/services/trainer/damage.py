@@ -60,7 +60,7 @@ def lose_state(checkpoint: Path) -> None:
 
 
 def without_digests(checkpoint: Path) -> None:
-    """As it was written before there were digests."""
+    """Rewrites a checkpoint in the format without digests."""
     state = read_state(checkpoint)
     del state["digests"]
     (checkpoint / "state.json").write_text(json.dumps(state))

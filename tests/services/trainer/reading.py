@@ -74,7 +74,7 @@ def as_rank(rank: int, path: Path) -> dict[str, Any]:
 
 
 def _are_rows(parameters: dict[str, Any], whole: dict[str, torch.Tensor], rank: int) -> bool:
-    """By `torch.chunk`, which defines how FSDP spreads rows."""
+    """Compares with `torch.chunk`, which defines how FSDP spreads rows."""
     for name, parameter in parameters.items():
         assert isinstance(parameter, DTensor)
         chunks = torch.chunk(whole[name], WORLD_SIZE)

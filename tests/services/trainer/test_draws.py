@@ -95,7 +95,7 @@ def test_shifted_levels_have_the_samplers_quantiles(shift: float, boundary: floa
 @settings(max_examples=40, deadline=None)
 @given(boundary=st.floats(0.01, 0.99), seed=st.integers(0, 2**63 - 1), update=st.integers(0, 3))
 def test_all_rows_of_a_round_lie_on_one_side(make: Any, boundary: float, seed: int, update: int) -> None:
-    """As the adapter compares: float32 timesteps with the boundary."""
+    """The comparison is the adapter's: float32 timesteps with the boundary."""
     draws = make(seed, 0, boundary=boundary)
     for k in range(3):
         sigmas = draws.sigmas(PLACES[:50], update, k)

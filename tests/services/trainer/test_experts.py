@@ -31,7 +31,7 @@ def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def spec_of(
     wan: Path, mode: str, levels: tuple[float, float] = (0.75, 0.98), num_levels: int = 2, **trainer: Any
 ) -> JobSpec:
-    """Of DiffusionNFT, whose noise levels are free."""
+    """Settings of DiffusionNFT, whose noise levels are free."""
     return make_spec(
         wan,
         algorithm={

@@ -21,7 +21,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen_image_edit_2511": {"condition_pixels": 1024},
     "stable_diffusion_3": {"guidance_scale": 3.0},
 }
-"""Of `rollout`, by kind of checkpoint, where the defaults do not do, or more is shown."""
+"""Settings of `rollout` by kind of checkpoint, where the defaults do not work or a test shows more."""
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

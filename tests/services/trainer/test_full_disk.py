@@ -30,7 +30,7 @@ def worker(tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Of 17 MiB, where a checkpoint needs 16 MiB and its 120 kB."""
+    """Makes a disk of 17 MiB; a checkpoint needs 16 MiB and its 120 kB."""
     disk = tmp_path / "checkpoints"
     disk.mkdir(exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", "size=17m", "tmpfs", str(disk)]

@@ -20,9 +20,10 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "diffusion_nft": {"name": "diffusion_nft", "num_noise_levels": 2, "old_policy": {"rate": 0.5, "max": 0.5}},
     "dpo": {"name": "online_dpo", "num_noise_levels": 2, "beta": 10.0},
 }
-"""By loss."""
+"""Settings by loss."""
 OPTIMIZER = {"lr": 1e-2, "eps": 1e-3}
-"""With a tiny eps, AdamW's first steps have the size lr whatever the gradient, and rounding would decide their sign."""
+"""Larger eps: with a tiny one, AdamW's first steps have the size lr whatever the gradient, and rounding would decide
+their sign."""
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
@@ -30,7 +31,7 @@ OPTIMIZER = {"lr": 1e-2, "eps": 1e-3}
 def test_two_steps_equal_plain_pytorch(
     loss: str, mode: str, tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
 ) -> None:
-    """With guidance and a tie to the reference where the loss has one."""
+    """Covers guidance, and a tie to the reference where the loss has one."""
     algorithm = ALGORITHMS[loss] | ({} if LOSSES[loss].needs_reference else {"kl_coef": 0.01})
     spec = make_spec(
         tiny_qwen_image,

@@ -42,7 +42,7 @@ def curve(response: trainer_pb2.TrainStepResponse) -> dict[str, float]:
 
 
 def velocity(pipeline: Any, drawer: Drawer, spec: JobSpec) -> torch.Tensor:
-    """Of the transformer in a `QwenImagePipeline`, at made-up inputs."""
+    """Velocity of the transformer in a `QwenImagePipeline`, at made-up inputs."""
     own = drawer.adapter
     adapter = type(own)(pipeline, own.vae_config, dtype=own.dtype, device=own.device)
     generator = torch.Generator().manual_seed(5)

@@ -25,7 +25,7 @@ from services.controller.store.sample_refs import TRAINED
 log = logging.getLogger(__name__)
 
 CODES = frozenset({grpc.StatusCode.NOT_FOUND, grpc.StatusCode.DATA_LOSS})
-"""By which a command says that a blob is gone or broken."""
+"""Codes by which a command reports that a blob is missing or broken."""
 SCORED = ("media",)
 
 
@@ -55,7 +55,7 @@ async def make_again(job: JobContext, command: Command, message: str = "") -> bo
 
 
 async def _lost(job: JobContext, samples: Sequence[common_pb2.Sample], names: Iterable[str]) -> list[common_pb2.Sample]:
-    """Those that refer to a blob that is gone; where none is, those that refer to one that is broken."""
+    """Samples that refer to a missing blob; if there are none, those that refer to a broken one."""
     refs = {sample.id.SerializeToString(): [getattr(sample, n) for n in names] for sample in samples}
     named = {ref.uri: ref for found in refs.values() for ref in found if ref.uri}
     gone = {ref.uri for ref in await job.blobs.renew(named.values(), WORKING_TTL_S)}

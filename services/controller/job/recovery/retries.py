@@ -28,7 +28,7 @@ PATIENT = frozenset(
 processes one after the other, and a trainer that is started again reads them."""
 
 MAX_FAILURES = 5
-"""For every other code (INTERNAL, DATA_LOSS, DEADLINE_EXCEEDED, …), in a row."""
+"""Maximum consecutive failures with every other code (INTERNAL, DATA_LOSS, DEADLINE_EXCEEDED, …)."""
 
 TRAINER_COMMANDS = (EnsureTrainer, TrainStep, Publish, Checkpoint, Export)
 

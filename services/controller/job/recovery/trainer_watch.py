@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
 ANSWER_S = 2.0
-"""For rank 0 to tell; one that computes holds the interpreter's lock now and then."""
+"""Time for rank 0 to answer; while it computes, it sometimes holds the interpreter's lock."""
 
 
 class TrainerWatch:

@@ -57,7 +57,7 @@ class CircuitBreaker:
         return self._probing
 
     def succeed(self, probe: bool) -> None:
-        """Of calls that began before it opened only the probe closes it."""
+        """Records a success. Of calls that began before it opened, only the probe closes it."""
         if self._opened is None or probe:
             self._failures, self._opened, self._probing = 0, None, False
             self._cooldown_s = self._first_cooldown_s

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class JudgeClient:
-    """For one event loop: `start` it there before the first question, `close` it at the end."""
+    """Client for one event loop: `start` it there before the first question, `close` it at the end."""
 
     def __init__(self, settings: JudgeSettings, metrics: JudgeMetrics) -> None:
         self._settings = settings
@@ -65,7 +65,7 @@ class JudgeClient:
         return answer
 
     def keep(self, request: ChatRequest, answer: Answer) -> None:
-        """For the next time."""
+        """Keeps the connection for the next call."""
         self._cache.put(request.key, answer)
 
     async def ask(self, request: ChatRequest) -> Answer:

@@ -44,7 +44,7 @@ class Place:
 
 
 class Servers:
-    """For one event loop."""
+    """Servers for one event loop."""
 
     def __init__(
         self, settings: JudgeSettings, metrics: JudgeMetrics, clock: Callable[[], float] = time.monotonic

@@ -107,7 +107,7 @@ def _sampled(file: Path) -> bytes:
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """Of a safetensors file, and where its data begins."""
+    """Reads a safetensors file's header, and the offset of its data."""
     with file.open("rb") as stream:
         try:
             (length,) = struct.unpack("<Q", stream.read(8))

@@ -119,7 +119,7 @@ class _ClipScorer(Scorer[None], Generic[Settings]):
     modalities = (MODALITY_IMAGE, MODALITY_VIDEO)
     call_bytes = 0
     number: ClassVar[int] = 1
-    """Of this code: goes up when it gives the same picture another score."""
+    """Version of this code: raised when it gives the same picture another score."""
 
     def __init__(self, settings: Settings, num_threads: int) -> None:
         check_checkpoint(settings.model, "model", ("clip",))
@@ -157,12 +157,12 @@ class _ClipScorer(Scorer[None], Generic[Settings]):
 
 
 def _within_one(cosine: float) -> float:
-    """Of unit vectors in float32, a little more can come out. NaN stays NaN."""
+    """Clips to ± 1: products of float32 unit vectors may exceed it slightly. NaN stays NaN."""
     return cosine if math.isnan(cosine) else min(max(cosine, -1.0), 1.0)
 
 
 class ClipSettings(ModelSettings):
-    """Of `clip`."""
+    """Settings of `clip`."""
 
     scale: float = Field(default=1.0, gt=0.0)
     """The cosine is multiplied by it."""
@@ -184,7 +184,7 @@ class ClipScore(_ClipScorer[ClipSettings]):
 
 
 class PickScoreSettings(ModelSettings):
-    """Of `pickscore`."""
+    """Settings of `pickscore`."""
 
     divide_by: float = Field(default=26.0, gt=0.0)
     """exp(logit_scale) × cosine is divided by it: 26 as in flow_grpo, about 0.65 … 0.95; 1 as its authors have it."""
@@ -206,7 +206,7 @@ class PickScore(_ClipScorer[PickScoreSettings]):
 
 
 class HpsSettings(ModelSettings):
-    """Of `hps`."""
+    """Settings of `hps`."""
 
     fit: Literal["pad", "crop"] = "pad"
     """How a picture that is not square comes to be: "pad": with black on both sides, as HPSv2 does it. "crop": its

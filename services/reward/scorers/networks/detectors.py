@@ -51,7 +51,7 @@ Found = dict[str, list[Detection]]
 
 
 class Detector(ABC):
-    """For one thread at a time."""
+    """Detector for one thread at a time."""
 
     def __init__(self, settings: ModelSettings, kind: Any) -> None:
         self._device = pick_device(settings.device)
@@ -61,7 +61,7 @@ class Detector(ABC):
         self._processor = image_processor(settings.processor_folder, settings.processor_setting)
 
     def unknown(self, names: Sequence[str]) -> list[str]:
-        """Those of the classes that it cannot find."""
+        """Classes that it cannot find."""
         return []
 
     @torch.inference_mode()
@@ -106,7 +106,7 @@ class Detector(ABC):
 
 
 class ClosedDetector(Detector):
-    """Of the classes that the checkpoint was trained on."""
+    """Detector of the classes that the checkpoint was trained on."""
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__(settings, transformers.AutoModelForObjectDetection)
@@ -126,7 +126,7 @@ class ClosedDetector(Detector):
 
 
 class OpenDetector(Detector):
-    """Of any class: "a photo of a …" is what it is asked for."""
+    """Detector of any class, asked for "a photo of a …"."""
 
     def __init__(self, settings: ModelSettings, kind: Any, query: str) -> None:
         super().__init__(settings, kind)

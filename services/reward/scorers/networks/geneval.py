@@ -60,12 +60,12 @@ class GenevalSettings(ModelSettings):
     max_objects: int = Field(default=16, ge=1)
     """Objects of a class that are looked at, the most certain."""
     max_overlap: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Of two objects of a class that overlap by so much (intersection over union), the less certain is left out; 1:
-    none is. Detectors that find an object twice need less, about 0.7."""
+    """Overlap (intersection over union) from which the less certain of two objects of a class is left out; 1: none is.
+    Detectors that find an object twice need less, about 0.7."""
     position_threshold: float = Field(default=0.1, ge=0.0)
     """Part of both objects' sizes by which they must be apart before one is beside the other."""
     query: str = "a photo of a {}"
-    """Of OWL-ViT and OWLv2: what is asked, with the class for the braces."""
+    """Query for OWL-ViT and OWLv2, with the class for the braces."""
 
     @field_validator("query")
     @classmethod

@@ -85,7 +85,7 @@ class Request(_Strict):
 
     @property
     def names(self) -> list[str]:
-        """Of all classes, each once."""
+        """Names of all classes, each once."""
         entries: list[_Objects] = [*self.include, *self.exclude]
         return list(dict.fromkeys(entry.name for entry in entries))
 

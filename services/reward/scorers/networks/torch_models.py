@@ -27,7 +27,7 @@ Item = TypeVar("Item")
 
 
 class ModelSettings(ScorerSettings):
-    """Of every scorer around a torch model."""
+    """Settings of every scorer around a torch model."""
 
     model: Path
     """Folder of the checkpoint, in the layout of Hugging Face transformers: config.json, *.safetensors, image processor
@@ -37,7 +37,7 @@ class ModelSettings(ScorerSettings):
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
     """"auto": the first accelerator that torch can use, else the CPU."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the weights and the forward pass. Embeddings are normalised and multiplied in float32."""
+    """Data type of the weights and the forward pass. Embeddings are normalized and multiplied in float32."""
     batch_size: int = Field(default=64, ge=1)
     """Pictures in one forward pass. It bounds memory: a micro-batch of more is cut."""
 
@@ -122,12 +122,12 @@ class PictureReader:
 
 
 def image_processor(folder: Path, setting: str) -> Any:
-    """Of a checkpoint, with PIL behind it. ValueError where it cannot be made."""
+    """Image processor of a checkpoint, using PIL. Raises ValueError if it cannot be made."""
     return _from_folder(AutoImageProcessor, folder, setting, "image processor", backend="pil")
 
 
 def load_tokenizer(folder: Path, setting: str) -> Any:
-    """Of a checkpoint. ValueError where it cannot be made."""
+    """Tokenizer of a checkpoint. Raises ValueError if it cannot be made."""
     return _from_folder(transformers.AutoTokenizer, folder, setting, "tokenizer")
 
 

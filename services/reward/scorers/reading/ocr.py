@@ -66,8 +66,8 @@ class OcrParams:
     """Narrower parts are stretched to so many columns (at 48 rows). Each 8 columns hold one character at most; on signs
     of three and four characters 80 reads as well as 160 in less than half the time."""
     detection_size: int = 384
-    """Of a page: pixels that the crop's longer side is scaled to while lines are looked for; the time goes with its
-    square. On rendered signs of 512 × 512 with letters of 16 to 100 pixels more pixels find no more text."""
+    """Detection size of a page: the crop's longer side is scaled to so many pixels to find lines. Time grows with its
+    square. More pixels find no more text on rendered signs of 512 × 512 with letters of 16 to 100 pixels."""
 
 
 Read = tuple[int, Reading, Mapping[str, float]]

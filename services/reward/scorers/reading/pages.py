@@ -97,7 +97,7 @@ def joined(readings: Sequence[Reading], num_characters: int) -> Reading:
 
 
 def _rapidocr_detector(num_threads: int) -> Any:
-    """With the thresholds of RapidOCR's configuration."""
+    """Detector with the thresholds of RapidOCR's configuration."""
     from rapidocr.ch_ppocr_det import TextDetector
 
     settings = {"thresh": 0.3, "box_thresh": 0.5, "unclip_ratio": 1.6, "use_dilation": True, "score_mode": "fast"}

@@ -26,14 +26,14 @@ QUESTION = "Please output only the text content from the image without any addit
 
 
 class VlmOcrSettings(JudgeSettings):
-    """Of `vlm_ocr`."""
+    """Settings of `vlm_ocr`."""
 
     question: str = QUESTION
     """What is asked, after the picture."""
     max_tokens: Annotated[int, Field(ge=1, le=4096)] = 256
-    """Of the transcript."""
+    """Maximum tokens of the transcript."""
     num_frames: Annotated[int, Field(ge=1, le=64)] = 4
-    """Of a video."""
+    """Number of frames of a video."""
 
 
 class VlmOcrScorer(AsyncScorer[bool]):

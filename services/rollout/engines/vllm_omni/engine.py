@@ -240,7 +240,7 @@ class VllmOmniEngine(RolloutEngine):
             pass
 
     def _work(self, kind: str, weight: float) -> Work:
-        """For the pulse. Weights that are loaded or received have a deadline of their own, and are given their time."""
+        """Work for the pulse. Loading and receiving weights have deadlines of their own and do not count as hangs."""
         return partial(self.pulse.work, kind, weight, patient=kind in ("prepare", "receive"))
 
 

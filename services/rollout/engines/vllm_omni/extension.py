@@ -103,7 +103,8 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             self._adapter.bind()
 
     def verify(self, hashes: Mapping[str, int]) -> str:
-        """Of what the forward uses, in float8 only after it; see `RolloutEngine.verify`."""
+        """Verifies the weights that the forward uses before their float8 copies are made; see
+        `RolloutEngine.verify`."""
         if self._adapter is not None:
             return weights.verify(self._adapter.live(), hashes)
         digest = weights.verify(self._base(), hashes)

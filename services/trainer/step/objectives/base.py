@@ -25,7 +25,7 @@ class Forward:
 
 
 class Objective(Protocol):
-    """Of one step on one rank. Rows are (sample, round) pairs: each micro-batch goes forward once a round."""
+    """Objective of one step on one rank. Rows are (sample, round) pairs: a micro-batch goes forward once per round."""
 
     @property
     def num_rounds(self) -> int: ...

@@ -32,12 +32,12 @@ FINE_STEPS = 1000
 
 @dataclass(frozen=True)
 class Draws(ABC):
-    """Of one step of a job."""
+    """Draws of one step of a job."""
 
     seed: int
     step: int
     boundary: float | None
-    """With two experts: the sigma that parts them."""
+    """Sigma that separates two experts."""
 
     @abstractmethod
     def interval(self, update: int, k: int) -> Interval:

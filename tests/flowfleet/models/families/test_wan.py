@@ -205,7 +205,7 @@ def test_a_boundary_without_a_second_expert_is_idle(folders: dict[str, Path], tm
 
 
 def test_an_index_that_knows_no_second_transformer_loads(folders: dict[str, Path], tmp_path: Path) -> None:
-    """As written by diffusers releases older than Wan 2.2."""
+    """Diffusers releases older than Wan 2.2 write such an index."""
     folder = shutil.copytree(folders["wan"], tmp_path / "old")
     index = json.loads((folder / "model_index.json").read_text())
     for name in ("transformer_2", "boundary_ratio", "expand_timesteps"):

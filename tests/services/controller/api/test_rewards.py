@@ -41,7 +41,7 @@ class Service(reward_pb2_grpc.RewardServiceServicer):
         return self.answer
 
     async def Score(self, request: Any, context: Any) -> reward_pb2.ScoreResponse:
-        """Of its params it knows `score` alone. The samples of a trial it does not like, which is no reason."""
+        """Knows the parameter `score` alone and rejects a trial's samples, which must not refuse the change."""
         self.asked.append(request)
         if request.params.keys() - {"score"}:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "params: there is only score")
@@ -51,7 +51,7 @@ class Service(reward_pb2_grpc.RewardServiceServicer):
 
 @pytest.fixture
 def services() -> dict[str, Service]:
-    """That answer, each in its way."""
+    """Services that each answer in their own way."""
     return {"ocr": Service(), "v2": Service(), "newer": Service(contract=99), "videos": Service(modality=2)}
 
 

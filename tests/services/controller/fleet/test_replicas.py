@@ -14,7 +14,7 @@ SERVING = rollout_pb2.ROLLOUT_STATE_SERVING
 
 
 def record(name: str, **said: Any) -> ReplicaRecord:
-    """Of a replica that serves version 3 of a job."""
+    """Record of a replica that serves version 3 of a job."""
     defaults = {"address": f"{name}:1", "incarnation": "1", "model": "", "pool": "default"}
     return ReplicaRecord(name, **{**defaults, "state": "serving", "job_id": "job", "version": 3, **said})
 

@@ -46,7 +46,7 @@ def record_of(
 
 
 def started(spec: JobSpec) -> Machine:
-    """Of a job whose first version is published and validated: all samples of its first step are wanted."""
+    """A job whose first version is published and validated: all samples of its first step are wanted."""
     machine = Machine(spec)
     for event in (ev.TrainerReady(applied=0), ev.Published(version=0), ev.Validated(version=0, reward=0.5)):
         machine.apply(event)

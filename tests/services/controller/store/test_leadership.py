@@ -170,7 +170,7 @@ async def test_who_finds_another_in_its_place_follows_and_may_lead_again(
 
 
 async def test_a_lease_that_ran_out_with_nobody_else_is_kept(redis: Any, contender: Callable[..., Contender]) -> None:
-    """As in an outage of Redis that is longer than the lease."""
+    """Such an outage of Redis is longer than the lease."""
     first = contender()
     await first.leads()
     await redis.delete(keys.leader())

@@ -26,7 +26,7 @@ TIMES = {"ttl_s": 0.6, "renew_s": 0.2, "try_s": 0.02}
 
 
 class Controller:
-    """As far as leadership goes."""
+    """The leadership part of a controller."""
 
     def __init__(self, redis: Any, directory: Path, num_acks: int = 1) -> None:
         self.registry = CollectorRegistry()
@@ -87,7 +87,7 @@ async def controller(redis: Any, tmp_path: Path) -> AsyncIterator[Callable[..., 
 
 
 async def goes_back(redis: Any, by: int = 1) -> None:
-    """As a failover to a replica without the newest writes."""
+    """Simulates a failover to a replica without the newest writes."""
     await redis.decrby(keys.acknowledged(), by)
 
 

@@ -105,7 +105,7 @@ ctypes.CDLL(None).pthread_exit(None)
 
 
 def test_a_trainer_whose_first_thread_has_ended_leaves_no_zombie(launcher: LocalLauncher, tmp_path: Path) -> None:
-    """As the agent of torchrun sometimes is when it ends: no more running, and not yet to be waited for."""
+    """The agent of torchrun sometimes ends like this: it no longer runs and cannot be waited for yet."""
     process = subprocess.Popen([sys.executable, "-c", HALF_ENDED], stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdout is not None
     assert process.stdout.readline() == b"up\n"

@@ -91,7 +91,7 @@ PICTURE = encoded(Image.new("RGB", (8, 8)))
 
 
 def asked(*prompts: str, groups: str = "") -> list[EncodedSample]:
-    """With a group each, or of one."""
+    """Requests that are groups of one, or all in one group."""
     of = groups or " " * len(prompts)
     pairs = enumerate(zip(prompts, of, strict=True))
     return [EncodedSample(PICTURE, "image/png", prompt, {}, group, str(index)) for index, (prompt, group) in pairs]

@@ -54,7 +54,7 @@ class Run:
         self.scorer = VlmScorer(VlmSettings.read(given), JudgeMetrics(self.registry))
 
     async def score(self, given: Sequence[EncodedSample] | None = None) -> list[Outcome]:
-        """Of one scorer's life."""
+        """Runs one scorer from start to close."""
         await self.scorer.start()
         try:
             return await self.scorer.score(given or samples(), ())

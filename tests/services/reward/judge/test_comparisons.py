@@ -43,7 +43,7 @@ def test_the_choice_depends_on_the_content_alone() -> None:
 
 
 def test_two_samples_have_a_closed_form() -> None:
-    """By symmetry s = (x, −x); x is where the slope of the log-posterior is 0, found by bisection."""
+    """The closed form is s = (x, −x) by symmetry; bisection finds x, where the slope of the log-posterior is 0."""
     won = 0.8
 
     def slope(x: float) -> float:

@@ -85,7 +85,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HuggingFaceServ
 
 
 def signs(count: int) -> list[Image.Image]:
-    """As many high as low, none of them near the middle."""
+    """Signs, as many high as low, none of them near the middle."""
     rng = random.Random(7)
     found: dict[bool, list[Image.Image]] = {True: [], False: []}
     while min(map(len, found.values())) < count // 2:

@@ -59,7 +59,7 @@ def test_resizing_follows_cropping() -> None:
 
 @pytest.mark.parametrize(("count", "wanted", "places"), [(9, 5, (0, 2, 4, 6, 8)), (7, 1, (0,)), (6, 3, (0, 2, 5))])
 def test_frames_are_taken_evenly_from_the_first_to_the_last(count: int, wanted: int, places: Sequence[int]) -> None:
-    """Of 6 frames the middle one, at 2.5, is rounded to the even one."""
+    """The middle of 6 frames, at 2.5, is rounded to the even one."""
     frames = noise(3, num_frames=count)
     assert np.array_equal(fit(frames, Size(8, 12, wanted)), frames[list(places)])
 

@@ -43,7 +43,7 @@ def receiver_with(failure: Exception) -> WeightReceiver:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
-    """Of a model, as far as a binding looks into it."""
+    """Folder of a model, as far as a binding reads it."""
     (tmp_path / "model_index.json").write_text('{"_class_name": "QwenImagePipeline"}')
     return str(tmp_path)
 

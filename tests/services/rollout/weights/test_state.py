@@ -35,7 +35,7 @@ def test_a_whole_update_leads_to_serving_exactly_that_version() -> None:
 
 
 def test_other_weights_of_the_same_version_are_refused() -> None:
-    """As after Redis lost writes: the steps that were lost had made a version of the same number."""
+    """This happens after Redis loses writes: the lost steps had made a version with the same number."""
     state = serving(version=3)
     state.admit("job", 3, 1, digest="digest")
     with pytest.raises(Conflict, match="with digest digest, not another"):

@@ -45,7 +45,7 @@ def load(replica: Drawer, spec: JobSpec, state: dict[str, Tensor]) -> None:
 
 
 def velocity(adapter: ModelAdapter, spec: JobSpec, drawer: Drawer) -> Tensor:
-    """Of the model as it is."""
+    """Velocity of the current model."""
     latents = torch.ones(1, *adapter.latent_shape(spec.rollout.size))
     with torch.no_grad():
         return adapter.velocity(latents, torch.tensor(500.0), drawer.adapter.encode(["a sign"]), size=spec.rollout.size)

@@ -47,7 +47,7 @@ def targets() -> dict[str, Tensor]:
 
 
 def gradient(name: str, parameter: Tensor, step: int) -> Tensor:
-    """Of half the squared distance to a target, with noise whose size differs from row to row."""
+    """Gradient of half the squared distance to a target, with noise whose size differs from row to row."""
     noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))
     rows = torch.logspace(-3, 0, len(parameter), dtype=parameter.dtype).view(-1, *[1] * (parameter.ndim - 1))
     return (parameter - targets()[name].to(parameter.dtype) + noise.to(parameter.dtype) / 4) * rows
@@ -127,7 +127,7 @@ def test_eight_bits_take_a_quarter_of_the_memory(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes_are_the_nearest_of_the_dynamic_map(signed: bool) -> None:
-    """By brute force; a positive number of no sign becomes 0 in no case."""
+    """Compares with brute force; no positive number of the unsigned map becomes 0."""
     generator = torch.Generator().manual_seed(3)
     numbers = torch.randn(6, 2, 200, generator=generator) * torch.logspace(-9, 0, 200)
     numbers = numbers if signed else numbers.square()

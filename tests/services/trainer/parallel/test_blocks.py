@@ -42,7 +42,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 def adapted(path: Path) -> tuple[ModelAdapter, dict[str, Any]]:
-    """With a LoRA that is not zero."""
+    """Installs a LoRA that is not zero."""
     adapter = adapter_for(path).load(path, dtype=torch.float32, components=("transformer",))
     targets = ("to_q", "to_v", "img_mlp.net.2")
     parameters = install_lora(adapter.experts, LoraSpec(rank=2, alpha=4.0, target_modules=targets))

@@ -25,7 +25,8 @@ from tests.services.trainer.workers import engine_of, make_worker, state_of
 from tests.tiny_models import make_tiny
 
 SMOOTH = {"lr": 1e-2, "eps": 1e-3}
-"""With a tiny eps, AdamW's first steps have the size lr whatever the gradient, and rounding would decide their sign."""
+"""Larger eps: with a tiny one, AdamW's first steps have the size lr whatever the gradient, and rounding would decide
+their sign."""
 
 
 def both_worlds(model: Path, **trainer: Any) -> tuple[JobSpec, JobSpec]:

@@ -211,7 +211,7 @@ def test_a_replica_that_serves_the_same_bits_as_the_other_kind_of_weights_is_pub
 def test_an_adapter_that_no_broadcast_delivers_goes_as_a_blob(
     tiny_qwen_image: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where NCCL cannot connect."""
+    """This is the path if NCCL cannot connect."""
     clients = [Client(name, ReplicaFailure("DATA_LOSS: broke off", is_victim=True)) for name in "ab"]
     fleet = Fleet(monkeypatch, *clients)
     by_name = {client.replica_id: client for client in clients}

@@ -145,7 +145,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(
 def test_a_gap_that_is_not_finite_is_counted_and_left_out_of_the_mean(
     by: float, tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
 ) -> None:
-    """Of one row (sample 4, its second noisy step) of twelve, and then of all."""
+    """First one row (sample 4, its second noisy step) of twelve, then all rows."""
     spec = make_spec(tiny_qwen_image)
     worker, drawer = make_worker(spec, ranks, files, tmp_path), Drawer(spec)
     one, every = drawer.draw(files, 0), drawer.draw(files, 1)
@@ -205,7 +205,7 @@ def shifted(request: trainer_pb2.TrainStepRequest, files: SyncBlobs, row: int, b
 def test_a_rejected_sample_teaches_nothing_but_counts(
     mode: str, tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
 ) -> None:
-    """As one with no advantage does; one of six samples lies outside."""
+    """It counts like a sample without an advantage; one of six samples lies outside."""
     part = {"old_log_probs": mode, "correction": {"mode": "rejection", "low": 0.5, "high": 2.0}}
     spec = make_spec(tiny_qwen_image, algorithm=part)
     drawer = Drawer(spec)

@@ -143,7 +143,8 @@ def test_a_trainer_that_ends_by_its_own_error_fails_the_job_with_its_words(
 
 
 def test_people_are_waited_for_by_who_needs_them() -> None:
-    """For room on a disk, or another version of Flowfleet; what a restart may cure stays as it was."""
+    """Waits for people are those for room on a disk or another version of Flowfleet; failures that a restart may cure
+    are unchanged."""
     full, other = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNIMPLEMENTED
     for failures in (1, 5, 1000):
         assert decide(Checkpoint(2), full, failures).action is FailureAction.RETRY
