@@ -34,7 +34,7 @@ from flowfleet.local.stack import StateDir
 FROZEN = ("trainer.optimizer.lr=1e-12", "rollout.prompts_per_step=2", "rollout.group_size=2")
 """Settings of the control run: it learns nothing and so needs few pictures."""
 BUSY_EVERY = 50
-"""Of so many questions the judge's server turns one away, as a crowded one does; the judge asks again."""
+"""Number of questions per refusal: the judge's server rejects one as a busy server does, and the judge retries."""
 PAGE = Path("docs/results.md")
 RESULTS = Path("bench/results/rewards")
 RUNS = Path("runs/reward_learning")

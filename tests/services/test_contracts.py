@@ -33,7 +33,7 @@ def spec_of(name: str) -> JobSpec:
 
 
 class Samples:
-    """As `SampleRefs` gives them."""
+    """Samples in the form that `SampleRefs` gives."""
 
     async def get(self, step: int, places: Sequence[tuple[int, int]]) -> list[common_pb2.Sample]:
         return [self._sample(*place) for place in places]

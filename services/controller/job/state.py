@@ -11,7 +11,7 @@ from services.controller.job.batch import Batch
 
 
 class Status(StrEnum):
-    """Of a job that runs; the store adds `queued`."""
+    """Status of a running job; the store adds `queued`."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -33,7 +33,7 @@ class Revision(BaseModel):
 
 
 LEDGER_FORMAT = 1
-"""Of snapshots and events. One more where a controller of before must not fold them; 1 also where it is not told."""
+"""Format of snapshots and events, raised when an older controller must not fold them; 1 also where none is stored."""
 
 
 class State(BaseModel):
@@ -56,8 +56,8 @@ class State(BaseModel):
     duplicates: int = 0
     trained_at: float | None = None
     revisions: list[Revision] = []
-    """Of the rewards, ascending by number and step: those that an open or a later step has. Before the first of them
-    the job's are as submitted."""
+    """Revisions of the rewards that an open or a later step has, ascending by number and step. Steps before the first
+    of them have the rewards as submitted."""
     history: dict[int, str] = {}
     """Version → lineage: of this version and of those that a checkpoint may be of (flowfleet/data/lineage.py)."""
     weights: dict[int, set[str]] = {}
