@@ -34,7 +34,8 @@ def find_adapter(path: Path) -> AdapterFiles:
         ValueError: there is nothing, or nothing of a known layout.
     """
     if path.is_file() and path.suffix == ".safetensors":
-        return AdapterFiles("peft" if path.with_name(PEFT_CONFIG).is_file() else "diffusers", path)
+        is_peft = path.with_name(PEFT_CONFIG).is_file() and not path.stem.startswith(Path(DIFFUSERS_FILE).stem)
+        return AdapterFiles("peft" if is_peft else "diffusers", path)
     if (path / CHECKPOINT_FILE).is_file():
         return AdapterFiles("checkpoint", path)
     if (path / DIFFUSERS_FILE).is_file():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import reduce
+from math import lcm
 from typing import TYPE_CHECKING
 
 from flowfleet.algorithms.registry import LOSSES, STEPS
@@ -36,6 +37,7 @@ def problems(job: JobSpec) -> Iterator[str]:
         _batches,
         _average,
         _optimizer,
+        _best,
     ):
         yield from rule(job)
 
@@ -437,6 +439,25 @@ def _optimizer(job: JobSpec) -> Iterator[str]:
         )
     elif part.final_lr > part.lr:
         yield f"trainer.optimizer.final_lr = {part.final_lr} is above trainer.optimizer.lr = {part.lr}: lower it"
+
+
+def _best(job: JobSpec) -> Iterator[str]:
+    schedule = job.schedule
+    if not schedule.keep_best:
+        return
+    if job.data.validation is None:
+        yield "schedule.keep_best compares held-out rewards: give data.validation, or leave it out"
+    elif lcm(schedule.save_every, schedule.validate_every) >= schedule.steps:
+        yield (
+            f"schedule.keep_best has nothing to compare: no step below schedule.steps = {schedule.steps} is both saved "
+            f"and validated; set schedule.validate_every to schedule.save_every = {schedule.save_every}"
+        )
+    for name, part in job.rewards.items():
+        if part.weight and len({factor for _, factor in part.curve}) > 1:
+            yield (
+                f"schedule.keep_best compares the rewards of different steps, and rewards.{name}.curve changes what "
+                "they count: leave one of them out"
+            )
 
 
 def window_end(job: JobSpec) -> int:

@@ -473,6 +473,12 @@ class SchedulePart(Part):
     """Steps between checkpoints. Samples are kept until one covers them."""
     keep_last: int = Field(default=2, ge=1)
     """Checkpoints kept."""
+    keep_best: int = Field(default=0, ge=0, le=1000)
+    """Checkpoints kept besides: those with the best held-out reward among the validations by the same revision of the
+    rewards."""
+    save_full: bool = False
+    """Export the whole pipeline with every checkpoint of a job of full weights. LoRA jobs always export their adapter
+    with it."""
     validate_every: int = Field(default=10, ge=1)
     """Steps between validations; there is one before the first step and one after the last as well."""
     validation_steps: int | None = Field(default=None, ge=2, le=1000)

@@ -145,6 +145,11 @@ def checkpoints(job_id: str) -> str:
     return job_key(job_id, "checkpoints")
 
 
+def validations(job_id: str) -> str:
+    """Hash: version → its validation."""
+    return job_key(job_id, "validations")
+
+
 def samples(job_id: str, purpose: str, part: str) -> str:
     """What people look at of one purpose's samples; `part` is "records", "order" (by step) or "rewards"."""
     return job_key(job_id, "samples", purpose, part)

@@ -1,44 +1,64 @@
-"""The trained model as people load it.
+"""The trained model as people load it, with every checkpoint and at a job's end.
 
-LoRA: `pytorch_lora_weights.safetensors`, written by diffusers with rank, alpha and targets in its metadata, for
-`pipeline.load_lora_weights(folder)`. diffusers keeps one transformer's adapter in a file; that of the second expert is
-`pytorch_lora_weights_transformer_2.safetensors`, for `load_lora_weights(folder, weight_name=that,
-load_into_transformer_2=True)`. Full: a whole pipeline for `from_pretrained`; what was not trained is linked to the base
-where the file system can, else copied.
+LoRA, for each transformer: diffusers' file, with rank, alpha and targets in its metadata, and PEFT's, which
+`PeftModel.from_pretrained` and LoRA servers read.
 
-LoRA with `trainer.lora.merge`: such a pipeline too, its transformers' weights read from the base once more and written
-with scale · B A added, shard by shard.
+    pytorch_lora_weights.safetensors     adapter_config.json, adapter_model.safetensors
+    pytorch_lora_weights_transformer_2.safetensors     transformer_2/ with the same two, for a second expert
+
+Full: a whole pipeline for `from_pretrained`; what was not trained is linked to the base where the file system can, else
+copied. LoRA with `trainer.lora.merge`: at its end such a pipeline too, its transformers' weights read from the base
+once more and written with scale · B A added, shard by shard.
 
 Everything is in `model.dtype`: what the rollouts served when the job was validated. So a job that averages its weights
 (`trainer.ema`) exports the average; without one, losses that keep an old policy (DiffusionNFT) export that one.
+`flowfleet.json` and the model card say which.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from flowfleet.job.adapter_files import DIFFUSERS_FILE, PEFT_CONFIG, PEFT_FILE
+from flowfleet.job.model_files import CARD, MANIFEST, Kind, ModelFile, ModelManifest, Weights
 from flowfleet.job.spec import JobSpec
 from flowfleet.proto.rollout_pb2 import Bucket
 from flowfleet.weights import weights
 from services.trainer.checkpoints.fence import Fence
+from services.trainer.checkpoints.files import digest_of
+from services.trainer.model.card import model_card
 from services.trainer.model.engine import Engine, lora_spec
 from services.trainer.model.loading import persistent
 
 SHARD_BYTES = 4 * 2**30
 _WEIGHTS = "diffusion_pytorch_model"
-_ADAPTER = "pytorch_lora_weights"
 
 
-def export(engine: Engine, directory: Path, fence: Fence) -> Path:
+@dataclass(frozen=True)
+class About:
+    """What a model's folder says of its training."""
+
+    job_id: str
+    step: int
+    card: str = ""
+    """The controller's part of the model card: how the training went."""
+
+
+def export(engine: Engine, directory: Path, fence: Fence, about: About) -> Path:
     """Collective. Replaces `directory` by the trained model and returns it."""
     aside = directory.with_name(f".{directory.name}.{fence.attempt}.partial")
     is_writer = engine.ranks.rank == 0
@@ -46,43 +66,143 @@ def export(engine: Engine, directory: Path, fence: Fence) -> Path:
         if is_writer:
             for left in directory.parent.glob(f".{directory.name}.*partial"):
                 shutil.rmtree(left, ignore_errors=True)
-            aside.mkdir(parents=True)
-            if exports_pipeline(engine.spec):
-                _link_base(Path(engine.spec.model.path), aside, engine.experts)
-    tensors = engine.full_tensors(evaluated=True)
+    write_model(engine, aside, about, as_pipeline=exports_pipeline(engine.spec))
     with engine.ranks.together():
-        try:
-            if is_writer and not engine.is_lora:
-                _write_experts(engine, aside, tensors)
-            elif is_writer and exports_pipeline(engine.spec):
-                _write_merged(engine, aside, dict(tensors))
-            elif is_writer:
-                _write_adapters(engine, dict(tensors), aside)
-        finally:
-            for _ in tensors:
-                pass  # ranks gather together to the end
         if is_writer:
             fence.put(aside, directory)
     return directory
 
 
+def write_model(engine: Engine, folder: Path, about: About, *, as_pipeline: bool) -> dict[str, str]:
+    """Collective. Writes the model to a new folder; rank 0 gets file → digest, without files linked from the base."""
+    is_writer = engine.ranks.rank == 0
+    with engine.ranks.together():
+        if is_writer:
+            folder.mkdir(parents=True)
+            if as_pipeline:
+                _link_base(Path(engine.spec.model.path), folder, engine.experts)
+    linked = _files_in(folder) if is_writer else set()
+    tensors = engine.full_tensors(evaluated=True)
+    with engine.ranks.together():
+        try:
+            if is_writer and not engine.is_lora:
+                _write_experts(engine, folder, tensors)
+            elif is_writer and as_pipeline:
+                _write_merged(engine, folder, dict(tensors))
+            elif is_writer:
+                _write_adapters(engine, dict(tensors), folder)
+        finally:
+            for _ in tensors:
+                pass  # ranks gather together to the end
+        digests = _describe(engine, folder, about, "pipeline" if as_pipeline else "adapter") if is_writer else {}
+    return {name: digest for name, digest in digests.items() if name not in linked}
+
+
+def model_bytes(engine: Engine) -> int:
+    """About the size of what `write_model` writes: adapters twice, or the trained transformers."""
+    elements: int = sum(parameter.numel() for parameter in engine.trained.values())
+    return elements * engine.dtype.itemsize * (2 if engine.is_lora else 1)
+
+
 def exports_pipeline(spec: JobSpec) -> bool:
-    """Whether the export is a whole pipeline, not an adapter."""
+    """Whether the export at a job's end is a whole pipeline, not an adapter."""
     return spec.trainer.mode == "full" or spec.trainer.lora.merge
 
 
+def exported_weights(spec: JobSpec) -> Weights:
+    """Which of a job's weights are exported; see `Policies.weights`."""
+    if spec.averages:
+        return "average"
+    return "old policy" if spec.loss.keeps_old_policy else "trained"
+
+
+def _describe(engine: Engine, folder: Path, about: About, kind: Kind) -> dict[str, str]:
+    """Writes the card and the manifest. Returns file → digest, of all files."""
+    spec, names = engine.spec, list(engine.experts)
+    pipeline = engine.adapter.pipeline_class.__name__
+    text = model_card(spec, kind, exported_weights(spec), pipeline, names, about.job_id, about.step, about.card)
+    (folder / CARD).write_text(text, encoding="utf-8")
+    digests = {}
+    for name in sorted(_files_in(folder)):
+        digests[name] = digest_of(folder / name) if (folder / name).stat().st_size else "00000000"
+        engine.ranks.beats.beat()
+    manifest = ModelManifest(
+        job_id=about.job_id,
+        step=about.step,
+        kind=kind,
+        weights=exported_weights(spec),
+        base_model=spec.model.path,
+        dtype=spec.model.dtype,
+        files={
+            name: ModelFile(size_bytes=(folder / name).stat().st_size, crc32=digest) for name, digest in digests.items()
+        },
+    )
+    (folder / MANIFEST).write_text(manifest.model_dump_json(indent=1), encoding="utf-8")
+    return digests | {MANIFEST: digest_of(folder / MANIFEST)}
+
+
+def _files_in(folder: Path) -> set[str]:
+    return {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
+
+
 def _write_adapters(engine: Engine, state: dict[str, Tensor], path: Path) -> None:
-    """One file a transformer. diffusers names the only one it knows `transformer`, in the second's file as well."""
+    """Two files a transformer. diffusers names the only one it knows `transformer`, in the second's file as well."""
     pipeline = engine.adapter.pipeline_class
     part = lora_spec(engine.spec)
     config = {"r": part.rank, "lora_alpha": part.alpha, "target_modules": list(part.target_modules)}
+    stem = Path(DIFFUSERS_FILE).stem
     for number, component in enumerate(engine.experts):
-        pipeline.save_lora_weights(
-            path,
-            transformer_lora_layers=_of_component(component, state),
-            transformer_lora_adapter_metadata=config,
-            weight_name=None if number == 0 else f"{_ADAPTER}_{component}.safetensors",
-        )
+        layers = _of_component(component, state)
+        name = DIFFUSERS_FILE if number == 0 else f"{stem}_{component}.safetensors"
+        with _disk_errors():
+            pipeline.save_lora_weights(
+                path, transformer_lora_layers=layers, transformer_lora_adapter_metadata=config, weight_name=name
+            )
+        _share(path / name)
+        _write_peft(engine, path if number == 0 else path / component, layers)
+
+
+def _write_peft(engine: Engine, path: Path, layers: Mapping[str, Tensor]) -> None:
+    part = lora_spec(engine.spec)
+    config: Any = LoraConfig(
+        r=part.rank,
+        lora_alpha=int(part.alpha) if part.alpha.is_integer() else part.alpha,  # type: ignore[arg-type]
+        target_modules=sorted(part.target_modules),
+        base_model_name_or_path=engine.spec.model.path,
+        inference_mode=True,
+    )
+    plain = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
+    path.mkdir(exist_ok=True)
+    (path / PEFT_CONFIG).write_text(json.dumps(plain, indent=1, sort_keys=True), encoding="utf-8")
+    state = {f"base_model.model.{name}": tensor for name, tensor in layers.items()}
+    _save(state, path / PEFT_FILE)
+
+
+def _save(state: dict[str, Tensor], path: Path) -> None:
+    with _disk_errors():
+        save_file(state, path, metadata={"format": "pt"})
+    _share(path)
+
+
+@contextmanager
+def _disk_errors() -> Iterator[None]:
+    """Raises OSError where safetensors raises its own for it."""
+    try:
+        yield
+    except SafetensorError as error:
+        found = re.search(r"os error (\d+)", str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), str(error)) from None
+
+
+def _share(path: Path) -> None:
+    """Gives a file the mode that the umask asks for: safetensors lets its owner alone read it."""
+    probe = path.with_name(f".{path.name}.mode")
+    probe.touch()
+    mode = probe.stat().st_mode
+    probe.unlink()
+    path.chmod(mode & 0o777)
 
 
 def _of_component(component: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -137,7 +257,7 @@ def _write_transformer(path: Path, shards: list[Bucket], tensors: Iterator[tuple
     names = [_shard_name(number, len(shards)) for number in range(len(shards))]
     for shard, file in zip(shards, names, strict=True):
         state = {spec.name: next(tensors)[1].cpu().contiguous() for spec in shard.parameters}
-        save_file(state, path / file, metadata={"format": "pt"})
+        _save(state, path / file)
     if len(shards) > 1:
         (path / f"{_WEIGHTS}.safetensors.index.json").write_text(json.dumps(_index(shards, names)), encoding="utf-8")
 

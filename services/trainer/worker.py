@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from services.trainer.beats import Phase
 from services.trainer.checkpoints.checkpoints import Checkpoints
 from services.trainer.checkpoints.set_aside import kept_aside
 from services.trainer.commands import Command, Kind
-from services.trainer.export import export
+from services.trainer.export import About, export, model_bytes, write_model
 from services.trainer.model.engine import Engine
 from services.trainer.model.gather import Gather
 from services.trainer.parallel.ranks import Ranks
@@ -166,12 +167,18 @@ class Worker:
 
     def save(self, request: trainer_pb2.SaveCheckpointRequest) -> trainer_pb2.SaveCheckpointResponse:
         job = self._configured(request.job_id)
-        path = job.checkpoints.save(job.engine, job.record)
+        about = About(job.job_id, job.record.applied, request.card)
+        is_full, write = not job.engine.is_lora, None
+        if not is_full or job.spec.schedule.save_full:
+            write = partial(write_model, job.engine, about=about, as_pipeline=is_full)
+        size = model_bytes(job.engine) if write else 0
+        path = job.checkpoints.save(job.engine, job.record, write, model_bytes=size, keep=request.keep)
         return trainer_pb2.SaveCheckpointResponse(applied_steps=job.record.applied, path=str(path))
 
     def export(self, request: trainer_pb2.ExportModelRequest) -> trainer_pb2.ExportModelResponse:
         job = self._configured(request.job_id)
-        path = export(job.engine, Path(request.directory), job.checkpoints.fence)
+        about = About(job.job_id, job.record.applied, request.card)
+        path = export(job.engine, Path(request.directory), job.checkpoints.fence, about)
         return trainer_pb2.ExportModelResponse(path=str(path))
 
     def gather_adapter(self, request: trainer_pb2.PublishWeightsRequest) -> Published | None:

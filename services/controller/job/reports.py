@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from services.controller.job.batch import Batch, Scored, with_dropped
 from services.controller.job.credit import credits_of, left_out_reason
 from services.controller.prompts.data import Prompt
 from services.controller.rewards.rows import reward_row
-from services.controller.store.records import Checkpoint, SampleRecord
+from services.controller.store.records import Checkpoint, SampleRecord, Validation
 
 if TYPE_CHECKING:
     from services.controller.job.context import JobContext
@@ -64,10 +64,16 @@ class Reports:
             "perf/published_bytes": float(response.bytes),
         }
 
-    async def checkpointed(self, version: int, path: str) -> None:
+    async def best_before(self, version: int) -> list[int]:
+        """Steps of the earlier checkpoints that stay for their held-out reward."""
+        job = self._job
+        saved = {one.step for one in await job.store.checkpoints(job.job_id) if one.step < version}
+        return best_steps(saved, await job.store.validations(job.job_id), job.spec.schedule.keep_best)
+
+    async def checkpointed(self, version: int, path: str, keep: Collection[int]) -> None:
         job = self._job
         record = Checkpoint(step=version, path=path, created_at=datetime.now(UTC))
-        await job.store.add_checkpoint(job.job_id, record, keep_last=job.spec.schedule.keep_last)
+        await job.store.add_checkpoint(job.job_id, record, keep_last=job.spec.schedule.keep_last, keep=keep)
 
     async def trained(self, step: int, trainer: Mapping[str, float]) -> None:
         """The row of a step, after its update and before the version counts up."""
@@ -112,6 +118,10 @@ class Reports:
         await job.store.append_event(
             job.job_id, "validation", {"version": version, **_finite(row)}, once=f"val-{version}"
         )
+        revision = job.machine.rewards_number_at(version)
+        await job.store.add_validation(
+            job.job_id, Validation(version=version, reward=reward, revision=revision, values=_finite(row))
+        )
         await job.store.update_progress(job.job_id, held_out_reward=reward)
         await job.store.metrics_put(job.job_id, version, row)
         self._metrics.observe(job.job_id, row)
@@ -134,6 +144,16 @@ class Reports:
             samples_trained=state.samples_trained + batch.num_trained,
             samples_dropped=with_dropped(state.samples_dropped, left_out_reason(job.spec), batch.num_left_out),
         )
+
+
+def best_steps(saved: Collection[int], validations: Sequence[Validation], number: int) -> list[int]:
+    """Steps of the `number` best validations that have a checkpoint, the best first; of equals the newer. Compares
+    those by the newest revision of the rewards alone."""
+    known = [(one.revision, one.reward, one.version) for one in validations if one.reward is not None]
+    known = [one for one in known if one[2] in saved]
+    newest = max((revision for revision, _, _ in known), default=0)
+    ranked = sorted(((reward, step) for revision, reward, step in known if revision == newest), reverse=True)
+    return [step for _, step in ranked[:number]]
 
 
 def _reward_metrics(spec: JobSpec, rewards: Mapping[str, RewardPart], batch: Batch) -> dict[str, float]:

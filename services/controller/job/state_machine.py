@@ -303,7 +303,7 @@ class Machine:
             if self._checkpoint_due:
                 yield Checkpoint(state.version)
                 return
-            if state.version == self.spec.schedule.steps and not state.exported:
+            if state.version == self.spec.schedule.steps and not state.exported and not self._validation_due:
                 yield Export()
         front = state.batches.get(state.version)
         if front is not None and front.ready and not self._validation_due:

@@ -34,6 +34,7 @@ from flowfleet.process.telemetry import LOG_PROB_GAP, LOG_PROB_NOT_FINITE
 from flowfleet.proto import trainer_pb2
 from services.controller.job import events as ev
 from services.controller.job import reports, requests
+from services.controller.job.card import training_card
 from services.controller.job.context import JobContext
 from services.controller.job.credit import credits_of
 from services.controller.job.recovery.position import ledger_position
@@ -209,14 +210,15 @@ class TrainingStep:
         await job.emit(ev.Published(version=version, evaluated=evaluated, digest=response.weights_digest))
 
     async def checkpoint(self, version: int) -> None:
-        """Save the trainer; blobs of the steps that every kept checkpoint covers may go."""
+        """Save the trainer; blobs of the steps that each of the newest checkpoints covers may go."""
         job = self.job
-        request = trainer_pb2.SaveCheckpointRequest(job_id=job.job_id)
+        card, best = await training_card(job), await job.reports.best_before(version)
+        request = trainer_pb2.SaveCheckpointRequest(job_id=job.job_id, card=card, keep=best)
         saved = await job.trainer().SaveCheckpoint(request, timeout=job.spec.timeouts.checkpoint_s)
-        await job.reports.checkpointed(saved.applied_steps, saved.path)
+        await job.reports.checkpointed(saved.applied_steps, saved.path, best)
         await job.emit(ev.Checkpointed(version=saved.applied_steps))
-        kept = await job.store.checkpoints(job.job_id)
-        await job.refs.release_before(min(checkpoint.step for checkpoint in kept))
+        newest = (await job.store.checkpoints(job.job_id))[-job.spec.schedule.keep_last :]
+        await job.refs.release_before(min(checkpoint.step for checkpoint in newest))
 
     async def validate(self, version: int) -> None:
         """Sample the held-out prompts without noise, from the same seeds each time, and score them."""
@@ -226,7 +228,8 @@ class TrainingStep:
     async def export(self) -> None:
         """Write the trained model where people's pipelines load it from."""
         job = self.job
-        request = trainer_pb2.ExportModelRequest(job_id=job.job_id, directory=str(job.directory / "model"))
+        card, directory = await training_card(job), str(job.directory / "model")
+        request = trainer_pb2.ExportModelRequest(job_id=job.job_id, directory=directory, card=card)
         await job.trainer().ExportModel(request, timeout=job.spec.timeouts.checkpoint_s)
         await job.emit(ev.Exported())
 

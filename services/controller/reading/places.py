@@ -3,7 +3,7 @@
 Every path of a job comes through here: data, images, media, model. A path is judged by where it leads, and an opened
 file again by where the kernel found it, so a link that changes in between gains nothing. Hidden entries of the
 controller's home directory, where keys are kept, need a root of their own. The controller's own state is never reached
-by path: `job:ID` names what another job exported, `job:ID@STEP` one of its checkpoints.
+by path: `job:ID` names another job's model, `job:ID@STEP` one of its checkpoints.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from flowfleet.job.adapter_files import PEFT_CONFIG
+from flowfleet.job.model_files import FOLDER, model_folder
 
 FORBIDDEN = ("/proc", "/sys", "/dev", "/run/secrets", "/var/run/secrets")
 """Folders in which the kernel and the cluster show secrets. No root makes these readable."""
@@ -138,9 +139,9 @@ class Places:
                 f"{_shown(place)}: write job:ID for what a job exported, job:ID@STEP for one of its checkpoints"
             )
         job_id, step = match.groups()
-        parts = ("model",) if step is None else ("checkpoints", f"step-{int(step):08d}")
-        path = Path(os.path.realpath(self.state_dir.joinpath("jobs", job_id, *parts)))
-        if not path.is_relative_to(self.state_dir / "jobs" / job_id):
+        job = self.state_dir / "jobs" / job_id
+        path = Path(os.path.realpath(_made_by(job, None if step is None else int(step))))
+        if not path.is_relative_to(job):
             raise NotAllowed(f"{place!r} leads out of its job's folder")
         if not path.is_dir() and not may_be_gone:
             what = "exported no model" if step is None else f"has no checkpoint of step {int(step)}"
@@ -158,6 +159,16 @@ class Places:
                 f"{_shown(place)} is at {origin}, from where jobs may not read (allowed: {known}): copy it below a "
                 "--data-root, or give the controller or `flowfleet up` --data-url " + origin
             )
+
+
+def _made_by(job: Path, step: int | None) -> Path:
+    """A job's model; of a step its checkpoint, which has every bit of an adapter, or the pipeline in that."""
+    if step is None:
+        exported = job / FOLDER
+        return exported if exported.is_dir() else model_folder(job) or exported
+    checkpoint = job / "checkpoints" / f"step-{step:08d}"
+    pipeline = checkpoint / FOLDER
+    return pipeline if (pipeline / "model_index.json").is_file() else checkpoint
 
 
 def _homes() -> Iterator[Path]:

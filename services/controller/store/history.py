@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from flowfleet.redis import keys
-from services.controller.store.records import Checkpoint, JobEvent, MetricsRow, from_epoch
+from services.controller.store.records import Checkpoint, JobEvent, MetricsRow, Validation, from_epoch
 
 Pipe = Any
 """A redis.asyncio Pipeline. redis-py's hints do not know that replies are bytes here, so they are not used."""
 
 MAX_EVENTS = 100_000
 """The oldest events of a job go beyond this (Redis may keep up to a block more)."""
+
+
+MAX_VALIDATIONS = 10_000
+"""Of a job; beyond it the oldest go, but for the first."""
 
 
 class History:
@@ -77,11 +81,14 @@ class History:
             for step, row in zip(steps, rows, strict=True)
         ]
 
-    async def add_checkpoint(self, job_id: str, checkpoint: Checkpoint, *, keep_last: int | None = None) -> None:
-        """One a step: adding it again replaces it. Only the `keep_last` newest stay (None: all)."""
+    async def add_checkpoint(
+        self, job_id: str, checkpoint: Checkpoint, *, keep_last: int | None = None, keep: Collection[int] = ()
+    ) -> None:
+        """One a step: adding it again replaces it. Only the `keep_last` newest (None: all) and those of the steps
+        `keep` stay."""
         await self._redis.hset(keys.checkpoints(job_id), str(checkpoint.step), checkpoint.model_dump_json())
         steps = sorted(int(name) for name in await self._redis.hkeys(keys.checkpoints(job_id)))
-        gone = steps[:-keep_last] if keep_last is not None else []
+        gone = [step for step in steps[:-keep_last] if step not in keep] if keep_last is not None else []
         if gone:
             await self._redis.hdel(keys.checkpoints(job_id), *(str(step) for step in gone))
 
@@ -95,6 +102,19 @@ class History:
         """Checkpoints by step, ascending."""
         rows = await self._redis.hvals(keys.checkpoints(job_id))
         return sorted((Checkpoint.model_validate_json(row) for row in rows), key=lambda checkpoint: checkpoint.step)
+
+    async def add_validation(self, job_id: str, validation: Validation) -> None:
+        """One a version: adding it again replaces it."""
+        name = keys.validations(job_id)
+        await self._redis.hset(name, str(validation.version), validation.model_dump_json())
+        versions = sorted(int(field) for field in await self._redis.hkeys(name))
+        if gone := versions[1 : max(1, 1 + len(versions) - MAX_VALIDATIONS)]:
+            await self._redis.hdel(name, *map(str, gone))
+
+    async def validations(self, job_id: str) -> list[Validation]:
+        """By version, ascending."""
+        rows = await self._redis.hvals(keys.validations(job_id))
+        return sorted((Validation.model_validate_json(row) for row in rows), key=lambda one: one.version)
 
 
 def add_event(pipe: Pipe, job_id: str, type: str, data: Mapping[str, Any]) -> None:

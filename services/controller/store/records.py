@@ -200,6 +200,17 @@ class Checkpoint(Record):
     size_bytes: int | None = None
 
 
+class Validation(Record):
+    """What the held-out prompts gave at one version."""
+
+    version: int
+    reward: FiniteOrNone
+    revision: int = 0
+    """Of the rewards that scored."""
+    values: dict[str, FiniteOrNone] = {}
+    """Its row of metrics."""
+
+
 class SampleRecord(Record):
     step: int = Field(ge=0)
     group: int = Field(ge=0)

@@ -4,7 +4,8 @@ Tensors (what is trained, AdamW's two moments as they are kept, the old policy o
 jobs that have one, each rank's generator states) are written by torch.distributed.checkpoint in its safetensors
 storage, each rank its own shards (checkpoint_files.py); they may be read by another number of ranks. Its usual storage
 is avoided because that keeps its metadata as a pickle. `state.json` has the rest: the record of applied steps, the
-optimizer's steps and all updates, the loss's scale, the names, sizes and digests of all files, and its own digest. A
+optimizer's steps and all updates, the loss's scale, the names, sizes and digests of all files, and its own digest.
+`model/` has the model as people load it (services/trainer/export.py), of jobs that export one with each checkpoint. A
 folder is written aside and renamed when everything in it is on disk. Aside, each trainer has a name of its own: one
 that was given up may still write. The directory must be shared by all ranks.
 
@@ -19,7 +20,7 @@ import re
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from flowfleet.errors import Conflict, DataLoss, FlowfleetError, Full
 from flowfleet.hardware import devices
+from flowfleet.job.model_files import FOLDER
 from flowfleet.process.clock import steady_time
 from services.trainer.checkpoints import files
 from services.trainer.checkpoints.fence import Fence
@@ -46,6 +48,8 @@ STALE_S = 3600.0
 """Nobody writes to a folder any more that has not changed for so long."""
 ROOM_BYTES = 2**24
 """Kept free beside a checkpoint's tensors, for `state.json` and the file system's own."""
+WriteModel = Callable[[Path], dict[str, str]]
+"""Collective. Writes the model to a new folder; rank 0 gets file → digest."""
 _NAME = re.compile(r"step-(\d{8,})")
 _ASIDE = re.compile(r"\.step-(\d{8,})\.(?:(\w+)\.)?partial")
 
@@ -78,8 +82,17 @@ class Checkpoints:
         for gone in self.directory.glob(".step-*.gone"):
             shutil.rmtree(gone, ignore_errors=True)
 
-    def save(self, engine: Engine, record: Record) -> Path:
-        """Collective. Writes the state of `record.applied` unless it is there already; forgets the oldest ones.
+    def save(
+        self,
+        engine: Engine,
+        record: Record,
+        write_model: WriteModel | None = None,
+        *,
+        model_bytes: int = 0,
+        keep: Collection[int] = (),
+    ) -> Path:
+        """Collective. Writes the state of `record.applied` unless it is there already; forgets the oldest ones, but not
+        those of the steps `keep`. `write_model` adds the model, of about `model_bytes`.
 
         Raises Full while there is no room for it, and leaves nothing behind then.
         """
@@ -93,7 +106,8 @@ class Checkpoints:
             return path
         engine.reshard()
         tensors = _tensors(engine)
-        needed = int(ranks.sum(torch.tensor(sum(local(tensor).nbytes for tensor in tensors.values())))) + ROOM_BYTES
+        needed = int(ranks.sum(torch.tensor(sum(local(tensor).nbytes for tensor in tensors.values()))))
+        needed += ROOM_BYTES + model_bytes
         try:
             with ranks.together():
                 if ranks.rank == 0:
@@ -103,9 +117,13 @@ class Checkpoints:
                     self.fence.check()  # after it, so that whoever takes over sees the folder or is seen
             with ranks.together():
                 digests = files.write(tensors, aside, ranks)
+            if write_model is not None:
+                written = write_model(aside / FOLDER)
+                digests |= {f"{FOLDER}/{name}": digest for name, digest in written.items()}
             with ranks.together():
                 if ranks.rank == 0:
                     self._complete(aside, path, engine, record, digests)
+                    self._forget(keep)
         except FlowfleetError as error:
             if ranks.rank == 0:
                 shutil.rmtree(aside, ignore_errors=True)
@@ -185,13 +203,17 @@ class Checkpoints:
         return [path for _, path in sorted(found, reverse=True)]
 
     def _complete(self, aside: Path, path: Path, engine: Engine, record: Record, digests: dict[str, str]) -> None:
-        """The last steps, by rank 0: `state.json`, everything to disk, the name, and room."""
+        """The last steps, by rank 0: `state.json`, everything to disk, and the name."""
         state = {
             "format": FORMAT,
             "job_id": self.job_id,
             "world_size": engine.ranks.world_size,
             "parameters": _fingerprint(engine),
-            "files": {file.name: file.stat().st_size for file in sorted(aside.iterdir())},
+            "files": {
+                file.relative_to(aside).as_posix(): file.stat().st_size
+                for file in sorted(aside.rglob("*"))
+                if file.is_file()
+            },
             "digests": digests,
             "optimizer_steps": engine.optimizer.num_steps(),
             "updates": engine.policies.num_updates,
@@ -201,13 +223,16 @@ class Checkpoints:
         if engine.is_lora:
             state["lora_alpha"] = engine.spec.trainer.lora.alpha
         write_state(aside, state)
-        for file in (*aside.iterdir(), aside):
+        for file in (*aside.rglob("*"), aside):
             _sync(file)
         self.fence.put(aside, path)
         _sync(self.directory)
-        for old in self._paths()[self.keep_last :]:
-            shutil.rmtree(old, ignore_errors=True)
         self._clean(record.applied)
+
+    def _forget(self, keep: Collection[int]) -> None:
+        for old in self._paths()[self.keep_last :]:
+            if int(old.name.removeprefix("step-")) not in keep:
+                shutil.rmtree(old, ignore_errors=True)
 
     def _clean(self, step: int) -> None:
         """Forgets what was left aside: our own, of steps up to this one, and what nobody writes to."""
@@ -270,7 +295,7 @@ def _fingerprint(engine: Engine) -> str:
 def _age_s(folder: Path) -> float:
     """Since anything in it changed."""
     try:
-        return steady_time() - max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+        return steady_time() - max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
     except OSError:  # its owner has just renamed it
         return 0.0
 

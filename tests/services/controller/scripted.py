@@ -139,6 +139,8 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         """Versions, and whether in their evaluated weights."""
         self.metrics: dict[int, dict[str, float]] = {}
         """By step."""
+        self.saves: list[trainer_pb2.SaveCheckpointRequest] = []
+        self.exports: list[trainer_pb2.ExportModelRequest] = []
         self.reads = False
         """Whether it reads its samples, as a trainer does."""
 
@@ -171,9 +173,11 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.PublishWeightsResponse(version=request.version, results=results)
 
     async def SaveCheckpoint(self, request: Any, context: Any) -> trainer_pb2.SaveCheckpointResponse:
+        self.saves.append(request)
         return trainer_pb2.SaveCheckpointResponse(applied_steps=len(self.steps), path="checkpoint")
 
     async def ExportModel(self, request: Any, context: Any) -> trainer_pb2.ExportModelResponse:
+        self.exports.append(request)
         return trainer_pb2.ExportModelResponse(path="model")
 
     async def GetStatus(self, request: Any, context: Any) -> trainer_pb2.TrainerStatus:

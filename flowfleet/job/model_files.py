@@ -1,0 +1,81 @@
+"""What an exported model says of itself: `flowfleet.json` beside its weights, written last.
+
+It lists every file with its size and CRC-32, so that a copy can be checked wherever it went.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+MANIFEST = "flowfleet.json"
+CARD = "README.md"
+FOLDER = "model"
+"""Folder of the model, inside a checkpoint and inside the folder of a job."""
+_CHECKPOINT = re.compile(r"step-(\d{8,})")
+
+Weights = Literal["trained", "average", "old policy"]
+Kind = Literal["adapter", "pipeline"]
+
+
+class ModelFile(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True, use_attribute_docstrings=True)
+
+    size_bytes: int
+    crc32: str
+    """Eight hex digits."""
+
+
+class ModelManifest(BaseModel):
+    """An exported model."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+    job_id: str
+    step: int
+    """Training steps in its weights."""
+    kind: Kind
+    """adapter: LoRA factors. pipeline: a whole diffusers pipeline."""
+    weights: Weights
+    """trained: as the optimizer left them. average: their moving average (`trainer.ema`). old policy: the policy that
+    sampled for the loss."""
+    base_model: str
+    """The pipeline that training started from."""
+    dtype: str
+    files: dict[str, ModelFile]
+    """Path inside the folder → file; without this manifest itself."""
+
+
+def read_manifest(folder: Path) -> ModelManifest:
+    """The manifest of an exported model. Raises ValueError where there is none that can be read."""
+    try:
+        return ModelManifest.model_validate_json((folder / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        raise ValueError(f"{folder} holds no exported model: it has no {MANIFEST}") from None
+    except (OSError, ValidationError) as error:
+        raise ValueError(f"{folder / MANIFEST} cannot be read: {error}") from None
+
+
+def check_name(name: str) -> PurePosixPath:
+    """A file's path inside a model's folder. Raises ValueError for one that would lead out of it."""
+    path = PurePosixPath(name)
+    is_plain = name == str(path) and not path.is_absolute() and "\\" not in name and name.isprintable()
+    if not is_plain or any(part in ("", ".", "..") or ":" in part for part in path.parts) or not path.parts:
+        raise ValueError(f"{name!r} is not a plain path inside a model's folder")
+    return path
+
+
+def model_folder(job: Path, step: int | None = None) -> Path | None:
+    """The folder of a job's model: of one of its checkpoints by `step`; else what it exported at its end; else of its
+    newest checkpoint that has one. None where there is none."""
+    checkpoints = job / "checkpoints"
+    if step is not None:
+        folders = [checkpoints / f"step-{step:08d}" / FOLDER]
+    else:
+        found = checkpoints.iterdir() if checkpoints.is_dir() else ()
+        steps = sorted((int(match[1]), path) for path in found if (match := _CHECKPOINT.fullmatch(path.name)))
+        folders = [job / FOLDER, *(path / FOLDER for _, path in reversed(steps))]
+    return next((folder for folder in folders if (folder / MANIFEST).is_file()), None)

@@ -1,0 +1,86 @@
+"""The model card of an export: how to load it, which weights it holds, and what the controller told of its training."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from flowfleet.job.adapter_files import DIFFUSERS_FILE
+from flowfleet.job.model_files import Kind, Weights
+from flowfleet.job.spec import JobSpec
+
+_CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def model_card(
+    spec: JobSpec,
+    kind: Kind,
+    weights: Weights,
+    pipeline: str,
+    components: Sequence[str],
+    job_id: str,
+    step: int,
+    training: str,
+) -> str:
+    """Markdown with the metadata that model hubs read. `components`: the names of the trained transformers."""
+    base = hub_name(spec.model.path)
+    metadata = [
+        "---",
+        *([f"base_model: {base}"] if base else []),
+        "library_name: diffusers",
+        "tags:",
+        *(f"- {tag}" for tag in ("flowfleet", "reinforcement-learning", *(["lora"] if kind == "adapter" else []))),
+        "---",
+    ]
+    text = [
+        *metadata,
+        "",
+        f"# {spec.name}, step {step}",
+        "",
+        f"Flowfleet trained this {kind} of `{base or spec.model.path}` with `{spec.algorithm.name}` in job `{job_id}`.",
+        f"It holds {_told(spec, weights)}, after {step} training steps, in {spec.model.dtype}.",
+        "",
+        "## Load it",
+        "",
+        "```python",
+        *_lines(spec, kind, pipeline, components, base or spec.model.path),
+        "```",
+        "",
+        training,
+    ]
+    return "\n".join(text).rstrip() + "\n"
+
+
+def hub_name(path: str) -> str:
+    """ORG/NAME of a model in the cache of huggingface_hub, or of a path that is written so; "" for any other."""
+    if match := _CACHED.search(path):
+        return f"{match[1]}/{match[2]}"
+    return path if _HUB_NAME.fullmatch(path) and not path.startswith((".", "~")) else ""
+
+
+def _told(spec: JobSpec, weights: Weights) -> str:
+    if weights == "average":
+        return f"the moving average of the trained weights (`trainer.ema.decay = {spec.trainer.ema.decay}`)"
+    if weights == "old policy":
+        return "the old policy, which sampled for the loss and follows the trained weights"
+    return "the trained weights"
+
+
+def _lines(spec: JobSpec, kind: Kind, pipeline: str, components: Sequence[str], base: str) -> Iterator[str]:
+    yield "import torch"
+    yield f"from diffusers import {pipeline}"
+    yield ""
+    yield 'folder = "."  # this folder, or ORG/NAME once it is on a hub'
+    if kind == "pipeline":
+        yield f"pipe = {pipeline}.from_pretrained(folder, torch_dtype=torch.{spec.model.dtype})"
+        return
+    yield f'pipe = {pipeline}.from_pretrained("{base}", torch_dtype=torch.{spec.model.dtype})'
+    yield (
+        "pipe.load_lora_weights(folder)"
+        if len(components) == 1
+        else (f'pipe.load_lora_weights(folder, weight_name="{DIFFUSERS_FILE}")')
+    )
+    for component in components[1:]:
+        name = DIFFUSERS_FILE.replace(".safetensors", f"_{component}.safetensors")
+        yield f'pipe.load_lora_weights(folder, weight_name="{name}", load_into_{component}=True)'

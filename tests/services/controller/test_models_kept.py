@@ -1,0 +1,113 @@
+"""The model of a job is kept: the best checkpoints stay, and the card says how the training went."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowfleet.job.spec import parse_job
+from flowfleet.proto import reward_pb2
+from services.controller.job.reports import best_steps
+from services.controller.store.records import JobStatus, Validation
+from tests.services.controller.scripted import ScriptedFleet, ScriptedReward, scripted_fleet
+
+Use = Callable[[ScriptedFleet], Awaitable[None]]
+
+
+@pytest.fixture
+def run(redis_url: str, tmp_path: Path) -> Callable[..., None]:
+    """Starts a fleet with one reward, `ocr`, and hands it to a coroutine function."""
+
+    def start(use: Use, reward: ScriptedReward, **settings: Any) -> None:
+        async def scenario() -> None:
+            async with scripted_fleet(redis_url, tmp_path / "state", {"ocr": reward}, **settings) as fleet:
+                await use(fleet)
+
+        asyncio.run(asyncio.wait_for(scenario(), 60))
+
+    return start
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Three steps of two prompts × two samples, each saved and validated; whole parts can be replaced."""
+    (tmp_path / "prompts.txt").write_text("a\nb\nc\n")
+    (tmp_path / "held-out.txt").write_text("first | prompt\nsecond\n")
+    base: dict[str, Any] = {
+        "model": {"path": str(tmp_path / "m")},
+        "data": {"train": str(tmp_path / "prompts.txt"), "validation": str(tmp_path / "held-out.txt")},
+        "rewards": {"ocr": {}},
+        "rollout": {"prompts_per_step": 2, "group_size": 2, "batch_size": 4},
+        "schedule": {"steps": 3, "save_every": 1, "validate_every": 1, "keep_last": 1},
+    }
+    return lambda **parts: {name: {**base.get(name, {}), **part} for name, part in {**base, **parts}.items()}
+
+
+def by_version(*held_out: float) -> ScriptedReward:
+    """Scores held-out samples by the version that sampled them."""
+
+    def score(sample: reward_pb2.RewardSample) -> float:
+        _, step, _, index = sample.sample_id.split("/")
+        return held_out[int(step)] if sample.prompt in ("first | prompt", "second") else float(index)
+
+    return ScriptedReward(score)
+
+
+def validation(version: int, reward: float | None, revision: int = 0) -> Validation:
+    return Validation(version=version, reward=reward, revision=revision)
+
+
+def test_the_best_are_compared_within_one_revision_of_the_rewards() -> None:
+    known = [validation(1, 0.9), validation(2, 0.5), validation(3, None), validation(4, 0.5), validation(5, 0.8)]
+    assert best_steps({1, 2, 3, 4}, known, 2) == [1, 4]
+    assert best_steps({1, 2, 3, 4}, known, 0) == []
+    changed = [*known, validation(6, 0.1, 1), validation(7, 0.2, 1)]
+    assert best_steps({1, 2, 3, 4, 6, 7}, changed, 5) == [7, 6]
+    assert best_steps({1, 2, 4}, changed, 1) == [1]
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"data": {"validation": None}}, "give data.validation"),
+        ({"schedule": {"keep_best": 1, "validate_every": 2, "steps": 2}}, "set schedule.validate_every to"),
+        ({"rewards": {"ocr": {"curve": [[0, 1.0], [2, 0.5]]}}}, "rewards.ocr.curve changes what they count"),
+    ],
+)
+def test_the_best_need_what_can_be_compared(
+    parts: dict[str, Any], words: str, job: Callable[..., dict[str, Any]]
+) -> None:
+    settings = job(**{"schedule": {"keep_best": 1}} | parts)
+    with pytest.raises(ValueError, match=words):
+        parse_job(settings)
+
+
+def test_the_best_stay_and_the_card_tells_the_training(run: Callable[..., None], job: Callable[..., Any]) -> None:
+    settings = job(schedule={"keep_best": 1}, rewards={"ocr": {"gate": {"below": 0.1}}})
+
+    async def use(fleet: ScriptedFleet) -> None:
+        record = await fleet.run(settings)
+        assert record.status is JobStatus.SUCCEEDED, record.reason
+        assert [list(request.keep) for request in fleet.trainer.saves] == [[], [1], [1]]
+        assert [one.step for one in await fleet.store.checkpoints(record.id)] == [1, 3]
+        (export,) = fleet.trainer.exports
+        for line in (
+            "| 0 | 0.25 | 0 |",
+            "| 3 | 0.5 | 0 |",
+            "Before training: 0.25. After 3 steps: 0.5.",
+            "| first \\| prompt | 0.25 | 0.5 |",
+            "- `ocr` (service `ocr`), weight 1, scored by ScriptedReward 1",
+            "- `ocr`: zero samples that score below 0.1",
+        ):
+            assert line in export.card.split("\n"), export.card
+        recipe = json.loads(export.card.partition("```json\n")[2].partition("```")[0])
+        assert parse_job(recipe) == parse_job(settings)
+
+    reward = by_version(0.25, 0.75, 0.5, 0.5)
+    reward.described = {"name": "ScriptedReward", "version": "1"}
+    run(use, reward)
