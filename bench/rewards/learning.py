@@ -22,7 +22,7 @@ from pathlib import Path
 from rich.console import Console
 
 from bench.rewards.judge_processes import JudgeService, judge_service, teach
-from bench.rewards.page import draw, parts
+from bench.rewards.page import Topic, draw, parts
 from bench.rewards.runs import Trained, record
 from docs.generate.markdown import rewrite
 from flowfleet.client.client import Client
@@ -84,7 +84,8 @@ def main() -> int:
 def write_page(directory: Path, page: Path) -> None:
     """Results, pictures and tables of all runs in a directory."""
     runs = [Trained.read(path) for path in sorted(directory.glob("*/run.json"))]
-    for topic, names in (("hacking", ("hacked", "guarded")), ("judge", ("judge", "frozen"))):
+    topics: dict[Topic, tuple[str, str]] = {"hacking": ("hacked", "guarded"), "judge": ("judge", "frozen")}
+    for topic, names in topics.items():
         chosen = [run for name in names for run in runs if run.name == name]
         if chosen:
             text = json.dumps([run.figures for run in chosen], indent=1)

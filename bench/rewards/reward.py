@@ -254,18 +254,18 @@ async def _compare(
         asking.cancel()
         slowest = await asking
     evaluate.close()
-    middle = [1000 * statistics.median(times) for times in (direct, served)]
-    spent_ms = [1000 * seconds / rounds / GROUP for seconds in cpu]
     return Figures(
-        name,
-        processes,
-        threads,
-        *middle,
-        statistics.median(ratios),
-        1000 * statistics.median(late - early for early, late in zip(direct, served, strict=True)),
-        *spent_ms,
-        rate,
-        1000 * slowest,
+        case=name,
+        processes=processes,
+        threads=threads,
+        direct_ms=1000 * statistics.median(direct),
+        service_ms=1000 * statistics.median(served),
+        ratio=statistics.median(ratios),
+        added_ms=1000 * statistics.median(late - early for early, late in zip(direct, served, strict=True)),
+        direct_cpu_ms=1000 * cpu[0] / rounds / GROUP,
+        service_cpu_ms=1000 * cpu[1] / rounds / GROUP,
+        rate=rate,
+        slowest_describe_ms=1000 * slowest,
     )
 
 

@@ -88,7 +88,8 @@ def record(client: Client, job: Job, name: str, directory: Path) -> Trained:
         validations.append(validation_of(version, version * per_step, samples, pictures, sorted(job.spec["rewards"])))
         words = [sample.prompt for sample in samples[:NUM_PICTURES]]
     directory.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(directory / "pictures.npz", prompts=np.array(words), **kept)
+    arrays: dict[str, Any] = {"prompts": np.array(words), **kept}
+    np.savez_compressed(directory / "pictures.npz", **arrays)
     gated = sum(count for reason, count in job.progress.samples_dropped.items() if reason.startswith("gated_"))
     return Trained(name, int(job.spec["seed"]), job.spec, validations, gated)
 

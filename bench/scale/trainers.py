@@ -99,8 +99,8 @@ class Reward(reward_pb2_grpc.RewardServiceServicer):
 async def serve(load: Load, path: Path) -> None:
     notes = Notes()
     add = trainer_pb2_grpc.add_TrainerServiceServicer_to_server
-    servers = [await listen(add, Trainer(load, notes), load.trainer_address(pool)) for pool in range(load.jobs)]  # type: ignore[abstract]
-    servers.append(await listen(reward_pb2_grpc.add_RewardServiceServicer_to_server, Reward(), load.reward_address))  # type: ignore[abstract]
+    servers = [await listen(add, Trainer(load, notes), load.trainer_address(pool)) for pool in range(load.jobs)]
+    servers.append(await listen(reward_pb2_grpc.add_RewardServiceServicer_to_server, Reward(), load.reward_address))
     await until_stopped(notes, path)
 
 

@@ -86,7 +86,8 @@ async def choosing_ms(watch: FleetWatch, replicas: int, jobs: int) -> float:
 async def measure(url: str, replicas: int, jobs: int) -> dict[str, float]:
     redis = connect(url)
     await redis.flushdb()
-    replicas_module.STALE_S = replicas_module.EXPIRES_S = 1e6  # they are renewed when it is measured, and else not
+    # They are renewed when it is measured, and else not.
+    replicas_module.STALE_S = replicas_module.EXPIRES_S = 1e6  # type: ignore[misc]
     records = [record(index, jobs) for index in range(replicas)]
     await put(redis, records)
     watch = FleetWatch(redis)

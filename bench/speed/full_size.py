@@ -74,8 +74,8 @@ def write_checkpoint(directory: Path, *, num_layers: int | None = None, tiny: bo
         transformer = transformer | {"num_layers": num_layers}
     with torch.device("meta"):
         parts: dict[str, Any] = {
-            "transformer": QwenImageTransformer2DModel(**transformer),  # type: ignore[no-untyped-call]
-            "vae": AutoencoderKLQwenImage(**({"base_dim": 16, "num_res_blocks": 1} if tiny else {})),  # type: ignore[no-untyped-call]
+            "transformer": QwenImageTransformer2DModel(**transformer),
+            "vae": AutoencoderKLQwenImage(**({"base_dim": 16, "num_res_blocks": 1} if tiny else {})),
         }
     parts["scheduler"] = build_scheduler()
     for name, part in parts.items():

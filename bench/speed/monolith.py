@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ from flowfleet.weights import lora, weights
 from services.reward.execution.evaluator import Evaluator
 from services.reward.execution.pool import ProcessPool, default_processes
 from services.reward.metrics import RewardMetrics
-from services.reward.scorer import Score
+from services.reward.scorer import Score, Scorer
 from services.reward.scorers import make
 from services.rollout.engines import acceleration
 from services.rollout.engines.base import (
@@ -286,9 +287,10 @@ def _told(step: int, seconds: float) -> None:
     print(f"in one process, step {step}: {seconds:.1f} s", file=sys.stderr, flush=True)
 
 
-def _evaluator(num_threads: int) -> Evaluator[object] | ProcessPool:
+def _evaluator(num_threads: int) -> Evaluator[Any] | ProcessPool:
     """Builds the same evaluator as the reward service."""
     scorer = make(REWARD, {}, num_threads)
+    assert isinstance(scorer, Scorer)
     processes = default_processes(scorer.heavy)
     if processes == 1:
         return Evaluator(scorer, num_threads)

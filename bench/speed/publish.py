@@ -20,7 +20,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from flowfleet.hardware.accelerators import visible_devices
 
@@ -78,7 +78,8 @@ def self_check(flags: list[str]) -> str:
     store.set("dead", "1")  # as a broken gRPC connection tells it
     survivor = survivor or start_receiver(store, 2, place(1, 1), flags)
     wait_all([*trainer, survivor])
-    return store.get("checked").decode()
+    checked: bytes = store.get("checked")
+    return checked.decode()
 
 
 def place(num_ranks: int, receiver: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from diffusers import QwenImageTransformer2DModel
 from torch import Tensor
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from bench.speed.publish import _TIMEOUT
 from flowfleet.hardware import devices
@@ -85,7 +85,7 @@ class Trainer:
             timeout_s=TIMEOUT_S,
         )
         for group.rank, number in enumerate(receivers, start=1):
-            self._store.set(f"group/{group_id}/{number}", group.SerializeToString())
+            self._store.set(f"group/{group_id}/{number}", group.SerializeToString())  # type: ignore[arg-type]
         group.rank = 0
         return TransferMember.join(group, self.ranks.device, self._transfer)
 
@@ -100,10 +100,11 @@ class Trainer:
             gather.rest()
             return 0, 0.0, 0.0
         start = time.perf_counter()
-        self._store.set(f"go/{version}", Broadcast(buckets=gather.buckets).SerializeToString())
+        self._store.set(f"go/{version}", Broadcast(buckets=gather.buckets).SerializeToString())  # type: ignore[arg-type]
         sent = weights.send(member, gather.buckets, gather.fill, self.ranks.device)
         sender = time.perf_counter() - start
-        self._store.set(f"hashes/{version}", FinishWeightUpdateRequest(hashes=sent.hashes).SerializeToString())
+        hashes = FinishWeightUpdateRequest(hashes=sent.hashes)
+        self._store.set(f"hashes/{version}", hashes.SerializeToString())  # type: ignore[arg-type]
         for number in receivers:
             assert self._store.get(f"verified/{version}/{number}").decode() == weights.digest(sent.hashes)
         return sent.bytes, sender, time.perf_counter() - start

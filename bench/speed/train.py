@@ -116,7 +116,7 @@ def _noting_optimizer(engine: Engine) -> list[tuple[float, float]]:
     inner = engine.optimizer.step
     notes: list[tuple[float, float]] = []
 
-    def step(lr: float, loss_scale: float) -> UpdateOutcome:
+    def step(lr: float, loss_scale: float = 1.0) -> UpdateOutcome:
         devices.synchronize(engine.ranks.device)
         start = time.perf_counter()
         outcome = inner(lr, loss_scale)

@@ -60,7 +60,7 @@ class Panel:
     colours: tuple[tuple[str, str], ...] = ()
     """Legend → colour, where it has a meaning."""
     key: bool = False
-    """ValidationSamples where a board becomes a picture."""
+    """Drawn where a board becomes a picture."""
     empty_because: str = ""
     """Why it may have no data. Empty: it always has."""
 

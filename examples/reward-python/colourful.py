@@ -17,5 +17,5 @@ def colourful(sample: Sample) -> tuple[float, dict[str, float]]:
 
 
 if __name__ == "__main__":
-    about = {"name": "colourful", "version": "1", "score_range": (0.0, 400.0), "components": ("spread", "mean")}
-    sys.exit(serve(colourful, **about))
+    parts = ("spread", "mean")
+    sys.exit(serve(colourful, name="colourful", version="1", score_range=(0.0, 400.0), components=parts))

@@ -44,7 +44,7 @@ SIGN_WORDS = 'A white yellow green blue red black sign that says "'
 def build_pipeline() -> Any:
     """A `QwenImagePipeline` whose transformer and autoencoder are untrained and whose other parts are final."""
     tokenizer = build_tokenizer()
-    return QwenImagePipeline(  # type: ignore[no-untyped-call]
+    return QwenImagePipeline(
         scheduler=build_scheduler(),
         vae=build_vae(),
         text_encoder=build_text_encoder(tokenizer),
@@ -55,7 +55,7 @@ def build_pipeline() -> Any:
 
 def build_scheduler() -> Any:
     """The scheduler of the real model: exponential dynamic shift that ends at 0.02."""
-    return FlowMatchEulerDiscreteScheduler(  # type: ignore[no-untyped-call]
+    return FlowMatchEulerDiscreteScheduler(
         base_image_seq_len=256,
         base_shift=0.5,
         max_image_seq_len=8192,
@@ -148,14 +148,12 @@ def _text_encoder_config(tokenizer: Any) -> Qwen2_5_VLConfig:
 
 def build_vae() -> Any:
     """An untrained autoencoder: factor of eight and 16 latent channels as the real one, one residual block a stage."""
-    return AutoencoderKLQwenImage(  # type: ignore[no-untyped-call]
-        base_dim=16, z_dim=LATENT_CHANNELS, dim_mult=[1, 2, 4, 4], num_res_blocks=1
-    )
+    return AutoencoderKLQwenImage(base_dim=16, z_dim=LATENT_CHANNELS, dim_mult=[1, 2, 4, 4], num_res_blocks=1)
 
 
 def build_transformer() -> Any:
     """An untrained transformer: six blocks, four heads of 32."""
-    return QwenImageTransformer2DModel(  # type: ignore[no-untyped-call]
+    return QwenImageTransformer2DModel(
         patch_size=2,
         in_channels=4 * LATENT_CHANNELS,
         out_channels=LATENT_CHANNELS,

@@ -9,7 +9,7 @@ All is vectorised torch, so that a device renders films as fast as it learns fro
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,7 +71,7 @@ class Clip:
         return self.colour, self.shape, self.direction
 
 
-_TRIPLE = (COLOURS, SHAPES, DIRECTIONS)
+_TRIPLE: tuple[Iterable[str], ...] = (COLOURS, SHAPES, DIRECTIONS)
 ALL_CLIPS = [Clip(*parts) for parts in itertools.product(COLOURS, SHAPES, DIRECTIONS, RADII)]
 TRAIN_CLIPS = [clip for clip in ALL_CLIPS if not clip.held_out]
 HELD_OUT_CLIPS = [clip for clip in ALL_CLIPS if clip.held_out]

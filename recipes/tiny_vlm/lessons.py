@@ -30,7 +30,7 @@ def word_rise(pixels: Pixels) -> float:
     if not len(rows):
         return 0.0
     middle = MARGIN + (rows[0] + rows[-1] + 1) / 2
-    return 1.0 - 2.0 * middle / IMAGE_SIZE
+    return float(1.0 - 2.0 * middle / IMAGE_SIZE)
 
 
 def is_high(pixels: Pixels) -> bool:

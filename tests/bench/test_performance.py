@@ -226,7 +226,7 @@ def test_no_row_outlives_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         sys.exit("terminated")
 
     monkeypatch.setattr(h200, "start", then_end)
-    monkeypatch.setattr(h200.time, "sleep", end)
+    monkeypatch.setattr("time.sleep", end)
     options = argparse.Namespace(tiny=False, out=tmp_path, work=tmp_path, cache=tmp_path)
     with pytest.raises(SystemExit):
         run_all([Measurement("a", "s", 1, 30.0, "fake")], ["0"], options)

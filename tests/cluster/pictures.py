@@ -48,7 +48,9 @@ def draw(server: Server, board: Board, path: Path, *, every_panel: bool = False)
     charts = [panel for panel in board.panels if panel.kind != "stat" and (panel.key or every_panel)]
     columns, rows = 3, math.ceil(len(charts) / 3)
     figure = plt.figure(figsize=(16.5, 1.5 + 3.7 * rows), facecolor="white", layout="constrained")
-    head, body = figure.subfigures(2, 1, height_ratios=[1.5, 3.7 * rows])
+    head, body = figure.subfigures(  # type: ignore[misc]  # an array of two
+        2, 1, height_ratios=[1.5, 3.7 * rows]
+    )
     head.suptitle(f"Flowfleet / {board.title}: {board.description}", x=0.01, ha="left", fontsize=15, fontweight="bold")
     for axes, panel in zip(head.subplots(1, len(stats)), stats, strict=True):
         _stat(axes, panel, server)

@@ -48,7 +48,7 @@ class ScriptedRunner(JobScheduler):
         launcher: Launcher,
         directory: Directory,
     ) -> None:
-        self._rollout = SteeredRollout(redis, open_blobs(redis, "redis"))  # type: ignore[abstract]
+        self._rollout = SteeredRollout(redis, open_blobs(redis, "redis"))
         self._server = grpc.aio.server()
         address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._rollout.address = address

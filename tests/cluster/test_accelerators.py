@@ -59,7 +59,9 @@ def placed_only(pod: dict[str, Any]) -> dict[str, Any]:
     limits = pod["containers"][0]["resources"].get("limits", {})
     kept = {name: amount for name, amount in limits.items() if "/" in name}
     made = idle(pod["containers"][0]["name"], **kept)
-    placement = {key: pod[key] for key in ("nodeSelector", "tolerations", "restartPolicy", "subdomain") if key in pod}
+    placement: dict[str, Any] = {
+        key: pod[key] for key in ("nodeSelector", "tolerations", "restartPolicy", "subdomain") if key in pod
+    }
     return {**placement, "terminationGracePeriodSeconds": 1, "containers": [made]}
 
 

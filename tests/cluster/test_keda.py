@@ -215,7 +215,7 @@ def test_replicas_follow_the_work(
     # up with the work that waits: 96 samples over 24 a replica, and no more than the ScaledObject allows
     client.set(REPLICA, 1)
     figures["work to more replicas"] = until(lambda: replicas(cluster, "pool") == MOST, 90)
-    assert json.loads(client.hget(keys.demand(), "rollout/default") or b"{}")["replicas"] == 96 / 24  # type: ignore[arg-type]
+    assert json.loads(client.hget(keys.demand(), "rollout/default") or b"{}")["replicas"] == 96 / 24
 
     # what is not demand changes nothing: trimmed streams, an emptied hash, a scaler that does not answer
     with never_zero(cluster, *names, seconds=2 * POLL_S + COOLDOWN_S):

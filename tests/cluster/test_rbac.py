@@ -124,7 +124,7 @@ def refused_here(api: KubernetesApi) -> list[Any]:
 def test_it_allows_no_more(controller: Cluster) -> None:
     async def scenario() -> None:
         api, other = await connect(controller.namespace), await connect("kube-system")
-        elsewhere = [other.list(resource, "") for resource in (PODS, JOBS, ENDPOINT_SLICES, SECRETS)]
+        elsewhere: list[Any] = [other.list(resource, "") for resource in (PODS, JOBS, ENDPOINT_SLICES, SECRETS)]
         elsewhere += [other.create(JOBS, trainer_template())]
         for number, call in enumerate([*refused_here(api), *elsewhere]):
             with pytest.raises(Refused, match=r"\(403"):

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import redis
 
@@ -74,8 +75,8 @@ class RedisPod:
 
     def client(self, port: int = 6379, user: str = "default", password: str = OPERATOR) -> redis.Redis:
         files = {"ssl_ca_certs": "ca.crt", "ssl_certfile": "tls.crt", "ssl_keyfile": "tls.key"}
-        tls = {name: str(self.folder / "tls" / file) for name, file in files.items()}
-        who = {"username": user, "password": password}
+        tls: dict[str, Any] = {name: str(self.folder / "tls" / file) for name, file in files.items()}
+        who: dict[str, Any] = {"username": user, "password": password}
         return redis.Redis(self.host, port, protocol=2, socket_timeout=5, ssl=True, **who, **tls)
 
     @property

@@ -206,7 +206,8 @@ def test_a_judge_is_for_the_rewards_that_name_it() -> None:
         (a, b, p) for a in pods for b in ("judge-qwen", "judge-small") for p in (*PORTS, 8000) if network.lets(a, b, p)
     }
     assert reached == {("reward-counting", "judge-qwen", 8000)}
-    assert not any(network.lets_in(peer, "judge-qwen", 8000) for peer in (({}, OWN), ({}, MONITORING), ({}, ELSEWHERE)))
+    strangers: list[Peer] = [({}, OWN), ({}, MONITORING), ({}, ELSEWHERE)]
+    assert not any(network.lets_in(peer, "judge-qwen", 8000) for peer in strangers)
 
 
 def test_a_judge_calls_nobody() -> None:
@@ -226,10 +227,10 @@ def test_egress_of_one_reward_is_its_own() -> None:
         '{"name":"b","scorer":"ocr"},{"name":"c","scorer":"vlm","judges":["q"]}]'
     )
     network = Network(Rendered("nvidia", f"rewards={rewards}", 'judges=[{"name":"q","model":"/m"}]'))
-    rewards = ("reward-a", "reward-b", "reward-c")
-    assert [name for name in rewards if network.lets_out_to_address(name, "10.40.0.0/16", 443)] == ["reward-a"]
-    assert [name for name in rewards if network.lets_out(name, ({}, DNS), 53)] == ["reward-a", "reward-c"]
-    assert [name for name in rewards if network.lets(name, "judge-q", 8000)] == ["reward-c"]
+    pods = ("reward-a", "reward-b", "reward-c")
+    assert [name for name in pods if network.lets_out_to_address(name, "10.40.0.0/16", 443)] == ["reward-a"]
+    assert [name for name in pods if network.lets_out(name, ({}, DNS), 53)] == ["reward-a", "reward-c"]
+    assert [name for name in pods if network.lets(name, "judge-q", 8000)] == ["reward-c"]
 
 
 def test_a_reward_of_ones_own_is_called_on_its_port() -> None:

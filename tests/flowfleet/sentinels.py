@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import redis
 
@@ -40,7 +42,8 @@ class Node:
         self.process.wait()
 
     def client(self, password: str | None = PASSWORD) -> redis.Redis:
-        return redis.Redis(port=self.port, password=password, protocol=2, socket_timeout=2.0, retry=None)
+        who: dict[str, Any] = {"port": self.port, "password": password, "protocol": 2}
+        return redis.Redis(**who, socket_timeout=2.0, retry=None)  # type: ignore[arg-type]
 
     def answers(self, password: str | None = PASSWORD) -> bool:
         try:
@@ -82,15 +85,15 @@ class Group:
         self.replicas = [Node(folder / f"r{number}", follow) for number in (1, 2)]
         for replica in self.replicas:
             wait_until(replica.answers)
-            wait_until(lambda replica=replica: replica.client().info("replication")["master_link_status"] == "up")
+            wait_until(partial(_follows, replica))
         watch = (
             f"sentinel monitor {NAME} 127.0.0.1 {self.primary.port} 2\nsentinel auth-pass {NAME} {PASSWORD}\n"
             f"sentinel down-after-milliseconds {NAME} 1000\nsentinel failover-timeout {NAME} 5000\n"
         )
         self.sentinels = [Node(folder / f"s{number}", watch, "--sentinel") for number in range(3)]
         for sentinel in self.sentinels:
-            wait_until(lambda sentinel=sentinel: sentinel.answers(None))
-            wait_until(lambda sentinel=sentinel: self._seen(sentinel) == (2, 2))
+            wait_until(partial(sentinel.answers, None))
+            wait_until(partial(self._sees_all, sentinel))
 
     @property
     def url(self) -> str:
@@ -101,6 +104,10 @@ class Group:
         for node in (self.primary, *self.replicas, *getattr(self, "sentinels", [])):
             node.kill()
 
-    def _seen(self, sentinel: Node) -> tuple[int, int]:
-        state = sentinel.client(None).sentinel_master(NAME)
-        return state["num-slaves"], state["num-other-sentinels"]
+    def _sees_all(self, sentinel: Node) -> bool:
+        state: Any = sentinel.client(None).sentinel_master(NAME)
+        return (state["num-slaves"], state["num-other-sentinels"]) == (2, 2)
+
+
+def _follows(replica: Node) -> bool:
+    return bool(replica.client().info("replication")["master_link_status"] == "up")

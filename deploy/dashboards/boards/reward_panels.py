@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from deploy.dashboards.model import Panel, Row, Threshold, chart
 
@@ -25,11 +25,11 @@ def _counted(name: str, label: str = "") -> tuple[str, str]:
     return f"{found} or on (reward) ({none})", f"{{{{reward}}}} {{{{{label}}}}}" if label else "{{reward}}"
 
 
-def _shadow(title: str, description: str, *queries: tuple[str, str], **more: object) -> Panel:
+def _shadow(title: str, description: str, *queries: tuple[str, str], **more: Any) -> Panel:
     return chart(title, description, *queries, empty_because=NO_SHADOW, **more)
 
 
-def _judge(title: str, description: str, *queries: tuple[str, str], **more: object) -> Panel:
+def _judge(title: str, description: str, *queries: tuple[str, str], **more: Any) -> Panel:
     return chart(title, description, *queries, empty_because=NO_JUDGE, width=6, minimum=0, **more)
 
 

@@ -5,6 +5,8 @@ A job's metrics are on the controller and in part on its trainer, so each is tak
 
 from __future__ import annotations
 
+from typing import Any
+
 from deploy.dashboards.model import Board, Panel, Row, Threshold, chart, stat
 
 NO_GAP = "losses that match velocities, and DPO, have no log-probs to compare"
@@ -14,7 +16,7 @@ def of_job(metric: str) -> str:
     return f"max by (job) (flowfleet_{metric}{{@job}})"
 
 
-def lines(title: str, description: str, *metrics: tuple[str, str], **more: object) -> Panel:
+def lines(title: str, description: str, *metrics: tuple[str, str], **more: Any) -> Panel:
     """One line a job and metric."""
     return chart(title, description, *((of_job(name), f"{legend} {{{{job}}}}") for name, legend in metrics), **more)
 

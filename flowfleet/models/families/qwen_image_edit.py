@@ -95,10 +95,10 @@ class QwenImageEditAdapter(QwenImageAdapter):
 
     def _pixels_seen(self) -> float:
         """Area of what Qwen2.5-VL sees."""
-        usual: int = diffusers_edit.CONDITION_IMAGE_SIZE
+        usual, encoded = float(diffusers_edit.CONDITION_IMAGE_SIZE), float(diffusers_edit.VAE_IMAGE_SIZE)
         if self.condition_pixels is None:
             return usual
-        return max(LEAST_PIXELS_SEEN, self.condition_pixels * usual / diffusers_edit.VAE_IMAGE_SIZE)
+        return max(LEAST_PIXELS_SEEN, self.condition_pixels * usual / encoded)
 
     def _resize(self, picture: Image.Image, pixels: float) -> Image.Image:
         """To about that area at the same aspect ratio, in multiples of 32 pixels."""

@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,10 +63,9 @@ def finished(directory: Path, name: str, seed: int, after: float) -> None:
     ]
     counters = {"cache/hit": 7.0, "cache/miss": 93.0, "calls/ok": 93.0, "retries": 2.0, "answers/logprobs": 100.0}
     Trained(name, seed, {}, validations, 3, counters).write(directory / f"{name}-{seed}")
-    pictures = {str(version): np.stack([sign(20)] * 2) for version in (0, 4)}
-    np.savez(
-        directory / f"{name}-{seed}" / "pictures.npz", prompts=np.array(['A red sign that says "K7"'] * 2), **pictures
-    )
+    pictures: dict[str, Any] = {str(version): np.stack([sign(20)] * 2) for version in (0, 4)}
+    pictures["prompts"] = np.array(['A red sign that says "K7"'] * 2)
+    np.savez(directory / f"{name}-{seed}" / "pictures.npz", **pictures)
 
 
 def test_the_page_is_made_of_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

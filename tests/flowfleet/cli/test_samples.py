@@ -46,7 +46,10 @@ def job(api_url: str, redis_url: str, tmp_path: Path) -> Job:
         for step in (3, 4):
             for index in range(GROUP):
                 ref = await blobs.put(keys.blob(job.id, "media", step, index), f"{step}/{index}".encode(), ttl_s=60)
-                scores = {"ocr": step + index / 10, **({"clip": CLIP[index]} if step == 4 else {})}
+                scores: dict[str, float | None] = {
+                    "ocr": step + index / 10,
+                    **({"clip": CLIP[index]} if step == 4 else {}),
+                }
                 gone = (step, index) == (4, 5)
                 media: dict[str, Any] = {
                     "media_uri": ref.uri + "gone" * gone,

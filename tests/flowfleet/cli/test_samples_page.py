@@ -46,12 +46,12 @@ class Read(HTMLParser):
 
 def shown(index: int = 0, rank: int | None = 1, media: bytes | None = b"png", **fields: Any) -> Shown:
     facts = {"step": 3, "group": 0, "index": index, "prompt": "a sign", "reward": 0.5, "scores": {"ocr": 0.5}} | fields
-    return Shown(Sample(**facts), media, rank)
+    return Shown(Sample.model_validate(facts), media, rank)
 
 
 def test_hostile_text_stays_text() -> None:
     """In every place that the job's author, a scorer or a file chooses."""
-    fields = {
+    fields: dict[str, Any] = {
         "prompt": HOSTILE,
         "scores": {HOSTILE: 0.5},
         "versions": {HOSTILE: HOSTILE},

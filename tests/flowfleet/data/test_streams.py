@@ -44,6 +44,11 @@ def consumer(client: redis.asyncio.Redis, name: str = "a", **settings: Any) -> T
     return TrajectoryConsumer(client, JOB, consumer=name, **settings)
 
 
+async def entries(client: redis.asyncio.Redis, name: str) -> Any:
+    """Of a stream: (id, fields) each, in bytes."""
+    return await client.xrange(name)
+
+
 async def num_pending(client: redis.asyncio.Redis) -> int:
     return int((await client.xpending(KEY, "controller"))["pending"])
 
@@ -175,7 +180,7 @@ def test_after_five_deliveries_an_entry_is_dead_lettered(run: Callable[[Story], 
         while deliveries := await reader.reclaim(min_idle_ms=0):
             counts.append(deliveries[0].deliveries)
         assert counts == [1, 2, 3, 4, 5]
-        [(_, fields)] = await client.xrange(keys.dead_trajectories(JOB))
+        [(_, fields)] = await entries(client, keys.dead_trajectories(JOB))
         assert Sample.FromString(fields[b"sample"]) == sample(0)
         assert fields[b"entry_id"] == entry_id.encode()
         assert fields[b"reason"] == b"delivered 5 times without being acknowledged"
@@ -190,10 +195,10 @@ def test_an_undecodable_entry_is_dead_lettered_and_the_others_arrive(
 ) -> None:
     async def story(client: redis.asyncio.Redis) -> None:
         await publish(client, 1)
-        bad = await client.xadd(KEY, fields)
+        bad = await client.xadd(KEY, dict[Any, Any](fields))
         await publish(client, 1, start=1)
         assert indices(await consumer(client).read(10, 50)) == [0, 1]
-        [(_, dead)] = await client.xrange(keys.dead_trajectories(JOB))
+        [(_, dead)] = await entries(client, keys.dead_trajectories(JOB))
         assert dead[b"entry_id"] == bad
         assert dead[b"reason"].startswith(b"not a sample")
         assert fields.items() <= {name.decode(): value for name, value in dead.items()}.items()
@@ -220,7 +225,7 @@ def test_a_consumer_can_bury_what_it_cannot_use(run: Callable[[Story], None]) ->
         reader = consumer(client)
         [delivery] = await reader.read(1, 50)
         await reader.bury(delivery, "of another job")
-        [(_, fields)] = await client.xrange(keys.dead_trajectories(JOB))
+        [(_, fields)] = await entries(client, keys.dead_trajectories(JOB))
         assert (Sample.FromString(fields[b"sample"]), fields[b"reason"]) == (sample(0), b"of another job")
         assert await num_pending(client) == 0
 
@@ -257,7 +262,7 @@ def test_trim_removes_only_what_all_groups_acknowledged(run: Callable[[Story], N
         assert await reader.trim() == 1
         await watcher.ack([delivery.entry_id for delivery in await watcher.read(10, 50)])
         assert await reader.trim() == 2
-        left = [entry_id.decode() for entry_id, _ in await client.xrange(KEY)]
+        left = [entry_id.decode() for entry_id, _ in await entries(client, KEY)]
         assert left == entry_ids[4:]  # undelivered to `reader`: never trimmed
         assert indices(await reader.read(10, 50)) == [4, 5]
 
@@ -266,7 +271,7 @@ def test_trim_removes_only_what_all_groups_acknowledged(run: Callable[[Story], N
 
 def test_trimming_while_others_publish_and_read_loses_nothing(run: Callable[[Story], None]) -> None:
     async def story(client: redis.asyncio.Redis) -> None:
-        reader, seen = consumer(client), []
+        reader, seen = consumer(client), list[int]()
         publishing = asyncio.create_task(publish(client, 300))
         while len(seen) < 300:
             deliveries = await reader.read(7, 1000)

@@ -4,6 +4,7 @@ import io
 import re
 from contextlib import suppress
 from fractions import Fraction
+from typing import Any
 
 import av
 import numpy as np
@@ -31,7 +32,7 @@ def mp4(frames: Frames, codec: str = "libx264", **options: str) -> bytes:
     """A file as another program would write it: plain settings, no color tags."""
     out = io.BytesIO()
     with av.open(out, "w", format="mp4", options=options) as container:
-        stream = container.add_stream(codec, rate=25)
+        stream: Any = container.add_stream(codec, rate=25)
         stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
@@ -87,7 +88,7 @@ def test_colours_keep_their_hue(colour: tuple[int, int, int]) -> None:
 def test_what_players_need_is_in_the_file() -> None:
     data, _ = encode_media(VIDEO, fps=24)
     assert data.index(b"moov") < data.index(b"mdat")
-    with av.open(io.BytesIO(data)) as container:
+    with av.open(io.BytesIO(data), "r") as container:
         stream = container.streams.video[0]
         assert (stream.codec_context.name, stream.pix_fmt) == ("h264", "yuv420p")
         assert (stream.average_rate, stream.frames) == (24, len(VIDEO))

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from flowfleet.errors import NotFound
-from flowfleet.redis import server as redis_server
 from flowfleet.redis.append_only import cut, position
 from flowfleet.redis.client import connect_sync
 from flowfleet.redis.server import RedisServer
@@ -17,7 +16,7 @@ from flowfleet.redis.server import RedisServer
 @pytest.fixture(params=["one file", "folder"])
 def server(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RedisServer:
     if request.param == "one file":
-        monkeypatch.setattr(redis_server.shutil, "which", lambda name: None)
+        monkeypatch.setattr(shutil, "which", lambda name: None)
     elif shutil.which("redis-server") is None:
         pytest.skip("no redis-server on PATH: install Redis 7")
     return RedisServer(tmp_path / "data")

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -75,10 +76,10 @@ def test_tasks_survive_a_killed_server_and_lose_nothing(server: RedisServer) -> 
         return count
 
     async def reader(client: redis.asyncio.Redis, done: asyncio.Event) -> set[bytes]:
-        last, found = b"0", set()
+        last, found = b"0", set[bytes]()
         while True:
             final = done.is_set()
-            streams = await client.xread({"stream": last}, block=200)
+            streams: Any = await client.xread({"stream": last}, block=200)
             entries = streams[0][1] if streams else []
             if final and not entries:
                 return found

@@ -162,8 +162,11 @@ def test_malformed_protobuf_is_an_invalid_argument_without_a_traceback(
     sees only the whole server's health."""
 
     async def codes(channel: grpc.aio.Channel) -> set[grpc.StatusCode]:
-        unary = [channel.unary_unary(f"/{REWARD}/Score"), channel.unary_unary("/grpc.health.v1.Health/Check")]
-        stream = channel.unary_stream("/flowfleet.v1.RolloutService/Generate")
+        unary: list[Any] = [
+            channel.unary_unary(f"/{REWARD}/Score"),
+            channel.unary_unary("/grpc.health.v1.Health/Check"),
+        ]
+        stream: Any = channel.unary_stream("/flowfleet.v1.RolloutService/Generate")
         found = set()
         for data in GARBAGE[:2]:
             for call in (*unary, stream):
@@ -236,8 +239,9 @@ def test_a_server_that_anyone_may_call_takes_small_messages_only() -> None:
         port = rpc.listen(server, "127.0.0.1", 0, guarded=False)
         await server.start()
         async with rpc.open_channel(f"127.0.0.1:{port}") as channel:
+            describe: Any = channel.unary_unary(f"/{REWARD}/Describe")
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await channel.unary_unary(f"/{REWARD}/Describe")(bytes(100_000), timeout=10)
+                await describe(bytes(100_000), timeout=10)
         await server.stop(None)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -247,8 +251,9 @@ def test_a_server_that_anyone_may_call_takes_small_messages_only() -> None:
 def test_text_that_is_no_unicode_is_an_invalid_argument() -> None:
     async def call() -> grpc.aio.AioRpcError:
         async with running(Rollout(1)) as address, rpc.open_channel(address) as channel:
+            generate: Any = channel.unary_stream("/flowfleet.v1.RolloutService/Generate")
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await channel.unary_stream("/flowfleet.v1.RolloutService/Generate")(GARBAGE[2], timeout=10).read()
+                await generate(GARBAGE[2], timeout=10).read()
             return caught.value
 
     assert asyncio.run(call()).code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -151,8 +151,9 @@ def test_the_certificate_counts_beside_the_token(tmp_path: Path, monkeypatch: py
 
     async def scenario() -> None:
         async with served() as address, rpc.open_channel(address, token=TOKENS["controller"]) as channel:
+            train: Any = channel.unary_unary("/flowfleet.v1.TrainerService/TrainStep")
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await channel.unary_unary("/flowfleet.v1.TrainerService/TrainStep")(b"", timeout=20)
+                await train(b"", timeout=20)
             assert caught.value.code() is Code.PERMISSION_DENIED
             assert caught.value.details() == (
                 "the certificate of a rollout may not call /flowfleet.v1.TrainerService/TrainStep"

@@ -24,5 +24,5 @@ def hold(step: Any) -> Any:
 
 
 if __name__ == "__main__":
-    TrainingStep.ensure_trainer = hold  # type: ignore[method-assign]
+    TrainingStep.ensure_trainer = hold  # type: ignore[method-assign, assignment]
     sys.exit(main(sys.argv[1:], runner))

@@ -268,7 +268,7 @@ async def scripted_fleet(
 ) -> AsyncIterator[ScriptedFleet]:
     redis = connect(redis_url)
     blobs = open_blobs(redis, "redis")
-    rollout = ScriptedRollout(redis, blobs)  # type: ignore[abstract]  # the trainer gives it its versions
+    rollout = ScriptedRollout(redis, blobs)  # the trainer gives it its versions
     trainer = ScriptedTrainer(rollout)
     servers: list[grpc.aio.Server] = []
 

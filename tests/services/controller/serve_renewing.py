@@ -9,5 +9,5 @@ from services.controller.api import server
 from tests.services.controller.conftest import IdleRunner
 
 if __name__ == "__main__":
-    server.RENEW_EVERY_S = 0.1  # type: ignore[misc]
+    server.RENEW_EVERY_S = 0.1
     sys.exit(main(sys.argv[1:], IdleRunner))

@@ -83,7 +83,7 @@ class Answers(Beauty):
         return self._change(super().scores(samples))
 
 
-class Json(grpc.GenericRpcHandler):  # type: ignore[misc]
+class Json(grpc.GenericRpcHandler):
     """Texts in place of messages."""
 
     def service(self, handler_call_details: Any) -> Any:

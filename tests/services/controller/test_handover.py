@@ -58,7 +58,7 @@ class Scene:
 
     def __init__(self, redis_url: str, folder: Path) -> None:
         self.redis: Any = connect(redis_url)
-        self.rollout = SlowRollout(self.redis, open_blobs(self.redis, "redis"))  # type: ignore[abstract]
+        self.rollout = SlowRollout(self.redis, open_blobs(self.redis, "redis"))
         self.trainer = ScriptedTrainer(self.rollout)
         self._env = {**os.environ, "FLOWFLEET_REDIS_URL": redis_url}
         self._folder = folder

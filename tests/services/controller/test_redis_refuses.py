@@ -87,7 +87,7 @@ async def test_every_route_says_why_and_when_to_try_again(api: Api, job: Job, tm
     job_id = (await api.submit(job()))["id"]
     url = f"/v1/jobs/{job_id}"
     shadow = {"revision": 0, "shadow": {"jpeg": {"beside": "ocr"}}}
-    writes = [("POST", f"{url}/{wish}", None) for wish in ("pause", "cancel")]
+    writes: list[tuple[str, str, Any]] = [("POST", f"{url}/{wish}", None) for wish in ("pause", "cancel")]
     writes += [("POST", "/v1/jobs", job(name="other"))]
     reads = ["/v1/jobs", url, f"{url}/events", f"{url}/metrics", f"{url}/checkpoints", f"{url}/samples"]
     reads += [f"{url}/rewards", "/v1/fleet", "/healthz", "/readyz", "/metrics"]

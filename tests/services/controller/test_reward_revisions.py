@@ -17,7 +17,7 @@ from tests.services.controller.job.test_state_machine import World, finish_step,
 
 
 def rewards(weight: float, **shadows: str) -> RewardSet:
-    parts = {name: ShadowPart(beside=beside) for name, beside in shadows.items()}
+    parts = {name: ShadowPart.model_validate({"beside": beside}) for name, beside in shadows.items()}
     return RewardSet.model_validate({"rewards": {"ocr": {"weight": weight}}, "shadows": parts})
 
 

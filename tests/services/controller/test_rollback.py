@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -107,16 +108,16 @@ class RollingWorld(World):
                     return
                 for group in groups:
                     for index in self.machine.wanted(step, group):
-                        sample = ev.Sampled(step=step, group=group, index=index, version=self.served)
-                        self.emit(sample.model_copy(update={"digest": self.served_digest}))
+                        digest = self.served_digest
+                        self.emit(ev.Sampled(step=step, group=group, index=index, version=self.served, digest=digest))
             case Validate(version) if (version, True) != (self.served, self.known(self.served_digest)):
                 self.emit(ev.ReplicaBehind())
             case ComputeAdvantages(step):
                 super().execute(command)
                 sample = trainer_pb2.TrainSample(advantage=self.rng.random())
                 self.requests.append((len(self.ledger), Request(step=step, samples=[sample])))
-                for group in state.batches[step].groups.values():
-                    for one in group.values():
+                for samples in state.batches[step].groups.values():
+                    for one in samples.values():
                         assert one.version is None or one.version <= state.version
             case TrainStep(step):
                 self.train(step)
@@ -235,7 +236,8 @@ async def test_a_driver_ends_when_redis_lost_what_it_wrote(redis: Any) -> None:
     for key, value in earlier.items():
         await redis.restore(key, 0, value, replace=True)
     before = await redis.dump(keys.job_key("j", "ledger"))
-    for write in (lambda: ledger.append([ev.ResumeRequested()]), lambda: ledger.snapshot(Machine(spec).state)):
+    writes: list[Any] = [partial(ledger.append, [ev.ResumeRequested()]), partial(ledger.snapshot, Machine(spec).state)]
+    for write in writes:
         with pytest.raises(RolledBack):
             await write()
     assert await redis.dump(keys.job_key("j", "ledger")) == before

@@ -113,7 +113,12 @@ def test_texts_are_embedded_once_and_forgotten(folder: Path, monkeypatch: pytest
     encoder: Any = getattr(scorer("clip", folder), "_encoder")  # noqa: B009 - mypy
     asked: list[str] = []
     embed = encoder._embed_texts
-    monkeypatch.setattr(encoder, "_embed_texts", lambda texts: (asked.extend(texts), embed(texts))[1])
+
+    def noting(texts: Any) -> Any:
+        asked.extend(texts)
+        return embed(texts)
+
+    monkeypatch.setattr(encoder, "_embed_texts", noting)
     encoder.texts(["a", "b", "a"])
     encoder.texts(["a"])
     assert asked == ["a", "b"]

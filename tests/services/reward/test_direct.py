@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
@@ -61,7 +61,8 @@ class Asking(AsyncScorer[str]):
         if params == "down":
             raise Unavailable("settings.url http://x cannot be reached")
         self.ended.append("scored")
-        return [Score(float(sample.prompt)) for sample in samples][params == "forget" :]
+        scores: list[Outcome] = [Score(float(sample.prompt)) for sample in samples]
+        return scores[params == "forget" :]
 
 
 class Counting(Scorer[None]):
@@ -109,7 +110,7 @@ def serve(scorer: Scorer[None] | Asking, scenario: Scenario, limits: Limits | No
     return registry
 
 
-def numbers(*prompts: str) -> list[RewardSample]:
+def numbers(*prompts: str) -> list[Any]:
     return [sample(prompt, Image.new("RGB", (4, 4)), prompt) for prompt in prompts]
 
 

@@ -311,7 +311,7 @@ def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
         await scorer.score(samples(1), ())
         return server.asked[0].headers["authorization"]
 
-    secret = {"headers_from_env": {"Authorization": "TEST_JUDGE_KEY"}}
+    secret: Any = {"headers_from_env": {"Authorization": "TEST_JUDGE_KEY"}}
     monkeypatch.setenv("TEST_JUDGE_KEY", "Bearer abc\n")
     assert run(by_index, scenario, **secret) == "Bearer abc"
     monkeypatch.delenv("TEST_JUDGE_KEY")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ def test_colourfulness_is_that_of_its_paper() -> None:
     halves[:2, :, 0] = halves[2:, :, 1] = 255
     assert colourfulness(halves) == pytest.approx(255 + 0.3 * 127.5)
     assert colourfulness(np.full((4, 4, 3), 77, np.uint8)) == 0.0
-    blue = np.tile(np.uint8([0, 0, 200]), (4, 4, 1))
+    blue = np.tile(np.array([0, 0, 200], np.uint8), (4, 4, 1))
     assert colourfulness(blue) == pytest.approx(0.3 * 200)
 
 
@@ -65,7 +66,7 @@ def test_what_is_no_picture_scores_low(size: int) -> None:
     ramp = np.stack([x * 255 // size, y * 255 // size, x * 0 + 99], 2).astype(np.uint8)
     broken = {
         "blank": np.full((size, size, 3), 128, np.uint8),
-        "red": np.tile(np.uint8([255, 0, 0]), (size, size, 1)),
+        "red": np.tile(np.array([255, 0, 0], np.uint8), (size, size, 1)),
         "noise": noise(size),
         "grey noise": noise(size, channels=1),
         "coarse noise": noise(size, block=2),
@@ -77,7 +78,7 @@ def test_what_is_no_picture_scores_low(size: int) -> None:
 
 
 def test_pictures_score_high() -> None:
-    pictures = [sign("AB3"), sign("K7QX", 2), sign("WXYZ", 3), page(("Exit 42", 0.2, 0.3, 40)), pink(256)]
+    pictures: list[Any] = [sign("AB3"), sign("K7QX", 2), sign("WXYZ", 3), page(("Exit 42", 0.2, 0.3, 40)), pink(256)]
     assert min(map(value, pictures)) > 0.7
     assert all(value(picture) <= 1.0 for picture in pictures)
 
@@ -86,7 +87,7 @@ def test_each_fault_costs() -> None:
     sound = sign("AB3", 3)
     pixels = np.asarray(sound).astype(float)
     grain = np.random.default_rng(0).normal(0, 60, pixels.shape)
-    faults = [
+    faults: list[Any] = [
         sound.filter(ImageFilter.GaussianBlur(2)),
         (pixels + grain).clip(0, 255).astype(np.uint8),
         (pixels * 0.1 + 100).astype(np.uint8),

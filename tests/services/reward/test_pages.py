@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -36,7 +38,7 @@ def test_the_lines_are_read_as_rapidocr_reads_them(scorer: OcrScorer) -> None:
     from rapidocr import RapidOCR
 
     settings = {"Global.use_cls": False, "Global.log_level": "error", "Det.limit_side_len": 512}
-    theirs = RapidOCR(params=settings)(np.asarray(POSTER)[:, :, ::-1])
+    theirs: Any = RapidOCR(params=settings)(np.asarray(POSTER)[:, :, ::-1])
     ours = scorer._pages.read(POSTER, detection_size=512, min_width=8)
     assert [reading.text for reading in ours] == list(theirs.txts) == ["Slow Down", "School Ahead", "9 to 5"]
     assert [reading.confidence for reading in ours] == pytest.approx(theirs.scores, abs=0.1)

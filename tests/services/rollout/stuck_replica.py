@@ -36,7 +36,7 @@ def slow_load(self: DiffusersEngine, model: Any) -> None:
     load(self, model)
 
 
-Sampler.sample = stuck_sample  # type: ignore[method-assign]
+Sampler.sample = stuck_sample  # type: ignore[method-assign, assignment]
 DiffusersEngine._load = slow_load  # type: ignore[method-assign]
 
 if __name__ == "__main__":

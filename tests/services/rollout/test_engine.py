@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -82,7 +82,7 @@ def test_ode_draws_what_the_diffusers_pipeline_draws(
     ours = samples_of(run(collect(engine, request)))
     assert all(sample.record is None for sample in ours)
 
-    pipeline: Any = QwenImagePipeline.from_pretrained(model.path)  # type: ignore[no-untyped-call]
+    pipeline: Any = QwenImagePipeline.from_pretrained(model.path)
     pipeline.set_progress_bar_config(disable=True)
     latents = adapter_for(model.path).load(model.path, dtype=torch.float32, components=())
     expected = pipeline(
@@ -585,12 +585,12 @@ def test_a_compilation_three_times_as_long_as_the_limit_is_no_hang(
     hang_s = 0.3
     compiled: list[bool] = []
 
-    def backend(module: Any, inputs: Any) -> Any:
+    def slow_backend(module: Any, inputs: Any) -> Any:
         time.sleep(3 * hang_s)
         compiled.append(engine.pulse.is_stuck)
         return module.forward
 
-    compile_blocks = acceleration.compile_blocks
+    compile_blocks, backend = acceleration.compile_blocks, cast(Any, slow_backend)
     monkeypatch.setattr(acceleration, "compile_blocks", lambda experts: compile_blocks(experts, backend))
     engine = DiffusersEngine(torch.device("cpu"), max_batch=8, threads=1, pulse=Pulse(hang_s, 600.0, shared=True))
     run(engine.prepare(ModelSpec(path=str(tiny_qwen_image), dtype="float32", compile=True), None))

@@ -295,15 +295,14 @@ def group(**changed: Any) -> rollout_pb2.TransferGroup:
 
 def test_an_init_that_cannot_work_leaves_what_is_served(client: Any, model: ModelSpec) -> None:
     """Each request is of another job, so that it would let go of the adapter that is served."""
-    spec = {"path": model.path, "dtype": "float32"}
     models = (
         ModelSpec(path=model.path + "-gone", dtype="float32"),
         ModelSpec(path=model.path, dtype="float31"),
         ModelSpec(dtype="float32"),
         ModelSpec(path="/proc/self", dtype="float32"),
         ModelSpec(path="nul\0", dtype="float32"),
-        ModelSpec(**spec, load_format="pickle"),
-        ModelSpec(**spec, quantization="int1"),
+        ModelSpec(path=model.path, dtype="float32", load_format="pickle"),
+        ModelSpec(path=model.path, dtype="float32", quantization="int1"),
     )
     loras = (
         LoraSpec(rank=0, alpha=8.0, target_modules=["to_q"]),

@@ -1,6 +1,7 @@
 """The vLLM-Omni engine, real, on the CPU: the diffusers engine's own promises, and its numbers against that one's."""
 
 import asyncio
+import importlib.util
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
@@ -20,7 +21,6 @@ from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
 from flowfleet.weights import lora, weights
 from services.rollout.engines.base import Cancelled, GeneratedBatch, GeneratedSample, GenerationRequest, PromptGroup
 from services.rollout.engines.diffusers import DiffusersEngine
-from services.rollout.engines.vllm_omni import launch
 from services.rollout.engines.vllm_omni.engine import VllmOmniEngine
 from tests.services.rollout.conftest import LORA, make_request
 from tests.services.rollout.test_engine import (  # The tests among these run here as well, on this file's engine.
@@ -234,7 +234,8 @@ def test_adapted_layers_compile_whole(engine: VllmOmniEngine, model: ModelSpec) 
         for layer in (block.attn.to_qkv, block.attn.add_kv_proj, block.attn.to_out, block.img_mlp.net[2]):
             x = torch.randn(2, 6, layer.input_size, generator=torch.Generator().manual_seed(1))
             with torch.no_grad():
-                made.append((torch.compile(layer, backend="eager", fullgraph=True)(x), layer(x)))
+                compiled: Any = torch.compile(layer, backend="eager", fullgraph=True)
+                made.append((compiled(x), layer(x)))
         return [tuple(y[0] if isinstance(y, tuple) else y for y in pair) for pair in made]
 
     run(engine.prepare(model, spec))
@@ -380,7 +381,7 @@ def test_a_batch_that_vllm_omni_gave_up_is_no_batch_that_nobody_wants(
     """It ends a request that it aborts, or that is left at its shutdown, as one that is done."""
 
     async def ends_at_once(*_: Any, **__: Any) -> AsyncIterator[None]:
-        for nothing in ():
+        for nothing in tuple[None, ...]():
             yield nothing
 
     run(engine.prepare(model, None))
@@ -415,7 +416,7 @@ def test_what_it_cannot_do_is_said(engine: VllmOmniEngine, model: ModelSpec, mon
         run(engine.prepare(model, LoraSpec(rank=100_000, alpha=1.0, target_modules=["to_q"])))
     with pytest.raises(ValueError, match="show it one"):
         VllmOmniEngine(torch.device("cuda:1"), max_batch=1)
-    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="make vllm-omni"):
         VllmOmniEngine(CPU, max_batch=1)
 

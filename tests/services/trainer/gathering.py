@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -43,7 +44,7 @@ def no_memory_left(*_: Any, **__: Any) -> Any:
 
 
 def rank_main(rank: int, port: int, results: Any) -> None:
-    store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=60))
+    store = TCPStore("127.0.0.1", port, timeout=timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE)
     torch.set_num_threads(1)
     gather = Gather(spread(tensors_of()), torch.bfloat16, CPU, bucket_bytes=150)

@@ -6,6 +6,7 @@ are copies of the whole model.
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,7 +76,7 @@ class Oracle:
             rows = [row for batch in update.by_rank[0] for row in batch.rows]
             past = place // len(plan[0]) * self.part.num_noise_levels
             loss = self._loss([request.samples[row] for row in rows], request.step, number, past)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(self.trained.values(), spec.trainer.optimizer.max_grad_norm)
             self.optimizer.step()
             self.scheduler.step()
@@ -132,7 +133,8 @@ class Oracle:
         v = self._velocity(model, x, self.schedule.timesteps[step], items)
         mean = x * (1 + variance * dt / (2 * s)) + v * (1 + variance * (1 - s) / (2 * s)) * dt
         std = (variance * -dt) ** 0.5
-        log_prob = torch.distributions.Normal(mean, std).log_prob(x_next)
+        normal: Any = torch.distributions.Normal(mean, std)
+        log_prob: Tensor = normal.log_prob(x_next)
         return _mean(log_prob), mean, std, dt
 
     # Matching losses --------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def as_rank(rank: int, path: Path) -> dict[str, Any]:
         read.append(part.numel())
         return part
 
-    source.rows = rows  # type: ignore[method-assign]
+    source.rows = rows  # type: ignore[method-assign, assignment]
     fill(expert, source, ranks)
     (file,) = weight_files(path / "transformer")
     whole = load_file(file)

@@ -30,5 +30,5 @@ def watch_compilations(self: beats.Beats) -> None:
 
 if __name__ == "__main__":
     beats.Beats.watch_compilations = watch_compilations  # type: ignore[method-assign]
-    engine.compile_blocks = partial(compile_blocks, backend="eager")
+    engine.compile_blocks = partial(compile_blocks, backend="eager")  # type: ignore[attr-defined]
     sys.exit(trainer.main())

@@ -40,12 +40,12 @@ def pipeline(checkpoint: Path) -> Any:
 @pytest.mark.parametrize("size", [SQUARE, Size(32, 96)])
 def test_sampling_equals_the_pipeline(adapter: ChromaAdapter, pipeline: Any, size: Size, scale: float) -> None:
     latents = sample_ode(adapter, adapter.encode(RAGGED), size, 3, Guidance(scale), adapter.encode(["a mess"]))
-    arguments = {"height": size.height, "width": size.width, "num_inference_steps": 3, "guidance_scale": scale}
-    arguments |= {"negative_prompt": ["a mess"] * len(RAGGED)}
-    expected = pipeline(RAGGED, generator=generators(), output_type="latent", **arguments).images
+    shape = {"height": size.height, "width": size.width, "num_inference_steps": 3}
+    guidance = {"guidance_scale": scale, "negative_prompt": ["a mess"] * len(RAGGED)}
+    expected = pipeline(RAGGED, generator=generators(), output_type="latent", **shape, **guidance).images
     torch.testing.assert_close(latents, expected, rtol=0, atol=1e-5)
     if size != SQUARE:
-        pictures = pipeline(RAGGED, generator=generators(), output_type="np", **arguments).images
+        pictures = pipeline(RAGGED, generator=generators(), output_type="np", **shape, **guidance).images
         parity.assert_same_pictures(adapter.decode(latents, size), pictures)
 
 

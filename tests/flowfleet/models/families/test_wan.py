@@ -160,7 +160,7 @@ def test_schedule_and_experts_are_the_pipelines_bit_for_bit(
         module.forward = before[name]
     schedule = adapter.schedule(steps, size)
     assert torch.equal(schedule.sigmas, pipeline.scheduler.sigmas)
-    assert torch.equal(schedule.timesteps, torch.stack([timestep.unique().squeeze() for _, timestep in called]))
+    assert torch.equal(schedule.timesteps, torch.stack([torch.unique(timestep).squeeze() for _, timestep in called]))
     chosen = [adapter.expert(timestep[None]) for timestep in schedule.timesteps]
     assert chosen == [adapter.experts[name] for name, _ in called]
 

@@ -33,7 +33,7 @@ MakeJob = Callable[..., dict[str, Any]]
 class Service(reward_pb2_grpc.RewardServiceServicer):
     """Describes itself."""
 
-    def __init__(self, contract: int = 1, modality: int = reward_pb2.MODALITY_IMAGE) -> None:
+    def __init__(self, contract: int = 1, modality: reward_pb2.Modality.ValueType = reward_pb2.MODALITY_IMAGE) -> None:
         self.asked: list[reward_pb2.ScoreRequest] = []
         self.answer = reward_pb2.DescribeResponse(name="a", version="1", contract=contract, modalities=[modality])
 
@@ -52,7 +52,12 @@ class Service(reward_pb2_grpc.RewardServiceServicer):
 @pytest.fixture
 def services() -> dict[str, Service]:
     """Services that each answer in their own way."""
-    return {"ocr": Service(), "v2": Service(), "newer": Service(contract=99), "videos": Service(modality=2)}
+    return {
+        "ocr": Service(),
+        "v2": Service(),
+        "newer": Service(contract=99),
+        "videos": Service(modality=reward_pb2.MODALITY_VIDEO),
+    }
 
 
 @pytest.fixture

@@ -104,7 +104,7 @@ def run(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Use], None
 
     def start(use: Use) -> None:
         async def scenario() -> None:
-            redis, server, service = connect(redis_url), grpc.aio.server(), Answers()  # type: ignore[abstract]
+            redis, server, service = connect(redis_url), grpc.aio.server(), Answers()
             rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, server)
             address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
             await server.start()

@@ -39,8 +39,8 @@ def exited(code: int, at: str = "2026-01-01T00:00:10Z", reason: str = "Error", m
     return container(terminated={"exitCode": code, "finishedAt": at, "reason": reason, "message": message})
 
 
-UNSCHEDULABLE = {"conditions": [condition("PodScheduled", "False", "Unschedulable", NO_GPU)]}
-BACK_OFF = {
+UNSCHEDULABLE: dict[str, Any] = {"conditions": [condition("PodScheduled", "False", "Unschedulable", NO_GPU)]}
+BACK_OFF: dict[str, Any] = {
     "containerStatuses": [
         {
             "name": "ocr",

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from flowfleet.data.streams import TrajectoryConsumer, TrajectoryStream
 from flowfleet.proto import common_pb2
@@ -15,7 +16,7 @@ from flowfleet.redis import keys
 from flowfleet.redis.client import connect
 from services.controller.fleet.replicas import Health, Replica
 from services.controller.job.state_machine import Machine
-from services.controller.metrics import families, monitor
+from services.controller.metrics import families
 from services.controller.metrics.families import Sample
 from services.controller.metrics.monitor import Monitor, look_at_redis
 from tests.services.controller.metrics.test_totals import running
@@ -85,7 +86,7 @@ async def test_a_leader_shows_what_it_sees_and_one_that_stops_shows_nothing(redi
 async def test_it_says_when_redis_does_not_answer(redis_url: str) -> None:
     class Away:
         def pipeline(self, **_: bool) -> None:
-            raise monitor.RedisError("away")
+            raise RedisError("away")
 
     registry = CollectorRegistry()
     watch = Monitor(registry, Away(), dict, list)

@@ -248,7 +248,10 @@ async def test_media_of_the_data_are_held_to_the_roots(
 ) -> None:
     (outside := tmp_path_factory.mktemp("outside") / "1.png").write_bytes(b"secret")
     (tmp_path / "link.png").symlink_to(outside)
-    rows = {"dpo": {"chosen": "link.png", "rejected": str(outside)}, "flow_grpo": {"images": ["link.png"]}}
+    rows: dict[str, dict[str, Any]] = {
+        "dpo": {"chosen": "link.png", "rejected": str(outside)},
+        "flow_grpo": {"images": ["link.png"]},
+    }
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", **rows[algorithm]}))
     asked = job(data={"train": str(tmp_path / "rows.jsonl")}, algorithm={"name": algorithm})
     if algorithm == "dpo":

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from typing import Any
 
 import pytest
@@ -37,7 +37,8 @@ class Contender:
 
     def __init__(self, redis: Any, **times: float) -> None:
         self.registry = CollectorRegistry()
-        self.lease = Lease(redis, self.registry, **({"ttl_s": TTL_S, "renew_s": RENEW_S, "try_s": 0.02} | times))
+        settings: dict[str, Any] = {"ttl_s": TTL_S, "renew_s": RENEW_S, "try_s": 0.02}
+        self.lease = Lease(redis, self.registry, **settings | times)
         self.works = 0
         self._task = asyncio.create_task(self.lease.run(self._work))
 
@@ -239,6 +240,12 @@ class Launched:
 
     async def alive(self, job_id: str) -> bool:
         return True
+
+    async def last_words(self, job_id: str) -> str:
+        return ""
+
+    async def keep_only(self, job_ids: Collection[str]) -> None:
+        self.calls.extend(job_ids)
 
     async def stop(self, job_id: str, *, at_once: bool = False) -> None:
         self.calls.append(job_id)

@@ -89,8 +89,9 @@ def test_a_scorer_that_fails_on_everything_is_unavailable() -> None:
     for outcomes in ([failed, failed], [failed, refused, died]):
         with pytest.raises(Unavailable, match="all 2 samples"):
             unless_all_failed("lookup", outcomes)
-    for outcomes in ([failed], [failed, refused], [failed, failed, Score(0.5)], [refused, refused], []):
-        unless_all_failed("lookup", outcomes)
+    fine: list[list[Outcome]] = [[failed], [failed, refused], [failed, failed, Score(0.5)], [refused, refused], []]
+    for others in fine:
+        unless_all_failed("lookup", others)
 
 
 def test_a_wrong_number_of_outcomes_is_a_failure() -> None:

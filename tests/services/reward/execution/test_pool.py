@@ -197,7 +197,7 @@ class Patient(Obedient):
 
     def start(self) -> None:
         self._is_decoded = threading.Event()
-        evaluator.decode = self._decode
+        evaluator.decode = self._decode  # type: ignore[attr-defined]
 
     def _decode(self, opened: Opened) -> Sample | Problem:
         prompt = opened.sample.prompt
@@ -358,7 +358,7 @@ def test_heavy_scorers_get_half_of_the_cpus(cpus: int, number: int, monkeypatch:
 
 
 def test_ocr_in_processes_gives_the_same_bits() -> None:
-    scorer = scorers.make("ocr", {}, 1)
+    scorer: Any = scorers.make("ocr", {}, 1)
     signs = [sign_sample(str(number), word) for number, word in enumerate(("AB3", "XY7", "K7QX", "CD4", "EF5"))]
     pages = [sample(str(points), page(("Exit 42", 0.2, 0.3, points)), '"Exit 42"') for points in (20, 40, 60)]
     here = Evaluator(scorer, 1)

@@ -26,11 +26,12 @@ from bench.rewards.judge_processes import PATIENCE, START_S, teach
 from flowfleet.errors import Unavailable
 from flowfleet.proto.reward_pb2 import RewardSample, ScoreRequest
 from flowfleet.proto.reward_pb2_grpc import RewardServiceStub
+from flowfleet.rewards.requests import EncodedSample
 from recipes.tiny_vlm.lessons import draw_lesson, is_high, word_rise
 from recipes.tiny_vlm.teach import RUBRIC
 from services.reward.judge.metrics import JudgeMetrics
 from services.reward.judge.settings import VlmSettings
-from services.reward.scorer import EncodedSample, Outcome, Problem
+from services.reward.scorer import Outcome, Problem
 from services.reward.scorers.vlm import VlmScorer
 from tests.services.reward.conftest import reward_process
 

@@ -66,7 +66,7 @@ def test_the_product_is_that_of_the_rounded_matrices(has_bias: bool) -> None:
 
 def test_the_large_linears_of_the_real_qwen_image_are_its_720() -> None:
     with torch.device("meta"):
-        expert: Any = QwenImageTransformer2DModel(num_layers=60)  # type: ignore[no-untyped-call]
+        expert: Any = QwenImageTransformer2DModel(num_layers=60)
     assert quantize({"transformer": expert}) == 720
     names = {name for name, module in expert.transformer_blocks[0].named_modules() if isinstance(module, Fp8Linear)}
     attention = {"to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"}
@@ -76,7 +76,7 @@ def test_the_large_linears_of_the_real_qwen_image_are_its_720() -> None:
 
 def test_modulation_and_what_lies_outside_the_blocks_stay() -> None:
     with torch.device("meta"):
-        expert: Any = FluxTransformer2DModel(num_layers=1, num_single_layers=1)  # type: ignore[no-untyped-call]
+        expert: Any = FluxTransformer2DModel(num_layers=1, num_single_layers=1)
     quantize({"transformer": expert})
     left = {
         name
@@ -155,7 +155,7 @@ class _Block(nn.Module):
         self.to_qkv = _Layer()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.to_qkv(x)  # type: ignore[no-any-return]
+        return self.to_qkv(x)
 
 
 class _Expert(nn.Module):
@@ -166,7 +166,7 @@ class _Expert(nn.Module):
         self.blocks = nn.ModuleList([_Block()])
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.blocks[0](x)  # type: ignore[no-any-return]
+        return self.blocks[0](x)
 
 
 def test_layers_that_multiply_by_a_quant_method() -> None:

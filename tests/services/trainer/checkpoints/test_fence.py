@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -48,7 +49,7 @@ def test_one_that_sleeps_between_look_and_rename_changes_nothing(
         folder.mkdir()
         (folder / "file").write_text("old")
     holder = {"check": old.fence, "rename": os, "rmtree": shutil}[moment]
-    real, slept = getattr(holder, moment), []
+    real, slept = getattr(holder, moment), list[Any]()
 
     def sleeps(*given: object, **more: bool) -> None:
         if moment == "check":
@@ -126,7 +127,7 @@ def _publish(version: int, replica: Replica) -> trainer_pb2.PublishWeightsReques
     return request
 
 
-def _refused(call: grpc.Future) -> bool:
+def _refused(call: Any) -> bool:
     try:
         return not any(result.ok for result in call.result().results)
     except grpc.RpcError:

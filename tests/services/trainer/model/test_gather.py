@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from flowfleet.data.blobs import SyncBlobs
 from flowfleet.errors import Unavailable
@@ -21,7 +21,7 @@ from tests.services.trainer.workers import make_worker
 
 
 def test_rows_of_three_ranks_come_together() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
     workers = [context.Process(target=rank_main, args=(rank, store.port, results)) for rank in range(SIZE)]

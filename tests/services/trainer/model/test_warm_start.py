@@ -251,12 +251,12 @@ def test_a_merged_pipeline_computes_as_base_and_adapter(
     assert (len(shards) > 1) == (shard_bytes < 2**30)
     assert not list(folder.glob("pytorch_lora_weights*"))
     assert (folder / "vae/config.json").samefile(tiny_qwen_image / "vae/config.json")  # a link
-    pipeline: Any = QwenImagePipeline.from_pretrained(folder)  # type: ignore[no-untyped-call]
+    pipeline: Any = QwenImagePipeline.from_pretrained(folder)
     own = drawer.adapter
     merged = velocity(type(own)(pipeline, own.vae_config, dtype=own.dtype, device=own.device), own, spec, 0.7)
     torch.testing.assert_close(merged, velocity(engine_of(worker).adapter, own, spec, 0.7), rtol=0, atol=1e-5)
     assert not torch.allclose(merged, velocity(own, own, spec, 0.7), rtol=0, atol=1e-3)
-    base: Any = QwenImagePipeline.from_pretrained(tiny_qwen_image)  # type: ignore[no-untyped-call]
+    base: Any = QwenImagePipeline.from_pretrained(tiny_qwen_image)
     base.load_lora_weights(job / "model")
     base.fuse_lora()  # diffusers' own merging
     base.unload_lora_weights()
@@ -272,7 +272,7 @@ def test_both_experts_are_merged(wan: Path, ranks: Ranks, files: SyncBlobs, tmp_
     )
     worker, drawer = make_worker(spec, ranks, files, tmp_path), Drawer(spec)
     worker.train(drawer.draw(files, 0))
-    pipeline: Any = WanPipeline.from_pretrained(export(worker, tmp_path / "model"))  # type: ignore[no-untyped-call]
+    pipeline: Any = WanPipeline.from_pretrained(export(worker, tmp_path / "model"))
     own = drawer.adapter
     loaded = type(own)(pipeline, own.vae_config, dtype=own.dtype, device=own.device)
     for sigma in (0.9, 0.5):

@@ -1,7 +1,7 @@
 """AdamW wherever its moments are, against PyTorch's own and against float64."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -119,7 +119,8 @@ def test_eight_bits_end_where_thirty_two_do(ranks: Ranks) -> None:
 
 def test_eight_bits_take_a_quarter_of_the_memory(ranks: Ranks) -> None:
     optimizer, _ = optimizer_of("8bit", ranks)
-    kept = {name: tensor.to_local() for name, tensor in optimizer.moments().items()}
+    moments: Any = optimizer.moments()
+    kept = {name: tensor.to_local() for name, tensor in moments.items()}
     wide = [tensor for name, tensor in kept.items() if name.endswith("a.matrix")]
     assert sum(tensor.nbytes for tensor in wide) == 2 * 48 * (300 + 2 * 4)
     assert kept["exp_avg.b.narrow"].dtype == kept["exp_avg.a.bias"].dtype == torch.float32
@@ -137,13 +138,15 @@ def test_codes_are_the_nearest_of_the_dynamic_map(signed: bool) -> None:
     rows.encode(slice(4, 6), numbers[4:])
     flat, decoded = numbers.view(6, 400).double(), rows.decode(slice(None)).view(6, 400).double()
     table = dynamic_map(signed).double()
-    assert table.unique().numel() == 256
+    assert torch.unique(table).numel() == 256
     for start in (0, BLOCK):
         block, found = flat[:, start : start + BLOCK], decoded[:, start : start + BLOCK]
         scale = block.abs().amax(1, keepdim=True)
         distance = (block[:, :, None] - table * scale[:, :, None]).abs()
         least = distance.min(-1).values
-        rounded_up = (found > 0) & (block < table[1] * scale) if not signed else torch.zeros_like(found, dtype=bool)
+        rounded_up = (
+            (found > 0) & (block < table[1] * scale) if not signed else torch.zeros_like(found, dtype=torch.bool)
+        )
         assert torch.all(((found - block).abs() <= least + 1e-6 * scale) | rounded_up)
     if not signed:
         assert torch.all((decoded > 0) == (flat > 0))
@@ -159,7 +162,7 @@ def test_a_resumed_job_goes_on_bit_for_bit(
         worker.train(drawer.draw(files, step))
     worker.save(trainer_pb2.SaveCheckpointRequest(job_id=JOB))
     resumed = make_worker(spec, ranks, files, tmp_path)
-    before, after = (engine_of(each).optimizer.moments() for each in (worker, resumed))
+    before, after = (cast(Any, engine_of(each).optimizer.moments()) for each in (worker, resumed))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name].to_local(), after[name].to_local()) for name in before)
     assert any(float(tensor.to_local().float().abs().max()) > 0 for tensor in after.values())

@@ -6,15 +6,15 @@ import grpc
 import pytest
 
 from services.controller.job.recovery.retries import MAX_FAILURES, FailureAction, decide
-from services.controller.job.state_machine import EnsureTrainer, Generate, Publish, Score, TrainStep, Validate
+from services.controller.job.state_machine import Command, EnsureTrainer, Generate, Publish, Score, TrainStep, Validate
 
 Code = grpc.StatusCode
-TRAINER = [EnsureTrainer(), TrainStep(0), Publish(0)]
-OTHERS = [Generate(0, (0,)), Score(0, 0), Validate(0)]
+TRAINER: list[Command] = [EnsureTrainer(), TrainStep(0), Publish(0)]
+OTHERS: list[Command] = [Generate(0, (0,)), Score(0, 0), Validate(0)]
 
 
 @pytest.mark.parametrize("command", TRAINER + OTHERS)
-def test_a_wrong_request_fails_the_job_at_once(command: TrainStep) -> None:
+def test_a_wrong_request_fails_the_job_at_once(command: Command) -> None:
     assert decide(command, Code.INVALID_ARGUMENT, 1).action is FailureAction.FAIL_JOB
 
 

@@ -29,7 +29,7 @@ class Calls:
         return self.run(call)
 
 
-def says(text: str, after_s: float = 0.0) -> Callable[[], Awaitable[str]]:
+def says(text: str, after_s: float = 0.0) -> Callable[[], Coroutine[None, None, str]]:
     async def call() -> str:
         await asyncio.sleep(after_s)
         return text
