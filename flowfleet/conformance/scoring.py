@@ -26,7 +26,8 @@ from flowfleet.rewards.requests import SERVICE_NAME
 
 ONE, EACH, SAME, ORDER = "one sample", "each id once", "same again", "order and company"
 _KIND = "give --prompt, --metadata, --param or --image of the kind that it scores"
-_NUM_COMPARED = 6
+NUM_COMPARED = 6
+BLIND = "all samples have one score, so that exchanged ones would not show: give several --image"
 _UNKNOWN_FIELD = b"\xf2\x7f\x03new"
 """Field 2046 of wire type 2: of a contract that is not written yet."""
 
@@ -63,10 +64,10 @@ async def full_batch(session: Session) -> str | None:
     return told
 
 
-@check(EACH, "each sample of a call is answered once, under its own id, and nothing else", ONE)
+@check(EACH, "each sample of a call of any size is answered once, under its own id, by a score or an error", ONE)
 async def each_id_once(session: Session) -> str | None:
-    count = min(session.full_batch, 16)
-    samples = [session.sample(index, name) for index, name in enumerate(_odd_names(count))]
+    count = session.full_batch
+    samples = [session.sample(index, name) for index, name in enumerate(odd_names(count))]
     ids = [sample.sample_id for sample in samples]
     try:
         response = await session.score(samples)
@@ -77,27 +78,32 @@ async def each_id_once(session: Session) -> str | None:
     missing = [name for name in ids if not answered[name]]
     strange = [name for name in answered if name not in ids]
     twice = [name for name, times in answered.items() if times > 1]
-    require(not missing, f"{len(missing)} of {count} are missing, as {missing and missing[0]!r}")
+    first = ids.index(missing[0]) + 1 if missing else 0
+    require(not missing, f"{len(missing)} of {count} are missing, first sample {first}, {missing and missing[0]!r}")
     require(not strange, f"{strange and strange[0]!r} was not asked for")
     require(not twice, f"{twice and twice[0]!r} is answered {answered[twice[0]] if twice else 0} times")
+    empty = [place for place, name in enumerate(ids) if by_id(response.scores)[name].WhichOneof("outcome") is None]
+    require(not empty, f"{len(empty)} of {count} have neither score nor error, first sample {empty and empty[0] + 1}")
     return f"{count} ids"
 
 
-def _odd_names(count: int) -> list[str]:
+def odd_names(count: int) -> list[str]:
     """Not in any order, and with what ids may hold."""
     return [f"job/{(7919 * place) % 1009} ü:{place}" for place in range(count)]
 
 
 @check(SAME, "the same call gets the same scores, within the tolerance", ONE, EACH)
 async def same_again(session: Session) -> str | None:
-    samples = session.samples(min(_NUM_COMPARED, session.full_batch))
+    samples = session.samples(min(NUM_COMPARED, session.full_batch))
     first, second = await session.scores(samples), await session.scores(samples)
     pairs = [(first.get(sample.sample_id), second.get(sample.sample_id)) for sample in samples]
-    values = [(left.score, right.score) for left, right in pairs if left and right and _is_score(left, right)]
+    values = [(left.score, right.score) for left, right in pairs if left and right and is_score(left, right)]
     differences = [abs(left - right) for left, right in values if not alike(left, right, session.options.tolerance)]
     if differences:
         raise Remark(f"{len(differences)} of {len(values)} differ, by {max(differences):.3g} at most: scores are noisy")
-    session.reference = {place: score.score for place, (score, _) in enumerate(pairs) if score and _is_score(score)}
+    session.reference = {place: score.score for place, (score, _) in enumerate(pairs) if score and is_score(score)}
+    if not values:
+        raise Remark("no two finite scores to compare")
     return f"{len(values)} samples"
 
 
@@ -111,8 +117,8 @@ async def order(session: Session) -> str | None:
     parts = [places] if session.described.needs_group else [places[:-2], places[-2:]]
     for part in filter(None, parts):
         compare(session, part, await session.scores([session.sample(place) for place in part]))
-    if len({round(score, 9) for score in session.reference.values()}) == 1:
-        raise Remark("all samples have one score, so that exchanged ones would not show: give several --image")
+    if is_blind(session):
+        raise Remark(BLIND)
     return f"{len(places)} samples in another order" + ("" if len(parts) == 1 else ", in two calls")
 
 
@@ -121,7 +127,7 @@ def compare(session: Session, places: list[int], scores: dict[str, RewardScore])
     for place in places:
         name, expected = session.sample(place).sample_id, session.reference[place]
         score = scores.get(name, RewardScore())
-        same = _is_score(score) and alike(score.score, expected, session.options.tolerance)
+        same = is_score(score) and alike(score.score, expected, session.options.tolerance)
         require(same, f"{name!r}: {outcome(score)}, before {expected:g}")
 
 
@@ -142,7 +148,9 @@ async def in_range(session: Session) -> str | None:
                 low - slack <= given.score <= high + slack,
                 f"{given.sample_id!r}: {outcome(given)}, not {low:g} to {high:g}",
             )
-    values = [given.score for given in session.given if _is_score(given)]
+    values = [given.score for given in session.given if is_score(given)]
+    if not values:
+        raise Skip("no score is finite")
     return f"{min(values):.4g} to {max(values):.4g}"
 
 
@@ -153,7 +161,10 @@ async def components(session: Session) -> str | None:
         for name, value in given.components.items():
             require(name in named, f"{name!r} is not among those of Describe: {', '.join(sorted(named)) or 'none'}")
             require(math.isfinite(value), f"{given.sample_id!r}: {name} is {value}")
-    return ", ".join(sorted({name for given in session.given for name in given.components})) or "none"
+    seen = sorted({name for given in session.given for name in given.components})
+    if not seen:
+        raise Skip(f"no score has any; Describe names {', '.join(sorted(named)) or 'none'}")
+    return ", ".join(seen)
 
 
 @check("groups", "several groups in one call are answered, each as if alone", ONE, EACH, ORDER)
@@ -221,7 +232,11 @@ async def _answered(session: Session, samples: list[RewardSample]) -> None:
     require_scores(scores, [samples[0].sample_id])
 
 
-def _is_score(*given: RewardScore) -> bool:
+def is_blind(session: Session) -> bool:
+    return len({round(score, 9) for score in session.reference.values()}) == 1
+
+
+def is_score(*given: RewardScore) -> bool:
     """Finite ones."""
     return all(one.WhichOneof("outcome") == "score" and math.isfinite(one.score) for one in given)
 

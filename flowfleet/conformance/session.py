@@ -11,6 +11,7 @@ from typing import Final
 
 import grpc
 import grpc.aio
+from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from flowfleet.conformance import media
@@ -29,10 +30,14 @@ from flowfleet.proto.reward_pb2 import (
 from flowfleet.rpc import endpoint as rpc
 from flowfleet.rpc import tls
 
-UNLIMITED_BATCH: Final = 64
-"""Samples of a full batch where Describe names no limit."""
+UNLIMITED_BATCH: Final = 128
+"""Samples of a full batch where Describe names no limit: as many as the controller sends."""
 GROUP: Final = 4
 """Samples of a group."""
+ABANDONED_AT_ONCE: Final = 64
+ABANDONED_SAMPLES: Final = 16
+ABANDONED_BYTES: Final = 2**20
+"""Of one abandoned call, which has a group at least."""
 
 Answer = ScoreResponse | grpc.aio.AioRpcError
 """Answer to a call that may be rejected."""
@@ -57,6 +62,8 @@ class Options:
     """Time within which the service must answer for the first time."""
     tolerance: float = 1e-3
     """Maximum difference between scores of one sample, relative to the larger of 1 and the score."""
+    num_abandoned: int = 256
+    """Calls that are cancelled, and as many that pass their deadline: more than a service has threads."""
     max_batch: int = 1024
     """The largest batch that is sent, whatever Describe allows."""
     large_call_bytes: int = 31 * 2**20
@@ -200,10 +207,26 @@ class Session:
         await self.scores(samples)
         return time.monotonic() - start
 
-    async def abandon(self, num_calls: int, after_s: float, *, cancel: bool) -> list[grpc.StatusCode | None]:
-        """Full batches that the caller leaves after so long, by cancelling or by a deadline; the codes they ended with,
-        None for those that were answered before."""
-        batch = self.samples(min(self.full_batch, 16))
+    async def abandon(self, after_s: float, *, cancel: bool) -> list[grpc.StatusCode | None]:
+        """Makes `num_abandoned` calls, some at once, and leaves them after so long, by cancelling or by a deadline.
+
+        The codes they ended with; None for those that were answered before.
+        """
+        batch = self._abandoned_batch()
+        codes: list[grpc.StatusCode | None] = []
+        for start in range(0, self.options.num_abandoned, ABANDONED_AT_ONCE):
+            count = min(ABANDONED_AT_ONCE, self.options.num_abandoned - start)
+            codes += await self._abandon(batch, count, after_s, cancel=cancel)
+        return codes
+
+    def _abandoned_batch(self) -> list[RewardSample]:
+        """As many samples as fit in `ABANDONED_BYTES`."""
+        size = max(1, len(self.media(0)[0]))
+        return self.samples(max(self.few, min(self.full_batch, ABANDONED_SAMPLES, ABANDONED_BYTES // size)))
+
+    async def _abandon(
+        self, batch: Sequence[RewardSample], num_calls: int, after_s: float, *, cancel: bool
+    ) -> list[grpc.StatusCode | None]:
 
         async def one() -> grpc.StatusCode | None:
             try:
@@ -218,7 +241,7 @@ class Session:
             for call in calls:
                 call.cancel()
         ended = await asyncio.gather(*calls, return_exceptions=True)
-        return [code for code in ended if not isinstance(code, BaseException)]
+        return [StatusCode.CANCELLED if isinstance(code, BaseException) else code for code in ended]
 
 
 def by_id(scores: Iterable[RewardScore]) -> dict[str, RewardScore]:

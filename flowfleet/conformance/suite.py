@@ -9,7 +9,7 @@ from typing import Final
 
 import grpc.aio
 
-from flowfleet.conformance import describing, load, refusing, scoring, sending
+from flowfleet.conformance import describing, large, load, refusing, scoring, sending
 from flowfleet.conformance.checks import Check, Fault, Remark, Skip, said
 from flowfleet.conformance.report import Report, Result, Service, Status
 from flowfleet.conformance.session import Options, Session, open_channel
@@ -18,6 +18,7 @@ from flowfleet.proto.reward_pb2 import Modality
 CHECKS: Final[tuple[Check, ...]] = (
     *describing.CHECKS,
     *scoring.CHECKS,
+    *large.CHECKS,
     *refusing.CHECKS,
     *sending.CHECKS,
     *load.CHECKS,

@@ -66,11 +66,15 @@ class DescribeResponse(_message.Message):
     CONTRACT_FIELD_NUMBER: _builtins.int
     CALL_BYTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
+    """not empty"""
     version: _builtins.str
+    """not empty; another one whenever the same sample could get another score"""
     score_min: _builtins.float
+    """below score_max; -infinity where there is no bound"""
     score_max: _builtins.float
+    """infinity where there is no bound"""
     max_batch_size: _builtins.int
-    """samples in one call"""
+    """samples in one call; 0: no limit. At least 2 where needs_group is set"""
     needs_group: _builtins.bool
     """wants all samples of a group in one call"""
     contract: _builtins.int
@@ -78,10 +82,12 @@ class DescribeResponse(_message.Message):
     call_bytes: _builtins.int
     """that a call should have at most, where samples may be sent apart: it scores what"""
     @_builtins.property
-    def modalities(self) -> _containers.RepeatedScalarFieldContainer[Global___Modality.ValueType]: ...
+    def modalities(self) -> _containers.RepeatedScalarFieldContainer[Global___Modality.ValueType]:
+        """pictures, videos or both; none counts as pictures"""
+
     @_builtins.property
     def components(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """names it may return"""
+        """names it may return, each once"""
 
     def __init__(
         self,
@@ -136,16 +142,23 @@ class RewardSample(_message.Message):
     METADATA_FIELD_NUMBER: _builtins.int
     GROUP_ID_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
-    """echoed in the score"""
+    """echoed in the score, byte for byte. Two of one id in a call, or an empty one:"""
     media: _builtins.bytes
-    """encoded picture or video"""
+    """INVALID_ARGUMENT
+    encoded picture or video. Where it is broken, truncated, huge (a PNG may promise
+    """
     media_type: _builtins.str
-    """"image/png", "image/jpeg", "video/mp4", …"""
+    """30,000 x 30,000 pixels: read its header before its pixels) or of a modality that
+    is not scored, this sample gets an error, and the others of the call their scores
+    "image/png", "image/jpeg", "video/mp4", …; an error for one that is not read
+    """
     prompt: _builtins.str
+    """any Unicode text; where it is too long, this sample gets an error"""
     group_id: _builtins.str
+    """of the samples of one prompt. A call may have several groups, mixed"""
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """of the prompt's line in the data set"""
+        """of the prompt's line in the data set; any Unicode text"""
 
     def __init__(
         self,
@@ -192,10 +205,14 @@ class ScoreRequest(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     PARAMS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___RewardSample]: ...
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___RewardSample]:
+        """none: INVALID_ARGUMENT, or an empty answer. More than max_batch_size:"""
+
     @_builtins.property
     def params(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """of the job's reward entry"""
+        """INVALID_ARGUMENT or RESOURCE_EXHAUSTED
+        of the job's reward entry. One that is not known: INVALID_ARGUMENT that names it,
+        """
 
     def __init__(
         self,
@@ -239,14 +256,17 @@ class RewardScore(_message.Message):
     SCORE_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     COMPONENTS_FIELD_NUMBER: _builtins.int
+    MEDIA_SIZE_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     score: _builtins.float
-    """finite"""
+    """finite, from score_min to score_max"""
     error: _builtins.str
-    """why there is none"""
+    """why there is none; not empty"""
+    media_size: _builtins.int
+    """bytes of the media that this score was computed from, noted where it is computed."""
     @_builtins.property
     def components(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """finite"""
+        """finite, of the names in Describe"""
 
     def __init__(
         self,
@@ -255,10 +275,11 @@ class RewardScore(_message.Message):
         score: _builtins.float = ...,
         error: _builtins.str = ...,
         components: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        media_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "outcome", b"outcome", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["components", b"components", "error", b"error", "outcome", b"outcome", "sample_id", b"sample_id", "score", b"score"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["components", b"components", "error", b"error", "media_size", b"media_size", "outcome", b"outcome", "sample_id", b"sample_id", "score", b"score"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["score", "error"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015

@@ -28,6 +28,12 @@ if _version_not_supported:
 class RewardServiceStub:
     """The plug: anyone can write a reward in any language from this file alone. It needs no Redis, no torch and nothing of
     this repository. Media travel by value.
+
+    The server also offers the standard service grpc.health.v1.Health, which says SERVING for "" and, best, for
+    "flowfleet.v1.RewardService". It takes messages of 64 MiB (gRPC's own default is 4 MiB): calls have up to 32 MiB. It
+    passes over fields that it does not know. Calls come many at once, and each gets its own scores. It stops work that
+    was cancelled or is past its deadline, so that hundreds of abandoned calls do not hold up the next one. Every error
+    status has a message that says what to change.
     """
 
     def __init__(self, channel):
@@ -51,17 +57,26 @@ class RewardServiceStub:
 class RewardServiceServicer:
     """The plug: anyone can write a reward in any language from this file alone. It needs no Redis, no torch and nothing of
     this repository. Media travel by value.
+
+    The server also offers the standard service grpc.health.v1.Health, which says SERVING for "" and, best, for
+    "flowfleet.v1.RewardService". It takes messages of 64 MiB (gRPC's own default is 4 MiB): calls have up to 32 MiB. It
+    passes over fields that it does not know. Calls come many at once, and each gets its own scores. It stops work that
+    was cancelled or is past its deadline, so that hundreds of abandoned calls do not hold up the next one. Every error
+    status has a message that says what to change.
     """
 
     def Describe(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The same answer each time, while the process lives.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request, context):
-        """One score a sample, in any order. A sample that cannot be scored gets an `error`; the call itself fails only
-        when nothing can be scored (INVALID_ARGUMENT: say what to change; UNAVAILABLE: try again).
+        """One score a sample, in any order, each sample once and no other. A sample that cannot be scored gets an `error`;
+        the call itself fails only when nothing can be scored (INVALID_ARGUMENT: say what to change; UNAVAILABLE: try
+        again). A score depends on its own sample alone, or on its group: not on the place in the call, the size of the
+        call, or the calls before.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -91,6 +106,12 @@ def add_RewardServiceServicer_to_server(servicer, server):
 class RewardService:
     """The plug: anyone can write a reward in any language from this file alone. It needs no Redis, no torch and nothing of
     this repository. Media travel by value.
+
+    The server also offers the standard service grpc.health.v1.Health, which says SERVING for "" and, best, for
+    "flowfleet.v1.RewardService". It takes messages of 64 MiB (gRPC's own default is 4 MiB): calls have up to 32 MiB. It
+    passes over fields that it does not know. Calls come many at once, and each gets its own scores. It stops work that
+    was cancelled or is past its deadline, so that hundreds of abandoned calls do not hold up the next one. Every error
+    status has a message that says what to change.
     """
 
     @staticmethod

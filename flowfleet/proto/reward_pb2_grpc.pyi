@@ -29,6 +29,12 @@ GRPC_VERSION: str
 class RewardServiceStub:
     """The plug: anyone can write a reward in any language from this file alone. It needs no Redis, no torch and nothing of
     this repository. Media travel by value.
+
+    The server also offers the standard service grpc.health.v1.Health, which says SERVING for "" and, best, for
+    "flowfleet.v1.RewardService". It takes messages of 64 MiB (gRPC's own default is 4 MiB): calls have up to 32 MiB. It
+    passes over fields that it does not know. Calls come many at once, and each gets its own scores. It stops work that
+    was cancelled or is past its deadline, so that hundreds of abandoned calls do not hold up the next one. Every error
+    status has a message that says what to change.
     """
 
     @_typing.overload
@@ -36,27 +42,45 @@ class RewardServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RewardServiceAsyncStub: ...
     Describe: _grpc.UnaryUnaryMultiCallable[_reward_pb2.DescribeRequest, _reward_pb2.DescribeResponse]
+    """The same answer each time, while the process lives."""
     Score: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreResponse]
-    """One score a sample, in any order. A sample that cannot be scored gets an `error`; the call itself fails only
-    when nothing can be scored (INVALID_ARGUMENT: say what to change; UNAVAILABLE: try again).
+    """One score a sample, in any order, each sample once and no other. A sample that cannot be scored gets an `error`;
+    the call itself fails only when nothing can be scored (INVALID_ARGUMENT: say what to change; UNAVAILABLE: try
+    again). A score depends on its own sample alone, or on its group: not on the place in the call, the size of the
+    call, or the calls before.
     """
 
 @_typing.type_check_only
 class RewardServiceAsyncStub(RewardServiceStub):
     """The plug: anyone can write a reward in any language from this file alone. It needs no Redis, no torch and nothing of
     this repository. Media travel by value.
+
+    The server also offers the standard service grpc.health.v1.Health, which says SERVING for "" and, best, for
+    "flowfleet.v1.RewardService". It takes messages of 64 MiB (gRPC's own default is 4 MiB): calls have up to 32 MiB. It
+    passes over fields that it does not know. Calls come many at once, and each gets its own scores. It stops work that
+    was cancelled or is past its deadline, so that hundreds of abandoned calls do not hold up the next one. Every error
+    status has a message that says what to change.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Describe: _aio.UnaryUnaryMultiCallable[_reward_pb2.DescribeRequest, _reward_pb2.DescribeResponse]  # type: ignore[assignment]
+    """The same answer each time, while the process lives."""
     Score: _aio.UnaryUnaryMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreResponse]  # type: ignore[assignment]
-    """One score a sample, in any order. A sample that cannot be scored gets an `error`; the call itself fails only
-    when nothing can be scored (INVALID_ARGUMENT: say what to change; UNAVAILABLE: try again).
+    """One score a sample, in any order, each sample once and no other. A sample that cannot be scored gets an `error`;
+    the call itself fails only when nothing can be scored (INVALID_ARGUMENT: say what to change; UNAVAILABLE: try
+    again). A score depends on its own sample alone, or on its group: not on the place in the call, the size of the
+    call, or the calls before.
     """
 
 class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
     """The plug: anyone can write a reward in any language from this file alone. It needs no Redis, no torch and nothing of
     this repository. Media travel by value.
+
+    The server also offers the standard service grpc.health.v1.Health, which says SERVING for "" and, best, for
+    "flowfleet.v1.RewardService". It takes messages of 64 MiB (gRPC's own default is 4 MiB): calls have up to 32 MiB. It
+    passes over fields that it does not know. Calls come many at once, and each gets its own scores. It stops work that
+    was cancelled or is past its deadline, so that hundreds of abandoned calls do not hold up the next one. Every error
+    status has a message that says what to change.
     """
 
     @_abc_1.abstractmethod
@@ -64,7 +88,8 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _reward_pb2.DescribeRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_reward_pb2.DescribeResponse, _abc.Awaitable[_reward_pb2.DescribeResponse]]: ...
+    ) -> _typing.Union[_reward_pb2.DescribeResponse, _abc.Awaitable[_reward_pb2.DescribeResponse]]:
+        """The same answer each time, while the process lives."""
 
     @_abc_1.abstractmethod
     def Score(
@@ -72,8 +97,10 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.ScoreRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_reward_pb2.ScoreResponse, _abc.Awaitable[_reward_pb2.ScoreResponse]]:
-        """One score a sample, in any order. A sample that cannot be scored gets an `error`; the call itself fails only
-        when nothing can be scored (INVALID_ARGUMENT: say what to change; UNAVAILABLE: try again).
+        """One score a sample, in any order, each sample once and no other. A sample that cannot be scored gets an `error`;
+        the call itself fails only when nothing can be scored (INVALID_ARGUMENT: say what to change; UNAVAILABLE: try
+        again). A score depends on its own sample alone, or on its group: not on the place in the call, the size of the
+        call, or the calls before.
         """
 
 def add_RewardServiceServicer_to_server(servicer: RewardServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -218,7 +218,7 @@ class RewardServicer(RewardServiceServicer):
         with self._admitted(count, sum(len(sample.media) for sample in request.samples)):
             outcomes = await (self._score_batch if reward.batch else self._score_each)(request.samples, params)
         answers = [
-            answer(sample.sample_id, outcome, reward.components)
+            answer(sample.sample_id, outcome, reward.components, 0 if reward.batch else len(sample.media))
             for sample, outcome in zip(request.samples, outcomes, strict=True)
         ]
         return ScoreResponse(scores=answers, version=reward.version)
@@ -328,7 +328,7 @@ def read_params(model: type[Params] | None, given: Mapping[str, str]) -> tuple[P
         raise ValueError(f"params.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
-def answer(sample_id: str, outcome: Scored | Exception, components: Sequence[str]) -> RewardScore:
+def answer(sample_id: str, outcome: Scored | Exception, components: Sequence[str], media_size: int = 0) -> RewardScore:
     """What the caller gets: an error where there is no score, it is not finite, or a component was never named."""
     try:
         if isinstance(outcome, Exception):
@@ -342,7 +342,7 @@ def answer(sample_id: str, outcome: Scored | Exception, components: Sequence[str
             )
     except Exception as error:
         return RewardScore(sample_id=sample_id, error=str(error) or type(error).__name__)
-    return RewardScore(sample_id=sample_id, score=named.pop("the score"), components=named)
+    return RewardScore(sample_id=sample_id, score=named.pop("the score"), components=named, media_size=media_size)
 
 
 def _number(what: str, value: Any) -> float:

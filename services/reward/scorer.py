@@ -43,6 +43,8 @@ class Sample:
     group_id: str = ""
     """Id shared by the samples of one prompt, which are compared with one another."""
     sample_id: str = ""
+    media_size: int = 0
+    """Bytes of the file that the frames were decoded from."""
 
     @classmethod
     def of_picture(cls, image: Image.Image, prompt: str, metadata: Mapping[str, str] | None = None) -> Sample:
@@ -66,6 +68,8 @@ class Score:
 
     value: float
     components: Mapping[str, float] = field(default_factory=dict)
+    media_size: int = field(default=0, compare=False)
+    """Bytes of the file that was scored, which the evaluator notes; 0: not known."""
 
 
 @dataclass(frozen=True)

@@ -77,4 +77,5 @@ class RewardServicer:
 def _score(sample_id: str, outcome: Outcome) -> RewardScore:
     if isinstance(outcome, Problem):
         return RewardScore(sample_id=sample_id, error=outcome.message)
-    return RewardScore(sample_id=sample_id, score=outcome.value, components=outcome.components)
+    size = outcome.media_size
+    return RewardScore(sample_id=sample_id, score=outcome.value, components=outcome.components, media_size=size)

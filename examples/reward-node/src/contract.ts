@@ -37,7 +37,7 @@ export interface ScoreRequest {
 
 /** Either a finite score with its components, or the reason why there is none. */
 export type RewardScore = { sampleId: string } & (
-  | { score: number; components: Record<string, number> }
+  | { score: number; components: Record<string, number>; mediaSize: number }
   | { error: string }
 );
 

@@ -51,7 +51,7 @@ function describe(): DescribeResponse {
 
 async function outcome({ sampleId, media, mediaType }: RewardSample, params: colour.Params): Promise<RewardScore> {
   try {
-    return { sampleId, ...colour.score(await decode(media, mediaType), params) };
+    return { sampleId, mediaSize: media.length, ...colour.score(await decode(media, mediaType), params) };
   } catch (error) {
     if (error instanceof PictureError) return { sampleId, error: error.message };
     throw error;

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from flowfleet.proto import reward_pb2
 from flowfleet.rewards.requests import EncodedSample
 
-Fault = Literal["", "error", "missing", "duplicated", "empty", "not_finite", "out_of_range"]
+Fault = Literal["", "error", "missing", "duplicated", "empty", "not_finite", "out_of_range", "exchanged"]
 """Why an answer has no score: "error" is what the service said itself; the others are its mistakes."""
 
 MAX_SCORE = 1e100
@@ -39,15 +39,18 @@ def read_answers(
     described: reward_pb2.DescribeResponse,
     seconds: float,
 ) -> dict[str, Answer]:
-    """One answer a sample, whatever came back."""
+    """One answer a sample, whatever came back. No score of a call counts where one is of another sample's media."""
     by_id: dict[str, list[reward_pb2.RewardScore]] = defaultdict(list)
     for one in response.scores:
         by_id[one.sample_id].append(one)
     version = f"{described.name} {response.version or described.version}".strip()
     unknown = sorted(by_id.keys() - {sample.sample_id for sample in samples})
     found = {}
+    exchanged = _exchanged(samples, by_id)
     for sample in samples:
         score, fault, problem = _read(by_id[sample.sample_id], described, unknown)
+        if exchanged and fault != "error":
+            score, fault, problem = None, "exchanged", exchanged
         components = dict(by_id[sample.sample_id][0].components) if fault in ("", "error") else {}
         found[sample.sample_id] = Answer(score, problem, fault, components, version, seconds)
     return found
@@ -56,6 +59,18 @@ def read_answers(
 def is_rubbish(answers: Sequence[Answer]) -> bool:
     """Whether the service is at fault, not a sample: it gave several answers and none that can be used."""
     return len(answers) > 1 and all(answer.fault not in ("", "error") for answer in answers)
+
+
+def _exchanged(samples: Sequence[EncodedSample], by_id: Mapping[str, Sequence[reward_pb2.RewardScore]]) -> str:
+    """What the first score says that is of other media than its sample's; empty where none is."""
+    for sample in samples:
+        for one in by_id[sample.sample_id]:
+            if one.media_size not in (0, len(sample.media)):
+                return (
+                    f"scores of the call are exchanged: {sample.sample_id!r} has {len(sample.media)} bytes of media, "
+                    f"its score is of {one.media_size}"
+                )
+    return ""
 
 
 def _read(

@@ -46,7 +46,8 @@ def decode(opened: Opened) -> Sample | Problem:
     except MediaError as error:
         return Problem(error.reason, str(error))
     sample = opened.sample
-    return Sample(frames, sample.prompt, dict(sample.metadata), sample.group_id, sample.sample_id)
+    size = len(sample.media)
+    return Sample(frames, sample.prompt, dict(sample.metadata), sample.group_id, sample.sample_id, size)
 
 
 def media_types(modalities: Collection[Modality.ValueType]) -> tuple[str, ...]:

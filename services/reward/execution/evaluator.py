@@ -14,7 +14,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic
 
 from flowfleet.errors import Unavailable
@@ -137,7 +137,7 @@ class Evaluator(Generic[Params]):
         outcomes = self._scorer.score(samples, params)
         if len(outcomes) != len(samples):
             raise RuntimeError(f"{len(outcomes)} outcomes for {len(samples)} samples")
-        return [finite(outcome) for outcome in outcomes]
+        return [_of(sample, finite(outcome)) for sample, outcome in zip(samples, outcomes, strict=True)]
 
 
 def unless_all_failed(name: str, outcomes: Sequence[Outcome]) -> None:
@@ -155,6 +155,11 @@ def finite(outcome: Outcome) -> Outcome:
     named = {"the score": outcome.value, **{f"component {name}": value for name, value in outcome.components.items()}}
     broken = [f"{name} is {value}" for name, value in named.items() if not math.isfinite(value)]
     return Problem("non_finite", "; ".join(broken)) if broken else outcome
+
+
+def _of(sample: Sample, outcome: Outcome) -> Outcome:
+    """The outcome with the size of the file that it is of, by which the controller sees scores that were exchanged."""
+    return replace(outcome, media_size=sample.media_size) if isinstance(outcome, Score) else outcome
 
 
 def _parts(batch: Sequence[Sequence[Opened | Problem]], size: int) -> Iterator[Part]:

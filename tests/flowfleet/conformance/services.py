@@ -30,7 +30,7 @@ from flowfleet.proto.reward_pb2_grpc import RewardServiceServicer, add_RewardSer
 MAX_PIXELS = 2**24
 NAN = float("nan")
 INVALID, INTERNAL = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL
-OPTIONS = Options(timeout_s=20, connect_s=10, allowed_s=15, large_call_bytes=5 * 2**20)
+OPTIONS = Options(timeout_s=20, connect_s=10, allowed_s=15, large_call_bytes=5 * 2**20, num_abandoned=12)
 
 
 class Right(RewardServiceServicer):
@@ -39,18 +39,19 @@ class Right(RewardServiceServicer):
     serving: bool | None = True
     """What health says; None: there is none."""
     max_message_bytes = 64 * 2**20
+    max_batch = 8
 
     def __init__(self) -> None:
         self.count = itertools.count()
 
     def describe(self) -> dict[str, Any]:
         about = {"name": "grey", "version": "1", "modalities": [MODALITY_IMAGE], "score_min": 0.0, "score_max": 1.0}
-        return {**about, "max_batch_size": 8, "components": ["mean"], "contract": 1}
+        return {**about, "max_batch_size": self.max_batch, "components": ["mean"], "contract": 1}
 
     def refusal(self, request: ScoreRequest) -> str:
         ids = [sample.sample_id for sample in request.samples]
-        if not ids or len(ids) > 8:
-            return f"{len(ids)} samples: send 1 to 8"
+        if not ids or len(ids) > self.max_batch:
+            return f"{len(ids)} samples: send 1 to {self.max_batch}"
         if "" in ids or len(set(ids)) < len(ids):
             return "each sample needs an id of its own"
         return f"{next(iter(request.params))}: there are no params" if request.params else ""
@@ -68,7 +69,8 @@ class Right(RewardServiceServicer):
             value = self.value(sample)
         except Exception as error:
             return RewardScore(sample_id=sample.sample_id, error=repr(error))
-        return RewardScore(sample_id=sample.sample_id, score=value, components={"mean": value})
+        size = len(sample.media)
+        return RewardScore(sample_id=sample.sample_id, score=value, components={"mean": value}, media_size=size)
 
     def scores(self, request: ScoreRequest) -> list[RewardScore]:
         return [self.outcome(sample) for sample in request.samples]
@@ -164,6 +166,65 @@ class AnswersTwice(Right):
 class InventsIds(Right):
     def scores(self, request: ScoreRequest) -> list[RewardScore]:
         return [*super().scores(request), RewardScore(sample_id="of another call", score=0.5)]
+
+
+class ForgetsLateOnes(Right):
+    """Has a buffer of 32."""
+
+    max_batch = 64
+
+    def scores(self, request: ScoreRequest) -> list[RewardScore]:
+        return super().scores(request)[:32]
+
+
+class LeavesLateOnesEmpty(Right):
+    """Answers each sample, from the 21st on with nothing."""
+
+    max_batch = 64
+
+    def scores(self, request: ScoreRequest) -> list[RewardScore]:
+        given = super().scores(request)
+        return given[:20] + [RewardScore(sample_id=score.sample_id) for score in given[20:]]
+
+
+class ShiftsLargeCalls(Right):
+    """Off by one where a call has more than one batch of 32: all ids are there, and all scores are wrong."""
+
+    max_batch = 64
+
+    def scores(self, request: ScoreRequest) -> list[RewardScore]:
+        given = super().scores(request)
+        if len(given) > 32:
+            for score, sample in zip(given, [*request.samples[1:], request.samples[0]], strict=True):
+                score.CopyFrom(self.outcome(sample)) if score.HasField("score") else None
+            for score, sample in zip(given, request.samples, strict=True):
+                score.sample_id = sample.sample_id
+                score.ClearField("media_size")
+        return given
+
+
+class TellsWrongSizes(Right):
+    """Tells the size of the decoded picture."""
+
+    def outcome(self, sample: RewardSample) -> RewardScore:
+        given = super().outcome(sample)
+        given.media_size *= 3
+        return given
+
+
+class AlwaysInfinite(Right):
+    def value(self, sample: RewardSample) -> float:
+        return super().value(sample) and float("inf")
+
+
+class Unmarked(Right):
+    """Allowed: tells no size, and has no components."""
+
+    def outcome(self, sample: RewardSample) -> RewardScore:
+        given = super().outcome(sample)
+        given.ClearField("media_size")
+        given.ClearField("components")
+        return given
 
 
 class MixesUp(Right):
@@ -294,8 +355,25 @@ class OneQueue(Right):
         async with self.busy:
             answer = await super().Score(request, context)
             if len(request.samples) == 8:
-                await asyncio.sleep(0.9)
+                await asyncio.sleep(0.4)
             return answer
+
+
+class ManyThreads(Right):
+    """Works off all calls, left or not, on 16 threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads = asyncio.Semaphore(16)
+
+    async def Score(self, request: ScoreRequest, context: Any) -> ScoreResponse:
+        return await asyncio.shield(asyncio.ensure_future(self._on_a_thread(request, context)))
+
+    async def _on_a_thread(self, request: ScoreRequest, context: Any) -> ScoreResponse:
+        async with self.threads:
+            if len(request.samples) == 8:
+                await asyncio.sleep(0.3)
+            return await super().Score(request, context)
 
 
 class SharesState(Right):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,10 @@ WRONG: list[tuple[Callable[[], Right], str, str]] = [
     (services.ForgetsOne, "each id once", "1 of 8 are missing"),
     (services.AnswersTwice, "each id once", "answered 2 times"),
     (services.InventsIds, "each id once", "'of another call' was not asked for"),
+    (services.ForgetsLateOnes, "each id once", "32 of 64 are missing, first sample 33"),
+    (services.LeavesLateOnesEmpty, "each id once", "44 of 64 have neither score nor error, first sample 21"),
+    (services.ShiftsLargeCalls, "large call in order", "in a small call"),
+    (services.TellsWrongSizes, "media size", "its score is of"),
     (services.MixesUp, "order and company", "before"),
     (services.SeesOneGroup, "groups", "missing in the answer"),
     (services.AsciiOnly, "unicode", "UnicodeEncodeError"),
@@ -43,12 +48,55 @@ WRONG: list[tuple[Callable[[], Right], str, str]] = [
     (services.TrustsHeaders, "huge picture", "score 0.5; it must get an error"),
     (services.SmallMessages, "large call", "raise the limit of a message"),
     (services.ScoresVideosByAccident, "the other modality", "score 0.5; it must get an error"),
-    (services.SharesState, "many at once", "before"),
+    (services.SharesState, "many at once", "missing in the answer"),
     (services.NotANumber, "finite", "score nan"),
     (services.OutOfRange, "in range", "not 0 to 0.25"),
     (services.StrangeComponent, "components", "'surprise' is not among those of Describe: mean"),
     (services.BrokenComponent, "components", "mean is nan"),
 ]
+
+CONTRACT = {
+    "reachable": "service RewardService",
+    "health": 'grpc.health.v1.Health, which says SERVING for ""',
+    "describe": "string name = 1; not empty string version = 2; not empty",
+    "contract": "of this file: 1; 0 counts as 1",
+    "modalities": "pictures, videos or both; none counts as pictures",
+    "score range": "below score_max; -infinity where there is no bound",
+    "component names": "names it may return, each once",
+    "batch limit": "At least 2 where needs_group is set",
+    "describe again": "The same answer each time",
+    "one sample": "One score a sample",
+    "full batch": "samples in one call",
+    "each id once": "each sample once and no other",
+    "same again": "not on the place in the call, the size of the call, or the calls before",
+    "order and company": "A score depends on its own sample alone, or on its group",
+    "large call in order": "not on the place in the call, the size of the call",
+    "media size": "bytes of the media that this score was computed from",
+    "groups": "A call may have several groups, mixed",
+    "unicode": "any Unicode text",
+    "long prompt": "where it is too long, this sample gets an error",
+    "newer fields": "passes over fields that it does not know",
+    "too many samples": "More than max_batch_size: INVALID_ARGUMENT or RESOURCE_EXHAUSTED",
+    "duplicate ids": "Two of one id in a call, or an empty one: INVALID_ARGUMENT",
+    "empty id": "Two of one id in a call, or an empty one: INVALID_ARGUMENT",
+    "empty call": "none: INVALID_ARGUMENT, or an empty answer",
+    "unknown param": "One that is not known: INVALID_ARGUMENT that names it",
+    "broken media": "this sample gets an error, and the others of the call their scores",
+    "truncated media": "broken, truncated, huge",
+    "unknown media type": "an error for one that is not read",
+    "huge picture": "a PNG may promise 30,000 x 30,000 pixels",
+    "big picture": "A sample that cannot be scored gets an `error`",
+    "jpeg": '"image/png", "image/jpeg"',
+    "large call": "takes messages of 64 MiB (gRPC's own default is 4 MiB)",
+    "the other modality": "of a modality that is not scored, this sample gets an error",
+    "many at once": "Calls come many at once, and each gets its own scores",
+    "deadline": "hundreds of abandoned calls do not hold up the next one",
+    "cancellation": "It stops work that was cancelled or is past its deadline",
+    "finite": "finite, from score_min to score_max",
+    "in range": "finite, from score_min to score_max",
+    "components": "finite, of the names in Describe",
+    "afterwards": "hundreds of abandoned calls do not hold up the next one",
+}
 
 
 @pytest.fixture(scope="module")
@@ -71,14 +119,47 @@ def test_a_wrong_service_fails_for_the_right_reason(make: Callable[[], Right], n
 
 
 def test_calls_that_were_left_hold_up_the_next() -> None:
-    report = report_on(services.OneQueue(), dataclasses.replace(services.OPTIONS, allowed_s=2.0))
+    report = report_on(services.OneQueue(), dataclasses.replace(services.OPTIONS, allowed_s=1.0, num_abandoned=6))
     assert report.failed == ["deadline", "cancellation"], report.text()
     assert "stop what nobody waits for" in report.result("deadline").detail
 
 
+def test_many_threads_that_work_for_nobody_hold_up_the_next() -> None:
+    """128 calls of 0.3 s on 16 threads are a backlog of 2.4 s; a call of one sample takes milliseconds."""
+    options = dataclasses.replace(services.OPTIONS, allowed_s=0.5, num_abandoned=128)
+    report = report_on(services.ManyThreads(), options)
+    assert {"deadline", "cancellation"} <= set(report.failed), report.text()
+
+
+def test_a_check_that_tested_nothing_is_no_pass() -> None:
+    report = report_on(services.Unmarked(), dataclasses.replace(services.OPTIONS, num_abandoned=0))
+    assert report.failed == []
+    found = {result.name: (result.status, result.detail) for result in report.results}
+    for name in ("deadline", "cancellation"):
+        assert found[name][0] is Status.NOTE
+        assert found[name][1].startswith("0 of 0")
+    assert found["media size"][0] is Status.NOTE
+    assert found["components"][0] is Status.SKIP
+
+
+def test_infinite_scores_fail_and_do_not_crash_the_suite() -> None:
+    report = report_on(services.AlwaysInfinite())
+    assert "finite" in report.failed
+    assert report.result("in range").status is Status.SKIP
+
+
+def test_each_check_stands_on_words_of_the_contract(right: Report) -> None:
+    """Whoever writes a service from the proto alone knows what it will be asked."""
+    proto = (Path(__file__).parents[3] / "protos/flowfleet/v1/reward.proto").read_text()
+    words = " ".join(proto.replace("//", " ").split())
+    assert {result.name for result in right.results} == CONTRACT.keys()
+    for name, phrase in CONTRACT.items():
+        assert phrase in words, f"{name}: the contract does not say {phrase!r}"
+
+
 @pytest.mark.long
 def test_how_long_they_may_is_an_option() -> None:
-    """6 calls of 0.9 s, and a machine that is in no hurry."""
+    """12 calls of 0.4 s, and a machine that is in no hurry."""
     assert report_on(services.OneQueue(), dataclasses.replace(services.OPTIONS, allowed_s=60.0)).failed == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -12,7 +13,7 @@ import pytest
 from flowfleet.job.spec import RewardPart
 from flowfleet.proto import reward_pb2
 from services.controller.rewards import outages
-from services.controller.rewards.answers import is_rubbish, read_answers
+from services.controller.rewards.answers import Answer, is_rubbish, read_answers
 from services.controller.rewards.failures import RewardFailure, RewardPause, of_call
 from services.controller.rewards.outages import PROBE_EVERY_S, Attempt, Outage
 from tests.services.controller.reward_fleet import PATIENCE_S, Fleet, Service, samples, with_services
@@ -163,6 +164,25 @@ def test_rubbish_for_all_samples_is_the_fault_of_the_service(kind: str, says: st
     said = reward_pb2.RewardScore(sample_id="a", error="no text")
     good = read_answers(asked, reward_pb2.ScoreResponse(scores=[said]), described, 0.1)
     assert not is_rubbish(list(good.values())), "the service spoke of a sample"
+
+
+def test_exchanged_scores_are_seen_while_a_job_runs() -> None:
+    """Each sample has an id and a score: only the size that a service noted beside the score tells whose it is."""
+    described = reward_pb2.DescribeResponse(score_min=0.0, score_max=1.0)
+    asked = [replace(one, media=bytes(size)) for one, size in zip(samples("a", "b", "c"), (10, 20, 30), strict=True)]
+
+    def found(*sizes: int) -> dict[str, Answer]:
+        scores = [
+            reward_pb2.RewardScore(sample_id=one.sample_id, score=0.5, media_size=size)
+            for one, size in zip(asked, sizes, strict=True)
+        ]
+        return read_answers(asked, reward_pb2.ScoreResponse(scores=scores), described, 0.1)
+
+    assert {answer.fault for answer in found(10, 20, 30).values()} == {""}
+    assert {answer.fault for answer in found(0, 0, 0).values()} == {""}, "services of before tell nothing"
+    shifted = found(10, 30, 20)
+    assert is_rubbish(list(shifted.values())), "the first sample's score cannot be believed either"
+    assert "'b' has 20 bytes of media, its score is of 30" in shifted["a"].problem
 
 
 def test_rubbish_is_asked_for_again() -> None:

@@ -89,6 +89,14 @@ def test_scores_belong_to_their_ids(ocr_process: ServiceProcess) -> None:
     assert all(math.isfinite(value) for given in scores.values() for value in given.components.values())
 
 
+def test_each_score_tells_the_size_of_the_file_that_was_scored(ocr_process: ServiceProcess) -> None:
+    """By which the controller sees scores that were exchanged between batcher, processes and answer."""
+    asked = [sign_sample(str(number), "WXYZ"[: number + 1]) for number in range(4)]
+    told = {name: given.media_size for name, given in score(ocr_process, asked).items()}
+    assert told == {one.sample_id: len(one.media) for one in asked}
+    assert len(set(told.values())) == len(asked)
+
+
 def test_unicode_ids_prompts_and_metadata_pass(ocr_process: ServiceProcess) -> None:
     subject = sample("job/1/グループ/🎨", sign("AB3"), 'Ein grünes Schild „sagt“ "ab3" 看板 🎨')
     subject.metadata["ключ"] = "значение"
