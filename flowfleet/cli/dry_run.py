@@ -14,7 +14,8 @@ from flowfleet.cli.views import as_yaml
 from flowfleet.hardware.accelerators import show_only
 from flowfleet.job.spec import JobSpec
 from flowfleet.local.placement import Placement
-from flowfleet.local.plan import SCORERS, Plan, StackOptions, make_plan, ports_needed
+from flowfleet.local.plan import Plan, StackOptions, make_plan, ports_needed
+from flowfleet.local.rewards import WITHOUT_SETTINGS
 from flowfleet.local.secrets import StackSecrets
 from flowfleet.local.session import place_stack
 from flowfleet.process.commands import forkserver_command, trainer_flags
@@ -27,7 +28,7 @@ def explain(spec: JobSpec, console: Console) -> None:
         _print(console, f"\nwarning: {warning}")
     _show_needs(spec, console)
     _print(console, "\n# Its processes on a local stack; port 0: a free one, chosen at start")
-    rewards = tuple(name if name in SCORERS else f"{name}=HOST:PORT" for name in spec.reward_services)
+    rewards = tuple(name if name in WITHOUT_SETTINGS else f"{name}=HOST:0" for name in spec.reward_services)
     options = StackOptions(port=0, rewards=rewards, model=spec.model.path, dtype=spec.model.dtype)
     placement = place_stack(options)
     for process in _plan(options, placement).processes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -31,8 +32,21 @@ app = typer.Typer(
     help="Reinforcement learning for flow-matching image models, as a fleet of services.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        out.print(f"flowfleet {version('flowfleet')}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    _: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    pass
+
 
 app.add_typer(cli_reward.app, name="reward")
 app.add_typer(cli_rewards.app, name="rewards")
@@ -49,7 +63,10 @@ def up(
         int | None, typer.Option(help="Rollout processes; default: one, or one for each of --rollout-devices.")
     ] = None,
     reward: Annotated[
-        list[str] | None, typer.Option(help="Scorer to start, or NAME=HOST:PORT of one elsewhere; repeatable (ocr).")
+        list[str] | None,
+        typer.Option(
+            help="SCORER[:key=value,…], NAME=FILE.py:FUNCTION, or NAME=HOST:PORT of a service; repeatable (ocr)."
+        ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="Pipeline directory that the rollouts load at start.")] = None,
     dtype: Annotated[str, typer.Option(help="Of that model.")] = "float32",

@@ -24,7 +24,7 @@ Url = Annotated[
 Ca = Annotated[
     Path | None, typer.Option(help="PEM file of the CA of an https URL; else FLOWFLEET_CA, else the system's.")
 ]
-JobId = Annotated[str, typer.Argument(metavar="ID", help="A job's id, or the start of one.")]
+JobId = Annotated[str, typer.Argument(metavar="ID", help="A job's id or the start of one, its name, or `last`.")]
 
 
 @contextlib.contextmanager

@@ -122,16 +122,27 @@ class Client:
     def job(self, job_id: str) -> Job:
         return Job.model_validate(self._get(f"/v1/jobs/{job_id}").json())
 
-    def find(self, prefix: str) -> Job:
-        """The one job whose id starts with `prefix`. ApiError (404, 409) where there is none or more than one."""
-        if len(prefix) == len(str(uuid.UUID(int=0))):
-            return self.job(prefix)
-        found = [job for job in self.jobs() if job.id.startswith(prefix)]
-        if not found:
-            raise ApiError(404, f"no job starts with {prefix!r}; `flowfleet jobs` lists them")
-        if len(found) > 1:
-            raise ApiError(409, f"{len(found)} jobs start with {prefix!r}: {', '.join(job.id for job in found[:5])}")
-        return found[0]
+    def find(self, which: str) -> Job:
+        """The job that is meant: by its id, the start of one, or its name, of which the newest job is taken; "last" is
+        the newest job of all. ApiError (404, 409) where there is none, or more than one id starts so."""
+        if len(which) == len(str(uuid.UUID(int=0))):
+            return self.job(which)
+        named: Job | None = None
+        found: list[Job] = []
+        for job in self.jobs():  # newest first
+            if which == "last":
+                return job
+            if job.id.startswith(which):
+                found.append(job)
+            elif named is None and job.name == which:
+                named = job
+        if named is None and len(found) > 1:
+            raise ApiError(409, f"{len(found)} jobs start with {which!r}: {', '.join(job.id for job in found[:5])}")
+        if found or named:
+            return named or found[0]
+        raise ApiError(
+            404, f"no job has the id or name {which!r}, or an id that starts so; `flowfleet jobs` lists them"
+        )
 
     def cancel(self, job_id: str) -> Job:
         return self._act(job_id, "cancel")

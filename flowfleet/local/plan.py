@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from flowfleet.hardware.accelerators import show_only
 from flowfleet.job.files import RECIPES
 from flowfleet.local.placement import NOWHERE, Placement
+from flowfleet.local.rewards import Reward, parse_reward
 from flowfleet.local.secrets import StackSecrets
 from flowfleet.local.stack import DEFAULT_PORT, DEFAULT_STATE_DIR, MARK, StackError, StateDir
 from flowfleet.process.pulse import HANG_S
@@ -23,8 +24,6 @@ from flowfleet.redis.server import server_url
 HOST = "127.0.0.1"
 REWARDS_FILE = "rewards.toml"
 """In the stack's directory: reward services that are added while it runs, NAME = "HOST:PORT" a line."""
-SCORERS = ("ocr", "jpeg_compressibility", "jpeg_incompressibility", "motion", "image_quality")
-"""Rewards that `flowfleet up` starts itself; any other name needs an address."""
 
 
 class StackOptions(BaseModel):
@@ -44,7 +43,7 @@ class StackOptions(BaseModel):
     replicas: int = Field(default=1, ge=0, le=64)
     """Rollout processes."""
     rewards: tuple[str, ...] = ("ocr",)
-    """Scorers to start, or NAME=HOST:PORT of reward services that run elsewhere."""
+    """As `flowfleet.local.rewards` reads them: scorers to start, or services that run elsewhere."""
     model: str | None = None
     """Diffusers pipeline that the rollouts load while they start."""
     dtype: str = "float32"
@@ -71,12 +70,9 @@ class StackOptions(BaseModel):
     @field_validator("rewards")
     @classmethod
     def _known(cls, rewards: tuple[str, ...]) -> tuple[str, ...]:
-        names = [name.partition("=")[0] for name in rewards]
-        for reward, name in zip(rewards, names, strict=True):
-            if "=" not in reward and reward not in SCORERS:
-                raise ValueError(f"unknown reward {reward!r}: take one of {', '.join(SCORERS)}, or NAME=HOST:PORT")
-            if names.count(name) > 1:
-                raise ValueError(f"reward {name!r} is given twice")
+        names = [parse_reward(reward).name for reward in rewards]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"reward {twice[0]!r} is given twice")
         return rewards
 
     @field_validator("rollout_devices", "trainer_devices")
@@ -154,9 +150,9 @@ def make_plan(
     rollouts = [
         _rollout(index, options, free, env["rollout"], placement.of_rollout(index)) for index in range(options.replicas)
     ]
-    rewards = [_reward(name, options, free, env["reward"]) for name in _own_rewards(options)]
+    rewards = [_reward(reward, options, free, env["reward"]) for reward in _own_rewards(options)]
     addresses = {reward.name.removeprefix("reward-"): reward.address for reward in rewards}
-    addresses |= dict(_split(reward) for reward in options.rewards if "=" in reward)
+    addresses |= {reward.name: reward.address for reward in map(parse_reward, options.rewards) if reward.address}
     controller = _controller(options, options.port or controller_port, addresses, placement.trainer, env["controller"])
     return Plan((redis, *rollouts, *rewards, controller), f"http://{controller.address}", redis_url, placement)
 
@@ -239,10 +235,13 @@ def _rollout(
     )
 
 
-def _reward(scorer: str, options: StackOptions, ports: Iterator[int], env: Mapping[str, str]) -> ProcessPlan:
+def _reward(reward: Reward, options: StackOptions, ports: Iterator[int], env: Mapping[str, str]) -> ProcessPlan:
     port, metrics = next(ports), next(ports)
-    argv = (*_service("reward", port, metrics), "--scorer", scorer, *_pulse(options))
-    return ProcessPlan(f"reward-{scorer}", Kind.REWARD, argv, f"{HOST}:{port}", metrics=f"{HOST}:{metrics}", env=env)
+    argv = [*_service("reward", port, metrics), "--scorer", str(reward.scorer), *_pulse(options)]
+    for setting in reward.settings:
+        argv += ["--set", setting]
+    address = f"{HOST}:{port}"
+    return ProcessPlan(f"reward-{reward.name}", Kind.REWARD, tuple(argv), address, metrics=f"{HOST}:{metrics}", env=env)
 
 
 def _service(name: str, port: int, metrics: int | None = None) -> list[str]:
@@ -260,10 +259,5 @@ def _pulse(options: StackOptions) -> list[str]:
     return ["--hang-s", f"{found_out_s(options.hang_s):g}"]
 
 
-def _own_rewards(options: StackOptions) -> list[str]:
-    return [reward for reward in options.rewards if "=" not in reward]
-
-
-def _split(reward: str) -> tuple[str, str]:
-    name, _, address = reward.partition("=")
-    return name, address
+def _own_rewards(options: StackOptions) -> list[Reward]:
+    return [reward for reward in map(parse_reward, options.rewards) if reward.address is None]

@@ -110,12 +110,16 @@ def stop_stack(state: StateDir) -> bool:
 
 
 def _spawn(options: StackOptions, stdin: int, *flags: str) -> subprocess.Popen[str]:
-    """A supervisor in a session of its own. It closes its stderr when ready, and says there why if it cannot be."""
+    """A supervisor in a session of its own. It closes its stderr when ready, and says there why if it cannot be.
+
+    Neither it nor its children import from the current folder, which may hold a `services` of the user's.
+    """
     return subprocess.Popen(
         [sys.executable, "-m", "flowfleet.local", options.model_dump_json(), *flags],
         stdin=stdin,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONSAFEPATH": "1"},
         start_new_session=True,
         text=True,
     )

@@ -193,13 +193,13 @@ def test_samples_are_downloaded_and_printed(run: Run, client: Client, job_file: 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["show", "ffff"], "no job starts with 'ffff'"),
+        (["show", "ffff"], "no job has the id or name 'ffff'"),
         (["submit", "absent.toml"], "absent.toml: cannot be read"),
         (["submit", "job.json", "--set", "sede=1"], "did you mean seed?"),
         (["submit", "job.json", "--set", "rewards.beauty={}"], "this controller has no such reward service"),
         (["jobs", "--url", "http://127.0.0.1:9"], "no controller answers at http://127.0.0.1:9"),
         (["jobs", "--status", "asleep"], "status"),
-        (["samples", "ffff", "--order", "odd"], "no job starts"),
+        (["samples", "ffff", "--order", "odd"], "no job has the id or name"),
         (["up", "--reward", "beauty"], "unknown reward 'beauty'"),
         (["reward", "check", "http://host:1"], "give grpc://host:port"),
         (["reward", "check", "grpc://host:1", "--ca", "ca.crt"], "say grpcs://host:1"),

@@ -71,10 +71,11 @@ def test_a_job_is_found_by_the_start_of_its_id(client: Client, tmp_path: Path) -
     first, second = (client.submit(job_settings(tmp_path, seed=seed)) for seed in (1, 2))
 
     assert client.find(first.id) == first
+    assert client.find("last") == client.find(first.name) == second
     assert client.find(second.id[:-1]) == second
     with pytest.raises(ApiError, match="2 jobs start with '0'"):
         client.find("0")
-    with pytest.raises(ApiError, match="no job starts with 'ffff'"):
+    with pytest.raises(ApiError, match="no job has the id or name 'ffff'"):
         client.find("ffff")
 
 

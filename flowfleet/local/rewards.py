@@ -1,0 +1,83 @@
+"""Rewards of a local stack, as `flowfleet up --reward` takes them.
+
+ocr                            a scorer
+pickscore:model=PATH           a scorer with settings, as key=value[,key=value]
+taste=pickscore:model=PATH     the same under a name of its own
+mine=my_rewards.py:score       a function of a Python file
+mine=10.0.0.7:9000             a service that runs elsewhere
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from flowfleet.job.spec import REWARD_NAME
+
+SCORERS = (
+    "ocr",
+    "jpeg_compressibility",
+    "jpeg_incompressibility",
+    "motion",
+    "image_quality",
+    "http",
+    "python",
+    "clip",
+    "pickscore",
+    "hps",
+    "aesthetic",
+    "geneval",
+    "vlm",
+    "vlm_ocr",
+)
+"""Scorers that the reward service has."""
+WITHOUT_SETTINGS = ("ocr", "jpeg_compressibility", "jpeg_incompressibility", "motion", "image_quality")
+"""Those that start with no more than their name."""
+_SCORER = re.compile(rf"(?P<scorer>{'|'.join(SCORERS)})(?::(?P<settings>.+))?")
+_FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<function>[A-Za-z_]\w*)")
+_ADDRESS = re.compile(r"[^/\s]+:\d{1,5}")
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A reward of a stack: a scorer to start with its settings, or the address of a service."""
+
+    name: str
+    scorer: str | None = None
+    settings: tuple[str, ...] = ()
+    """key=value changes, as `--set` of the reward service takes them."""
+    address: str | None = None
+
+
+def parse_reward(text: str) -> Reward:
+    """Raises ValueError with the forms that are accepted."""
+    head, equals, rest = text.partition("=")
+    is_named = bool(equals) and ":" not in head
+    name, value = (head, rest) if is_named else (text.partition(":")[0], text)
+    if not re.fullmatch(REWARD_NAME, name):
+        raise ValueError(f"--reward {text}: {name!r} is not a name: take up to 63 letters, digits, '_' and '-'")
+    if found := _SCORER.fullmatch(value):
+        settings = tuple(found["settings"].split(",")) if found["settings"] else ()
+        if wrong := [one for one in settings if "=" not in one]:
+            raise ValueError(f"--reward {text}: {wrong[0]!r} is not a setting: write key=value[,key=value]")
+        return Reward(name, found["scorer"], tuple(map(_absolute, settings)))
+    if is_named and (found := _FUNCTION.fullmatch(value)):
+        return Reward(name, "python", _of_function(name, Path(found["file"]), found["function"], text))
+    if is_named and _ADDRESS.fullmatch(value):
+        return Reward(name, address=value)
+    forms = f"a scorer ({', '.join(SCORERS)}), SCORER:key=value, NAME=FILE.py:FUNCTION or NAME=HOST:PORT"
+    raise ValueError(f"unknown reward {text!r}: give {forms}")
+
+
+def _of_function(name: str, file: Path, function: str, text: str) -> tuple[str, ...]:
+    if not file.is_file():
+        raise ValueError(f"--reward {text}: there is no file {file}")
+    place = file.resolve()
+    return (f"function={place.stem}:{function}", f"path={place.parent}", f"name={name}")
+
+
+def _absolute(setting: str) -> str:
+    """A setting whose value is a file or folder of this machine, by its absolute path: services run elsewhere."""
+    key, _, value = setting.partition("=")
+    return f"{key}={Path(value).resolve()}" if "/" in value and Path(value).exists() else setting

@@ -1,0 +1,61 @@
+"""What `flowfleet up --reward` takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flowfleet.local.plan import StackOptions, make_plan, ports_needed
+from flowfleet.local.rewards import SCORERS, WITHOUT_SETTINGS, Reward, parse_reward
+from flowfleet.local.secrets import StackSecrets
+from services.reward import scorers
+
+
+def test_the_scorers_are_those_of_the_service() -> None:
+    assert tuple(scorers.SCORERS) == SCORERS
+    assert set(WITHOUT_SETTINGS) <= set(SCORERS)
+
+
+def test_scorers_with_settings_under_names_and_services(tmp_path: Path) -> None:
+    (tmp_path / "my_rewards.py").touch()
+    mine = ("function=my_rewards:score", f"path={tmp_path}", "name=mine")
+    assert parse_reward("ocr") == Reward("ocr", "ocr")
+    assert parse_reward("pickscore:model=a/b,dtype=bfloat16") == Reward(
+        "pickscore", "pickscore", ("model=a/b", "dtype=bfloat16")
+    )
+    assert parse_reward("taste=pickscore:model=a") == Reward("taste", "pickscore", ("model=a",))
+    assert parse_reward("jpeg=jpeg_compressibility") == Reward("jpeg", "jpeg_compressibility")
+    assert parse_reward(f"mine={tmp_path}/my_rewards.py:score") == Reward("mine", "python", mine)
+    assert parse_reward("mine=10.0.0.7:9000") == Reward("mine", address="10.0.0.7:9000")
+
+
+def test_folders_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "pick").mkdir(parents=True)
+    assert parse_reward("pickscore:model=models/pick").settings == (f"model={tmp_path}/models/pick",)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nonsense", "unknown reward 'nonsense': give a scorer"),
+        ("mine=nonsense", "unknown reward"),
+        ("mine=missing.py:score", "there is no file missing.py"),
+        ("pickscore:model", "'model' is not a setting"),
+        ("a b=ocr", "'a b' is not a name"),
+        ("my.py:score", "'my.py' is not a name"),
+    ],
+)
+def test_what_is_no_reward_is_refused_with_the_forms(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_reward(text)
+
+
+def test_the_service_is_started_with_its_settings(tmp_path: Path) -> None:
+    options = StackOptions(state_dir=tmp_path, rewards=("taste=pickscore:model=a/b,dtype=bfloat16",))
+    plan = make_plan(options, range(20_000, 20_000 + ports_needed(options)), ["redis-server"], StackSecrets())
+    [reward] = [process for process in plan.processes if process.name == "reward-taste"]
+    assert reward.argv[reward.argv.index("--scorer") :][:2] == ("--scorer", "pickscore")
+    assert reward.argv[-4:] == ("--set", "model=a/b", "--set", "dtype=bfloat16")
+    assert f"taste={reward.address}" in plan.processes[-1].argv
