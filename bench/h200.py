@@ -196,7 +196,7 @@ def select(names: Sequence[str]) -> list[Measurement]:
 
 
 def run_all(rows: Sequence[Measurement], gpus: Sequence[str], options: argparse.Namespace) -> list[Run]:
-    """The first row that fits the free GPUs goes first; one that cannot run here is told and left out."""
+    """The first row that fits the free GPUs goes first; one that cannot run here is reported and left out."""
     waiting = [row for row in rows if (row.tiny is not None if options.tiny else row.gpus <= len(gpus))]
     for row in rows:
         if row not in waiting:
@@ -227,7 +227,7 @@ def run_all(rows: Sequence[Measurement], gpus: Sequence[str], options: argparse.
 
 
 def keep(done: Sequence[Run], measured_on: dict[str, Any], work: Path, out: Path) -> None:
-    """Writes both files anew."""
+    """Writes both files."""
     rows = {
         run.row.name: {
             "outcome": run.outcome,

@@ -106,7 +106,7 @@ def _machine(it: Mapping[str, Any]) -> str:
 
 
 def summary(rows: Rows) -> str:
-    """Every goal beside its bar."""
+    """Every goal with its bar."""
     lines = []
     for goal in GOALS:
         figures = rows[goal.row]["figures"] if goal.row in rows else []
@@ -314,7 +314,7 @@ def engine_of(variant: str) -> str:
 
 
 def memory(rows: Rows) -> str:
-    """Peaks of the measured rows beside what `flowfleet plan` predicts for them (bench.speed.memory)."""
+    """Peaks of the measured rows next to the predictions of `flowfleet plan` (bench.speed.memory)."""
     figures = rows["memory"]["figures"] if "memory" in rows else []
     lines = [
         [

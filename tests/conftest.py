@@ -9,7 +9,7 @@ import pytest
 from flowfleet.process.service import PATIENT_THREADS
 
 # Before torch: two files of tests at a time share few cores. Threads that meet at barriers wait for one that has no
-# core: with two a process, steps of the tiny model took four times as long beside one other process.
+# core: with two a process, steps of the tiny model took four times as long next to one other process.
 os.environ.update(PATIENT_THREADS | {"OMP_NUM_THREADS": "1"})
 
 

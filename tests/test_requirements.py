@@ -31,7 +31,7 @@ def pins(path: Path) -> dict[str, Version]:
 
 
 def test_lowest_pins_the_lower_bound_of_every_range() -> None:
-    """A release that was withdrawn is passed over: of 3.14 the first that is there may be 3.14.3."""
+    """A withdrawn release is skipped: of 3.14 the first that is there may be 3.14.3."""
     lowest = pins(ROOT / "requirements/lowest.txt")
     for requirement in ranges("local"):
         pinned = lowest[canonicalize_name(requirement.name)]

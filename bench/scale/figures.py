@@ -35,7 +35,7 @@ def latencies(notes: Iterable[Note], start: float, end: float, simulated_s: floa
     scheduling  from all replicas holding a version (the trainer answers) to each Generate call of that step arriving
     turnaround  from a step's last sample in Redis to its TrainStep arriving: intake, scores, advantages
     publishing  from the earliest end of an update to PublishWeights arriving
-    step        from version to version; `overhead` is what of it nobody simulated
+    step        from version to version; `overhead` is the part that is not simulated
     """
     at: dict[str, dict[tuple[str, int], list[float]]] = defaultdict(lambda: defaultdict(list))
     for what, job_id, number, when in notes:

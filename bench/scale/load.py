@@ -71,7 +71,7 @@ class Load:
         return base_s * (0.8 + 0.4 * digest[0] / 255)
 
     def job(self, pool: int, folder: Path) -> dict[str, Any]:
-        """The job of a pool. Its model is a name and its prompts are few: nobody samples."""
+        """The job of a pool. Its model is only a name and its prompts are few: nothing is sampled."""
         return {
             "name": pool_name(pool),
             "seed": pool,

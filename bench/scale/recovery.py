@@ -99,7 +99,7 @@ class Bench:
             except OSError:
                 pass  # the controller was killed
             if time.monotonic() > deadline:
-                raise SystemExit("the job does not go on")
+                raise SystemExit("the job does not continue: see the controller's log")
             time.sleep(POLL_S)
 
     def _parts(self, killed: float, total: float) -> dict[str, float]:

@@ -194,7 +194,7 @@ def busy_seconds(stack: Stack) -> dict[str, float]:
 
 
 def _metrics(stack: Stack, name: str) -> str:
-    """The text of a process's Prometheus endpoint; empty while it is away."""
+    """The text of a process's Prometheus endpoint; empty while it is unreachable."""
     try:
         with urllib.request.urlopen(f"http://{stack.processes[name].metrics}/metrics", timeout=5) as answer:
             return str(answer.read().decode())

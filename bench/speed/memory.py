@@ -3,7 +3,7 @@
     python -m bench.speed.memory [--results bench/results]
 
 Predicts the peak of each row of bench/results that measured one (`train`, `loop`, `rollout`), from the
-row's own settings, and writes memory.json beside them for docs/results.md. Needs no GPU; some 10 s of CPU time a
+row's own settings, and writes memory.json next to them for docs/results.md. Needs no GPU; some 10 s of CPU time a
 row.
 """
 

@@ -6,7 +6,7 @@ trainer, threads and accelerators. Pictures go to the scorer as the services' fi
 `Monolith.step` runs the phases one after the other, as services do that are strictly on-policy. `Overlap` runs them as
 services do with `max_staleness = 1`: one thread samples step s + 1 while this one trains on step s, and new weights are
 copied from device to device between two batches. After the last step the sampler is at work on the next, as in a job
-that goes on: a step is measured whole, with its wait for a batch of the sampler's. The first step is over before the
+that continues: a step is measured whole, with its wait for a batch of the sampler's. The first step is over before the
 second is sampled: while one thread compiles, torch lets no other call what is compiled.
 """
 
@@ -123,7 +123,7 @@ class Monolith:
                 yield self._sampler.sample(request, encoded, rows, lambda: None)
 
     def score(self, step: int, batch: GeneratedBatch) -> Future[Rewards]:
-        """Beside whatever comes next."""
+        """Runs in parallel with whatever comes next."""
         return self._batches.submit(self._score, step, batch)
 
     def train(self, step: int, made: Sequence[GeneratedBatch], rewards: Rewards) -> dict[str, float]:

@@ -133,7 +133,7 @@ def check(trainer: Trainer, store: TCPStore, together: bool) -> None:
         late = max(0.0, free_at - known_at[0])
         lines.append(f"receiver killed in a broadcast: sender free {late:.2f} s after that is known ({error})")
     else:
-        raise AssertionError("the broadcast went on without its receiver")
+        raise AssertionError("the broadcast continued without its receiver")
     size, _, seconds = trainer.publish(trainer.form("again", [2]), "again", [2])
     lines.append(f"next group: {size / 1e9:.3g} GB verified in {seconds:.2f} s")
     store.set("checked", "\n".join(lines))
@@ -208,7 +208,7 @@ def receive(receiver: Receiver, store: TCPStore, options: argparse.Namespace) ->
         except RuntimeError as error:
             logging.info("receiver %d: %s", options.number, error)
         else:
-            raise AssertionError("the broadcast went on without a receiver")
+            raise AssertionError("the broadcast continued without a receiver")
     receiver.update(receiver.join("again"), "again")
 
 

@@ -52,7 +52,7 @@ def comments(text: str) -> dict[str, str]:
 
 
 def _rows(values: Mapping[str, Any], known: Mapping[str, str], prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """Raises ValueError for a value that nobody described."""
+    """Raises ValueError for a value without a description."""
     for name, value in values.items():
         path = prefix + name
         if path in known:

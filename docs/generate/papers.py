@@ -1,4 +1,4 @@
-"""The generated parts of docs/papers.md: the published recipes beside our defaults, from recipes/papers/sources.toml.
+"""The generated parts of docs/papers.md: the published recipes next to our defaults, from recipes/papers/sources.toml.
 
 `python -m docs.generate.papers` rewrites them, in the directory of the repository. Free of torch.
 """

@@ -145,7 +145,7 @@ def old_policy_decay(part: OldPolicyPart, num_updates: int) -> float:
     """The share of itself that the old policy keeps when it moves after `num_updates` updates; the trained one is the
     rest.
 
-    min(max, rate * (num_updates - delay)), and 0 until `delay`: a pure function, so a resumed job goes on with its
+    min(max, rate * (num_updates - delay)), and 0 until `delay`: a pure function, so a resumed job continues its
     schedule.
     """
     return min(part.max, part.rate * max(0, num_updates - part.delay))

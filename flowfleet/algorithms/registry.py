@@ -209,7 +209,7 @@ for _algorithm in (
         "mix_grpo",
         "MixGRPO",
         "https://arxiv.org/abs/2507.21802",
-        "Flow-GRPO in a window of noisy steps that moves from high to low noise as training goes on.",
+        "Flow-GRPO in a window of noisy steps that moves from high to low noise during training.",
         loss="flow_grpo",
         defaults={
             "rollout.window.strategy": "progressive",

@@ -1,6 +1,6 @@
 """Which sampler draws the steps that carry no noise, and how often it calls the model. Free of torch.
 
-`euler` and `dpm_solver_2` (solver.py) both call the model once a step. After the last noisy step a job may go on with
+`euler` and `dpm_solver_2` (solver.py) both call the model once a step. After the last noisy step a job may use
 the second-order sampler in fewer steps (`rollout.tail_steps`): noisy steps and those before them stay on the job's
 schedule, so nothing that is trained depends on the tail.
 """

@@ -40,7 +40,7 @@ class Struck:
     heal: Callable[[], None] | None = None
     replaced: psutil.Process | None = None
     wake: Callable[[], None] | None = None
-    """Ends what the job can go on without, once it has."""
+    """Ends a process that the job no longer needs."""
     data: dict[str, Any] = field(default_factory=dict)
 
 
@@ -60,7 +60,7 @@ def stop(place: Field, fault: Fault) -> Struck:
 
 
 def hang(place: Field, fault: Fault) -> Struck:
-    """SIGSTOP for good: the system must find out and replace the process, or go on without it."""
+    """Stops the process for good (SIGSTOP): the system must detect this and replace it, or continue without it."""
     process = place.process(fault.target, fault.dice)
     _signal(process, signal.SIGSTOP)
     what = f"SIGSTOP of {_named(place, fault, process)} for good"

@@ -1,4 +1,4 @@
-"""Walks a schedule on a running job: waits for a fault's step and phase, strikes, heals, waits for the job to go on.
+"""Walks a schedule on a running job: waits for a fault's step and phase, strikes, heals, waits for the job to continue.
 
 One fault at a time: the next one comes when the job has finished a step after the last one. So each recovery time
 belongs to one fault. A fault that finds nothing to strike is tried again for a while.
@@ -38,11 +38,11 @@ NO_ROOM = "no room"
 """In the reason of a job that waits for room for its checkpoint."""
 HELD = ("paused", "quarantined")
 LOOK_S = 1.0
-"""How often a job that does not go on is looked at: one that is paused is resumed."""
+"""Interval between looks at a job that makes no progress: a paused one is resumed."""
 
 
 class Stuck(Exception):
-    """The job has ended too early or goes on no more; the message says how it was seen last."""
+    """The job ended too early or makes no progress; the message describes its last state."""
 
 
 class Injector:
@@ -71,7 +71,7 @@ class Injector:
             self._tell(entry, len(schedule))
             self._save()
             if entry.counted and entry.recovery_s is None and not self._place.watch.now.ended:
-                raise Stuck(entry.failures[-1] if entry.failures else "the job goes on no more")
+                raise Stuck(entry.failures[-1] if entry.failures else "the job makes no progress: see its reason")
 
     # -- one fault -----------------------------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class Injector:
         return False
 
     def _resume(self, entry: Entry | None, sight: Sight) -> None:
-        """Lets a held job go on. A job pauses where memory is short; in quarantine it should never be."""
+        """Resumes a held job. A job pauses when memory is short; it should never be quarantined."""
         self._say(f"resuming the job, which is {sight.status}: {sight.reason}")
         if entry is not None:
             entry.resumed = sight.reason

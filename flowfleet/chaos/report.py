@@ -1,4 +1,4 @@
-"""What a chaos run found: figures of the job, recovery times by kind, and the weights beside those of the reference.
+"""What a chaos run found: figures of the job, recovery times by kind, and the weights next to the reference's.
 
 A run has passed when every fault counted, the job succeeded, no sample was lost or doubled, what was dropped is what
 was injected, and the weights are those of the reference that was given the same drops.

@@ -1,7 +1,7 @@
 """The reward service of a chaos stack: `python -m flowfleet.chaos.reward --control FILE`.
 
 It scores a picture by its pixels alone, the same each time, and does wrong what the control file says. The file is read
-with each call, so a restarted service goes on as its predecessor did.
+with each call, so a restarted service behaves as its predecessor did.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ async def _serve(options: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    parser = rpc_parser("Scores pictures by brightness, or fails as it is told.")
+    parser = rpc_parser("Scores pictures by brightness, or fails as the control file says.")
     parser.add_argument("--control", type=Path, required=True, help="JSON file that says what goes wrong")
     return run_service("chaos-reward", _serve, parser)
 

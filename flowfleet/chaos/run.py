@@ -42,7 +42,7 @@ STACKS = ("stack", "reference")
 END_S = 600.0
 """Time allowed for the steps after the last fault, or for a whole reference run."""
 CORES_FOR_BOTH = 8
-"""Number of cores from which the reference runs beside the job under faults."""
+"""Number of cores from which the reference runs next to the job under faults."""
 
 Say = Callable[[str], None]
 

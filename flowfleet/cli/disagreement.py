@@ -2,8 +2,8 @@
 
 Scores of different scorers have different units, and training compares samples within their group alone. So what a
 scorer says of a sample is its place in the group: (rank − 1) / (n − 1) of the n members that it scored, ties sharing
-their mean rank, from 0 for the lowest to 1 for the highest. Two scorers disagree by the difference of the places. Equal
-differences are told apart by that of the standardised scores (the scores less their mean, over their standard deviation
+their mean rank, from 0 for the lowest to 1 for the highest. Two scorers disagree by the difference of the places. Ties
+are broken by the difference of the standardized scores (the scores less their mean, over their standard deviation
 in the group).
 """
 

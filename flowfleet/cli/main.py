@@ -74,7 +74,7 @@ def up(
     max_batch: Annotated[int | None, typer.Option(help="Most rows of one forward of a rollout.")] = None,
     data_root: Annotated[
         list[Path] | None,
-        typer.Option(help="Folder that jobs may read, beside the working folder and the recipes; repeatable."),
+        typer.Option(help="Folder that jobs may read, besides the working folder and the recipes; repeatable."),
     ] = None,
     data_url: Annotated[
         list[str] | None, typer.Option(help="SCHEME://HOST from which jobs may read data; repeatable (none).")
@@ -285,7 +285,7 @@ def pause(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
 
 @app.command()
 def resume(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
-    """Let a paused job go on."""
+    """Resume a paused job."""
     with connect(url, ca) as client:
         _say(client.resume(client.find(job_id).id))
 

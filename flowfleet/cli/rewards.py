@@ -69,14 +69,14 @@ def shadow(
     url: Url = None,
     ca: Ca = None,
 ) -> None:
-    """Ask a reward beside an active one, without effect on training."""
+    """Add a shadow: a reward that scores next to an active one, without effect on training."""
     part: dict[str, Any] = {"for": beside, "params": dict(_pairs(param or ()))}
     _change(job_id, url, ca, wait, shadow={name: part if service is None else part | {"service": service}})
 
 
 @app.command()
 def promote(job_id: JobId, name: Shadow, wait: Wait = False, url: Url = None, ca: Ca = None) -> None:
-    """Let a shadow replace the reward that it is beside, whose name, weight, curve and gate stay."""
+    """Replace an active reward by its shadow; the reward's name, weight, curve and gate stay."""
     _change(job_id, url, ca, wait, promote=[name])
 
 

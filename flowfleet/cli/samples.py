@@ -124,7 +124,7 @@ def _disagreeing(
 
 
 def _beside(client: Client, job: Job) -> dict[str, str]:
-    """Shadow → the reward that it stands beside, of all shadows that the job had; the newest counts."""
+    """Maps each shadow that the job had to the reward it is compared with; the newest counts."""
     rewards = client.rewards(job.id)
     revisions = [*rewards.history, rewards.active]
     return {name: str(part["for"]) for revision in revisions for name, part in revision.shadows.items()}

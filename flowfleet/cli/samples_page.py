@@ -1,8 +1,8 @@
 """A page of samples to judge rewards by looking: one HTML file with everything in it, without scripts.
 
 Text reaches the page through `tag` alone, which escapes it, and the page's own Content-Security-Policy lets it load
-nothing and run nothing, so that a prompt can be what it likes. Two views of the same cards: by rank, and by group with
-the other members beside them.
+nothing and run nothing, so a prompt may contain any text. Two views of the same cards: by rank, and by group with
+the other members.
 """
 
 from __future__ import annotations

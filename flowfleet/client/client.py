@@ -6,9 +6,9 @@
             print(event.type, event.data)
         print(client.job(job.id).results)
 
-Every call raises `ApiError`, in the API's own words, when it is refused or nobody answers. A controller that was
-reached before and is away (it restarts) is asked again for a few seconds; every call may be repeated, submits too,
-since each carries an Idempotency-Key.
+Every call raises `ApiError`, in the API's own words, when the call is rejected or no controller answers. If a
+controller that answered before is unreachable, calls are retried for a few seconds. Every call may be repeated, submits
+too, since each carries an Idempotency-Key.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class Client:
     def events(self, job_id: str, after: str | None = None) -> Iterator[JobEvent]:
         """Events as they happen, from the first or the next after an id, until the job has ended.
 
-        Goes on where it was when the connection breaks; ApiError once the controller stays away.
+        Resumes after a broken connection; raises ApiError if the controller stays unreachable.
         """
         failures = 0
         while True:
@@ -275,7 +275,7 @@ class Client:
             query["cursor"] = page["next_cursor"]
 
     def _call(self, method: str, path: str, **parts: Any) -> httpx.Response:
-        """One request, tried again while a controller that was there before is away."""
+        """Sends one request; retries while a controller that answered before is unreachable."""
         for delay_s in (*RETRY_DELAYS_S, None):
             try:
                 response = self._http.request(method, path, **parts)

@@ -1,4 +1,4 @@
-"""What the REST API answers, as Python values. Fields of newer controllers that are not known here are passed over."""
+"""What the REST API answers, as Python values. Unknown fields of newer controllers are ignored."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RewardRevision(Answer):
     """What was asked for, a line each."""
     rewards: dict[str, dict[str, Any]]
     shadows: dict[str, dict[str, Any]] = {}
-    """Name → settings; `for` names the reward that it is beside."""
+    """Name → settings; `for` names the reward that it is compared with."""
     requested_at: datetime | None = None
     from_step: int | None = None
     """First step that has it; none while it is pending."""

@@ -66,7 +66,7 @@ def huge_picture(side: int = 30_000) -> Media:
 
 
 def padded(media: Media, size_bytes: int) -> Media:
-    """A PNG with so many bytes more, in private chunks that readers must pass over. No other kind of file grows."""
+    """Adds so many bytes to a PNG, in private chunks that readers must skip. Other kinds of files stay as they are."""
     data, media_type = media
     if media_type != "image/png":
         return media

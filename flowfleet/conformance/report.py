@@ -18,7 +18,7 @@ class Status(StrEnum):
     NOTE = "note"
     """Allowed, and worth knowing."""
     SKIP = "skip"
-    """Not asked: the reason is told."""
+    """Not run, with the reason."""
     FAIL = "fail"
     """The contract is broken."""
 

@@ -107,7 +107,7 @@ async def same_again(session: Session) -> str | None:
     return f"{len(values)} samples"
 
 
-@check(ORDER, "a score goes with its sample, whatever stands beside or before it", ONE, EACH, SAME)
+@check(ORDER, "a score goes with its sample, whatever other samples are in the call", ONE, EACH, SAME)
 async def order(session: Session) -> str | None:
     if len(session.reference) < 2:
         raise Skip("there are not two scores that repeat")
@@ -208,7 +208,7 @@ async def long_prompt(session: Session) -> str | None:
     return None
 
 
-@check("newer fields", "fields of a later contract are passed over", ONE)
+@check("newer fields", "fields of a later contract are ignored", ONE)
 async def newer_fields(session: Session) -> str | None:
     request = ScoreRequest(samples=session.samples(session.few), params=session.options.params)
     call: Any = session.channel.unary_unary(

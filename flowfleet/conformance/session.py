@@ -118,7 +118,7 @@ class Session:
         self.reference: dict[int, float] = {}
         """Picture → score, of the first batch; empty where the service does not repeat itself."""
         self.batch_limit = options.max_batch
-        """Of what is sent, whatever Describe allows."""
+        """Limit on the samples of a call, whatever Describe allows."""
         self.batch_s = 0.0
         """Seconds that a full batch took."""
 

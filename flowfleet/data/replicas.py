@@ -168,12 +168,12 @@ class Look:
 
 
 class _Steadiness:
-    """Whether the server's clock goes on as this process's monotonic clock does. After a jump, forward or back, nobody
+    """Whether the server's clock keeps pace with this process's monotonic clock. After a jump no replica
     is stale or gone until all have had the time to be renewed by the new one."""
 
     def __init__(self) -> None:
         self._base_ms: float | None = None
-        """Of the server's clock, less this process's."""
+        """Server's clock minus this process's."""
         self._judges_from = float("inf")
         self._forgets_from = float("inf")
 

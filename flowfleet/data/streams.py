@@ -90,7 +90,7 @@ class TrajectoryConsumer:
         except ResponseError as error:
             if not str(error).startswith("NOGROUP"):
                 raise
-            self._has_group = False  # the stream was deleted; the next read makes it anew
+            self._has_group = False  # the stream was deleted; the next read creates it again
             return []
         entries = streams[0][1] if streams else []
         return await self._decoded([(_text(entry_id), fields, 1) for entry_id, fields in entries])

@@ -23,7 +23,7 @@ class AdapterFiles:
     """The file of the first transformer, or the checkpoint's folder."""
 
     def of_component(self, component: str, number: int) -> Path:
-        """The file of the transformer of that number; of the second it stands beside the first's."""
+        """File of the transformer with that number; the second's is next to the first's."""
         return self.path if number == 0 else self.path.with_name(f"{self.path.stem}_{component}.safetensors")
 
 

@@ -196,7 +196,7 @@ def _loss_settings(job: JobSpec) -> Iterator[str]:
             yield f"algorithm.{name} = {value} must be at most {greatest} with algorithm.loss = {loss.name}"
     for plain, nats in _NATS.items():
         if nats in loss.reads and getattr(part, nats) is not None:
-            yield from _unheard(job, (f"algorithm.{plain}",), f"beside algorithm.{nats}: leave one of them out")
+            yield from _unheard(job, (f"algorithm.{plain}",), f"next to algorithm.{nats}: remove one of them")
     if loss.kind == "matching" and part.sigma_sampling == "schedule":
         yield from _unheard(
             job,
@@ -366,13 +366,11 @@ def _rewards(job: JobSpec) -> Iterator[str]:
     for name, part in rewards.items():
         if part.on_failure == "skip" and part.gate is not None:
             yield (
-                f'rewards.{name}.on_failure = "skip" would open its gate whenever the service is away: set it to '
+                f'rewards.{name}.on_failure = "skip" would open its gate while the service is unreachable: set it to '
                 '"pause" or "drop"'
             )
         if part.on_failure == "skip" and part.has_influence and not _others_with_influence(job, name):
-            yield (
-                f'rewards.{name}.on_failure = "skip" leaves no other reward to go on with: set it to "pause" or "drop"'
-            )
+            yield (f'rewards.{name}.on_failure = "skip" leaves no reward to continue with: set it to "pause" or "drop"')
         if part.clip is not None and not part.has_influence:
             yield f"rewards.{name}.clip has no effect with a weight of 0: leave it out"
 

@@ -350,7 +350,7 @@ class OptimizerPart(Part):
     final_lr: float = Field(default=0.0, ge=0.0, lt=1.0)
     """The rate at which `linear` and `cosine` end."""
     state: Literal["device", "host", "8bit"] = "device"
-    """Where the two moments are: fp32 beside the weights, fp32 in host memory, or beside the weights in 8 bits."""
+    """Where the two moments are: fp32 next to the weights, fp32 in host memory, or 8 bits next to the weights."""
 
 
 class EmaPart(Part):
@@ -365,7 +365,7 @@ class EmaPart(Part):
 
 class TrainerPart(Part):
     mode: Literal["lora", "full"] = "lora"
-    """lora: train an adapter beside frozen weights. full: train all weights of the transformer."""
+    """lora: train an adapter on frozen weights. full: train all weights of the transformer."""
     lora: LoraPart = LoraPart()
     optimizer: OptimizerPart = OptimizerPart()
     ema: EmaPart = EmaPart()
@@ -375,7 +375,8 @@ class TrainerPart(Part):
     """Optimizer updates a step; the samples of the step are split among them, in fewer if there are too few. Unset: the
     loss's, 2 where it limits the ratio to the old policy, which is 1 in the only update of a step."""
     passes: int = Field(default=1, ge=1, le=64)
-    """Passes over a step's samples, each of `updates_per_step` updates. The old policy is the one before the first."""
+    """Number of passes through a step's samples, each of `updates_per_step` updates. The old policy is the one before
+    the first."""
     micro_batch_size: int = Field(default=16, ge=1, le=4096)
     """Rows of one forward and backward on one rank."""
     gradient_checkpointing: Literal["none", "selective", "full"] = "none"
@@ -415,7 +416,7 @@ class RewardPart(Part):
     service: str | None = Field(default=None, min_length=1)
     """Name of the reward service; unset: the reward's own name. Several rewards may ask one service."""
     weight: Factor = 1.0
-    """Of the score in the sum. 0 only watches, or guards with `gate`."""
+    """Weight of the score in the sum. 0 only watches, or guards with `gate`."""
     params: dict[str, Parameter] = {}
     """Handed to the scorer with each request. Numbers and booleans go as text: `0.5`, `true`."""
     clip: tuple[float, float] | None = None
@@ -425,8 +426,8 @@ class RewardPart(Part):
     gate: GatePart | None = None
     """Gate on the raw score."""
     on_failure: Literal["pause", "drop", "skip"] = "pause"
-    """When the service has failed for `timeouts.rewards_s`: pause the job, drop the samples (`no_score_NAME`), or go on
-    with the other rewards, which is recorded and counted."""
+    """When the service has failed for `timeouts.rewards_s`: pause the job, drop the samples (`no_score_NAME`), or
+    continue with the other rewards, which is recorded and counted."""
 
     @field_validator("clip")
     @classmethod
@@ -461,7 +462,7 @@ class DataPart(Part):
     train: str = Field(min_length=1)
     """Prompt file, readable by the controller: .txt (one a line) or .jsonl ({"prompt": …, "metadata": {…},
     "images": […]}, the images of models that take them as condition). For the algorithm `dpo`: .jsonl of {"prompt": …,
-    "chosen": …, "rejected": …}, the paths of two media files. Relative paths are looked for beside this file."""
+    "chosen": …, "rejected": …}, the paths of two media files. Relative paths start at this file's folder."""
     validation: str | None = None
     """Held-out prompts. Unset: no validation."""
 
@@ -513,7 +514,7 @@ class JobSpec(Part):
     """A whole job."""
 
     name: str = Field(default="job", pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")
-    """Name of the job, shown beside its id."""
+    """Name of the job, shown next to its id."""
     seed: int = Field(default=1, ge=0, lt=2**63)
     """All randomness of the job comes from it."""
     model: ModelPart

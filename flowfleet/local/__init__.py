@@ -11,7 +11,7 @@
     watchdog.py    ends the stack when its supervisor was killed without a chance to do so
     session.py     the stack as a context manager, and `up --detach`
 
-A suspended supervisor restarts nothing until it is continued, and then kills nobody for the time that it slept itself;
+A suspended supervisor restarts nothing until it is continued, and then ignores the time that it slept itself;
 `flowfleet down` continues it first. No process outlives its supervisor: a clean stop ends all in order, and if the
 supervisor is killed, the watchdog sees its pipe close and does the same. This package starts services by command line
 (`python -m services.…`); it never imports one.

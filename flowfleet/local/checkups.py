@@ -2,7 +2,7 @@
 
 A thread for each process, since a question to a process that hangs takes its whole deadline. What is counted are
 questions in a row without a good answer, not seconds: a supervisor that was suspended itself has asked nothing
-meanwhile, and blames nobody for that.
+meanwhile, and counts no failure for that.
 """
 
 from __future__ import annotations

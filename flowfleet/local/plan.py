@@ -35,7 +35,7 @@ class StackOptions(BaseModel):
     port: int = Field(default=DEFAULT_PORT, ge=0, le=65_535)
     """Port of the REST API; 0 takes a free one."""
     data_roots: tuple[Path, ...] = ()
-    """Folders that jobs may read, beside the working folder and the recipes."""
+    """Folders that jobs may read, besides the working folder and the recipes."""
     data_urls: tuple[str, ...] = ()
     """SCHEME://HOST from which jobs may read data and images."""
     data_networks: tuple[str, ...] = ()

@@ -19,7 +19,7 @@ _reserved: set[int] = set()
 
 
 def free_ports(count: int, host: str = "127.0.0.1", rng: random.Random | None = None) -> list[int]:
-    """`count` different ports that nobody listens on. While this process lives none is given out again, nor by another
+    """Finds `count` different unused ports. While this process lives none is given out again, nor by another
     process of this user: stacks that start at once do not take each other's. Raises OSError where there are not enough.
     """
     candidates = (rng or random.Random()).sample(range(FIRST_PORT, LAST_PORT), LAST_PORT - FIRST_PORT)

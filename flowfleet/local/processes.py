@@ -47,7 +47,7 @@ def write_record(path: Path, pid: int) -> None:
 
 
 def read_records(directory: Path) -> Iterator[Record]:
-    """The records in a directory; files that are no record (half written, someone else's) are passed over."""
+    """Reads the records in a directory; skips files that are not records (half written, someone else's)."""
     for path in sorted(directory.glob("*.json")):
         try:
             data = json.loads(path.read_text())

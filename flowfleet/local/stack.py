@@ -1,7 +1,7 @@
 """The state directory of a stack on one machine.
 
 stack.json      addresses, pids, Redis URL; there while every process serves (0600: it holds the Redis password)
-supervisor.pid  held locked by the live supervisor, so that a stale directory is told from a live one for certain
+supervisor.pid  held locked by the live supervisor, so that a stale directory is recognized for certain
 processes/      a record of each process of the supervisor
 trainers/       a record of each trainer, written by the controller that launched it
 logs/           one file a process

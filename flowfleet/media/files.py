@@ -34,8 +34,8 @@ VIDEO_CODECS: Final = frozenset({"h264", "hevc", "vp9", "av1", "libdav1d", "mpeg
 PNG_COMPRESSION: Final = 1
 """zlib's fastest level: five times quicker than the default, pictures a tenth larger."""
 _X264: Final = {"crf": "12", "preset": "veryfast", "mbtree": "0", "chroma_sample_location": "center"}
-"""No eye tells quality 12 from the frames themselves. Its tree of macroblocks is off: of narrow videos it reads memory
-that nobody wrote, and makes other bytes each time. The scaler puts chroma in the centre of its pixels."""
+"""No eye tells quality 12 from the frames themselves. Its tree of macroblocks is off: for narrow videos it reads
+uninitialized memory and makes different bytes each time. The scaler puts chroma in the center of its pixels."""
 _SCALER: Final = (
     Interpolation.BICUBIC
     | Interpolation.FULL_CHR_H_INT

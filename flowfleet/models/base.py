@@ -64,7 +64,7 @@ class ModelAdapter(ABC):
     parts: ClassVar[Parts] = USUAL_PARTS
     """What the components are made of in the pipeline."""
     own_parts: ClassVar[tuple[str, ...]] = ()
-    """Parts of the pipeline that the family makes by itself, in `load`, and diffusers shall not."""
+    """Parts of the pipeline that the family makes in `load`, and diffusers does not."""
 
     vae_dtype: ClassVar[torch.dtype | None] = None
     """What the VAE is loaded in; None is the model's dtype."""

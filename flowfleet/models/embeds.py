@@ -1,4 +1,4 @@
-"""Encoded prompts: what a transformer is told besides latents and noise level."""
+"""Encoded prompts: a transformer's inputs besides latents and noise level."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

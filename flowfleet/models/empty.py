@@ -1,4 +1,4 @@
-"""Models made from their configurations alone: parameters without memory, everything else as it shall be.
+"""Models made from their configurations alone: parameters without memory, everything else complete.
 
 What a model computes when it is made, such as the tables of rotary embeddings, is there: as buffers, or as plain
 attributes that no `to_empty` knows of.

@@ -69,7 +69,7 @@ def _expand(texts: Sequence[str], tokens: Sequence[int]) -> list[str]:
 def tell_pictures_from_text(encoder: nn.Module) -> None:
     """Lets a `Qwen2_5_VLForConditionalGeneration` number the tokens of pictures by row and column, as it was trained.
 
-    transformers 5 does so only if it is told by `mm_token_type_ids` which tokens are pictures; diffusers' pipelines of
+    transformers 5 does so only if `mm_token_type_ids` marks the pictures' tokens; diffusers' pipelines of
     up to 0.42 do not pass that on, and all tokens are then numbered as if they were text
     (https://github.com/huggingface/diffusers/issues/14194). Where it is missing, this hook derives it from the
     placeholders.

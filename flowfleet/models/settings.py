@@ -1,4 +1,4 @@
-"""What a sample shall be like, as plain values without torch: job files, rollouts, trainers and adapters share them."""
+"""Settings of a sample, as plain values without torch: job files, rollouts, trainers and adapters share them."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ class Guidance:
     scale: float = 1.0
     """Classifier-free guidance with two forwards, n + scale (p - n); 1 is off and takes one."""
     embedded: float | None = None
-    """What a guidance-distilled model (FLUX.1-dev) is told as an input; None is the family's default."""
+    """Guidance input of a guidance-distilled model (FLUX.1-dev); None is the family's default."""
 
     @property
     def is_on(self) -> bool:

@@ -36,11 +36,11 @@ class Activations:
     inputs: int
     """Bytes of the blocks' inputs, each tensor once."""
     saved: int
-    """Kept by the blocks beside their inputs."""
+    """Bytes that the blocks keep besides their inputs."""
     costly: int
     """Results of matrix products and attention in the blocks."""
     largest: int
-    """Kept by the largest block beside its inputs."""
+    """Bytes that the largest block keeps besides its inputs."""
     working: int
     """On top of what is kept, while the largest block computes its backward."""
 

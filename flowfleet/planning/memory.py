@@ -1,7 +1,7 @@
 """From a model's facts to the memory of a trainer rank and of a rollout replica, part by part.
 
 A trainer rank is at its fullest in one of two moments: at the start of the backward, when every activation is there, or
-in the optimizer's step, when every gradient is. What lies beside tensors (CUDA's context, NCCL's buffers, gaps of the
+in the optimizer's step, when every gradient is. Memory outside tensors (CUDA's context, NCCL's buffers, gaps of the
 allocator) comes on top: `RESERVE`.
 """
 

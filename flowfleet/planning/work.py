@@ -63,7 +63,7 @@ def _forwards(spec: JobSpec) -> float:
 
 
 def _without_gradient(spec: JobSpec) -> float:
-    """Forwards a row beside those of the update: old log-probs of all updates but the first, and the reference. A
+    """Forwards per row besides those of the update: old log-probs of all updates but the first, and the reference. A
     matching loss has other rows in each pass."""
     count = float(spec.loss.needs_reference or spec.algorithm.kl_coef > 0) + float(spec.loss.keeps_old_policy)
     if not spec.records_steps:

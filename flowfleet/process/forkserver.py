@@ -111,7 +111,7 @@ def _fork_rank(rank: int, order: Order, main: Main) -> int:
 
 @contextlib.contextmanager
 def _ending() -> Iterator[None]:
-    """Ends a forked process whatever happens inside: it must not go on with its parent's work."""
+    """Ends a forked process whatever happens inside: it must not continue its parent's work."""
     try:
         yield
     except SystemExit as end:

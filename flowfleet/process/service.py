@@ -39,7 +39,7 @@ _PR_SET_PDEATHSIG: Final = 1
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 
 PATIENT_THREADS: Final = {"GOMP_SPINCOUNT": "10000"}
-"""Environment for processes that compute on CPUs beside others. OpenMP's threads spin long at every barrier by default,
+"""Environment for processes that share CPUs with others. OpenMP's threads spin long at every barrier by default,
 and where two such processes share cores each spins away the other's time: a forward pass took thirty times as long.
 Spinning briefly costs nothing when alone; not spinning at all (OMP_WAIT_POLICY=PASSIVE) costs a quarter."""
 
@@ -59,9 +59,9 @@ def keep_freed_memory() -> None:
     nothing elsewhere. For the start of a process, before it has threads.
 
     Messages with media are allocated and freed all the time. By default each is given back to the kernel, and every
-    page is faulted in anew: serialising a call of 16 pictures (8.8 MB) took 25 ms, and takes 3 ms so (mallopt(3)).
-    Arenas of threads give back whatever is beyond 64 MiB: reading 16 pictures for a detector in a thread faulted 9,150
-    pages in anew, and faults 380 so.
+    page is faulted in again: serializing a call of 16 pictures (8.8 MB) takes 3 ms instead of 25 ms (mallopt(3)).
+    Arenas of threads give back whatever is beyond 64 MiB: reading 16 pictures for a detector in a thread faults 380
+    pages in again, instead of 9,150.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

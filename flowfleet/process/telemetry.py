@@ -86,7 +86,7 @@ class JobMetrics:
         self._registry = registry
         self._gauges: dict[str, Gauge] = {}
         self._series: dict[str, set[tuple[str, ...]]] = {}
-        """Of each gauge, by the values of its labels."""
+        """Series of each gauge, by the values of its labels."""
         self._lock = threading.Lock()
 
     def observe(self, job_id: str, metrics: Mapping[str, float]) -> None:

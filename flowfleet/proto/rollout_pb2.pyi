@@ -76,7 +76,7 @@ class Sampling(_message.Message):
     num_frames: _builtins.int
     """of a video; 1 for pictures"""
     embedded_guidance: _builtins.float
-    """what a guidance-distilled model is told; absent: the family's default"""
+    """guidance input of a guidance-distilled model; absent: the family's default"""
     condition_pixels: _builtins.int
     """area that condition images are resized to; 0: the family's default"""
     sampler: _builtins.str

@@ -80,7 +80,7 @@ Global___ConfigureRequest: _TypeAlias = ConfigureRequest  # noqa: Y015
 
 @_typing.final
 class LedgerPosition(_message.Message):
-    """Where the job's ledger is, so that a trainer goes on with weights that go with it (flowfleet/data/lineage.py)."""
+    """Where the job's ledger is, so that a trainer continues with weights that match it (flowfleet/data/lineage.py)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -102,7 +102,7 @@ def config_lines(passwords: Mapping[str, str], *, selectors: bool = True) -> str
 
 
 def setuser_lines(passwords: Mapping[str, str], *, selectors: bool = True) -> str:
-    """Commands for `redis-cli` that make the users of an existing server, or set them anew."""
+    """Commands for `redis-cli` that make the users of an existing server, or set them again."""
     lines = []
     for kind, password in passwords.items():
         rules = user_rules(kind, selectors=selectors).replace("(", '"(').replace(")", ')"')

@@ -35,7 +35,7 @@ def trajectories(job_id: str) -> str:
 
 
 def dead_trajectories(job_id: str) -> str:
-    """Stream of entries that nobody could handle, each with its reason."""
+    """Stream of entries that could not be handled, each with its reason."""
     return job_key(job_id, "trajectories", "dead")
 
 
@@ -161,7 +161,7 @@ def rewards(job_id: str) -> str:
 
 
 def shadow(job_id: str, pair: str, part: str) -> str:
-    """What a shadow and the reward beside it gave the same groups; `part` is "train", "validate" or "counts"."""
+    """Scores that a shadow and its reward gave the same groups; `part` is "train", "validate" or "counts"."""
     return job_key(job_id, "shadow", pair, part)
 
 

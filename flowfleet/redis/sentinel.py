@@ -5,7 +5,7 @@ servers and Sentinels. NAME is the group that the Sentinels watch. `?sentinel_us
 for the Sentinels, where they ask for a password; settings of TLS go by redis-py's names (`?ssl_ca_certs=…`).
 
 So clients follow a failover: until a new primary is elected a connection fails, and the client repeats as it does for
-any server that is away.
+any unreachable server.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SCHEMES: Final = ("redis+sentinel://", "rediss+sentinel://")
 PORT: Final = 26379
 _PARSERS: Final[Mapping[str, Any]] = URL_QUERY_ARGUMENT_PARSERS
 _ASK_TIMEOUT_S: Final = 2.0
-"""A Sentinel that is silent for so long is passed over."""
+"""Timeout after which a silent Sentinel is skipped."""
 
 
 class _Following(redis.asyncio.sentinel.SentinelManagedConnection):

@@ -1,7 +1,7 @@
 """Changes of a job's rewards while it runs: what is asked for, and the rewards and shadows that come of it. Pure.
 
-A shadow is asked beside an active reward and has no effect; promoted, it gives that reward its service and its params,
-and the name stays, so that curves, weights and gates go on. `RewardChange` is the body of
+A shadow scores next to an active reward and has no effect; promoted, it gives that reward its service and its params,
+and the name stays, so that curves, weights and gates continue. `RewardChange` is the body of
 PATCH /v1/jobs/{id}/rewards.
 """
 
@@ -58,14 +58,14 @@ class RewardSet(BaseModel):
 
 
 class RewardChange(Part):
-    """What shall be different. Done in this order: remove, promote, set, shadow."""
+    """A requested change, applied in this order: remove, promote, set, shadow."""
 
     revision: int = Field(ge=0)
     """Number of the revision that this change builds on, as GET gave it."""
     remove: list[str] = Field(default_factory=list)
     """Active rewards or shadows."""
     promote: list[str] = Field(default_factory=list)
-    """Shadows, each of which replaces the active reward that it is beside."""
+    """Shadows, each of which replaces the active reward that it is compared with."""
     set: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Active reward, old or new → its settings, as a JSON merge patch (RFC 7396): others stay, null unsets."""
     shadow: dict[str, ShadowPart] = Field(default_factory=dict)

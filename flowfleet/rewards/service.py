@@ -225,7 +225,7 @@ class RewardServicer(RewardServiceServicer):
 
     @contextmanager
     def _admitted(self, count: int, size: int) -> Iterator[None]:
-        """TooLarge where so many samples, or so many bytes, do not fit beside those that wait; a call alone does."""
+        """Raises TooLarge if the samples or bytes do not fit in the queue; an empty queue takes any call."""
         if self._waiting + count > MAX_WAITING or (self._waiting and self._waiting_bytes + size > MAX_WAITING_BYTES):
             raise TooLarge(
                 f"{self._waiting} samples of {self._waiting_bytes} bytes wait, at most {MAX_WAITING} of "

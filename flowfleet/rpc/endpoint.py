@@ -103,7 +103,7 @@ def open_channel_with(address: str, credentials: grpc.ChannelCredentials) -> grp
 def make_server(interceptors: Sequence[Any] = (), *, token: str | None = None, guarded: bool = True) -> grpc.aio.Server:
     """A server without services and without an address. The token comes from the environment unless given.
 
-    `guarded=False`, which `listen` must be told as well: neither a token nor the fleet's name in a client's certificate
+    `guarded=False`, which `listen` needs as well: neither a token nor the fleet's name in a client's certificate
     is asked for. For protocols of others, as KEDA's; with TLS their clients need a certificate of the CA all the same.
     """
     certificates = tls.from_env()
@@ -302,7 +302,7 @@ class _StreamRules(_Rules, grpc.aio.UnaryStreamClientInterceptor):
 
 
 class _RenewedChannel(grpc.aio.Channel):
-    """Opened anew once the certificates have changed. Calls under way end on the channel that they began on."""
+    """Reopens once the certificates have changed. Running calls end on the channel that they began on."""
 
     def __init__(self, connect: Callable[[tls.Identity], grpc.aio.Channel], certificates: tls.Certificates) -> None:
         self._connect = connect

@@ -6,7 +6,7 @@ the DNS name FLOWFLEET_TLS_NAME (replicas are reached by addresses, which no cer
 serves HTTPS.
 
 What is read is tried first: the certificate shakes hands with itself, in memory, as server and as client. So a key of
-another certificate, a wrong name, CA or purpose, and a certificate that has expired are told at the start; while
+another certificate, a wrong name, CA or purpose, or an expired certificate is an error at the start; while
 running, such files are logged and the last good ones stay in use.
 """
 

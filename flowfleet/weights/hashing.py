@@ -1,7 +1,7 @@
 """Sums over the mixed words of tensors: the content part of `weights.tensor_hash`, on the tensors' device.
 
 On CUDA one Triton kernel reads every tensor once, in one launch for all; elsewhere torch's own operations do, which
-pass over the words a dozen times. Both give the same 64 bits.
+read the words a dozen times. Both give the same 64 bits.
 """
 
 from __future__ import annotations

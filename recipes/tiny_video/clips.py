@@ -1,7 +1,7 @@
 """Clips: what the tiny model is asked to film, and the rendered clips it learned from.
 
 A clip shows one flat shape that crosses a dark ground in one direction. A `Clip` says what a prompt can say; where the
-shape starts, its exact speed and shade are drawn anew for each film. Of every colour and shape one direction is held
+shape starts, its exact speed and shade are drawn again for each film. Of every colour and shape one direction is held
 out: no film of it is ever shown and no caption names it while the base model or a policy learns.
 
 All is vectorised torch, so that a device renders films as fast as it learns from them.

@@ -25,7 +25,7 @@ EMBEDDING_BATCH = 64
 
 
 class Learner:
-    """Minimises a loss over the weights of a module, whose rate it is told before each step."""
+    """Minimizes a loss over the weights of a module, at the rate set before each step."""
 
     def __init__(self, module: torch.nn.Module, loss: Callable[[], Tensor], betas: tuple[float, float]) -> None:
         self._weights = [weight for weight in module.parameters() if weight.requires_grad]

@@ -20,7 +20,7 @@ from services.controller.scheduler import JobScheduler
 from services.controller.settings import ControllerSettings
 
 SWITCH_S = 0.001
-"""A thread that computes for a job lets the event loop go on within that."""
+"""Time within which a computing thread yields to the event loop."""
 COLLECT = 5_000, 10, 200
 """Thresholds of the garbage collector. A full collection stops the event loop for 0.2 s where 65,536 samples are open,
 so it comes after ten million new objects, and the modules' objects are left out of it."""

@@ -23,7 +23,7 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list
 
 
 async def end(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancels tasks until they have ended; how they did is passed over.
+    """Cancels tasks until they have ended; ignores their results.
 
     Once may not do: up to Python 3.11 a cancellation that meets the result of a `wait_for`, such as a connection being
     made, is lost in it.

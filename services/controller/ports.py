@@ -37,11 +37,11 @@ class Scheduler(Protocol):
 
     @property
     def trouble(self) -> str:
-        """Why Redis takes no writes or nobody may lead, so that no job goes on; empty where jobs do."""
+        """Why Redis rejects writes or no controller may lead, which stops all jobs; empty while jobs run."""
 
     @property
     def loss(self) -> str:
-        """What Redis lost, while nobody leads for that; empty where it lost nothing."""
+        """Writes that Redis lost, while no controller may lead because of it; empty if it lost none."""
 
     def fleet_view(self) -> Sequence[Replica]:
         """The rollout replicas known now."""

@@ -1,6 +1,6 @@
-"""Keeps a job that stops the controller from stopping it for all jobs: notices whose driver holds the event loop, or
-was being opened when a controller died, and counts that as a strike. A job with several strikes is quarantined: nobody
-drives it until its user resumes it.
+"""Keeps a job that stops the controller from stopping it for all jobs: notices which job's driver blocks the event
+loop, or was being opened when a controller died, and counts that as a strike. A job with several strikes is
+quarantined: no controller drives it until its user resumes it.
 
     driving   keys.driving()      job → what is suspected of it now; a field that outlives its controller is a strike
     strikes   keys.strikes(job)   strikes in their order; they expire an hour after the last one
@@ -60,7 +60,7 @@ class Quarantine:
         self._beating: asyncio.Task[None] | None = None
         self._beats = 0
         self._struck: set[str] = set()
-        """Jobs with a strike that nobody has judged yet."""
+        """Jobs with a strike that is not judged yet."""
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()

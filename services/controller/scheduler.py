@@ -104,9 +104,9 @@ class JobScheduler:
         self._jobs: dict[str, str] = {}
         """Rollout pool → the job that it ran last, or runs."""
         self._records: dict[str, JobRecord] = {}
-        """Of the jobs that have not ended, as seen at the last look; what they were submitted as never changes."""
+        """Records of the jobs that have not ended, as of the last check; the submitted job never changes."""
         self._running: dict[str, JobDriver] = {}
-        """By job, while its driver runs."""
+        """Drivers by job, while they run."""
         self._monitor = Monitor(registry, redis, self._machines, self.fleet_view)
         self._task: asyncio.Task[None] | None = None
 
@@ -221,7 +221,7 @@ class JobScheduler:
         self._jobs[pool] = job_id
 
     async def _first_of_pools(self, active: list[str]) -> dict[str, JobRecord]:
-        """Rollout pool → its oldest job that has not ended. Ends the queued jobs that nobody wants any more."""
+        """Rollout pool → its oldest job that has not ended. Ends the queued jobs that were cancelled."""
         first: dict[str, JobRecord] = {}
         known, self._records = self._records, {}
         for job_id, (status, desired) in zip(active, await self._store.statuses(active), strict=True):
@@ -254,7 +254,7 @@ class JobScheduler:
 
     async def _run_job(self, job_id: str) -> None:
         """One job to its end. An error of ours is logged and the job continued from its ledger, a limited number of
-        times in a row, as data that cannot be read are tried again; who is away is waited for."""
+        times in a row, as data that cannot be read are tried again; unreachable peers are waited for."""
         self._quarantine.drive(job_id)
         crash = 0
         while crash < MAX_CRASHES:
@@ -270,7 +270,9 @@ class JobScheduler:
                 log.error("Redis knows the job no more: %s", error, extra={"job": job_id})
                 return
             except RolledBack as error:
-                log.error("Redis lost writes; the job goes on from what it holds: %s", error, extra={"job": job_id})
+                log.error(
+                    "Redis lost writes; the job resumes from the writes that remain: %s", error, extra={"job": job_id}
+                )
                 self._fleet.look_again()
             except RedisError as error:
                 log.warning("the job waits: %s", trouble(error) or error, extra={"job": job_id})
@@ -384,7 +386,7 @@ class FencedLauncher:
 
 @contextmanager
 def _may_fail() -> Iterator[None]:
-    """A look at the jobs, of which there is another one soon: whatever it meets, the jobs that run go on."""
+    """Checks the jobs once; the next check follows soon. Whatever fails here, running jobs continue."""
     try:
         yield
     except LeaseLost:

@@ -42,7 +42,7 @@ class ControllerSettings(BaseModel):
     port_file: Path | None = None
     """Gets "host:port" once the controller serves."""
     metrics_port: int | None = Field(default=None, ge=0, le=65_535)
-    """Serves /metrics there as well, without the API key. Unset: only beside the REST API."""
+    """Serves /metrics there as well, without the API key. Unset: only with the REST API."""
     state_dir: Path = Path("state")
     """Folder of the jobs' logs, checkpoints and results."""
     data_roots: tuple[Path, ...] = ()
@@ -78,7 +78,7 @@ class ControllerSettings(BaseModel):
     owner: str = ""
     """Controller's Deployment, for `kubernetes`. It owns the trainers' Jobs, which are deleted with it."""
     scaler_port: int | None = Field(default=None, ge=0, le=65_535)
-    """Answers KEDA's external scaler there. Unset: nobody scales."""
+    """Address of the external scaler for KEDA. Unset: no scaler is served."""
     header_timeout_s: float = Field(default=10.0, gt=0, le=3600)
     """A client must send the whole header of a request within this time, or its connection is closed."""
     max_connections: int = Field(default=1000, ge=2, le=100_000)

@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         "--max-wait-ms",
         type=float,
         default=1000 * Limits.max_wait_s,
-        help="how long a request waits for others to share its batch, beside those that arrive while one runs (0)",
+        help="how long a request waits for others to share its batch, besides those that arrive while one runs (0)",
     )
     parser.add_argument(
         "--processes",

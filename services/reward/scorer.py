@@ -3,8 +3,8 @@
 There are two kinds. A `Scorer` computes: it gets decoded frames, in a worker thread or in processes of a pool, one
 batch at a time. An `AsyncScorer` asks somebody else: it gets the encoded bytes on the event loop, many calls at once.
 To add one: subclass either, fill its attributes, read the request's parameters in `parse`, score in `score`, and write
-`make(name, settings, num_threads)` beside it, which the registry calls. The service does the rest: transport, decoding,
-batching, limits, metrics, and the refusal of non-finite scores.
+`make(name, settings, num_threads)` next to it, which the registry calls. The service does the rest: transport,
+decoding, batching, limits, metrics, and the refusal of non-finite scores.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     __main__, process  flags, wiring, drain
     server             RolloutService: admission, streaming, status
     registration       the replica's entry in the fleet, and its health
-    sampling/          one admitted request: checked, sampled, published, dropped when nobody waits
+    sampling/          one admitted request: checked, sampled, published, dropped when its caller is gone
     weights/           which weights are live and who may use them (state: pure), and the four phases of an update
     engines/           what samples: an interface, and one engine a file or folder
 

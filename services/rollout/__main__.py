@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 async def _serve(options: argparse.Namespace) -> None:
-    """Wrong flags are told before torch is imported, which takes seconds; its OpenMP reads its settings when it is."""
+    """Parses the flags before torch is imported: that takes seconds, and its OpenMP reads its settings then."""
     for name, value in PATIENT_THREADS.items():
         os.environ.setdefault(name, value)
     from services.rollout.process import serve

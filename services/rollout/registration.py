@@ -1,4 +1,4 @@
-"""A replica's entry in the fleet: renewed while its engine works and written anew whenever it changes, it is gone soon
+"""A replica's entry in the fleet: renewed while its engine works and written whenever it changes. It expires soon
 after its replica."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 class Membership:
     """Joins and leaves the fleet. In between, entry and health stay while the engine makes progress.
 
-    A Redis that is away denies no health: a restart would not cure it.
+    An unreachable Redis does not affect health: a restart would not cure it.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class Membership:
         self._changed.set()
 
     async def tell(self) -> None:
-        """Writes the record before it returns, so that whoever asks next knows, unless Redis is away."""
+        """Writes the record before it returns, so that the next reader sees it, unless Redis is unreachable."""
         if self._task is not None and not self._engine.is_stuck:
             with suppress(TimeoutError, redis.RedisError):
                 await asyncio.wait_for(self._write(self._record), _DEADLINE_S)
 
     async def _keep(self, record: Callable[[], ReplicaRecord]) -> None:
-        """A Redis that is away for longer than its client retries must not end the heartbeat."""
+        """Keeps the heartbeat running if Redis is unreachable for longer than its client retries."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(RENEW_EVERY_S):

@@ -117,7 +117,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         return rollout_pb2.FinishWeightUpdateResponse()
 
     def record(self, address: str, model: str, pool: str) -> ReplicaRecord:
-        """What the fleet is told: where this replica is, and its status."""
+        """Record for the fleet: this replica's address and status."""
         state = self._state
         return ReplicaRecord(
             replica_id=self._replica_id,

@@ -12,5 +12,5 @@
 
 All ranks execute the same commands in the same order. What can fail by the fault of others (blobs, files, the job file)
 is done before anything changes, and all ranks agree that it went well; a failure after that ends the process, and the
-job goes on from its last checkpoint.
+job resumes from its last checkpoint.
 """

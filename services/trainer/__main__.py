@@ -185,8 +185,8 @@ def _transfer_host(options: argparse.Namespace) -> str:
 
 
 def _end_at_once(code: int) -> NoReturn:
-    """Without the libraries' own tidying, which can take long or wait for a command that nothing can interrupt; the job
-    goes on from its last checkpoint."""
+    """Ends without the libraries' own cleanup, which can take long or wait for an uninterruptible command; the job
+    resumes from its last checkpoint."""
     logging.shutdown()
     sys.stderr.flush()
     os._exit(code)

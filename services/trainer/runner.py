@@ -1,4 +1,4 @@
-"""Rank 0's commands, one at a time on one thread; each is told to the other ranks before it runs here.
+"""Rank 0's commands, one at a time on one thread; each is sent to the other ranks before it runs here.
 
 A command outlives the call that asked for it: a controller that was killed asks again and joins what is running.
 """
@@ -50,7 +50,7 @@ class Runner:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """The right to call commands; nobody else's come in between."""
+        """Exclusive right to call commands."""
         async with self._lock:
             yield
 

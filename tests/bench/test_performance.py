@@ -39,7 +39,7 @@ def test_a_loops_figures() -> None:
 
 
 def test_two_rollouts_and_no_overlap() -> None:
-    """Each of two works for a third of the time; then the trainer for as long, and nobody for a third."""
+    """Each of two works for a third of the time; then the trainer for as long, and neither for a third."""
     found = loop_figures([row(9.0, 3.0, 0.0)], 8, 3, {"rollout-0": 3.0, "rollout-1": 3.0}, 9.0)
     assert found["rollout_busy"] == {"rollout-0": pytest.approx(1 / 3), "rollout-1": pytest.approx(1 / 3)}
     assert found["overlap"] == 0.0

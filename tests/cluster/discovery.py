@@ -38,7 +38,7 @@ class Discovery:
             try:
                 self._look()
             except AssertionError:
-                continue  # the API server is away or slow: the last look stays true
+                continue  # the API server is unreachable or slow: the last targets stay
 
     def _look(self) -> None:
         objects = self._cluster.get("services,endpointslices,pods")

@@ -51,7 +51,7 @@ def _seem_to_train() -> None:
     def end_as_told() -> None:
         if code.exists():
             number, _, words = code.read_text().partition(" ")
-            pathlib.Path("/dev/termination-log").write_text(words or "the rank was told to fail")
+            pathlib.Path("/dev/termination-log").write_text(words or "the rank fails on request")
             sys.exit(int(number))
 
     async def main() -> None:

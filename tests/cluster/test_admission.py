@@ -52,7 +52,7 @@ def test_a_pod_that_is_not_restricted_would_be_refused(cluster: Cluster) -> None
 
 
 def test_generated_secrets_are_kept_over_an_upgrade(cluster: Cluster) -> None:
-    """Nothing starts here: no replicas, and claims that nobody fills."""
+    """Nothing starts here: no replicas, and claims that stay unbound."""
     still = ("--set", "controller.replicas=0,keda.enabled=false,rollout.replicas=0,reward.replicas=0")
     cluster.helm("install", "fleet", str(CHART), *still)
     before = _secrets(cluster)

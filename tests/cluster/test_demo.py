@@ -113,7 +113,7 @@ class Demo(Release):
     # -- faults ------------------------------------------------------------------------------------------------
 
     def _upgrade_rewards(self) -> None:
-        """Another image for the reward service, and one beside it: no other workload changes, no pod that nothing
+        """Another image for the reward service, and a second service: no other workload changes, no pod that nothing
         scales goes."""
         pods, templates = self.names("controller", "redis", "trainer"), self.templates()
         first = {"name": "ocr", "scorer": "ocr", "image": f"{PREFIX}flowfleet-reward:{TAG}-next"}
@@ -133,7 +133,7 @@ class Demo(Release):
         images = {name: found[f"{RELEASE}-flowfleet-reward-{name}"] for name in ("ocr", "ocr-v2")}
         tags = {name: image["spec"]["containers"][0]["image"].rpartition(":")[2] for name, image in images.items()}
         assert tags == {"ocr": f"{TAG}-next", "ocr-v2": TAG}
-        self.log(f"helm upgrade: the reward runs {TAG}-next, ocr-v2 stands beside it, all else stayed")
+        self.log(f"helm upgrade: the reward runs {TAG}-next, ocr-v2 is new, all else stayed")
 
     def _shadow(self, client: Client, job: Job) -> None:
         params = client.job(job.id).spec["rewards"]["ocr"]["params"]

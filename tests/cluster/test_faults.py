@@ -223,7 +223,7 @@ class Faults(Release):
 
 def _settings() -> list[str]:
     """One rollout that samples row by row, and a reward that scores picture by picture: the bits of a sample do not
-    depend on those beside it."""
+    depend on other samples."""
     settings = {"function": "brightness:brightness", "path": "/etc/flowfleet/reward", "name": "brightness"}
     reward: dict[str, Any] = {"name": "brightness", "scorer": "python", "settings": settings}
     reward["files"] = {"brightness.py": (HERE / "brightness.py").read_text()}

@@ -68,7 +68,7 @@ def test_a_failed_rank_ends_the_attempt_and_the_next_one_serves(cluster: Cluster
     async def scenario(made: Release) -> None:
         before = await made.served(job_of(2))
         await made.kubectl("exec", await made.pod(1), "--", "sh", "-c", "echo 3 > /tmp/exit")
-        reason = r"the trainer ended: pod 1: exit code 3: the rank was told to fail"
+        reason = r"the trainer ended: pod 1: exit code 3: the rank fails on request"
         await replaced(made, job_of(2), before, reason, RuntimeError)
 
     run(cluster, tmp_path, scenario)
@@ -157,7 +157,7 @@ def test_a_job_too_large_for_the_cluster_waits_with_the_reason(cluster: Cluster,
     async def scenario(made: Release) -> None:
         await made.waits(job_of(16), "Insufficient example.com/gpu")
         await made.waits(job_of(16), "(2 of 2 pods); 2 pods of 8 example.com/gpu")
-        assert await made.launcher.alive(made.job_id), "it waits, nobody starts it anew"
+        assert await made.launcher.alive(made.job_id), "it waits and is not restarted"
         assert "Insufficient example.com/gpu" in made.directory.shortage("trainer", made.job_id)
 
     run(cluster, tmp_path, scenario, trainer_template(ranks_per_pod=8, accelerator="example.com/gpu"))

@@ -37,7 +37,7 @@ class Network:
     def __init__(self, rendered: Rendered) -> None:
         self._policies = [doc["spec"] for doc in rendered.kind("NetworkPolicy")]
         self.labels: dict[str, Object] = {}
-        """By component, and of rewards and judges by name too, as reward-ocr."""
+        """Labels by component, and by name for rewards and judges, such as reward-ocr."""
         for _, pod in rendered.pods():
             labels = pod["metadata"]["labels"]
             component = labels["app.kubernetes.io/component"]

@@ -153,7 +153,7 @@ def test_renewed_certificates_are_taken_up(pods: RedisPods, client: redis.Redis)
 
 
 def test_after_a_power_cut_the_last_primary_leads(pods: RedisPods, client: redis.Redis) -> None:
-    """And not the first pod, which was away and is behind."""
+    """And not the first pod, which was gone and is behind."""
     if pods.primary is pods.pods[0]:
         assert pods.pods[0].run("leave.sh") == 0
     first, primary = pods.pods[0], pods.primary

@@ -31,7 +31,7 @@ MakeJob = Callable[..., dict[str, Any]]
 
 
 class Second:
-    """Another controller beside the stack's own, with the same flags and files."""
+    """Another controller besides the stack's own, with the same flags and files."""
 
     def __init__(self, fleet: Fleet, folder: Path) -> None:
         stack = fleet.stack
@@ -78,7 +78,7 @@ def undisturbed() -> dict[str, list[list[float]]]:
 
 
 def leader(fleet: Fleet) -> int:
-    """Pid of the controller that holds the lease; 0 while nobody does."""
+    """Pid of the controller that holds the lease; 0 while none does."""
     with connect_sync(fleet.stack.redis_url) as redis:
         held = redis.get(keys.leader())
     return int(json.loads(held)["pid"]) if held else 0
@@ -116,7 +116,7 @@ def test_the_other_controller_takes_over(
     wait_until(lambda: leader(fleet) not in (0, before))
     seconds = time.monotonic() - began
     if number is signal.SIGSTOP:
-        time.sleep(2.0)  # the other one has gone on by now
+        time.sleep(2.0)  # the other one leads by now
         os.kill(before, signal.SIGCONT)
     wait_until(lambda: serves(fleet.stack.url))
     job = fleet.client.wait(job.id, 240)

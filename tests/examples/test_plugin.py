@@ -31,7 +31,7 @@ INSTALL, DRY_RUN, TESTS = (
 
 
 class Workplace:
-    """A directory with a copy of the plugin, and what is installed there beside what this Python has."""
+    """A directory with a copy of the plugin, and packages installed there in addition to this Python's."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.site = directory, directory / "site"

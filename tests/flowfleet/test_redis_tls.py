@@ -72,7 +72,7 @@ def test_the_ca_comes_from_the_url(url: str, files: Path, monkeypatch: pytest.Mo
 def test_a_server_of_another_ca_or_host_is_refused_at_once(
     url: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No repetition cures it: the half minute of a server that is away is not waited for."""
+    """Retries cannot cure it, so it fails without the half minute that an unreachable server gets."""
     began = time.monotonic()
     monkeypatch.delenv("FLOWFLEET_REDIS_CA", raising=False)
     for ca in (None, Authority().issue(tmp_path / "other") / "ca.crt"):

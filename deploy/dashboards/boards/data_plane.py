@@ -34,14 +34,14 @@ DATA_PLANE = Board(
                 ),
                 stat(
                     "Dead letters",
-                    "Stream entries that nobody could handle.",
+                    "Stream entries that could not be handled.",
                     'max by (job) (flowfleet_stream_entries{@job, stream="dead_letters"})',
                     legend="{{job}}",
                     thresholds=(Threshold(1, "red"),),
                 ),
                 stat(
                     "Blob errors a second",
-                    "Blobs that could not be read or written: gone, broken, or the store is away.",
+                    "Blobs that could not be read or written: missing, broken, or the store is unreachable.",
                     'sum(rate(flowfleet_blob_operations_total{@all, result="error"}[$__rate_interval])) or vector(0)',
                     unit="ops",
                     thresholds=(Threshold(0.001, "red"),),

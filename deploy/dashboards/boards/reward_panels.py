@@ -102,7 +102,7 @@ FAILURES = Row(
 )
 
 SHADOWS = Row(
-    "Shadows, beside the rewards that they shall replace",
+    "Shadows, next to the rewards that they may replace",
     (
         _shadow(
             "Rank correlation",

@@ -82,7 +82,7 @@ function unary<Request, Response>(
       .then(() => answer(call.request, gone.signal))
       .then((response) => callback(null, response))
       .catch((error: unknown) => {
-        if (gone.signal.aborted) return; // nobody listens
+        if (gone.signal.aborted) return; // the caller is gone
         if (error instanceof CallError) callback({ code: error.code, details: error.message });
         else {
           console.error(error);

@@ -1,7 +1,7 @@
 """A TCP proxy on loopback whose network can be lost: the wire between two processes of a chaos stack.
 
-Lost silently, it holds every byte and accepts no connection; nobody is told, as with a network that drops packets.
-Lost by reset, it ends all connections and refuses new ones. Restored, held bytes go on their way.
+Lost silently, it holds every byte and accepts no connection; no peer sees it, as with a network that drops packets.
+Lost by reset, it ends all connections and refuses new ones. Once restored, it forwards the held bytes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Chroma1 on the components of diffusers' `ChromaPipeline`.
 
-It is FLUX.1 without CLIP and without embedded guidance. A prompt is 512 tokens of T5; which of them the transformer is
-told to heed, those of the prompt and one of padding, travels as the extra `attention`. That is no mask in the sense of
-`PromptEmbeds`: the pipeline adds it to the attention scores of the whole sequence, so that padding has an effect.
+It is FLUX.1 without CLIP and without embedded guidance. A prompt is 512 tokens of T5; the mask of those that the
+transformer attends to, the prompt's and one of padding, travels as the extra `attention`. That is no mask in the sense
+of `PromptEmbeds`: the pipeline adds it to the attention scores of the whole sequence, so that padding has an effect.
 """
 
 from dataclasses import replace

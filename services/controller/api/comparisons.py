@@ -1,4 +1,4 @@
-"""Comparisons of shadows, computed beside the event loop, and only when there is something new to compare."""
+"""Comparisons of shadows, computed outside the event loop, and only when there is something new to compare."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""REST: the rewards of a job as they are, as they shall be and as they were, and how its shadows compare."""
+"""REST: the current, requested and former rewards of a job, and how its shadows compare."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["rewards"])
 
 
 class ShadowComparison(Record):
-    """A shadow and the reward that it is beside, as they are set now, over the newest 1024 groups."""
+    """A shadow and the reward that it is compared with, with their current settings, over the newest 1024 groups."""
 
     beside: str
     """The active reward."""

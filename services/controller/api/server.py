@@ -1,5 +1,5 @@
-"""uvicorn, taught four things: to say where it serves, to end open event streams before it waits for connections, to go
-on with new certificates, and to bound its connections (connections.py).
+"""uvicorn, taught four things: to say where it serves, to end open event streams before it waits for connections, to
+take up new certificates, and to bound its connections (connections.py).
 """
 
 from __future__ import annotations
@@ -98,4 +98,4 @@ class Server(uvicorn.Server):
                     certificates.load_pair(self._context)
                     shown = current
             except ValueError as error:  # they changed once more meanwhile
-                log.warning("HTTPS goes on with its last certificate: %s", error)
+                log.warning("HTTPS keeps its last certificate: %s", error)

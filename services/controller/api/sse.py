@@ -1,4 +1,4 @@
-"""A job's events as server-sent events, each with its id in the event stream, so that a client goes on where it was."""
+"""A job's events as server-sent events, each with its id in the event stream, so that a client can resume."""
 
 from __future__ import annotations
 

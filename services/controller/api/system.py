@@ -99,7 +99,8 @@ async def healthz(use: Use) -> Condition:
 
 @router.get("/readyz")
 async def readyz(use: Use) -> Condition:
-    """The runner runs. While Redis is away all controllers are without it, and each call says so itself."""
+    """Whether the scheduler runs. A Redis outage does not count: it affects all controllers, and each call
+    reports it."""
     _check_runner(use)
     return Condition(status="ok")
 

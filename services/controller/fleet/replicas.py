@@ -62,7 +62,7 @@ class Replica:
     missed: int = 0
     """Times in a row that it was asked and did not answer."""
     doubted: bool = False
-    """It shall be asked itself: its record is old, or it did other than the record says."""
+    """Needs a direct status check: its record is stale or contradicted."""
 
     def serves(self, job_id: str, low: int, high: int, *, evaluated: bool = False) -> bool:
         ready = self.health is Health.SERVING and (self.job_id, self.evaluated) == (job_id, evaluated)
@@ -82,7 +82,7 @@ class Fleet:
         self._by_job: defaultdict[str, dict[str, Replica]] = defaultdict(dict)
         self._doubted: set[str] = set()
         self.verified: dict[str, Verified] = {}
-        """By job; without an entry the version's number alone counts."""
+        """Verified versions by job; without an entry the version's number alone counts."""
         self.touched: set[str] = set()
 
     def __len__(self) -> int:
@@ -106,7 +106,7 @@ class Fleet:
                 self._forget(replica_id)
 
     def mark_suspect(self, replica_ids: Iterable[str]) -> None:
-        """They go on as they were until they answer, or do not."""
+        """Marks replicas for a status check; state is unchanged until it returns."""
         for replica_id in replica_ids:
             known = self._replicas.get(replica_id)
             if known is not None and not known.doubted:

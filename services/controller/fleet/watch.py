@@ -34,7 +34,7 @@ STATUS_DEADLINE_S = 3.0
 ASKED_AT_ONCE = 100
 TIDY_EVERY_S = 10.0
 EMPTY_S = 5.0
-"""A pool without a live replica for so long is told to those who wait for one."""
+"""Time without a live replica after which waiting jobs report their pool."""
 EMPTY_LOOK_S = 0.5
 RETRY_S = 2.0
 _DOUBTFUL = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.DEADLINE_EXCEEDED)
@@ -130,7 +130,7 @@ class FleetWatch:
         self._poll_s = poll_s
         self._revision = 0
         self._unreadable: set[str] = set()
-        """Replicas that are there, and that nobody here can use."""
+        """Replicas that run but cannot be used by this controller."""
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._leases: Counter[str] = Counter()
         self._looking = asyncio.Lock()
@@ -255,7 +255,7 @@ class FleetWatch:
                 self._asking[replica.replica_id] = asyncio.create_task(self._ask(replica))
 
     async def _ask(self, replica: Replica) -> None:
-        """A call that finds nobody was tried several times."""
+        """Every call is retried; only then is the replica unreachable."""
         try:
             async with self._turn:
                 status = await self._status(replica.address)
@@ -269,7 +269,7 @@ class FleetWatch:
         self._desk.serve_touched()
 
     async def _status(self, address: str) -> rollout_pb2.RolloutStatus:
-        """Over the replica's channel, if it has one. Else one for this call alone: when Redis was away the whole fleet
+        """Over the replica's channel, if it has one. Else one for this call alone: after a Redis outage the whole fleet
         is in doubt, and has more replicas than this process may open files."""
         request = rollout_pb2.GetRolloutStatusRequest()
         if address in self._channels:

@@ -139,7 +139,7 @@ class JobContext:
         step: int,
     ) -> list[SampleScore]:
         """Asks every reward, as `RewardPlane.score`, and fetches the pictures when one is asked. One verdict a sample,
-        in order. Waits its turn: no more than `MAX_SCORING` are away at once, so that a call's deadline is not spent
+        in order. Waits its turn: no more than `MAX_SCORING` run at once, so that a call's deadline is not spent
         behind the rest of its step."""
         async with self.scoring.take(len(samples)):
             digests = {sample_name(sample.id): sample.media.sha256 for sample in samples}

@@ -55,7 +55,7 @@ TICK_S = 0.5
 NOT_YET_S = 0.5
 RENEW_EVERY_S = 3600.0
 AT_ONCE = 256
-"""Commands of a kind that run at once for a step, beside two for each replica; the others would only wait."""
+"""Commands of a kind that run at once for a step, besides two for each replica; more would only wait."""
 ENDS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
 """What a call to a trainer gives that ends meanwhile: its last words tell more."""
 INTAKE_COUNT = 256
@@ -102,7 +102,7 @@ class JobDriver:
                 await self._report_status()
                 await self._next_change(background)
                 if self._rewound:
-                    raise Unavailable("steps are done anew, and commands of before must not meet them")
+                    raise Unavailable("steps are repeated, and earlier commands must not affect them")
         finally:
             await end([*background, *self._running.values()])
         await self._report_end()
@@ -178,7 +178,7 @@ class JobDriver:
         self._reasons.pop(command, None)
 
     def _explain(self, command: Command, tries: int, why: str) -> None:
-        """What is tried in vain for a while becomes the job's reason, until it works or is no longer wanted."""
+        """Makes a repeated failure the job's reason, until the command works or is no longer wanted."""
         if tries >= MAX_FAILURES:
             self._reasons[command] = f"{type(command).__name__} is tried again: {why}"
             self._wake.set()
@@ -263,7 +263,7 @@ class JobDriver:
         await self.emit(*facts, also=also)
 
     async def _buried(self, delivery: Delivery) -> bool:
-        """Whether it is a training sample that nobody asked for in this form: it becomes a dead letter."""
+        """Whether it is a training sample that was not requested in this form: it becomes a dead letter."""
         if delivery.sample.purpose != common_pb2.PURPOSE_TRAIN or not (why := misfit(self.job, delivery.sample)):
             return False
         log.warning("a sample is not taken: %s", why, extra={"job": self.job.job_id})
@@ -283,7 +283,8 @@ class JobDriver:
         ]
 
     async def _tick(self) -> None:
-        """What nobody tells us: the trainer's death, replicas that are behind, the user's wishes, blobs that age."""
+        """Polls for changes without a notification: the trainer's death, replicas that are behind, requested changes,
+        aging blobs."""
         while True:
             await self._look_at_wishes()
             await self._look_at_memory()
@@ -370,7 +371,7 @@ class JobDriver:
         self._reported = (status, phase, reason)
 
     def _reason(self) -> str:
-        """Why some command is tried in vain. Commands no longer wanted are forgotten, but not those that only wait for
+        """Why a command keeps failing. Commands no longer wanted are forgotten, but not those that only wait for
         the trainer to be found again."""
         if self._reasons and self.machine.state.trainer_applied is not None:
             wanted = self.machine.commands()
@@ -378,7 +379,7 @@ class JobDriver:
         return min(self._reasons.values(), default="")
 
     async def _report_end(self) -> None:
-        """Results, then the status, with which the job's events end, then what nobody needs any more."""
+        """Writes results, then the status, which ends the job's events, and then deletes working data."""
         state, job = self.machine.state, self.job
         await stop_for_good(job.launcher, job.job_id)
         results = {

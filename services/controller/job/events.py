@@ -34,7 +34,7 @@ class TrainerLost(_Event):
 
 
 class Rewound(_Event):
-    """No checkpoint is left from which the trainer could repeat its steps: those from `version` on are done anew."""
+    """No checkpoint is left from which the trainer could repeat its steps: those from `version` on are repeated."""
 
     kind: Literal["rewound"] = "rewound"
     version: int
@@ -172,7 +172,7 @@ class CancelRequested(_Event):
 
 
 class Failed(_Event):
-    """The job cannot go on, and why."""
+    """The job cannot continue, and why."""
 
     kind: Literal["failed"] = "failed"
     reason: str
@@ -185,7 +185,7 @@ Event = (
 )  # fmt: skip
 
 VOLATILE = (TrainerReady, TrainerLost, ReplicaBehind)
-"""Facts about processes, found out anew by a restarted controller: never recorded."""
+"""Facts about processes, rediscovered by a restarted controller: never recorded."""
 
 _adapter: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="kind")])
 

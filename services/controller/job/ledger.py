@@ -7,7 +7,7 @@ transaction of one that another has taken over from raises LeaseLost and changes
 
 Each write replaces the ledger's head, a number and a token of that write. A write that finds another head than its own
 last one raises RolledBack and changes nothing: Redis has lost acknowledged writes, and what the driver remembers is of
-another history than what Redis holds. The job then goes on from what Redis holds.
+another history than what Redis holds. The job then resumes from what Redis holds.
 """
 
 from __future__ import annotations

@@ -21,15 +21,15 @@ def reason(spec: JobSpec, trained: Trained) -> str:
     """Reason for the user: which setting, what was measured, and what to do."""
     if trained.log_prob_not_finite > 0:
         return (
-            f"step {trained.step}: log-prob of the trainer - log-prob of the rollout is no finite number in "
+            f"step {trained.step}: log-prob of the trainer - log-prob of the rollout is NaN or infinite in "
             f"{trained.log_prob_not_finite:.2%} of the rows, which rollout.max_log_prob_gap = "
             f"{spec.rollout.max_log_prob_gap:.2e} does not allow: a model computes NaN or infinity; resume the job to "
-            "go on as it is, or submit it again with other settings of rollout and trainer"
+            "continue unchanged, or submit it again with other settings of rollout and trainer"
         )
     return (
         f"step {trained.step}: the mean |log-prob of the trainer - log-prob of the rollout| is "
         f"{trained.log_prob_gap:.2e}, above rollout.max_log_prob_gap = {spec.rollout.max_log_prob_gap:.2e}; resume the "
-        f"job to go on as it is, or submit it again with {' or '.join(_remedies(spec))}"
+        f"job to continue unchanged, or submit it again with {' or '.join(_remedies(spec))}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Asks the shadows of a job what they think of samples that have their score, beside the step and never in its way.
+"""Scores samples with a job's shadows once they have their score, without ever delaying the step.
 
 A group is offered when its verdicts are recorded. Each shadow has a queue of its own and asks for a few groups at a
 time, for it may share its service with a reward that the step waits for. A group that finds the queue full is left out,
@@ -99,7 +99,7 @@ class ShadowQueue:
         self._queues: dict[str, asyncio.Queue[_Offer]] = {}
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
         self._pairs: set[str] = set()
-        """That something was offered for and that an open step may have."""
+        """Pairs with offered samples that an open step may have."""
         self._looked = (-1, -1)
         self._recent: defaultdict[str, deque[GroupScores]] = defaultdict(lambda: deque(maxlen=RECENT_GROUPS))
 
@@ -238,7 +238,7 @@ def grouped(
 
 
 def pair_of(name: str, shadow: ShadowPart, beside: str, reward: RewardPart) -> str:
-    """Names a shadow, the reward that it is beside and the settings of both: other settings are another comparison."""
+    """Names a shadow, the reward that it is compared with and both settings: other settings are another comparison."""
     settings = [shadow.service or name, shadow.params, beside, reward.service_of(beside), reward.params]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     return f"{name}.{digest[:16]}"

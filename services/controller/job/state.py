@@ -37,7 +37,7 @@ LEDGER_FORMAT = 1
 
 
 class State(BaseModel):
-    """All that is known of a running job. The volatile part is found out anew after a restart."""
+    """All that is known of a running job. A restart rediscovers the volatile part."""
 
     format: int = LEDGER_FORMAT
     status: Status = Status.STARTING

@@ -4,7 +4,8 @@
     wanted = machine.commands()        everything that should be running now, derived from the state alone
 
 Commands are level-triggered: the driver (driver.py) starts what is wanted and not yet running, so a controller
-that was killed only folds its ledger and goes on; there is no second recovery path. That works because every command is
+that was killed only folds its ledger and continues; there is no second recovery path. That works because every command
+is
 idempotent: a sample has an identity, TrainStep is keyed by step, a replica that holds a version skips its publishing.
 
     STARTING ──first version published──► RUNNING ──last version exported, saved, validated──► SUCCEEDED
@@ -377,7 +378,7 @@ class Machine:
         return revision.set.rewards if revision else self.spec.rewards
 
     def shadows_at(self, step: int) -> Mapping[str, ShadowPart]:
-        """What is asked beside those rewards."""
+        """Shadows of those rewards."""
         revision = self._revision(step)
         return revision.set.shadows if revision else {}
 

@@ -237,6 +237,6 @@ class TrainingStep:
 def _nothing_to_learn(step: int) -> str:
     return (
         f"step {step}: no sample has a score, so there is nothing to learn from it; samples_dropped has the reasons. "
-        "Put the rewards right, or change them with `flowfleet rewards`, then resume the job: it goes on with the next "
-        "step"
+        "Fix the reward services, or change them with `flowfleet rewards`, and resume the job: it continues with the "
+        "next step"
     )

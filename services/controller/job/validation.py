@@ -42,7 +42,7 @@ async def validated(job: JobContext, version: int) -> float | None:
 async def _validate_chunk(job: JobContext, version: int, start: int, size: int) -> ValidationPart:
     """Samples and scores the held-out prompts start … start + size − 1 on one replica that serves the version. What was
     sampled is kept until the whole validation has its scores, and so is what was scored: a reward that fails for some
-    makes nobody sample, score or record the others again."""
+    does not make the others be sampled, scored or recorded again."""
     prompts = job.held_out[start : start + size]
     if (version, start) not in job.drawn:
         job.drawn[version, start] = ValidationSamples(await _draw(job, version, start, prompts))

@@ -1,7 +1,7 @@
 """The Kubernetes API of one namespace, as JSON: the connection of the official client, by its asyncio half, so that a
 watch is a task like any other and ends when it is cancelled, and what this service needs of it.
 
-In a pod: the service account, whose token file is read anew every minute. Elsewhere: KUBECONFIG.
+In a pod: the service account, whose token file is read again every minute. Elsewhere: KUBECONFIG.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Object = Mapping[str, Any]
 
 TIMEOUT_S: Final = 20.0
 WATCH_S: Final = 120
-"""The server ends a watch after so long, so no dead connection stays unnoticed for longer; the next one goes on."""
+"""The server ends a watch after so long, so no dead connection stays unnoticed for longer; the next one resumes."""
 GONE: Final = 410
 TRANSIENT: Final = frozenset({408, 429})
 
@@ -46,7 +46,7 @@ DEPLOYMENTS: Final = Resource("/apis/apps/v1", "deployments")
 
 
 class Gone(FlowfleetError):
-    """A watch cannot go on from this version: list anew."""
+    """A watch cannot continue from this version: list again."""
 
 
 class Refused(RuntimeError):

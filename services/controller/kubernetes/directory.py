@@ -1,7 +1,7 @@
 """The pools and rewards of a Helm release, from the EndpointSlices of their Services, and what keeps their pods away.
 
 A Service without pods has an EndpointSlice without endpoints, so a pool or a reward scaled to zero is known as such.
-What `helm upgrade` adds, replaces or removes is seen by a watch: the controller goes on.
+What `helm upgrade` adds, replaces or removes is seen by a watch: the controller keeps running.
 """
 
 from __future__ import annotations

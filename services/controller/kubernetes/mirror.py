@@ -57,7 +57,7 @@ class Mirror:
                     await self._list()
                 await self._watch()
                 delay_s = MIN_DELAY_S
-            except Exception as error:  # what is waited for on a copy that stands still is waited for in vain
+            except Exception as error:  # callers that wait for a stale copy would wait forever
                 unknown = not isinstance(error, FlowfleetError | Refused | ValueError)
                 log.warning("cannot follow %s: %s", self.kind, error, exc_info=unknown)
                 self.problem, self._version = str(error) or type(error).__name__, ""

@@ -55,7 +55,7 @@ class Totals:
         self._members: defaultdict[str, list[Replica]] = defaultdict(list)
         """Replicas, by pool."""
         self._jobs: dict[str, JobTotals] = {}
-        """By pool."""
+        """Totals by pool."""
         self._busy_s: defaultdict[str, float] = defaultdict(float)
         self._live_s: defaultdict[str, float] = defaultdict(float)
         self._at = 0.0

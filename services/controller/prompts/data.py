@@ -56,7 +56,7 @@ class Prompt:
 
 def parse_prompts(data: bytes, url: str, kind: Kind = "prompts") -> list[Prompt]:
     """The lines of a .txt file (one prompt a line) or a .jsonl file of objects (`DataPart`); blank lines
-    are skipped, relative paths lie beside the file.
+    are skipped, relative paths start at the file's folder.
 
     Raises ValueError naming the file and line that is wrong.
     """
@@ -93,8 +93,8 @@ def _uncollected(number: int) -> Iterator[None]:
 
 
 class Deal:
-    """Deals `count` prompts to each step: passes over the data, each shuffled by itself, cut into steps. Nothing is
-    left out. Remembers the orders of the last passes and what the last steps were given."""
+    """Deals `count` prompts to each step: passes through the data, each with its own shuffle, cut into steps. Nothing
+    is left out. Remembers the orders of the last passes and what the last steps were given."""
 
     def __init__(self, prompts: list[Prompt], seed: int, count: int) -> None:
         self._prompts, self._seed, self._count = prompts, seed, count

@@ -55,7 +55,7 @@ class Inputs:
                 group.media.append(await self._store("given", prompt.media[index]))
 
     async def _condition(self, url: str) -> common_pb2.Media:
-        """Stored before, where it is still there; its time to live starts anew."""
+        """Reuses the stored input if it still exists, and renews its time to live."""
         known = self._conditions.get(url)
         if known is None or await self._blobs.renew([known.blob], BLOB_TTL_S):
             known = self._conditions[url] = await self._store("condition", url)

@@ -20,7 +20,7 @@ class Unread(ValueError):
 
 
 class Sources:
-    """Blocking. What is remote is fetched by `read` alone. `networks` are those that hosts may be in, beside public
+    """Blocking. What is remote is fetched by `read` alone. `networks` are those that hosts may be in, besides public
     ones."""
 
     def __init__(self, places: Places, networks: Sequence[str] = ()) -> None:

@@ -91,7 +91,7 @@ class Places:
 
     def model(self, place: str, *, may_be_gone: bool = False) -> Path:
         """A model's or an adapter's folder or file, as trainers and rollouts see it; every file in it may be read too,
-        and the configuration beside an adapter's file. Raises NotAllowed, as `path` does."""
+        and the configuration next to an adapter's file. Raises NotAllowed, as `path` does."""
         folder = self.path(place, may_be_gone=may_be_gone)
         if folder.is_file():
             self._check_resolved(Path(os.path.realpath(folder.with_name(PEFT_CONFIG))), place)

@@ -49,7 +49,7 @@ class _Replica:
     address: str
     channel: grpc.aio.Channel
     outstanding: int = 0
-    """Samples that are away."""
+    """Samples that are being scored."""
     broke_at: float = float("-inf")
     described: reward_pb2.DescribeResponse | None = None
     described_at: float = float("-inf")
@@ -78,7 +78,7 @@ class _Replica:
         if self.call is None or (self.call.done() and not self._is_fresh):
             self.called_at = time.monotonic()
             self.call = asyncio.create_task(self._describe())
-            self.call.add_done_callback(lambda call: call.cancelled() or call.exception())  # maybe nobody waits
+            self.call.add_done_callback(lambda call: call.cancelled() or call.exception())  # the caller may be gone
         return self.call
 
     @property

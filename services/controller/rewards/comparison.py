@@ -1,4 +1,4 @@
-"""How a shadow compares with the reward that it is beside, from what both gave the same samples. Pure.
+"""Compares a shadow with its reward by their scores of the same samples. Pure.
 
 distribution   mean, standard deviation (ddof 0) and quantiles (linear interpolation) of either
 spearman       Pearson's correlation of the ranks over all samples; equal scores share their mean rank

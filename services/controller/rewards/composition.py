@@ -3,8 +3,8 @@
     raw score ── gate ──► masked, or a total of 0
         └─ clip ─► × weight × curve(step) ─► summed: the total
 
-A reward without a score (`on_failure = "skip"`) is no zero. The total is that of the others; where samples are compared
-with each other, `columns` puts the mean of its group in the score's place, which prefers nobody.
+A reward without a score (`on_failure = "skip"`) does not count as zero. The total is that of the others; where samples
+are compared with each other, `columns` puts its group's mean in the score's place, which prefers no sample.
 """
 
 from __future__ import annotations

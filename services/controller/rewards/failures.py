@@ -24,7 +24,7 @@ class RewardFailure(NotYet):
 
 
 class RewardPause(Exception):
-    """The job shall pause, for a reward failed for too long. The message is the job's reason."""
+    """The job must pause because a reward failed for too long. The message is the job's reason."""
 
 
 def of_call(
@@ -53,7 +53,7 @@ def _what(code: grpc.StatusCode, details: str, deadline_s: float | None) -> str:
             return f"cannot be reached ({details}): start it, or correct its address ({_SETTING})"
         case _CODE.DEADLINE_EXCEEDED:
             if deadline_s is None:
-                return f"did not answer Describe: start it anew, or correct its address ({_SETTING})"
+                return f"did not answer Describe: restart it, or correct its address ({_SETTING})"
             return f"gave no answer in {deadline_s:g} s: make it faster, or raise timeouts.score_s"
         case _CODE.UNIMPLEMENTED:
             return (

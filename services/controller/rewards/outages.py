@@ -56,7 +56,7 @@ class Outage:
     given_up: bool = False
     """It has failed for too long: calls are probes."""
     probing: bool = False
-    """A probe is away."""
+    """A probe is running."""
     probed_at: float = float("-inf")
     """When the last one came back."""
 

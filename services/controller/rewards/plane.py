@@ -4,7 +4,7 @@
 
 A reward that fails is asked again until `timeouts.rewards_s` has passed since its samples were first sent; then its
 `on_failure` decides. What it is never is a zero. The clock and the answers so far are in memory: a controller that was
-restarted begins anew.
+restarted begins again.
 """
 
 from __future__ import annotations
@@ -153,10 +153,10 @@ class RewardPlane:
         """Verdicts by sample id, one for each sample, of the weights at a step; samples of a group stand together.
 
         `digests`: sample id → digest of its media; `fetch` gives the samples in that order. It is called once at most,
-        and not where nobody is asked.
+        and not if no reward is called.
 
-        Raises RewardFailure while a reward fails and shall be waited for: call again, it waits by itself. Raises
-        RewardPause when one has failed for too long and the job shall pause.
+        Raises RewardFailure while a reward fails and the job waits for it: call again, this method sleeps first. Raises
+        RewardPause when one has failed for too long and the job must pause.
         """
         settings = ((name, part.model_dump_json()) for name, part in sorted(rewards.items()))
         key = (*settings, *digests.items())
@@ -183,7 +183,7 @@ class RewardPlane:
         self._outages.clear()
 
     def _attempt(self, key: tuple[tuple[str, str], ...]) -> Attempt:
-        """The one that goes on, or a new one. Those that nobody goes on with are forgotten in time."""
+        """Continues a scoring, or begins one. Abandoned ones are forgotten after a while."""
         now = self._clock()
         for each in [key for key, one in self._attempts.items() if one.idle_s(now) > 2 * self._patience_s]:
             del self._attempts[each]
@@ -196,7 +196,7 @@ class RewardPlane:
     async def _settled(
         self, name: str, part: RewardPart, count: int, fetched: _Fetched, attempt: Attempt
     ) -> dict[str, Answer] | None:
-        """The answers of a reward; None where it failed for too long and the samples go on without or are dropped."""
+        """Answers of a reward; None if it failed for too long and the samples do without it or are dropped."""
         if name in attempt.answers:
             return attempt.answers[name]
         outage = self._outages[name, part.service_of(name)]
@@ -218,7 +218,7 @@ class RewardPlane:
         return answers
 
     def _failed(self, name: str, part: RewardPart, count: int, attempt: Attempt, failure: RewardFailure) -> None:
-        """Raises the failure while the reward is to be waited for, RewardPause where the job shall pause. It is given
+        """Raises the failure while the job waits for the reward, RewardPause if the job must pause. It is given
         up for all samples where it scores none; else these alone go without."""
         now, outage = self._clock(), self._outages[name, part.service_of(name)]
         since = outage.failed(attempt.started, str(failure))

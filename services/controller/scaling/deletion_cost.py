@@ -1,7 +1,7 @@
 """Which rollout pods go first when there are too many: idle ones. Kubernetes removes pods of the lowest deletion cost,
-so each pod is told what it has to do; whichever goes drains (SIGTERM) all the same.
+so each pod's cost is the work it has; a removed pod drains (SIGTERM) all the same.
 
-The cost grows with the logarithm of the outstanding samples, so it changes seldom, and few pods are told at a time.
+The cost grows with the logarithm of the outstanding samples, so it changes seldom, and few pods are updated at a time.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def cost(outstanding: int) -> int:
 
 
 class DeletionCosts:
-    """What pods were told, and so whom to tell next. A replica's id is its pod's name."""
+    """Costs that pods have, and so which to update next. A replica's id is its pod's name."""
 
     def __init__(self) -> None:
         self._told: dict[str, int] = {}
 
     def due(self, replicas: Iterable[Replica]) -> Iterator[tuple[str, int]]:
-        """Pods and their costs, those that are furthest from what they were told first; forgets who left."""
+        """Pods and their costs, the most outdated first; forgets pods that left."""
         costs = {replica.replica_id: cost(replica.outstanding) for replica in replicas}
         self._told = {name: told for name, told in self._told.items() if name in costs}
         changed = [name for name in costs if self._told.get(name) != costs[name]]

@@ -1,4 +1,4 @@
-"""How many replicas each rollout pool and each reward should have: what KEDA is told (scaler.py).
+"""How many replicas each rollout pool and each reward should have: reported to KEDA (keda.py).
 
 Pure rules over what the leader knows of its jobs, and the hash in Redis that it writes them to, from which every
 controller answers. They count admitted work that is waiting, never what lies in streams: a pool is too small while
@@ -62,7 +62,7 @@ class Demand(BaseModel):
 
     replicas: int
     waiting: int = 0
-    """Samples that nobody has begun."""
+    """Samples that no replica has begun."""
     in_flight: int = 0
     """Samples that replicas were asked for."""
     jobs: tuple[str, ...] = ()

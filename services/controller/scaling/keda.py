@@ -99,7 +99,7 @@ class Scaler(externalscaler_pb2_grpc.ExternalScalerServicer):
         return pb.GetMetricsResponse(metricValues=[value])
 
     async def _replicas(self, name: Name) -> int:
-        """Raises NotFound for what nobody has or wants, Unavailable without Redis."""
+        """Raises NotFound for unknown names that no job needs, Unavailable without Redis."""
         try:
             wanted, fresh = await self._hash.read()
             least = {} if fresh else at_least(await self._active())

@@ -144,7 +144,7 @@ def _order(event_id: str) -> tuple[int, int]:
 
 
 def _before(event_id: str) -> tuple[int, int]:
-    """The greatest id below: where a reader goes on who was told of the gap."""
+    """Greatest id below: where a reader resumes after the gap was reported."""
     milliseconds, sequence = _order(event_id)
     return (milliseconds, sequence - 1) if sequence else (milliseconds - 1, (1 << 64) - 1)
 

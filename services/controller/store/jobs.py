@@ -95,7 +95,7 @@ class JobStore(History, SampleRecords, RewardRevisions, Removal):
         ]
 
     async def desired_state(self, job_id: str) -> tuple[Desired, int]:
-        """What the job shall be, and the number of the newest revision of its rewards. Raises NotFound."""
+        """Desired state of the job, and the number of the newest revision of its rewards. Raises NotFound."""
         desired, number = await self._redis.hmget(keys.job(job_id), "desired", REVISION)
         return Desired(_present(job_id, desired)), int(number or 0)
 
@@ -185,7 +185,7 @@ class JobStore(History, SampleRecords, RewardRevisions, Removal):
         return await self.get(job_id)
 
     async def hold(self, job_id: str, pipe: Pipe) -> None:
-        """Adds to a transaction that the job shall be paused until its user resumes it; not if it is to be cancelled.
+        """Adds to a transaction that the job pauses until its user resumes it, unless it is being cancelled.
         The job's machine pauses by the event of the same transaction, so a wish that is read later knows of it."""
         pipe.eval(_HOLD, 1, keys.job(job_id), Desired.RUNNING, Desired.PAUSED)
 

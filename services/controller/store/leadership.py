@@ -7,7 +7,7 @@
 The lease decides who works, the term decides whose writes count. A controller that was suspended and wakes after
 another one took over still believes that it leads, but the term is not its own any more, and `Lease.transaction` checks
 that in the transaction itself. It also checks the number, which is smaller where Redis lost acknowledged writes. A
-lease that only ran out, while Redis was away, with nobody else taking it, is taken back.
+lease that expired while Redis was unreachable is taken back unless another controller took it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end
 
 
 class LeaseLost(Exception):
-    """Another controller leads, or nobody may. No FlowfleetError: a command that meets it is not tried again, its
+    """Another controller leads, or none may. Not a FlowfleetError: a command that meets it is not retried, its
     driver ends."""
 
 
@@ -81,7 +81,7 @@ class Lease:
         self._term = ""
         self._holder = ""
         self.held = False
-        """As far as this process knows. Only `transaction` and `confirm` know it for sure."""
+        """Whether the lease is held, as far as this process knows. Only `transaction` and `confirm` are sure."""
         self._refusal = ""
         self._gauge = Gauge("flowfleet_controller_leader", "1 on the controller that runs jobs", registry=registry)
 
@@ -144,7 +144,7 @@ class Lease:
                 if await self._replication.is_whole():
                     held = await self._call(_TAKE, self._holder, self._term, self._ttl_ms, dead)
             except RedisError as error:
-                log.warning("nobody can lead: %s", self.trouble or error)
+                log.warning("no controller can lead: %s", self.trouble or error)
                 held = b""
             if held is None:
                 break
@@ -161,7 +161,7 @@ class Lease:
             try:
                 if not await self._call(_RENEW, self._holder, self._term, self._ttl_ms):
                     return
-            except RedisError as error:  # nobody else can take it either
+            except RedisError as error:  # no other controller can take it either
                 log.warning("the lease is not renewed: %s", self.trouble or error)
 
     async def _give_back(self) -> None:
@@ -197,7 +197,7 @@ def _is_dead(holder: bytes) -> bool:
 
 
 def _place() -> str:
-    """Where pids mean the same; "" where that cannot be told."""
+    """Id of the namespace in which pids are valid; "" if it cannot be determined."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:

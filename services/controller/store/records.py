@@ -26,7 +26,7 @@ class JobStatus(StrEnum):
     STARTING = "starting"  # trainer and replicas are being made ready, first time or after a fault
     RUNNING = "running"  # steps advance
     PAUSED = "paused"  # no new step starts until resume
-    QUARANTINED = "quarantined"  # it stopped the controller several times; nobody drives it until resume
+    QUARANTINED = "quarantined"  # it stopped the controller several times; it is not driven until resume
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -52,9 +52,9 @@ TARGETS: dict[Action, Desired] = {
 
 
 def next_desired(status: JobStatus, desired: Desired, action: Action) -> Desired:
-    """What a job shall be after an action; the same as `desired` when it is asked for already.
+    """Desired state after an action; equal to `desired` if it was requested before.
 
-    Raises Conflict when the job has ended otherwise, or is being cancelled and asked to go on.
+    Raises Conflict if the job has ended otherwise, or a job that is being cancelled must continue.
     """
     target = TARGETS[action]
     if target == Desired.DELETED:
@@ -112,7 +112,7 @@ class RewardRevision(Record):
     rewards: dict[str, Any]
     """Name → settings."""
     shadows: dict[str, Any] = {}
-    """Name → settings; `for` names the reward that it is beside."""
+    """Name → settings; `for` names the reward that it is compared with."""
     requested_at: datetime | None = None
     from_step: int | None = None
     """First step that has it; null while it is pending."""

@@ -1,4 +1,4 @@
-"""Whether Redis still holds what its replicas had acknowledged: nobody leads a Redis that lost such writes.
+"""Whether Redis still holds what its replicas had acknowledged: no controller leads on a Redis that lost such writes.
 
 The leader raises a number in Redis each second and waits until `num_acks` replicas have it. Redis replicates in order,
 so they then have every write before it too. The leader notes the number in the state directory, which all controllers
@@ -51,7 +51,7 @@ class Replication:
         """The number that replicas acknowledged, when this process last looked."""
         self.loss = ""
         """What Redis lost and what to do, while that keeps this process from leading."""
-        text = "1 while nobody leads because Redis lost acknowledged writes"
+        text = "1 while no controller leads because Redis lost acknowledged writes"
         self._lost = Gauge("flowfleet_redis_lost_writes", text, registry=registry)
         text = "For how long --redis-acks replicas have not acknowledged what the leader writes"
         self._behind = Gauge("flowfleet_redis_unacknowledged_seconds", text, registry=registry)

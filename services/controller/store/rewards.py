@@ -63,7 +63,7 @@ class RewardRevisions:
         await self._transaction(attempt, keys.job(job_id))
 
     async def pending_rewards(self, job_id: str) -> RewardRevision | None:
-        """What the steps that are not open yet shall have."""
+        """Rewards of the steps that are not open yet."""
         row = await self._redis.hget(keys.job(job_id), _PENDING)
         return None if row is None else RewardRevision.model_validate_json(row)
 
@@ -83,7 +83,7 @@ class RewardRevisions:
     # -- shadows -------------------------------------------------------------------------------------------------
 
     async def add_shadow_scores(self, job_id: str, pair: str, purpose: Purpose, groups: Sequence[GroupScores]) -> None:
-        """What a shadow and the reward beside it gave some groups; `pair` names the two and their settings."""
+        """Scores that a shadow and its reward gave some groups; `pair` names the two and their settings."""
         name = keys.shadow(job_id, pair, purpose)
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.lpush(name, *(group.model_dump_json() for group in groups))

@@ -4,7 +4,7 @@ rule 1   A trainer at work hangs when no rank's phase or count has changed for l
          phases that its ranks are in. One rank that gets on is enough: the others may wait for it in a collective.
 rule 2   A rank hangs when it has given no sign for longer than its own phase's limit, at work or not: it is
          stopped. While rank 0 does not answer, it alone is silent, for the signs of others come by it.
-rule 3   Time in which nobody looked does not count: a controller that was suspended accuses nobody.
+rule 3   Time without a check does not count: a controller that was suspended accuses no rank.
 """
 
 from __future__ import annotations

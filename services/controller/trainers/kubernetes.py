@@ -3,7 +3,7 @@
 What is there is read from the directory's mirrors, so an attempt of an earlier controller is found like one of this
 one. A rank that fails, and a pod that is evicted or deleted, ends the attempt; the state machine wants the next one,
 which resumes from the newest checkpoint. The next attempt is created only after the pods of the last are gone, or a
-while after their Job was deleted: a node that went away tells nobody when its pods end.
+while after their Job was deleted: a lost node does not report when its pods end.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ NO_PODS_S = 15.0
 
 
 class KubernetesLauncher:
-    """`template` is read anew for each attempt: an upgrade needs no restart. `owner` is the controller's Deployment."""
+    """`template` is read again for each attempt: an upgrade needs no restart. `owner` is the controller's
+    Deployment."""
 
     def __init__(
         self, directory: KubernetesDirectory, release: str, namespace: str, template: Path, owner: str
@@ -140,8 +141,8 @@ class KubernetesLauncher:
         return leader is not None and await _serves(leader)
 
     async def _post_mortem(self, attempt: Object) -> tuple[str, bool]:
-        """Waits for its pods to tell why they ended. Ranks fail within a moment of each other, and the one that failed
-        by itself may be told of last."""
+        """Waits for its pods' reasons. Ranks fail within a moment of each other, and the one that failed
+        first may be reported last."""
         seen = self._directory.pods.until
         await seen(lambda: any(map(pods.ended, self._pods_of(attempt))), SEEN_TIMEOUT_S)
         await seen(lambda: pods.is_told(self._pods_of(attempt)), SEEN_TIMEOUT_S)

@@ -48,7 +48,7 @@ class TrainerTemplate:
         return next(count for count in range(fewest, ranks + 1) if ranks % count == 0)
 
     def render(self, job_id: str, spec: JobSpec, *, name: str, labels: Mapping[str, str], owner: Any) -> dict[str, Any]:
-        """`labels` go on Job and pods; `owner` is an ownerReference."""
+        """`labels` are set on Job and pods; `owner` is an ownerReference."""
         ranks = spec.trainer.world_size
         pods = self.pods(ranks)
         job: dict[str, Any] = copy.deepcopy(dict(self.job))

@@ -2,7 +2,7 @@
 
 A batch starts when it is full or when its oldest request has waited `max_wait_s`, whichever is first; requests that
 arrive while as many batches run as may gather meanwhile. The oldest request is always in the next batch; a younger one
-that fits beside it may pass one that does not. A request is never split, so a group stays together. The queue is
+that fits may overtake one that does not. A request is never split, so a group stays together. The queue is
 bounded in samples and bytes: beyond, `submit` raises `QueueFull`. A request whose caller has gone (cancelled, deadline
 passed) leaves the queue.
 """
@@ -42,7 +42,7 @@ def draining() -> Unavailable:
 
 
 def queue_full(num_samples: int, num_bytes: int, limits: Limits) -> QueueFull:
-    """What a call gets that does not fit beside so many samples and bytes."""
+    """Rejection of a call that does not fit with so many samples and bytes."""
     return QueueFull(
         f"{num_samples} samples ({num_bytes} bytes) wait already, the limit is {limits.max_queued} "
         f"({limits.max_queued_bytes} bytes): send fewer at a time, or start more replicas"
@@ -125,7 +125,7 @@ class MicroBatcher(Generic[Item, Key, Result]):
         await asyncio.gather(*self._running)
 
     def _next_batch(self) -> list[_Ticket[Item, Key, Result]]:
-        """The oldest request and those of its key that fit beside it, still in the queue."""
+        """Oldest request and those of its key that fit with it, still in the queue."""
         batch: list[_Ticket[Item, Key, Result]] = []
         room = self._limits.max_batch
         for ticket in self._waiting:

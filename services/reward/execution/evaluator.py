@@ -26,7 +26,7 @@ from services.reward.scorer import Outcome, Params, Problem, Sample, Score, Scor
 
 MAX_DECODED_PIXELS = 2 * MAX_PIXELS
 """96 MiB as RGB, of which two parts are in memory: what is scored, and what is decoded ahead. A longer video is a part,
-and alone in memory; in a process of a pool, beside what is decoded ahead."""
+and alone in memory; in a pool's process, with what is decoded ahead."""
 
 PART = 4
 """Units of a part; a scorer that gains from large ones (`call_bytes` 0) takes a batch in two, of no fewer."""

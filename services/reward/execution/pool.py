@@ -66,7 +66,7 @@ _Handed = tuple[int, Future[tuple[list[Part], Any]]]
 
 def default_processes(heavy: bool) -> int:
     """Half of the usable CPUs for a scorer that is heavy, at most `MAX_PROCESSES`: the other services need some too.
-    One, which means none beside the service's own, on fewer than four CPUs."""
+    One on fewer than four CPUs, which means only the service's own."""
     return max(1, min(usable_cpus() // 2, MAX_PROCESSES)) if heavy else 1
 
 
@@ -138,7 +138,7 @@ class ProcessPool:
                         worker.hand(had[0].samples, params)
                         self._answered(worker, had.popleft(), params)
         except Exception:
-            worker.end()  # it may have answers that nobody will read
+            worker.end()  # it may hold answers that will not be read
             raise
         finally:
             self._metrics.observe_busy(time.perf_counter() - start)
@@ -220,7 +220,7 @@ class _Worker:
         self._process: SpawnProcess | None = None
         self._pipe: Connection[Any, Any]
         self._death: _Died | None = None
-        """Of a process that could not be started anew. Until `answer` has told of it, nothing is handed over."""
+        """Error of a process that could not restart. It gets no work until `answer` has reported it."""
 
     def started(self) -> _Worker:
         """Itself, with a process that is ready. Raises _Died."""
@@ -241,7 +241,7 @@ class _Worker:
         return self
 
     def hand(self, samples: Sequence[EncodedSample], params: Any) -> None:
-        """Gives it a part, beside no more others than it decodes ahead. Where it is gone, `answer` will say so."""
+        """Gives it a part, within the number it decodes ahead. If it is gone, `answer` will say so."""
         if self._death is not None:
             return
         try:
@@ -260,7 +260,7 @@ class _Worker:
         self._num_handed += 1
 
     def answer(self, seconds: float) -> list[Outcome]:
-        """To the first part that it has not answered. Raises _Died; RuntimeError for what fails beside the scorer."""
+        """Answer to the oldest open part. Raises _Died, or RuntimeError for a failure outside the scorer."""
         if self._death is not None:
             death, self._death = self._death, None
             raise death
@@ -369,7 +369,7 @@ def _finished(evaluate: Evaluator[Any], begun: Future[tuple[list[Part], Any]]) -
 
 
 def _end_with_parent() -> None:
-    """Also in the middle of a part, whose answer nobody waits for any more."""
+    """Also in the middle of a part whose caller is gone."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -70,7 +70,7 @@ class Questions:
         self._turns = Turns()
         self._frames = Room(MAX_FRAME_PIXELS)
         self.samples = Room(2 * settings.max_concurrency * len(settings.urls))
-        """That are prepared or asked about at a time: of the others only the encoded media are in memory."""
+        """Samples that are prepared or judged at a time: the others have only their encoded media in memory."""
 
     async def pictures_of(self, sample: EncodedSample, num_frames: int) -> list[Picture]:
         """Prepares pictures sample by sample, like `media.pictures_of`. Raises MediaError."""

@@ -38,7 +38,8 @@ class Picture:
 
     @property
     def url(self) -> bytes:
-        """ "data:image/png;base64,…", made anew: it is a third larger than the file, and needed while it is sent."""
+        """ "data:image/png;base64,…", made for each call: it is a third larger than the file, and needed only while it
+        is sent."""
         return b"data:" + self.media_type.encode() + b";base64," + pybase64.b64encode(self.data)
 
 

@@ -60,7 +60,7 @@ class Rubric(BaseModel):
     num_rankings: Annotated[int, Field(ge=1, le=64)] = 3
     """Number of rankings of a group, each in another order."""
     list_size: Annotated[int, Field(ge=3, le=64)] = 8
-    """Pictures in one ranking at most; larger groups are split anew for each."""
+    """Maximum pictures in one ranking; larger groups are split differently for each."""
 
     @model_validator(mode="after")
     def _fits(self) -> Rubric:

@@ -4,7 +4,7 @@
 
 With the answers "yes" = 1 and "no" = 0 that is P(yes) / (P(yes) + P(no)), as VQAScore (Lin and others, 2024); on 1 to 5
 it is G-Eval's weighting (Liu and others, 2023). Tokens count without white space, marks and capitals around them. Where
-an answer begins another ("1" and "10"), the tokens that the model went on with tell them apart; such a beginning that
+an answer begins another ("1" and "10"), the model's next tokens distinguish them; such a beginning that
 the model did not take counts for neither. Without log-probabilities the value is that of the answer in the text.
 """
 
@@ -158,7 +158,7 @@ def _numbers(given: str) -> dict[str, float]:
 
 
 def _others(token: Token) -> list[tuple[str, float]]:
-    """The tokens beside the one that was said."""
+    """Alternatives to the chosen token."""
     return [(text, min(0.0, log_prob)) for text, log_prob in token.top if text != token.text]
 
 
@@ -167,7 +167,7 @@ def _clean(text: str) -> str:
 
 
 def _joined(begun: str, text: str) -> str:
-    """An answer so far and one more token, which ends it unless it goes on with a letter or digit."""
+    """An answer so far and one more token, which ends it unless it continues with a letter or digit."""
     if not begun:
         return _clean(text)
     return begun + _clean(text) if text[:1].isalnum() else begun

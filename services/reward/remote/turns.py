@@ -19,7 +19,7 @@ class Turns:
         self._taken = False
 
     async def take(self) -> None:
-        """Returns when nobody else has taken this turn of the event loop; in order."""
+        """Waits for a free turn of the event loop; callers are served in order."""
         if not self._taken:
             self._taken = True
             asyncio.get_running_loop().call_soon(self._next)

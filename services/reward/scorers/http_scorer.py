@@ -40,7 +40,7 @@ MAX_KEPT = 8192
 MAX_PAUSE_S = 10.0
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
 BLAMES_REQUEST = frozenset({400, 413, 415, 422})
-"""Statuses that speak of what was sent: beside requests that are scored, the server is well."""
+"""Statuses caused by a request's content: while other requests succeed, the server is healthy."""
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class HttpSettings(ScorerSettings):
     params: tuple[str, ...] = ()
     """Parameters that a job may give, which travel along; any other is refused."""
     components: tuple[str, ...] = ()
-    """Fields of the answer, beside the scores and as long as they are, that are kept."""
+    """Fields of the answer that are kept besides the scores, and as long as these."""
 
     @field_validator("url")
     @classmethod

@@ -72,7 +72,7 @@ class PythonSettings(ScorerSettings):
     params: tuple[str, ...] = ()
     """Parameters that a job may give: keyword arguments of the function, of text. Any other is refused."""
     components: tuple[str, ...] = ()
-    """Names that the function returns beside the score."""
+    """Names that the function returns besides the score."""
 
     @field_validator("function")
     @classmethod

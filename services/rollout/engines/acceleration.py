@@ -8,7 +8,7 @@ text width or batch size on these are dynamic, so a run compiles a handful of ti
 `fp8` multiplies in e4m3 with a scale for each row: of an activation the token's, found as it comes (max |x| / 448, in
 float32), of a weight the output channel's. It is meant to go with `compile`, which fuses that search and the rounding
 into a kernel or two. The weights themselves stay as they are, in bfloat16: they are what an update brings and what is
-hashed. The float8 copies are derived from them, anew by `refresh` after each update. LoRA's small matrices are not
+hashed. The float8 copies are derived from them, again by `refresh` after each update. LoRA's small matrices are not
 touched.
 
 Parameters keep names, shapes and dtypes. Works on `nn.Linear`, below PEFT's layers too, and on vLLM's linear layers,
@@ -69,7 +69,7 @@ def accelerate(experts: Experts, *, compile: bool, quantization: str) -> None:
 
 
 def refresh(experts: Experts) -> None:
-    """Derives the float8 copies anew from the weights as they are now; nothing where nothing is quantised."""
+    """Derives the float8 copies again from the current weights; no effect without quantization."""
     for expert in experts.values():
         for module in expert.modules():
             if "fp8_weight" in module._buffers:

@@ -32,7 +32,7 @@ Record = Literal["none", "steps", "final"]
 
 
 class Cancelled(Exception):
-    """Nobody wants the work any more; raised between two denoising steps."""
+    """The caller is gone; raised between two denoising steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class RolloutEngine(ABC):
     @abstractmethod
     async def prepare(self, model: ModelSpec, lora: LoraSpec | None) -> None:
         """Makes the base model live, with an adapter of that shape or none. Loads and installs only what differs; base
-        weights that were overwritten since are loaded anew."""
+        weights that were overwritten since are loaded again."""
 
     @abstractmethod
     def generate(

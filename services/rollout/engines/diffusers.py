@@ -158,7 +158,7 @@ class DiffusersEngine(RolloutEngine):
         live = self._live_weights()
         weights.require_every_weight(live, buckets)
         if self._lora is None:
-            self._model = None  # The base is no longer what is on disk: the next job loads it anew.
+            self._model = None  # The base differs from the disk: the next job loads it again.
         copy = weights.copy_into(live)
 
         def into(name: str, value: Tensor) -> None:

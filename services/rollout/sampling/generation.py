@@ -71,7 +71,7 @@ class Generation:
                         await publishing
                     publishing = asyncio.create_task(self._publish(batch))
         except Cancelled:
-            log.info("nobody waits for %d samples any more", self._left, extra=self._context)
+            log.info("caller cancelled: discarding %d unfinished samples", self._left, extra=self._context)
         finally:
             try:
                 if publishing is not None:
@@ -103,6 +103,6 @@ class Generation:
         self._on_done(num_samples, published)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """What stopped a request whose caller is gone is told to nobody else."""
+        """Consumes the error of a request whose caller is gone."""
         if not task.cancelled() and task.exception() is not None and not self._wanted:
             log.error("a request without a caller failed", exc_info=task.exception(), extra=self._context)

@@ -17,7 +17,7 @@ class Attempts:
         self._newest: OrderedDict[str, int] = OrderedDict()
 
     def admit(self, job_id: str, attempt: int) -> None:
-        """Raises Conflict for one that is not the newest. 0 is admitted: nobody told the number."""
+        """Raises Conflict for one that is not the newest. 0 means an unknown number and is admitted."""
         newest = self._newest.get(job_id, 0)
         if 0 < attempt < newest:
             raise Conflict(f"trainer {attempt} of job {job_id} was replaced by trainer {newest}: it must end")

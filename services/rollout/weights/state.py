@@ -57,7 +57,7 @@ class WeightState:
         self.evaluated = False
         """Whether `version` is in its evaluated weights; else in those that sample."""
         self.digest = ""
-        """Of the verified hashes while SERVING, else empty."""
+        """Digest of the verified hashes while SERVING, else empty."""
         self.epoch = 0
         self.in_flight = 0
         """Samples admitted and not finished."""

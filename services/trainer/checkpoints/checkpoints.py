@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from services.trainer.model.engine import Engine
 
 STALE_S = 3600.0
-"""Nobody writes to a folder any more that has not changed for so long."""
+"""Age of the last change after which a folder is considered abandoned."""
 ROOM_BYTES = 2**24
 """Kept free beside a checkpoint's tensors, for `state.json` and the file system's own."""
 WriteModel = Callable[[Path], dict[str, str]]
@@ -160,8 +160,8 @@ class Checkpoints:
     def load(self, engine: Engine, path: Path) -> Record:
         """Collective. Puts a checkpoint into model, optimizer and generators, and verifies it meanwhile.
 
-        Raises Conflict if it does not fit. Raises DataLoss if it is not what was written: it was set aside, and the
-        engine has to be made anew.
+        Raises Conflict if it does not fit. Raises DataLoss if it differs from what was written: it was set aside, and
+        the engine must be rebuilt.
         """
         ranks = engine.ranks
         try:
@@ -235,7 +235,7 @@ class Checkpoints:
                 shutil.rmtree(old, ignore_errors=True)
 
     def _clean(self, step: int) -> None:
-        """Forgets what was left aside: our own, of steps up to this one, and what nobody writes to."""
+        """Deletes leftovers: our own, of steps up to this one, and abandoned ones."""
         for left in self.directory.glob(".step-*partial"):
             match = _ASIDE.fullmatch(left.name)
             if match and (match[2] == self.token or int(match[1]) <= step or _age_s(left) > STALE_S):
@@ -259,8 +259,8 @@ class Checkpoints:
 
     def _no_room(self, needed: int) -> str:
         return (
-            f"no room for a checkpoint: {self.directory} has {self._free():,} bytes free of the {needed:,} that it "
-            "needs besides those that are kept (schedule.keep_last). Free some: the job then goes on by itself"
+            f"no space for a checkpoint: {self.directory} has {self._free():,} bytes free of the {needed:,} that it "
+            "needs besides those that are kept (schedule.keep_last). Free some: the job then continues by itself"
         )
 
     def _free(self) -> int:

@@ -35,7 +35,7 @@ from flowfleet.errors import Conflict, DataLoss
 from services.trainer.parallel.ranks import Ranks
 
 DAMAGED = (ENOENT, ENOTDIR, EISDIR, EIO)
-"""Errors by which a file is lost. Any other, such as that of a share that is away, may pass."""
+"""Errors that mean a lost file. Others, such as an unreachable share's, may pass."""
 _PIECE_BYTES = 2**24
 _ALIGNMENT = 8
 _DTYPES = {

@@ -23,7 +23,7 @@ def complete_state(path: Path) -> dict[str, Any] | None:
 
 def read_state(path: Path) -> dict[str, Any]:
     """`state.json` of a checkpoint whose files are there. Raises DataLoss for one that is damaged, OtherFormat for one
-    of another version, OSError for a storage that is away."""
+    of another version, OSError for unreachable storage."""
     try:
         state: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
         digest = state.pop("digest", None)

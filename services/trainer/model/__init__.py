@@ -1,1 +1,1 @@
-"""The model on its ranks: loaded, sharded, gathered; the adapter, and the policies beside the trained one."""
+"""The model on its ranks: loaded, sharded, gathered; the adapter, and the policies besides the trained one."""

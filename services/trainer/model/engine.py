@@ -53,7 +53,7 @@ class Engine:
     optimizer: ShardedAdamW
     loss_scale: LossScale
     policies: Policies
-    """What is kept beside the trained weights."""
+    """Policies that are kept besides the trained weights."""
 
     def __init__(self, spec: JobSpec, ranks: Ranks, *, resumes: bool = False) -> None:
         """Loads the model; `shard` comes next. `resumes`: a checkpoint is loaded after that, so `model.adapter` is not
@@ -94,7 +94,7 @@ class Engine:
 
     def shard(self) -> None:
         """Collective. Spreads the model over the ranks' devices, reads or draws this rank's shards, makes the optimizer
-        and keeps the policies that the job needs beside the trained one."""
+        and keeps the policies that the job needs besides the trained one."""
         for component, expert in self.experts.items():
             shard_expert(expert, self.ranks, self.dtype, keeps_gathered=self._keeps_gathered)
             allocate(expert, self.ranks.device)
@@ -129,8 +129,8 @@ class Engine:
     def set_last_backward(self, component: str, is_last: bool) -> None:
         """Before each forward and backward of an update, for the expert that it goes through.
 
-        An adapter's gradients are reduced once, at the expert's last; full ones each time, for nobody can keep them
-        unsharded.
+        An adapter's gradients are reduced once, at the expert's last; full ones each time, because no rank can keep
+        them unsharded.
         """
         expert = self.experts[component]
         if self.is_lora:
@@ -159,7 +159,7 @@ class Engine:
         return self.ranks.world_size == 1 and self.is_lora
 
     def source(self, component: str) -> Source:
-        """The weights of a transformer as they were before training, from disk or drawn anew."""
+        """Weights of a transformer before training, from disk or drawn again."""
         model = self.spec.model
         if model.load_format == "dummy":
             return DummySource(component, self.ranks.device)

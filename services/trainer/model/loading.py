@@ -1,7 +1,7 @@
 """Weights into shards: every rank reads or draws its own part of each parameter and no more.
 
-A transformer comes without weights (`load_format="empty"`), is sharded, gets memory, and is filled here. Nobody ever
-holds the whole of it on the host: a checkpoint's files are mapped, and of a sharded parameter only this rank's rows are
+A transformer comes without weights (`load_format="empty"`), is sharded, gets memory, and is filled here. No host ever
+holds the whole of it: a checkpoint's files are mapped, and of a sharded parameter only this rank's rows are
 read.
 """
 

@@ -1,4 +1,4 @@
-"""The policies beside the trained one: the model before training, the old policy of losses that keep one, and the
+"""The policies besides the trained one: the model before training, the old policy of losses that keep one, and the
 average of the trained weights for jobs that ask for it.
 
 With LoRA the reference is the base without its adapter and costs nothing. With full weights it is a copy of the base in

@@ -2,7 +2,7 @@
 
 AdamW and clipping are element-wise but for the gradient's norm, so nothing here needs DTensor, whose dispatch costs a
 second at the first step of even a small model. Only checkpoints see the moments as DTensors, so that another number of
-ranks can read them. Where they are kept is told in moments.py.
+ranks can read them. See moments.py for where they are kept.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ShardedAdamW:
         return dict(self._num_steps)
 
     def restore(self, num_steps: Mapping[str, int]) -> None:
-        """Goes on from where `num_steps` was told; the moments were loaded in place."""
+        """Resumes at `num_steps`; the moments were loaded in place."""
         self._num_steps = {component: num_steps[component] for component in self._num_steps}
 
     @torch.no_grad()

@@ -3,10 +3,10 @@
 A store hands out `Piece`s: parts of what is trained, each with its gradient and both moments in fp32 on its device, to
 be updated in place. When the next pieces are asked for it takes the moments back to where they are kept:
 
-    device  fp32 beside the weights: 8 bytes an element there
+    device  fp32 next to the weights: 8 bytes per element there
     host    fp32 in pinned host memory, streamed through the device in three slots, so that one is fetched and another
             written back while a third is used
-    8bit    a byte an element and a scale a block (quantized.py), beside the weights
+    8bit    a byte per element and a scale per block (quantized.py), next to the weights
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What every rank must get through before any goes on: a failure of one is raised on all.
+        """Barrier that every rank must reach before any continues: one rank's failure is raised on all.
 
         Only failures that leave the trainer unharmed belong inside: the project's errors, ValueError, OSError and those
         of Redis. Any other exception passes through and ends the process.

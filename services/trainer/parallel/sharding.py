@@ -88,7 +88,7 @@ def _mesh(device_type: str, size: int) -> DeviceMesh:
 def exchanged(trained: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Iterator[None]:
     """Inside, what is trained holds the shards of `others` (of any dtype), and bit for bit its own again afterwards.
 
-    Others of the trained dtype hold what is trained meanwhile, so that a switch takes room for one tensor; beside
+    Others of the trained dtype hold what is trained meanwhile, so that a switch takes room for one tensor; with
     others of another dtype, which would round it, what is trained is kept. Nothing may be gathered at either end.
     """
     kept: dict[str, Tensor | None] = {}

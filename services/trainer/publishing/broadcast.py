@@ -28,7 +28,7 @@ from services.trainer.runner import Runner
 from services.trainer.worker import Job, Published, Worker
 
 MAX_ATTEMPTS = 3
-"""In a row in which nobody was found to be at fault."""
+"""Consecutive failures without a member found at fault."""
 _SETTLE_S = 5.0
 _SETTLE_KNOWN_S = 1.0
 """Settling time when a member at fault is already known."""
@@ -43,7 +43,7 @@ Member = tuple[str, str]
 
 
 class _Broken(Exception):
-    """The attempt cannot go on. `guilty`: what those at fault said, by replica id."""
+    """The attempt cannot continue. `guilty`: errors of the members at fault, by replica id."""
 
     def __init__(self, reason: str, guilty: Mapping[str, str]) -> None:
         super().__init__(reason)
@@ -70,7 +70,7 @@ class Broadcaster:
     async def publish(
         self, job: Job, request: PublishWeightsRequest, clients: list[ReplicaClient], failed: dict[str, str]
     ) -> Published | None:
-        """The version as it was sent, None when to nobody. Inside a turn, after the replicas' statuses were asked.
+        """Sends the version and returns what was sent, None without receivers. Inside a turn, after the status calls.
 
         `failed` says what went wrong before by replica id; those are left out, and further failures are added to it.
         """
@@ -234,7 +234,7 @@ async def _done(phase: Phase) -> None:
 async def _guilty(clients: list[ReplicaClient], phase: Phase) -> dict[str, str]:
     """Who broke the group: whoever says so in the phase that ran, or is gone, or is another process than before.
 
-    A replica that still waits for buckets is told to give up, by its call being cancelled.
+    Cancels the call of a replica that still waits for buckets, so that it gives up.
     """
 
     async def probe(client: ReplicaClient) -> None:

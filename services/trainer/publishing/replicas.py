@@ -37,7 +37,7 @@ class ReplicaClient:
         self.replica_id = replica.replica_id
         self.last_status = rollout_pb2.RolloutStatus()
         self.drain_s = 0.0
-        """That it took to finish what it sampled."""
+        """Time that it took to finish its running samples."""
         self.paused_at: float | None = None
         """When it first stood still for the update (time.monotonic)."""
         self.verified_at: float | None = None

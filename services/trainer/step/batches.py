@@ -1,6 +1,6 @@
 """Which rank trains on which samples in which forward: pure, the same on every rank.
 
-A step has passes over its samples, a pass has updates (one optimizer step each), an update has micro-batches (one
+A step has passes through its samples, a pass has updates (one optimizer step each), an update has micro-batches (one
 forward and backward each). Every rank runs the same number of them, because each takes part in the collectives of FSDP.
 Where there are too few, a rank repeats samples that are trained elsewhere; such a `MicroBatch` is padding and weighs
 nothing.
@@ -72,7 +72,7 @@ def plan_passes(
     keys: Sequence[Key], spec: JobSpec, step: int, world_size: int, *, pairs: Sequence[Pair] = ()
 ) -> tuple[tuple[Update, ...], ...]:
     """The updates of each of `trainer.passes`. The first is `plan_step`'s; a later one has as many samples of each rank
-    in each update, drawn anew from the rank's."""
+    in each update, drawn again from the rank's."""
     first = plan_step(keys, spec, step, world_size, pairs=pairs)
     later = range(1, spec.trainer.passes)
     return (first, *(_redealt(first, keys, spec, (step, number), is_paired=bool(pairs)) for number in later))

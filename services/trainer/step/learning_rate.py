@@ -1,4 +1,4 @@
-"""The learning rate of an update: a pure function of its place in the job, so that a resumed job goes on exactly.
+"""The learning rate of an update: a pure function of its place in the job, so that a resumed job continues exactly.
 
 The place counts updates as if every step had all of its own and none were skipped. So both experts of a model follow
 one schedule, and it ends with the job whatever samples were dropped.

@@ -24,7 +24,7 @@ class Totals:
         self._ranks = ranks
         self._shape = num_steps, num_samples
         self.limits: Limits | None = None
-        """Of the ratio of log-probs, by the loss; none where it limits something else."""
+        """Limits of the loss on the ratio of log-probs; none if it limits something else."""
         self._gaps: list[tuple[int | slice, list[int], Tensor]] = []
         self._loss = torch.zeros((), device=ranks.device)
         self._sums: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""The updates of one step: passes over its samples, and for each update forwards, losses, backwards and optimizer.
+"""The updates of one step: passes through its samples, and for each update forwards, losses, backwards and optimizer.
 
 A row is one (sample, round) pair of the objective: a noisy step, or a noise level. An update's loss is the mean over
 its rows on all ranks.

@@ -111,7 +111,7 @@ class Recorded:
     def train(self, step: int, made: list[int], rewards: list[float]) -> dict[str, float]:
         assert len(made) == len(rewards) == 2
         if step == self.last:
-            assert self.is_ahead.wait(30), "nothing is sampled beside the last step"
+            assert self.is_ahead.wait(30), "nothing is sampled during the last step"
         return {"update_actor": 1.0}
 
     def publish(self) -> None:
@@ -125,7 +125,7 @@ def test_every_step_is_trained_beside_the_sampling_of_the_next() -> None:
     assert told == [0, 1, 2, 3]
     assert [row["timing_s/update_actor"] for row in rows] == [1.0] * 4
     assert all(row["timing_s/step"] > 0 for row in rows)
-    assert recorded.sampled_at[1] == 1, "the first step compiles, with nothing beside it"
+    assert recorded.sampled_at[1] == 1, "the first step compiles, with nothing next to it"
     assert all(version >= step - 1 for step, version in recorded.sampled_at.items())
 
 

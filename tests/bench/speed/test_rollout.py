@@ -38,7 +38,7 @@ def test_figures_are_of_the_calls_after_the_warm_up(tmp_path: Path) -> None:
     assert figures["share"] == {"encode": 0.1, "denoise": 0.5}
     assert figures["forward_ms_per_image"] == pytest.approx(3000 / (4 * 10 * 2))
     assert figures["peak_gib"] == 61.5
-    assert figures["mfu"] is None  # nobody says what this CPU could do
+    assert figures["mfu"] is None  # the peak of this CPU is unknown
     assert seconds_by_part(pages[0]) == {"encode": 1.0, "denoise": 5.0}
     assert gauge(pages[0], "flowfleet_rollout_peak") != gauge(pages[0], "flowfleet_rollout_peak")
 

@@ -88,7 +88,7 @@ def test_steps_are_the_papers_in_float64(num_steps: int, first: float) -> None:
 @pytest.mark.parametrize("first", [1.0, None])
 @pytest.mark.parametrize("num_steps", [2, 10, 20])
 def test_steps_are_diffusers_on_the_same_sigmas(num_steps: int, first: float | None) -> None:
-    """Its own flow sigmas begin at 0.9997; ours begin at 1, where it is told to."""
+    """Its own flow sigmas begin at 0.9997; ours begin at 1 on request."""
     scheduler_class: Any = DPMSolverMultistepScheduler
     scheduler = scheduler_class(
         algorithm_type="dpmsolver++",

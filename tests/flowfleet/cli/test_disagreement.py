@@ -32,7 +32,7 @@ def test_the_sample_at_opposite_ends_comes_first() -> None:
 
 
 def test_units_do_not_matter_and_groups_are_apart() -> None:
-    """The same order in each group, whatever the level of the group: nobody disagrees about places."""
+    """The same order in each group, whatever the level of the group: no scorer disagrees about places."""
     found = disagreements(
         [*group([0.0, 1.0], [5.0, 900.0]), *group([0.9, 1.0], [-7.0, -6.0], 1)],
     )

@@ -342,7 +342,7 @@ class ScoresVideosByAccident(Right):
 
 
 class OneQueue(Right):
-    """Works off full calls that nobody waits for any more, one after the other."""
+    """Finishes full calls whose caller is gone, one after the other."""
 
     def __init__(self) -> None:
         super().__init__()

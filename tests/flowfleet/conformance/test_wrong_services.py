@@ -121,7 +121,7 @@ def test_a_wrong_service_fails_for_the_right_reason(make: Callable[[], Right], n
 def test_calls_that_were_left_hold_up_the_next() -> None:
     report = report_on(services.OneQueue(), dataclasses.replace(services.OPTIONS, allowed_s=1.0, num_abandoned=6))
     assert report.failed == ["deadline", "cancellation"], report.text()
-    assert "stop what nobody waits for" in report.result("deadline").detail
+    assert "stop calls that were cancelled" in report.result("deadline").detail
 
 
 def test_many_threads_that_work_for_nobody_hold_up_the_next() -> None:

@@ -70,7 +70,7 @@ def client(redis_url: str) -> Iterator[redis.Redis]:
 
 
 def expected_hash(data: bytes) -> str:
-    """The documented rule, written anew: plain SHA-256 up to one chunk, else over the chunks' hex digests."""
+    """The documented rule, written again: plain SHA-256 up to one chunk, else over the chunks' hex digests."""
     if len(data) <= CHUNK:
         return hashlib.sha256(data).hexdigest()
     total = hashlib.sha256()

@@ -138,7 +138,7 @@ def test_entries_of_a_dead_consumer_are_reclaimed(run: Callable[[Story], None]) 
         reclaimed = await alive.reclaim()
         assert indices(reclaimed) == [1, 2]
         assert {delivery.deliveries for delivery in reclaimed} == {2}
-        assert await alive.reclaim() == []  # the clock of those entries started anew
+        assert await alive.reclaim() == []  # the clock of those entries started again
         await alive.ack([delivery.entry_id for delivery in reclaimed])
         await asyncio.sleep(0.2)
         assert await alive.reclaim() == []

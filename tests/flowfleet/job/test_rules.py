@@ -74,7 +74,7 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         "algorithm.correction.mode",
         'set it to "none"',
     ),
-    "joint weights beside a mean ratio": (
+    "joint weights with a mean ratio": (
         {"algorithm": {"old_log_probs": "rollout", "correction": {"mode": "band", "joint": True}}},
         'algorithm.correction.mode = "band" with joint',
         "set joint to false",
@@ -256,12 +256,12 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
     "two clip ranges": (
         {"algorithm": {"clip_range": 1e-4, "clip_nats": 0.5}},
         "algorithm.clip_range has no effect",
-        "leave one of them out",
+        "remove one of them",
     ),
     "two trust regions": (
         {"algorithm": {"name": "flow_dppo", "kl_threshold": 1e-4, "kl_threshold_nats": 0.5}},
         "algorithm.kl_threshold has no effect",
-        "leave one of them out",
+        "remove one of them",
     ),
     "noise levels the wrong way round": (
         {"algorithm": {"name": "diffusion_nft", "sigma_low": 0.7, "sigma_high": 0.6}},
@@ -350,7 +350,7 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         "trainer.deterministic",
         "rollout.compile = false",
     ),
-    "a limit on a gap that nobody measures": (
+    "a limit on a gap that is not measured": (
         {"algorithm": {"name": "diffusion_nft"}, "rollout": {"max_log_prob_gap": 1e-4}},
         "rollout.max_log_prob_gap has no effect",
         "leave it out",
@@ -416,7 +416,7 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         "algorithm.kl_reward has no effect",
         "leave it out",
     ),
-    "the KL beside rewards that are not summed": (
+    "the KL with rewards that are not summed": (
         {"algorithm": {"kl_reward": 0.1, "reward_combination": "separate"}},
         "algorithm.kl_reward is subtracted from the sum",
         'set that to "sum"',
@@ -460,9 +460,9 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         'rewards.b.on_failure = "skip" would open its gate',
         '"pause" or "drop"',
     ),
-    "nothing left to go on with": (
+    "nothing left to continue with": (
         {"rewards": {"ocr": {"on_failure": "skip"}, "b": {"weight": 0}}},
-        'rewards.ocr.on_failure = "skip" leaves no other reward',
+        'rewards.ocr.on_failure = "skip" leaves no reward',
         '"pause" or "drop"',
     ),
     "an unknown policy": ({"rewards": {"ocr": {"on_failure": "zero"}}}, "rewards.ocr.on_failure", "'skip'"),

@@ -187,7 +187,7 @@ def test_what_nobody_waits_for_is_not_scored() -> None:
 
 
 def test_no_more_bytes_wait_than_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two calls fit beside each other, a third does not, and fits once they have gone; a call alone always does."""
+    """Two calls fit together. A third fits only after they have gone; a call alone always fits."""
     monkeypatch.setattr("flowfleet.rewards.service.MAX_WAITING_BYTES", 2 * len(PNG))
     gone = asyncio.Event()
 
@@ -234,7 +234,7 @@ def test_settings_that_cannot_work_are_named(settings: dict[str, Any], named: st
 
 
 def test_a_function_that_hangs_denies_health_and_one_that_begins_slowly_does_not() -> None:
-    """The first call may load a model; a hang is found out while other threads go on."""
+    """The first call may load a model; a hang is found out while other threads continue."""
     hang_s = 0.2
     pulse, ended = Pulse(hang_s, 600.0), threading.Event()
 

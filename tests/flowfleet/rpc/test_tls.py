@@ -96,7 +96,7 @@ async def refusal(channel: grpc.aio.Channel) -> tuple[grpc.StatusCode, str]:
 
 
 def between(sides: Sides, server: Path | None, client: Path | None, **client_name: str) -> tuple[grpc.StatusCode, str]:
-    """What a client is told that a server refuses, or that refuses the server."""
+    """Errors of a client that the server rejects, or that rejects the server."""
 
     async def scenario() -> tuple[grpc.StatusCode, str]:
         sides.be(server)

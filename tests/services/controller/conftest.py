@@ -31,7 +31,7 @@ def anyio_backend() -> str:
 
 
 class IdleRunner:
-    """Counts what it is told."""
+    """Counts its calls."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ def settings(redis_url: str, tmp_path: Path) -> ControllerSettings:
 
 @pytest.fixture
 async def api(settings: ControllerSettings, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Api]:
-    """Its rewards are addresses where nobody answers: a submit waits for them only shortly."""
+    """Its rewards are addresses without a server: a submit waits for them only shortly."""
     monkeypatch.setattr(reward_trials, "TRIAL_S", 0.05)
     async with serve(settings) as api:
         yield api

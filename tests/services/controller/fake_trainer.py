@@ -1,4 +1,4 @@
-"""What `flowfleet.process.forkserver` runs in tests: a rank that serves nobody and has a child of its own."""
+"""What `flowfleet.process.forkserver` runs in tests: a rank that serves no calls and has a child process."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A reward plane before real gRPC servers that fail when they are told, with a clock of the test's."""
+"""A reward plane before real gRPC servers that fail on request, with the test's clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job is told of reward services that are wrong, each a real server: words that name the reward, the service and
+"""Errors about wrong reward services, each a real server: they name the reward, the service and
 its address, and say what to change. None of them makes a score."""
 
 from __future__ import annotations

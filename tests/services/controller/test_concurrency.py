@@ -127,7 +127,7 @@ def test_conditions_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> N
         assert seen["looks"] == 4
         high.cancel()
         await end([high])
-        changes.notify()  # nobody waits
+        changes.notify()  # no task waits
         seen["value"] += 1
         late = asyncio.create_task(changes.until(lambda: at_least(102)))
         await asyncio.sleep(0)

@@ -221,7 +221,7 @@ def test_condition_images_go_along_and_are_stored_once(
         assert sorted(set(map(tuple, fleet.rollout.images))) == [(b"same.png", b"0.webp"), (b"same.png", b"1.webp")]
         stored = {image.blob.uri for r in fleet.rollout.requests for g in r.groups for image in g.images}
         assert len(stored) == 3
-        async with asyncio.timeout(10):  # the status is told first
+        async with asyncio.timeout(10):  # the status is published first
             for kind in ("condition", "trajectory", "negative_embeds"):
                 while await fleet.blob_keys(record.id, kind):
                     await asyncio.sleep(0.02)
@@ -460,7 +460,7 @@ def test_a_gap_that_is_not_finite_pauses_the_job(run: Run, job: Callable[..., di
         fleet.trainer.metrics = {0: {LOG_PROB_NOT_FINITE: 1.0}}  # of no row is there a gap
         record = await fleet.submit(job(rewards={"ocr": {}}, rollout=rollout))
         record = await fleet.reached(record.id, lambda record: record.status is JobStatus.PAUSED)
-        assert "no finite number in 100.00% of the rows" in record.reason
+        assert "NaN or infinite in 100.00% of the rows" in record.reason
         assert len(fleet.trainer.steps) == 1
 
     run(use, ocr=ScriptedReward(by_index))

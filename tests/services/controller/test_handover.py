@@ -99,7 +99,7 @@ class Scene:
         return Controller(process, f"http://{port_file.read_text()}")
 
     async def leader(self) -> int:
-        """Pid; 0 while nobody leads."""
+        """Pid; 0 while none leads."""
         held = await self.redis.get(keys.leader())
         return int(json.loads(held)["pid"]) if held else 0
 

@@ -20,7 +20,7 @@ __all__ = ["job", "run"]
 
 
 def forged(sample: common_pb2.Sample) -> list[tuple[common_pb2.Sample, str]]:
-    """Samples like this one, each with one thing that was not asked for, and how it is told."""
+    """Samples like this one, each with one field that was not requested, and its error."""
     found = []
 
     def but(told: str, change: Callable[[common_pb2.Sample], Any]) -> None:

@@ -1,4 +1,4 @@
-"""Redis dies and comes back: requests wait for it, streams go on, nothing is done twice."""
+"""Redis dies and comes back: requests wait for it, streams continue, nothing is done twice."""
 
 from __future__ import annotations
 

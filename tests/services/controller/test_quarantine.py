@@ -1,4 +1,4 @@
-"""A job that holds or kills the controller is set aside with the reason, and the others go on."""
+"""A job that holds or kills the controller is set aside with the reason, and the others continue."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def hold(watch: Quarantine, job_id: str, seconds: float) -> None:
 async def test_who_holds_the_loop_for_long_has_a_strike(watch: tuple[Quarantine, Any]) -> None:
     quarantined, redis = watch
     await hold(quarantined, "short", 0.15)
-    await hold(quarantined, "", 0.6)  # nobody's task
+    await hold(quarantined, "", 0.6)  # no job's task
     assert (quarantined.suspects(), await redis.exists(keys.driving())) == ([], 0)
     for number in range(STRIKES):
         assert await quarantined.reason("long") == ""

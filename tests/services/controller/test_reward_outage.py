@@ -1,5 +1,5 @@
-"""A reward that fails in mid-job, through the whole control plane: the job pauses and goes on, or goes on without, and
-every sample is accounted for."""
+"""A reward that fails in mid-job, through the whole control plane: the job pauses and resumes, or continues without it,
+and every sample is accounted for."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_its_samples_are_dropped_and_a_step_without_any_pauses_the_job(run: Call
         record = await fleet.submit(job)
         record = await fleet.reached(record.id, lambda record: record.status is JobStatus.PAUSED)
         assert record.reason.startswith("step 1: no sample has a score")
-        assert "resume the job: it goes on with the next step" in record.reason
+        assert "resume the job: it continues with the next step" in record.reason
         fleet.rewards["quality"].fails_after = None
         await fleet.store.request(record.id, "resume")
         await fleet.runner.notify()

@@ -1,4 +1,4 @@
-"""What follows when a reward is away, slow, or answers rubbish: real gRPC servers, a clock of the test's."""
+"""Consequences of a reward that is unreachable, slow, or answers rubbish: real gRPC servers, the test's clock."""
 
 from __future__ import annotations
 
@@ -266,10 +266,10 @@ def test_other_servers_are_told_from_reward_services() -> None:
         for name, says, permanent in [
             ("garbage", "not with messages of flowfleet.v1.RewardService", False),
             ("nothing", "is no flowfleet.v1.RewardService", True),
-            ("nobody", r"at 127\.0\.0\.1:9 cannot be reached .*controller's --reward", False),
+            ("missing", r"at 127\.0\.0\.1:9 cannot be reached .*controller's --reward", False),
             ("newer", "speaks contract 9 of RewardService, and this controller knows 1: upgrade", True),
             ("film", "does not score pictures: leave it out", True),
-            ("unknown", "reward service 'unknown' is gone; there are: film, garbage, newer, nobody, nothing", False),
+            ("unknown", "reward service 'unknown' is gone; there are: film, garbage, missing, newer, nothing", False),
         ]:
             with pytest.raises(RewardFailure, match=says) as failed:
                 await fleet.plane.ask(name, part, samples("a"))
@@ -278,7 +278,7 @@ def test_other_servers_are_told_from_reward_services() -> None:
 
     film = Service(modalities=[reward_pb2.MODALITY_VIDEO])
     services = {"garbage": Garbage(), "nothing": Nothing(), "newer": Service(contract=9), "film": film}
-    with_services(services, use, {"nobody": "127.0.0.1:9"})
+    with_services(services, use, {"missing": "127.0.0.1:9"})
 
 
 @pytest.mark.parametrize(

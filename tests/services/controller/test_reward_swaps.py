@@ -1,5 +1,5 @@
 """Rewards replaced in a job that runs, through the whole control plane on a fleet without models: the boundary, what
-each sample was scored by, and shadows that nobody waits for."""
+each sample was scored by, and shadows that no step waits for."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_wrong_params_pause_the_job_and_right_ones_let_it_go_on(run: Run, job: A
 
 
 def test_what_was_scored_with_other_settings_is_not_taken_for_the_present_ones() -> None:
-    """A call failed beside one that went well, and the params of that one changed before both were sent again."""
+    """One call failed and another succeeded, whose params changed before both were sent again."""
     good, bad = Service(), Service()
     bad.code = grpc.StatusCode.INTERNAL
 
@@ -250,7 +250,7 @@ def test_nobody_waits_for_a_shadow(
     kind: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One that never answers leaves groups out, one that gives rubbish fails; both are counted, the job goes on."""
+    """One that never answers leaves groups out, one that gives rubbish fails; both are counted, the job continues."""
     monkeypatch.setattr(shadow_queue, "MAX_WAITING", 1)
     first = HeldReward(by_index, 1)
     steps = range(STEPS + 1) if kind == "stuck" else ()
@@ -267,7 +267,7 @@ def test_nobody_waits_for_a_shadow(
         assert record.status is JobStatus.SUCCEEDED, record.reason
         assert record.results["samples_trained"] == STEPS * 8
         counts: Mapping[str, int] = await fleet.store.shadow_counts(job_id, pair)
-        asked = (STEPS - 2) * 8 if kind == "broken" else 3 * 4  # two are away, one waits
+        asked = (STEPS - 2) * 8 if kind == "broken" else 3 * 4  # two run, one waits
         assert counts.get("scored", 0) == 0
         if kind == "stuck":
             assert counts["left_out"] == (STEPS - 2) * 8 - asked

@@ -182,9 +182,7 @@ def test_a_trainer_that_cannot_be_ended_ends_nothing_else(redis_url: str, tmp_pa
 
 
 @pytest.mark.usefixtures("soon")
-@pytest.mark.parametrize(
-    ("error", "lasts_s"), [(Unavailable("nobody answers"), 0.0), (RuntimeError("a bug of ours"), 0.1)]
-)
+@pytest.mark.parametrize(("error", "lasts_s"), [(Unavailable("no answer"), 0.0), (RuntimeError("a bug of ours"), 0.1)])
 def test_who_is_away_is_no_crash_and_those_of_long_ago_do_not_count(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, lasts_s: float
 ) -> None:
@@ -234,7 +232,7 @@ def test_a_runner_that_ends_by_itself_is_not_alive_and_says_so(
 def test_only_a_lost_lease_is_more_than_a_trainer_that_was_not_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A command that starts a trainer afresh goes on: it will be told again."""
+    """A command that starts a new trainer continues: it gets its position again."""
     refusing = RefusingLauncher(tmp_path)
     assert not asyncio.run(stopped(refusing, "job"))
     assert asyncio.run(stopped(LocalLauncher(tmp_path), "job"))

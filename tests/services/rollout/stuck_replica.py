@@ -1,6 +1,6 @@
 """A replica whose engine does what a file says: `python -m tests.services.rollout.stuck_replica FILE FLAGS…`.
 
-    SECONDS   each batch takes so long before its first denoising step, inside a C function that lets Python go on
+    SECONDS   each batch takes so long before its first denoising step, inside a C function that lets Python continue
     ever      as long as it takes
 
 Loading takes `LOAD_S` besides.

@@ -1,4 +1,4 @@
-"""What a replica's health says while its engine works, while Redis is away, and once it is stuck."""
+"""What a replica's health says while its engine works, while Redis is unreachable, and once it is stuck."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_a_stuck_engine_denies_health_and_its_successor_makes_the_same(
             async def is_stale() -> bool:
                 return "r0" in (await directory.look()).stale
 
-            await until(is_stale, 60)  # nobody renews it: it gets no more work, and soon it is gone
+            await until(is_stale, 60)  # it is not renewed: it gets no more work, and soon it is gone
             call.cancel()
 
     async def anew(successor: ReplicaProcess) -> None:

@@ -146,7 +146,7 @@ def test_an_adapter_works_as_in_the_diffusers_engine(pair: Pair) -> None:
 
 
 def test_what_vllm_omni_cannot_adapt_is_refused(pair: Pair) -> None:
-    """Linears that are torch's own there, and layers that nobody has; the engine goes on."""
+    """Linears that are torch's own there, and layers that do not exist; the engine continues."""
     torchs = "norm1.linear" if "stable" in pair.model.path else "time_proj"
     for target, message in ((torchs, "cannot adapt .*--engine diffusers"), ("nothing", "no module 'nothing'")):
         with pytest.raises(ValueError, match=message):

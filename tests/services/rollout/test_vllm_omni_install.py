@@ -1,4 +1,4 @@
-"""How the Makefile installs vLLM-Omni: what is made anew after what, with a pip that does nothing."""
+"""How the Makefile installs vLLM-Omni: what is remade after what, with a pip that does nothing."""
 
 import os
 import shutil

@@ -2,7 +2,7 @@
 
 Each folder is a job: `spec.json` and `step-0.bin`, `step-1.bin`, … (TrainStepRequests). Rank 0 writes `metrics.json`, a
 list with an entry a step, `published.safetensors` and `moments.safetensors`; checkpoints go to `checkpoints`, and from
-the newest one there the job goes on. Blobs are under `blobs`.
+the newest one there the job resumes. Blobs are under `blobs`.
 """
 
 import json

@@ -1,4 +1,5 @@
-"""A disk without room for a checkpoint: said before anything is written, nothing is left behind, and it goes on."""
+"""A disk without room for a checkpoint: reported before anything is written; nothing is left behind, and the job
+continues."""
 
 import os
 import shutil
@@ -63,7 +64,7 @@ def test_a_disk_that_fills_while_it_is_written_leaves_nothing(
     write = checkpoint_files._write_file
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_files, "_write_file", lambda path, *rest: write(Path("/dev/full"), *rest))
-        with pytest.raises(Full, match=r"no room for a checkpoint: .*bytes free of the"):
+        with pytest.raises(Full, match=r"no space for a checkpoint: .*bytes free of the"):
             worker.save(SAVE)
     assert left_in(tmp_path / "checkpoints") == []
     assert Path(worker.save(SAVE).path).is_dir()
@@ -72,7 +73,7 @@ def test_a_disk_that_fills_while_it_is_written_leaves_nothing(
 def test_a_small_disk_is_waited_for(small_disk: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     filling = small_disk / "filling"
     filling.write_bytes(bytes(2**20))
-    with pytest.raises(Full, match="Free some: the job then goes on by itself"):
+    with pytest.raises(Full, match="Free some: the job then continues by itself"):
         worker.save(SAVE)
     filling.write_bytes(bytes(shutil.disk_usage(small_disk).free + filling.stat().st_size - 2**16))
     with monkeypatch.context() as patch:

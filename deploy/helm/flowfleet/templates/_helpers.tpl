@@ -424,7 +424,7 @@ spec:
 {{- range .Values.volumeMounts }}{{ if not (has .name $private) }}{{ $roots = append $roots .mountPath }}{{ end }}{{ end -}}
 {{- toJson (uniq (concat $roots .Values.controller.dataRoots)) -}}
 {{- end }}
-{{- /* Networks of the API server, as JSON: those of the values, else its addresses as the cluster tells them; none where only `to` is given or nobody can be asked. */ -}}
+{{- /* Networks of the API server, as JSON: those of the values, else its addresses as the cluster tells them; none where only `to` is given or the cluster cannot be asked. */ -}}
 {{- define "flowfleet.apiServer" -}}
 {{- $cidrs := .Values.networkPolicy.apiServer.cidrs -}}
 {{- if not (or $cidrs .Values.networkPolicy.apiServer.to) -}}

@@ -1,4 +1,4 @@
-"""Where a job's ledger is, told to its trainer so that both go on with one history (flowfleet/data/lineage.py)."""
+"""Position of a job's ledger, sent to its trainer so that both continue one history (flowfleet/data/lineage.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows from where a trainer resumed: what people see of lost checkpoints, and a job that has to begin anew."""
+"""Consequences of where a trainer resumed: events about lost checkpoints, and steps that must be repeated."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ async def resumed(job: JobContext, configured: trainer_pb2.ConfigureResponse) ->
     if await job.refs.has_request(applied):
         return ev.TrainerReady(applied=applied)
     await job.refs.release_before(job.spec.schedule.steps + 1)
-    reason = f"no checkpoint is left that covers steps {applied} to {version - 1}: they are done anew"
+    reason = f"no checkpoint is left that covers steps {applied} to {version - 1}: they are repeated"
     await job.store.append_event(job.job_id, "rewound", {"version": applied, "from": version, "reason": reason})
     return ev.Rewound(version=applied, samples=configured.samples)

@@ -24,7 +24,7 @@ PATIENT = frozenset(
         Code.UNAUTHENTICATED,
     }
 )
-"""Somebody is away, busy or changing: it comes back. Tried for as long as it takes. New tokens and certificates reach
+"""The peer is unreachable, busy or changing, and comes back. Retried without limit. New tokens and certificates reach
 processes one after the other, and a trainer that is started again reads them."""
 
 MAX_FAILURES = 5
@@ -41,7 +41,7 @@ class FailureAction(StrEnum):
 
     RETRY = "retry"  # the same again after the delay
     REPLACE = "replace"  # the trainer hangs: end it, then resync
-    RESYNC = "resync"  # forget what is known of the trainer, ask it anew, restart it if it is gone
+    RESYNC = "resync"  # forget what is known of the trainer, ask it again, restart it if it is gone
     GIVE_UP = "give_up"  # drop what the command was for, with its reason
     FAIL_JOB = "fail_job"  # the job ends
 

@@ -50,7 +50,7 @@ class TrainerWatch:
 
     async def replace(self, reason: str) -> None:
         """Kills the trainer; the state machine wants the next one, which resumes from the newest checkpoint. Calls to
-        the killed one end here: whatever it would still answer, nobody takes for the next one's answer."""
+        the killed one end here: a late answer must not count as the next trainer's."""
         job = self._job
         log.warning("the trainer hangs and is replaced: %s", reason, extra={"job": job.job_id})
         self._accused |= {command: reason for command in self._running() if isinstance(command, TRAINER_COMMANDS)}

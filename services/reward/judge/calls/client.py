@@ -1,7 +1,7 @@
 """Asks a judge: the thin driver that puts the state machines of this package around HTTP.
 
 A question waits for a place at a server, is sent, sent a second time elsewhere if it is late, and tried again after a
-failure, all within `deadline_s`. Cancelling it closes the connection, by which vLLM knows that nobody waits any more.
+failure, all within `deadline_s`. Cancelling it closes the connection, so that vLLM stops computing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A call, and a second one beside it where the first is late.
+"""Makes a call, and a second one in parallel if the first is late.
 
 The first runs in the task that waits for it, so that the many calls that are not late cost neither a task nor a turn of
 the event loop more than without: what comes back at once from many calls must not be passed on in step.
@@ -19,7 +19,7 @@ class Race(Generic[Answer]):
     def __init__(
         self, first: Coroutine[Any, Any, Answer], make_second: Callable[[], Coroutine[Any, Any, Answer] | None]
     ) -> None:
-        """make_second: called once the first is late; None if there shall be no second."""
+        """make_second: called once the first is late; None means no second call."""
         self._first = first
         self._make_second = make_second
         self._first_runs = True

@@ -97,7 +97,7 @@ class Detector(ABC):
         return results
 
     def _queries(self, names: Sequence[Sequence[str]]) -> dict[str, torch.Tensor]:
-        """What the model is given beside pictures."""
+        """Inputs of the model besides pictures."""
         return {}
 
     @abstractmethod

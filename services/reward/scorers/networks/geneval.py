@@ -63,7 +63,8 @@ class GenevalSettings(ModelSettings):
     """Overlap (intersection over union) from which the less certain of two objects of a class is left out; 1: none is.
     Detectors that find an object twice need less, about 0.7."""
     position_threshold: float = Field(default=0.1, ge=0.0)
-    """Part of both objects' sizes by which they must be apart before one is beside the other."""
+    """Least distance, as a share of both objects' sizes, for one to count as left or right of, above or below the
+    other."""
     query: str = "a photo of a {}"
     """Query for OWL-ViT and OWLv2, with the class for the braces."""
 

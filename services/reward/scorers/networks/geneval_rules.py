@@ -57,7 +57,7 @@ class Excluded(_Objects):
 
 
 class Wanted(_Objects):
-    """`count` objects of a class, in a colour, at a place beside those of an earlier entry."""
+    """`count` objects of a class, with a color and a place relative to those of an earlier entry."""
 
     color: Literal["red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white"] | None = (
         None

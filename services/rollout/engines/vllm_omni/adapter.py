@@ -31,7 +31,7 @@ class LiveAdapter:
         self._manager = manager
         self._spec = spec
         self.published: dict[str, Tensor] = dict(_empty(spec, base))
-        """By published name, on the model's device and in its dtype, as given. To be copied into; then `bind`."""
+        """Tensors by published name, on the model's device and in its dtype. Copy into them, then call `bind`."""
         self._require_layers()
         try:
             self.bind()

@@ -2,7 +2,7 @@
 
 A batch of the sampler is one request to vLLM-Omni, so its rows do not depend on what else is asked at the time. Weights
 change between two batches: scheduling is paused, which lets the running batch finish, a worker RPC changes them, and
-scheduling goes on.
+scheduling resumes.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def diffusers_name(name: str, renames: Mapping[str, str]) -> str:
 
 
 def stored_buffers(experts: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """What checkpoints may hold beside parameters, such as tables of positions; it is not trained, nor published."""
+    """Tensors of checkpoints that are not parameters, such as tables of positions; neither trained nor published."""
     return {
         f"{component}.{name}": buffer
         for component, transformer in experts.items()

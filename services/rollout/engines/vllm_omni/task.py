@@ -26,7 +26,7 @@ class Task(Generic[T]):
         return self
 
     def run(self, target: Any, *, passing: tuple[type[BaseException], ...] = ()) -> None:
-        """Calls the function. What it raises is kept for the caller, but for `passing`, which the engine shall see."""
+        """Calls the function. Keeps its exceptions for the caller, except `passing`, which the engine must see."""
         try:
             self._value = self._function(target)
         except passing:

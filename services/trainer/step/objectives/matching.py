@@ -1,7 +1,7 @@
 """The objective of matching losses: on velocities at new noise over the final latents, at some noise levels a sample.
 
-Old and reference velocities come first, in one pass over all micro-batches for each policy: so the weights are switched
-once a policy, and every rank gathers in the same order.
+Old and reference velocities come first, in one pass through all micro-batches for each policy: so the weights are
+switched once a policy, and every rank gathers in the same order.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class MatchingObjective:
 
     def _drawn(self, item: _Item, k: int) -> tuple[Tensor, Tensor]:
         """Noise (B, *latent) of round k on the device, and its sigmas (B,) on the CPU, where an expert is chosen by
-        them. ValidationSamples anew each time, which costs less than to keep them."""
+        them. Drawn again each time, which costs less than keeping them."""
         clean, places, k = item.batch.clean, item.batch.places, self._drawn_round(k)
         noise = self._draws.noise(places, k, clean.shape[1:])
         return noise.to(clean.device), self._draws.sigmas(places, item.update, k)

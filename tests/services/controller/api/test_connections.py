@@ -1,4 +1,4 @@
-"""Connections that send nothing keep nobody out, and event streams may be silent."""
+"""Connections that send nothing block no client, and event streams may be silent."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ async def test_two_who_change_at_once_hear_of_each_other(api: Api, job: MakeJob)
     [
         ({"set": {"ocr": {"wieght": 1}}}, 422, "did you mean rewards.ocr.weight?"),
         ({"set": {"ocr": {"weight": "x"}}}, 422, "rewards.ocr.weight"),
-        ({"set": {"nobody": {}}}, 422, "knows no reward service 'nobody'"),
+        ({"set": {"missing": {}}}, 422, "knows no reward service 'missing'"),
         ({"set": {"ocr": {"weight": 0}}}, 422, "rewards"),
         ({"set": {"videos": {}}}, 422, "does not score pictures"),
         ({"set": {"newer": {}}}, 422, "contract 99"),

@@ -552,7 +552,7 @@ def test_a_gap_that_is_not_finite_pauses_a_job_with_a_limit(gap: float | None) -
     assert machine.too_far(event)
     machine.apply(event_from_json(event_to_json(event)))
     assert machine.state.status is Status.PAUSED
-    assert "no finite number in 12.50% of the rows" in machine.state.reason
+    assert "NaN or infinite in 12.50% of the rows" in machine.state.reason
 
 
 def test_a_job_that_paused_itself_goes_on_until_a_later_step_is_above_the_limit() -> None:

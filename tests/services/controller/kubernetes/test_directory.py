@@ -148,7 +148,7 @@ def test_one_that_is_too_old_begins_with_a_list(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_one_that_breaks_keeps_what_it_has_until_the_server_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    away = Unavailable("nobody answers")
+    away = Unavailable("no answer")
     api = ScriptedApi([away, ([item("a", 1)], 3), away, away, ([item("e", 30)], 31)], [[away]])
     assert follow(api, monkeypatch) == {"e"}
     assert api.versions == ["3", "31"]
@@ -159,7 +159,7 @@ def test_whatever_it_meets_it_goes_on_and_tells_since_when_it_does_not_follow(mo
     assert follow(api, monkeypatch) == {"e"}
 
     async def scenario() -> None:
-        away = Unavailable("nobody answers")
+        away = Unavailable("no answer")
         mirror = Mirror(ScriptedApi([([], 3), *[away] * 50], [[away]]), PODS, "a=b")  # type: ignore[arg-type]
         assert mirror.stale_s == 0
         begun = time.monotonic()
@@ -167,7 +167,7 @@ def test_whatever_it_meets_it_goes_on_and_tells_since_when_it_does_not_follow(mo
         await mirror.synced.wait()
         await asyncio.sleep(0.05)
         assert 0 < mirror.stale_s <= time.monotonic() - begun
-        assert (mirror.kind, mirror.problem) == ("pods", "nobody answers")
+        assert (mirror.kind, mirror.problem) == ("pods", "no answer")
         task.cancel()
 
     asyncio.run(scenario())

@@ -48,7 +48,7 @@ def test_media_lie_beside_the_file_unless_they_say_where(tmp_path: Path) -> None
     assert first.images == (f"{tmp_path}/3.webp",)
     assert second == Prompt("b", {"n": "1"}, media=("s3://bucket/1.mp4", f"{tmp_path}/2.mp4"))
     assert [prompt.source for prompt in (first, second)] == [f"{path}:1", f"{path}:3"]
-    assert load_prompts(str(path))[0].media == ()  # as prompts, pairs are passed over
+    assert load_prompts(str(path))[0].media == ()  # prompts without pairs have no media
 
 
 def test_a_file_named_without_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ JOB_ID = "01890a5d-ac96-774b-bcce-b302099a8057"
 
 @pytest.fixture
 def places(tmp_path: Path) -> Places:
-    """Jobs may read `data`; `state` lies in it, `secret.txt` beside it."""
+    """Jobs may read `data`; `state` lies in it, `secret.txt` next to it."""
     (tmp_path / "data" / "state" / "jobs" / JOB_ID / "model").mkdir(parents=True)
     (tmp_path / "data" / "a.txt").write_text("a")
     (tmp_path / "data" / "state" / "stack.json").write_text("password")

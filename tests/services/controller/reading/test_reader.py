@@ -134,7 +134,7 @@ def test_urls_are_read_from_listed_hosts_alone(open_sources: Sources, site: str)
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_a_name_that_leads_inside_is_not_followed(site: str, tmp_path: Path, host: str) -> None:
-    """The address that is connected to counts, whatever the name said before: DNS may answer anew."""
+    """The address that is connected to counts, whatever the name said before: DNS may give another answer."""
     url = site.replace("127.0.0.1", host)
     sources = Sources(Places.of([tmp_path], [url], tmp_path / "state"))
     with pytest.raises(OSError, match=r"is no public address: .* --data-network"):

@@ -1,4 +1,4 @@
-"""Pods are told what they have to do: at once when they are new, else only when it changed much, and few at a time."""
+"""Deletion costs are set at once for new pods, else only after large changes, and for few pods at a time."""
 
 from __future__ import annotations
 

@@ -187,4 +187,4 @@ async def test_an_outage_is_an_error_and_not_idleness(keda: Keda, monkeypatch: p
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         await asyncio.sleep(1.2)
     await keda.write(0)
-    assert (await asyncio.wait_for(anext(stream), DEADLINE_S)).result is False  # the same stream goes on
+    assert (await asyncio.wait_for(anext(stream), DEADLINE_S)).result is False  # the same stream continues

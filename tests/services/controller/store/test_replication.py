@@ -1,5 +1,5 @@
-"""Who leads a Redis that lost acknowledged writes: nobody, until an operator accepts it. With a primary and a replica
-as processes; failovers by Sentinels are in test_redis_failover.py."""
+"""No controller leads on a Redis that lost acknowledged writes until an operator accepts it. With a primary and a
+replica as processes; failovers by Sentinels are in test_redis_failover.py."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ async def test_what_too_few_replicas_acknowledge_is_not_noted_and_seen(
     assert [record.message for record in caplog.records if "failover" in record.message] == [
         "Redis' newest writes may be lost by a failover: 1 of 2 replicas acknowledged"
     ]
-    await goes_back(redis, 2)  # which nobody had acknowledged
+    await goes_back(redis, 2)  # which no replica had acknowledged
     await asyncio.sleep(0.1)
     assert one.lease.held
 

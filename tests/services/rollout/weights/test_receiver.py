@@ -106,7 +106,7 @@ def test_an_absent_peer_and_an_unreachable_store_are_told_apart(folder: str) -> 
 
 
 def test_a_trainer_that_was_replaced_is_refused_in_every_phase(folder: str) -> None:
-    """And what the newer one has begun goes on."""
+    """And the newer one's update continues."""
     model = rollout_pb2.ModelSpec(path=folder, dtype="float32")
 
     async def scenario() -> None:

@@ -1,4 +1,4 @@
-"""What trainers leave aside: each has names of its own, and what nobody writes to any more goes."""
+"""Leftovers of trainers: each has its own names, and abandoned ones are deleted."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def assert_same(alone: dict[str, float], together: dict[str, float]) -> None:
 def test_two_ranks_make_the_update_of_one_with_lora(
     tiny_qwen_image: Path, launch: Launch, blobs: SyncBlobs, ranks: Ranks, tmp_path: Path
 ) -> None:
-    """Rank 3 does not divide by two, and one of three micro-batches needs padding beside it."""
+    """Rank 3 does not divide by two, and one of three micro-batches needs padding."""
     part = {"deterministic": False, "micro_batch_size": 1, "updates_per_step": 2}
     one_spec, two_spec = both_worlds(tiny_qwen_image, **part)
     two: Trainer = launch(Trainer, two_spec, tmp_path)

@@ -1,4 +1,4 @@
-"""Learning rates against diffusers' schedulers, update by update, and where a resumed job goes on."""
+"""Learning rates against diffusers' schedulers, update by update, and where a resumed job continues."""
 
 from pathlib import Path
 from typing import Any

@@ -7,7 +7,7 @@ ask() {
   # shellcheck disable=SC2086
   timeout 4 redis-cli $tls "$@" 2>/dev/null
 }
-# Who is the primary, and how many Sentinels answered. The highest epoch counts: a Sentinel that was away is behind.
+# Who is the primary, and how many Sentinels answered. The highest epoch counts: a Sentinel that was unreachable is behind.
 primary() {
   for peer in $REDIS_PEERS; do
     ask -h "$peer" -p 26379 sentinel master flowfleet |

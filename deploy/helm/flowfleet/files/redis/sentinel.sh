@@ -1,5 +1,5 @@
 # Starts a Sentinel. What it learned stays on the disk over restarts: who is the primary, since which epoch, and whom it
-# voted for. All else is written anew. It keeps the operator's password in that file, which only its user may read.
+# voted for. All else is written at each start. It keeps the operator's password in that file, which only its user may read.
 umask 077
 . /etc/redis/client.sh
 . /etc/redis/users.sh

@@ -1,4 +1,4 @@
-"""Which of our vLLM-Omni pipelines draws a family. Free of vLLM-Omni, so that a wrong model is told at once."""
+"""Maps families to our vLLM-Omni pipelines. Free of vLLM-Omni, so that a wrong model fails at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call and the one beside it: who answers, what is raised, and that none is left running."""
+"""Two racing calls: which one answers, what is raised, and that none is left running."""
 
 from __future__ import annotations
 
