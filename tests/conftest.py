@@ -1,6 +1,7 @@
 """Fixtures shared by all tests. Heavy imports stay inside the fixtures, so that torch-free tests start fast."""
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,15 @@ from flowfleet.process.service import PATIENT_THREADS
 # Before torch: two files of tests at a time share few cores. Threads that meet at barriers wait for one that has no
 # core: with two a process, steps of the tiny model took four times as long next to one other process.
 os.environ.update(PATIENT_THREADS | {"OMP_NUM_THREADS": "1"})
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says once a reason how many tests were skipped for it; reasons say what to install."""
+    skipped = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", ())]
+    if skipped:
+        terminalreporter.write_line(f"{len(skipped)} skipped:")
+        for reason, number in Counter(reason.removeprefix("Skipped: ") for reason in skipped).most_common():
+            terminalreporter.write_line(f"{number:7}  {reason}")
 
 
 @pytest.fixture(scope="session")

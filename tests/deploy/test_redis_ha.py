@@ -19,7 +19,7 @@ from tests.flowfleet.sentinels import wait_until
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif(shutil.which("redis-cli") is None, reason="redis-cli is not on PATH"),
+    pytest.mark.skipif(shutil.which("redis-cli") is None, reason="needs redis-cli: install Redis 7"),
 ]
 
 

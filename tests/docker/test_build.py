@@ -128,7 +128,10 @@ def test_a_folder_without_packages_is_not_an_image(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(shutil.which("buildah") is None or os.geteuid() != 0, reason="needs buildah and root")
+@pytest.mark.skipif(
+    shutil.which("buildah") is None or os.geteuid() != 0,
+    reason="needs root and buildah: install it",
+)
 def test_a_built_image_has_its_bill_its_id_and_the_digest_that_the_registry_knows(
     tmp_path: Path, registry: tuple[str, type[Registry]]
 ) -> None:

@@ -32,7 +32,7 @@ EVERY_STEP = {"schedule.steps": STEPS, "schedule.save_every": 1, "schedule.valid
 def redis_7(make_fleet: Callable[..., Any]) -> Iterator[Fleet]:
     """The server on PATH, which writes a folder."""
     if shutil.which("redis-server") is None:
-        pytest.skip("no redis-server on PATH: install Redis 7")
+        pytest.skip("needs redis-server: install Redis 7")
     with make_fleet() as fleet:
         assert position(data_of(fleet)).file.parent.name == "appendonlydir"
         yield fleet

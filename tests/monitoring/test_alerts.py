@@ -25,7 +25,7 @@ def test_each_alert_fires_in_some_case() -> None:
     assert fired == {rule["alert"] for rule in alerts()}
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian's package prometheus) is not on PATH")
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool: install Debian's prometheus")
 def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
     """Annotations are left out: promtool would compare them filled in."""
     rules = yaml.safe_load(RULES.read_text(encoding="utf-8").replace("@namespace", 'namespace="ns"'))
@@ -38,7 +38,7 @@ def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian's package prometheus) is not on PATH")
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool: install Debian's prometheus")
 def test_the_rules_are_well_formed_with_their_annotations(tmp_path: Path) -> None:
     (tmp_path / "alerts.yaml").write_text(RULES.read_text(encoding="utf-8").replace("@namespace", 'namespace="ns"'))
     done = subprocess.run(("promtool", "check", "rules", "alerts.yaml"), cwd=tmp_path, capture_output=True, text=True)

@@ -20,7 +20,7 @@ from tests.cluster.pictures import draw
 from tests.cluster.prometheus import Server, static_jobs
 from tests.monitoring.test_agreement import RULES
 
-pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not on PATH")
+pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs prometheus: install it")
 
 
 @pytest.fixture(scope="module")

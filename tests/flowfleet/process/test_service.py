@@ -109,7 +109,7 @@ def test_ipv6_addresses_get_brackets() -> None:
     assert service.format_address("127.0.0.1", 7) == "127.0.0.1:7"
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's own service, on Linux alone")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: its kernel does this")
 def test_a_process_ends_with_its_parent() -> None:
     child = (
         "import time; from flowfleet.process.service import end_with_parent; end_with_parent(); "
@@ -153,7 +153,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="freed memory is kept by a setting of glibc")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc, whose setting keeps freed memory")
 def test_freed_memory_is_used_again_without_page_faults() -> None:
     def faults(keep: str) -> int:
         command = [sys.executable, "-c", FAULTS.format(keep=keep)]

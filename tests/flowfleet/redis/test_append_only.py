@@ -18,7 +18,7 @@ def server(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     if request.param == "one file":
         monkeypatch.setattr(shutil, "which", lambda name: None)
     elif shutil.which("redis-server") is None:
-        pytest.skip("no redis-server on PATH: install Redis 7")
+        pytest.skip("needs redis-server: install Redis 7")
     return RedisServer(tmp_path / "data")
 
 

@@ -22,7 +22,7 @@ assert torch.equal(hashing_triton.content_sums(tensors), hashing.content_sums(te
 """
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton comes with torch for CUDA alone")
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton: install a CUDA build of torch")
 def test_the_kernel_gives_the_values_of_torch() -> None:
     """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
     environment = {"TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(sys.path)}

@@ -132,7 +132,7 @@ async def test_unreadable_and_empty_files(jobs: Api, job: Job, tmp_path: Path) -
         check_problem(response, 422, "data.validation", words)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
+@pytest.mark.skipif(os.geteuid() == 0, reason="needs a user other than root, who reads every file")
 async def test_a_file_without_permission(jobs: Api, job: Job, tmp_path: Path) -> None:
     path = tmp_path / "secret.txt"
     path.write_text("a")

@@ -36,7 +36,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     disk.mkdir(exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", "size=17m", "tmpfs", str(disk)]
     if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("only root may mount a file system")
+        pytest.skip("needs root, who may mount a file system: run the tests as root")
     yield disk
     subprocess.run(["umount", "--lazy", str(disk)], check=True)
 

@@ -186,7 +186,7 @@ def test_from_inside_the_controllers_secrets_cannot_be_got(tmp_path: Path, user:
     """A controller with a secret in its environment, memory and a file; a reader tries all three, by Python and by the
     C library. `own` is this test's uid, from which a reader of root's departs; `same` an ordinary one for both."""
     if user == "same" and os.geteuid() != 0:
-        pytest.skip("needs root to become another user")
+        pytest.skip("needs root, who may become another user: run the tests as root")
     command = [sys.executable, "-m", "tests.services.controller.hostile_reader", user, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "SECRET": "hunter2"})
     assert done.returncode == 0, done.stderr
