@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from docs.generate import algorithms as tables
+from docs.generate import metrics as metric_tables
 from docs.generate import trust as trust_tables
 from docs.generate.markdown import outdated, replaced, rewrite, table
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES
@@ -22,6 +23,10 @@ TEXT = (
 
 def test_the_tables_of_the_algorithms_page_are_up_to_date() -> None:
     assert outdated(PAGE, tables.parts()) == [], "run `make docs`"
+
+
+def test_the_tables_of_what_services_export_are_up_to_date() -> None:
+    assert outdated(ROOT / metric_tables.PAGE, metric_tables.parts()) == [], "run `make docs`"
 
 
 def test_the_tables_of_who_may_do_what_are_up_to_date() -> None:

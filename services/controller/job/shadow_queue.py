@@ -65,8 +65,8 @@ class ShadowMetrics:
             "failed": counter("failed_samples", "Samples that a shadow gave no score"),
             "left_out": counter("left_out_samples", "Samples that a shadow was not asked about because it was behind"),
         }
-        self.spearman = gauge("spearman", "Rank correlation of a shadow with its reward over the last groups")
-        self.agreement = gauge("agreement", "Share of pairs of the last groups that a shadow orders as its reward does")
+        self.spearman = gauge("spearman", "Rank correlation of a shadow with its reward over the last 64 groups")
+        self.agreement = gauge("agreement", "Share of pairs in these groups that a shadow orders as its reward does")
 
     def forget(self, job_id: str, shadows: Iterator[str]) -> None:
         """Removes the series of a job whose driver ends."""

@@ -20,7 +20,10 @@ class RewardCalls:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._calls = Counter(
-            "flowfleet_reward_calls", "Score calls of the controller by code", ["reward", "code"], registry=registry
+            "flowfleet_reward_calls",
+            "Score calls of the controller by gRPC code",
+            ["reward", "code"],
+            registry=registry,
         )
         self._seconds = Histogram(
             "flowfleet_reward_call_seconds",
@@ -35,12 +38,20 @@ class RewardCalls:
 
         self._failures = counter("failures", "Times that a reward failed for some samples and was waited for", "reward")
         self._given_up = counter(
-            "given_up_samples", "Samples whose reward failed for too long, by what followed", "reward", "policy"
+            "given_up_samples",
+            "Samples whose reward failed for longer than timeouts.rewards_s, by what followed: pause, drop or skip",
+            "reward",
+            "policy",
         )
         self._rejected = counter(
-            "rejected_samples", "Samples that a service answered without a score, by why", "reward", "fault"
+            "rejected_samples",
+            "Samples without a score, by fault: error, missing, duplicated, empty, not_finite or out_of_range",
+            "reward",
+            "fault",
         )
-        self._gated = counter("gated_samples", "Samples on which a reward's gate acted", "reward", "action")
+        self._gated = counter(
+            "gated_samples", "Samples on which a reward's gate acted: zero or mask", "reward", "action"
+        )
 
     def failed(self, reward: str) -> None:
         """Calls that failed for the job; `rejected` counts for the service."""

@@ -21,17 +21,21 @@ class JudgeMetrics:
         def shown(name: str, text: str) -> Gauge:
             return Gauge(f"flowfleet_reward_judge_{name}", text, ["server"], registry=registry)
 
-        self.calls = counted("calls", "Calls to a judge's server by outcome", "server", "outcome")
+        self.calls = counted(
+            "calls", "Calls to a judge's server by outcome: ok, cancelled, or why it failed", "server", "outcome"
+        )
         self.call_seconds = Histogram(
             "flowfleet_reward_judge_call_seconds", "Answered calls", ["server"], buckets=SECONDS, registry=registry
         )
         self.retries = counted("retries", "Questions asked again after a failure")
         self.retries_refused = counted("retries_refused", "Retries that the budget refused")
-        self.hedges = counted("hedges", "Late calls made a second time, by which of the two answered first", "outcome")
-        self.cache = counted("cache", "Questions by whether the answer was known", "outcome")
-        self.answers = counted("answers", "Answers by how they were read", "outcome")
-        self.tokens = counted("tokens", "Tokens as the servers count them", "kind")
-        self._breaker = shown("breaker", "0 closed, 1 half open, 2 open")
+        self.hedges = counted("hedges", "Late calls made twice: won if the second answered first, else lost", "outcome")
+        self.cache = counted("cache", "Questions by whether the answer was known: hit or miss", "outcome")
+        self.answers = counted(
+            "answers", "Answers by how they were read: logprobs, parsed from text, or failed", "outcome"
+        )
+        self.tokens = counted("tokens", "Prompt and completion tokens, as the servers count them", "kind")
+        self._breaker = shown("breaker", "0 closed, 1 half open, 2 open: no calls")
         self._limit = shown("concurrency_limit", "Calls that a server may have at a time")
         self._in_flight = shown("in_flight", "Calls that a server has")
 
