@@ -162,7 +162,7 @@ def down(state_dir: StackDir = DEFAULT_STATE_DIR) -> None:
 @app.command()
 def demo(
     seed: Annotated[int | None, typer.Option(help="Of the job; else the recipe's.")] = None,
-    recipe: Annotated[Path, typer.Option(help="Job file.")] = Path("recipes/tiny_ocr.toml"),
+    recipe: Annotated[Path, typer.Option(help="Job file, or name of a recipe.")] = Path("tiny_ocr"),
     set_: Annotated[list[str] | None, typer.Option("--set", help="key=value of the job; repeatable.")] = None,
     state_dir: Annotated[Path, typer.Option(help="Replaced by the results and the stack's files.")] = Path("runs/demo"),
 ) -> None:
