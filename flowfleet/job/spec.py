@@ -34,6 +34,8 @@ from flowfleet.job import rules as combinations
 from flowfleet.job.setting_files import read_extended
 from flowfleet.limits import MAX_PROMPT_BYTES, check_bytes
 from flowfleet.models.settings import Guidance, Size
+from flowfleet.prompts.columns import Columns
+from flowfleet.prompts.prompt import Kind
 
 MOST_HINTS = 20
 """Unknown settings for which names that are like theirs are looked up."""
@@ -460,11 +462,26 @@ class RewardPart(Part):
 
 class DataPart(Part):
     train: str = Field(min_length=1)
-    """Prompt file, readable by the controller: .txt (one a line) or .jsonl ({"prompt": …, "metadata": {…},
-    "images": […]}, the images of models that take them as condition). For the algorithm `dpo`: .jsonl of {"prompt": …,
-    "chosen": …, "rejected": …}, the paths of two media files. Relative paths start at this file's folder."""
+    """Prompt file that the controller reads: .txt (one a line), .jsonl, .json, .csv, .parquet, or a folder that
+    `datasets` saved (docs/data.md). For the algorithm `dpo` each row also has `chosen` and `rejected`, the paths of two
+    media files. Relative paths in it start at the file's folder."""
     validation: str | None = None
     """Held-out prompts. Unset: no validation."""
+    prompt_column: str = Field(default="prompt", min_length=1)
+    """Column of the prompts."""
+    ignore_columns: tuple[str, ...] = ()
+    """Columns that are left out. All others but `images`, `negative_prompt` and `metadata` become metadata."""
+
+    @field_validator("prompt_column")
+    @classmethod
+    def _own_column(cls, name: str) -> str:
+        if name in (taken := Columns("preferences").known[1:]):
+            raise ValueError(f"{name!r} has another meaning, as have {', '.join(taken)}: rename the column")
+        return name
+
+    def columns(self, kind: Kind) -> Columns:
+        """Which columns of a data set hold what."""
+        return Columns(kind, self.prompt_column, frozenset(self.ignore_columns))
 
 
 class SchedulePart(Part):

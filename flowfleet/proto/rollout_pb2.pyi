@@ -168,10 +168,13 @@ class PromptGroup(_message.Message):
     INITIAL_SEED_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
     MEDIA_FIELD_NUMBER: _builtins.int
+    NEGATIVE_PROMPT_FIELD_NUMBER: _builtins.int
     group: _builtins.int
     prompt: _builtins.str
     initial_seed: _builtins.int
     """of the group's initial latent, with share_initial_noise"""
+    negative_prompt: _builtins.str
+    """of this group, used when guidance is on; absent: that of Sampling"""
     @_builtins.property
     def indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """samples wanted"""
@@ -198,12 +201,15 @@ class PromptGroup(_message.Message):
         initial_seed: _builtins.int = ...,
         images: _abc.Iterable[_common_pb2.Media] | None = ...,
         media: _abc.Iterable[_common_pb2.Media] | None = ...,
+        negative_prompt: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_negative_prompt", b"_negative_prompt", "negative_prompt", b"negative_prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "images", b"images", "indices", b"indices", "initial_seed", b"initial_seed", "media", b"media", "prompt", b"prompt", "seeds", b"seeds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_negative_prompt", b"_negative_prompt", "group", b"group", "images", b"images", "indices", b"indices", "initial_seed", b"initial_seed", "media", b"media", "negative_prompt", b"negative_prompt", "prompt", b"prompt", "seeds", b"seeds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__negative_prompt: _TypeAlias = _typing.Literal["negative_prompt"]  # noqa: Y015
+    _WhichOneofArgType__negative_prompt: _TypeAlias = _typing.Literal["_negative_prompt", b"_negative_prompt"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__negative_prompt) -> _WhichOneofReturnType__negative_prompt | None: ...
 
 Global___PromptGroup: _TypeAlias = PromptGroup  # noqa: Y015
 

@@ -332,7 +332,7 @@ class JobScheduler:
             changes=changes,
             redis=self._redis,
             blobs=blobs,
-            refs=SampleRefs(self._redis, blobs, record.id, keeps_negative=not deal.has_images),
+            refs=SampleRefs(self._redis, blobs, record.id),
             inputs=Inputs(record.id, blobs, self._sources),
             store=self._store,
             fleet=self._fleet,

@@ -12,11 +12,11 @@ import pytest
 
 from flowfleet.algorithms.registry import ALGORITHMS
 from flowfleet.job.spec import JobSpec, parse_job
+from flowfleet.prompts.prompt import Prompt
 from flowfleet.proto import common_pb2
 from services.controller.job import requests
 from services.controller.job.batch import Scored
 from services.controller.job.credit import credits_of
-from services.controller.prompts.data import Prompt
 from services.controller.rewards.composition import PREFERENCE
 from services.rollout.sampling.requests import generation_request
 from services.trainer.step.requests import check_request, pairs_of

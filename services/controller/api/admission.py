@@ -17,11 +17,13 @@ from flowfleet.job.adapter_files import find_adapter
 from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.media.files import MediaLimits
 from flowfleet.models.registry import FAMILIES, ModelFamily, family_of
+from flowfleet.prompts.columns import Columns
+from flowfleet.prompts.formats import format_of
+from flowfleet.prompts.prompt import PICTURES, VIDEOS, Prompt, media_type
 from services.controller.api.problems import InvalidJob
 from services.controller.fleet.directory import Directory
 from services.controller.limits import Limits
 from services.controller.prompts.conditions import ConditionShapes
-from services.controller.prompts.data import PICTURES, VIDEOS, Kind, Prompt, media_type
 from services.controller.prompts.sources import Sources
 from services.controller.reading.places import NotAllowed, is_remote
 from services.controller.rewards.trials import refusals
@@ -87,8 +89,8 @@ def open_job(spec: JobSpec, sources: Sources) -> JobData:
     path = sources.places.model(spec.model.path)
     shapes = ConditionShapes(sources)
     read: dict[str, list[Prompt]] = {"train": [], "validation": []}
-    for name, url, kind in _data_of(spec):
-        read[name] = sources.prompts(url, kind)
+    for name, url, columns in _data_of(spec):
+        read[name] = sources.prompts(url, columns)
         if is_remote(url):
             family = _family(spec.model.path, sources)
             lines = itertools.chain.from_iterable(
@@ -124,15 +126,17 @@ def _file_problems(spec: JobSpec, sources: Sources) -> Iterator[str]:
         except (OSError, ValueError) as error:
             yield f"model.adapter: {error}"
     shapes = ConditionShapes(sources)
-    for name, url, kind in _data_of(spec):
-        yield from (f"data.{name}: {problem}" for problem in _data_problems(spec, family, shapes, sources, url, kind))
+    for name, url, columns in _data_of(spec):
+        yield from (
+            f"data.{name}: {problem}" for problem in _data_problems(spec, family, shapes, sources, url, columns)
+        )
 
 
-def _data_of(spec: JobSpec) -> Iterator[tuple[str, str, Kind]]:
-    """Setting, path or URL, and kind of each data set."""
-    yield "train", spec.data.train, spec.method.data
+def _data_of(spec: JobSpec) -> Iterator[tuple[str, str, Columns]]:
+    """Setting, path or URL, and columns of each data set."""
+    yield "train", spec.data.train, spec.data.columns(spec.method.data)
     if spec.data.validation is not None:
-        yield "validation", spec.data.validation, "prompts"
+        yield "validation", spec.data.validation, spec.data.columns("prompts")
 
 
 # -- the model -------------------------------------------------------------------------------------------------------
@@ -211,16 +215,17 @@ def _limit_problems(spec: JobSpec) -> Iterator[str]:
 
 
 def _data_problems(
-    spec: JobSpec, family: ModelFamily | None, shapes: ConditionShapes, sources: Sources, url: str, kind: Kind
+    spec: JobSpec, family: ModelFamily | None, shapes: ConditionShapes, sources: Sources, url: str, columns: Columns
 ) -> Iterator[str]:
     """Devices and endless files are not opened, and nothing is fetched."""
     try:
         if is_remote(url):
             sources.places.check(url)
-        elif not sources.places.is_file(url):
+            format_of(url, columns)
+        elif not sources.places.exists(url):
             yield f"there is no file {url!r}; give an absolute path or URL that the controller can read"
         else:
-            prompts = sources.prompts(url, kind)
+            prompts = sources.prompts(url, columns)
             lines = itertools.chain.from_iterable(
                 _line_problems(spec, family, shapes, sources, prompt) for prompt in prompts
             )
@@ -233,6 +238,11 @@ def _line_problems(
     spec: JobSpec, family: ModelFamily | None, shapes: ConditionShapes, sources: Sources, prompt: Prompt
 ) -> Iterator[str]:
     media = (*prompt.images, *prompt.media)
+    if prompt.negative is not None and not spec.rollout.guidance.is_on:
+        yield (
+            f"{prompt.source}: its negative_prompt has no effect with rollout.guidance_scale = 1: raise that, or leave "
+            'the column out by data.ignore_columns = ["negative_prompt"]'
+        )
     if refused := [str(error) for medium in media if (error := _refusal(sources, medium))]:
         yield from (f"{prompt.source}: {problem}" for problem in refused)
         return

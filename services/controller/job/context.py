@@ -14,6 +14,7 @@ import grpc
 
 from flowfleet.data.blobs import BlobStore
 from flowfleet.job.spec import JobSpec, RewardPart
+from flowfleet.prompts.prompt import Prompt
 from flowfleet.proto import common_pb2, trainer_pb2, trainer_pb2_grpc
 from flowfleet.redis import keys
 from flowfleet.rewards.requests import EncodedSample
@@ -23,7 +24,7 @@ from services.controller.fleet.replicas import Replica
 from services.controller.fleet.watch import FleetWatch, NobodyThere, Want
 from services.controller.job.ledger import RolledBack
 from services.controller.job.state_machine import Machine
-from services.controller.prompts.data import Deal, Prompt
+from services.controller.prompts.data import Deal
 from services.controller.prompts.inputs import Inputs
 from services.controller.retention.memory import Memory
 from services.controller.rewards.plane import RewardPlane, SampleScore

@@ -19,10 +19,10 @@ from flowfleet.job.spec import JobSpec, RewardPart
 from flowfleet.media.image_stats import ImageStats, image_stats
 from flowfleet.process.clock import steady_time
 from flowfleet.process.telemetry import JobMetrics
+from flowfleet.prompts.prompt import Prompt
 from flowfleet.proto import common_pb2, trainer_pb2
 from services.controller.job.batch import Batch, Scored, with_dropped
 from services.controller.job.credit import credits_of, left_out_reason
-from services.controller.prompts.data import Prompt
 from services.controller.rewards.rows import reward_row
 from services.controller.store.records import Checkpoint, SampleRecord, Validation
 

@@ -8,13 +8,13 @@ from typing import Literal, get_args
 from flowfleet.algorithms.windows import noisy_steps, trained_steps
 from flowfleet.job.spec import JobSpec
 from flowfleet.limits import MAX_BLOB_BYTES
+from flowfleet.prompts.prompt import Prompt
 from flowfleet.proto import common_pb2, rollout_pb2, trainer_pb2
 from flowfleet.redis import keys
 from flowfleet.seeds import derive_seed, sample_seed, validation_seed
 from services.controller.job import events as ev
 from services.controller.job.context import JobContext
 from services.controller.job.credit import Credit
-from services.controller.prompts.data import Prompt
 from services.controller.rewards.answers import MAX_SCORE
 from services.controller.rewards.plane import SampleScore
 from services.controller.store.sample_refs import SLICE
@@ -51,6 +51,7 @@ def generate(job: JobContext, step: int, wanted: Mapping[int, Sequence[int]]) ->
                 indices=indices,
                 seeds=[sample_seed(job.spec.seed, step, group, index) for index in indices],
                 initial_seed=derive_seed(job.spec.seed, "initial", step, group),
+                negative_prompt=prompts[group].negative,
             )
             for group, indices in wanted.items()
             if indices
@@ -71,7 +72,11 @@ def validate(job: JobContext, version: int, start: int, prompts: Sequence[Prompt
         noise=rollout_pb2.Noise(step_type=job.spec.rollout.noise.type, eta=0.0),
         groups=[
             rollout_pb2.PromptGroup(
-                group=number, prompt=prompt.text, indices=[0], seeds=[validation_seed(job.spec.seed, number)]
+                group=number,
+                prompt=prompt.text,
+                indices=[0],
+                seeds=[validation_seed(job.spec.seed, number)],
+                negative_prompt=prompt.negative,
             )
             for number, prompt in enumerate(prompts, start)
         ],

@@ -25,10 +25,10 @@ from redis.exceptions import RedisError
 
 from flowfleet.errors import FlowfleetError
 from flowfleet.job.spec import RewardPart
+from flowfleet.prompts.prompt import Prompt
 from flowfleet.proto import common_pb2
 from flowfleet.rewards.changes import ShadowPart
 from services.controller.concurrency import end
-from services.controller.prompts.data import Prompt
 from services.controller.rewards.comparison import GroupScores, compare
 from services.controller.store.records import Purpose
 from services.controller.store.rewards import Count

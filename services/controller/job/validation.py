@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flowfleet.errors import FlowfleetError
+from flowfleet.prompts.prompt import Prompt
 from flowfleet.proto import common_pb2
 from services.controller.job import reports, requests
 from services.controller.job.context import JobContext, ValidationSamples
-from services.controller.prompts.data import Prompt
 from services.controller.rewards.failures import RewardPause
 from services.controller.rewards.plane import SampleScore
 from services.controller.waiting import NotYet

@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import cache
 from math import gcd
 
-from services.controller.prompts.data import Prompt, media_type
+from flowfleet.prompts.prompt import Prompt, media_type
 from services.controller.prompts.sources import Sources
 from services.controller.reading.places import is_remote
 

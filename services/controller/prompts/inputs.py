@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from flowfleet.data.blobs import BlobStore
 from flowfleet.errors import DataLoss, Unavailable
 from flowfleet.limits import MAX_MEDIA_BYTES
+from flowfleet.prompts.prompt import Prompt, media_type
 from flowfleet.proto import common_pb2, rollout_pb2
 from flowfleet.redis import keys
 from services.controller.concurrency import gather_or_cancel
-from services.controller.prompts.data import Prompt, media_type
 from services.controller.prompts.sources import Sources
 from services.controller.reading.places import NotAllowed
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from flowfleet.media.files import PICTURE_TYPES
-from services.controller.prompts.data import Kind, Prompt, parse_prompts
+from flowfleet.prompts.columns import Columns
+from flowfleet.prompts.formats import Format, first_prompt, format_of, parse_prompts
+from flowfleet.prompts.prompt import Prompt
 from services.controller.reading.places import Places, is_remote
 from services.controller.reading.reader import Reader
 
 MAX_PROMPT_BYTES = 1 << 30
 FIRST_BYTES = 1 << 20
 """Read of a file of which the first line alone is wanted."""
+_STATE_BYTES = 1 << 20
+_TABLES = ("parquet", "arrow")
+
+T = TypeVar("T")
 
 
 class Unread(ValueError):
@@ -25,22 +33,21 @@ class Sources:
 
     def __init__(self, places: Places, networks: Sequence[str] = ()) -> None:
         self.places = places
-        self.reader = Reader([url.partition(":")[0] for url in places.urls], networks)
+        schemes = [url.partition(":")[0] for url in places.urls]
+        self.reader = Reader(schemes, networks)
+        self._tables = Reader(schemes, networks, tables=True)
 
     def close(self) -> None:
         """Ends the processes that read."""
         self.reader.close()
+        self._tables.close()
 
     def read(self, place: str, limit: int) -> bytes:
         """The first `limit` bytes. Raises NotAllowed (a ValueError), FileNotFoundError, and OSError for the rest."""
         self.places.check(place)
         if is_remote(place):
             return self.reader.fetch(place, limit)
-        descriptor = self.places.open(place)
-        try:
-            return self.reader.read_file(descriptor, limit)
-        finally:
-            os.close(descriptor)
+        return self._opened(place, lambda descriptor: self.reader.read_file(descriptor, limit))
 
     def picture_size(self, place: str, media_type: str) -> tuple[int, int]:
         """Width and height, as they are shown, by the header of a picture on this machine. Raises ValueError."""
@@ -52,35 +59,93 @@ class Sources:
         finally:
             os.close(descriptor)
 
-    def prompts(self, place: str, kind: Kind = "prompts") -> list[Prompt]:
-        """Raises ValueError as `parse_prompts`, also for a file that is missing, and Unread for one that is unreadable
-        now."""
-        too_large = not is_remote(place) and self._size(place) > MAX_PROMPT_BYTES  # weights, say: not read at all
-        data = b"" if too_large else self._prompt_bytes(place, MAX_PROMPT_BYTES + 1)
-        if too_large or len(data) > MAX_PROMPT_BYTES:
-            raise ValueError(f"{place!r} is too large: a prompt file has at most {MAX_PROMPT_BYTES} bytes")
-        return parse_prompts(data, place, kind)
+    def prompts(self, place: str, columns: Columns | None = None) -> list[Prompt]:
+        """All prompts of a file or of a folder that `datasets` saved. Raises ValueError as `parse_prompts`, also for a
+        file that is missing, and Unread for one that is unreadable now."""
+        columns = columns or Columns()
+        if not is_remote(place) and self.places.path(place).is_dir():
+            tables = self._folder(place)
+            data = b"".join(self._rows(table, "arrow", columns) for table in tables)
+            return parse_prompts(data, place.rstrip("/") + "/", columns, "jsonl")
+        form = format_of(place, columns)
+        if not is_remote(place) and self._size(place) > MAX_PROMPT_BYTES:  # weights, say: not read at all
+            raise _too_large(place)
+        if form in _TABLES:
+            return parse_prompts(self._rows(place, form, columns), place, columns, "jsonl")
+        data = self._prompt_bytes(place, MAX_PROMPT_BYTES + 1)
+        if len(data) > MAX_PROMPT_BYTES:
+            raise _too_large(place)
+        return parse_prompts(data, place, columns, form)
 
-    def first_prompt(self, place: str) -> Prompt:
-        """The first prompt of a file, of which only the start is read. Raises as `prompts`."""
-        data = self._prompt_bytes(place, FIRST_BYTES)
-        first = next((line for line in data.splitlines() if line.strip()), b"")
-        return parse_prompts(first, place)[0]
+    def first_prompt(self, place: str, columns: Columns | None = None) -> Prompt:
+        """The first prompt of a file, of which only the start is read if it has lines. Raises as `prompts`."""
+        columns = columns or Columns()
+        is_folder = not is_remote(place) and self.places.path(place).is_dir()
+        form = "arrow" if is_folder else format_of(place, columns)
+        if form in ("text", "jsonl", "csv"):
+            head = self._prompt_bytes(place, FIRST_BYTES)
+            if (found := first_prompt(head, place, columns, form)) is not None:
+                return found
+        return self.prompts(place, columns)[0]
+
+    def _folder(self, place: str) -> list[str]:
+        """Arrow files of a folder that `Dataset.save_to_disk` made, in their order. Raises ValueError."""
+        folder = place.rstrip("/")
+        if self.places.exists(f"{folder}/dataset_dict.json"):
+            raise ValueError(f"{place}: it holds several splits: name one, as in {folder}/train")
+        if not self.places.exists(f"{folder}/state.json"):
+            raise ValueError(
+                f"{place}: it is no folder that `datasets` saved: name one file, or save the data set anew"
+            )
+        try:
+            state = json.loads(self._prompt_bytes(f"{folder}/state.json", _STATE_BYTES))
+            names = [str(file["filename"]) for file in state["_data_files"]]
+        except (KeyError, TypeError, RecursionError, json.JSONDecodeError):
+            raise ValueError(f"{place}/state.json: it does not name the data set's files: save it anew") from None
+        if any("/" in name for name in names) or sum(self._size(f"{folder}/{n}") for n in names) > MAX_PROMPT_BYTES:
+            raise _too_large(place)
+        return [f"{folder}/{name}" for name in names]
+
+    def _rows(self, place: str, form: Format, columns: Columns) -> bytes:
+        """A table as JSON lines."""
+        self.places.check(place)
+        ignored = sorted(columns.ignored)
+
+        def read(source: int | str) -> bytes:
+            return self._tables.read_rows(source, form, MAX_PROMPT_BYTES, ignored)
+
+        try:
+            return read(place) if is_remote(place) else self._opened(place, read)
+        except OSError as error:
+            raise _unread(place, error) from None
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+
+    def _opened(self, place: str, read: Callable[[int], T]) -> T:
+        descriptor = self.places.open(place)
+        try:
+            return read(descriptor)
+        finally:
+            os.close(descriptor)
 
     def _size(self, place: str) -> int:
         """Bytes of a file; 0 where it cannot be opened, which reading it tells."""
         try:
-            descriptor = self.places.open(place)
+            return self._opened(place, lambda descriptor: os.fstat(descriptor).st_size)
         except OSError:
             return 0
-        try:
-            return os.fstat(descriptor).st_size
-        finally:
-            os.close(descriptor)
 
     def _prompt_bytes(self, place: str, limit: int) -> bytes:
         try:
             return self.read(place, limit)
         except OSError as error:
-            kind = ValueError if isinstance(error, FileNotFoundError) else Unread
-            raise kind(f"{place}: prompts cannot be read: {error}") from None
+            raise _unread(place, error) from None
+
+
+def _too_large(place: str) -> ValueError:
+    return ValueError(f"{place!r} is too large: a prompt file has at most {MAX_PROMPT_BYTES} bytes")
+
+
+def _unread(place: str, error: OSError) -> ValueError:
+    kind = ValueError if isinstance(error, FileNotFoundError) else Unread
+    return kind(f"{place}: prompts cannot be read: {error}")

@@ -89,6 +89,11 @@ class Places:
         """Whether there is a regular file. Raises NotAllowed."""
         return self.path(place).is_file()
 
+    def exists(self, place: str) -> bool:
+        """Whether there is a regular file or a folder. Raises NotAllowed."""
+        path = self.path(place)
+        return path.is_file() or path.is_dir()
+
     def model(self, place: str, *, may_be_gone: bool = False) -> Path:
         """A model's or an adapter's folder or file, as trainers and rollouts see it; every file in it may be read too,
         and the configuration next to an adapter's file. Raises NotAllowed, as `path` does."""

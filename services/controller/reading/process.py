@@ -11,21 +11,31 @@ behind their lengths. The process ends with the socket.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import ipaddress
 import json
 import os
+import resource
 import signal
 import socket
 import struct
 import sys
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
+from flowfleet.prompts.tables import rows_as_json_lines
 from services.controller.reading.confinement import Network, confine
 
 QUESTION = struct.Struct("!I")
 ANSWER = struct.Struct("!IQ")
+TABLE_MEMORY_BYTES = 8 * 2**30
+"""Memory of a process that reads tables: a few bytes of Parquet can stand for very many."""
 _QUARTER_TURNS = (5, 6, 7, 8)
 """EXIF's orientations that swap width and height."""
+
+
+class Refused(ValueError):
+    """What is wrong with the data, and would be so at the next try."""
 
 
 def main(arguments: list[str]) -> NoReturn:
@@ -48,6 +58,8 @@ def prepare(arguments: list[str]) -> socket.socket:
     connection = socket.socket(fileno=int(arguments[0]))
     settings = json.loads(arguments[1])
     load(settings["schemes"])
+    if settings["tables"]:
+        load_tables()
     networks: list[Network] = [ipaddress.ip_network(network) for network in settings["networks"]]
     confine(networks)
     return connection
@@ -71,6 +83,13 @@ def load(schemes: list[str]) -> None:
                 continue
 
 
+def load_tables() -> None:
+    """Imports what reads tables, and limits the memory that a table of strangers may take."""
+    resource.setrlimit(resource.RLIMIT_DATA, (TABLE_MEMORY_BYTES, TABLE_MEMORY_BYTES))
+    with contextlib.suppress(ImportError):  # told when a table is asked for
+        import pyarrow.parquet  # noqa: F401
+
+
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Ends the process with the socket."""
     head, descriptors, _, _ = socket.recv_fds(connection, QUESTION.size, 1)
@@ -90,12 +109,32 @@ def _answer(message: dict[str, Any], descriptors: list[int]) -> tuple[dict[str, 
     try:
         if message["do"] == "size":
             return {"size": _picture_size(descriptors[0], message["format"])}, b""
+        if message["do"] == "rows":
+            return {}, _rows(descriptors, message)
         limit = int(message["limit"])
         return {}, _read_file(descriptors[0], limit) if descriptors else _fetch(message["url"], limit)
     except FileNotFoundError as error:
         return {"missing": str(error)}, b""
+    except Refused as error:
+        return {"refused": str(error)}, b""
     except Exception as error:  # of whatever a store's client raises
         return {"error": f"{type(error).__name__}: {error}"}, b""
+
+
+def _rows(descriptors: list[int], message: dict[str, Any]) -> bytes:
+    """A table as JSON lines. One at a URL is fetched whole first."""
+    limit = int(message["limit"])
+    source: BinaryIO = os.fdopen(os.dup(descriptors[0]), "rb") if descriptors else io.BytesIO()
+    with source:
+        if not descriptors:
+            data = _fetch(message["url"], limit + 1)
+            if len(data) > limit:
+                raise Refused(f"it is too large: a prompt file has at most {limit} bytes")
+            source = io.BytesIO(data)
+        try:
+            return rows_as_json_lines(source, message["format"], limit, message["ignored"])
+        except ValueError as error:
+            raise Refused(str(error)) from None
 
 
 def _read_file(descriptor: int, limit: int) -> bytes:

@@ -32,8 +32,11 @@ class Reader:
         schemes: Sequence[str] = (),
         networks: Sequence[str] = (),
         program: Sequence[str] = ("-m", "services.controller.reading.process"),
+        *,
+        tables: bool = False,
     ) -> None:
-        self._settings = json.dumps({"schemes": sorted(set(schemes)), "networks": list(networks)})
+        """`tables`: whether they also read Parquet and Arrow, for which they load more code."""
+        self._settings = json.dumps({"schemes": sorted(set(schemes)), "networks": list(networks), "tables": tables})
         self._program = program
         self._slots = threading.BoundedSemaphore(PROCESSES)
         self._idle: list[_Process] = []
@@ -48,13 +51,21 @@ class Reader:
         """The first `limit` bytes of a URL. Raises OSError, FileNotFoundError where nothing is there."""
         return self.ask({"do": "read", "url": url, "limit": limit})[1]
 
+    def read_rows(self, source: int | str, form: str, limit: int, ignored: Sequence[str]) -> bytes:
+        """Rows of an open table, or of one at a URL, as JSON lines. Raises OSError, and ValueError for what is wrong
+        with the table."""
+        question = {"do": "rows", "format": form, "limit": limit, "ignored": list(ignored)}
+        if isinstance(source, str):
+            return self.ask({**question, "url": source})[1]
+        return self.ask(question, [source])[1]
+
     def picture_size(self, descriptor: int, form: str) -> tuple[int, int]:
         """Width and height of an open picture in PIL's format `form`. Raises OSError."""
         width, height = self.ask({"do": "size", "format": form}, [descriptor])[0]["size"]
         return width, height
 
     def ask(self, question: Mapping[str, Any], descriptors: Sequence[int] = ()) -> tuple[dict[str, Any], bytes]:
-        """Raises OSError for what the reader could not do, or did not in time."""
+        """Raises OSError for what the reader could not do, or did not in time, and ValueError for what it refuses."""
         with self._slots:
             process = self._take()
             try:
@@ -67,6 +78,8 @@ class Reader:
             self._give_back(process)
         if "missing" in answer:
             raise FileNotFoundError(answer["missing"])
+        if "refused" in answer:
+            raise ValueError(answer["refused"])
         if "error" in answer:
             raise OSError(answer["error"])
         return answer, body

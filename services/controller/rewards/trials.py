@@ -11,10 +11,10 @@ from prometheus_client import CollectorRegistry
 
 from flowfleet.job.spec import JobSpec, RewardPart
 from flowfleet.media.files import Frames, encode_media
+from flowfleet.prompts.prompt import Prompt
 from flowfleet.proto import reward_pb2
 from flowfleet.rewards.requests import EncodedSample
 from services.controller.fleet.directory import Directory
-from services.controller.prompts.data import Prompt
 from services.controller.prompts.sources import Sources
 from services.controller.reading.places import is_remote
 from services.controller.rewards.client import RewardService
@@ -64,7 +64,7 @@ def _prompt(spec: JobSpec, sources: Sources) -> Prompt:
     if is_remote(spec.data.train):
         return Prompt("")
     try:
-        return sources.first_prompt(spec.data.train)
+        return sources.first_prompt(spec.data.train, spec.data.columns(spec.method.data))
     except ValueError:
         return Prompt("")
 

@@ -22,12 +22,10 @@ TRAINED = ("trajectory", "prompt_embeds", "negative_embeds")
 
 
 class SampleRefs:
-    """`keeps_negative`: negative embeds are the whole job's and outlive a step's other blobs. `redis` decodes no
-    responses. Methods with a `pipe` add to that transaction, as a `ledger.Also` does."""
+    """`redis` decodes no responses. Methods with a `pipe` add to that transaction, as a `ledger.Also` does."""
 
-    def __init__(self, redis: Any, blobs: BlobStore, job_id: str, *, keeps_negative: bool) -> None:
+    def __init__(self, redis: Any, blobs: BlobStore, job_id: str) -> None:
         self._redis, self._blobs, self._job_id = redis, blobs, job_id
-        self._of_step = TRAINED[:-1] if keeps_negative else TRAINED
 
     async def put(self, samples: Iterable[common_pb2.Sample], pipe: Any) -> None:
         """Stores references; one that is there stays."""
@@ -66,8 +64,8 @@ class SampleRefs:
         """Frees what only the steps below a checkpointed version needed; pictures stay for their TTL."""
         for step in await self.held():
             if step < version:
-                async for refs in self._refs(step, self._of_step):
-                    await self._blobs.delete(refs)
+                async for refs in self._refs(step):
+                    await self._blobs.delete(ref for ref in refs if not self._is_of_job(ref, step))
                 async with self._redis.pipeline(transaction=True) as pipe:
                     pipe.unlink(self._key(step), self._request_key(step))
                     pipe.srem(keys.held_steps(self._job_id), step)
@@ -76,7 +74,7 @@ class SampleRefs:
     async def renew(self, ttl_s: int) -> None:
         """Prolongs the blobs that may still be trained on."""
         for step in await self.held():
-            async for refs in self._refs(step, TRAINED):
+            async for refs in self._refs(step):
                 await self._blobs.renew(refs, ttl_s)
 
     async def held(self) -> list[int]:
@@ -93,13 +91,20 @@ class SampleRefs:
     def _request_key(self, step: int) -> str:
         return keys.train_request(self._job_id, step)
 
-    async def _refs(self, step: int, names: Sequence[str]) -> AsyncIterator[list[common_pb2.BlobRef]]:
-        """References of those names of a step's samples, in slices; several samples may share one."""
+    def _is_of_job(self, ref: common_pb2.BlobRef, step: int) -> bool:
+        """Whether it is of the job's own negative prompt, which outlives the step. Negative embeds of a group's own
+        prompt or images have the step in their name."""
+        negative = self._blobs.uri(keys.blob(self._job_id, "negative"))
+        of_step = self._blobs.uri(keys.blob(self._job_id, "negative", step))
+        return ref.uri.startswith(negative) and not ref.uri.startswith((f"{of_step}:", f"{of_step}/"))
+
+    async def _refs(self, step: int) -> AsyncIterator[list[common_pb2.BlobRef]]:
+        """References of the blobs of a step's samples, in slices; several samples may share one."""
         cursor = -1
         while cursor:
             cursor, values = await self._redis.hscan(self._key(step), max(cursor, 0), count=SLICE)
             samples = [common_pb2.Sample.FromString(value) for value in values.values()]
-            refs = [getattr(sample, name) for sample in samples for name in names]
+            refs = [getattr(sample, name) for sample in samples for name in TRAINED]
             yield list({ref.uri: ref for ref in refs if ref.uri}.values())
 
 

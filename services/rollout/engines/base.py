@@ -83,6 +83,8 @@ class PromptGroup:
     """Condition images, for families that take them."""
     media: tuple[np.ndarray, ...] = ()
     """One an index, (F, H, W, 3) uint8: encoded to final latents in place of sampling."""
+    negative_prompt: str | None = None
+    """In place of the sampling's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +122,8 @@ class GeneratedBatch:
     embeds: Mapping[int, PromptEmbeds]
     """Group to its prompt, one row."""
     negative: Mapping[int, PromptEmbeds]
-    """Group to its negative prompt, one row (the same object for all unless images condition it); empty without
-    guidance."""
+    """Group to its negative prompt, one row (the same object for all that share the sampling's, unless images condition
+    it); empty without guidance."""
     seconds: Mapping[str, float]
     """Engine time by part: "encode", "denoise", "decode"."""
 

@@ -30,7 +30,7 @@ class Encoded:
 
     prompts: PromptEmbeds
     negative: PromptEmbeds | None
-    """One row for all groups; one row a group where condition images are part of it."""
+    """One row where all groups share it; else one row a group."""
     seconds: float
     """What it took."""
 
@@ -61,11 +61,11 @@ class PromptEncoder:
         return Encoded(prompts, negative, seconds[0])
 
     def _encode(self, request: GenerationRequest) -> tuple[PromptEmbeds, PromptEmbeds | None]:
-        is_guided, text = request.sampling.guidance.is_on, request.sampling.negative_prompt
+        is_guided = request.sampling.guidance.is_on
         if not any(group.images for group in request.groups):
-            return self._texts(request), self._negative(text) if is_guided else None
+            return self._texts(request), self._negatives_of(request) if is_guided else None
         prompts = self._with_images(request, [group.prompt for group in request.groups])
-        return prompts, self._with_images(request, [text] * len(request.groups)) if is_guided else None
+        return prompts, self._with_images(request, _negative_texts(request)) if is_guided else None
 
     def _texts(self, request: GenerationRequest) -> PromptEmbeds:
         texts = [group.prompt for group in request.groups]
@@ -81,6 +81,12 @@ class PromptEncoder:
             ]
         )
 
+    def _negatives_of(self, request: GenerationRequest) -> PromptEmbeds:
+        texts = _negative_texts(request)
+        if len(set(texts)) == 1:
+            return self._negative(texts[0])
+        return concat_embeds([self._negative(text) for text in texts])
+
     def _negative(self, text: str) -> PromptEmbeds:
         """Encoded alone, so that its bits depend on nothing else."""
         if text not in self._negatives:
@@ -92,6 +98,12 @@ class PromptEncoder:
             self._adapter.condition_pixels = sampling.condition_pixels
         elif sampling.condition_pixels is not None:
             raise ValueError("this model takes no condition images: leave sampling.condition_pixels out")
+
+
+def _negative_texts(request: GenerationRequest) -> list[str]:
+    """Negative prompt of each group: its own, else the sampling's."""
+    shared = request.sampling.negative_prompt
+    return [shared if group.negative_prompt is None else group.negative_prompt for group in request.groups]
 
 
 @contextmanager

@@ -91,14 +91,19 @@ class Publisher:
             return sample
 
     async def _put_negatives(self, request: GenerateRequest, batch: GeneratedBatch) -> dict[int, BlobRef]:
-        """One blob for the job; where condition images are part of it one a group, which goes with its step."""
-        has_images = any(group.images for group in request.groups)
+        """One blob for the job's negative prompt. A group with images or a negative prompt of its own has its own
+        blob, which goes with its step."""
+        own = {group.group for group in request.groups if group.images or group.HasField("negative_prompt")}
         stored: dict[int, BlobRef] = {}
+        found: dict[int, BlobRef] = {}
         for group, prompt in batch.negative.items():
+            if group in own:
+                found[group] = await self._put_embeds(request, "negative", (request.step, group), prompt)
+                continue
             if id(prompt) not in stored:
-                place = (request.step, group) if has_images else ()
-                stored[id(prompt)] = await self._put_embeds(request, "negative", place, prompt)
-        return {group: stored[id(prompt)] for group, prompt in batch.negative.items()}
+                stored[id(prompt)] = await self._put_embeds(request, "negative", (), prompt)
+            found[group] = stored[id(prompt)]
+        return found
 
     async def _put_embeds(
         self, request: GenerateRequest, kind: str, place: Sequence[int], prompt: PromptEmbeds

@@ -23,7 +23,7 @@ MAX_FRAMES = 1025
 def generation_request(request: rollout_pb2.GenerateRequest) -> GenerationRequest:
     """The engine's view of a request, rows in (group, index) order. Raises ValueError with what to change."""
     check_job_id(request.job_id)
-    groups = _groups(request.groups)
+    groups = _groups(request.groups, is_guided=request.sampling.guidance_scale > 1)
     sampling = _sampling(request.sampling)
     noise = _noise(request.noise, sampling.num_steps)
     record = _record(request, noise)
@@ -49,8 +49,8 @@ def _record(request: rollout_pb2.GenerateRequest, noise: Noise) -> Record:
     return "final" if is_final else "steps"
 
 
-def _groups(messages: Sequence[rollout_pb2.PromptGroup]) -> tuple[PromptGroup, ...]:
-    groups = [_group(message) for message in messages]
+def _groups(messages: Sequence[rollout_pb2.PromptGroup], *, is_guided: bool) -> tuple[PromptGroup, ...]:
+    groups = [_group(message, is_guided=is_guided) for message in messages]
     numbers = [group.group for group in groups]
     num_samples = sum(len(group.indices) for group in groups)
     if not groups or len(set(numbers)) != len(numbers):
@@ -64,7 +64,7 @@ def _groups(messages: Sequence[rollout_pb2.PromptGroup]) -> tuple[PromptGroup, .
     return tuple(sorted(groups, key=lambda group: group.group))
 
 
-def _group(message: rollout_pb2.PromptGroup) -> PromptGroup:
+def _group(message: rollout_pb2.PromptGroup, *, is_guided: bool) -> PromptGroup:
     indices, seeds = list(message.indices), list(message.seeds)
     if not indices or len(indices) != len(seeds):
         raise ValueError(
@@ -79,9 +79,11 @@ def _group(message: rollout_pb2.PromptGroup) -> PromptGroup:
             f"group {message.group}: give one of media an index, not {len(message.media)} and {len(indices)}"
         )
     check_bytes(f"group {message.group}: its prompt", len(message.prompt.encode()), MAX_PROMPT_BYTES)
+    negative = message.negative_prompt if is_guided and message.HasField("negative_prompt") else None
+    check_bytes(f"group {message.group}: its negative prompt", len((negative or "").encode()), MAX_PROMPT_BYTES)
     pairs = sorted(zip(indices, seeds, strict=True))
     ordered = tuple(index for index, _ in pairs), tuple(seed for _, seed in pairs)
-    return PromptGroup(message.group, message.prompt, *ordered, initial_seed=message.initial_seed)
+    return PromptGroup(message.group, message.prompt, *ordered, message.initial_seed, negative_prompt=negative)
 
 
 def _sampling(message: rollout_pb2.Sampling) -> Sampling:

@@ -93,7 +93,7 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str, str]] = {
         "no effect on qwen-image",
     ),
     "no condition images": ({"rollout": {"condition_pixels": 4096}}, "rollout.condition_pixels", "takes no images"),
-    "prompts as preferences": ({"algorithm": {"name": "dpo"}}, "data.train", "preferences come as .jsonl"),
+    "prompts as preferences": ({"algorithm": {"name": "dpo"}}, "data.train", "preferences have columns"),
     "long negative prompt": ({"rollout": {"negative_prompt": "x" * 32769}}, "rollout.negative_prompt", "at most 32768"),
     "bad name": ({"name": "No Spaces!"}, "name", "pattern"),
     "long key": ({"k" * 50_000: 1}, "k" * 200 + " … " + "k" * 397, "unknown setting"),

@@ -256,6 +256,23 @@ def test_the_second_order_sampler_draws_what_diffusers_scheduler_draws(
     assert (found - other).abs().max() > 1e-3
 
 
+def test_a_group_is_guided_by_its_own_negative_prompt(engine: DiffusersEngine, model: ModelSpec) -> None:
+    """As if it were the job's; the other group keeps that of the job."""
+    run(engine.prepare(model, None))
+    job = make_request(guidance_scale=3.0)
+    own = "a blurred photograph of nothing at all"
+    mixed = replace(job, groups=(replace(job.groups[0], negative_prompt=own), job.groups[1]))
+    as_job = replace(job, sampling=replace(job.sampling, negative_prompt=own))
+    found, plain, all_own = (samples_of(run(collect(engine, request))) for request in (mixed, job, as_job))
+
+    def latents(made: list[GeneratedSample], group: int) -> torch.Tensor:
+        return torch.stack([path_of(sample).next_latents for sample in made if sample.group == group])
+
+    torch.testing.assert_close(latents(found, 0), latents(all_own, 0), rtol=0, atol=1e-5)
+    torch.testing.assert_close(latents(found, 1), latents(plain, 1), rtol=0, atol=1e-5)
+    assert (latents(found, 0) - latents(plain, 0)).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("step_type", ["sde", "cps"])
 def test_a_tail_leaves_what_is_trained_as_it_is(engine: DiffusersEngine, model: ModelSpec, step_type: str) -> None:
     """Same bits up to the end of the last noisy step, in fewer calls; the pictures are coarser ones."""

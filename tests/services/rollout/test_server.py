@@ -195,6 +195,12 @@ def test_validation_has_no_trajectory_and_stays_out_of_the_stream(client: Any, m
             assert len({sample.negative_embeds.uri for sample in samples}) == 1
             EmbedsBlob.from_bytes(await c.blobs.get(samples[0].negative_embeds))
             assert not await c.redis.exists(keys.trajectories("job-v"))
+            shared, first = samples[0].negative_embeds, request.groups[0]
+            first.negative_prompt = "a blurred photograph"
+            own = {sample.id.group: sample.negative_embeds for sample in await c.generate(request)}
+            its_place = c.blobs.uri(keys.blob("job-v", "negative", request.step, first.group))
+            assert own.pop(first.group).uri.startswith(its_place + ":")
+            assert {ref.uri.rpartition(":")[0] for ref in own.values()} == {shared.uri.rpartition(":")[0]}
 
     asyncio.run(scenario())
 

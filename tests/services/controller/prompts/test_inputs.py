@@ -9,10 +9,10 @@ import pytest
 
 from flowfleet.data.blobs import BlobStore, RedisBlobs
 from flowfleet.errors import DataLoss, NotFound, Unavailable
+from flowfleet.prompts.prompt import Prompt
 from flowfleet.proto import rollout_pb2
 from flowfleet.redis.client import connect
 from services.controller.prompts import inputs as module
-from services.controller.prompts.data import Prompt
 from services.controller.prompts.inputs import Inputs
 from services.controller.prompts.sources import Sources
 from services.controller.reading.places import Places

@@ -197,3 +197,37 @@ def test_from_inside_the_controllers_secrets_cannot_be_got(tmp_path: Path, user:
         expected |= {"token by C": "refused"}
     assert {name: found["after"][name] for name in expected} == expected
     assert found["after"]["program"] == found["after"]["connect"] == found["after"]["unix"] == "refused"
+
+
+def test_tables_and_saved_data_sets_are_read(tmp_path: Path) -> None:
+    """A folder as `Dataset.save_to_disk` writes it; the rows of its files follow each other."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    tables = [pa.Table.from_pylist([{"prompt": text, "n": 1}]) for text in ("a", "b")]
+    pq.write_table(tables[0], tmp_path / "a.Parquet")
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    for number, table in enumerate(tables):
+        with (
+            pa.OSFile(str(folder / f"data-{number}.arrow"), "wb") as sink,
+            pa.ipc.new_stream(sink, table.schema) as out,
+        ):
+            out.write_table(table)
+    state = {"_data_files": [{"filename": "data-0.arrow"}, {"filename": "data-1.arrow"}]}
+    (folder / "state.json").write_text(json.dumps(state))
+    sources = Sources(Places.of([tmp_path], [], tmp_path / "state"))
+    try:
+        assert [prompt.text for prompt in sources.prompts(str(folder))] == ["a", "b"]
+        assert sources.first_prompt(str(folder)).metadata == {"n": "1"}
+        assert sources.prompts(str(tmp_path / "a.Parquet"))[0].source.endswith("a.Parquet:1")
+        (folder / "data-1.arrow").unlink()
+        (folder / "data-1.arrow").symlink_to("/etc/passwd")
+        with pytest.raises(NotAllowed):
+            sources.prompts(str(folder))
+        (folder / "dataset_dict.json").write_text("{}")
+        with pytest.raises(ValueError, match=r"holds several splits: name one, as in .*/saved/train"):
+            sources.prompts(str(folder))
+        (tmp_path / "a.parquet").write_text("prompt\n")
+        with pytest.raises(ValueError, match="no readable parquet file"):
+            sources.prompts(str(tmp_path / "a.parquet"))
+    finally:
+        sources.close()

@@ -51,9 +51,9 @@ async def write(redis: Any, *calls: Callable[..., Any]) -> None:
         await pipe.execute()
 
 
-async def filled(redis: Any, blobs: RedisBlobs, **settings: Any) -> SampleRefs:
+async def filled(redis: Any, blobs: RedisBlobs) -> SampleRefs:
     """Two samples of each of steps 0 and 1, with requests of step 1 and, without any sample, of step 2."""
-    refs = SampleRefs(redis, blobs, JOB, **settings)
+    refs = SampleRefs(redis, blobs, JOB)
     samples = [await sample(blobs, step, 0, index) for step in (0, 1) for index in (0, 1)]
     requests = [trainer_pb2.TrainStepRequest(job_id=JOB, step=step) for step in (1, 2)]
     await write(redis, partial(refs.put, samples), *(partial(refs.put_request, request) for request in requests))
@@ -61,7 +61,7 @@ async def filled(redis: Any, blobs: RedisBlobs, **settings: Any) -> SampleRefs:
 
 
 async def test_a_covered_step_leaves_nothing_but_its_pictures(redis: Any, blobs: RedisBlobs) -> None:
-    refs = await filled(redis, blobs, keeps_negative=True)
+    refs = await filled(redis, blobs)
     assert await refs.held() == [0, 1, 2]
     await refs.release_before(2)
     assert await refs.held() == [2]
@@ -74,13 +74,20 @@ async def test_a_covered_step_leaves_nothing_but_its_pictures(redis: Any, blobs:
 
 
 async def test_a_step_s_own_negative_embeds_go_with_it(redis: Any, blobs: RedisBlobs) -> None:
-    refs = await filled(redis, blobs, keeps_negative=False)
+    refs = await filled(redis, blobs)
+    own = await blobs.put(keys.blob(JOB, SHARED, 0, 7, "abc"), b"blob", ttl_s=100)
+    other = await blobs.put(keys.blob(JOB, SHARED, "0abc"), b"blob", ttl_s=100)
+    found = [common_pb2.Sample(id=common_pb2.SampleId(job_id=JOB, step=0, group=7, index=index)) for index in (0, 1)]
+    for sample_, ref in zip(found, (own, other), strict=True):
+        sample_.negative_embeds.CopyFrom(ref)
+    await write(redis, partial(refs.put, found))
     await refs.release_before(1)
-    assert not await redis.exists(keys.blob(JOB, SHARED, 0))
+    assert not await redis.exists(keys.blob(JOB, SHARED, 0, 7, "abc"))
+    assert await redis.exists(keys.blob(JOB, SHARED, "0abc"), keys.blob(JOB, SHARED, 0)) == 2
 
 
 async def test_renewal_prolongs_what_may_be_trained_on(redis: Any, blobs: RedisBlobs) -> None:
-    refs = await filled(redis, blobs, keeps_negative=True)
+    refs = await filled(redis, blobs)
     await refs.release_before(1)
     await refs.renew(5000)
     prolonged = {name.decode() for name in await redis.keys("*") if await redis.ttl(name) > 4000}
@@ -89,7 +96,7 @@ async def test_renewal_prolongs_what_may_be_trained_on(redis: Any, blobs: RedisB
 
 
 async def test_a_lost_sample_makes_room_for_the_new_one(redis: Any, blobs: RedisBlobs) -> None:
-    refs = await filled(redis, blobs, keeps_negative=True)
+    refs = await filled(redis, blobs)
     first = await refs.get(0, [(0, 0)])
     again = common_pb2.Sample(id=first[0].id, policy_version=7)
     await write(redis, partial(refs.put, [again]))
@@ -99,7 +106,7 @@ async def test_a_lost_sample_makes_room_for_the_new_one(redis: Any, blobs: Redis
 
 
 async def test_nothing_walks_through_all_keys_of_redis(redis: Any, blobs: RedisBlobs) -> None:
-    refs = await filled(redis, blobs, keeps_negative=True)
+    refs = await filled(redis, blobs)
     await redis.config_resetstat()
     await refs.renew(5000)
     await refs.release_before(9)

@@ -1,0 +1,1 @@
+"""Data sets of prompts and of preferences: their formats, their columns, and one prompt of them."""

@@ -1,0 +1,150 @@
+"""From a row of a data set to a prompt, whatever format the row was read from.
+
+Known columns are the prompt's own, `images`, `negative_prompt` and `metadata`; preferences add `chosen` and `rejected`.
+Every other column becomes metadata, and a name that is nearly a known one is refused: no column is dropped in silence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from flowfleet.prompts.prompt import Kind, Prompt, beside, checked
+
+_OWN = ("images", "negative_prompt", "metadata")
+_MEDIA = ("chosen", "rejected")
+_SHAPES: dict[Kind, str] = {
+    "prompts": '{"prompt": "…", "metadata": {…}, "images": ["…"]}, metadata and images may be left out',
+    "preferences": '{"prompt": "…", "chosen": "…", "rejected": "…"} of paths or URLs; metadata and images may be added',
+}
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns of a data set hold what."""
+
+    kind: Kind = "prompts"
+    prompt: str = "prompt"
+    """Name of the column of prompts."""
+    ignored: frozenset[str] = frozenset()
+    """Names of columns that are left out on purpose."""
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """Names with a meaning."""
+        return (self.prompt, *_OWN, *(_MEDIA if self.kind == "preferences" else ()))
+
+    def expected(self) -> str:
+        """The shape of a row, for messages."""
+        return f"expected an object like {_SHAPES[self.kind]}".replace('"prompt":', f'"{self.prompt}":')
+
+
+def read_row(row: Any, url: str, number: int, columns: Columns) -> Prompt:
+    """The prompt of a row. Raises ValueError that names the row and says what to change."""
+    where = f"{url}:{number}"
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: {columns.expected()}")
+    try:
+        own, others = _plan(tuple(row), columns)
+        return checked(_prompt(row, url, where, columns, own, others))
+    except _Misshapen:
+        raise ValueError(f"{where}: {columns.expected()}") from None
+    except UnicodeEncodeError:
+        raise ValueError(f"{where}: holds half of a surrogate pair, which is no character") from None
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+class _Misshapen(Exception):
+    """A column does not hold what its name promises."""
+
+
+@lru_cache(64)
+def _plan(names: tuple[str, ...], columns: Columns) -> tuple[frozenset[str], tuple[str, ...]]:
+    """The known columns of rows with these names, and those that become metadata. Raises ValueError."""
+    used = [name for name in names if name not in columns.ignored]
+    for name in used:
+        if near := _near(name, columns.known):
+            raise ValueError(
+                f"the column {name!r} is nearly {near!r}: rename it, or leave it out by data.ignore_columns"
+            )
+    if columns.prompt not in used:
+        raise ValueError(
+            f"there is no column {columns.prompt!r} but {', '.join(map(repr, used)) or 'none'}: name the column of "
+            "prompts by data.prompt_column"
+        )
+    if columns.kind == "preferences" and not set(_MEDIA) <= set(used):
+        raise _Misshapen
+    return frozenset(used) & set(columns.known), tuple(name for name in used if name not in columns.known)
+
+
+def _prompt(
+    row: Mapping[str, Any], url: str, where: str, columns: Columns, own: frozenset[str], others: tuple[str, ...]
+) -> Prompt:
+    text, negative = row[columns.prompt], row["negative_prompt"] if "negative_prompt" in own else None
+    images = (row["images"] if "images" in own else None) or []
+    if text is None:
+        raise ValueError(f"the column {columns.prompt!r} is empty")
+    if not (isinstance(text, str) and isinstance(images, list) and isinstance(negative, str | None)):
+        raise _Misshapen
+    media = [row[name] for name in _MEDIA] if columns.kind == "preferences" else []
+    if not all(isinstance(path, str) for path in (*images, *media)):
+        raise _Misshapen
+    return Prompt(
+        text=text,
+        metadata=_metadata(row, own, others),
+        images=tuple(beside(url, path) for path in images),
+        media=tuple(beside(url, path) for path in media),
+        negative=negative,
+        source=where,
+    )
+
+
+def _metadata(row: Mapping[str, Any], own: frozenset[str], others: tuple[str, ...]) -> dict[str, str]:
+    """The `metadata` column and all columns without a meaning. An empty cell adds nothing."""
+    given = (row["metadata"] if "metadata" in own else None) or {}
+    if not isinstance(given, dict):
+        raise _Misshapen
+    metadata = {key: _text(value) for key, value in given.items()}
+    for name in others:
+        if name in metadata:
+            raise ValueError(f"{name!r} is a column and a key of its metadata: rename one of them")
+        if row[name] is not None:
+            metadata[name] = _text(row[name])
+    return metadata
+
+
+def _text(value: Any) -> str:
+    """A value of the metadata, which are texts: objects and lists as JSON."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else str(value)
+
+
+def _near(name: str, known: tuple[str, ...]) -> str:
+    """The known name that an unknown one is a slip of the pen from, or "". Numbered columns are none."""
+    if name in known or name.rstrip("0123456789_-") in known:
+        return ""
+    plain = _plain(name)
+    return next((own for own in known if _edits(plain, _plain(own)) <= (2 if len(own) > 9 else 1)), "")
+
+
+def _plain(name: str) -> str:
+    return "".join(character for character in name.casefold() if character.isalnum())
+
+
+def _edits(one: str, other: str) -> int:
+    """Insertions, deletions, replacements and swaps of neighbors between two names; more than 2 count as 3."""
+    if abs(len(one) - len(other)) > 2:
+        return 3
+    rows = [list(range(len(other) + 1))]
+    for i, left in enumerate(one, 1):
+        row = [i]
+        for j, right in enumerate(other, 1):
+            cost = min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (left != right))
+            if i > 1 and j > 1 and left == other[j - 2] and right == one[i - 2]:
+                cost = min(cost, rows[-2][j - 2] + 1)
+            row.append(cost)
+        rows.append(row)
+    return min(3, rows[-1][-1])

@@ -1,0 +1,60 @@
+"""One prompt of a data set, and what its media are by their suffix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Literal
+
+from flowfleet.limits import MAX_IMAGES, MAX_METADATA_BYTES, MAX_PROMPT_BYTES, check_bytes
+
+Kind = Literal["prompts", "preferences"]
+
+PICTURES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
+VIDEOS = {".mp4": "video/mp4"}
+MEDIA_TYPES = PICTURES | VIDEOS
+"""Media type by a file's suffix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One line or row of a data set."""
+
+    text: str
+    metadata: dict[str, str] = field(default_factory=dict)
+    images: tuple[str, ...] = ()
+    """Condition images, absolute or URLs."""
+    media: tuple[str, ...] = ()
+    """The chosen and the rejected medium of a preference."""
+    negative: str | None = None
+    """Negative prompt in place of the job's."""
+    source: str = field(default="", compare=False)
+    """file:line or file:row, for messages."""
+
+
+def checked(prompt: Prompt) -> Prompt:
+    """Returns the same prompt. Raises ValueError where it is larger than the fleet takes."""
+    check_bytes("the prompt", len(prompt.text.encode()), MAX_PROMPT_BYTES)
+    check_bytes("the negative prompt", len((prompt.negative or "").encode()), MAX_PROMPT_BYTES)
+    size_bytes = sum(len(key.encode()) + len(value.encode()) for key, value in prompt.metadata.items())
+    check_bytes("metadata", size_bytes, MAX_METADATA_BYTES)
+    if len(prompt.images) > MAX_IMAGES:
+        raise ValueError(f"{len(prompt.images)} images: give at most {MAX_IMAGES}")
+    return prompt
+
+
+def media_type(url: str) -> str:
+    """Media type of a file by its suffix. Raises ValueError for an unknown suffix."""
+    suffix = PurePath(url).suffix.lower()
+    if suffix not in MEDIA_TYPES:
+        raise ValueError(f"{url}: its suffix tells no media type; known are {', '.join(MEDIA_TYPES)}")
+    return MEDIA_TYPES[suffix]
+
+
+def beside(url: str, path: str) -> str:
+    """Where a medium of a data set is: as written if absolute or a URL, else in the data set's directory."""
+    media_type(path)
+    if "://" in path or PurePath(path).is_absolute():
+        return path
+    directory, slash, _ = url.rpartition("/")
+    return f"{directory}{slash}{path}"

@@ -1,0 +1,243 @@
+"""Files of prompts: each format by its suffix, and what is wrong with a file by its line."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from flowfleet.limits import MAX_IMAGES, MAX_METADATA_BYTES, MAX_PROMPT_BYTES
+from flowfleet.prompts import formats
+from flowfleet.prompts.columns import Columns
+from flowfleet.prompts.formats import first_prompt, format_of, parse_prompts
+from flowfleet.prompts.prompt import Kind, Prompt, media_type
+
+
+def load_prompts(path: str, kind: Kind = "prompts") -> list[Prompt]:
+    return parse_prompts(Path(path).read_bytes(), path, Columns(kind))
+
+
+ROWS = {
+    "a.JSONL": '{"prompt": "a cat", "count": 2}\n{"prompt": "a dog", "negative_prompt": "blur", "count": null}\n',
+    "a.ndjson": '{"prompt": "a cat", "count": 2}\n\n{"prompt": "a dog", "negative_prompt": "blur"}',
+    "a.json": '[{"prompt": "a cat", "metadata": {"count": 2}}, {"prompt": "a dog", "negative_prompt": "blur"}]',
+    "a.Csv": 'count,prompt,negative_prompt\r\n2,a cat,\r\n,"a dog","blur"\r\n',
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_same_rows_in_every_format(name: str) -> None:
+    for mark in (b"", b"\xef\xbb\xbf"):  # with the byte order mark that Windows writes
+        found = parse_prompts(mark + ROWS[name].encode(), name)
+        assert found == [Prompt("a cat", {"count": "2"}), Prompt("a dog", negative="blur")]
+    first = first_prompt(ROWS[name].encode(), name, Columns(), format_of(name, Columns()))
+    assert first == Prompt("a cat", {"count": "2"})
+
+
+@pytest.mark.parametrize("name", ["a.tsv", "a.yaml", "a", "a.txt.gz", "https://h/a?x=.txt", "s3://b/a.parquet2"])
+def test_other_suffixes_are_refused_and_the_known_ones_named(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"no format of prompts: give \.txt, \.jsonl, \.ndjson, \.csv, \.json, \.parquet"
+    ):
+        format_of(name, Columns())
+
+
+def test_the_suffix_of_a_url_is_its_path_s() -> None:
+    assert format_of("https://h/A.CSV?signed=1#x", Columns()) == "csv"
+
+
+def test_cells_of_csv_hold_commas_breaks_and_json() -> None:
+    text = 'prompt,images,metadata\n"two,\nlines",a.png,"{""k"": [1]}"\n\nb,"[""b.png"", ""c.png""]",\n'
+    first, second = parse_prompts(text.encode(), "d/a.csv")
+    assert first == Prompt("two,\nlines", {"k": "[1]"}, images=("d/a.png",))
+    assert (second.images, second.metadata, second.source) == (("d/b.png", "d/c.png"), {}, "d/a.csv:5")
+
+
+def test_a_list_of_texts_is_a_list_of_prompts() -> None:
+    assert parse_prompts(b'["a", "b"]', "a.json") == [Prompt("a"), Prompt("b")]
+
+
+def test_another_column_may_hold_the_prompts() -> None:
+    data = b'{"caption": "a", "prompt": "left", "bytes": "x"}'
+    columns = Columns(prompt="caption", ignored=frozenset({"bytes"}))
+    assert parse_prompts(data, "a.jsonl", columns) == [Prompt("a", {"prompt": "left"})]
+
+
+@pytest.mark.parametrize(
+    ("column", "near"),
+    [
+        ("promt", "prompt"), ("Prompt", "prompt"), ("pormpt", "prompt"), ("prompts", "prompt"), ("image", "images"),
+        ("negative_promt", "negative_prompt"), ("negative prompt", "negative_prompt"), ("meta_data", "metadata"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("form", ["csv", "jsonl"])
+def test_a_slip_of_the_pen_is_no_metadata(column: str, near: str, form: str) -> None:
+    text = f"prompt,{column}\na,b\n" if form == "csv" else json.dumps({"prompt": "a", column: "b"})
+    words = f"the column {column!r} is nearly {near!r}: rename it, or leave it out by data.ignore_columns"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        parse_prompts(text.encode(), f"a.{form}")
+    left_out = Columns(ignored=frozenset({column}))
+    assert parse_prompts(text.encode(), f"a.{form}", left_out) == [Prompt("a")]
+
+
+@pytest.mark.parametrize("column", ["prompt_2", "count", "tag", "id", "caption", "imagenet", "seed"])
+def test_names_of_their_own_are_metadata(column: str) -> None:
+    assert parse_prompts(f"prompt,{column}\na,b\n".encode(), "a.csv") == [Prompt("a", {column: "b"})]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", "prompt,n\na,1\nb\n", "a.csv:3: it has 1 cells, the header has 2"),
+        ("a.csv", "prompt;n\na;1\n", "a.csv:1: the header is one cell, 'prompt;n': separate cells by commas"),
+        ("a.csv", "prompt,prompt\na,b\n", "a.csv:1: the header names 'prompt' twice"),
+        ("a.csv", "prompt,n\n,1\n", "a.csv:2: the column 'prompt' is empty"),
+        ("a.csv", 'prompt\n"a\n', "a.csv:2: unexpected end of data"),
+        ("a.csv", "prompt,metadata\na,{1}\n", "a.csv:2: its metadata are no JSON: '{1}'"),
+        ("a.csv", "prompt\n", "a.csv: holds no prompt"),
+        ("a.jsonl", '{"prompt": "a", "prompt": "b"}', "a.jsonl:1: 'prompt' is given twice"),
+        ("a.jsonl", '{"prompt": ["a"]}', "a.jsonl:1: expected an object like"),
+        ("a.jsonl", '{"prompt": "a", "n": 1, "metadata": {"n": 2}}', "a.jsonl:1: 'n' is a column and a key of its"),
+        ("a.json", '{"prompt": "a"}', "a.json: expected a list of objects"),
+        ("a.json", '[{"prompt": "a"}, 3]', "a.json:2: expected an object like"),
+    ],
+)
+def test_what_is_wrong_is_named(name: str, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parse_prompts(text.encode(), name)
+
+
+def test_text_files_have_a_prompt_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text('A sign that says "K7"\n\n  Ünïcode „Grüße“  \n', encoding="utf-8")
+    assert load_prompts(str(path)) == [Prompt('A sign that says "K7"'), Prompt("Ünïcode „Grüße“")]
+
+
+def test_jsonl_files_carry_metadata(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "two cats", "metadata": {"count": 2}}\n{"prompt": "a dog"}\n')
+    assert load_prompts(str(path)) == [Prompt("two cats", {"count": "2"}), Prompt("a dog")]
+    path.write_text('{"prompt": "a cat", "metadata": {"of": {"class": "cat", "more": [1, null]}}}\n')
+    assert load_prompts(str(path)) == [Prompt("a cat", {"of": '{"class": "cat", "more": [1, null]}'})]
+
+
+def test_media_lie_beside_the_file_unless_they_say_where(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(
+        '{"prompt": "a", "chosen": "x/1.png", "rejected": "/data/2.JPG", "images": ["3.webp"]}\n\n'
+        '{"prompt": "b", "chosen": "s3://bucket/1.mp4", "rejected": "2.mp4", "metadata": {"n": 1}}\n'
+    )
+    first, second = load_prompts(str(path), "preferences")
+    assert first.media == (f"{tmp_path}/x/1.png", "/data/2.JPG")
+    assert first.images == (f"{tmp_path}/3.webp",)
+    assert second == Prompt("b", {"n": "1"}, media=("s3://bucket/1.mp4", f"{tmp_path}/2.mp4"))
+    assert [prompt.source for prompt in (first, second)] == [f"{path}:1", f"{path}:3"]
+    assert load_prompts(str(path))[0] == Prompt(  # as prompts, pairs are metadata
+        "a", {"chosen": "x/1.png", "rejected": "/data/2.JPG"}, images=(f"{tmp_path}/3.webp",)
+    )
+
+
+def test_a_file_named_without_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("edits.jsonl").write_text('{"prompt": "a", "images": ["a.png"]}')
+    assert load_prompts("edits.jsonl")[0].images == ("a.png",)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "a", "chosen": "1.png"}', 'bad.jsonl:1: expected an object like {"prompt": "…", "chosen"'),
+        ('{"prompt": "a", "chosen": "1.png", "rejected": 2}', "bad.jsonl:1: expected an object"),
+        ('{"prompt": "a", "chosen": "1.gif", "rejected": "2.png"}', "bad.jsonl:1: 1.gif: its suffix tells no media"),
+        ('{"prompt": "a", "chosen": "1.png", "rejected": "2.png", "images": "3.png"}', "bad.jsonl:1: expected"),
+        ('{"prompt": "a", "chosen": "1.png", "rejected": "2.png", "images": ["3"]}', "bad.jsonl:1: 3: its suffix"),
+    ],
+)
+def test_bad_preferences_name_the_line(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(line)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_prompts(str(path), "preferences")
+
+
+def test_preferences_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("a")
+    with pytest.raises(ValueError, match=r"preferences have columns, and text has none: give \.jsonl"):
+        load_prompts(str(tmp_path / "p.txt"), "preferences")
+
+
+def test_types_go_by_suffix() -> None:
+    assert [media_type(f"a.{s}") for s in ("png", "jpg", "JPEG", "webp", "mp4")] == [
+        "image/png", "image/jpeg", "image/jpeg", "image/webp", "video/mp4",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["prompts", "preferences"])
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("empty.jsonl", "\n \n", "holds no prompt"),
+        (
+            "broken.jsonl",
+            '{"prompt": "a", "chosen": "1.png", "rejected": "2.png"}\n{nonsense',
+            "broken.jsonl:2: expected an object",
+        ),
+        ("list.jsonl", "[1]", "list.jsonl:1: expected an object"),
+        (
+            "no_prompt.jsonl",
+            '{"text": "a"}',
+            "no_prompt.jsonl:1: there is no column 'prompt' but 'text': name the column of prompts",
+        ),
+        (
+            "half.jsonl",
+            '{"prompt": "a", "chosen": "1.png", "rejected": "2.png", "metadata": {"note": "\\ud800"}}',
+            "half.jsonl:1: holds half of a surrogate pair",
+        ),
+        ("deep.jsonl", '{"prompt": ' + "[" * 100_000, "deep.jsonl:1: it is nested too deeply"),
+        (
+            "long.jsonl",
+            json.dumps({"prompt": "é" * (MAX_PROMPT_BYTES // 2 + 1), "chosen": "1.png", "rejected": "2.png"}),
+            f"long.jsonl:1: the prompt has {MAX_PROMPT_BYTES + 2} bytes: give at most {MAX_PROMPT_BYTES}",
+        ),
+        (
+            "metadata.jsonl",
+            json.dumps(
+                {"prompt": "a", "chosen": "1.png", "rejected": "2.png", "metadata": {"k": "x" * MAX_METADATA_BYTES}}
+            ),
+            "metadata.jsonl:1: metadata has 20971",
+        ),
+        (
+            "images.jsonl",
+            json.dumps({"prompt": "a", "chosen": "1.png", "rejected": "2.png", "images": ["1.png"] * (MAX_IMAGES + 1)}),
+            f"images.jsonl:1: {MAX_IMAGES + 1} images: give at most {MAX_IMAGES}",
+        ),
+    ],
+)
+def test_bad_files_name_the_line(tmp_path: Path, name: str, text: str, message: str, kind: Kind) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_prompts(str(path), kind)
+
+
+def test_a_long_line_of_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "long.txt"
+    path.write_text("a\n" + "x" * MAX_PROMPT_BYTES + "\n" + "x" * (MAX_PROMPT_BYTES + 1))
+    with pytest.raises(ValueError, match=r"long\.txt:3: the prompt has 32769 bytes: give at most 32768"):
+        load_prompts(str(path))
+
+
+@pytest.mark.parametrize("line", [b"a\n", b"a\r", "a\u2028".encode()])
+def test_many_short_lines_are_refused_before_they_are_made(line: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "MAX_PROMPTS", 3)
+    assert len(parse_prompts(3 * line, "x.txt")) == 3
+    with pytest.raises(ValueError, match=r"x\.txt: a prompt file has at most 3 lines"):
+        parse_prompts(4 * line, "x.txt")
+
+
+def test_an_empty_text_holds_no_prompt(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("\n \n")
+    with pytest.raises(ValueError, match="holds no prompt"):
+        load_prompts(str(tmp_path / "empty.txt"))
