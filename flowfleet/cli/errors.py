@@ -17,7 +17,7 @@ EXTRAS: Final = {
     "archived": "service",
     "plan": "trainer",
     "redis-acl": "service",
-    "reward": "media",
+    "check-reward": "media",
     "samples": "service",
 }
 """Command to the extra that it needs beyond the base install. Commands that start processes need `local`."""

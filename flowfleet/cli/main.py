@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from flowfleet.cli import reward as cli_reward
 from flowfleet.cli import rewards as cli_rewards
 from flowfleet.cli import views
 from flowfleet.cli.chaos import chaos
+from flowfleet.cli.check_reward import check_reward
 from flowfleet.cli.errors import Group
 from flowfleet.cli.options import Ca, JobId, Url, connect, err, out
 from flowfleet.cli.redis import redis_acl
@@ -48,7 +48,6 @@ def _main(
     pass
 
 
-app.add_typer(cli_reward.app, name="reward")
 app.add_typer(cli_rewards.app, name="rewards")
 
 StackDir = Annotated[Path, typer.Option(help="Directory of the stack: addresses, logs, data.")]
@@ -267,6 +266,7 @@ def fleet(url: Url = None, ca: Ca = None) -> None:
 
 app.command()(samples)
 app.command("redis-acl")(redis_acl)
+app.command("check-reward")(check_reward)
 
 
 @app.command()

@@ -4,7 +4,7 @@
     assert report.ok, report.text()
 
 `checks` has the rules, one function each; `session` what they ask with; `media` the pictures and videos that they send;
-`report` what comes out. `flowfleet reward check` is the same on the command line.
+`report` what comes out. `flowfleet check-reward` is the same on the command line.
 """
 
 from flowfleet.conformance.report import Report, Result, Status

@@ -46,7 +46,7 @@ def test_the_page_quotes_it_as_it_is_and_it_is_short() -> None:
 
 
 def test_it_keeps_the_contract_as_the_command_line_tells(address: str) -> None:
-    result = CliRunner().invoke(cli.app, ["reward", "check", f"grpc://{address}", "--allowed", "30"])
+    result = CliRunner().invoke(cli.app, ["check-reward", f"grpc://{address}", "--allowed", "30"])
     assert result.exit_code == 0, result.output
     assert "colourful 1, pictures, scores 0 to 400, at most 64 a call, contract 1" in result.stdout
     assert re.search(r"\d\d passed, in", result.stdout), "nothing failed, nothing was noted or skipped"
@@ -56,13 +56,13 @@ def test_colour_is_what_it_scores(address: str, tmp_path: Path) -> None:
     """One flat color has spread 0 and the mean of the formula: |(R - G, (R + G) / 2 - B)|."""
     Image.new("RGB", (16, 16), (200, 80, 20)).save(tmp_path / "orange.png")
     expected = 0.3 * (120**2 + 120**2) ** 0.5
-    words = ["reward", "check", f"grpc://{address}", "--image", str(tmp_path / "orange.png"), "--json"]
+    words = ["check-reward", f"grpc://{address}", "--image", str(tmp_path / "orange.png"), "--json"]
     result = CliRunner().invoke(cli.app, words)
     assert f'"score {expected:g}"' in result.stdout
 
 
 def test_a_broken_contract_is_exit_code_1() -> None:
-    result = CliRunner().invoke(cli.app, ["reward", "check", "grpc://127.0.0.1:9"])
+    result = CliRunner().invoke(cli.app, ["check-reward", "grpc://127.0.0.1:9"])
     assert result.exit_code == 1
     assert "UNAVAILABLE" in result.stdout
     assert "needs 'reachable', which did not pass" in result.stdout

@@ -112,7 +112,7 @@ def test_jobs_are_submitted_and_shown(job: str, api_url: str, tmp_path: Path, mo
         ("plan JOB", "trainer"),
         ("archived folder", "service"),
         ("redis-acl folder", "service"),
-        ("reward check grpc://127.0.0.1:1", "media"),
+        ("check-reward grpc://127.0.0.1:1", "media"),
     ],
 )
 def test_a_command_that_needs_more_says_which_extra_has_it(words: str, extra: str, job: str, tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_command_that_needs_more_says_which_extra_has_it(words: str, extra: st
     [
         ("archived folder", "service", ""),
         ("redis-acl folder", "service", "ACL SETUSER"),
-        ("reward check grpc://127.0.0.1:1 --timeout 0.1", "media", "reachable"),
+        ("check-reward grpc://127.0.0.1:1 --timeout 0.1", "media", "reachable"),
     ],
 )
 def test_with_that_extra_it_runs(words: str, extra: str, told: str, tmp_path: Path) -> None:

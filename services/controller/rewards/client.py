@@ -154,7 +154,7 @@ class RewardService:
             problem = next(iter(answers.values())).problem
             raise RewardFailure(
                 f"rewards.{name}: service {self.service!r} answered with nothing that can be used, as of the first "
-                f"sample: {problem}; repair the service (`flowfleet reward check ADDRESS` tells more)"
+                f"sample: {problem}; repair the service (`flowfleet check-reward ADDRESS` tells more)"
             )
         return answers
 

@@ -201,9 +201,9 @@ def test_samples_are_downloaded_and_printed(run: Run, client: Client, job_file: 
         (["jobs", "--status", "asleep"], "status"),
         (["samples", "ffff", "--order", "odd"], "no job has the id or name"),
         (["up", "--reward", "beauty"], "unknown reward 'beauty'"),
-        (["reward", "check", "http://host:1"], "give grpc://host:port"),
-        (["reward", "check", "grpc://host:1", "--ca", "ca.crt"], "say grpcs://host:1"),
-        (["reward", "check", "host:1", "--param", "region"], "--param 'region': give KEY=VALUE"),
+        (["check-reward", "http://host:1"], "give grpc://host:port"),
+        (["check-reward", "grpc://host:1", "--ca", "ca.crt"], "say grpcs://host:1"),
+        (["check-reward", "host:1", "--param", "region"], "--param 'region': give KEY=VALUE"),
         (["up", "--rollout-devices", "0,1", "--replicas", "3"], "names 2 accelerators for 3 rollouts"),
         (["up", "--trainer-devices", ""], "give each once, as in 0,1"),
         (["demo", "--recipe", "absent.toml"], "absent.toml: cannot be read"),
@@ -298,7 +298,7 @@ def test_the_surface_is_what_users_know() -> None:
         "rewards shadow": ["--ca", "--for", "--param", "--service", "--url", "--wait"],
         "rewards promote": ["--ca", "--url", "--wait"],
         "rewards remove": ["--ca", "--url", "--wait"],
-        "reward check": [
+        "check-reward": [
             "--allowed",
             "--ca",
             "--cert",

@@ -239,7 +239,7 @@ def test_rubbish_for_all_is_the_services_failure(
     said = said_of(serving(Answers(change)))
     assert said.startswith("rewards.beauty: service 'judge' answered with nothing that can be used")
     assert words in said
-    assert "flowfleet reward check" in said
+    assert "flowfleet check-reward" in said
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`flowfleet reward`: about one reward service, by its address. Jobs and the controller have no part in it."""
+"""`flowfleet check-reward`: whether a reward service keeps its contract. Needs its address, no controller and no job."""
 
 from __future__ import annotations
 
@@ -12,39 +12,34 @@ from rich.console import Console
 if TYPE_CHECKING:
     from flowfleet.conformance import Result
 
-app = typer.Typer(help="Check reward services.", no_args_is_help=True)
-
 Pairs = list[str] | None
 
 
-@app.callback()
-def about() -> None:
-    """Check reward services."""
-
-
-@app.command()
-def check(
+def check_reward(
     address: Annotated[str, typer.Argument(help="grpc://HOST:PORT, grpcs://HOST:PORT with TLS.")],
-    prompt: Annotated[str | None, typer.Option(help='Of the samples; default: a sign that says "FLOW" …')] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help='Prompt of the samples; default: a sign that says "FLOW" …')
+    ] = None,
     metadata: Annotated[Pairs, typer.Option(help="KEY=VALUE of the samples; repeatable.")] = None,
     param: Annotated[Pairs, typer.Option(help="KEY=VALUE of each call, as `params` of a job; repeatable.")] = None,
     image: Annotated[
         list[Path] | None, typer.Option(help="Picture or MP4 to send instead of the drawn ones; repeatable.")
     ] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds of each call.")] = 60.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Limit on each call, in seconds.")] = 60.0,
     allowed: Annotated[
-        float, typer.Option(min=0.1, help="Seconds of a call after cancelled ones; more on a busy machine.")
+        float,
+        typer.Option(min=0.1, help="Limit on a call after cancelled ones, in seconds; give more on a busy machine."),
     ] = 2.0,
-    tolerance: Annotated[float, typer.Option(min=0.0, help="By how much scores of one sample may differ.")] = 1e-3,
-    max_batch: Annotated[int, typer.Option(min=1, help="The largest batch that is sent.")] = 1024,
+    tolerance: Annotated[float, typer.Option(min=0.0, help="Maximum difference between scores of one sample.")] = 1e-3,
+    max_batch: Annotated[int, typer.Option(min=1, help="Size of the largest batch to send.")] = 1024,
     ca: Annotated[
-        Path | None, typer.Option(help="PEM file of the CA of a grpcs address; else FLOWFLEET_TLS_DIR.")
+        Path | None, typer.Option(help="PEM file of the CA of a grpcs address; default: the one in FLOWFLEET_TLS_DIR.")
     ] = None,
     cert: Annotated[Path | None, typer.Option(help="PEM file of the certificate to show to it.")] = None,
     key: Annotated[Path | None, typer.Option(help="PEM file of the certificate's key.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Ask a reward service everything that its contract requires; exit code 1 where it is broken."""
+    """Check that a reward service keeps its contract; exits with 1 if it breaks it."""
     from flowfleet import conformance
 
     drawn = conformance.Options()
