@@ -1,4 +1,4 @@
-"""`flowfleet check-reward`: whether a reward service keeps its contract. Needs its address, no controller and no job."""
+"""`flowfleet check-reward`: does a reward service keep its contract? Needs its address, no controller and no job."""
 
 from __future__ import annotations
 

@@ -8,14 +8,11 @@ from dataclasses import dataclass, replace
 
 from flowfleet.algorithms.advantages import AdvantageStats, combined_advantages
 from flowfleet.algorithms.preferences import make_pairs
+from flowfleet.job.drop_reasons import DropReason
 from flowfleet.job.spec import JobSpec, RewardPart
 from services.controller.job.batch import Scored
 from services.controller.rewards.composition import PREFERENCE, Columns, columns
 
-NOT_IN_A_PAIR = "not_in_a_pair"
-"""Why a scored sample is not trained on where a loss trains on pairs."""
-NOT_BEST_OR_WORST = "not_best_or_worst"
-"""Why a scored sample is not trained on where `algorithm.best_of` leaves out the middle of its group."""
 _SUM = "sum"
 _KL = "/kl"
 """Column of the KL to the model before training; no reward can have this name."""
@@ -66,7 +63,7 @@ def credits_of(
 
 def left_out_reason(spec: JobSpec) -> str:
     """Why a job does not train on samples that have a score, if there are any."""
-    return NOT_IN_A_PAIR if spec.loss.needs_pairs else NOT_BEST_OR_WORST
+    return DropReason.NOT_IN_A_PAIR if spec.loss.needs_pairs else DropReason.NOT_BEST_OR_WORST
 
 
 def best_and_worst(credits: Sequence[Credit], best_of: int | None) -> list[Credit]:

@@ -23,6 +23,7 @@ import grpc
 from flowfleet.data.blobs import WORKING_TTL_S
 from flowfleet.data.streams import Delivery, TrajectoryConsumer
 from flowfleet.errors import FlowfleetError, Unavailable, grpc_code
+from flowfleet.job.drop_reasons import DropReason
 from flowfleet.process.clock import steady_time
 from flowfleet.proto import common_pb2
 from services.controller.concurrency import Changes, end, gather_or_cancel
@@ -212,12 +213,17 @@ class JobDriver:
         match command:
             case Generate(step, groups):
                 lost = [(group, index) for group in groups for index in self.machine.wanted(step, group)]
-                await self.emit(*(ev.Dropped(step=step, group=g, index=i, reason="rollout_failed") for g, i in lost))
+                await self.emit(
+                    *(ev.Dropped(step=step, group=g, index=i, reason=DropReason.ROLLOUT_FAILED) for g, i in lost)
+                )
             case Score(step, group):
                 samples = self.machine.state.batches[step].groups[group].items()
                 lost_indices = [index for index, sample in samples if sample.status == "sampled"]
                 await self.emit(
-                    *(ev.Dropped(step=step, group=group, index=i, reason="reward_failed") for i in lost_indices)
+                    *(
+                        ev.Dropped(step=step, group=group, index=i, reason=DropReason.REWARD_FAILED)
+                        for i in lost_indices
+                    )
                 )
             case Validate(version):
                 await self.emit(ev.Validated(version=version, reward=None))

@@ -1,5 +1,5 @@
 """What can happen to a job. Events are facts: recorded first (ledger.py), then folded into the state by
-`machine.Machine`.
+`state_machine.Machine`.
 
 `at` is the controller's clock in Unix seconds, stamped by the driver, so that folding a ledger again gives the same
 state.

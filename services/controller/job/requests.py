@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 from flowfleet.algorithms.windows import noisy_steps, trained_steps
+from flowfleet.job.drop_reasons import DropReason
 from flowfleet.job.spec import JobSpec
 from flowfleet.limits import MAX_BLOB_BYTES
 from flowfleet.prompts.prompt import Prompt
@@ -22,7 +23,6 @@ from services.controller.store.sample_refs import SLICE
 Part = Literal["trajectory", "prompt_embeds", "media", "negative_embeds"]
 """A blob of a training sample. Without guidance it has no negative embeds."""
 PARTS: tuple[Part, ...] = get_args(Part)
-NON_FINITE_KL = "non_finite_reference_kl"
 
 
 def generate(job: JobContext, step: int, wanted: Mapping[int, Sequence[int]]) -> rollout_pb2.GenerateRequest:
@@ -128,7 +128,7 @@ def scored_or_dropped(sample: common_pb2.Sample, verdict: SampleScore) -> ev.Eve
         may_refill = not verdict.gated_by and not verdict.given_up
         return ev.Dropped(step=step, group=group, index=index, reason=verdict.reason, refill=may_refill)
     if not abs(sample.reference_kl) <= MAX_SCORE:
-        return ev.Dropped(step=step, group=group, index=index, reason=NON_FINITE_KL)
+        return ev.Dropped(step=step, group=group, index=index, reason=DropReason.NON_FINITE_KL)
     return ev.Scored(
         step=step,
         group=group,

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import assert_never
 
+from flowfleet.job.drop_reasons import DropReason
 from flowfleet.job.spec import JobSpec, RewardPart
 from flowfleet.rewards.changes import ShadowPart
 from services.controller.job import events as ev
@@ -174,7 +175,7 @@ class Machine:
         """What the steps from `version` on were trained on, or hold, is dropped."""
         state = self.state
         held = sum(batch.count("sampled") + batch.count("scored") for batch in state.batches.values())
-        self._count_drop("checkpoint_lost", max(0, state.samples_trained - event.samples) + held)
+        self._count_drop(DropReason.CHECKPOINT_LOST, max(0, state.samples_trained - event.samples) + held)
         state.version, state.samples_trained, state.batches = event.version, event.samples, {}
         state.checkpointed, state.validated = (
             min(state.checkpointed, event.version),
@@ -189,9 +190,9 @@ class Machine:
         if sample is None or sample.status != "wanted":
             self.state.duplicates += 1
         elif not self.admissible(event.step, event.version):
-            self._count_drop("stale")
+            self._count_drop(DropReason.STALE)
         elif not self.published_as(event.version, event.digest):
-            self._count_drop("other_weights")
+            self._count_drop(DropReason.OTHER_WEIGHTS)
         else:
             is_same = sample.score is not None and sample.version == event.version  # lost, and made again
             sample.version, batch = event.version, self.state.batches[event.step]
@@ -220,14 +221,14 @@ class Machine:
     def _on_lost(self, event: ev.Lost) -> None:
         sample = self._sample(event.step, event.group, event.index)
         if event.step < self.state.version:
-            self._count_drop("lost")
+            self._count_drop(DropReason.LOST)
         elif sample is not None and sample.status in ("sampled", "scored"):
             batch = self.state.batches[event.step]
             batch.ready = False
             batch.move(event.group, sample, "wanted")
             sample.times_lost += 1
             if sample.times_lost > MAX_LOST:
-                self._on_dropped(ev.Dropped(**event.model_dump(exclude={"kind"}), reason="lost"))
+                self._on_dropped(ev.Dropped(**event.model_dump(exclude={"kind"}), reason=DropReason.LOST))
 
     def _on_advantages_ready(self, event: ev.AdvantagesReady) -> None:
         batch = self.state.batches.get(event.step)
@@ -493,7 +494,7 @@ class Machine:
             batch.scored_at = at
 
     def _count_drop(self, reason: str, number: int = 1) -> None:
-        self.state.samples_dropped = with_dropped(self.state.samples_dropped, reason, number)
+        self.state.samples_dropped = with_dropped(self.state.samples_dropped, str(reason), number)
 
     def _sample(self, step: int, group: int, index: int) -> SampleState | None:
         batch = self.state.batches.get(step)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from flowfleet.job.drop_reasons import DropReason
 from flowfleet.job.spec import RewardPart
 
 NON_FINITE = "non_finite_sum"
@@ -98,10 +99,10 @@ def compose(rewards: Mapping[str, RewardPart], step: int, scores: Mapping[str, f
     if gate := gate_of(rewards, scores):
         part = rewards[gate].gate
         is_masked = part is not None and part.action == "mask"
-        return Composed(None, f"gated_{gate}", gate) if is_masked else Composed(0.0, gated_by=gate)
+        return Composed(None, DropReason.GATED.of(gate), gate) if is_masked else Composed(0.0, gated_by=gate)
     weighty = [name for name in sorted(rewards) if weight_at(rewards[name], step)]
     if weighty and not any(name in scores for name in weighty):
-        return Composed(None, f"no_score_{weighty[0]}")
+        return Composed(None, DropReason.NO_SCORE.of(weighty[0]))
     total = 0.0
     for name in sorted(scores.keys() & rewards.keys()):
         total += weight_at(rewards[name], step) * clipped(rewards[name], scores[name])

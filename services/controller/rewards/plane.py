@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
 
+from flowfleet.job.drop_reasons import DropReason
 from flowfleet.job.spec import JobSpec, RewardPart
 from flowfleet.proto import reward_pb2
 from flowfleet.rewards.requests import EncodedSample
@@ -263,7 +264,7 @@ class RewardPlane:
                 shown.update({f"{name}.{component}": value for component, value in answer.components.items()})
         if missing:
             given_up = not set(missing) <= answers.keys()
-            reason = f"no_score_{missing[0]}"
+            reason = DropReason.NO_SCORE.of(missing[0])
             return SampleScore(None, reason, shown, raw, versions, "", tuple(skipped), given_up, seconds)
         composed = compose(rewards, step, raw)
         if composed.gated_by:

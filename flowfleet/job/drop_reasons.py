@@ -1,0 +1,24 @@
+"""Why samples are dropped: the keys of a job's `samples_dropped`, and the label `reason` of
+`flowfleet_job_samples_dropped_total`. The runbook (docs/operations.md) says of each what to do."""
+
+from enum import StrEnum
+
+
+class DropReason(StrEnum):
+    """Reason of a dropped sample. NAME stands for the name of a reward; `of` puts one in."""
+
+    NO_SCORE = "no_score_NAME"  # the reward rejected the sample, or failed for too long with on_failure "drop"
+    GATED = "gated_NAME"  # the reward's gate masked the sample
+    REWARD_FAILED = "reward_failed"  # scoring failed five times with an unexpected error
+    ROLLOUT_FAILED = "rollout_failed"  # sampling failed five times with an unexpected error
+    NON_FINITE_KL = "non_finite_reference_kl"  # the KL to the reference model is NaN or infinite
+    LOST = "lost"  # blobs of the sample vanished or broke several times
+    STALE = "stale"  # the sample is older than schedule.max_staleness allows
+    OTHER_WEIGHTS = "other_weights"  # Redis lost writes: weights of lost steps made the sample
+    CHECKPOINT_LOST = "checkpoint_lost"  # no checkpoint is left of the step that trained on the sample
+    NOT_IN_A_PAIR = "not_in_a_pair"  # the loss trains on pairs, and chose others
+    NOT_BEST_OR_WORST = "not_best_or_worst"  # algorithm.best_of leaves out the middle of a group
+
+    def of(self, reward: str) -> str:
+        """The reason with a reward's name."""
+        return self.value.replace("NAME", reward)
