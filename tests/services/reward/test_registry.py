@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flowfleet.local.plan import SCORERS as STARTED_BY_UP
+from flowfleet.local.rewards import WITHOUT_SETTINGS as STARTED_BY_UP
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
 from services.reward import scorers
 from services.reward.scorers.reading.ocr import OcrParams
