@@ -15,7 +15,9 @@ from flowfleet.local.stack import StackError
 
 EXTRAS: Final = {
     "archived": "service",
+    "export": "trainer",
     "plan": "trainer",
+    "push": "hub",
     "redis-acl": "service",
     "check-reward": "media",
     "samples": "service",

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from flowfleet.cli import models, views
 from flowfleet.cli import rewards as cli_rewards
-from flowfleet.cli import views
 from flowfleet.cli.chaos import chaos
 from flowfleet.cli.check_reward import check_reward
 from flowfleet.cli.errors import Group
@@ -273,28 +273,34 @@ app.command("check-reward")(check_reward)
 def cancel(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
     """Stop a job for good; what it has written stays."""
     with connect(url, ca) as client:
-        _say(client.cancel(client.find(job_id).id))
+        views.say(client.cancel(client.find(job_id).id), out)
 
 
 @app.command()
 def pause(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
     """Hold a job: what runs now ends, nothing else starts. Other jobs of its pool wait behind it."""
     with connect(url, ca) as client:
-        _say(client.pause(client.find(job_id).id))
+        views.say(client.pause(client.find(job_id).id), out)
 
 
 @app.command()
 def resume(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
     """Resume a paused job."""
     with connect(url, ca) as client:
-        _say(client.resume(client.find(job_id).id))
+        views.say(client.resume(client.find(job_id).id), out)
+
+
+app.command()(models.finish)
+app.command()(models.extend)
+app.command()(models.export)
+app.command()(models.push)
 
 
 @app.command()
 def delete(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
     """Remove an ended job and its history; its checkpoints and models stay, and so does its archive."""
     with connect(url, ca) as client:
-        _say(client.delete(client.find(job_id).id))
+        views.say(client.delete(client.find(job_id).id), out)
 
 
 @app.command()
@@ -325,12 +331,6 @@ def _watch(client: Client, job: Job) -> None:
     if ended.status != "succeeded":
         err.print(f"the job {ended.status}" + (f": {ended.reason}" if ended.reason else ""), highlight=False)
         raise typer.Exit(1)
-
-
-def _say(job: Job) -> None:
-    out.print(
-        f"{job.id}  {job.status}" + (f", to be {job.desired}" if job.desired != job.status else ""), highlight=False
-    )
 
 
 if __name__ == "__main__":

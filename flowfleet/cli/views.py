@@ -83,6 +83,12 @@ def show_job(job: Job, console: Console) -> None:
     console.print("\n" + as_yaml(job.spec), highlight=False)
 
 
+def say(job: Job, console: Console) -> None:
+    """Prints what became of a request."""
+    wish = f", to be {job.desired}" if job.desired != job.status else ""
+    console.print(f"{job.id}  {job.status}{wish}, step {job.progress.step} of {job.progress.steps}", highlight=False)
+
+
 def show_warnings(warnings: Iterable[str], console: Console) -> None:
     """Prints the warnings of a job."""
     for warning in warnings:

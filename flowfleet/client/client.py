@@ -18,14 +18,16 @@ import ssl
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httpx
 from pydantic import BaseModel
 
+from flowfleet.client.download import download
 from flowfleet.client.sse import parse_events
 from flowfleet.client.types import (
     ApiError,
@@ -40,6 +42,7 @@ from flowfleet.client.types import (
 )
 from flowfleet.filesystem import filesystem_id
 from flowfleet.job.files import prepare_job
+from flowfleet.job.model_files import ModelManifest
 from flowfleet.job.spec import JobSpec
 
 CA = "FLOWFLEET_CA"
@@ -153,6 +156,14 @@ class Client:
     def resume(self, job_id: str) -> Job:
         return self._act(job_id, "resume")
 
+    def finish(self, job_id: str) -> Job:
+        """Ends a job after the steps that are done, with its last validation, checkpoint and model."""
+        return self._act(job_id, "finish")
+
+    def extend(self, job_id: str, steps: int) -> Job:
+        """Gives a job that has not ended `steps` training steps in all."""
+        return Job.model_validate(self._call("POST", f"/v1/jobs/{job_id}/extend", params={"steps": steps}).json())
+
     def delete(self, job_id: str) -> Job:
         """Asks for an ended job to be removed with its history, after it is archived where the controller has an
         archive. ApiError (409) while it has not ended. `flowfleet.client.archive.Archive` reads archives."""
@@ -249,6 +260,25 @@ class Client:
         place = f"{sample.step}/{sample.group}/{sample.index}"
         return self._get(f"/v1/jobs/{job_id}/samples/{place}/media", {"purpose": sample.purpose}).content
 
+    # -- its model ---------------------------------------------------------------------------------------------------
+
+    def model(self, job_id: str, step: int | None = None) -> ModelManifest:
+        """What a job's model is: of a kept checkpoint's step, else the one that was trained longest."""
+        query: Query = {} if step is None else {"step": step}
+        return ModelManifest.model_validate(self._get(f"/v1/jobs/{job_id}/model", query).json())
+
+    def download_model(self, job_id: str, directory: Path | str, step: int | None = None) -> ModelManifest:
+        """Writes a job's model to a folder and checks every file; goes on where an earlier download stopped.
+
+        Raises ValueError for a folder that holds something else. Raises ApiError as every call does, also for a file
+        that arrived damaged."""
+
+        def fetch(name: str, crc32: str) -> AbstractContextManager[Iterator[bytes]]:
+            query: Query = {"crc32": crc32} if step is None else {"crc32": crc32, "step": step}
+            return self._bytes(f"/v1/jobs/{job_id}/model/files/{quote(name)}", query)
+
+        return download(lambda: self.model(job_id, step), fetch, Path(directory))
+
     # -- the fleet -----------------------------------------------------------------------------------------------
 
     def fleet(self) -> Fleet:
@@ -300,6 +330,17 @@ class Client:
             _checked(response)
             for event in parse_events(response.iter_lines()):
                 yield JobEvent.model_validate_json(event.data)
+
+    @contextmanager
+    def _bytes(self, path: str, query: Query) -> Iterator[Iterator[bytes]]:
+        """The body of an answer as it comes."""
+        try:
+            with self._http.stream("GET", path, params=query) as response:
+                if response.is_error:
+                    response.read()
+                yield _checked(response).iter_bytes()
+        except httpx.TransportError as error:
+            raise self._away(error) from None
 
     def _away(self, error: httpx.TransportError) -> ApiError:
         text = str(error) or type(error).__name__

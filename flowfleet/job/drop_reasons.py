@@ -16,6 +16,7 @@ class DropReason(StrEnum):
     STALE = "stale"  # the sample is older than schedule.max_staleness allows
     OTHER_WEIGHTS = "other_weights"  # Redis lost writes: weights of lost steps made the sample
     CHECKPOINT_LOST = "checkpoint_lost"  # no checkpoint is left of the step that trained on the sample
+    FINISHED = "finished"  # the user finished the job, or lowered its steps, while the step was open
     NOT_IN_A_PAIR = "not_in_a_pair"  # the loss trains on pairs, and chose others
     NOT_BEST_OR_WORST = "not_best_or_worst"  # algorithm.best_of leaves out the middle of a group
 

@@ -69,13 +69,15 @@ def check_name(name: str) -> PurePosixPath:
 
 
 def model_folder(job: Path, step: int | None = None) -> Path | None:
-    """The folder of a job's model: of one of its checkpoints by `step`; else what it exported at its end; else of its
-    newest checkpoint that has one. None where there is none."""
+    """The folder of a job's model: of its checkpoint of a `step`; else the one that was trained longest, at the same
+    step what the job exported at its end. None where there is none."""
     checkpoints = job / "checkpoints"
     if step is not None:
-        folders = [checkpoints / f"step-{step:08d}" / FOLDER]
-    else:
-        found = checkpoints.iterdir() if checkpoints.is_dir() else ()
-        steps = sorted((int(match[1]), path) for path in found if (match := _CHECKPOINT.fullmatch(path.name)))
-        folders = [job / FOLDER, *(path / FOLDER for _, path in reversed(steps))]
-    return next((folder for folder in folders if (folder / MANIFEST).is_file()), None)
+        folder = checkpoints / f"step-{step:08d}" / FOLDER
+        return folder if (folder / MANIFEST).is_file() else None
+    found = checkpoints.iterdir() if checkpoints.is_dir() else ()
+    steps = [(int(match[1]), False, path / FOLDER) for path in found if (match := _CHECKPOINT.fullmatch(path.name))]
+    steps = [one for one in steps if (one[2] / MANIFEST).is_file()]
+    if (job / FOLDER / MANIFEST).is_file():
+        steps.append((read_manifest(job / FOLDER).step, True, job / FOLDER))
+    return max(steps)[2] if steps else None

@@ -13,6 +13,7 @@ from flowfleet.data.blobs import open_blobs
 from flowfleet.redis.client import connect
 from services.controller.api import history as api_history
 from services.controller.api import jobs as api_jobs
+from services.controller.api import models as api_models
 from services.controller.api import openapi, problems
 from services.controller.api import rewards as api_rewards
 from services.controller.api import system as api_system
@@ -48,7 +49,7 @@ def create_app(settings: ControllerSettings, runner_factory: SchedulerFactory) -
         redoc_url=None,
         redirect_slashes=False,
     )
-    routers = (api_jobs.router, api_rewards.router, api_history.router, api_system.router)
+    routers = (api_jobs.router, api_rewards.router, api_history.router, api_models.router, api_system.router)
     for router in routers:
         app.include_router(router)
     problems.install(app, [route for router in routers for route in router.routes])

@@ -21,11 +21,13 @@ class IdleController:
         self.port = free_ports(1)[0]
         self.url = f"http://127.0.0.1:{self.port}"
         self._root = str(directory.parent)
+        self.state_dir = directory / "state"
         self._log = (directory / "controller.log").open("ab")
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         flags = ["--port", str(self.port), "--reward", "ocr=a:1", "--data-root", self._root]
+        flags += ["--state-dir", str(self.state_dir)]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.flowfleet.idle_controller", *flags],
             env={**os.environ, "FLOWFLEET_REDIS_URL": self.redis_url},

@@ -58,6 +58,19 @@ async def check(
         raise InvalidJob(problems)
 
 
+def check_extension(spec: JobSpec, steps: int) -> None:
+    """Raises InvalidJob when more steps would be trained at a learning rate that has come to its end."""
+    schedule = spec.trainer.optimizer.lr_schedule
+    if schedule != "constant" and steps > spec.schedule.steps:
+        raise InvalidJob(
+            [
+                f"schedule.steps = {steps}: the job's learning rate falls until step {spec.schedule.steps} "
+                f'(trainer.optimizer.lr_schedule = "{schedule}"); finish it, and continue it as a new job with '
+                f"`flowfleet submit --from ID --set schedule.steps={steps}`"
+            ]
+        )
+
+
 def _fleet_problems(spec: JobSpec, directory: Directory) -> Iterator[str]:
     """Problems with names that it does not know. A reward or pool may have no replicas yet: the job waits for them."""
     known = ", ".join(sorted(directory.rewards)) or "none"

@@ -79,6 +79,27 @@ async def resume(job_id: JobId, use: Use) -> JobRecord:
     return await _request(job_id, use, "resume")
 
 
+@router.post("/{job_id}/finish", status_code=202)
+async def finish(job_id: JobId, use: Use) -> JobRecord:
+    """Ends the job after the steps that are done: it is validated, saved and exported as at its planned end."""
+    return await _request_steps(job_id, use, 0)
+
+
+@router.post("/{job_id}/extend", status_code=202)
+async def extend(
+    job_id: JobId, use: Use, steps: Annotated[int, Query(ge=1, le=10_000_000, description="Training steps in all.")]
+) -> JobRecord:
+    """Gives a job that has not ended another number of training steps."""
+    checks.check_extension((await use.store.get(job_id)).job_spec(), steps)
+    return await _request_steps(job_id, use, steps)
+
+
+async def _request_steps(job_id: str, use: Use, steps: int) -> JobRecord:
+    record = await use.store.request_steps(job_id, steps)
+    await use.runner.notify()
+    return record
+
+
 async def _request(job_id: str, use: Use, action: Action) -> JobRecord:
     record = await use.store.request(job_id, action)
     await use.runner.notify()

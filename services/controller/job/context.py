@@ -29,7 +29,7 @@ from services.controller.prompts.inputs import Inputs
 from services.controller.retention.memory import Memory
 from services.controller.rewards.plane import RewardPlane, SampleScore
 from services.controller.store.jobs import JobStore
-from services.controller.store.sample_refs import SampleRefs
+from services.controller.store.sample_refs import ALL_STEPS, SampleRefs
 from services.controller.trainers.launcher import Launcher
 from services.controller.waiting import NotYet, WaitedInVain
 
@@ -174,7 +174,7 @@ class JobContext:
 
     async def forget(self) -> None:
         """Frees what only a running job needs."""
-        await self.refs.release_before(self.spec.schedule.steps + 1)
+        await self.refs.release_before(ALL_STEPS)
         await self.redis.delete(keys.trajectories(self.job_id))
         await self.inputs.forget()
 

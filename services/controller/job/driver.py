@@ -24,6 +24,7 @@ from flowfleet.data.blobs import WORKING_TTL_S
 from flowfleet.data.streams import Delivery, TrajectoryConsumer
 from flowfleet.errors import FlowfleetError, Unavailable, grpc_code
 from flowfleet.job.drop_reasons import DropReason
+from flowfleet.job.model_files import FOLDER, model_folder
 from flowfleet.process.clock import steady_time
 from flowfleet.proto import common_pb2
 from services.controller.concurrency import Changes, end, gather_or_cancel
@@ -81,7 +82,7 @@ class JobDriver:
         self._reasons: dict[Command, str] = {}
         self._renewed = float("-inf")
         self._wake = asyncio.Event()
-        self._rewound = False
+        self._reopens = False
         self._reported: tuple[str, str, str] = ("", "", "")
         self.machine = machine
         self.job = make(machine, self.emit, self._changes)
@@ -102,8 +103,8 @@ class JobDriver:
                 self._start_wanted()
                 await self._report_status()
                 await self._next_change(background)
-                if self._rewound:
-                    raise Unavailable("steps are repeated, and earlier commands must not affect them")
+                if self._reopens:
+                    raise Unavailable("its steps changed, and earlier commands must not affect them")
         finally:
             await end([*background, *self._running.values()])
         await self._report_end()
@@ -116,7 +117,8 @@ class JobDriver:
             await self._ledger.append(stamped, also)
             for event in stamped:
                 self.machine.apply(event)
-            self._rewound = any(isinstance(event, ev.Rewound) for event in stamped) or self._rewound
+            reopens = any(isinstance(event, ev.Rewound | ev.StepsChanged) for event in stamped)
+            self._reopens = self._reopens or reopens
             if any(isinstance(event, ev.Trained) for event in stamped):
                 await self._ledger.snapshot(self.machine.state)
         if any(isinstance(event, ev.Published) for event in events):
@@ -309,7 +311,7 @@ class JobDriver:
 
     async def _look_at_wishes(self) -> None:
         paused = self.machine.state.status is Status.PAUSED  # before the wish is read: see JobStore.hold
-        desired, revision = await self.job.store.desired_state(self.job.job_id)
+        desired, revision, steps = await self.job.store.desired_state(self.job.job_id)
         if desired is Desired.CANCELLED:
             await self.emit(ev.CancelRequested())
         elif desired is Desired.PAUSED and not paused:
@@ -319,6 +321,8 @@ class JobDriver:
             await self.emit(ev.ResumeRequested())
         if revision > self.machine.rewards_number:
             await self._change_rewards()
+        if steps is not None and steps != self.machine.state.steps_asked:
+            await self.emit(ev.StepsChanged(steps=steps))
 
     async def _look_at_memory(self) -> None:
         """Pauses the job while Redis still has room for that; its user resumes it."""
@@ -373,7 +377,7 @@ class JobDriver:
         if (status, reason) != (self._reported[0], self._reported[2]):
             await self.job.store.set_status(self.job.job_id, JobStatus(status), reason)
         if phase != self._reported[1]:
-            await self.job.store.update_progress(self.job.job_id, phase=phase)
+            await self.job.store.update_progress(self.job.job_id, phase=phase, steps=self.machine.steps)
         self._reported = (status, phase, reason)
 
     def _reason(self) -> str:
@@ -388,8 +392,9 @@ class JobDriver:
         """Writes results, then the status, which ends the job's events, and then deletes working data."""
         state, job = self.machine.state, self.job
         await stop_for_good(job.launcher, job.job_id)
+        model = job.directory / FOLDER if state.exported else await asyncio.to_thread(model_folder, job.directory)
         results = {
-            "model": str(job.directory / "model") if state.exported else None,
+            "model": str(model) if model else None,
             "held_out_reward": state.held_out_reward,
             "samples_trained": state.samples_trained,
             "samples_dropped": state.samples_dropped,

@@ -157,6 +157,14 @@ class RewardsChanged(_Event):
     ledgers from before that could be."""
 
 
+class StepsChanged(_Event):
+    """The job has this many training steps in all, but at least those that are done or may be at the trainer: 0
+    finishes it."""
+
+    kind: Literal["steps_changed"] = "steps_changed"
+    steps: int
+
+
 class PauseRequested(_Event):
     kind: Literal["pause_requested"] = "pause_requested"
     reason: str = ""
@@ -180,8 +188,8 @@ class Failed(_Event):
 
 Event = (
     TrainerReady | TrainerLost | Rewound | ReplicaBehind | Sampled | Scored | Dropped | Lost | AdvantagesReady | Trained
-    | Published | Checkpointed | Validated | Exported | RewardsChanged | PauseRequested | ResumeRequested
-    | CancelRequested | Failed
+    | Published | Checkpointed | Validated | Exported | RewardsChanged | StepsChanged | PauseRequested
+    | ResumeRequested | CancelRequested | Failed
 )  # fmt: skip
 
 VOLATILE = (TrainerReady, TrainerLost, ReplicaBehind)

@@ -140,7 +140,7 @@ class Reports:
             reward=reward,
             policy_version=done,
             images_per_second=batch.count("scored") / recent,
-            eta_s=recent * (job.spec.schedule.steps - done),
+            eta_s=recent * (job.machine.steps - done),
             samples_trained=state.samples_trained + batch.num_trained,
             samples_dropped=with_dropped(state.samples_dropped, left_out_reason(job.spec), batch.num_left_out),
         )

@@ -98,8 +98,8 @@ def misfit(job: JobContext, sample: common_pb2.Sample) -> str:
     """What of a wanted training sample is not as `generate` asked for it; "" where all is. A rollout that is at fault,
     or hostile, may send anything, and the trainer fails a step that holds a sample of another job or size."""
     spec, place, rollout = job.spec, sample.id, job.spec.rollout
-    if place.step >= spec.schedule.steps:
-        return f"it is of step {place.step}, and the job has {spec.schedule.steps}"
+    if place.step >= job.machine.steps:
+        return f"it is of step {place.step}, and the job has {job.machine.steps}"
     facts: list[tuple[str, object, object]] = [
         ("job", place.job_id, job.job_id),
         ("seed", sample.seed, sample_seed(spec.seed, place.step, place.group, place.index)),

@@ -63,6 +63,11 @@ class State(BaseModel):
     weights: dict[int, set[str]] = {}
     """Version → digests that were published of it, of versions that an open step may train on."""
 
+    steps: int | None = None
+    """Training steps of the whole job since its user changed them; none: as submitted."""
+    steps_asked: int | None = None
+    """What the user asked for then."""
+
     trainer_applied: int | None = None  # volatile: steps in the live trainer's weights; none without a trainer
     behind: bool = False  # volatile: a live replica misses the published version
 

@@ -151,7 +151,9 @@ class Machine:
             case ev.Validated():
                 self._on_validated(event)
             case ev.Exported():
-                self.state.exported = True
+                self.state.exported = self.state.version == self.steps
+            case ev.StepsChanged():
+                self._on_steps_changed(event)
             case ev.RewardsChanged():
                 self._on_rewards_changed(event)
             case ev.PauseRequested():
@@ -259,6 +261,16 @@ class Machine:
         self.state.validated = max(self.state.validated, event.version)
         self.state.held_out_reward = event.reward
 
+    def _on_steps_changed(self, event: ev.StepsChanged) -> None:
+        """Samples of open steps that the job no longer has are dropped. A step whose request is stored is done."""
+        state, front = self.state, self.state.batches.get(self.state.version)
+        least = state.version + (1 if front is not None and front.ready else 0)
+        state.steps, state.steps_asked = max(least, event.steps), event.steps
+        state.exported = state.exported and state.version == state.steps
+        for step in [step for step in state.batches if step >= state.steps]:
+            batch = state.batches.pop(step)
+            self._count_drop(DropReason.FINISHED, batch.count("sampled") + batch.count("scored"))
+
     def _on_rewards_changed(self, event: ev.RewardsChanged) -> None:
         """What is scored keeps what it was scored by. Of what no step has any more nothing is kept."""
         if event.number > self.rewards_number:
@@ -305,7 +317,7 @@ class Machine:
             if self._checkpoint_due:
                 yield Checkpoint(state.version)
                 return
-            if state.version == self.spec.schedule.steps and not state.exported and not self._validation_due:
+            if state.version == self.steps and not state.exported and not self._validation_due:
                 yield Export()
         front = state.batches.get(state.version)
         if front is not None and front.ready and not self._validation_due:
@@ -347,13 +359,18 @@ class Machine:
             return Phase.TRAIN
         if self._publish_due:
             return Phase.PUBLISH
-        if state.version == self.spec.schedule.steps:
+        if state.version == self.steps:
             return (
                 Phase.CHECKPOINT if self._checkpoint_due else Phase.VALIDATE if self._validation_due else Phase.EXPORT
             )
         phase = state.batches[state.version].phase
         waits = phase is Phase.TRAIN or state.evaluated
         return Phase.VALIDATE if waits and self._validation_due else phase
+
+    @property
+    def steps(self) -> int:
+        """Training steps of the whole job."""
+        return self.spec.schedule.steps if self.state.steps is None else self.state.steps
 
     def admissible(self, step: int, version: int) -> bool:
         """Whether a sample of `version` may be trained on by `step` (invariant 3)."""
@@ -370,7 +387,7 @@ class Machine:
     def too_far(self, event: ev.Trained) -> bool:
         """Whether the job pauses after this update for its log-prob gap. A step that is replayed after a fault does not
         pause it again; nor does the last one, after which nothing is sampled to train on."""
-        is_new, is_last = event.step == self.state.version, event.step + 1 == self.spec.schedule.steps
+        is_new, is_last = event.step == self.state.version, event.step + 1 == self.steps
         return is_new and not is_last and gap.is_above(self.spec, event)
 
     def rewards_at(self, step: int) -> Mapping[str, RewardPart]:
@@ -401,7 +418,7 @@ class Machine:
         """The step from which a change of the rewards counts: the first that is not open; `unscored`, while the job is
         paused and nothing is being scored: the first from which on no sample is scored, with the held-out ones of that
         version that are not validated. One past the last version where there is none."""
-        state, steps = self.state, self.spec.schedule.steps
+        state, steps = self.state, self.steps
         takes_open = unscored and state.status is Status.PAUSED
         if state.version == steps:
             return steps if takes_open and state.validated < steps else steps + 1
@@ -432,12 +449,12 @@ class Machine:
         """Whether the version is published in its evaluated weights: until it is validated. The last one stays so, for
         nothing is sampled under it."""
         state = self.state
-        is_open = state.validated < state.version or state.version == self.spec.schedule.steps
+        is_open = state.validated < state.version or state.version == self.steps
         return self.spec.averages and self._is_validated(state.version) and is_open
 
     def _is_validated(self, version: int) -> bool:
         """Whether the job has a validation of this version."""
-        every, last = self.spec.schedule.validate_every, self.spec.schedule.steps
+        every, last = self.spec.schedule.validate_every, self.steps
         return self.spec.data.validation is not None and (version % every == 0 or version == last)
 
     @property
@@ -448,12 +465,12 @@ class Machine:
     @property
     def _checkpoint_due(self) -> bool:
         state = self.state
-        due = state.version % self.spec.schedule.save_every == 0 or state.version == self.spec.schedule.steps
+        due = state.version % self.spec.schedule.save_every == 0 or state.version == self.steps
         return due and state.checkpointed < state.version
 
     @property
     def _complete(self) -> bool:
-        state, steps = self.state, self.spec.schedule.steps
+        state, steps = self.state, self.steps
         done = state.version == state.published == state.checkpointed == steps and state.exported
         return done and not self._validation_due
 
@@ -463,7 +480,7 @@ class Machine:
         """Steps that may be sampled under the published version get their batch."""
         if self.state.published < 0 or self.finished:
             return
-        end = min(self.state.version + self.spec.schedule.max_staleness + 1, self.spec.schedule.steps)
+        end = min(self.state.version + self.spec.schedule.max_staleness + 1, self.steps)
         for step in range(self.state.version, end):
             if step not in self.state.batches and self.state.published >= step - self.spec.schedule.max_staleness:
                 rollout = self.spec.rollout

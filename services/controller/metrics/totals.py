@@ -128,7 +128,7 @@ class Totals:
         job_id, spec, state = job.job_id, job.machine.spec, job.machine.state
         yield Sample("flowfleet_job_status", (job_id, str(state.status)), 1)
         yield Sample("flowfleet_job_step", (job_id,), state.version)
-        yield Sample("flowfleet_job_steps", (job_id,), spec.schedule.steps)
+        yield Sample("flowfleet_job_steps", (job_id,), job.machine.steps)
         yield Sample("flowfleet_job_last_progress_timestamp_seconds", (job_id,), job.progress_at)
         yield Sample("flowfleet_job_waiting_samples", (job_id, pool), self._waiting(pool, job))
         yield Sample("flowfleet_job_staleness_limit", (job_id,), spec.schedule.max_staleness)

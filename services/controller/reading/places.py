@@ -169,8 +169,7 @@ class Places:
 def _made_by(job: Path, step: int | None) -> Path:
     """A job's model; of a step its checkpoint, which has every bit of an adapter, or the pipeline in that."""
     if step is None:
-        exported = job / FOLDER
-        return exported if exported.is_dir() else model_folder(job) or exported
+        return model_folder(job) or job / FOLDER
     checkpoint = job / "checkpoints" / f"step-{step:08d}"
     pipeline = checkpoint / FOLDER
     return pipeline if (pipeline / "model_index.json").is_file() else checkpoint

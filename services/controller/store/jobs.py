@@ -25,6 +25,7 @@ from services.controller.store.removal import Removal, leave
 from services.controller.store.rewards import REVISION, RewardRevisions, rewards_of
 from services.controller.store.samples import SampleRecords
 
+_STEPS = "steps.asked"
 IDEMPOTENCY_TTL_S = 7 * 24 * 3600
 _HOLD = """
 if redis.call('HGET', KEYS[1], 'desired') == ARGV[1] then redis.call('HSET', KEYS[1], 'desired', ARGV[2]) end
@@ -94,10 +95,11 @@ class JobStore(History, SampleRecords, RewardRevisions, Removal):
             for job_id, (status, desired) in zip(job_ids, rows, strict=True)
         ]
 
-    async def desired_state(self, job_id: str) -> tuple[Desired, int]:
-        """Desired state of the job, and the number of the newest revision of its rewards. Raises NotFound."""
-        desired, number = await self._redis.hmget(keys.job(job_id), "desired", REVISION)
-        return Desired(_present(job_id, desired)), int(number or 0)
+    async def desired_state(self, job_id: str) -> tuple[Desired, int, int | None]:
+        """Desired state of the job, the number of the newest revision of its rewards, and the training steps that its
+        user asked for, if they did. Raises NotFound."""
+        desired, number, steps = await self._redis.hmget(keys.job(job_id), "desired", REVISION, _STEPS)
+        return Desired(_present(job_id, desired)), int(number or 0), None if steps is None else int(steps)
 
     async def jobs(
         self, cursor: str | None = None, limit: int = 50, status: JobStatus | None = None
@@ -184,6 +186,27 @@ class JobStore(History, SampleRecords, RewardRevisions, Removal):
         await self._transaction(attempt, keys.job(job_id))
         return await self.get(job_id)
 
+    async def request_steps(self, job_id: str, steps: int) -> JobRecord:
+        """Records how many training steps the user wants in all; 0: those that are done, which also resumes a
+        paused job. Asked again, it does nothing. Raises NotFound, Conflict."""
+
+        async def attempt(pipe: Pipe) -> None:
+            fields = ("status", "desired", _STEPS, "progress.step")
+            status, desired, before, done = await pipe.hmget(keys.job(job_id), *fields)
+            check_steps(JobStatus(_present(job_id, status)), Desired(desired.decode()), int(done or 0), steps, before)
+            if before is not None and int(before) == steps:
+                return
+            pipe.multi()
+            pipe.hset(keys.job(job_id), _STEPS, steps)
+            if steps == 0 and desired.decode() == Desired.PAUSED:
+                pipe.hset(keys.job(job_id), "desired", Desired.RUNNING)
+            asked: dict[str, Any] = {"action": "extend", "steps": steps} if steps else {"action": "finish"}
+            add_event(pipe, job_id, "request", asked)
+
+        await self.status(job_id)
+        await self._transaction(attempt, keys.job(job_id))
+        return await self.get(job_id)
+
     async def hold(self, job_id: str, pipe: Pipe) -> None:
         """Adds to a transaction that the job pauses until its user resumes it, unless it is being cancelled.
         The job's machine pauses by the event of the same transaction, so a wish that is read later knows of it."""
@@ -224,6 +247,20 @@ class JobStore(History, SampleRecords, RewardRevisions, Removal):
         if status.terminal:
             fields["ended_at"] = repr(self._clock())
         return fields
+
+
+def check_steps(status: JobStatus, desired: Desired, done: int, steps: int, before: bytes | None) -> None:
+    """Raises Conflict for a number of training steps that the job can no longer have. What is asked again is none."""
+    if status.terminal:
+        if steps == 0 and before == b"0" and status is JobStatus.SUCCEEDED:
+            return
+        raise Conflict(f"the job has ended as {status}: continue it as a new job with `flowfleet submit --from ID`")
+    if desired == Desired.CANCELLED:
+        raise Conflict("the job is being cancelled: continue it as a new job with `flowfleet submit --from ID`")
+    if steps == 0 and done == 0:
+        raise Conflict("the job has not trained a step yet, so there is no model to keep: cancel it")
+    if 0 < steps <= done:
+        raise Conflict(f"the job has done {done} steps: ask for more, or finish it")
 
 
 def _digest(spec: JobSpec) -> str:

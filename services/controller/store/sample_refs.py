@@ -8,6 +8,7 @@ deletes its keys.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from flowfleet.proto import common_pb2, trainer_pb2
 from flowfleet.redis import keys
 
 SLICE = 256
+ALL_STEPS = sys.maxsize
 """Samples that are handled in one go: the event loop serves others in between."""
 TRAINED = ("trajectory", "prompt_embeds", "negative_embeds")
 """Blobs that a training step reads."""

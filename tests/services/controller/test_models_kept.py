@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from flowfleet.errors import Conflict
 from flowfleet.job.spec import parse_job
 from flowfleet.proto import reward_pb2
 from services.controller.job.reports import best_steps
-from services.controller.store.records import JobStatus, Validation
+from services.controller.store.records import JobRecord, JobStatus, Validation
+from tests.models_on_disk import write_model
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward, scripted_fleet
 
 Use = Callable[[ScriptedFleet], Awaitable[None]]
@@ -111,3 +113,76 @@ def test_the_best_stay_and_the_card_tells_the_training(run: Callable[..., None],
     reward = by_version(0.25, 0.75, 0.5, 0.5)
     reward.described = {"name": "ScriptedReward", "version": "1"}
     run(use, reward)
+
+
+# Ended sooner, or later -----------------------------------------------------------------------------------------------
+
+
+async def trained(fleet: ScriptedFleet, job: dict[str, Any], steps: int) -> str:
+    """A job that has done some steps."""
+    record = await fleet.submit(job)
+    await fleet.reached(record.id, lambda now: now.progress.step >= steps)
+    return record.id
+
+
+async def ended(fleet: ScriptedFleet, job_id: str) -> JobRecord:
+    return await fleet.reached(job_id, lambda now: now.status.terminal)
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_a_job_is_finished_with_all_that_its_end_brings(
+    run: Callable[..., None], job: Callable[..., Any], is_paused: bool
+) -> None:
+    settings = job(schedule={"steps": 10_000, "save_every": 1000, "validate_every": 1000})
+
+    async def use(fleet: ScriptedFleet) -> None:
+        job_id = await trained(fleet, settings, 2)
+        if is_paused:
+            await fleet.store.request(job_id, "pause")
+            await fleet.reached(job_id, lambda now: now.status is JobStatus.PAUSED)
+        for _ in range(2):  # the answer to the first was lost
+            await fleet.store.request_steps(job_id, 0)
+        record = await ended(fleet, job_id)
+        assert record.status is JobStatus.SUCCEEDED, record.reason
+        steps = record.progress.step
+        assert 2 <= steps == record.progress.steps == len(fleet.trainer.steps) < 100
+        assert fleet.trainer.published[-1][0] == steps
+        assert [one.step for one in await fleet.store.checkpoints(job_id)] == [steps]
+        assert [one.version for one in await fleet.store.validations(job_id)] == [0, steps]
+        assert len(fleet.trainer.exports) == 1
+        assert (await fleet.store.request_steps(job_id, 0)).status is JobStatus.SUCCEEDED
+        with pytest.raises(Conflict, match="flowfleet submit --from ID"):
+            await fleet.store.request_steps(job_id, steps + 1)
+
+    run(use, ScriptedReward(lambda sample: float(sample.sample_id[-1])))
+
+
+def test_a_job_is_extended_and_what_cannot_be_is_refused(run: Callable[..., None], job: Callable[..., Any]) -> None:
+    settings = job(schedule={"steps": 2, "save_every": 2, "validate_every": 2})
+
+    async def use(fleet: ScriptedFleet) -> None:
+        record = await fleet.submit(settings)
+        with pytest.raises(Conflict, match="has not trained a step yet"):
+            await fleet.store.request_steps(record.id, 0)
+        await fleet.store.request_steps(record.id, 5)
+        record = await ended(fleet, record.id)
+        assert (record.status, record.progress.step, record.progress.steps) == (JobStatus.SUCCEEDED, 5, 5)
+        assert [request.step for request in fleet.trainer.steps] == list(range(5))
+
+    run(use, ScriptedReward(lambda sample: float(sample.sample_id[-1])))
+
+
+def test_the_newest_checkpoint_has_the_model_of_a_cancelled_job(
+    run: Callable[..., None], job: Callable[..., Any], tmp_path: Path
+) -> None:
+    settings = job(schedule={"steps": 10_000})
+
+    async def use(fleet: ScriptedFleet) -> None:
+        job_id = await trained(fleet, settings, 1)
+        folder = tmp_path / "state" / "jobs" / job_id / "checkpoints" / "step-00000001" / "model"
+        write_model(folder, job_id, 1, b"weights")
+        await fleet.store.request(job_id, "cancel")
+        record = await ended(fleet, job_id)
+        assert (record.status, record.results["model"]) == (JobStatus.CANCELLED, str(folder))
+
+    run(use, ScriptedReward(lambda sample: float(sample.sample_id[-1])))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from flowfleet.proto import trainer_pb2
 from services.controller.job import events as ev
 from services.controller.job.context import JobContext
+from services.controller.store.sample_refs import ALL_STEPS
 
 
 async def resumed(job: JobContext, configured: trainer_pb2.ConfigureResponse) -> ev.Event:
@@ -19,7 +20,7 @@ async def resumed(job: JobContext, configured: trainer_pb2.ConfigureResponse) ->
     await job.store.forget_checkpoints(job.job_id, above=applied)
     if await job.refs.has_request(applied):
         return ev.TrainerReady(applied=applied)
-    await job.refs.release_before(job.spec.schedule.steps + 1)
+    await job.refs.release_before(ALL_STEPS)
     reason = f"no checkpoint is left that covers steps {applied} to {version - 1}: they are repeated"
     await job.store.append_event(job.job_id, "rewound", {"version": applied, "from": version, "reason": reason})
     return ev.Rewound(version=applied, samples=configured.samples)

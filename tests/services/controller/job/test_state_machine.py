@@ -656,3 +656,64 @@ def test_a_replay_goes_without_what_it_lost() -> None:
     machine.state.version = 1
     machine.apply(ev.Lost(step=0, group=0, index=0))
     assert machine.state.samples_dropped == {"lost": 1}
+
+
+# Another number of steps ----------------------------------------------------------------------------------------------
+
+
+def run_a_while(world: World, commands: int) -> None:
+    for _ in range(commands):
+        if not world.machine.finished:
+            world.execute(world.rng.choice(sorted(world.machine.commands(), key=str)))
+
+
+@pytest.mark.parametrize("mishaps", [0.0, 0.1])
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_finished_job_ends_after_the_steps_that_are_done(seed: int, staleness: int, mishaps: float) -> None:
+    """Whenever that is; all that a planned end has it has too, and what was sampled beyond is accounted for."""
+    rng = random.Random(seed)
+    world = World(make_spec(schedule={"steps": 9, "save_every": 4, "max_staleness": staleness}), rng, mishaps)
+    run_a_while(world, 15 + 40 * seed)
+    state = world.machine.state
+    done = state.version
+    held = {step: batch.count("sampled") + batch.count("scored") for step, batch in state.batches.items()}
+    at_trainer = int(done in state.batches and state.batches[done].ready)
+    world.emit(ev.StepsChanged(steps=0))
+    assert world.machine.steps == done + at_trainer
+    dropped = sum(number for step, number in held.items() if step >= world.machine.steps)
+    assert world.machine.state.samples_dropped.get("finished", 0) == dropped
+    world.run()
+    state = world.machine.state
+    assert (state.status, state.version, state.checkpointed) == (Status.SUCCEEDED, done + at_trainer, done + at_trainer)
+    assert state.exported
+    assert done + at_trainer in world.validated
+    assert world.first_applied == list(range(done + at_trainer))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_extended_job_goes_on_and_exports_once_more(seed: int) -> None:
+    """Also where it was extended while its last steps were being exported."""
+    rng = random.Random(seed)
+    world = World(make_spec(schedule={"steps": 2, "save_every": 1}, trainer={"ema": {"decay": 0.9}}), rng, 0.05)
+    while not (Export() in world.machine.commands() or world.machine.finished):
+        run_a_while(world, 1)
+    world.emit(ev.StepsChanged(steps=4))
+    world.emit(ev.Exported())  # of the export that was under way
+    assert not world.machine.state.exported
+    world.run()
+    state = world.machine.state
+    assert (state.status, state.version, state.exported) == (Status.SUCCEEDED, 4, True)
+    assert world.first_applied == [0, 1, 2, 3]
+
+
+def test_a_change_of_steps_is_folded_again_as_it_was() -> None:
+    world = World(make_spec(schedule={"steps": 5, "max_staleness": 1}), random.Random(7), 0.0)
+    run_a_while(world, 30)
+    for steps in (0, 7, 3):
+        world.emit(ev.StepsChanged(steps=steps))
+        run_a_while(world, 5)
+    again = Machine(world.spec)
+    for entry in world.ledger:
+        again.apply(event_from_json(entry))
+    assert again.state.without_volatile() == world.machine.state.without_volatile()

@@ -1,0 +1,91 @@
+"""`flowfleet finish`, `extend`, `export` and `push`: a job's model kept and moved (docs/models-kept.md)."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flowfleet.cli import views
+from flowfleet.cli.options import Ca, JobId, Url, connect, out
+from flowfleet.client import Client
+from flowfleet.client.types import Job
+from flowfleet.job.model_files import MANIFEST, ModelManifest, read_manifest
+
+Step = Annotated[int | None, typer.Option(min=0, help="A kept checkpoint's; default: the longest trained model.")]
+
+
+def finish(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
+    """End a job now and keep its model: validated, saved and exported as at its planned end."""
+    with connect(url, ca) as client:
+        views.say(client.finish(client.find(job_id).id), out)
+
+
+def extend(
+    job_id: JobId,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps in all.")],
+    url: Url = None,
+    ca: Ca = None,
+) -> None:
+    """Give a job that has not ended another number of training steps."""
+    with connect(url, ca) as client:
+        views.say(client.extend(client.find(job_id).id, steps), out)
+
+
+def export(
+    job_id: JobId,
+    step: Step = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Write the whole pipeline, adapter merged in.")] = False,
+    base: Annotated[
+        Path | None, typer.Option(help="With --merge: the base model here; default: the path that the job trained.")
+    ] = None,
+    out_: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="New folder; default: NAME-step-N.")] = None,
+    url: Url = None,
+    ca: Ca = None,
+) -> None:
+    """Bring a job's model to this machine."""
+    with connect(url, ca) as client:
+        job = client.find(job_id)
+        found = client.model(job.id, step)
+        folder = out_ or Path(f"{job.name}-step-{found.step}{'-merged' if merge else ''}")
+        if merge and found.kind == "adapter":
+            _merged(client, job, step, base, folder)
+        else:
+            client.download_model(job.id, folder, step)
+    _tell(found, folder)
+
+
+def push(
+    job_id: JobId,
+    repo: Annotated[str, typer.Argument(metavar="ORG/NAME", help="Model repository; made if it is not there.")],
+    step: Step = None,
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    url: Url = None,
+    ca: Ca = None,
+) -> None:
+    """Upload a job's model to the Hugging Face Hub, with your own login there."""
+    from flowfleet.client.hub import upload
+
+    with connect(url, ca) as client, tempfile.TemporaryDirectory(prefix="flowfleet-") as folder:
+        job = client.find(job_id)
+        found = client.download_model(job.id, folder, step)
+        place = upload(Path(folder), repo, f"{job.name}, step {found.step}, job {job.id}", private=private)
+    out.print(place, highlight=False)
+
+
+def _merged(client: Client, job: Job, step: int | None, base: Path | None, folder: Path) -> None:
+    from flowfleet.client.merging import merge
+
+    if folder.exists():
+        raise ValueError(f"{folder} is there already: give a new folder by --out")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".adapter-", dir=folder.parent) as adapter:
+        found = client.download_model(job.id, Path(adapter), step)
+        merge(base or Path(found.base_model), Path(adapter), folder)
+
+
+def _tell(found: ModelManifest, folder: Path) -> None:
+    kind = read_manifest(folder).kind if (folder / MANIFEST).is_file() else "pipeline"
+    out.print(f"{folder}: {kind} of {found.step} steps, {found.weights} weights", highlight=False)
