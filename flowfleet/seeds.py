@@ -8,7 +8,7 @@ import hashlib
 def derive_seed(seed: int, *path: int | str) -> int:
     """A 63-bit seed for one purpose, e.g. `derive_seed(job.seed, "sample", step, group, index)`.
 
-    SHA-256 over the path, so that neighbours are independent and no purpose can collide with another.
+    SHA-256 over the path, so that neighbors are independent and no purpose can collide with another.
     """
     text = "/".join([str(seed), *map(str, path)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

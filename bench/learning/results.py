@@ -189,7 +189,7 @@ def results_table(rows: Iterable[Sequence[str]], media: str) -> str:
     """media: what is generated, "pictures" or "videos"."""
     needed = (f"{media} to {TARGET}", f"seconds to {TARGET}")
     return table(
-        ("recipe", "algorithm", "before", "after", "gain", "at least", *needed, "edges", "colours"),
+        ("recipe", "algorithm", "before", "after", "gain", "at least", *needed, "edges", "colors"),
         rows,
     )
 

@@ -21,7 +21,7 @@ HACKING: dict[str, Measure] = {
     "legible: held-out OCR": lambda one: one.scores["ocr"],
     "image_quality": lambda one: one.scores["image_quality"],
     "edge density": lambda one: one.measures["edge_density"],
-    "colour entropy": lambda one: one.measures["colour_entropy"],
+    "color entropy": lambda one: one.measures["colour_entropy"],
 }
 JUDGING: dict[str, Measure] = {
     "the judge: P(yes)": lambda one: one.scores["judge"],
@@ -29,7 +29,7 @@ JUDGING: dict[str, Measure] = {
     "legible: held-out OCR": lambda one: one.scores["ocr"],
 }
 LABELS = {"hacked": "plain reward", "guarded": "with guards", "judge": "trained", "frozen": "frozen"}
-COLOURS = {"hacked": THIRD, "guarded": SECOND, "judge": SECOND, "frozen": FIRST}
+COLORS = {"hacked": THIRD, "guarded": SECOND, "judge": SECOND, "frozen": FIRST}
 COUNTERS = {
     "questions": ("cache/hit", "cache/miss"),
     "cache hits": ("cache/hit",),
@@ -108,4 +108,4 @@ def draw(topic: Topic, runs: Sequence[Trained], directory: Path, images: Path) -
 def _line(run: Trained, measure: Measure) -> Line:
     points = [(one.version, measure(one)) for one in run.validations]
     curve = Curve([version for version, _ in points], [value for _, value in points])
-    return Line(LABELS[run.name], curve, COLOURS[run.name], run.name == "frozen")
+    return Line(LABELS[run.name], curve, COLORS[run.name], run.name == "frozen")

@@ -161,7 +161,7 @@ def redness(picture: Image.Image, prompt: str, metadata: Mapping[str, str]) -> f
 
 
 def pictures(number: int) -> list[EncodedSample]:
-    """Text at random places on coloured boards before noise, from seed 0."""
+    """Text at random places on colored boards before noise, from seed 0."""
     rng = np.random.default_rng(0)
     made = []
     for index in range(number):

@@ -39,10 +39,10 @@ class Query:
 
 @dataclass(frozen=True)
 class Threshold:
-    """From `value` on the panel has this colour."""
+    """From `value` on the panel has this color."""
 
     value: float
-    colour: Literal["green", "yellow", "orange", "red", "blue"]
+    color: Literal["green", "yellow", "orange", "red", "blue"]
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Panel:
     minimum: float | None = None
     maximum: float | None = None
     stacked: bool = False
-    colours: tuple[tuple[str, str], ...] = ()
-    """Legend → colour, where it has a meaning."""
+    colors: tuple[tuple[str, str], ...] = ()
+    """Legend → color, where it has a meaning."""
     key: bool = False
     """Drawn where a board becomes a picture."""
     empty_because: str = ""
@@ -177,7 +177,7 @@ def _target(panel: Panel, index: int, query: Query) -> dict[str, Any]:
 
 def _defaults(panel: Panel) -> dict[str, Any]:
     steps: list[dict[str, Any]] = [{"color": "green" if panel.thresholds else "blue", "value": None}]
-    steps += [{"color": threshold.colour, "value": threshold.value} for threshold in panel.thresholds]
+    steps += [{"color": threshold.color, "value": threshold.value} for threshold in panel.thresholds]
     found: dict[str, Any] = {"unit": panel.unit, "thresholds": {"mode": "absolute", "steps": steps}}
     if panel.kind == "timeseries":
         found |= {"color": {"mode": "palette-classic"}, "custom": _lines(panel)}
@@ -194,9 +194,9 @@ def _overrides(panel: Panel) -> list[dict[str, Any]]:
     return [
         {
             "matcher": {"id": "byName", "options": legend},
-            "properties": [{"id": "color", "value": {"mode": "fixed", "fixedColor": colour}}],
+            "properties": [{"id": "color", "value": {"mode": "fixed", "fixedColor": color}}],
         }
-        for legend, colour in panel.colours
+        for legend, color in panel.colors
     ]
 
 

@@ -8,7 +8,7 @@ from flowfleet.rewards import Sample, serve
 
 
 def colourful(sample: Sample) -> tuple[float, dict[str, float]]:
-    """Rewards colour, from 0 for grey to some 110 for what the authors call extremely colourful."""
+    """Rewards color, from 0 for gray to some 110 for what the authors call extremely colourful."""
     red, green, blue = np.moveaxis(sample.frames[0].astype(np.float32), -1, 0)
     opponents = np.stack([red - green, (red + green) / 2 - blue])
     spread = float(np.linalg.norm(opponents.std(axis=(1, 2))))

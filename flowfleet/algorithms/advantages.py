@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 AdvantageStd = Literal["global", "group", "none"]
-"""What the centred rewards are divided by: the std of the batch, that of the group, or nothing."""
+"""What the centered rewards are divided by: the std of the batch, that of the group, or nothing."""
 
 RewardCombination = Literal["sum", "normalized", "separate"]
 """How several rewards become one advantage: see `combined_advantages`."""
@@ -94,7 +94,7 @@ def combined_advantages(
     - `normalized`: as GDPO (https://arxiv.org/abs/2601.05242), so that no reward drowns in another's spread. Each
       reward gives (r - mean of the group) / (std of the group + eps); their weighted sum is divided by its std over the
       batch + eps. (Centring it over the batch too would change nothing: every group's sum is 0.) `std` is not used.
-    - `separate`: the weighted sum of each reward's own `group_advantages`, not clamped before, not normalised again
+    - `separate`: the weighted sum of each reward's own `group_advantages`, not clamped before, not normalized again
       (MixGRPO, https://arxiv.org/abs/2507.21802, with `std = "group"`). Of one reward it is `sum` times its weight.
 
     Args:

@@ -144,9 +144,9 @@ def flow_grpo(rows: PolicyRows, limits: Limits) -> LossOutput:
 
 
 def grpo_guard(rows: PolicyRows, limits: Limits) -> LossOutput:
-    """GRPO-Guard, https://arxiv.org/abs/2510.22319: ratios that are centred and of equal spread at every noise level.
+    """GRPO-Guard, https://arxiv.org/abs/2510.22319: ratios that are centered and of equal spread at every noise level.
 
-    With s the step std and b = mean((mu - mu_old)^2) / (2 s^2), the normalised ratio is
+    With s the step std and b = mean((mu - mu_old)^2) / (2 s^2), the normalized ratio is
     rho = exp((log_prob - old_log_prob + b) s), and loss = weight * max(-A rho, -A clip(rho, 1 - c_low, 1 + c)) / -dt.
     For a sample x' = mu_old + s e the exponent is mean(e (mu - mu_old)): the plain ratio's drift of -b is gone, and no
     step's ratio is blown up by a small s. Dividing by -dt evens out the gradients of the steps.
@@ -157,14 +157,14 @@ def grpo_guard(rows: PolicyRows, limits: Limits) -> LossOutput:
 
     Args:
         rows: uses all; `log_prob` must be Gaussian, so not of `cps`. A row with std 0 has ratio 1 and no gradient.
-        limits: uses `clip_range` and `clip_range_low`, here of the normalised ratio.
+        limits: uses `clip_range` and `clip_range_low`, here of the normalized ratio.
     """
     assert rows.dt is not None
     assert rows.std is not None
     log_ratio = rows.log_prob - rows.old_log_prob.detach()
-    normalised = (log_ratio + _drift(rows)) * rows.std
-    loss = _weighted(_clipped(normalised, rows.advantages, limits) / -rows.dt, rows)
-    return LossOutput(loss, ratio_stats(normalised, *_beyond(normalised, limits), raw=log_ratio))
+    normalized = (log_ratio + _drift(rows)) * rows.std
+    loss = _weighted(_clipped(normalized, rows.advantages, limits) / -rows.dt, rows)
+    return LossOutput(loss, ratio_stats(normalized, *_beyond(normalized, limits), raw=log_ratio))
 
 
 def flow_dppo(rows: PolicyRows, limits: Limits) -> LossOutput:

@@ -221,7 +221,7 @@ for _algorithm in (
         "grpo_guard",
         "GRPO-Guard",
         "https://arxiv.org/abs/2510.22319",
-        "Flow-GRPO with ratios that are centred and of equal spread at every noise level.",
+        "Flow-GRPO with ratios that are centered and of equal spread at every noise level.",
         loss="grpo_guard",
         defaults={"algorithm.advantage_std": "group"},  # as in all configurations of its authors
     ),

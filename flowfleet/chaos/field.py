@@ -131,7 +131,7 @@ class Field:
 
 
 def identities(request: bytes) -> list[str]:
-    """step/group/index of the samples of a serialised TrainStepRequest."""
+    """step/group/index of the samples of a serialized TrainStepRequest."""
     ids = [item.sample.id for item in TrainStepRequest.FromString(request).samples]
     return [f"{one.step}/{one.group}/{one.index}" for one in ids]
 

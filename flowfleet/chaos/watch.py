@@ -51,7 +51,7 @@ class Watch:
         return self._sight
 
     def until(self, condition: Callable[[Sight], bool], timeout_s: float) -> bool:
-        """Waits until a sight fulfils the condition; False after the timeout."""
+        """Waits until a sight fulfills the condition; False after the timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: condition(self._sight), timeout_s)
 

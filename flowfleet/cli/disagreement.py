@@ -35,7 +35,7 @@ class Place:
     """Members that it scored."""
     share: float
     """0 for the lowest, 1 for the highest."""
-    standardised: float
+    standardized: float
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Disagreement:
 
     @property
     def size(self) -> tuple[float, float]:
-        """Difference of the places, 0 to 1, and of the standardised scores, both without their rounding errors."""
-        standardised = abs(self.higher.standardised - self.lower.standardised)
-        return round(self.higher.share - self.lower.share, 9), round(standardised, 9)
+        """Difference of the places, 0 to 1, and of the standardized scores, both without their rounding errors."""
+        standardized = abs(self.higher.standardized - self.lower.standardized)
+        return round(self.higher.share - self.lower.share, 9), round(standardized, 9)
 
 
 def rewards_of(sample: Sample) -> dict[str, float]:
@@ -114,7 +114,7 @@ def _places(members: Sequence[Sample]) -> list[dict[int, Place]]:
 def _places_of(name: str, is_shadow: bool, scores: Mapping[int, float]) -> dict[int, Place]:
     values = np.array(list(scores.values()), np.float64)
     num, differ = len(values), bool(values.min() < values.max())
-    standardised = (values - values.mean()) / values.std() if differ else np.zeros(num)
+    standardized = (values - values.mean()) / values.std() if differ else np.zeros(num)
     ranked = ranks(values)
     shares = (ranked - 1.0) / (num - 1.0) if num > 1 else np.full(num, 0.5)
     return {
@@ -125,7 +125,7 @@ def _places_of(name: str, is_shadow: bool, scores: Mapping[int, float]) -> dict[
             rank=num + 1.0 - float(ranked[at]),
             of=num,
             share=float(shares[at]),
-            standardised=float(standardised[at]),
+            standardized=float(standardized[at]),
         )
         for at, position in enumerate(scores)
     }
@@ -140,5 +140,5 @@ def _compared(one: Place, other: Place, beside: Mapping[str, str]) -> bool:
 
 
 def _of(sample: Sample, one: Place, other: Place) -> Disagreement:
-    higher, lower = sorted((one, other), key=lambda place: (place.share, place.standardised), reverse=True)
+    higher, lower = sorted((one, other), key=lambda place: (place.share, place.standardized), reverse=True)
     return Disagreement(sample, higher, lower)

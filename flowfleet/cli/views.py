@@ -19,7 +19,7 @@ from flowfleet.local.stack import Stack
 SHORT_ID = 13
 """Characters of a job id that its milliseconds fill: enough to tell jobs apart."""
 
-COLOURS = {
+COLORS = {
     "running": "cyan",
     "succeeded": "green",
     "failed": "red",
@@ -53,7 +53,7 @@ def jobs_table(jobs: Iterable[Job]) -> Table:
 
 
 def status_text(status: str) -> Text:
-    return Text(status, style=COLOURS.get(status, ""))
+    return Text(status, style=COLORS.get(status, ""))
 
 
 def show_job(job: Job, console: Console) -> None:

@@ -37,7 +37,7 @@ async def large_order(session: Session) -> str | None:
     return f"{len(places)} samples"
 
 
-@check("media size", "media_size, where it is told, is the size of the sample's media", ONE, EACH)
+@check("media size", "media_size, if set, is the size of the sample's media", ONE, EACH)
 async def media_size(session: Session) -> str | None:
     samples = session.samples(session.full_batch)
     scores = await session.scores(samples)

@@ -38,7 +38,7 @@ def read(path: Path) -> Media:
 
 @functools.cache
 def picture(index: int, media_type: str = "image/png") -> Media:
-    """A sign; each index has a colour, a length of the word and an amount of grain of its own."""
+    """A sign; each index has a color, a length of the word and an amount of grain of its own."""
     buffer = io.BytesIO()
     _drawn(index).save(buffer, PICTURE_TYPES[media_type])
     return buffer.getvalue(), media_type
@@ -87,8 +87,8 @@ def truncated(media: Media) -> Media:
 
 def _drawn(index: int) -> Image.Image:
     width, height = SIZE
-    colour = tuple((step * (index + 1)) % 128 + 112 for step in (37, 91, 53))
-    sign = Image.new("RGB", (width, height), colour)
+    color = tuple((step * (index + 1)) % 128 + 112 for step in (37, 91, 53))
+    sign = Image.new("RGB", (width, height), color)
     text = WORD[: len(WORD) - index % 3]
     ImageDraw.Draw(sign).text((width / 2, height / 2), text, "black", ImageFont.load_default(height / 2), anchor="mm")
     noise = np.random.default_rng(index).integers(0, _GRAIN * (index % 4) + 1, (height, width, 3))

@@ -23,7 +23,7 @@ class Status(StrEnum):
     """The contract is broken."""
 
 
-_COLOURS = {Status.PASS: "green", Status.NOTE: "yellow", Status.SKIP: "bright_black", Status.FAIL: "red"}
+_COLORS = {Status.PASS: "green", Status.NOTE: "yellow", Status.SKIP: "bright_black", Status.FAIL: "red"}
 
 
 class Result(BaseModel):
@@ -84,7 +84,7 @@ class Report(BaseModel):
         table.add_column("WHAT WAS SEEN", ratio=1, overflow="fold")
         for result in self.results:
             shown = result.detail if result.status is not Status.FAIL else f"{result.detail}\nrequired: {result.rule}"
-            table.add_row(Text(result.status, style=_COLOURS[result.status]), result.name, Text(shown))
+            table.add_row(Text(result.status, style=_COLORS[result.status]), result.name, Text(shown))
         console.print(table)
         console.print(self._summary(), highlight=False)
 

@@ -101,7 +101,7 @@ def _require_pictures(session: Session) -> None:
 
 
 async def _one_bad(session: Session, file: media.Media) -> str:
-    """Fault unless the sample with the file gets an error, and its neighbours a score."""
+    """Fault unless the sample with the file gets an error, and its neighbors a score."""
     score = await _beside_others(session, file)
     require(score.WhichOneof("outcome") == "error", f"the bad sample: {outcome(score)}; it must get an error")
     require(score.error, "its error is empty: say why there is no score")

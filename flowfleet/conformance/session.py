@@ -37,7 +37,7 @@ GROUP: Final = 4
 ABANDONED_AT_ONCE: Final = 64
 ABANDONED_SAMPLES: Final = 16
 ABANDONED_BYTES: Final = 2**20
-"""Of one abandoned call, which has a group at least."""
+"""Size of one abandoned call, which has a group at least."""
 
 Answer = ScoreResponse | grpc.aio.AioRpcError
 """Answer to a call that may be rejected."""
@@ -220,7 +220,7 @@ class Session:
         return codes
 
     def _abandoned_batch(self) -> list[RewardSample]:
-        """As many samples as fit in `ABANDONED_BYTES`."""
+        """Fills `ABANDONED_BYTES` with samples."""
         size = max(1, len(self.media(0)[0]))
         return self.samples(max(self.few, min(self.full_batch, ABANDONED_SAMPLES, ABANDONED_BYTES // size)))
 

@@ -1,4 +1,4 @@
-"""The pictures that the demo and its repetitions leave. One restrained look: little ink, few colours."""
+"""The pictures that the demo and its repetitions leave. One restrained look: little ink, few colors."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Line:
 
     label: str
     curve: Curve
-    colour: str = SECOND
+    color: str = SECOND
     dashed: bool = False
 
 
@@ -152,7 +152,7 @@ def measure_panels(
             for line in lines:
                 style = (0, (4, 2)) if line.dashed else "-"
                 marks = {} if line.dashed else {"marker": "o", "markersize": 3}
-                (drawn,) = axes.plot(*_points(line.curve), color=line.colour, linewidth=1.5, linestyle=style, **marks)
+                (drawn,) = axes.plot(*_points(line.curve), color=line.color, linewidth=1.5, linestyle=style, **marks)
                 handles.setdefault(line.label, drawn)
             axes.set_title(name, loc="left", fontsize=9.5, fontweight="bold", pad=4)
         for axes in grid.flat[len(panels) :]:
@@ -207,7 +207,7 @@ def before_after(path: Path, pairs: Sequence[Pair], title: str, subtitle: str, n
 def _draw_pair(figure: Any, cell: Any, pair: Pair) -> None:
     halves = cell.subgridspec(2, 1, hspace=0.08) if pair.is_film else cell.subgridspec(1, 2, wspace=0.05)
     shown = ((pair.before, pair.score_before, QUIET), (pair.after, pair.score_after, SECOND))
-    for index, (picture, score, colour) in enumerate(shown):
+    for index, (picture, score, color) in enumerate(shown):
         axes = figure.add_subplot(halves[index])
         axes.imshow(picture, interpolation="nearest")
         axes.set(xticks=[], yticks=[])
@@ -216,9 +216,9 @@ def _draw_pair(figure: Any, cell: Any, pair: Pair) -> None:
             spine.set(visible=True, color=FAINT)
         label = "no score" if score is None else f"{score:.2f}"
         if pair.is_film:
-            axes.set_ylabel(label, color=colour, fontsize=8.5, labelpad=3)
+            axes.set_ylabel(label, color=color, fontsize=8.5, labelpad=3)
         else:
-            axes.set_xlabel(label, color=colour, fontsize=8.5, labelpad=3)
+            axes.set_xlabel(label, color=color, fontsize=8.5, labelpad=3)
         if index == 0:
             words = words_of(pair.prompt, 48 if pair.is_film else 24)
             axes.set_title(words, loc="left", fontsize=8.5, pad=4, family="DejaVu Sans Mono")

@@ -109,7 +109,7 @@ def _trained(row: MetricsRow) -> bool:
     return row.values.get("training/samples") is not None
 
 
-def summarise(outcome: Outcome, started: datetime, ended: datetime) -> dict[str, Any]:
+def summarize(outcome: Outcome, started: datetime, ended: datetime) -> dict[str, Any]:
     """The content of summary.json. `started` and `ended` are those of the whole demo."""
     job, first, last = outcome.job, outcome.validations[0], outcome.validations[-1]
     before, after = ([sample.reward or 0.0 for sample in side] for side in zip(*outcome.pairs, strict=True))

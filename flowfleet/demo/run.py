@@ -16,7 +16,7 @@ from flowfleet.client.client import Client
 from flowfleet.client.progress import duration, follow
 from flowfleet.client.types import Job, JobEvent
 from flowfleet.demo import plots
-from flowfleet.demo.results import Outcome, fetch, fetch_pairs, held_out_curve, summarise, training_curve
+from flowfleet.demo.results import Outcome, fetch, fetch_pairs, held_out_curve, summarize, training_curve
 from flowfleet.job.files import data_folders, prepare_job
 from flowfleet.job.spec import JobSpec
 from flowfleet.local.plan import StackOptions
@@ -55,7 +55,7 @@ def run_demo(
         pairs = list(fetch_pairs(client, outcome))
         shutil.copytree(outcome.job.results["model"], directory / "model")
     _draw(outcome, pairs, directory)
-    summary = summarise(outcome, started, datetime.now(UTC))
+    summary = summarize(outcome, started, datetime.now(UTC))
     (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     _tell(summary, directory, console)
     return summary

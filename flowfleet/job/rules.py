@@ -403,7 +403,7 @@ def _batches(job: JobSpec) -> Iterator[str]:
         )
     if part.deterministic and job.loss.kind == "policy" and (job.rollout.compile or job.rollout.quantization != "none"):
         yield (
-            "trainer.deterministic recomputes the rollout's log-probs bit for bit, which compiled or quantised ones do "
+            "trainer.deterministic recomputes the rollout's log-probs bit for bit, which compiled or quantized ones do "
             'not allow: set rollout.compile = false and rollout.quantization = "none", or trainer.deterministic = '
             "false"
         )

@@ -289,10 +289,10 @@ class AlgorithmPart(Part):
     """Pairs that online DPO makes of a group: best and worst, second best and second worst, …"""
     reward_combination: Literal["sum", "normalized", "separate"] = "sum"
     """Several rewards. sum: advantages of their weighted sum. normalized: the weighted sum of each one's own
-    group-normalised advantages, normalised again over the batch (GDPO). separate: the weighted sum of each one's own
-    advantages by `advantage_std`, not normalised again (MixGRPO)."""
+    group-normalized advantages, normalized again over the batch (GDPO). separate: the weighted sum of each one's own
+    advantages by `advantage_std`, not normalized again (MixGRPO)."""
     advantage_std: Literal["global", "group", "none"] = "global"
-    """Divide centred rewards by the std (ddof 0) of the batch, of the group, or not at all."""
+    """Divide centered rewards by the std (ddof 0) of the batch, of the group, or not at all."""
     advantage_clamp: float | None = Field(default=5.0, gt=0.0)
     """Advantages are cut to ± this; null leaves them."""
     best_of: int | None = Field(default=None, ge=2)

@@ -43,7 +43,7 @@ class StackOptions(BaseModel):
     replicas: int = Field(default=1, ge=0, le=64)
     """Rollout processes."""
     rewards: tuple[str, ...] = ("ocr",)
-    """As `flowfleet.local.rewards` reads them: scorers to start, or services that run elsewhere."""
+    """Scorers to start, or services that run elsewhere; `flowfleet.local.rewards` parses them."""
     model: str | None = None
     """Diffusers pipeline that the rollouts load while they start."""
     dtype: str = "float32"

@@ -33,7 +33,7 @@ SCORERS = (
 )
 """Scorers that the reward service has."""
 WITHOUT_SETTINGS = ("ocr", "jpeg_compressibility", "jpeg_incompressibility", "motion", "image_quality")
-"""Those that start with no more than their name."""
+"""Scorers that need no settings."""
 _SCORER = re.compile(rf"(?P<scorer>{'|'.join(SCORERS)})(?::(?P<settings>.+))?")
 _FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<function>[A-Za-z_]\w*)")
 _ADDRESS = re.compile(r"[^/\s]+:\d{1,5}")

@@ -43,7 +43,7 @@ _SCALER: Final = (
     | Interpolation.ACCURATE_RND
     | Interpolation.BITEXACT
 )
-"""How colours are converted: without the rounding that by default darkens by a level or two, alike on every machine."""
+"""How colors are converted: without the rounding that by default darkens by a level or two, alike on every machine."""
 _BT709: Final = 1
 _LIMITED_RANGE: Final = 1
 

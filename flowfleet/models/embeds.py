@@ -18,7 +18,7 @@ class PromptEmbeds:
     extras: Mapping[str, Tensor] = field(default_factory=dict)
     """What a family wants besides, by name, (B, ...) each: pooled embeddings, latents of condition images."""
     has_padding: bool | None = None
-    """Whether any token is padding. Found out once here if not given, for asking a device costs a synchronisation."""
+    """Whether any token is padding. Found out once here if not given, for asking a device costs a synchronization."""
 
     def __post_init__(self) -> None:
         if self.embeds.ndim != 3 or self.embeds.shape[:2] != self.mask.shape or self.mask.dtype != torch.bool:

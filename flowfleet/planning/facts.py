@@ -20,11 +20,11 @@ from flowfleet.planning.skeleton import META, MetaRun, blocks, load_skeleton, sh
 from flowfleet.weights.weights import dtype_of
 
 FP8_MIN_SIZE = 1024
-"""Rollouts quantise linears of at least so many rows and columns."""
+"""Rollouts quantize linears of at least so many rows and columns."""
 FP8_MULTIPLE = 16
 """Both are a multiple of it."""
 MODULATION = re.compile(r"(^|[._])(mod|modulation|norm\d*(_context)?|adaln\w*)([._]|$)", re.IGNORECASE)
-"""Linears that they do not quantise."""
+"""Linears that they do not quantize."""
 DECODED_PIXELS = 2**22
 """Maximum pixels decoded at once: decoding memory does not grow with the rows beyond the adapter's chunk."""
 
@@ -71,7 +71,7 @@ def gather(spec: JobSpec, text_tokens: int, *, compiled: bool) -> Facts:
     expert = next(iter(experts.values()))
     latent = math.prod(skeleton.latent_shape(size))
     params = _numel(parameter for module in experts.values() for parameter in module.parameters())
-    fp8 = sum(_numel(_quantised(module)) for module in experts.values())
+    fp8 = sum(_numel(_quantized(module)) for module in experts.values())
     decode_bytes, decode_flops = _decoding(skeleton, spec)
     flops = count_model(skeleton, spec)
     if spec.trainer.mode == "full":
@@ -154,7 +154,7 @@ def _outside(expert: nn.Module, own: Iterable[nn.Module]) -> int:
     return _numel(parameter for parameter in expert.parameters() if id(parameter) not in inside)
 
 
-def _quantised(expert: nn.Module) -> Iterable[Tensor]:
+def _quantized(expert: nn.Module) -> Iterable[Tensor]:
     for block in blocks(expert):
         for name, module in block.named_modules():
             if isinstance(module, nn.Linear) and not MODULATION.search(name):

@@ -72,7 +72,7 @@ def inject_lora(expert: nn.Module, part: LoraPart, family_targets: Sequence[str]
 class MetaRun(TorchFunctionMode):
     """Inside, attention is the fused kernel's, which keeps no matrix of scores, and results stay where they are.
 
-    On the meta device torch would choose the attention that materialises the scores, which no accelerator runs.
+    On the meta device torch would choose the attention that materializes the scores, which no accelerator runs.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -80,7 +80,7 @@ def metric_name(name: str) -> str:
 
 
 class JobMetrics:
-    """Gauges labelled by job, and by reward where they are of one, created when a name is first observed."""
+    """Gauges labeled by job, and by reward where they are of one, created when a name is first observed."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._registry = registry

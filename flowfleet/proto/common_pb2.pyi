@@ -118,7 +118,7 @@ Global___Media: _TypeAlias = Media  # noqa: Y015
 @_typing.final
 class SampleId(_message.Message):
     """Identity of a sample. The seed of a sample derives from (job seed, step, group, index), so a
-    repeated request makes the same sample and a duplicate is recognised.
+    repeated request makes the same sample and a duplicate is recognized.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -32,7 +32,7 @@ class RewardServiceStub:
 
     The server also offers the standard service grpc.health.v1.Health, which says SERVING for "" and, best, for
     "flowfleet.v1.RewardService". It takes messages of 64 MiB (gRPC's own default is 4 MiB): calls have up to 32 MiB. It
-    passes over fields that it does not know. Calls come many at once, and each gets its own scores. It stops work that
+    ignores unknown fields. Calls come many at once, and each gets its own scores. It stops work that
     was cancelled or is past its deadline, so that hundreds of abandoned calls do not hold up the next one. Every error
     status has a message that says what to change.
     """
@@ -57,7 +57,7 @@ class RewardServiceAsyncStub(RewardServiceStub):
 
     The server also offers the standard service grpc.health.v1.Health, which says SERVING for "" and, best, for
     "flowfleet.v1.RewardService". It takes messages of 64 MiB (gRPC's own default is 4 MiB): calls have up to 32 MiB. It
-    passes over fields that it does not know. Calls come many at once, and each gets its own scores. It stops work that
+    ignores unknown fields. Calls come many at once, and each gets its own scores. It stops work that
     was cancelled or is past its deadline, so that hundreds of abandoned calls do not hold up the next one. Every error
     status has a message that says what to change.
     """
@@ -78,7 +78,7 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
 
     The server also offers the standard service grpc.health.v1.Health, which says SERVING for "" and, best, for
     "flowfleet.v1.RewardService". It takes messages of 64 MiB (gRPC's own default is 4 MiB): calls have up to 32 MiB. It
-    passes over fields that it does not know. Calls come many at once, and each gets its own scores. It stops work that
+    ignores unknown fields. Calls come many at once, and each gets its own scores. It stops work that
     was cancelled or is past its deadline, so that hundreds of abandoned calls do not hold up the next one. Every error
     status has a message that says what to change.
     """

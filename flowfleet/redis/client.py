@@ -1,7 +1,7 @@
 """Redis clients that outlive their server: killed and restarted within half a minute, it is only a pause.
 
 A command is repeated while the server cannot be reached or still loads its data, so it may run twice: the reply to the
-first may have been lost. Callers must not mind; duplicates of a sample are recognised by its identity.
+first may have been lost. Callers must not mind; duplicates of a sample are recognized by its identity.
 
 `redis+sentinel://` finds the server by Sentinels and follows their failovers (redis_sentinel.py).
 

@@ -63,7 +63,7 @@ class ScoreCall:
         return sum(sample.num_bytes for sample in self.samples)
 
     def write(self) -> bytes:
-        """The serialised message, with one copy of each file; by way of a message object they would be three. Made of
+        """The serialized message, with one copy of each file; by way of a message object they would be three. Made of
         parts, since a message is its fields one after the other, in any order
         (protobuf.dev/programming-guides/encoding). ValueError for texts that are not Unicode."""
         parts = [ScoreRequest(params=self.params).SerializeToString()]

@@ -41,17 +41,17 @@ class Guard(grpc.aio.ServerInterceptor):
             return handler
         method = text(handler_call_details.method)
         kind = self._kind(handler_call_details.invocation_metadata)
-        if behaviour := self._instead(kind, method, handler):
+        if behavior := self._instead(kind, method, handler):
             return grpc.stream_unary_rpc_method_handler(
-                _guard_unary(behaviour, method, self._name), None, handler.response_serializer
+                _guard_unary(behavior, method, self._name), None, handler.response_serializer
             )
         wrap, make = (
             (_guard_stream, grpc.unary_stream_rpc_method_handler)
             if handler.response_streaming
             else (_guard_unary, grpc.unary_unary_rpc_method_handler)
         )
-        behaviour, read = handler.unary_stream or handler.unary_unary, _reader(handler.request_deserializer)
-        return make(wrap(behaviour, method, self._name), read, handler.response_serializer)
+        behavior, read = handler.unary_stream or handler.unary_unary, _reader(handler.request_deserializer)
+        return make(wrap(behavior, method, self._name), read, handler.response_serializer)
 
     def _kind(self, metadata: Any) -> Caller | None:
         sent = str(dict(metadata or ()).get("authorization", ""))
@@ -122,31 +122,31 @@ async def _check_name(context: Any, name: str | None, method: str) -> None:
         await _deny(f"the certificate of a {shown[0]}", method)(None, context)
 
 
-def _guard_unary(behaviour: Callable[..., Any], method: str, name: str | None) -> Callable[..., Awaitable[Any]]:
+def _guard_unary(behavior: Callable[..., Any], method: str, name: str | None) -> Callable[..., Awaitable[Any]]:
     """Guards coroutine functions, and plain functions, which run in a thread."""
 
     async def guarded(request: Any, context: Any) -> Any:
         try:
             await _check(request, context, name, method)
-            if inspect.iscoroutinefunction(behaviour):
-                return await behaviour(request, context)
-            return await asyncio.to_thread(behaviour, request, context)
+            if inspect.iscoroutinefunction(behavior):
+                return await behavior(request, context)
+            return await asyncio.to_thread(behavior, request, context)
         except Exception as error:
             await _abort(error, context, method)
 
     return guarded
 
 
-def _guard_stream(behaviour: Callable[..., Any], method: str, name: str | None) -> Callable[..., AsyncIterator[Any]]:
+def _guard_stream(behavior: Callable[..., Any], method: str, name: str | None) -> Callable[..., AsyncIterator[Any]]:
     """Guards async generators, and coroutine functions that use `context.write`."""
 
     async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
         try:
             await _check(request, context, name, method)
-            if not inspect.isasyncgenfunction(behaviour):
-                await behaviour(request, context)
+            if not inspect.isasyncgenfunction(behavior):
+                await behavior(request, context)
                 return
-            async with aclosing(behaviour(request, context)) as responses:
+            async with aclosing(behavior(request, context)) as responses:
                 async for response in responses:
                     yield response
         except Exception as error:

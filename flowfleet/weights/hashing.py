@@ -24,7 +24,7 @@ def content_sums(tensors: Sequence[Tensor]) -> Tensor:
     """(n,) int64 on the tensors' device, which is the same for all: a sum for each, modulo 2^64. Does not wait for it.
 
     A tensor's bytes, padded with zeros to whole 8-byte little-endian words w_i, give the sum over i of
-    mix(w_i + (i + 1) GOLDEN), where mix is the finaliser of SplitMix64.
+    mix(w_i + (i + 1) GOLDEN), where mix is the finalizer of SplitMix64.
     """
     plain = [tensor.detach().contiguous() for tensor in tensors]
     if not plain:
@@ -52,7 +52,7 @@ def _content_sum(tensor: Tensor) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Finaliser of SplitMix64 (Steele, Lea, Flood 2014) on int64, in place; torch's arithmetic wraps."""
+    """Finalizer of SplitMix64 (Steele, Lea, Flood 2014) on int64, in place; torch's arithmetic wraps."""
     for shift, factor in zip((30, 27), FACTORS, strict=True):
         x.bitwise_xor_((x >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(signed(factor))
     return x.bitwise_xor_((x >> 31).bitwise_and_(2**33 - 1))

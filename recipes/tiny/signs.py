@@ -1,6 +1,6 @@
 """Signs: what the tiny model is asked to paint, and the rendered pictures it learned from.
 
-A sign is a coloured board with a thin frame and a word of three or four characters. `prompt_for` is the one place that
+A sign is a colored board with a thin frame and a word of three or four characters. `prompt_for` is the one place that
 knows how a sign is described in words; `draw_prompts` writes the prompt files; `draw_example` makes one training pair,
 whose caption names another word with a given probability, as captions found on the web do.
 """
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-Colour = tuple[int, int, int]
+Color = tuple[int, int, int]
 Pixels = NDArray[np.uint8]
 
 IMAGE_SIZE = 64
@@ -23,7 +23,7 @@ IMAGE_SIZE = 64
 CANVAS_SIZE = 2 * IMAGE_SIZE
 """Signs are drawn at twice their size and scaled down, so that strokes are smooth."""
 
-BOARD_COLOURS: dict[str, Colour] = {
+BOARD_COLORS: dict[str, Color] = {
     "white": (240, 240, 240),
     "yellow": (245, 210, 70),
     "green": (60, 150, 80),
@@ -38,10 +38,10 @@ FONT_SIZES = {3: (48, 56), 4: (40, 46)}
 
 @dataclass(frozen=True)
 class Sign:
-    """A word of `WORD_LENGTHS` characters from `ALPHABET` on a board whose colour is a key of `BOARD_COLOURS`."""
+    """A word of `WORD_LENGTHS` characters from `ALPHABET` on a board whose color is a key of `BOARD_COLORS`."""
 
     word: str
-    colour: str
+    color: str
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Example:
 
 def prompt_for(sign: Sign) -> str:
     """The sentence that asks for this sign."""
-    return f'A {sign.colour} sign that says "{sign.word}"'
+    return f'A {sign.color} sign that says "{sign.word}"'
 
 
 def word_in(prompt: str) -> str:
@@ -75,9 +75,9 @@ def draw_sign(rng: random.Random, held_out: frozenset[str] = frozenset()) -> Sig
     """A random sign whose word is not in `held_out`."""
     while True:
         word = draw_word(rng, rng.choice(WORD_LENGTHS))
-        colour = rng.choice(list(BOARD_COLOURS))
+        color = rng.choice(list(BOARD_COLORS))
         if word not in held_out:
-            return Sign(word, colour)
+            return Sign(word, color)
 
 
 def draw_prompts(rng: random.Random, held_out: frozenset[str] = frozenset()) -> Iterator[str]:
@@ -95,17 +95,17 @@ def draw_example(seed: int, wrong_share: float, held_out: frozenset[str]) -> Exa
     sign = draw_sign(rng, held_out)
     pixels = render(sign, rng)
     if rng.random() < wrong_share:
-        sign = Sign(draw_word(rng, len(sign.word)), sign.colour)
+        sign = Sign(draw_word(rng, len(sign.word)), sign.color)
     return Example(pixels, prompt_for(sign))
 
 
 def render(sign: Sign, rng: random.Random, spread: int = 16) -> Pixels:
-    """Paint a sign with small random changes of colour, size and place: (IMAGE_SIZE, IMAGE_SIZE, 3) uint8.
+    """Paint a sign with small random changes of color, size and place: (IMAGE_SIZE, IMAGE_SIZE, 3) uint8.
 
     spread: how far up or down the word may be, in pixels of the canvas.
     """
-    board = BOARD_COLOURS[sign.colour]
-    ink: Colour = (20, 20, 20) if sum(board) / 3 > 128 else (245, 245, 245)
+    board = BOARD_COLORS[sign.color]
+    ink: Color = (20, 20, 20) if sum(board) / 3 > 128 else (245, 245, 245)
     image = Image.new("RGB", (CANVAS_SIZE, CANVAS_SIZE), _jitter(board, rng))
     canvas = ImageDraw.Draw(image)
     font = ImageFont.load_default(size=rng.randint(*FONT_SIZES[len(sign.word)]))
@@ -117,6 +117,6 @@ def render(sign: Sign, rng: random.Random, spread: int = 16) -> Pixels:
     return np.asarray(image.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.LANCZOS), dtype=np.uint8)
 
 
-def _jitter(colour: Colour, rng: random.Random) -> Colour:
-    red, green, blue = (min(255, max(0, value + rng.randint(-12, 12))) for value in colour)
+def _jitter(color: Color, rng: random.Random) -> Color:
+    red, green, blue = (min(255, max(0, value + rng.randint(-12, 12))) for value in color)
     return red, green, blue

@@ -85,7 +85,7 @@ def to_video(pixels: Tensor) -> Tensor:
 
 @torch.no_grad()
 def encode_images(vae: Any, pixels: Tensor) -> Tensor:
-    """Packed, normalised latents (N, 16, 64) fp32 of (N, 3, 64, 64) uint8; their mean and std go into the config."""
+    """Packed, normalized latents (N, 16, 64) fp32 of (N, 3, 64, 64) uint8; their mean and std go into the config."""
     device = next(vae.parameters()).device
     parts = torch.split(pixels, LATENT_BATCH)
     modes = [vae.encode(to_video(part.to(device))).latent_dist.mode() for part in parts]

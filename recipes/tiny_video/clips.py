@@ -1,10 +1,10 @@
 """Clips: what the tiny model is asked to film, and the rendered clips it learned from.
 
 A clip shows one flat shape that crosses a dark ground in one direction. A `Clip` says what a prompt can say; where the
-shape starts, its exact speed and shade are drawn again for each film. Of every colour and shape one direction is held
+shape starts, its exact speed and shade are drawn again for each film. Of every color and shape one direction is held
 out: no film of it is ever shown and no caption names it while the base model or a policy learns.
 
-All is vectorised torch, so that a device renders films as fast as it learns from them.
+All is vectorized torch, so that a device renders films as fast as it learns from them.
 """
 
 import itertools
@@ -21,7 +21,7 @@ EDGE = 32
 NUM_FRAMES = 9
 """Three latent frames."""
 
-COLOURS: dict[str, tuple[int, int, int]] = {
+COLORS: dict[str, tuple[int, int, int]] = {
     "red": (215, 60, 55),
     "green": (70, 180, 90),
     "blue": (80, 115, 235),
@@ -48,9 +48,9 @@ RENDER_BATCH = 1024
 
 @dataclass(frozen=True)
 class Clip:
-    """What a prompt asks for: keys of `COLOURS`, `DIRECTIONS` and `RADII`, and one of `SHAPES`."""
+    """What a prompt asks for: keys of `COLORS`, `DIRECTIONS` and `RADII`, and one of `SHAPES`."""
 
-    colour: str
+    color: str
     shape: str
     direction: str
     size: str = ""
@@ -58,21 +58,21 @@ class Clip:
     @property
     def prompt(self) -> str:
         """The sentence that asks for it; its only word for a direction is the last."""
-        return " ".join(word for word in ("A", self.size, self.colour, self.shape, "moving", self.direction) if word)
+        return " ".join(word for word in ("A", self.size, self.color, self.shape, "moving", self.direction) if word)
 
     @property
     def held_out(self) -> bool:
-        """Whether its colour, shape and direction are never trained on together."""
+        """Whether its color, shape and direction are never trained on together."""
         numbers = [list(names).index(name) for names, name in zip(_TRIPLE, self._triple, strict=True)]
         return (numbers[0] + numbers[1]) % len(DIRECTIONS) == numbers[2]
 
     @property
     def _triple(self) -> tuple[str, str, str]:
-        return self.colour, self.shape, self.direction
+        return self.color, self.shape, self.direction
 
 
-_TRIPLE: tuple[Iterable[str], ...] = (COLOURS, SHAPES, DIRECTIONS)
-ALL_CLIPS = [Clip(*parts) for parts in itertools.product(COLOURS, SHAPES, DIRECTIONS, RADII)]
+_TRIPLE: tuple[Iterable[str], ...] = (COLORS, SHAPES, DIRECTIONS)
+ALL_CLIPS = [Clip(*parts) for parts in itertools.product(COLORS, SHAPES, DIRECTIONS, RADII)]
 TRAIN_CLIPS = [clip for clip in ALL_CLIPS if not clip.held_out]
 HELD_OUT_CLIPS = [clip for clip in ALL_CLIPS if clip.held_out]
 
@@ -110,9 +110,9 @@ def _other_directions() -> list[list[int]]:
     """Indices of the clips that differ only in direction, for each of `TRAIN_CLIPS`."""
     alike: dict[tuple[str, str, str], list[int]] = {}
     for index, clip in enumerate(TRAIN_CLIPS):
-        alike.setdefault((clip.colour, clip.shape, clip.size), []).append(index)
+        alike.setdefault((clip.color, clip.shape, clip.size), []).append(index)
     return [
-        [other for other in alike[clip.colour, clip.shape, clip.size] if other != index]
+        [other for other in alike[clip.color, clip.shape, clip.size] if other != index]
         for index, clip in enumerate(TRAIN_CLIPS)
     ]
 
@@ -129,20 +129,20 @@ def render(clips: Sequence[Clip], generator: torch.Generator, device: torch.devi
     velocity = torch.tensor([DIRECTIONS[clip.direction] for clip in clips]) * uniform(*TRAVEL, 1)
     reach = radius[:, None] + 1 + velocity.abs() / 2
     middle = reach + (EDGE - 1 - 2 * reach) * torch.rand(num, 2, generator=generator)
-    centre = middle[:, None] + velocity[:, None] * torch.linspace(-0.5, 0.5, NUM_FRAMES)[:, None]
-    colour = torch.tensor([COLOURS[clip.colour] for clip in clips]) + uniform(-JITTER, JITTER, 3)
+    center = middle[:, None] + velocity[:, None] * torch.linspace(-0.5, 0.5, NUM_FRAMES)[:, None]
+    color = torch.tensor([COLORS[clip.color] for clip in clips]) + uniform(-JITTER, JITTER, 3)
     ground = uniform(*GROUND, 1).expand(-1, 3)
     shape = torch.tensor([SHAPES.index(clip.shape) for clip in clips])
-    cover = _coverage(shape.to(device), centre.to(device), radius.to(device))[..., None]
-    colour, ground = (part.to(device)[:, None, None, None] for part in (colour, ground))
-    return torch.lerp(ground, colour, cover).round().clamp(0, 255).to(torch.uint8)
+    cover = _coverage(shape.to(device), center.to(device), radius.to(device))[..., None]
+    color, ground = (part.to(device)[:, None, None, None] for part in (color, ground))
+    return torch.lerp(ground, color, cover).round().clamp(0, 255).to(torch.uint8)
 
 
-def _coverage(shape: Tensor, centre: Tensor, radius: Tensor) -> Tensor:
+def _coverage(shape: Tensor, center: Tensor, radius: Tensor) -> Tensor:
     """How much of each pixel the shape covers, (N, 9, 32, 32) in 0 … 1, from its distance to the shape's edge."""
-    grid = torch.arange(EDGE, device=centre.device)
-    x = grid[None, None, None, :] - centre[:, :, 0, None, None]
-    y = grid[None, None, :, None] - centre[:, :, 1, None, None]
+    grid = torch.arange(EDGE, device=center.device)
+    x = grid[None, None, None, :] - center[:, :, 0, None, None]
+    y = grid[None, None, :, None] - center[:, :, 1, None, None]
     r = radius[:, None, None, None]
     slope = math.sqrt(3) / 2
     distances = {

@@ -12,7 +12,7 @@ from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipe
 from transformers import T5Tokenizer, UMT5Config, UMT5EncoderModel
 
 from recipes.tiny.components import round_to_half
-from recipes.tiny_video.clips import COLOURS, DIRECTIONS, RADII, SHAPES
+from recipes.tiny_video.clips import COLORS, DIRECTIONS, RADII, SHAPES
 
 TEXT_WIDTH = 64
 MAX_TOKENS = 512
@@ -33,7 +33,7 @@ def build_pipeline() -> Any:
 
 def build_tokenizer() -> Any:
     """A unigram model as T5's: words of the prompts are one piece each, all else is characters."""
-    words = ["A", "moving", *filter(None, RADII), *COLOURS, *SHAPES, *DIRECTIONS]
+    words = ["A", "moving", *filter(None, RADII), *COLORS, *SHAPES, *DIRECTIONS]
     characters = string.ascii_letters + string.digits + string.punctuation
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -4.0)]
     pieces += [(f"▁{word}", -5.0) for word in words] + [(character, -8.0) for character in characters]

@@ -1,6 +1,6 @@
 """Write the prompt files: `python -m recipes.tiny_video.make_prompts`.
 
-No line of train.txt, and no film that the base model learned from, shares colour, shape and direction with a line of
+No line of train.txt, and no film that the base model learned from, shares color, shape and direction with a line of
 validation.txt.
 """
 

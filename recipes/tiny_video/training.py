@@ -117,7 +117,7 @@ def fidelity(vae: Any, films: Tensor) -> float:
 
 @torch.no_grad()
 def encode_films(vae: Any, films: Tensor) -> Tensor:
-    """Normalised latents (N, 16, 3, 4, 4) fp32 of (N, 9, 32, 32, 3) uint8; mean and std go into the config."""
+    """Normalized latents (N, 16, 3, 4, 4) fp32 of (N, 9, 32, 32, 3) uint8; mean and std go into the config."""
     parts = [vae.encode(to_pixels(part)).latent_dist.mode() for part in torch.split(films, LATENT_BATCH)]
     latents = torch.cat(parts)
     mean, std = latents.mean(dim=(0, 2, 3, 4)), latents.std(dim=(0, 2, 3, 4))

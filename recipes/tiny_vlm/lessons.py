@@ -15,7 +15,7 @@ from recipes.tiny.signs import IMAGE_SIZE, Pixels, draw_sign, render
 MARGIN = 6
 """Pixels at each edge of a sign that hold the frame, and no word."""
 MIN_CONTRAST = 60
-"""Grey levels between a word and its board."""
+"""Gray levels between a word and its board."""
 SPREAD = 34
 """Pixels of a sign's canvas, of 128, that lessons move words up and down: further than the painter ever does."""
 
@@ -23,10 +23,10 @@ SPREAD = 34
 def word_rise(pixels: Pixels) -> float:
     """How far the word's middle is above the sign's, as a share of half the sign's height: −1 … 1, 0 without a word.
 
-    pixels: (64, 64, 3) uint8. The word is what differs in grey from the median inside the frame, the board.
+    pixels: (64, 64, 3) uint8. The word is what differs in gray from the median inside the frame, the board.
     """
-    grey = pixels[MARGIN:-MARGIN, MARGIN:-MARGIN].astype(np.float64).mean(axis=2)
-    rows = np.flatnonzero((np.abs(grey - np.median(grey)) > MIN_CONTRAST).any(axis=1))
+    gray = pixels[MARGIN:-MARGIN, MARGIN:-MARGIN].astype(np.float64).mean(axis=2)
+    rows = np.flatnonzero((np.abs(gray - np.median(gray)) > MIN_CONTRAST).any(axis=1))
     if not len(rows):
         return 0.0
     middle = MARGIN + (rows[0] + rows[-1] + 1) / 2

@@ -74,7 +74,7 @@ def pod_targets(objects: list[Object]) -> Iterator[Object]:
                 yield _target(pod["status"]["podIP"], port["containerPort"], labels)
 
 
-def sanitised(name: str) -> str:
+def sanitized(name: str) -> str:
     """Writes a Kubernetes label's name as Prometheus does."""
     return re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
@@ -91,7 +91,7 @@ def _pod(pod: Object) -> dict[str, str]:
 
 def _labels(of: str, item: Object) -> dict[str, str]:
     labels = item["metadata"].get("labels") or {}
-    return {f"{of}_label_{sanitised(name)}": value for name, value in labels.items()}
+    return {f"{of}_label_{sanitized(name)}": value for name, value in labels.items()}
 
 
 def _target(host: str, port: int, labels: Mapping[str, str]) -> Object:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Lines = dict[str, tuple[list[float], list[float]]]
 """Legend → seconds since the start, values."""
 
-COLOURS = ("#3274d9", "#e0752d", "#37872d", "#c4162a", "#8f3bb8", "#e0b400", "#56a64b", "#5794f2")
+COLORS = ("#3274d9", "#e0752d", "#37872d", "#c4162a", "#8f3bb8", "#e0b400", "#56a64b", "#5794f2")
 LEGEND_LENGTH = 14
 """Characters of a pod's name that fit four times below a panel."""
 PALETTE = {"green": "#56a64b", "yellow": "#f2cc0c", "orange": "#ff9830", "red": "#e02f44", "blue": "#5794f2"}
@@ -82,16 +82,16 @@ def _chart(axes: Axes, panel: Panel, server: Server) -> None:
     if not lines:
         axes.text(0.5, 0.5, "no data", ha="center", color="#9fa7b3", transform=axes.transAxes)
         return
-    chosen = {name: PALETTE[colour] for name, colour in panel.colours}
-    colours = [chosen.get(name, COLOURS[index % len(COLOURS)]) for index, name in enumerate(lines)]
+    chosen = {name: PALETTE[color] for name, color in panel.colors}
+    colors = [chosen.get(name, COLORS[index % len(COLORS)]) for index, name in enumerate(lines)]
     axes.set_xlim(0, time.time() - server.started)
     if panel.stacked:
         times = sorted({moment for x, _ in lines.values() for moment in x})
         rows = [[dict(zip(x, y, strict=True)).get(moment, 0.0) for moment in times] for x, y in lines.values()]
-        axes.stackplot(times, rows, labels=list(lines), colors=colours, alpha=0.75, linewidth=0)
+        axes.stackplot(times, rows, labels=list(lines), colors=colors, alpha=0.75, linewidth=0)
     else:
         for index, (name, (x, y)) in enumerate(lines.items()):
-            axes.plot(x, y, label=name, color=colours[index], linewidth=1.8)
+            axes.plot(x, y, label=name, color=colors[index], linewidth=1.8)
     if panel.minimum is not None:
         axes.set_ylim(bottom=panel.minimum * factor)
     if panel.maximum is not None:

@@ -35,13 +35,13 @@ from deploy.dashboards.boards.reward_panels import JUDGES
 from deploy.dashboards.model import Query
 from deploy.dashboards.promql import filled
 from tests.cluster.conftest import CHART, Cluster
-from tests.cluster.discovery import Discovery, sanitised
+from tests.cluster.discovery import Discovery, sanitized
 
 SCRAPE_S = 2
 RATE = "30s"
 """Rate of the boards: jobs of tests are short."""
 START_TIMEOUT_S = 30.0
-EMPTY_ON_CPUS = ("Model FLOPs utilisation of the trainer",)
+EMPTY_ON_CPUS = ("Model FLOPs utilization of the trainer",)
 """Titles of the panels that have no data where there is no accelerator; each says why itself."""
 EMPTY_WITHOUT_JUDGES = tuple(panel.title for panel in JUDGES.panels)
 """Likewise of fleets without a judge."""
@@ -264,7 +264,7 @@ def _keep(source: str, regex: str) -> dict[str, Any]:
 
 
 def _label(of: str, name: str) -> str:
-    return f"__meta_kubernetes_{of}_label_{sanitised(name)}"
+    return f"__meta_kubernetes_{of}_label_{sanitized(name)}"
 
 
 def _snake(rule: Mapping[str, Any]) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def test_lint_is_content(name: str) -> None:
 # -- every object ----------------------------------------------------------------------------------------------------
 
 
-def test_objects_are_labelled_by_convention_and_named_once(any_profile: Rendered) -> None:
+def test_objects_are_labeled_by_convention_and_named_once(any_profile: Rendered) -> None:
     names = [(doc["kind"], doc["metadata"]["name"]) for doc in any_profile.objects]
     assert len(set(names)) == len(names)
     for doc in any_profile.objects:

@@ -1,4 +1,4 @@
-"""The OCR reward's second version, for the `python` scorer: the recogniser's own probability of the sign's text."""
+"""The OCR reward's second version, for the `python` scorer: the recognizer's own probability of the sign's text."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ def test_it_keeps_to_the_contract(service: str) -> None:
 
 
 def test_our_client_gets_the_scores_of_the_formula(service: str) -> None:
-    """White against black and grey, 1 − d / D; what cannot be scored says why."""
-    media = {"white": ("#ffffff", "PNG"), "grey": ("#808080", "PNG"), "black": ("#000000", "JPEG")}
+    """White against black and gray, 1 − d / D; what cannot be scored says why."""
+    media = {"white": ("#ffffff", "PNG"), "gray": ("#808080", "PNG"), "black": ("#000000", "JPEG")}
     samples = [
         RewardSample(sample_id=name, media=picture(*how), media_type=f"image/{how[1].lower()}")
         for name, how in media.items()
@@ -77,10 +77,10 @@ def test_our_client_gets_the_scores_of_the_formula(service: str) -> None:
     by_id = {score.sample_id: score for score in response.scores}
     assert {name: round(by_id[name].score, 9) for name in media} == {
         "white": 1.0,
-        "grey": round(128 / 255, 9),
+        "gray": round(128 / 255, 9),
         "black": 0.0,
     }
-    assert by_id["grey"].components["brightness"] == pytest.approx(128 / 255)
+    assert by_id["gray"].components["brightness"] == pytest.approx(128 / 255)
     assert "not a whole image/png" in by_id["bild/ü"].error
     assert response.version == json.loads((EXAMPLE / "package.json").read_text())["version"]
 

@@ -12,7 +12,7 @@ from diffusers import QwenImagePipeline
 from flowfleet.models.loading import ALL_COMPONENTS, load_pipeline
 from recipes.tiny.evaluation import Judge, paint
 from recipes.tiny.make_prompts import NUM_TRAIN, NUM_VALIDATION, read_prompts
-from recipes.tiny.signs import ALPHABET, BOARD_COLOURS, WORD_LENGTHS, Sign, prompt_for, word_in
+from recipes.tiny.signs import ALPHABET, BOARD_COLORS, WORD_LENGTHS, Sign, prompt_for, word_in
 
 MODEL = Path(__file__).parents[2] / "recipes" / "tiny" / "model"
 MAX_WEIGHTS_BYTES = 16_000_000
@@ -68,11 +68,11 @@ def test_the_template_takes_as_many_tokens_as_the_pipeline_drops(pipeline: Any) 
     ]
 
 
-@pytest.mark.parametrize("colour", BOARD_COLOURS)
-def test_a_character_of_a_word_is_a_token(pipeline: Any, colour: str) -> None:
-    empty = len(pipeline.tokenizer(prompt_for(Sign("A", colour))).input_ids) - 1
+@pytest.mark.parametrize("color", BOARD_COLORS)
+def test_a_character_of_a_word_is_a_token(pipeline: Any, color: str) -> None:
+    empty = len(pipeline.tokenizer(prompt_for(Sign("A", color))).input_ids) - 1
     for character in string.ascii_uppercase + string.digits:
-        assert len(pipeline.tokenizer(prompt_for(Sign(f"A{character}7", colour))).input_ids) == empty + 3
+        assert len(pipeline.tokenizer(prompt_for(Sign(f"A{character}7", color))).input_ids) == empty + 3
 
 
 def test_no_training_prompt_has_a_validation_word() -> None:

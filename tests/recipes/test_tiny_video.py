@@ -12,7 +12,7 @@ from diffusers import WanPipeline
 from flowfleet.models.loading import ALL_COMPONENTS, load_pipeline
 from recipes.tiny_video.clips import (
     ALL_CLIPS,
-    COLOURS,
+    COLORS,
     DIRECTIONS,
     EDGE,
     HELD_OUT_CLIPS,
@@ -57,16 +57,16 @@ def test_every_part_is_of_the_real_class(pipeline: Any) -> None:
 def test_prompts_are_all_clips_and_split_by_what_is_held_out() -> None:
     train, validation = read_prompts("train"), read_prompts("validation")
     assert sorted(train + validation) == sorted(clip.prompt for clip in ALL_CLIPS)
-    assert len({*train, *validation}) == len(COLOURS) * len(SHAPES) * len(DIRECTIONS) * len(RADII)
+    assert len({*train, *validation}) == len(COLORS) * len(SHAPES) * len(DIRECTIONS) * len(RADII)
     assert sorted(validation) == sorted(clip.prompt for clip in HELD_OUT_CLIPS)
 
 
 def test_one_direction_of_every_colour_and_shape_is_held_out() -> None:
-    held_out = {(clip.colour, clip.shape, clip.direction) for clip in HELD_OUT_CLIPS}
-    trained = {(clip.colour, clip.shape, clip.direction) for clip in TRAIN_CLIPS}
+    held_out = {(clip.color, clip.shape, clip.direction) for clip in HELD_OUT_CLIPS}
+    trained = {(clip.color, clip.shape, clip.direction) for clip in TRAIN_CLIPS}
     assert not held_out & trained
-    assert {(colour, shape) for colour, shape, _ in held_out} == {(a, b) for a in COLOURS for b in SHAPES}
-    assert len(held_out) == len(COLOURS) * len(SHAPES)
+    assert {(color, shape) for color, shape, _ in held_out} == {(a, b) for a in COLORS for b in SHAPES}
+    assert len(held_out) == len(COLORS) * len(SHAPES)
     assert {direction: sum(d == direction for *_, d in held_out) for direction in DIRECTIONS} == dict.fromkeys(
         DIRECTIONS, len(held_out) // len(DIRECTIONS)
     )

@@ -86,9 +86,9 @@ def _id(vlm: TinyVlm, token: str) -> int:
 
 def test_the_picture_changes_the_answer(vlm: TinyVlm) -> None:
     rows = []
-    for colour in ("red", "blue"):
+    for color in ("red", "blue"):
         with torch.inference_mode():
-            rows.append(vlm.model(**vlm.encode(messages(), [Image.new("RGB", (128, 64), colour)])).logits[0, -1])
+            rows.append(vlm.model(**vlm.encode(messages(), [Image.new("RGB", (128, 64), color)])).logits[0, -1])
     assert not torch.allclose(rows[0], rows[1], atol=1e-4)
 
 

@@ -31,7 +31,7 @@ def save_clip(folder: Path, *, width: int = 16, seed: int = 0, **vision: Any) ->
     config = CLIPConfig(text_config=tower | text, vision_config=tower | picture, projection_dim=width)
     torch.manual_seed(seed)
     model = CLIPModel(config)
-    randomise(model)
+    randomize(model)
     model.save_pretrained(folder)
     size = model.config.vision_config.image_size
     processor = CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
@@ -39,7 +39,7 @@ def save_clip(folder: Path, *, width: int = 16, seed: int = 0, **vision: Any) ->
     return folder
 
 
-def randomise(model: nn.Module) -> None:
+def randomize(model: nn.Module) -> None:
     """Weights at which what goes in keeps its size from layer to layer."""
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:

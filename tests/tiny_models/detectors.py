@@ -13,7 +13,7 @@ from transformers import (
 from transformers.models.owlvit.image_processing_pil_owlvit import OwlViTImageProcessorPil
 from transformers.models.yolos.image_processing_pil_yolos import YolosImageProcessorPil
 
-from tests.tiny_models.clip import randomise
+from tests.tiny_models.clip import randomize
 from tests.tiny_models.text_encoders import make_clip_tokenizer
 
 SIDE = 32
@@ -62,5 +62,5 @@ def save_owlvit(folder: Path) -> Path:
 
 def _save(model: PreTrainedModel, folder: Path) -> None:
     torch.manual_seed(0)
-    randomise(model)
+    randomize(model)
     model.save_pretrained(folder)

@@ -6,7 +6,7 @@ serve it. On CPUs they are seconds of processes.
 
 from __future__ import annotations
 
-from deploy.dashboards.boards.fleet import PHASES, UTILISATION
+from deploy.dashboards.boards.fleet import PHASES, UTILIZATION
 from deploy.dashboards.model import Board, Panel, Row, chart, stat
 
 WINDOW = "[10m]"
@@ -21,7 +21,7 @@ def per_image(labels: str) -> str:
 
 def mfu(width: int) -> Panel:
     return chart(
-        "Model FLOPs utilisation of the trainer",
+        "Model FLOPs utilization of the trainer",
         "Model FLOPs over time, ranks and the device's peak for dense bf16; of updates, and of forwards without "
         "gradient.",
         ("max by (job) (flowfleet_perf_mfu_actor{@job})", "updates {{job}}"),
@@ -117,9 +117,9 @@ COST = Board(
                     key=True,
                 ),
                 chart(
-                    "Utilisation of rollouts",
+                    "Utilization of rollouts",
                     "Share of the live replicas' time with samples to make.",
-                    (UTILISATION, "{{pool}}"),
+                    (UTILIZATION, "{{pool}}"),
                     unit="percentunit",
                     minimum=0,
                     maximum=1,

@@ -20,7 +20,7 @@ HEALTH = (
     ("lost", "red"),
 )
 LAG = (("0", "green"), ("1", "yellow"), ("2", "orange"), ("3+", "red"), ("none", "gray"))
-UTILISATION = (
+UTILIZATION = (
     "sum by (pool) (rate(flowfleet_fleet_busy_seconds_total{@pool}[$__rate_interval]))"
     " / (sum by (pool) (rate(flowfleet_fleet_replica_seconds_total{@pool}[$__rate_interval])) > 0)"
 )
@@ -46,9 +46,9 @@ FLEET = Board(
                     legend="{{pool}}",
                 ),
                 stat(
-                    "Utilisation",
+                    "Utilization",
                     "Share of the live replicas' time with samples to make.",
-                    UTILISATION,
+                    UTILIZATION,
                     unit="percentunit",
                     legend="{{pool}}",
                     minimum=0,
@@ -71,7 +71,7 @@ FLEET = Board(
                     "As the controller sees them. Lost: did not answer several times.",
                     ("sum by (health) (flowfleet_fleet_replicas{@pool})", "{{health}}"),
                     stacked=True,
-                    colours=HEALTH,
+                    colors=HEALTH,
                     minimum=0,
                     key=True,
                 ),
@@ -82,7 +82,7 @@ FLEET = Board(
                     "weights, or serve another job.",
                     ("sum by (version_lag) (flowfleet_fleet_replicas_at_version{@pool})", "{{version_lag}}"),
                     stacked=True,
-                    colours=LAG,
+                    colors=LAG,
                     minimum=0,
                     key=True,
                 ),
@@ -101,9 +101,9 @@ FLEET = Board(
                     key=True,
                 ),
                 chart(
-                    "Utilisation",
+                    "Utilization",
                     "Share of the live replicas' time with samples to make. Low with a backlog: replicas take weights.",
-                    (UTILISATION, "{{pool}}"),
+                    (UTILIZATION, "{{pool}}"),
                     unit="percentunit",
                     minimum=0,
                     maximum=1,

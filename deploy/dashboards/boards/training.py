@@ -101,7 +101,7 @@ TRAINING = Board(
                 ),
                 lines(
                     "Statistics of held-out images",
-                    "Edge density and colour entropy of held-out pictures. They move when a policy games its reward.",
+                    "Edge density and color entropy of held-out pictures. They move when a policy games its reward.",
                     ("val_edge_density", "edges"),
                     ("val_colour_entropy", "colours"),
                     empty_because="a job without data.validation",

@@ -75,7 +75,7 @@ test("a request's target counts", async () => {
 
 test("every kind of PNG becomes red, green and blue", async () => {
   const found = await scores([
-    sample("grey", await row([[255], [255]])),
+    sample("gray", await row([[255], [255]])),
     sample("transparent", await row([[255, 255, 255, 0], [255, 255, 255, 9]])),
   ], { target: "#ffffff" });
   assert.deepEqual(found.map(scoreOf), [1, 1]);

@@ -118,7 +118,7 @@ class JobContext:
         return f"pool {pool!r} has no live rollout replica" + (f": {shortage}" if shortage else "")
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Waits for the machine's state to fulfil a condition."""
+        """Waits for the machine's state to fulfill a condition."""
         await self.changes.until(condition)
 
     def prompts(self, step: int) -> Sequence[Prompt]:

@@ -245,7 +245,7 @@ class JobDriver:
     # -- what comes in -----------------------------------------------------------------------------------------
 
     async def _intake(self) -> None:
-        """Trajectories from the stream: reference, event and acknowledgement are one transaction."""
+        """Trajectories from the stream: reference, event and acknowledgment are one transaction."""
         pending = await self._consumer.reclaim(INTAKE_COUNT, min_idle_ms=0)  # what a killed controller held
         while True:
             while pending:

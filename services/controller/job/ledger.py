@@ -2,7 +2,7 @@
 controller.
 
 An event is recorded before it takes effect, in one transaction with what belongs to it (references of samples, the
-acknowledgement of stream entries), so nothing is acknowledged and lost. Only the controller that leads writes: a
+acknowledgment of stream entries), so nothing is acknowledged and lost. Only the controller that leads writes: a
 transaction of one that another has taken over from raises LeaseLost and changes nothing.
 
 Each write replaces the ledger's head, a number and a token of that write. A write that finds another head than its own

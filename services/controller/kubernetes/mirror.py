@@ -66,7 +66,7 @@ class Mirror:
                 delay_s = min(2 * delay_s, MAX_DELAY_S)
 
     async def until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Waits for the copy to fulfil a condition; False when it did not in time."""
+        """Waits for the copy to fulfill a condition; False when it did not in time."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not condition():

@@ -94,14 +94,14 @@ class Sources:
         if self.places.exists(f"{folder}/dataset_dict.json"):
             raise ValueError(f"{place}: it holds several splits: name one, as in {folder}/train")
         if not self.places.exists(f"{folder}/state.json"):
-            raise ValueError(
-                f"{place}: it is no folder that `datasets` saved: name one file, or save the data set anew"
-            )
+            raise ValueError(f"{place}: not a folder that `datasets` saved: name one file, or save the data set again")
         try:
             state = json.loads(self._prompt_bytes(f"{folder}/state.json", _STATE_BYTES))
             names = [str(file["filename"]) for file in state["_data_files"]]
         except (KeyError, TypeError, RecursionError, json.JSONDecodeError):
-            raise ValueError(f"{place}/state.json: it does not name the data set's files: save it anew") from None
+            raise ValueError(
+                f"{place}/state.json: it does not name the data set's files: save the data set again"
+            ) from None
         if any("/" in name for name in names) or sum(self._size(f"{folder}/{n}") for n in names) > MAX_PROMPT_BYTES:
             raise _too_large(place)
         return [f"{folder}/{name}" for name in names]

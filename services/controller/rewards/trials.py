@@ -88,8 +88,8 @@ def _samples(prompt: Prompt, count: int, is_video: bool) -> list[EncodedSample]:
 
 
 def _drawn(index: int, num_frames: int) -> Frames:
-    """A ramp of grey over a colour, which moves."""
+    """A ramp of gray over a color, which moves."""
     ramp = np.arange(SIDE)[None, :, None] * 2 + np.arange(SIDE)[:, None, None]
-    colour = np.array([37, 91, 173]) * (index + 1)
-    frames = [np.broadcast_to((ramp + colour + 8 * time) % 256, (SIDE, SIDE, 3)) for time in range(num_frames)]
+    color = np.array([37, 91, 173]) * (index + 1)
+    frames = [np.broadcast_to((ramp + color + 8 * time) % 256, (SIDE, SIDE, 3)) for time in range(num_frames)]
     return np.stack(frames).astype(np.uint8)

@@ -17,7 +17,7 @@ MAX_EVENTS = 100_000
 
 
 MAX_VALIDATIONS = 10_000
-"""Of a job; beyond it the oldest go, but for the first."""
+"""Maximum number of a job's validations; beyond it the oldest are deleted, except the first."""
 
 
 class History:
@@ -112,7 +112,7 @@ class History:
             await self._redis.hdel(name, *map(str, gone))
 
     async def validations(self, job_id: str) -> list[Validation]:
-        """By version, ascending."""
+        """Validations by version, ascending."""
         rows = await self._redis.hvals(keys.validations(job_id))
         return sorted((Validation.model_validate_json(row) for row in rows), key=lambda one: one.version)
 

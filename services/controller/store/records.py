@@ -206,7 +206,7 @@ class Validation(Record):
     version: int
     reward: FiniteOrNone
     revision: int = 0
-    """Of the rewards that scored."""
+    """Revision of the rewards that scored."""
     values: dict[str, FiniteOrNone] = {}
     """Its row of metrics."""
 

@@ -65,7 +65,7 @@ def of_status(url: str, settings: JudgeSettings, reply: Reply) -> CallFailed:
         return CallFailed("no_logprobs", f"{said} ({_LOGPROBS_HINT})", retry=False, blames_server=False)
     if status in (401, 403):
         hint = "settings.api_key_env names the environment variable with the key"
-        return CallFailed("unauthorised", f"{said} ({hint})", retry=False)
+        return CallFailed("unauthorized", f"{said} ({hint})", retry=False)
     if status in (404, 405) or (status == 400 and _OTHER_MODEL in said):
         hint = f"settings.model is {settings.model!r}, settings.urls must end with the version, as /v1"
         return CallFailed("not_found", f"{said} ({hint})", retry=False)

@@ -44,7 +44,7 @@ class ChatRequest:
 
 
 def filled(rubric: Rubric, texts: Mapping[str, str], media: Mapping[str, Sequence[Part]]) -> list[Part]:
-    """The question as parts, neighbouring texts joined. texts: of the slots of text, with metadata as "metadata.NAME";
+    """The question as parts, neighboring texts joined. texts: of the slots of text, with metadata as "metadata.NAME";
     media: of the others. ValueError for a slot that nothing fills."""
     parts: list[Part] = []
     for kind, name in rubric.pieces:

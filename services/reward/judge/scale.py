@@ -29,7 +29,7 @@ Take = Literal["first", "last"]
 @dataclass(frozen=True)
 class Reading:
     """What an answer says. `mass`: probability of all answers of the scale together; `entropy` in nats, of their
-    renormalised probabilities. Both None where the value was read from the text."""
+    renormalized probabilities. Both None where the value was read from the text."""
 
     value: float
     mass: float | None = None

@@ -1,7 +1,7 @@
 """`image_quality`: is it a picture at all? The guard against policies that please another reward with blank boards,
 noise, blur or glare. It needs no model and knows no beauty: what is sound scores near 1, what is broken near 0.
 
-With grey g = (R + G + B) / 3 in 0 … 1, its neighbours' differences d over both axes, g' the picture halved by means of
+With gray g = (R + G + B) / 3 in 0 … 1, its neighbors' differences d over both axes, g' the picture halved by means of
 2 × 2 pixels, and each part clipped to 0 … 1:
 
 - slope: Σ d² / Σ |d| / 0.15. The mean step at edges: an edge of height h spread over w pixels has h / w, so blur lowers
@@ -13,11 +13,11 @@ With grey g = (R + G + B) / 3 in 0 … 1, its neighbours' differences d over bot
 - contrast: deviation of g / 0.12.
 - tones: 2 − 2 c where c is the share of pixels that are wholly black (all channels at most 2) or wholly white (at least
   253): half of a picture may be so.
-- colours: entropy of the histogram of 8 levels a channel / 2 bits.
+- `colours`: entropy of the histogram of 8 levels a channel / 2 bits.
 - saturation: (1 − s) / 0.25 with s the mean of (max − min) / max of the channels: full until a mean of 0.75.
 
-detail = slope × clean, tone = contrast × tones, colour = colours × saturation; the score is their geometric mean,
-(detail × tone × colour)^(1/3). Of a video, score and components are means over at most 8 evenly spaced frames.
+detail = slope × clean, tone = contrast × tones, color = `colours` × saturation; the score is their geometric mean,
+(detail × tone × color)^(1/3). Of a video, score and components are means over at most 8 evenly spaced frames.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flowfleet.media.image_stats import colour_entropy, colourfulness, grey_of, halved, total_variation
+from flowfleet.media.image_stats import colour_entropy, colourfulness, gray_of, halved, total_variation
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
 from services.reward.scorer import NoSettings, Outcome, Sample, Score, Scorer, mean_score, read_params
 
@@ -36,7 +36,7 @@ FULL_SLOPE = 0.15
 NOISE_RATIO, CLEAN_RATIO = 0.55, 0.9
 FULL_CONTRAST = 0.12
 BLACK, WHITE = 2, 253
-FULL_COLOURS = 2.0
+FULL_COLORS = 2.0
 FULL_SATURATION = 0.75
 
 
@@ -65,22 +65,22 @@ def make(name: str, settings: Mapping[str, Any], num_threads: int) -> ImageQuali
 
 def quality(pixels: NDArray[np.uint8]) -> Score:
     """The score of one picture, as above. pixels: (H, W, 3) uint8."""
-    grey = grey_of(pixels)
-    sharpness, clean = _detail(grey)
-    contrast = _clip(float(grey.std(dtype=np.float64)) / FULL_CONTRAST)
+    gray = gray_of(pixels)
+    sharpness, clean = _detail(gray)
+    contrast = _clip(float(gray.std(dtype=np.float64)) / FULL_CONTRAST)
     low, high = pixels.min(axis=2), pixels.max(axis=2)
     tones = _clip(2 - 2 * float(np.count_nonzero((high <= BLACK) | (low >= WHITE)) / high.size))
-    colours = _clip(colour_entropy(pixels) / FULL_COLOURS)
+    colors = _clip(colour_entropy(pixels) / FULL_COLORS)
     saturation = _clip((1 - _saturation(low, high)) / (1 - FULL_SATURATION))
-    value = (sharpness * contrast * tones * colours * saturation) ** (1 / 3)
-    parts = (sharpness, clean, contrast, tones, colours, saturation, colourfulness(pixels))
+    value = (sharpness * contrast * tones * colors * saturation) ** (1 / 3)
+    parts = (sharpness, clean, contrast, tones, colors, saturation, colourfulness(pixels))
     return Score(value, dict(zip(ImageQuality.components, parts, strict=True)))
 
 
-def _detail(grey: NDArray[np.float32]) -> tuple[float, float]:
+def _detail(gray: NDArray[np.float32]) -> tuple[float, float]:
     """slope × clean, and clean."""
-    half = halved(grey)
-    variation, energy = total_variation(grey)
+    half = halved(gray)
+    variation, energy = total_variation(gray)
     coarser, _ = total_variation(half)
     coarsest, _ = total_variation(halved(half))
     if not variation:

@@ -1,9 +1,9 @@
 """`motion`: does what the video shows move the way that its prompt says: left, right, up or down?
 
-Exactly, with colours in 0 … 1, frames t = 0 … F − 1, and positions as fractions of the frame, x to the right, y down:
+Exactly, with colors in 0 … 1, frames t = 0 … F − 1, and positions as fractions of the frame, x to the right, y down:
 
-- ground b: the median colour, channel by channel, of the outermost pixels of all frames;
-- foreground of a pixel p: w_t(p) = clip(d / 0.15 − 1, 0, 1) with d = max over channels of |colour − b|;
+- ground b: the median color, channel by channel, of the outermost pixels of all frames;
+- foreground of a pixel p: w_t(p) = clip(d / 0.15 − 1, 0, 1) with d = max over channels of |color − b|;
 - area a_t = mean of w_t, centroid c_t = Σ w_t(p) p / Σ w_t(p), and presence p_t = min(1, a_t / 0.005), so that a
   subject of half a percent of the frame is wholly there;
 - displacement (dx, dy): the slope of the least-squares line through c_t over t / (F − 1), weighted by p_t; which is the
@@ -32,7 +32,7 @@ from services.reward.scorer import NoSettings, Outcome, Problem, Sample, Score, 
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 """Word to the unit vector, x to the right and y down."""
 CONTRAST = 0.15
-"""Distance from the ground's colour at which a pixel begins to count; at twice that it counts in full."""
+"""Distance from the ground's color at which a pixel begins to count; at twice that it counts in full."""
 FULL_AREA = 0.005
 """Share of the frame from which on a subject is wholly there."""
 

@@ -143,18 +143,18 @@ class Fp8Method:
 
 
 def fp8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
-    """x Wᵀ + b in the dtype of `x`, with x quantised row by row.
+    """x Wᵀ + b in the dtype of `x`, with x quantized row by row.
 
     Args:
         x: (..., K) bfloat16.
         weight: (N, K) float8_e4m3fn, contiguous.
-        weight_scale: (1, N) float32; weight * weight_scaleᵀ is what was quantised.
+        weight_scale: (1, N) float32; weight * weight_scaleᵀ is what was quantized.
         bias: (N,) of the dtype of `x`, or None.
     """
     rows = x.reshape(-1, x.shape[-1])
-    quantised, scale = quantize_rows(rows)
+    quantized, scale = quantize_rows(rows)
     product = torch._scaled_mm(
-        quantised,
+        quantized,
         weight.t(),
         scale_a=scale,
         scale_b=weight_scale,
@@ -193,8 +193,8 @@ def _is_linear(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def _derive(linear: nn.Module) -> None:
-    quantised, scale = quantize_rows(cast(Tensor, linear.weight))
-    cast(Tensor, linear.fp8_weight).copy_(quantised)
+    quantized, scale = quantize_rows(cast(Tensor, linear.weight))
+    cast(Tensor, linear.fp8_weight).copy_(quantized)
     cast(Tensor, linear.fp8_scale).copy_(scale.t())
 
 

@@ -1,7 +1,7 @@
 """The pictures and videos that a request brings: fetched, checked, decoded, and brought to the size of the samples.
 
 Condition images stay as large as they are, for the model family knows how it wants them. Finished media become frames
-of exactly the request's size: cropped around the centre to its aspect ratio, then resized; of a video `num_frames`
+of exactly the request's size: cropped around the center to its aspect ratio, then resized; of a video `num_frames`
 frames are taken, evenly spaced from the first to the last.
 """
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 STALE_S = 3600.0
 """Age of the last change after which a folder is considered abandoned."""
 ROOM_BYTES = 2**24
-"""Kept free beside a checkpoint's tensors, for `state.json` and the file system's own."""
+"""Free space required besides a checkpoint's tensors, for `state.json` and the file system."""
 WriteModel = Callable[[Path], dict[str, str]]
 """Collective. Writes the model to a new folder; rank 0 gets file → digest."""
 _NAME = re.compile(r"step-(\d{8,})")

@@ -123,7 +123,7 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def _damage(folder: Path, digests: Mapping[str, str], ranks: Ranks) -> str:
     """Which of this rank's share of the files is not what was written, and how; "" for none. A rank's share is the
-    file that it wrote itself, where the world has the same size. Raises OSError for a storage that is away."""
+    file that it wrote itself, where the world has the same size. Raises OSError for unreachable storage."""
     by_rank = sorted(digests, key=lambda name: ("/" in name, name))  # shards first, then the files of the model
     for name in by_rank[ranks.rank :: ranks.world_size]:
         if problem := _damage_of(folder / name, digests[name]):

@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation of a step: its rows' cost (flowfleet/planning/flops.py) over time and the devices' peak."""
+"""Model FLOPs utilization of a step: its rows' cost (flowfleet/planning/flops.py) over time and the devices' peak."""
 
 from __future__ import annotations
 

@@ -245,15 +245,15 @@ def test_old_values_weights_and_advantages_are_constants(loss: PolicyLoss) -> No
 
 
 def test_guards_exponent_is_the_noise_times_the_drift() -> None:
-    """Another way to the same: for x' = mu_old + s e the normalised log-ratio is mean(e (mu - mu_old))."""
+    """Another way to the same: for x' = mu_old + s e the normalized log-ratio is mean(e (mu - mu_old))."""
     rng = np.random.default_rng(0)
     std = np.array([0.05, 0.4, 1.2])
     old_mean, noise = rng.normal(size=(3, 50)), rng.normal(size=(3, 50))
     mean = old_mean + 1e-3 * rng.normal(size=(3, 50))
     sample = old_mean + std[:, None] * noise
 
-    def log_prob(centre: Array) -> Array:
-        distance = row_mean((sample - centre) ** 2) / (2 * std**2)
+    def log_prob(center: Array) -> Array:
+        distance = row_mean((sample - center) ** 2) / (2 * std**2)
         return np.asarray(-distance - np.log(std) - 0.5 * math.log(2 * math.pi))
 
     inputs = Inputs(log_prob(mean), log_prob(old_mean), np.ones(3), np.ones(3), mean, old_mean, std, np.full(3, -1.0))

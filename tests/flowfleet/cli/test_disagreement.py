@@ -39,7 +39,7 @@ def test_units_do_not_matter_and_groups_are_apart() -> None:
     assert found == []
 
 
-def test_equal_places_are_told_apart_by_standardised_scores() -> None:
+def test_equal_places_are_told_apart_by_standardized_scores() -> None:
     """Both order them alike; the middle one of three is near the top for the one, near the bottom for the other."""
     found = disagreements(group([0.0, 0.9, 1.0], [0.0, 0.1, 1.0]))
     assert found[0].sample.index == 1

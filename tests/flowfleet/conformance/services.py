@@ -34,7 +34,7 @@ OPTIONS = Options(timeout_s=20, connect_s=10, allowed_s=15, large_call_bytes=5 *
 
 
 class Right(RewardServiceServicer):
-    """Mean grey value of a PNG, 0 to 1. Keeps the whole contract; wrong ones override what they break."""
+    """Mean gray value of a PNG, 0 to 1. Keeps the whole contract; wrong ones override what they break."""
 
     serving: bool | None = True
     """What health says; None: there is none."""
@@ -45,7 +45,7 @@ class Right(RewardServiceServicer):
         self.count = itertools.count()
 
     def describe(self) -> dict[str, Any]:
-        about = {"name": "grey", "version": "1", "modalities": [MODALITY_IMAGE], "score_min": 0.0, "score_max": 1.0}
+        about = {"name": "gray", "version": "1", "modalities": [MODALITY_IMAGE], "score_min": 0.0, "score_max": 1.0}
         return {**about, "max_batch_size": self.max_batch, "components": ["mean"], "contract": 1}
 
     def refusal(self, request: ScoreRequest) -> str:

@@ -75,7 +75,7 @@ CONTRACT = {
     "groups": "A call may have several groups, mixed",
     "unicode": "any Unicode text",
     "long prompt": "where it is too long, this sample gets an error",
-    "newer fields": "passes over fields that it does not know",
+    "newer fields": "ignores unknown fields",
     "too many samples": "More than max_batch_size: INVALID_ARGUMENT or RESOURCE_EXHAUSTED",
     "duplicate ids": "Two of one id in a call, or an empty one: INVALID_ARGUMENT",
     "empty id": "Two of one id in a call, or an empty one: INVALID_ARGUMENT",
@@ -184,7 +184,7 @@ def test_every_check_has_a_wrong_service(right: Report) -> None:
 
 
 def test_the_report_reads_and_is_json(right: Report) -> None:
-    assert "grey 1, pictures, scores 0 to 1, at most 8 a call, contract 1" in right.text()
+    assert "gray 1, pictures, scores 0 to 1, at most 8 a call, contract 1" in right.text()
     assert "1 noted, in" in right.text()
     found = json.loads(right.model_dump_json())
     assert {"name": "describe", "status": "pass"}.items() <= found["results"][2].items()

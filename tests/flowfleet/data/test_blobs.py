@@ -105,7 +105,7 @@ def test_deleted_blobs_are_not_found_and_deleting_again_is_fine(store: blobs.Syn
     assert store.get(second) == b"kept"
 
 
-def test_a_prefix_is_deleted_and_its_neighbours_are_not(store: blobs.SyncBlobs) -> None:
+def test_a_prefix_is_deleted_and_its_neighbors_are_not(store: blobs.SyncBlobs) -> None:
     doomed = [store.put(keys.blob("job", "a", step), bytes(3 * CHUNK)) for step in range(3)]
     kept = store.put(keys.blob("other", "a"), b"kept")
     store.delete_prefix(keys.blob("job"))

@@ -45,7 +45,7 @@ def consumer(client: redis.asyncio.Redis, name: str = "a", **settings: Any) -> T
 
 
 async def entries(client: redis.asyncio.Redis, name: str) -> Any:
-    """Of a stream: (id, fields) each, in bytes."""
+    """Entries of a stream: (id, fields) each, in bytes."""
     return await client.xrange(name)
 
 
@@ -102,7 +102,7 @@ def test_a_block_that_would_outlast_the_socket_is_refused(run: Callable[[Story],
 
 
 def test_an_entry_stays_pending_until_its_effect_is_stored(run: Callable[[Story], None]) -> None:
-    """Effect and acknowledgement are one transaction: both or neither."""
+    """Effect and acknowledgment are one transaction: both or neither."""
 
     async def story(client: redis.asyncio.Redis) -> None:
         await publish(client, 2)

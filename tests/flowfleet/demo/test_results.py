@@ -13,7 +13,7 @@ from flowfleet.client.client import Client
 from flowfleet.client.types import JobEvent
 from flowfleet.data.blobs import open_blobs
 from flowfleet.demo.plots import Curve, Pair, before_after, reward_curve, words_of
-from flowfleet.demo.results import fetch, fetch_pairs, held_out_curve, summarise, training_curve
+from flowfleet.demo.results import fetch, fetch_pairs, held_out_curve, summarize, training_curve
 from flowfleet.redis import keys
 from services.controller.store.jobs import JobStore
 from services.controller.store.records import JobStatus, SampleRecord
@@ -74,7 +74,7 @@ def test_summary_curves_and_pairs(api_url: str, redis_url: str, tmp_path: Path) 
         pairs = list(fetch_pairs(client, outcome))
 
     started = outcome.events[0].time - timedelta(seconds=7)
-    summary = summarise(outcome, started, started + timedelta(seconds=100))
+    summary = summarize(outcome, started, started + timedelta(seconds=100))
 
     assert summary["held_out_reward_before"] == 0.25
     assert summary["held_out_reward_after"] == 0.75
@@ -114,15 +114,15 @@ def test_a_job_without_validations_has_no_summary(api_url: str, tmp_path: Path) 
 
 
 def test_pictures_are_drawn(tmp_path: Path) -> None:
-    """Every picture of a pair appears in the grid in its own colour."""
+    """Every picture of a pair appears in the grid in its own color."""
     shades = [np.full((8, 8, 3), (200, 10 * n, 30), dtype=np.uint8) for n in range(6)]
     pairs = [Pair(f'says "W{n}"', shades[2 * n], shades[2 * n + 1], 0.5, None) for n in range(3)]
     before_after(tmp_path / "grid.png", pairs, "title", "subtitle", num_columns=2)
     reward_curve(tmp_path / "curve.png", Curve([0, 96], [0.2, 1.2]), Curve([0, 192], [0.3, 0.9]), "title", "subtitle")
 
     with Image.open(tmp_path / "grid.png") as image:
-        colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 24) or []}
-    assert {tuple(int(value) for value in shade[0, 0]) for shade in shades} <= colours
+        colors = {color for _, color in image.convert("RGB").getcolors(1 << 24) or []}
+    assert {tuple(int(value) for value in shade[0, 0]) for shade in shades} <= colors
     with Image.open(tmp_path / "curve.png") as image:
         assert min(image.size) > 400
 

@@ -340,7 +340,7 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         "trainer.deterministic",
         "set trainer.compile or",
     ),
-    "quantised rollouts and deterministic": (
+    "quantized rollouts and deterministic": (
         {"rollout": {"quantization": "fp8"}, "trainer": {"deterministic": True}},
         "trainer.deterministic",
         'rollout.quantization = "none"',
@@ -367,7 +367,7 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
     ),
     # Advantages and rewards
     "a group of one": ({"rollout": {"group_size": 1}}, "rollout.group_size = 1", "2 or more"),
-    "normalised without a std": (
+    "normalized without a std": (
         {"algorithm": {"reward_combination": "normalized", "advantage_std": "none"}},
         'algorithm.advantage_std = "none" has no effect',
         "leave it out",
@@ -525,7 +525,7 @@ ALLOWED: dict[str, dict[str, Parts]] = {
             "quality": {"weight": 0.0, "gate": {"below": 0.2, "action": "mask"}},
         }
     },
-    "normalised rewards, DanceGRPO's way": {"algorithm": {"name": "dance_grpo", "reward_combination": "normalized"}},
+    "normalized rewards, DanceGRPO's way": {"algorithm": {"name": "dance_grpo", "reward_combination": "normalized"}},
     "the best and worst of separate rewards, MixGRPO's and DanceGRPO's way": {
         "algorithm": {"reward_combination": "separate", "advantage_std": "group", "best_of": 8}
     },

@@ -18,7 +18,7 @@ from flowfleet.media.files import Frames, MediaError, MediaLimits, decode_media,
 
 
 def smooth_video(num_frames: int = 9, height: int = 48, width: int = 80) -> Frames:
-    """Waves that wander, without the sharp colour edges that halved chroma cannot hold."""
+    """Waves that wander, without the sharp color edges that halved chroma cannot hold."""
     t, y, x = np.mgrid[:num_frames, :height, :width].astype(float)
     waves = [np.sin(x / 9 + t / 3), np.cos(y / 7 - t / 4), np.sin((x + y) / 15 + t / 5)]
     return np.stack([127.5 + 100 * wave for wave in waves], -1).astype(np.uint8)
@@ -79,9 +79,9 @@ def halved_chroma(frames: Frames) -> NDArray[np.float64]:
     return yuv @ np.linalg.inv(to_yuv).T
 
 
-@pytest.mark.parametrize("colour", [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255), (0, 0, 0), (12, 200, 99)])
-def test_colours_keep_their_hue(colour: tuple[int, int, int]) -> None:
-    frames = np.full((3, 32, 32, 3), colour, np.uint8)
+@pytest.mark.parametrize("color", [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255), (0, 0, 0), (12, 200, 99)])
+def test_colours_keep_their_hue(color: tuple[int, int, int]) -> None:
+    frames = np.full((3, 32, 32, 3), color, np.uint8)
     assert np.abs(decode_media(*encode_media(frames)).astype(int) - frames).max() <= 3
 
 

@@ -23,7 +23,7 @@ def png(pixels: Pixels) -> bytes:
     return buffer.getvalue()
 
 
-def grey(rows: list[list[int]]) -> Pixels:
+def gray(rows: list[list[int]]) -> Pixels:
     return np.repeat(np.array(rows, dtype=np.uint8)[:, :, None], 3, axis=2)
 
 
@@ -35,19 +35,19 @@ def test_a_flat_picture_has_neither() -> None:
     assert image_stats(png(np.full((5, 7, 3), 200, dtype=np.uint8))) == ImageStats(0.0, 0.0)
 
 
-def test_a_chessboard_has_the_most_edge_and_one_bit_of_colour() -> None:
-    board = grey([[255 * ((row + column) % 2) for column in range(8)] for row in range(8)])
+def test_a_chessboard_has_the_most_edge_and_one_bit_of_color() -> None:
+    board = gray([[255 * ((row + column) % 2) for column in range(8)] for row in range(8)])
     assert image_stats(png(board)) == ImageStats(510.0, 1.0)
 
 
 def test_edges_are_weighed_by_their_height_and_share() -> None:
-    """One vertical step of 30 in the middle of four columns: 30 in one of three neighbours a row, none between rows."""
-    assert edge_density(grey([[10, 10, 40, 40]] * 3)) == pytest.approx(30 / 3)
-    assert edge_density(grey([[10, 10, 40, 40]] * 3).transpose(1, 0, 2)) == pytest.approx(30 / 3)
+    """One vertical step of 30 in the middle of four columns: 30 in one of three neighbors a row, none between rows."""
+    assert edge_density(gray([[10, 10, 40, 40]] * 3)) == pytest.approx(30 / 3)
+    assert edge_density(gray([[10, 10, 40, 40]] * 3).transpose(1, 0, 2)) == pytest.approx(30 / 3)
 
 
-def test_a_step_in_one_channel_is_a_third_of_a_grey_one() -> None:
-    pixels = grey([[10, 10]])
+def test_a_step_in_one_channel_is_a_third_of_a_gray_one() -> None:
+    pixels = gray([[10, 10]])
     pixels[0, 1, 1] = 40
     assert edge_density(pixels) == pytest.approx(10.0)
 
@@ -58,9 +58,9 @@ def test_every_bin_once_is_nine_bits() -> None:
     assert colour_entropy(every) == pytest.approx(9.0, abs=1e-12)
 
 
-def test_shades_inside_a_bin_are_one_colour() -> None:
-    assert colour_entropy(grey([[0, 31], [16, 8]])) == 0.0
-    assert colour_entropy(grey([[0, 32], [16, 8]])) == pytest.approx(-(0.25 * math.log2(0.25) + 0.75 * math.log2(0.75)))
+def test_shades_inside_a_bin_are_one_color() -> None:
+    assert colour_entropy(gray([[0, 31], [16, 8]])) == 0.0
+    assert colour_entropy(gray([[0, 32], [16, 8]])) == pytest.approx(-(0.25 * math.log2(0.25) + 0.75 * math.log2(0.75)))
 
 
 @settings(max_examples=30, deadline=None)
@@ -90,7 +90,7 @@ def test_what_is_no_picture_is_refused(media: bytes) -> None:
 
 
 def test_of_a_video_the_first_frame_counts() -> None:
-    """Grey of one level survives the codec to the bit, whatever comes after it."""
+    """Gray of one level survives the codec to the bit, whatever comes after it."""
     frames = np.stack([np.full((16, 16, 3), 120, np.uint8), *(noise(k, 16, 16) for k in range(3))])
     media, media_type = encode_media(frames)
     assert media_type == "video/mp4"

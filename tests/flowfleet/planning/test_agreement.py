@@ -48,16 +48,16 @@ class Expert(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["rules", "qwen_image"])
-def test_fp8_copies_are_of_what_rollouts_quantise(kind: str, full_size: Path) -> None:
+def test_fp8_copies_are_of_what_rollouts_quantize(kind: str, full_size: Path) -> None:
     if kind == "rules":
         with torch.device("meta"):
             expert: nn.Module = Expert().to(torch.bfloat16)
     else:
         expert = load_skeleton(full_size, torch.bfloat16, components=("transformer",)).experts["transformer"]
-    planned = {id(weight) for weight in facts._quantised(expert)}
+    planned = {id(weight) for weight in facts._quantized(expert)}
 
     acceleration.quantize({"transformer": expert})
 
-    quantised = {id(module.weight) for module in expert.modules() if "fp8_weight" in module._buffers}
-    assert planned == quantised
+    quantized = {id(module.weight) for module in expert.modules() if "fp8_weight" in module._buffers}
+    assert planned == quantized
     assert len(planned) == 4 if kind == "rules" else len(planned) > 60

@@ -138,7 +138,7 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.published: list[tuple[int, bool]] = []
         """Versions, and whether in their evaluated weights."""
         self.metrics: dict[int, dict[str, float]] = {}
-        """By step."""
+        """Metrics by step."""
         self.saves: list[trainer_pb2.SaveCheckpointRequest] = []
         self.exports: list[trainer_pb2.ExportModelRequest] = []
         self.reads = False

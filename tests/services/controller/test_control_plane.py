@@ -70,8 +70,8 @@ def places(request: trainer_pb2.TrainStepRequest) -> list[tuple[int, int, int, f
     return [(s.sample.id.group, s.sample.id.index, s.pair, s.advantage) for s in request.samples]
 
 
-def test_policy_losses_get_steps_and_normalised_advantages(run: Run, job: Callable[..., dict[str, Any]]) -> None:
-    """Each reward's advantages are normalised before the sum: the large one does not drown the small one."""
+def test_policy_losses_get_steps_and_normalized_advantages(run: Run, job: Callable[..., dict[str, Any]]) -> None:
+    """Each reward's advantages are normalized before the sum: the large one does not drown the small one."""
     settings = job(
         algorithm={"reward_combination": "normalized", "advantage_clamp": None},
         rewards={"small": {"weight": 1.0}, "large": {"weight": 2.0}},

@@ -1,4 +1,4 @@
-"""A running job, a controller that asks for acknowledgements, and failovers by real Sentinels: one that loses nothing
+"""A running job, a controller that asks for acknowledgments, and failovers by real Sentinels: one that loses nothing
 that was acknowledged, and one that does."""
 
 from __future__ import annotations

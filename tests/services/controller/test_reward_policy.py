@@ -167,7 +167,7 @@ def test_rubbish_for_all_samples_is_the_fault_of_the_service(kind: str, says: st
 
 
 def test_exchanged_scores_are_seen_while_a_job_runs() -> None:
-    """Each sample has an id and a score: only the size that a service noted beside the score tells whose it is."""
+    """Each sample has an id and a score: only the size that a service reports with the score tells whose it is."""
     described = reward_pb2.DescribeResponse(score_min=0.0, score_max=1.0)
     asked = [replace(one, media=bytes(size)) for one, size in zip(samples("a", "b", "c"), (10, 20, 30), strict=True)]
 

@@ -15,7 +15,7 @@ BOARDS = ((240, 240, 240), (245, 210, 70), (60, 150, 80), (60, 100, 190), (190, 
 
 
 def sign(word: str, seed: int = 0, size: int = 64) -> Image.Image:
-    """`word` on a framed board with random colour, size and place, painted at twice the size and scaled down."""
+    """`word` on a framed board with random color, size and place, painted at twice the size and scaled down."""
     rng = random.Random(seed)
     canvas = 2 * size
     board = rng.choice(BOARDS)

@@ -16,7 +16,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 
 from services.reward.scorer import Sample, Score, Scorer
 from services.reward.scorers import make
-from tests.tiny_models.clip import randomise, save_clip
+from tests.tiny_models.clip import randomize, save_clip
 
 WIDTH, SIDE = 16, 32
 SIZES = (WIDTH, 12, 8, 1)
@@ -75,7 +75,7 @@ def test_over_siglip(tmp_path: Path) -> None:
     tower = {"hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = SiglipVisionModel(SiglipVisionConfig(**tower, image_size=SIDE, patch_size=8))
     torch.manual_seed(0)
-    randomise(model)
+    randomize(model)
     model.save_pretrained(tmp_path)
     processor = SiglipImageProcessorPil(size={"height": SIDE, "width": SIDE})
     processor.save_pretrained(tmp_path)

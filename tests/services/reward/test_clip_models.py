@@ -82,7 +82,7 @@ def test_the_formulas_over_transformers_own_cosine(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 64])
-def test_batches_order_and_neighbours_do_not_matter(folder: Path, batch_size: int) -> None:
+def test_batches_order_and_neighbors_do_not_matter(folder: Path, batch_size: int) -> None:
     made, whole = scorer("clip", folder, batch_size=batch_size), samples(pictures(5))
     together = values(made.score(whole, None))
     backwards = values(made.score(whole[::-1], None))

@@ -126,7 +126,7 @@ def test_problems_are_the_samples_own(yolos: Path) -> None:
 
 
 def test_colors_by_clip(yolos: Path, clip: Path) -> None:
-    """What the tiny CLIP takes for the colour of each box, by transformers' own forward in float64, is right and any
+    """What the tiny CLIP takes for the color of each box, by transformers' own forward in float64, is right and any
     other wrong; and both objects of a picture are cut out for themselves."""
     painted = picture((LEFT, "red"), (RIGHT, "blue"))
     made = scorer(yolos, GivenBoxes(car=[Detection(LEFT, 0.9)], bus=[Detection(RIGHT, 0.9)]), clip=str(clip))

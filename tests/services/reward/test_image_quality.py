@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
-from flowfleet.media.image_stats import colourfulness, grey_of, halved, total_variation
+from flowfleet.media.image_stats import colourfulness, gray_of, halved, total_variation
 from services.reward.scorer import Sample, Score, Scorer
 from services.reward.scorers import make
 from services.reward.scorers.image_quality import quality
@@ -51,11 +51,11 @@ def test_colourfulness_is_that_of_its_paper() -> None:
 def test_variation_of_a_step_doubles_when_halved_and_that_of_noise_halves() -> None:
     step = np.zeros((64, 64, 3), np.uint8)
     step[:, 32:] = 153
-    grey = grey_of(step)
-    assert total_variation(grey) == pytest.approx((0.6 * 64 / (2 * 63 * 64), 0.36 * 64 / (2 * 63 * 64)))
-    assert total_variation(halved(grey))[0] == pytest.approx(0.6 * 32 / (2 * 31 * 32))
-    grey = np.random.default_rng(0).normal(size=(512, 512)).astype(np.float32)
-    means = [total_variation(one)[0] for one in (grey, halved(grey), halved(halved(grey)))]
+    gray = gray_of(step)
+    assert total_variation(gray) == pytest.approx((0.6 * 64 / (2 * 63 * 64), 0.36 * 64 / (2 * 63 * 64)))
+    assert total_variation(halved(gray))[0] == pytest.approx(0.6 * 32 / (2 * 31 * 32))
+    gray = np.random.default_rng(0).normal(size=(512, 512)).astype(np.float32)
+    means = [total_variation(one)[0] for one in (gray, halved(gray), halved(halved(gray)))]
     assert means == pytest.approx([2 / math.sqrt(math.pi) / 2**octave for octave in range(3)], rel=0.02)
 
 
@@ -68,7 +68,7 @@ def test_what_is_no_picture_scores_low(size: int) -> None:
         "blank": np.full((size, size, 3), 128, np.uint8),
         "red": np.tile(np.array([255, 0, 0], np.uint8), (size, size, 1)),
         "noise": noise(size),
-        "grey noise": noise(size, channels=1),
+        "gray noise": noise(size, channels=1),
         "coarse noise": noise(size, block=2),
         "chequers": chequers,
         "smooth": ramp,

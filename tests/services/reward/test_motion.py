@@ -19,14 +19,14 @@ def square(
     height: int = 40,
     width: int = 64,
     side: int = 8,
-    colour: tuple[int, int, int] = RED,
+    color: tuple[int, int, int] = RED,
 ) -> Frames:
-    """A square whose centre goes `way` (x, y pixels, even motion, rounded to whole pixels) through the middle."""
+    """A square whose center goes `way` (x, y pixels, even motion, rounded to whole pixels) through the middle."""
     frames = np.full((num_frames, height, width, 3), GROUND, np.uint8)
     for t, frame in enumerate(frames):
         share = t / max(1, num_frames - 1) - 0.5
         left, top = (round(size / 2 + share * part - side / 2) for size, part in ((width, way[0]), (height, way[1])))
-        frame[top : top + side, left : left + side] = colour
+        frame[top : top + side, left : left + side] = color
     return frames
 
 
@@ -102,8 +102,8 @@ def test_drifting_diagonally_serves_no_direction() -> None:
 
 def test_nothing_to_see_scores_zero() -> None:
     for frames in (
-        square((0, 0), colour=GROUND),
-        square((16, 0), colour=(35, 36, 46)),
+        square((0, 0), color=GROUND),
+        square((16, 0), color=(35, 36, 46)),
         np.zeros((5, 8, 8, 3), np.uint8),
     ):
         assert score(frames, "right") == Score(0.0, {"dx": 0.0, "dy": 0.0, "presence": 0.0})
@@ -126,10 +126,10 @@ def test_specks_count_by_their_area() -> None:
 
 
 def test_contrast_sets_in_gradually() -> None:
-    grey = round(255 * 1.5 * CONTRAST)
+    gray = round(255 * 1.5 * CONTRAST)
     frames = np.zeros((3, 40, 64, 3), np.uint8)
-    frames[:, 10:12, 10:12] = grey
-    weight = grey / 255 / CONTRAST - 1
+    frames[:, 10:12, 10:12] = gray
+    weight = gray / 255 / CONTRAST - 1
     assert score(frames, "left").components["presence"] == pytest.approx(4 * weight / (40 * 64) / FULL_AREA)
 
 

@@ -15,7 +15,7 @@ from services.reward.scorer import Outcome, Problem, Sample, Score
 from services.reward.scorers.networks.onnx_models import model_path
 from services.reward.scorers.reading.ocr import OcrParams, OcrScorer, _Columns
 from services.reward.scorers.reading.recognition import Reading, as_line
-from services.reward.scorers.reading.text import normalise
+from services.reward.scorers.reading.text import normalize
 from tests.services.reward.pictures import CROP, random_words, sign
 
 
@@ -100,7 +100,7 @@ def test_an_empty_board_scores_zero(scorer: OcrScorer) -> None:
     assert components(outcome)["confidence"] == 0.0
 
 
-def test_a_score_does_not_depend_on_its_neighbours(scorer: OcrScorer) -> None:
+def test_a_score_does_not_depend_on_its_neighbors(scorer: OcrScorer) -> None:
     """Bit for bit, whatever shares the batch: alone, with an equal width, in a full batch, with other widths."""
     params = scorer.parse({"score": "soft"})
     subject = asked("K7QX", sign("K7QX"))
@@ -181,11 +181,11 @@ ALPHABET = ["blank", "a", "b", ".", " "]
 
 
 def spelt_by_enumeration(frames: NDArray[np.float32], target: str, alphanumeric: bool) -> float:
-    """Sum over all paths whose collapsed, normalised text is the target."""
+    """Sum over all paths whose collapsed, normalized text is the target."""
     total = 0.0
     for path in itertools.product(range(len(ALPHABET)), repeat=len(frames)):
         text = "".join(ALPHABET[symbol] for symbol, _ in itertools.groupby(path) if symbol)
-        if normalise(text, alphanumeric) == target:
+        if normalize(text, alphanumeric) == target:
             total += math.prod(float(frames[t, symbol]) for t, symbol in enumerate(path))
     return total
 

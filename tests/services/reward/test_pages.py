@@ -86,7 +86,7 @@ def test_text_everywhere_is_read_up_to_a_limit(scorer: OcrScorer, monkeypatch: p
     assert (score.components["lines"], score.value) == (2.0, 1.0)
 
 
-def test_a_page_does_not_depend_on_its_neighbours(scorer: OcrScorer) -> None:
+def test_a_page_does_not_depend_on_its_neighbors(scorer: OcrScorer) -> None:
     params = scorer.parse({"region": "page"})
     samples = [
         Sample.of_picture(image, '"Exit 42"')

@@ -90,7 +90,7 @@ def test_scores_belong_to_their_ids(ocr_process: ServiceProcess) -> None:
 
 
 def test_each_score_tells_the_size_of_the_file_that_was_scored(ocr_process: ServiceProcess) -> None:
-    """By which the controller sees scores that were exchanged between batcher, processes and answer."""
+    """The size lets the controller detect scores exchanged between batcher, processes and answer."""
     asked = [sign_sample(str(number), "WXYZ"[: number + 1]) for number in range(4)]
     told = {name: given.media_size for name, given in score(ocr_process, asked).items()}
     assert told == {one.sample_id: len(one.media) for one in asked}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.reward.scorers.reading.text import MAX_TARGET_LENGTH, levenshtein, normalise, target_of, text_distance
+from services.reward.scorers.reading.text import MAX_TARGET_LENGTH, levenshtein, normalize, target_of, text_distance
 
 short = st.text(alphabet="abcß9 ", max_size=7)
 
@@ -52,7 +52,7 @@ def test_target_is_the_first_quoted_text(prompt: str, target: str) -> None:
 
 def test_alphanumeric_keeps_letters_and_digits_of_any_script() -> None:
     assert target_of('"K-7 Q.X! 北"', alphanumeric=True) == "k7qx北"
-    assert normalise("K-7 Q.X!", alphanumeric=False) == "k-7q.x!"
+    assert normalize("K-7 Q.X!", alphanumeric=False) == "k-7q.x!"
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_ode_draws_what_the_diffusers_pipeline_draws(
     ).images
     for sample, image in zip(ours, expected, strict=True):
         assert sample.frames.shape == (1, 32, 48, 3)
-        # A value may round to the neighbouring byte, as ours decodes by 2-D convolutions.
+        # A value may round to the neighboring byte, as ours decodes by 2-D convolutions.
         assert np.abs(sample.frames[0].astype(float) - image * 255).max() <= 0.51
 
 
@@ -257,7 +257,7 @@ def test_the_second_order_sampler_draws_what_diffusers_scheduler_draws(
 
 
 def test_a_group_is_guided_by_its_own_negative_prompt(engine: DiffusersEngine, model: ModelSpec) -> None:
-    """As if it were the job's; the other group keeps that of the job."""
+    """It replaces the job's; the other group keeps the job's."""
     run(engine.prepare(model, None))
     job = make_request(guidance_scale=3.0)
     own = "a blurred photograph of nothing at all"
@@ -548,7 +548,7 @@ def scales_of(engine: RolloutEngine) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("engine_class", [DiffusersEngine, VllmOmniEngine])
-def test_a_quantised_model_computes_with_the_weights_that_were_verified_last(
+def test_a_quantized_model_computes_with_the_weights_that_were_verified_last(
     monkeypatch: pytest.MonkeyPatch,
     tiny_qwen_image: Path,
     engine_class: type[DiffusersEngine] | type[VllmOmniEngine],
@@ -575,8 +575,8 @@ def test_a_quantised_model_computes_with_the_weights_that_were_verified_last(
     run(engine.verify(hashes))
     assert torch.equal(scales_of(engine), base * 2)
     for linear in fp8_linears(engine):
-        quantised, scale = quantize_rows(linear.weight)
-        assert torch.equal(linear.fp8_weight.float(), quantised.float())
+        quantized, scale = quantize_rows(linear.weight)
+        assert torch.equal(linear.fp8_weight.float(), quantized.float())
         assert torch.equal(linear.fp8_scale, scale.t())
     run(engine.prepare(model, None))
     assert torch.equal(scales_of(engine), base)

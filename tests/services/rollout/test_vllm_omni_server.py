@@ -55,7 +55,7 @@ async def check(client: Client, job_id: str, expected: DiffusersEngine) -> None:
     """What the replica stored is what the diffusers engine draws with the same weights."""
     samples: list[common_pb2.Sample] = await client.generate(make_generate(job_id, 0))
     again = await client.generate(make_generate(job_id, 0))
-    assert [serialised(sample) for sample in again] == [serialised(sample) for sample in samples]
+    assert [serialized(sample) for sample in again] == [serialized(sample) for sample in samples]
     request = generation_request(make_generate(job_id, 0))
     (batch,) = [batch async for batch in expected.generate(request, lambda: False)]
     assert len(samples) == 6
@@ -80,5 +80,5 @@ async def publish_full(client: Client, job_id: str, model: ModelSpec, trained: d
     sender.member.close()
 
 
-def serialised(message: Message) -> bytes:
+def serialized(message: Message) -> bytes:
     return message.SerializeToString()

@@ -94,7 +94,7 @@ class Drawer:
     def draw(self, blobs: SyncBlobs, step: int, *, policy_version: int | None = None) -> TrainStepRequest:
         """The whole TrainStepRequest of a step, with made-up advantages that sum to 0 in each group of even size.
 
-        For losses on pairs, neighbours are one: the first loses.
+        For losses on pairs, neighbors are one: the first loses.
         """
         samples = [sample for part in self._parts() for sample in self._draw(blobs, step, part)]
         version = step if policy_version is None else policy_version

@@ -1,4 +1,4 @@
-"""A trainer of two ranks under the controller's judgement: a long compilation is let be, a rank that stands still is
+"""A trainer of two ranks under the controller's judgment: a long compilation is let be, a rank that stands still is
 named in time."""
 
 import os

@@ -4,7 +4,7 @@
   are the checkpoint's `id2label`.
 - Of any class: OWL-ViT and OWLv2, which are asked for the classes of each picture by text.
 
-Pictures of one size share a forward pass, so that none is padded and a score does not depend on its neighbours.
+Pictures of one size share a forward pass, so that none is padded and a score does not depend on its neighbors.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""`geneval`: does the picture show what it should: so many objects, in these colours, at these places?
+"""`geneval`: does the picture show what it should: so many objects, in these colors, at these places?
 
-A detector looks for the objects, and a CLIP model, where `settings.clip` names one, says their colours: each object is
-cut out and compared with three sentences a colour ("a photo of a red bench", "a photo of a red-colored bench", "a photo
-of a red object"), whose embeddings are averaged; the most alike of ten colours is its own. What is asked stands in
+A detector looks for the objects, and a CLIP model, where `settings.clip` names one, says their colors: each object is
+cut out and compared with three sentences a color ("a photo of a red bench", "a photo of a red-colored bench", "a photo
+of a red object"), whose embeddings are averaged; the most alike of ten colors is its own. What is asked stands in
 `metadata.geneval` as JSON, a line of geneval's evaluation_metadata.jsonl:
 
     {"tag": "position", "include": [{"class": "cat", "count": 1}, {"class": "dog", "count": 2, "color": "black",
      "position": ["left of", 0]}], "exclude": [{"class": "dog", "count": 3}]}
 
 `geneval_rules` has the rules and formulas. The benchmark's own detector is a Mask2Former of mmdetection, which also
-masks what is around an object before its colour is looked at; here its box is cut out. Of a video, score and components
+masks what is around an object before its color is looked at; here its box is cut out. Of a video, score and components
 are the means over at most 8 evenly spaced frames.
 """
 
@@ -52,7 +52,7 @@ class GenevalSettings(ModelSettings):
     """`model` is the detector's folder. The defaults are geneval's."""
 
     clip: Path | None = None
-    """Folder of the CLIP model that names colours, with its processor; unset: requests with colours get no score."""
+    """Folder of the CLIP model that names colors, with its processor; unset: requests with colors get no score."""
     threshold: float = Field(default=0.3, ge=0.0, lt=1.0)
     """Certainty above which an object counts. Detectors differ: OWL-ViT and OWLv2 need about 0.1."""
     counting_threshold: float = Field(default=0.9, ge=0.0, lt=1.0)
@@ -135,7 +135,7 @@ class GenevalScorer(Scorer[str]):
                 "metadata", f"the detector knows no {', '.join(unknown)}: set another model, or other prompts"
             )
         if self._encoder is None and any(wanted.color for wanted in request.include):
-            return Problem("metadata", "a colour is asked for: set settings.clip to the folder of a CLIP model")
+            return Problem("metadata", "a color is asked for: set settings.clip to the folder of a CLIP model")
         return request
 
     def _judge(self, requests: Sequence[Request], pictures: Sequence[Image.Image], score: str) -> list[Score]:
@@ -161,7 +161,7 @@ class GenevalScorer(Scorer[str]):
     def _colors(
         self, requests: Sequence[Request], found: Sequence[Found], pictures: Sequence[Image.Image]
     ) -> list[dict[int, list[str]]]:
-        """The colours that decide, of each picture: one forward pass for all objects."""
+        """The colors that decide, of each picture: one forward pass for all objects."""
         crops: list[Image.Image] = []
         names: list[str] = []
         owners: list[tuple[int, int]] = []
@@ -201,14 +201,14 @@ def cut_out(picture: Image.Image, box: Box) -> Image.Image:
 
 
 def name_colors(encoder: ClipEncoder, crops: Sequence[Image.Image], names: Sequence[str]) -> list[str]:
-    """The colour of each object, of a class each."""
+    """The color of each object, of a class each."""
     classifiers = {name: _classifier(encoder, name) for name in dict.fromkeys(names)}
     vectors = encoder.pictures(crops)
     return [COLORS[int((classifiers[name] @ vector).argmax())] for name, vector in zip(names, vectors, strict=True)]
 
 
 def _classifier(encoder: ClipEncoder, name: str) -> torch.Tensor:
-    """(10, D) unit vectors: for each colour the mean of its sentences."""
+    """(10, D) unit vectors: for each color the mean of its sentences."""
     texts = [sentence.format(color=color, name=name) for color in COLORS for sentence in SENTENCES]
     vectors, _ = encoder.texts(texts)
     return unit(vectors.view(len(COLORS), len(SENTENCES), -1).mean(dim=1))

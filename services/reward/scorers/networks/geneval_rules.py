@@ -1,17 +1,17 @@
-"""What geneval asks of a picture, and how far what was found in it answers: numbers, colours and places of objects.
+"""What geneval asks of a picture, and how far what was found in it answers: numbers, colors and places of objects.
 
 Source: Ghosh et al., "GenEval" (arXiv 2310.11513), and the code published with it; the graded reward is that of
 flow_grpo's reward server. For each object that is wanted, in order, with c the number wanted and n the number found:
 
 - count: 1 − |c − n| / c, which is negative where more than twice as many are found;
-- colour, if asked: 1 − |c − k| / c with k of that colour; 0 unless n = c;
-- position, if asked: 1 where each of them lies so to each object of the group it refers to; 0 unless count and colour
+- color, if asked: 1 − |c − k| / c with k of that color; 0 unless n = c;
+- position, if asked: 1 where each of them lies so to each object of the group it refers to; 0 unless count and color
   are right, both of it and of that group.
 
 An excluded object of which the numbers wanted do not speak counts as well: 1 where fewer are found, else 0.
 
 - "partial": the mean of all these. flow_grpo's differs in two places: it adds a 1 to the mean where a position is
-  wrong, and leaves out the position where the colour is wrong.
+  wrong, and leaves out the position where the color is wrong.
 - "strict": 1 where all are 1, else 0.
 - "correct": the benchmark's own measure. Of each kind the c most certain objects alone count, so more may be found,
   unless they are excluded.
@@ -113,7 +113,7 @@ def read_request(metadata: Mapping[str, str]) -> Request:
 Found = Mapping[str, Sequence[Detection]]
 """Class to its objects, the most certain first."""
 Colors = Mapping[int, Sequence[str]]
-"""Index in `include` to the colour of each of the `count` most certain objects of its class."""
+"""Index in `include` to the color of each of the `count` most certain objects of its class."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Answer:
 
 
 def needs_colors(request: Request, found: Found) -> dict[int, Sequence[Detection]]:
-    """The objects whose colour decides, by index in `include`."""
+    """The objects whose color decides, by index in `include`."""
     return {
         index: found.get(wanted.name, ())[: wanted.count]
         for index, wanted in enumerate(request.include)
@@ -180,7 +180,7 @@ def is_correct(request: Request, found: Found, colors: Colors, position_threshol
 def relations(box: Box, other: Box, threshold: float) -> set[str]:
     """How a box lies to another: "left of", "right of", "above", "below", none or two of them.
 
-    The offset of the centres, made shorter on each axis by `threshold` times both widths (heights), over the length of
+    The offset of the centers, made shorter on each axis by `threshold` times both widths (heights), over the length of
     the whole offset, must be more than a half on an axis.
     """
     offset = [(box[axis] + box[axis + 2]) / 2 - (other[axis] + other[axis + 2]) / 2 for axis in (0, 1)]

@@ -29,7 +29,7 @@ def model_path(kind: Kind) -> Path:
 
 
 def rapidocr_config(kind: Kind, num_threads: int, settings: dict[str, Any]) -> Any:
-    """What RapidOCR's detector and recogniser are made from, around a session of ours on `num_threads` threads.
+    """What RapidOCR's detector and recognizer are made from, around a session of ours on `num_threads` threads.
     RapidOCR's own log lines, which are not JSON, are muted."""
     from omegaconf import DictConfig
     from rapidocr import EngineType

@@ -1,7 +1,7 @@
-"""How probable a text is under a CTC recogniser: the smooth companion of the edit distance.
+"""How probable a text is under a CTC recognizer: the smooth companion of the edit distance.
 
-Graves et al., "Connectionist Temporal Classification" (ICML 2006), equations 6 to 8: the probability of a labelling is
-the sum over all frame-wise paths that collapse to it, by the forward recursion over the labelling with blanks between.
+Graves et al., "Connectionist Temporal Classification" (ICML 2006), equations 6 to 8: the probability of a labeling is
+the sum over all frame-wise paths that collapse to it, by the forward recursion over the labeling with blanks between.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 
 def log_probability(symbols: NDArray[np.float64], repeats: NDArray[np.bool_], blank: NDArray[np.float64]) -> float:
-    """ln P(labelling | frames), −inf where it is impossible.
+    """ln P(labeling | frames), −inf where it is impossible.
 
-    symbols (T, L): probability of each of the labelling's L ≥ 1 characters in each of T frames; blank (T,): that of
+    symbols (T, L): probability of each of the labeling's L ≥ 1 characters in each of T frames; blank (T,): that of
     the blank; repeats (L,): whether a character equals the one before it, so that a blank must part them.
     """
     length = symbols.shape[1]

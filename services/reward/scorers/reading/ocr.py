@@ -2,7 +2,7 @@
 
 `params.region` says where to look: the picture (or the part that `params.crop` names) is one line of text ("line",
 recognition only), or has lines of text anywhere ("page", detection and recognition), which are joined in reading order.
-The score "edit" is 1 − distance / length as in `text`; "soft" is the recogniser's own probability of the target, which
+The score "edit" is 1 − distance / length as in `text`; "soft" is the recognizer's own probability of the target, which
 rises long before a character flips and so tells samples apart where the other is flat. Of a video, score and components
 are the means over at most 8 evenly spaced frames.
 """
@@ -44,7 +44,7 @@ from services.reward.scorers.reading.recognition import (
     Reading,
     as_line,
 )
-from services.reward.scorers.reading.text import normalise, target_of, text_distance
+from services.reward.scorers.reading.text import normalize, target_of, text_distance
 
 MAX_DETECTION_SIZE = 2048
 """Two seconds and more a picture."""
@@ -133,7 +133,7 @@ class OcrScorer(Scorer[OcrParams]):
             yield position, joined(lines, len(self._reader.alphabet)), {"lines": float(len(lines))}
 
     def _judge(self, reading: Reading, target: str, params: OcrParams, more: Mapping[str, float]) -> Score:
-        distance = text_distance(normalise(reading.text, params.alphanumeric), target)
+        distance = text_distance(normalize(reading.text, params.alphanumeric), target)
         probability = self._columns[params.alphanumeric].probability(reading, target)
         components = {
             "exact": float(distance == 0),
@@ -152,16 +152,16 @@ def make(name: str, settings: Mapping[str, Any], num_threads: int) -> OcrScorer:
 
 
 class _Columns:
-    """Which columns of the recogniser's alphabet spell a normalised character, and which spell nothing.
+    """Which columns of the recognizer's alphabet spell a normalized character, and which spell nothing.
 
-    Characters that normalising removes count as blanks, which is exact. Upper and lower case of a letter count as one,
-    which is exact but for paths that write both in neighbouring frames.
+    Characters that normalizing removes count as blanks, which is exact. Upper and lower case of a letter count as one,
+    which is exact but for paths that write both in neighboring frames.
     """
 
     def __init__(self, alphabet: Sequence[str], alphanumeric: bool) -> None:
         spelling: dict[str, list[int]] = defaultdict(list)
         for column, character in enumerate(alphabet):
-            spelling[normalise(character, alphanumeric) if column else ""].append(column)
+            spelling[normalize(character, alphanumeric) if column else ""].append(column)
         self._spelling: Mapping[str, Any] = {text: np.array(columns) for text, columns in spelling.items()}
 
     def probability(self, reading: Reading, target: str) -> float:

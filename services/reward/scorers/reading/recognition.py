@@ -1,6 +1,6 @@
 """Reads lines of text with RapidOCR's recognition model (PP-OCRv6, the ONNX file inside the `rapidocr` wheel).
 
-RapidOCR's own recogniser pads a batch to its widest line, so that a reading depends on its neighbours, and shrinks
+RapidOCR's own recognizer pads a batch to its widest line, so that a reading depends on its neighbors, and shrinks
 without smoothing. Here each picture is scaled by itself and a batch holds equal widths only; running the session and
 decoding its output are RapidOCR's.
 """

@@ -14,13 +14,13 @@ MAX_TARGET_LENGTH = 512
 
 
 def target_of(prompt: str, alphanumeric: bool = False) -> str:
-    """The normalised target of a prompt, 1 … `MAX_TARGET_LENGTH` characters. ValueError says what the prompt lacks."""
+    """The normalized target of a prompt, 1 … `MAX_TARGET_LENGTH` characters. ValueError says what the prompt lacks."""
     parts = prompt.split('"', 2)
     if len(parts) < 3:
         raise ValueError('the prompt names no text: put it between double quotes, as in: a sign that says "OPEN"')
     if len(parts[1]) > MAX_TARGET_LENGTH:
         raise ValueError(f"the quoted text has {len(parts[1])} characters, at most {MAX_TARGET_LENGTH} can be compared")
-    target = normalise(parts[1], alphanumeric)
+    target = normalize(parts[1], alphanumeric)
     if not target:
         raise ValueError(
             f"the quoted text has no {'letters or digits' if alphanumeric else 'visible characters'}: quote some"
@@ -28,14 +28,14 @@ def target_of(prompt: str, alphanumeric: bool = False) -> str:
     return target
 
 
-def normalise(text: str, alphanumeric: bool = False) -> str:
+def normalize(text: str, alphanumeric: bool = False) -> str:
     """Without white space, lower case, composed (NFC); letters and digits only if `alphanumeric`."""
     text = unicodedata.normalize("NFC", "".join(text.split()).lower())
     return "".join(filter(str.isalnum, text)) if alphanumeric else text
 
 
 def text_distance(text: str, target: str) -> int:
-    """0 if `target` is contained in `text`, else their Levenshtein distance, at most len(target). Both normalised."""
+    """0 if `target` is contained in `text`, else their Levenshtein distance, at most len(target). Both normalized."""
     return 0 if target in text else min(levenshtein(text, target), len(target))
 
 

@@ -20,7 +20,7 @@ from services.reward.judge.media import Picture
 from services.reward.judge.metrics import JudgeMetrics
 from services.reward.judge.settings import JudgeSettings
 from services.reward.scorer import AsyncScorer, Outcome, Problem, Score, boolean, mean_score, read_params
-from services.reward.scorers.reading.text import normalise, target_of, text_distance
+from services.reward.scorers.reading.text import normalize, target_of, text_distance
 
 QUESTION = "Please output only the text content from the image without any additional descriptions or formatting."
 
@@ -84,7 +84,7 @@ class VlmOcrScorer(AsyncScorer[bool]):
 
 
 def _compared(text: str, target: str, alphanumeric: bool) -> Score:
-    distance = text_distance(normalise(text, alphanumeric), target)
+    distance = text_distance(normalize(text, alphanumeric), target)
     return Score(1.0 - distance / len(target), {"exact": float(distance == 0), "distance": float(distance)})
 
 

@@ -115,7 +115,7 @@ def test_decoding_equals_the_pipelines_frames(
 
 
 @every_kind
-def test_media_are_encoded_as_the_pipelines_normalisation_inverted(
+def test_media_are_encoded_as_the_pipelines_normalization_inverted(
     adapters: dict[str, WanAdapter], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter, size = adapters[kind], SIZES[kind]

@@ -84,7 +84,7 @@ def test_command_line() -> None:
     assert KEY not in repr(settings)
 
 
-def test_a_redis_behind_sentinels_is_taken_and_its_acknowledgements_are_a_flag() -> None:
+def test_a_redis_behind_sentinels_is_taken_and_its_acknowledgments_are_a_flag() -> None:
     url = "rediss+sentinel://controller:secret@a,b,c/flowfleet/0"
     settings = ControllerSettings.from_command_line(["--redis-acks", "2"], {"FLOWFLEET_REDIS_URL": url})
     assert (settings.redis_url.get_secret_value(), settings.redis_acks) == (url, 2)

@@ -74,8 +74,8 @@ def test_the_kl_is_subtracted_from_the_total_before_advantages() -> None:
     spec = spec_of({"kl_reward": 0.4, "advantage_clamp": None}, {"ocr": {"weight": 2.0}})
     credits, stats = credits_of(spec, with_kl(rows, kls))
     totals = np.array([2 * row.score - 0.4 * kl for row, kl in zip(rows, kls, strict=True)])
-    centred = totals - np.repeat([totals[:2].mean(), totals[2:].mean()], 2)
-    expected = centred / (totals.std() + 1e-4)
+    centered = totals - np.repeat([totals[:2].mean(), totals[2:].mean()], 2)
+    expected = centered / (totals.std() + 1e-4)
     assert [credit.advantage for credit in credits] == pytest.approx(expected.tolist(), rel=1e-12)
     assert [credit.reward for credit in credits] == [row.score for row in rows]  # people see the reward itself
     assert stats.reward_mean == pytest.approx(totals.mean())

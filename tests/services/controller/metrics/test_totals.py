@@ -56,7 +56,7 @@ def test_replicas_are_counted_by_pool_and_health_and_never_vanish_from_a_pool_wi
     assert shown(totals)["flowfleet_fleet_replicas", "from-zero", "serving"] == 0
 
 
-def test_utilisation_is_the_share_of_live_replica_seconds_with_something_to_make() -> None:
+def test_utilization_is_the_share_of_live_replica_seconds_with_something_to_make() -> None:
     totals = Totals()
     busy = replace(SERVING, outstanding=4)
     idle = replace(SERVING, replica_id="r1")

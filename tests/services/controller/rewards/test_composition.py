@@ -132,19 +132,19 @@ SLOW = np.array([10.0, 30.0, 20.0, 0.0, 5.0, 0.0, 70.0, 40.0])
 def test_a_sum_respects_clip_curve_and_gate() -> None:
     found = credits(spec("sum", REWARDS), SCORES, step=5)
     total = 2 * COUNTED - 0.01 * SLOW
-    centred = total - np.repeat(total.reshape(2, 4).mean(axis=1), 4)
-    np.testing.assert_allclose([one.advantage for one in found], centred / (total.std() + EPS), rtol=1e-12)
+    centered = total - np.repeat(total.reshape(2, 4).mean(axis=1), 4)
+    np.testing.assert_allclose([one.advantage for one in found], centered / (total.std() + EPS), rtol=1e-12)
     np.testing.assert_allclose([one.reward for one in found], total, atol=1e-12)
 
 
-def test_normalised_rewards_respect_clip_curve_and_gate() -> None:
+def test_normalized_rewards_respect_clip_curve_and_gate() -> None:
     found = credits(spec("normalized", REWARDS), SCORES, step=5)
     expected = gdpo([COUNTED, SLOW], [2.0, -0.01])
     np.testing.assert_allclose([one.advantage for one in found], expected, rtol=1e-9)
 
 
 @pytest.mark.parametrize("left", [[], [1], [0, 1, 2], [0, 1, 2, 3], [1, 6]])
-def test_a_skipped_reward_is_neutral_where_rewards_are_normalised(left: list[int]) -> None:
+def test_a_skipped_reward_is_neutral_where_rewards_are_normalized(left: list[int]) -> None:
     rewards = {"ocr": {}, "speed": {"weight": -0.5, "on_failure": "skip"}}
     scores = [{"ocr": ocr, "speed": speed} for ocr, speed in zip(OCR, SPEED, strict=True)]
     scores = [one if k not in left else {"ocr": one["ocr"]} for k, one in enumerate(scores)]

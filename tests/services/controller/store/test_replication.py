@@ -189,7 +189,7 @@ async def test_what_too_few_replicas_acknowledge_is_not_noted_and_seen(
     assert one.lease.held
 
 
-async def test_without_acknowledgements_a_redis_is_led_whatever_it_holds(
+async def test_without_acknowledgments_a_redis_is_led_whatever_it_holds(
     redis: Any, controller: Callable[..., Controller], tmp_path: Path
 ) -> None:
     (tmp_path / "state").mkdir()

@@ -1,4 +1,4 @@
-"""The judgement of hangs against a model of ranks: no live trainer is accused, every hung one is, in time."""
+"""The judgment of hangs against a model of ranks: no live trainer is accused, every hung one is, in time."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def problem(media: bytes, media_type: str = "image/png") -> Problem:
 
 
 def bomb(width: int, height: int) -> bytes:
-    """A valid black grey-scale PNG, packed about 1000 to 1."""
+    """A valid black gray-scale PNG, packed about 1000 to 1."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

@@ -125,7 +125,7 @@ def test_a_video_is_shown_as_evenly_spaced_frames() -> None:
         seen.extend(pictures(parts))
         return completion("Yes")
 
-    video = EncodedSample(media, media_type, "a grey that brightens", {}, "g", "v")
+    video = EncodedSample(media, media_type, "a gray that brightens", {}, "g", "v")
     assert run(say, "video_alignment", [video]) == [Score(1.0, {"by_logprobs": 0.0})]
     levels = [int(np.asarray(Image.open(io.BytesIO(one))).mean().round()) for one in seen]
     assert levels == pytest.approx([0, 30, 70, 100, 140, 170, 210, 240], abs=4)
@@ -216,11 +216,11 @@ def test_a_real_model_judges_through_the_service(tiny_server: str, tmp_path: Pat
         )
     )
     samples = []
-    for number, colour in enumerate(("red", "blue", "red")):
+    for number, color in enumerate(("red", "blue", "red")):
         out = io.BytesIO()
-        Image.new("RGB", (64, 64), colour).save(out, "PNG")
+        Image.new("RGB", (64, 64), color).save(out, "PNG")
         samples.append(
-            RewardSample(sample_id=str(number), media=out.getvalue(), media_type="image/png", prompt=f"日本 {colour}")
+            RewardSample(sample_id=str(number), media=out.getvalue(), media_type="image/png", prompt=f"日本 {color}")
         )
     with reward_process(tmp_path, "--scorer", "vlm", "--settings", str(settings)) as service:
         with grpc.insecure_channel(service.address) as channel:

@@ -35,16 +35,16 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> T
 def test_rows_are_rounded_to_float8_by_their_own_scale() -> None:
     x = random(6, 64) * torch.tensor([1e-4, 1.0, 1e4, 1.0, 1e-30, 1.0], dtype=torch.bfloat16)[:, None]
     x[3] = 0
-    quantised, scale = quantize_rows(x)
-    assert quantised.dtype == torch.float8_e4m3fn
+    quantized, scale = quantize_rows(x)
+    assert quantized.dtype == torch.float8_e4m3fn
     assert scale.shape == (6, 1)
     exact = x.double().abs().amax(1) / 448
     torch.testing.assert_close(scale[:, 0].double()[[0, 1, 2, 4, 5]], exact[[0, 1, 2, 4, 5]], rtol=1e-6, atol=0)
-    error = (quantised.double() * scale.double() - x.double()).abs()
+    error = (quantized.double() * scale.double() - x.double()).abs()
     bound = (x.double().abs() * HALF_STEP).maximum(scale.double() * SMALLEST / 2) * (1 + 1e-5)
     assert bool((error <= bound).all())
-    assert bool((quantised[3].float() == 0).all())
-    assert quantised.float().abs().amax(1)[[0, 1, 2, 4, 5]].tolist() == [448] * 5
+    assert bool((quantized[3].float() == 0).all())
+    assert quantized.float().abs().amax(1)[[0, 1, 2, 4, 5]].tolist() == [448] * 5
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
@@ -118,7 +118,7 @@ def test_parameters_adapters_and_updates_are_what_they_were(tiny_qwen_image: Pat
     assert not torch.equal(linear.fp8_scale, stale)
 
 
-def test_a_quantised_transformer_still_says_about_the_same(tiny_qwen_image: Path) -> None:
+def test_a_quantized_transformer_still_says_about_the_same(tiny_qwen_image: Path) -> None:
     adapter = adapter_for(tiny_qwen_image).load(tiny_qwen_image, dtype=torch.bfloat16)
     prompts, latents = adapter.encode(["a sign"]), adapter.initial_latents([1, 2], SIZE)
 

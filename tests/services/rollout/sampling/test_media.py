@@ -42,7 +42,7 @@ def test_frames_of_the_right_size_stay_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("height", "width", "rows", "columns"), [(10, 30, (0, 10), (5, 25)), (40, 20, (15, 25), (0, 20))]
 )
-def test_the_centre_of_the_wanted_aspect_ratio_is_kept(
+def test_the_center_of_the_wanted_aspect_ratio_is_kept(
     height: int, width: int, rows: tuple[int, int], columns: tuple[int, int]
 ) -> None:
     """Where nothing has to be scaled, cropping alone is exact: 20 × 10 pixels out of a wider and a taller picture."""
@@ -51,7 +51,7 @@ def test_the_centre_of_the_wanted_aspect_ratio_is_kept(
 
 
 def test_resizing_follows_cropping() -> None:
-    """A ramp stays a ramp: of 40 columns the middle 24 become 6, centred at 8 + 4 i + 1.5."""
+    """A ramp stays a ramp: of 40 columns the middle 24 become 6, centered at 8 + 4 i + 1.5."""
     frames = np.broadcast_to((6 * np.arange(40)).astype(np.uint8)[:, None], (1, 24, 40, 3))
     expected = 6 * (8 + 4 * np.arange(6) + 1.5)
     assert np.abs(fit(frames, Size(6, 6)).astype(float) - expected[:, None]).max() <= 0.5
