@@ -51,9 +51,11 @@ test-all: $(VENV)/.dev $(VENV)/.vllm-omni  ## run all tests: kills, matrices and
 	@start=$$(date +%s); $(PYTEST) -m "not cluster" $(PYTEST_FLAGS); status=$$?; took=$$(($$(date +%s) - start)); \
 	echo "test-all took $$((took / 60)) min $$((took % 60)) s; it stays below 40 min on two cores"; exit $$status
 
-lint: $(VENV)/.dev  ## check style, types and who imports whom
+lint: $(VENV)/.dev  ## check style, words, types and who imports whom
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/python -m docs.lint.words
+	$(BIN)/codespell $(CODE) docs docker protos *.md
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 

@@ -268,7 +268,7 @@ class Client:
         return ModelManifest.model_validate(self._get(f"/v1/jobs/{job_id}/model", query).json())
 
     def download_model(self, job_id: str, directory: Path | str, step: int | None = None) -> ModelManifest:
-        """Writes a job's model to a folder and checks every file; goes on where an earlier download stopped.
+        """Writes a job's model to a folder and checks every file; resumes an earlier download.
 
         Raises ValueError for a folder that holds something else. Raises ApiError as every call does, also for a file
         that arrived damaged."""

@@ -1,6 +1,6 @@
 """Brings a model to a folder of this machine: file by file, each under another name until its CRC-32 is right.
 
-`.flowfleet-download` marks a folder whose download has not ended, so that the same command goes on with it. The
+`.flowfleet-download` marks a folder whose download has not ended, so that the same command resumes it. The
 manifest is written last. A folder that holds anything else is left alone.
 """
 
@@ -20,7 +20,7 @@ MARK: Final = ".flowfleet-download"
 TRIES: Final = 4
 DELAY_S: Final = 1.0
 AGAIN: Final = (0, 404, 409, 502, 503, 504)
-"""Statuses of a controller that is away, or of a model that was replaced by a newer one."""
+"""Statuses of an unreachable controller, or of a model that was replaced by a newer one."""
 _PIECE: Final = 2**20
 
 Fetch = Callable[[str, str], AbstractContextManager[Iterator[bytes]]]
@@ -28,7 +28,8 @@ Fetch = Callable[[str, str], AbstractContextManager[Iterator[bytes]]]
 
 
 def download(ask: Callable[[], ModelManifest], fetch: Fetch, folder: Path) -> ModelManifest:
-    """`ask` gives the manifest. A model that is replaced meanwhile is begun anew, as is a file whose transfer broke."""
+    """`ask` gives the manifest. A model that is replaced meanwhile starts again, as does a file whose transfer
+    broke."""
     for number in range(TRIES):
         manifest = ask()
         try:

@@ -126,7 +126,7 @@ def test_the_commands(client: Client, job: tuple[str, Path], tmp_path: Path, mon
 
 
 def test_an_adapter_is_merged_into_its_base(tiny_qwen_image: Path, tmp_path: Path) -> None:
-    """As diffusers fuses it; the base stays as it was."""
+    """Fuses like diffusers; the base is unchanged."""
     pipeline: Any = QwenImagePipeline.from_pretrained(tiny_qwen_image)
     before = {name: tensor.clone() for name, tensor in pipeline.transformer.state_dict().items()}
     target = next(name for name in before if name.endswith("attn.to_q.weight")).removesuffix(".weight")
@@ -255,7 +255,7 @@ def hub() -> Iterator[tuple[str, type[Hub]]]:
 def test_a_model_is_pushed_to_a_hub(
     client: Client, job: tuple[str, Path], hub: tuple[str, type[Hub]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a process of its own, which reads the hub's address from the environment."""
+    """Pushes in a separate process, which reads the hub's address from the environment."""
     url, kind = hub
     for name, value in {"HF_ENDPOINT": url, "HF_TOKEN": "hf_test", "HF_HUB_DISABLE_XET": "1"}.items():
         monkeypatch.setenv(name, value)
