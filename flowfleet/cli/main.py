@@ -183,6 +183,9 @@ def submit(
     file: Annotated[Path, typer.Argument(help="Job file (TOML, YAML or JSON), or name of a recipe.")],
     follow_: Annotated[bool, typer.Option("--follow", help="Watch the job until it ends.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved job and its processes only.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Read the job's data from this machine and submit nothing.")
+    ] = False,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="key=value, e.g. schedule.steps=20; repeatable.")
     ] = None,
@@ -191,6 +194,11 @@ def submit(
     ca: Ca = None,
 ) -> None:
     """Submit a job."""
+    if check:
+        from flowfleet.cli.check_data import check_data
+
+        check_data(prepare_job(file, set_ or (), same_machine=True), out)
+        return
     if dry_run:  # of this machine, like `plan`: it asks no controller
         from flowfleet.cli.dry_run import explain
 

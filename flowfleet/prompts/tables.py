@@ -36,6 +36,17 @@ def rows_as_json_lines(file: BinaryIO, form: TableFormat, max_bytes: int, ignore
     return out.getvalue()
 
 
+def saved_files(folder: str, state: bytes) -> list[str]:
+    """Names of the Arrow files in a folder that `Dataset.save_to_disk` made, by its state.json. Raises ValueError."""
+    try:
+        names = [str(file["filename"]) for file in json.loads(state)["_data_files"]]
+    except (KeyError, TypeError, RecursionError, ValueError):
+        raise ValueError(f"{folder}/state.json: it does not name the data set's files: save it again") from None
+    if any("/" in name for name in names):
+        raise ValueError(f"{folder}/state.json: it names files elsewhere: save the data set again")
+    return names
+
+
 def _rows(file: BinaryIO, form: TableFormat, ignored: frozenset[str]) -> Iterator[dict[str, Any]]:
     import pyarrow
     import pyarrow.parquet

@@ -19,6 +19,7 @@ from flowfleet.media.files import MediaLimits
 from flowfleet.models.registry import FAMILIES, ModelFamily, family_of
 from flowfleet.prompts.columns import Columns
 from flowfleet.prompts.formats import format_of
+from flowfleet.prompts.hub import is_dataset
 from flowfleet.prompts.prompt import PICTURES, VIDEOS, Prompt, media_type
 from services.controller.api.problems import InvalidJob
 from services.controller.fleet.directory import Directory
@@ -234,7 +235,8 @@ def _data_problems(
     try:
         if is_remote(url):
             sources.places.check(url)
-            format_of(url, columns)
+            if not is_dataset(url):
+                format_of(url, columns)
         elif not sources.places.exists(url):
             yield f"there is no file {url!r}; give an absolute path or URL that the controller can read"
         else:

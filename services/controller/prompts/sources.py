@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from flowfleet.media.files import PICTURE_TYPES
 from flowfleet.prompts.columns import Columns
-from flowfleet.prompts.formats import Format, first_prompt, format_of, parse_prompts
+from flowfleet.prompts.formats import MAX_PROMPTS, Format, first_prompt, format_of, parse_prompts
+from flowfleet.prompts.hub import is_dataset
 from flowfleet.prompts.prompt import Prompt
+from flowfleet.prompts.tables import saved_files
 from services.controller.reading.places import Places, is_remote
 from services.controller.reading.reader import Reader
 
@@ -63,6 +64,8 @@ class Sources:
         """All prompts of a file or of a folder that `datasets` saved. Raises ValueError as `parse_prompts`, also for a
         file that is missing, and Unread for one that is unreadable now."""
         columns = columns or Columns()
+        if is_dataset(place):
+            return self._dataset(place, columns)
         if not is_remote(place) and self.places.path(place).is_dir():
             tables = self._folder(place)
             data = b"".join(self._rows(table, "arrow", columns) for table in tables)
@@ -81,12 +84,26 @@ class Sources:
         """The first prompt of a file, of which only the start is read if it has lines. Raises as `prompts`."""
         columns = columns or Columns()
         is_folder = not is_remote(place) and self.places.path(place).is_dir()
-        form = "arrow" if is_folder else format_of(place, columns)
+        form = "arrow" if is_folder or is_dataset(place) else format_of(place, columns)
         if form in ("text", "jsonl", "csv"):
             head = self._prompt_bytes(place, FIRST_BYTES)
             if (found := first_prompt(head, place, columns, form)) is not None:
                 return found
         return self.prompts(place, columns)[0]
+
+    def _dataset(self, place: str, columns: Columns) -> list[Prompt]:
+        """All files of a data set of the Hub, as one."""
+        self.places.check(place)
+        try:
+            files = self._tables.files_of(place)
+        except OSError as error:
+            raise _unread(place, error) from None
+        prompts: list[Prompt] = []
+        for file in files:
+            prompts += self.prompts(file, columns)
+            if len(prompts) > MAX_PROMPTS:
+                raise ValueError(f"{place}: a data set has at most {MAX_PROMPTS} rows: name some of its files")
+        return prompts
 
     def _folder(self, place: str) -> list[str]:
         """Arrow files of a folder that `Dataset.save_to_disk` made, in their order. Raises ValueError."""
@@ -95,14 +112,8 @@ class Sources:
             raise ValueError(f"{place}: it holds several splits: name one, as in {folder}/train")
         if not self.places.exists(f"{folder}/state.json"):
             raise ValueError(f"{place}: not a folder that `datasets` saved: name one file, or save the data set again")
-        try:
-            state = json.loads(self._prompt_bytes(f"{folder}/state.json", _STATE_BYTES))
-            names = [str(file["filename"]) for file in state["_data_files"]]
-        except (KeyError, TypeError, RecursionError, json.JSONDecodeError):
-            raise ValueError(
-                f"{place}/state.json: it does not name the data set's files: save the data set again"
-            ) from None
-        if any("/" in name for name in names) or sum(self._size(f"{folder}/{n}") for n in names) > MAX_PROMPT_BYTES:
+        names = saved_files(folder, self._prompt_bytes(f"{folder}/state.json", _STATE_BYTES))
+        if sum(self._size(f"{folder}/{name}") for name in names) > MAX_PROMPT_BYTES:
             raise _too_large(place)
         return [f"{folder}/{name}" for name in names]
 

@@ -16,15 +16,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from flowfleet.job.adapter_files import PEFT_CONFIG
 from flowfleet.job.model_files import FOLDER, model_folder
+from flowfleet.prompts.hub import check_place
 
 FORBIDDEN = ("/proc", "/sys", "/dev", "/run/secrets", "/var/run/secrets")
 """Folders in which the kernel and the cluster show secrets. No root makes these readable."""
 OBJECT_STORES = ("s3", "gs", "az", "abfs", "oss")
-SCHEMES = ("https", "http", *OBJECT_STORES)
+HUB = "hf://datasets"
+"""Every data set of the Hugging Face Hub, in a list of URLs that jobs may read."""
+SCHEMES = ("https", "http", "hf", *OBJECT_STORES)
 """Schemes of URLs that an operator may list."""
 MAX_MODEL_FILES = 20_000
 
@@ -156,9 +159,11 @@ class Places:
     def _check_url(self, place: str) -> None:
         try:
             origin = url_origin(place)
+            if origin.startswith(HUB):
+                check_place(place)
         except ValueError as error:
             raise NotAllowed(str(error)) from None
-        if origin not in self.urls:
+        if origin not in self.urls and not (origin.startswith(HUB) and HUB in self.urls):
             known = ", ".join(self.urls) or "none is set"
             raise NotAllowed(
                 f"{_shown(place)} is at {origin}, from where jobs may not read (allowed: {known}): copy it below a "
@@ -211,6 +216,8 @@ def url_origin(url: str) -> str:
         raise ValueError(f"{parts.scheme}://…@{parts.hostname}: leave credentials out; stores have those of the reader")
     if not parts.hostname:
         raise ValueError(f"{_shown(url)} names no host")
+    if scheme == "hf":
+        return _hub_origin(url, parts)
     if scheme in OBJECT_STORES:
         if ".." in url.split("/"):  # some clients take it for another bucket
             raise ValueError(f"{_shown(url)}: leave .. out, an object store has no folders")
@@ -219,6 +226,14 @@ def url_origin(url: str) -> str:
     host = f"[{host}]" if ":" in host else host
     port = "" if parts.port in (None, _DEFAULT_PORTS[scheme]) else f":{parts.port}"
     return f"{scheme}://{host}{port}"
+
+
+def _hub_origin(url: str, parts: SplitResult) -> str:
+    """hf://datasets/ORG of a data set, or hf://datasets for all of them."""
+    if parts.netloc != "datasets":
+        check_place(url)
+    organization = parts.path.strip("/").partition("/")[0]
+    return f"{HUB}/{organization}".rstrip("/")
 
 
 def _links(folder: Path) -> Iterator[Path]:

@@ -23,6 +23,7 @@ import struct
 import sys
 from typing import Any, BinaryIO, NoReturn
 
+from flowfleet.prompts import hub
 from flowfleet.prompts.tables import rows_as_json_lines
 from services.controller.reading.confinement import Network, confine
 
@@ -32,10 +33,6 @@ TABLE_MEMORY_BYTES = 8 * 2**30
 """Memory of a process that reads tables: a few bytes of Parquet can stand for very many."""
 _QUARTER_TURNS = (5, 6, 7, 8)
 """EXIF's orientations that swap width and height."""
-
-
-class Refused(ValueError):
-    """What is wrong with the data, and would be so at the next try."""
 
 
 def main(arguments: list[str]) -> NoReturn:
@@ -73,7 +70,10 @@ def load(schemes: list[str]) -> None:
 
     if {"http", "https"} & set(schemes):
         import services.controller.reading.http  # noqa: F401
-    if stores := set(schemes) - {"http", "https"}:
+    if "hf" in schemes:
+        with contextlib.suppress(ImportError):  # told when it is asked for
+            hub.load()
+    if stores := set(schemes) - {"http", "https", "hf"}:
         import fsspec
 
         for scheme in stores:
@@ -109,13 +109,15 @@ def _answer(message: dict[str, Any], descriptors: list[int]) -> tuple[dict[str, 
     try:
         if message["do"] == "size":
             return {"size": _picture_size(descriptors[0], message["format"])}, b""
+        if message["do"] == "files":
+            return {"files": hub.files_of(message["url"])}, b""
         if message["do"] == "rows":
             return {}, _rows(descriptors, message)
         limit = int(message["limit"])
         return {}, _read_file(descriptors[0], limit) if descriptors else _fetch(message["url"], limit)
     except FileNotFoundError as error:
         return {"missing": str(error)}, b""
-    except Refused as error:
+    except ValueError as error:  # what is wrong would be so at the next try
         return {"refused": str(error)}, b""
     except Exception as error:  # of whatever a store's client raises
         return {"error": f"{type(error).__name__}: {error}"}, b""
@@ -129,12 +131,9 @@ def _rows(descriptors: list[int], message: dict[str, Any]) -> bytes:
         if not descriptors:
             data = _fetch(message["url"], limit + 1)
             if len(data) > limit:
-                raise Refused(f"it is too large: a prompt file has at most {limit} bytes")
+                raise ValueError(f"it is too large: a prompt file has at most {limit} bytes")
             source = io.BytesIO(data)
-        try:
-            return rows_as_json_lines(source, message["format"], limit, message["ignored"])
-        except ValueError as error:
-            raise Refused(str(error)) from None
+        return rows_as_json_lines(source, message["format"], limit, message["ignored"])
 
 
 def _read_file(descriptor: int, limit: int) -> bytes:
@@ -154,10 +153,17 @@ def _picture_size(descriptor: int, form: str) -> tuple[int, int]:
 
 
 def _fetch(url: str, limit: int) -> bytes:
+    if url.startswith(hub.SCHEME):
+        with hub.open_file(url) as file:
+            return file.read(limit)
     if not url.lower().startswith(("http://", "https://")):
         import fsspec
 
-        with fsspec.open(url, "rb") as file:
+        try:
+            opened = fsspec.open(url, "rb")
+        except ImportError as error:  # of the store's client, which the operator installs
+            raise ValueError(f"{url}: {error}") from None
+        with opened as file:
             data: bytes = file.read(limit)
             return data
     from services.controller.reading.http import fetch

@@ -59,6 +59,11 @@ class Reader:
             return self.ask({**question, "url": source})[1]
         return self.ask(question, [source])[1]
 
+    def files_of(self, url: str) -> list[str]:
+        """URLs of a data set's files. Raises OSError, and ValueError where its split is not to be told."""
+        found: list[str] = self.ask({"do": "files", "url": url})[0]["files"]
+        return found
+
     def picture_size(self, descriptor: int, form: str) -> tuple[int, int]:
         """Width and height of an open picture in PIL's format `form`. Raises OSError."""
         width, height = self.ask({"do": "size", "format": form}, [descriptor])[0]["size"]

@@ -266,3 +266,18 @@ async def test_many_bad_lines_are_named_up_to_a_limit(api: Api, job: Job, tmp_pa
     found = await refusals(api, job(algorithm={"name": "dpo"}, data=data))
     assert len(found) == MAX_LINES
     assert "pairs.jsonl:1: " in found[0][1]
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("hf://datasets/org/name", "--data-url hf://datasets/org"),
+        ("hf://org/name", "write hf://datasets/ORG/NAME"),
+        ("s3://other/prompts.csv", "--data-url s3://other"),
+        ("s3://bucket/prompts.tsv", "it ends in .tsv, which is no format of prompts: give .txt, .jsonl"),
+    ],
+)
+async def test_remote_places_are_refused_by_their_name_alone(api: Api, job: Job, place: str, words: str) -> None:
+    [(setting, detail)] = await refusals(api, job(data={"train": place}))
+    assert setting == "data.train"
+    assert words in detail
