@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from flowfleet.client.archive import Archive
-from flowfleet.data.blobs import open_blobs
+from flowfleet.data.blobs import BlobStore, open_blobs
 from flowfleet.errors import Conflict, NotFound, OtherFormat, Unavailable
 from flowfleet.job.spec import JobSpec
 from flowfleet.process.telemetry import JobMetrics
@@ -24,9 +24,10 @@ from flowfleet.redis.trouble import trouble
 from services.controller.api.admission import JobData, open_job
 from services.controller.concurrency import Changes, end
 from services.controller.fleet.directory import Directory, StaticDirectory
+from services.controller.fleet.pool import RolloutPool
 from services.controller.fleet.replicas import Replica
 from services.controller.fleet.watch import FleetWatch
-from services.controller.job.context import JobContext
+from services.controller.job.context import JobContext, JobCore
 from services.controller.job.driver import JobDriver
 from services.controller.job.ledger import Ledger, RolledBack
 from services.controller.job.reports import Reports
@@ -41,6 +42,7 @@ from services.controller.retention.keeper import Keeper
 from services.controller.retention.memory import Memory
 from services.controller.rewards.metrics import RewardCalls
 from services.controller.rewards.plane import RewardPlane, modality_of
+from services.controller.rewards.scoring import Scoring
 from services.controller.scaling.demand import DemandHash, demand, work_of
 from services.controller.settings import ControllerSettings
 from services.controller.store.changes import listen, notify
@@ -49,6 +51,7 @@ from services.controller.store.leadership import Lease, LeaseLost
 from services.controller.store.records import Desired, JobRecord, JobStatus
 from services.controller.store.replication import Replication
 from services.controller.store.sample_refs import SampleRefs
+from services.controller.trainers.client import JobTrainer
 from services.controller.trainers.launcher import Launcher, LocalLauncher, stop_for_good
 
 log = logging.getLogger(__name__)
@@ -307,8 +310,6 @@ class JobScheduler:
             ledger = Ledger(self._redis, self._lease, record.id)
             machine = await ledger.restore(data.spec)
         runner = JobDriver(ledger, machine, lambda *parts: self._context(record, data, *parts))
-        runner.job.reports = Reports(runner.job, self._metrics)
-        runner.job.shadows = ShadowQueue(runner.job, self._shadow_metrics)
         self._running[record.id] = runner
         try:
             status = await runner.run()
@@ -324,32 +325,31 @@ class JobScheduler:
         directory.mkdir(parents=True, exist_ok=True)
         blobs = open_blobs(self._redis, self._settings.blobs, self._registry)
         deal = Deal(data.training, spec.seed, spec.rollout.prompts_per_step)
+        core = JobCore(record.id, machine, self._store, self._pool(record.id, spec), self._scoring(spec, blobs))
         return JobContext(
-            job_id=record.id,
-            spec=spec,
-            machine=machine,
+            **vars(core),
             emit=emit,
             changes=changes,
             redis=self._redis,
             blobs=blobs,
             refs=SampleRefs(self._redis, blobs, record.id),
             inputs=Inputs(record.id, blobs, self._sources),
-            store=self._store,
-            fleet=self._fleet,
-            rewards=RewardPlane(
-                self._directory,
-                spec.timeouts.score_s,
-                modality_of(spec),
-                self._reward_calls,
-                patience_s=spec.timeouts.rewards_s,
-            ),
-            launcher=self._launcher,
-            memory=self._memory,
-            shortage=self._directory.shortage,
-            directory=directory,
             deal=deal,
             held_out=data.held_out,
+            trainer=JobTrainer(self._launcher, record.id, spec),
+            reports=Reports(core, self._metrics, ShadowQueue(core, self._shadow_metrics)),
+            memory=self._memory,
+            directory=directory,
         )
+
+    def _pool(self, job_id: str, spec: JobSpec) -> RolloutPool:
+        limit, shortage = 2 * spec.rollout.batch_size, self._directory.shortage
+        return RolloutPool(self._fleet, job_id, spec.rollout.pool, limit=limit, shortage=shortage)
+
+    def _scoring(self, spec: JobSpec, blobs: BlobStore) -> Scoring:
+        calls, patience_s = self._reward_calls, spec.timeouts.rewards_s
+        plane = RewardPlane(self._directory, spec.timeouts.score_s, modality_of(spec), calls, patience_s=patience_s)
+        return Scoring(plane, blobs)
 
     async def _fail(self, job_id: str, reason: str) -> None:
         await stop_for_good(self._launcher, job_id)

@@ -48,7 +48,6 @@ from services.controller.job.state_machine import (
 )
 from services.controller.job.step import TrainingStep
 from services.controller.store.records import Desired, JobStatus
-from services.controller.trainers.launcher import stop_for_good, stopped
 from services.controller.waiting import NotYet, WaitedInVain
 
 log = logging.getLogger(__name__)
@@ -131,7 +130,7 @@ class JobDriver:
     def _start_wanted(self) -> None:
         for command in [command for command, task in self._running.items() if task.done()]:
             self._running.pop(command).result()
-        most = AT_ONCE + 2 * self.job.fleet.fleet.num_in(self.machine.spec.rollout.pool)
+        most = AT_ONCE + 2 * self.job.pool.size
         for command in sorted(self.machine.commands(most) - self._running.keys(), key=str):
             self._running[command] = task = asyncio.create_task(self._attempt(command), name=str(command))
             task.add_done_callback(self._wake_up)
@@ -164,7 +163,7 @@ class JobDriver:
         if accusation := self._watch.accusation(command):
             code, message = grpc.StatusCode.INTERNAL, f"the trainer was replaced: {accusation}"
         elif code in ENDS and isinstance(command, TRAINER_COMMANDS):
-            words = await self.job.launcher.last_words(self.job.job_id)
+            words = await self.job.trainer.last_words()
             code, message = (grpc.StatusCode.INTERNAL, f"the trainer ended: {words}") if words else (code, message)
         self._failures[command] += 1
         decision = decide(command, code, self._failures[command])
@@ -199,7 +198,7 @@ class JobDriver:
             case FailureAction.RESYNC:
                 await asyncio.sleep(decision.delay_s)
                 if self._failures[command] >= MAX_FAILURES and isinstance(command, EnsureTrainer | TrainStep):
-                    await stopped(self.job.launcher, self.job.job_id)  # it answers, but cannot do this: start afresh
+                    await self.job.trainer.stop()  # it answers, but cannot do this: start afresh
                 await self.emit(ev.TrainerLost())
             case FailureAction.RETRY:
                 await asyncio.sleep(decision.delay_s)
@@ -297,11 +296,10 @@ class JobDriver:
             await self._look_at_wishes()
             await self._look_at_memory()
             state = self.machine.state
-            if state.trainer_applied is not None and not await self.job.launcher.alive(self.job.job_id):
+            if state.trainer_applied is not None and not await self.job.trainer.alive():
                 log.warning("the trainer is gone", extra={"job": self.job.job_id})
                 await self.emit(ev.TrainerLost())
-            pool, behind = self.machine.spec.rollout.pool, self.job.fleet.fleet.behind
-            if state.published >= 0 and behind(pool, self.job.job_id, state.published, evaluated=state.evaluated):
+            if state.published >= 0 and self.job.pool.behind(state.published, evaluated=state.evaluated):
                 await self.emit(ev.ReplicaBehind())
             if time.monotonic() - self._renewed > RENEW_EVERY_S:
                 await self.job.refs.renew(WORKING_TTL_S)
@@ -317,7 +315,7 @@ class JobDriver:
         elif desired is Desired.PAUSED and not paused:
             await self.emit(ev.PauseRequested())
         elif desired is Desired.RUNNING and paused:
-            self.job.rewards.reset()
+            self.job.scoring.reset()
             await self.emit(ev.ResumeRequested())
         if revision > self.machine.rewards_number:
             await self._change_rewards()
@@ -367,7 +365,7 @@ class JobDriver:
 
     def _tell_weights(self) -> None:
         """Which weights of the job may be sampled with: the fleet's watch lends no replica that serves others."""
-        self.job.fleet.verified(self.job.job_id, self.machine.published_as)
+        self.job.pool.verified(self.machine.published_as)
 
     async def _report_status(self) -> None:
         state = self.machine.state
@@ -391,7 +389,7 @@ class JobDriver:
     async def _report_end(self) -> None:
         """Writes results, then the status, which ends the job's events, and then deletes working data."""
         state, job = self.machine.state, self.job
-        await stop_for_good(job.launcher, job.job_id)
+        await job.trainer.stop_for_good()
         model = job.directory / FOLDER if state.exported else await asyncio.to_thread(model_folder, job.directory)
         results = {
             "model": str(model) if model else None,

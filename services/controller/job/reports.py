@@ -10,9 +10,8 @@ import contextlib
 import statistics
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
 from flowfleet.algorithms.advantages import AdvantageStats
 from flowfleet.job.spec import JobSpec, RewardPart
@@ -22,14 +21,12 @@ from flowfleet.process.telemetry import JobMetrics
 from flowfleet.prompts.prompt import Prompt
 from flowfleet.proto import common_pb2, trainer_pb2
 from services.controller.job.batch import Batch, Scored, with_dropped
+from services.controller.job.context import JobCore
 from services.controller.job.credit import credits_of, left_out_reason
+from services.controller.job.shadow_queue import ShadowQueue
+from services.controller.rewards.plane import SampleScore
 from services.controller.rewards.rows import reward_row
 from services.controller.store.records import Checkpoint, SampleRecord, Validation
-
-if TYPE_CHECKING:
-    from services.controller.job.context import JobContext
-    from services.controller.job.validation import ValidationPart
-    from services.controller.rewards.plane import SampleScore
 
 RECENT_STEPS = 20
 _NAN = float("nan")
@@ -37,24 +34,33 @@ NO_STATS = AdvantageStats(_NAN, _NAN, _NAN, _NAN, _NAN, 0.0, 0, _NAN, _NAN, _NAN
 """Statistics of a step without a scored sample."""
 
 
-async def put_samples(
-    job: JobContext, samples: Sequence[common_pb2.Sample], prompts: Sequence[Prompt], verdicts: Sequence[SampleScore]
-) -> None:
-    """Records samples, scored or dropped, for people to look at."""
-    rows = zip(samples, prompts, verdicts, strict=True)
-    await job.store.put_samples(job.job_id, [_sample_record(*row) for row in rows])
-    if job.shadows is not None:
-        await job.shadows.offer(samples, prompts, verdicts)
+@dataclass(frozen=True)
+class ValidationPart:
+    """Some held-out prompts at one version, in prompt order."""
+
+    samples: list[common_pb2.Sample]
+    verdicts: list[SampleScore]
+    media: list[bytes]
 
 
 class Reports:
     """Reports of one job. The durations of recent steps are its only memory."""
 
-    def __init__(self, job: JobContext, metrics: JobMetrics) -> None:
-        self._job = job
-        self._metrics = metrics
+    def __init__(self, job: JobCore, metrics: JobMetrics, shadows: ShadowQueue) -> None:
+        self._job, self._metrics, self._shadows = job, metrics, shadows
         self._durations: deque[float] = deque(maxlen=RECENT_STEPS)
         self._publish: dict[str, float] = {}
+
+    async def close(self) -> None:
+        await self._shadows.close()
+
+    async def scored(
+        self, samples: Sequence[common_pb2.Sample], prompts: Sequence[Prompt], verdicts: Sequence[SampleScore]
+    ) -> None:
+        """Records samples, scored or dropped, for people to look at, and offers them to the shadows."""
+        rows = zip(samples, prompts, verdicts, strict=True)
+        await self._job.store.put_samples(self._job.job_id, [_sample_record(*row) for row in rows])
+        await self._shadows.offer(samples, prompts, verdicts)
 
     def published(self, response: trainer_pb2.PublishWeightsResponse, seconds: float) -> None:
         self._publish = {
@@ -129,7 +135,7 @@ class Reports:
 
     def _num_devices(self) -> int:
         """Accelerators of the job: one a trainer rank, and those of its live replicas."""
-        return self._job.spec.trainer.world_size + self._job.fleet.fleet.num_devices(self._job.job_id)
+        return self._job.spec.trainer.world_size + self._job.pool.num_devices
 
     async def _progress(self, done: int, batch: Batch, reward: float | None) -> None:
         job, recent = self._job, statistics.median(self._durations)

@@ -29,13 +29,13 @@ from flowfleet.prompts.prompt import Prompt
 from flowfleet.proto import common_pb2
 from flowfleet.rewards.changes import ShadowPart
 from services.controller.concurrency import end
+from services.controller.job.context import JobCore
 from services.controller.rewards.comparison import GroupScores, compare
 from services.controller.store.records import Purpose
 from services.controller.store.rewards import Count
 from services.controller.waiting import NotYet
 
 if TYPE_CHECKING:
-    from services.controller.job.context import JobContext
     from services.controller.rewards.answers import Answer
     from services.controller.rewards.plane import SampleScore
 
@@ -93,7 +93,7 @@ class _Offer:
 class ShadowQueue:
     """Shadow scoring of one job. `close` cancels its calls."""
 
-    def __init__(self, job: JobContext, metrics: ShadowMetrics) -> None:
+    def __init__(self, job: JobCore, metrics: ShadowMetrics) -> None:
         self._job = job
         self._metrics = metrics
         self._queues: dict[str, asyncio.Queue[_Offer]] = {}
@@ -178,13 +178,11 @@ class ShadowQueue:
 
     async def _score(self, offer: _Offer) -> None:
         job = self._job
-        asked = await job.reward_samples(offer.samples, offer.prompts)
-        answers: Mapping[str, Answer] = {}
+        given: Sequence[Answer | None] = [None] * len(offer.samples)
         try:
-            answers = await job.rewards.ask(offer.name, offer.part.as_reward(), asked)
+            given = await job.scoring.ask(offer.name, offer.part.as_reward(), offer.samples, offer.prompts)
         except NotYet as failure:
             log.warning("shadow %s: %s", offer.name, failure, extra={"job": job.job_id})
-        given = [answers.get(item.sample_id) for item in asked]
         scores = {
             (s.id.step, s.id.group, s.id.index): answer.score
             for s, answer in zip(offer.samples, given, strict=True)
@@ -193,7 +191,7 @@ class ShadowQueue:
         await job.store.put_shadow(job.job_id, offer.purpose, offer.name, scores)
         groups = [*grouped(offer.part.beside, offer.samples, offer.verdicts, given)]
         await job.store.add_shadow_scores(job.job_id, offer.pair, offer.purpose, groups)
-        await self._count(offer, {"scored": len(scores), "failed": len(asked) - len(scores)})
+        await self._count(offer, {"scored": len(scores), "failed": len(offer.samples) - len(scores)})
         if offer.purpose == "train":
             self._show(offer, groups)
 

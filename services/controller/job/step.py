@@ -33,7 +33,7 @@ from flowfleet.data.lineage import follow
 from flowfleet.process.telemetry import LOG_PROB_GAP, LOG_PROB_NOT_FINITE
 from flowfleet.proto import trainer_pb2
 from services.controller.job import events as ev
-from services.controller.job import reports, requests
+from services.controller.job import requests
 from services.controller.job.card import training_card
 from services.controller.job.context import JobContext
 from services.controller.job.credit import credits_of
@@ -51,10 +51,9 @@ from services.controller.job.state_machine import (
     TrainStep,
     Validate,
 )
-from services.controller.job.validation import validated
+from services.controller.job.validation import Validation
 from services.controller.rewards.failures import RewardPause
 from services.controller.rewards.plane import preference
-from services.controller.trainers.launcher import stopped
 from services.controller.waiting import NotYet
 
 INTAKE_DEADLINE_S = 30.0
@@ -63,6 +62,7 @@ INTAKE_DEADLINE_S = 30.0
 class TrainingStep:
     def __init__(self, job: JobContext) -> None:
         self.job = job
+        self._validation = Validation(job)
 
     async def run(self, command: Command) -> None:
         """Runs one command to its event. Remote errors pass through."""
@@ -101,23 +101,23 @@ class TrainingStep:
     async def ensure_trainer(self) -> None:
         """Find or start the trainer; it resumes from its newest checkpoint that goes with the ledger."""
         job = self.job
-        address = await job.launcher.ensure(job.job_id, job.spec)
+        address = await job.trainer.ensure()
         request = trainer_pb2.ConfigureRequest(
             job_id=job.job_id,
             spec_json=job.spec.model_dump_json(),
             directory=str(job.directory / "checkpoints"),
             ledger=await ledger_position(job),
         )
-        job.trainer_address = address
+        job.trainer.connect(address)
         try:
-            configured = await job.trainer().Configure(request, timeout=job.spec.timeouts.checkpoint_s)
+            configured = await job.trainer.stub().Configure(request, timeout=job.spec.timeouts.checkpoint_s)
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.DATA_LOSS:
                 raise
             await self.pause(error.details() or "")
             return
         if configured.misfit:
-            await stopped(job.launcher, job.job_id)
+            await job.trainer.stop()
             raise NotYet(f"the trainer is started again from a checkpoint: {configured.misfit}")
         await job.emit(await resumed(job, configured))
 
@@ -131,10 +131,10 @@ class TrainingStep:
         rows = sum(map(len, wanted.values()))
         if not rows:
             return
-        async with job.replica(max(0, step - spec.schedule.max_staleness), step, rows) as replica:
+        async with job.pool.replica(max(0, step - spec.schedule.max_staleness), step, rows) as replica:
             request.policy_version, request.weights_digest = replica.version or 0, replica.digest
             await job.inputs.attach(request, [prompts[group.group] for group in request.groups])
-            call = job.fleet.stub(replica.address).Generate(request, timeout=spec.timeouts.generate_s)
+            call = job.pool.stub(replica).Generate(request, timeout=spec.timeouts.generate_s)
             async for _ in call:
                 pass  # each sample is in the stream by now, and comes in by there: see JobDriver
         async with asyncio.timeout(INTAKE_DEADLINE_S):
@@ -148,10 +148,10 @@ class TrainingStep:
         if self.job.spec.method.data == "preferences":
             verdicts = [preference(sample.id.index) for sample in samples]
         else:
-            verdicts = await self.job.score(samples, [prompt] * len(samples), rewards, step)
-        await reports.put_samples(self.job, samples, [prompt] * len(samples), verdicts)
+            verdicts = await self.job.scoring.score(samples, [prompt] * len(samples), rewards, step)
+        await self.job.reports.scored(samples, [prompt] * len(samples), verdicts)
         facts = [requests.scored_or_dropped(*pair) for pair in zip(samples, verdicts, strict=True)]
-        if any(isinstance(fact, ev.Dropped) for fact in facts) and await self.job.rewards.group_rewards(rewards):
+        if any(isinstance(fact, ev.Dropped) for fact in facts) and await self.job.scoring.group_rewards(rewards):
             # another sample would be scored alone, and what a group's reward says of it is not of its group
             facts = [f.model_copy(update={"refill": False}) if isinstance(f, ev.Dropped) else f for f in facts]
         await self.job.emit(*facts)
@@ -180,7 +180,7 @@ class TrainingStep:
         """One update; the trainer keeps a record, so a repeated request changes nothing."""
         job = self.job
         request = await job.load_train_request(step)
-        result = await job.trainer().TrainStep(request, timeout=job.spec.timeouts.train_step_s)
+        result = await job.trainer.stub().TrainStep(request, timeout=job.spec.timeouts.train_step_s)
         if step == job.machine.state.version:
             await job.reports.trained(step, dict(result.metrics))
         trained = ev.Trained(
@@ -195,15 +195,15 @@ class TrainingStep:
     async def publish(self, version: int, evaluated: bool) -> None:
         """Give every live replica the new weights; each verifies them before it serves them."""
         job, spec = self.job, self.job.spec
-        live = job.fleet.fleet.live(spec.rollout.pool)
+        live = job.pool.live()
         if not live:
-            raise NotYet(job.nobody_there())
+            raise NotYet(job.pool.nobody_there())
         started = time.monotonic()
         request = trainer_pb2.PublishWeightsRequest(job_id=job.job_id, version=version, evaluated=evaluated)
         request.replicas.extend(trainer_pb2.Replica(replica_id=r.replica_id, address=r.address) for r in live)
-        response = await job.trainer().PublishWeights(request, timeout=spec.timeouts.publish_s)
-        job.fleet.mark_suspect(result.replica_id for result in response.results if not result.ok)
-        await job.fleet.refresh()
+        response = await job.trainer.stub().PublishWeights(request, timeout=spec.timeouts.publish_s)
+        job.pool.mark_suspect(result.replica_id for result in response.results if not result.ok)
+        await job.pool.refresh()
         job.reports.published(response, time.monotonic() - started)
         if not any(result.ok for result in response.results):
             raise NotYet(f"no replica took version {version}: {response.results[0].error}")
@@ -214,7 +214,7 @@ class TrainingStep:
         job = self.job
         card, best = await training_card(job), await job.reports.best_before(version)
         request = trainer_pb2.SaveCheckpointRequest(job_id=job.job_id, card=card, keep=best)
-        saved = await job.trainer().SaveCheckpoint(request, timeout=job.spec.timeouts.checkpoint_s)
+        saved = await job.trainer.stub().SaveCheckpoint(request, timeout=job.spec.timeouts.checkpoint_s)
         await job.reports.checkpointed(saved.applied_steps, saved.path, best)
         await job.emit(ev.Checkpointed(version=saved.applied_steps))
         newest = (await job.store.checkpoints(job.job_id))[-job.spec.schedule.keep_last :]
@@ -222,7 +222,7 @@ class TrainingStep:
 
     async def validate(self, version: int) -> None:
         """Sample the held-out prompts without noise, from the same seeds each time, and score them."""
-        reward = await validated(self.job, version)
+        reward = await self._validation.run(version)
         await self.job.emit(ev.Validated(version=version, reward=reward))
 
     async def export(self) -> None:
@@ -230,7 +230,7 @@ class TrainingStep:
         job = self.job
         card, directory = await training_card(job), str(job.directory / "model")
         request = trainer_pb2.ExportModelRequest(job_id=job.job_id, directory=directory, card=card)
-        await job.trainer().ExportModel(request, timeout=job.spec.timeouts.checkpoint_s)
+        await job.trainer.stub().ExportModel(request, timeout=job.spec.timeouts.checkpoint_s)
         await job.emit(ev.Exported())
 
 

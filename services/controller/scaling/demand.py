@@ -21,8 +21,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from flowfleet.redis import keys
-from services.controller.job.context import MAX_SCORING
 from services.controller.job.state_machine import Machine, Validate
+from services.controller.rewards.scoring import MAX_SCORING
 from services.controller.store.leadership import Lease
 from services.controller.store.records import Desired, JobRecord, JobStatus
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flowfleet.data.blobs import SyncBlobs
+from flowfleet.data.samples import sample_name
 from flowfleet.data.trajectories import EmbedsBlob, FinalLatents, Trajectory
 from flowfleet.errors import FlowfleetError, InvalidRequest
 from flowfleet.job.spec import JobSpec
@@ -23,7 +24,6 @@ from flowfleet.models.embeds import PromptEmbeds, concat_embeds
 from flowfleet.proto.common_pb2 import BlobRef, Sample
 from flowfleet.proto.trainer_pb2 import TrainSample, TrainStepRequest
 from services.trainer.step.batches import MicroBatch, Update
-from services.trainer.step.requests import sample_name
 
 _READERS = 8
 

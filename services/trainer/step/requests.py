@@ -7,11 +7,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from flowfleet.data.samples import sample_name
 from flowfleet.errors import InvalidRequest
 from flowfleet.job.spec import JobSpec
 from flowfleet.models.settings import Size
 from flowfleet.process.service import STATE_DIR
-from flowfleet.proto.common_pb2 import Sample, SampleId
+from flowfleet.proto.common_pb2 import Sample
 from flowfleet.proto.trainer_pb2 import TrainSample, TrainStepRequest
 from flowfleet.redis.keys import check_job_id
 from services.trainer.step.batches import Key, Pair
@@ -52,11 +53,6 @@ def pairs_of(request: TrainStepRequest, spec: JobSpec) -> list[Pair]:
     for row, item in enumerate(request.samples):
         members.setdefault((item.sample.id.group, item.pair), []).append(row)
     return [_pair(rows, request.samples) for _, rows in sorted(members.items())]
-
-
-def sample_name(sample: SampleId) -> str:
-    """Readable name: job/step/group/index."""
-    return f"{sample.job_id}/{sample.step}/{sample.group}/{sample.index}"
 
 
 def _pair(rows: list[int], samples: Sequence[TrainSample]) -> Pair:

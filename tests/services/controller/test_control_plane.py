@@ -18,8 +18,8 @@ from flowfleet.job.spec import parse_job
 from flowfleet.process.telemetry import LOG_PROB_GAP, LOG_PROB_NOT_FINITE
 from flowfleet.proto import common_pb2, reward_pb2, trainer_pb2
 from services.controller.fleet import watch as fleet_watch
-from services.controller.job import context
 from services.controller.job.driver import TICK_S
+from services.controller.rewards import scoring
 from services.controller.store.records import Action, Desired, JobStatus
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward, scripted_fleet
 
@@ -503,7 +503,7 @@ def test_a_step_does_not_run_into_the_deadline_of_a_slow_reward(
     run: Run, job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight groups take four seconds, a call may take two: they wait in the controller, where no deadline runs."""
-    monkeypatch.setattr(context, "MAX_SCORING", 8)
+    monkeypatch.setattr(scoring, "MAX_SCORING", 8)
     slow = SlowReward()
     settings = job(
         rollout={"prompts_per_step": 8}, schedule={"steps": 1}, rewards={"ocr": {}}, timeouts={"score_s": 2.0}

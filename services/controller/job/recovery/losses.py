@@ -15,6 +15,7 @@ from functools import partial
 import grpc
 
 from flowfleet.data.blobs import WORKING_TTL_S
+from flowfleet.data.samples import sample_name
 from flowfleet.errors import DataLoss, NotFound
 from flowfleet.proto import common_pb2, trainer_pb2
 from services.controller.job import events as ev
@@ -66,7 +67,7 @@ async def _lost(job: JobContext, samples: Sequence[common_pb2.Sample], names: It
 
 def _name(sample: common_pb2.Sample) -> str:
     """How the trainer's messages about a sample begin (services/trainer/step/requests.py)."""
-    return f"sample {sample.id.job_id}/{sample.id.step}/{sample.id.group}/{sample.id.index}: "
+    return f"sample {sample_name(sample.id)}: "
 
 
 async def _is_broken(job: JobContext, ref: common_pb2.BlobRef) -> bool:

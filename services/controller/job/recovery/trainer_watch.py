@@ -20,7 +20,6 @@ from services.controller.job.recovery.retries import TRAINER_COMMANDS
 from services.controller.job.state import Status
 from services.controller.job.state_machine import Command, Machine
 from services.controller.trainers.hangs import HangJudge, Progress
-from services.controller.trainers.launcher import stopped
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ class TrainerWatch:
         """Looks for ever."""
         while True:
             await asyncio.sleep(LOOK_S)
-            if self._job.trainer_address and self._machine.state.status is not Status.PAUSED:
+            if self._job.trainer.address and self._machine.state.status is not Status.PAUSED:
                 if reason := await self._look():
                     await self.replace(reason)
             else:
@@ -56,8 +55,8 @@ class TrainerWatch:
         self._accused |= {command: reason for command in self._running() if isinstance(command, TRAINER_COMMANDS)}
         self._watched = ""
         await job.store.append_event(job.job_id, "trainer_hung", {"reason": reason})
-        await job.drop_trainer()
-        await stopped(job.launcher, job.job_id, at_once=True)
+        await job.trainer.drop()
+        await job.trainer.stop(at_once=True)
         await job.emit(ev.TrainerLost())
 
     def accusation(self, command: Command) -> str | None:
@@ -65,11 +64,11 @@ class TrainerWatch:
         return self._accused.pop(command, None)
 
     async def _look(self) -> str | None:
-        if self._watched != self._job.trainer_address:
-            self._watched, self._judge = self._job.trainer_address, HangJudge(self._job.spec.timeouts.hang_s)
+        if self._watched != self._job.trainer.address:
+            self._watched, self._judge = self._job.trainer.address, HangJudge(self._job.spec.timeouts.hang_s)
         try:
             request = trainer_pb2.GetTrainerStatusRequest()
-            heard = (await self._job.trainer().GetStatus(request, timeout=ANSWER_S)).ranks
+            heard = (await self._job.trainer.stub().GetStatus(request, timeout=ANSWER_S)).ranks
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is None or task.cancelling():
                 raise

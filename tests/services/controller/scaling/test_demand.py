@@ -14,8 +14,8 @@ from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect
 from services.controller.job import events as ev
-from services.controller.job.context import MAX_SCORING
 from services.controller.job.state_machine import Machine
+from services.controller.rewards.scoring import MAX_SCORING
 from services.controller.scaling.demand import (
     FRESH_S,
     REWARD_SAMPLES,

@@ -17,7 +17,7 @@ from flowfleet.proto import trainer_pb2
 from flowfleet.weights.weights import copy_into, full_parameters
 from services.trainer.checkpoints.fence import Fence
 from services.trainer.checkpoints.state import read_state, write_state
-from services.trainer.export import export
+from services.trainer.export import About, export
 from services.trainer.model.engine import lora_spec
 from services.trainer.model.policies import Policy
 from services.trainer.parallel.ranks import Ranks
@@ -201,7 +201,7 @@ def test_a_checkpoint_from_before_there_were_averages_is_resumed(
 
 def exported_of(worker: Worker, directory: Path) -> dict[str, Tensor]:
     """What is written of what is trained, by published name."""
-    export(engine_of(worker), directory, Fence(directory))
+    export(engine_of(worker), directory, Fence(directory), About("job", 0))
     if engine_of(worker).is_lora:
         return load_file(directory / "pytorch_lora_weights.safetensors")
     file = directory / "transformer" / "diffusion_pytorch_model.safetensors"

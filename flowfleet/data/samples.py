@@ -1,0 +1,10 @@
+"""The name of a sample, the same wherever it is told of: logs, reward services, the trainer's messages."""
+
+from __future__ import annotations
+
+from flowfleet.proto.common_pb2 import SampleId
+
+
+def sample_name(sample: SampleId) -> str:
+    """job/step/group/index."""
+    return f"{sample.job_id}/{sample.step}/{sample.group}/{sample.index}"

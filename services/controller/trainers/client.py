@@ -1,0 +1,60 @@
+"""The trainer of one job: its launcher bound to the job, and gRPC to the trainer that was found last."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+
+from flowfleet.job.spec import JobSpec
+from flowfleet.proto import trainer_pb2_grpc
+from flowfleet.rpc.endpoint import open_channel
+from services.controller.trainers.launcher import Launcher, stop_for_good, stopped
+from services.controller.waiting import NotYet
+
+
+class JobTrainer:
+    def __init__(self, launcher: Launcher, job_id: str, spec: JobSpec) -> None:
+        self._launcher, self._job_id, self._spec = launcher, job_id, spec
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self.address = ""
+        """The trainer that calls go to; empty before `connect` and after `drop`."""
+
+    def stub(self) -> trainer_pb2_grpc.TrainerServiceAsyncStub:
+        """Calls to the trainer. Raises NotYet while there is none."""
+        if not self.address:
+            raise NotYet("no trainer yet")
+        if self.address not in self._channels:
+            self._channels[self.address] = open_channel(self.address)
+        return trainer_pb2_grpc.TrainerServiceStub(self._channels[self.address])
+
+    def connect(self, address: str) -> None:
+        """Sends calls to this trainer from now on."""
+        self.address = address
+
+    async def drop(self) -> None:
+        """Forgets the trainer. Calls to it that are under way are cancelled."""
+        channel = self._channels.pop(self.address, None)
+        self.address = ""
+        if channel is not None:
+            await channel.close(None)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(channel.close(None) for channel in self._channels.values()))
+
+    # -- its processes, as `Launcher` has them -------------------------------------------------------------------
+
+    async def ensure(self) -> str:
+        return await self._launcher.ensure(self._job_id, self._spec)
+
+    async def alive(self) -> bool:
+        return await self._launcher.alive(self._job_id)
+
+    async def last_words(self) -> str:
+        return await self._launcher.last_words(self._job_id)
+
+    async def stop(self, *, at_once: bool = False) -> bool:
+        return await stopped(self._launcher, self._job_id, at_once=at_once)
+
+    async def stop_for_good(self) -> None:
+        await stop_for_good(self._launcher, self._job_id)
