@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flowfleet.cli.options import Ca, JobId, Url, connect, out
+from flowfleet.cli.views import table
 from flowfleet.client.progress import number
 from flowfleet.client.types import Distribution, RewardRevision, Rewards, ShadowComparison
 from flowfleet.job.setting_files import put
@@ -144,7 +145,7 @@ def show_rewards(rewards: Rewards, console: Console) -> None:
 
 
 def _settings_table(active: RewardRevision) -> Table:
-    made = _table("REWARD", "SERVICE", "WEIGHT", "SETTINGS")
+    made = table("REWARD", "SERVICE", "WEIGHT", "SETTINGS")
     for name, part in active.rewards.items():
         others = {key: value for key, value in part.items() if key not in ("service", "weight") and value}
         others = {key: value for key, value in others.items() if (key, value) != ("on_failure", "pause")}
@@ -160,7 +161,7 @@ def comparison_table(name: str, found: ShadowComparison) -> Table:
     """A shadow and its reward side by side, over training samples, and over held-out ones where there are some."""
     names = (found.beside, name)
     both = (found.train, *([found.held_out] if found.held_out.samples else ()))
-    made = _table("", *names, *(f"{each}, held out" for each in names if len(both) > 1))
+    made = table("", *names, *(f"{each}, held out" for each in names if len(both) > 1))
     sides = [side for part in both for side in (part.active, part.shadow)]
     made.add_row("version", *(", ".join(side.versions) or "-" for side in sides))
     for label, attribute in _ROWS:
@@ -189,7 +190,7 @@ _ROWS = (
 
 
 def _history_table(rewards: Rewards) -> Table:
-    made = _table("REVISION", "FROM STEP", "WHAT CHANGED")
+    made = table("REVISION", "FROM STEP", "WHAT CHANGED")
     for revision in (*rewards.history, *([rewards.pending] if rewards.pending else ())):
         step = "pending" if revision.from_step is None else str(revision.from_step)
         made.add_row(str(revision.number), step, Text("\n".join(revision.changes) or "as submitted"))
@@ -207,10 +208,3 @@ def _number(value: float | None) -> str:
 
 def _plain(value: dict[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False) if value else ""
-
-
-def _table(*columns: str) -> Table:
-    made = Table(box=None, padding=(0, 3, 0, 0), header_style="bright_black")
-    for column in columns:
-        made.add_column(column)
-    return made

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flowfleet.backoff import backoff_s
+
 FIRST_DELAY_S = 0.1
 LONGEST_DELAY_S = 15.0
 STABLE_AFTER_S = 30.0
@@ -14,11 +16,9 @@ STABLE_AFTER_S = 30.0
 class Backoff:
     """Doubles the delay each time a process dies young."""
 
-    delay_s: float = FIRST_DELAY_S
+    failures: int = 0
 
     def after(self, ran_for_s: float) -> float:
         """Seconds to wait before the next start of a process that ran for `ran_for_s`."""
-        if ran_for_s >= STABLE_AFTER_S:
-            self.delay_s = FIRST_DELAY_S
-        delay_s, self.delay_s = self.delay_s, min(2 * self.delay_s, LONGEST_DELAY_S)
-        return delay_s
+        self.failures = 1 if ran_for_s >= STABLE_AFTER_S else self.failures + 1
+        return backoff_s(self.failures, FIRST_DELAY_S, LONGEST_DELAY_S)

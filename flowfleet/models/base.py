@@ -79,8 +79,6 @@ class ModelAdapter(ABC):
     dtype: torch.dtype
     """What the transformer's inputs are cast to. A trainer may set it."""
     device: torch.device
-    serving: Any
-    """The expert that the noise levels of the last `velocity` are of."""
     boundary: float | None = None
     """Sigma from which upwards the first of two experts serves."""
 
@@ -215,23 +213,22 @@ class ModelAdapter(ABC):
             guidance: see `Guidance`.
             negative: 1 or B rows; needed if guided, unused if not.
         """
-        self.serving = self.expert(timestep)
+        expert = self.expert(timestep)
         timesteps = timestep.to(latents.device, torch.float32).expand(len(latents))
-        positive = self._predict(latents, timesteps, prompts.rows(len(latents)), size, guidance)
+        positive = self._predict(expert, latents, timesteps, prompts.rows(len(latents)), size, guidance)
         if not guidance.is_on:
             return positive
         if negative is None:
             raise ValueError(f"a guidance scale of {guidance.scale} needs negative prompt embeds")
-        return self._guide(
-            positive, self._predict(latents, timesteps, negative.rows(len(latents)), size, guidance), guidance.scale
-        )
+        unwanted = self._predict(expert, latents, timesteps, negative.rows(len(latents)), size, guidance)
+        return self._guide(positive, unwanted, guidance.scale)
 
     @abstractmethod
     def _predict(
-        self, latents: Tensor, timesteps: Tensor, prompts: PromptEmbeds, size: Size, guidance: Guidance
+        self, expert: Any, latents: Tensor, timesteps: Tensor, prompts: PromptEmbeds, size: Size, guidance: Guidance
     ) -> Tensor:
-        """One forward: the unguided velocity (B, *latent_shape) float32; `timesteps` (B,), `prompts` B rows. With two
-        experts it goes through `serving`."""
+        """One forward of `expert`, the transformer for these noise levels: the unguided velocity (B, *latent_shape)
+        float32; `timesteps` (B,), `prompts` B rows."""
 
     def _guide(self, positive: Tensor, negative: Tensor, scale: float) -> Tensor:
         """The family's combination of both velocities; plain classifier-free guidance here."""

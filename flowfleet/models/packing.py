@@ -2,6 +2,8 @@
 
 from torch import Tensor
 
+from flowfleet.models.settings import Size
+
 PATCH = 2
 """Latent pixels that a token is wide and high."""
 
@@ -19,10 +21,11 @@ def unpack(tokens: Tensor, rows: int, columns: int) -> Tensor:
     return patches.permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), -1, rows * PATCH, columns * PATCH)
 
 
-def token_grid(height: int, width: int, num_frames: int, *, multiple: int) -> tuple[int, int]:
+def token_grid(size: Size, *, multiple: int) -> tuple[int, int]:
     """Rows and columns of tokens of `multiple` pixels. Raises ValueError for what is no picture of whole tokens."""
+    height, width = size.height, size.width
     if height < multiple or width < multiple or height % multiple or width % multiple:
         raise ValueError(f"height and width must be multiples of {multiple} pixels, but are {height} and {width}")
-    if num_frames != 1:
-        raise ValueError(f"this model draws one picture, not {num_frames} frames: leave num_frames at 1")
+    if size.num_frames != 1:
+        raise ValueError(f"this model draws one picture, not {size.num_frames} frames: leave num_frames at 1")
     return height // multiple, width // multiple

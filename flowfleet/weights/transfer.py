@@ -7,7 +7,6 @@ the group is left, by whichever thread: on a device backend a dead peer is other
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import re
 import socket
@@ -24,6 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, Store, TCPStore
 
 from flowfleet.hardware import devices
+from flowfleet.process.service import is_loopback
 from flowfleet.proto.rollout_pb2 import TransferGroup
 
 _POLL_S = 0.0002
@@ -99,7 +99,7 @@ class TransferMember:
         _meet(shared, group, deadline, given_up)
         with _explained(group.group_id):
             process_group = devices.new_process_group(
-                group.backend, shared, group.rank, group.world_size, timeout, loopback=_is_loopback(group.store_host)
+                group.backend, shared, group.rank, group.world_size, timeout, loopback=is_loopback(group.store_host)
             )
         member = cls(group, device, process_group)
         try:
@@ -234,10 +234,3 @@ def _end(backend: str, process_group: list[Any]) -> None:
         devices.abort_process_group(backend, group)
     except RuntimeError as error:
         log.warning("a transfer group did not end cleanly: %s", error)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -35,6 +35,13 @@ async def end(tasks: Iterable[asyncio.Future[Any]]) -> None:
             task.cancel()
         _, left = await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
     await asyncio.gather(*every, return_exceptions=True)
+
+
+async def wait(event: asyncio.Event, timeout_s: float) -> None:
+    """Waits for the event, no longer than that."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
 
 
 class Budget:

@@ -22,7 +22,7 @@ from flowfleet.job.spec import JobSpec
 from flowfleet.process.telemetry import JobMetrics
 from flowfleet.redis.trouble import trouble
 from services.controller.api.admission import JobData, open_job
-from services.controller.concurrency import Changes, end
+from services.controller.concurrency import Changes, end, wait
 from services.controller.fleet.directory import Directory, StaticDirectory
 from services.controller.fleet.pool import RolloutPool
 from services.controller.fleet.replicas import Replica
@@ -193,7 +193,7 @@ class JobScheduler:
                             tasks[pool] = group.create_task(self._run_job(record.id), name=f"job {record.id}")
                             tasks[pool].add_done_callback(lambda _: self._wake.set())
                     await self._tell_demand(first.values())
-                await _wait(self._wake, POLL_S)
+                await wait(self._wake, POLL_S)
                 await asyncio.sleep(REST_S)
 
     async def _end_others(self, active: Collection[str]) -> None:
@@ -401,11 +401,3 @@ def _tell_end(task: asyncio.Task[None]) -> None:
     """Reports the scheduler's end. If it ends by itself /healthz fails, so that the controller is restarted."""
     if not task.cancelled():
         log.critical("the runner has ended", exc_info=task.exception())
-
-
-async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    try:
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
-    except TimeoutError:
-        return

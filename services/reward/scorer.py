@@ -14,6 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
@@ -86,12 +87,8 @@ Outcome = Score | Problem
 def mean_score(scores: Sequence[Score]) -> Score:
     """The means of the values and of each component, exactly rounded; of one score itself. For scorers of pictures that
     take videos too: at least one, all with the same components."""
-
-    def mean(numbers: Sequence[float]) -> float:
-        return math.fsum(numbers) / len(numbers)
-
-    components = {name: mean([score.components[name] for score in scores]) for name in scores[0].components}
-    return Score(mean([score.value for score in scores]), components)
+    components = {name: fmean([score.components[name] for score in scores]) for name in scores[0].components}
+    return Score(fmean([score.value for score in scores]), components)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ It is FLUX.1 with Qwen3 in place of both text encoders and without embedded guid
 padding are zero vectors, which the transformer attends to as to all others. Text tokens have positions of their own.
 """
 
+from typing import Any
+
 import torch
 from diffusers import OvisImagePipeline
 from PIL import Image
@@ -36,12 +38,12 @@ class OvisImageAdapter(FluxAdapter):
         return PromptEmbeds(embeds, mask, has_padding=False)
 
     def _predict(
-        self, latents: Tensor, timesteps: Tensor, prompts: PromptEmbeds, size: Size, guidance: Guidance
+        self, expert: Any, latents: Tensor, timesteps: Tensor, prompts: PromptEmbeds, size: Size, guidance: Guidance
     ) -> Tensor:
         assert not prompts.has_padding, "all prompts have one width"
         if guidance.embedded is not None:
             raise ValueError("Ovis-Image takes no embedded guidance: leave rollout.embedded_guidance out")
-        output: Tensor = self.transformer(
+        output: Tensor = expert(
             hidden_states=latents.to(self.dtype),
             timestep=timesteps / 1000,
             encoder_hidden_states=prompts.embeds.to(latents.device, self.dtype),

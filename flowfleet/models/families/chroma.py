@@ -6,6 +6,7 @@ of `PromptEmbeds`: the pipeline adds it to the attention scores of the whole seq
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from diffusers import ChromaPipeline
@@ -41,13 +42,13 @@ class ChromaAdapter(FluxAdapter):
         return replace(blank, extras={"attention": blank.embeds.new_zeros(count, self.max_sequence_length)})
 
     def _predict(
-        self, latents: Tensor, timesteps: Tensor, prompts: PromptEmbeds, size: Size, guidance: Guidance
+        self, expert: Any, latents: Tensor, timesteps: Tensor, prompts: PromptEmbeds, size: Size, guidance: Guidance
     ) -> Tensor:
         assert not prompts.has_padding, "all prompts have one width"
         if guidance.embedded is not None:
             raise ValueError("Chroma takes no embedded guidance: leave rollout.embedded_guidance out")
         text = prompts.extras["attention"].to(latents.device, self.dtype)
-        output: Tensor = self.transformer(
+        output: Tensor = expert(
             hidden_states=latents.to(self.dtype),
             timestep=timesteps / 1000,
             encoder_hidden_states=prompts.embeds.to(latents.device, self.dtype),

@@ -77,10 +77,10 @@ class FluxAdapter(ModelAdapter):
         return pack(seeded_noise(seeds, (self._vae.channels, rows * PATCH, columns * PATCH)))
 
     def _predict(
-        self, latents: Tensor, timesteps: Tensor, prompts: PromptEmbeds, size: Size, guidance: Guidance
+        self, expert: Any, latents: Tensor, timesteps: Tensor, prompts: PromptEmbeds, size: Size, guidance: Guidance
     ) -> Tensor:
         assert not prompts.has_padding, "this transformer has no mask"
-        output: Tensor = self.transformer(
+        output: Tensor = expert(
             hidden_states=latents.to(self.dtype),
             timestep=timesteps / 1000,
             guidance=self._embedded_guidance(timesteps, guidance),
@@ -108,7 +108,7 @@ class FluxAdapter(ModelAdapter):
 
     def _token_grid(self, size: Size) -> tuple[int, int]:
         """Rows and columns of image tokens."""
-        return token_grid(size.height, size.width, size.num_frames, multiple=self._vae.scale * PATCH)
+        return token_grid(size, multiple=self._vae.scale * PATCH)
 
 
 def position_ids(rows: int, columns: int) -> Tensor:

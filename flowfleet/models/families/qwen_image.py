@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flowfleet.models.base import ModelAdapter, Schedule, seeded_noise, to_pixels, to_uint8, without_images
 from flowfleet.models.embeds import PromptEmbeds
-from flowfleet.models.packing import PATCH, pack, unpack
+from flowfleet.models.packing import PATCH, pack, token_grid, unpack
 from flowfleet.models.schedules import flow_match_schedule
 from flowfleet.models.settings import Guidance, Size
 from flowfleet.models.single_frame import SingleFrameDecoder
@@ -65,15 +65,15 @@ class QwenImageAdapter(ModelAdapter):
         return pack(seeded_noise(seeds, (self._latent_channels, rows * PATCH, columns * PATCH)))
 
     def _predict(
-        self, latents: Tensor, timesteps: Tensor, prompts: PromptEmbeds, size: Size, guidance: Guidance
+        self, expert: Any, latents: Tensor, timesteps: Tensor, prompts: PromptEmbeds, size: Size, guidance: Guidance
     ) -> Tensor:
-        return self._transform(latents, timesteps, prompts, [self._token_grid(size)])
+        return self._transform(expert, latents, timesteps, prompts, [self._token_grid(size)])
 
     def _transform(
-        self, tokens: Tensor, timesteps: Tensor, prompts: PromptEmbeds, grids: Sequence[tuple[int, int]]
+        self, expert: Any, tokens: Tensor, timesteps: Tensor, prompts: PromptEmbeds, grids: Sequence[tuple[int, int]]
     ) -> Tensor:
         """The transformer's output (B, T, 4Z) float32 for tokens (B, T, 4Z) of pictures with these rows and columns."""
-        output: Tensor = self.transformer(
+        output: Tensor = expert(
             hidden_states=tokens.to(self.dtype),
             timestep=timesteps / 1000,
             encoder_hidden_states=prompts.embeds.to(tokens.device, self.dtype),
@@ -105,13 +105,7 @@ class QwenImageAdapter(ModelAdapter):
 
     def _token_grid(self, size: Size) -> tuple[int, int]:
         """Rows and columns of image tokens."""
-        multiple = self._vae_scale * PATCH
-        height, width = size.height, size.width
-        if height < multiple or width < multiple or height % multiple or width % multiple:
-            raise ValueError(f"height and width must be multiples of {multiple} pixels, but are {height} and {width}")
-        if size.num_frames != 1:
-            raise ValueError(f"Qwen-Image draws one picture, not {size.num_frames} frames: leave num_frames at 1")
-        return height // multiple, width // multiple
+        return token_grid(size, multiple=self._vae_scale * PATCH)
 
 
 def guide(positive: Tensor, negative: Tensor, scale: float) -> Tensor:

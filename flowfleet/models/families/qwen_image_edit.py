@@ -9,7 +9,7 @@ Each image keeps its aspect ratio and is brought to a fixed area, whatever the s
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -113,11 +113,11 @@ class QwenImageEditAdapter(QwenImageAdapter):
         return resized
 
     def _predict(
-        self, latents: Tensor, timesteps: Tensor, prompts: PromptEmbeds, size: Size, guidance: Guidance
+        self, expert: Any, latents: Tensor, timesteps: Tensor, prompts: PromptEmbeds, size: Size, guidance: Guidance
     ) -> Tensor:
         conditions = [prompts.extras[name].to(latents.device) for name in sorted(prompts.extras)]
         if not conditions:
             raise ValueError("these prompts have no condition images: encode them with `images`")
         tokens = torch.cat([latents, *(condition.flatten(1, 2) for condition in conditions)], dim=1)
         grids = [self._token_grid(size), *((condition.shape[1], condition.shape[2]) for condition in conditions)]
-        return self._transform(tokens, timesteps, prompts, grids)[:, : latents.shape[1]]
+        return self._transform(expert, tokens, timesteps, prompts, grids)[:, : latents.shape[1]]

@@ -77,10 +77,10 @@ class StableDiffusion3Adapter(ModelAdapter):
         return self._vae.channels, rows * self.pipeline.patch_size, columns * self.pipeline.patch_size
 
     def _predict(
-        self, latents: Tensor, timesteps: Tensor, prompts: PromptEmbeds, size: Size, guidance: Guidance
+        self, expert: Any, latents: Tensor, timesteps: Tensor, prompts: PromptEmbeds, size: Size, guidance: Guidance
     ) -> Tensor:
         assert not prompts.has_padding, "this transformer has no mask"
-        output: Tensor = self.transformer(
+        output: Tensor = expert(
             hidden_states=latents.to(self.dtype),
             timestep=timesteps,
             encoder_hidden_states=prompts.embeds.to(latents.device, self.dtype),
@@ -98,7 +98,7 @@ class StableDiffusion3Adapter(ModelAdapter):
     def _token_grid(self, size: Size) -> tuple[int, int]:
         """Rows and columns of image tokens, no more than the transformer has positions for."""
         multiple = self._vae.scale * self.pipeline.patch_size
-        grid = token_grid(size.height, size.width, size.num_frames, multiple=multiple)
+        grid = token_grid(size, multiple=multiple)
         if self.transformer is not None and max(grid) > (limit := self.transformer.config.pos_embed_max_size):
             raise ValueError(
                 f"this model draws at most {limit * multiple} pixels a side, not {size.height} and {size.width}"

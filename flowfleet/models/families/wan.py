@@ -100,12 +100,12 @@ class WanAdapter(ModelAdapter):
         return self._latent_channels, latent_frames, height // self._spatial_scale, width // self._spatial_scale
 
     def _predict(
-        self, latents: Tensor, timesteps: Tensor, prompts: PromptEmbeds, size: Size, guidance: Guidance
+        self, expert: Any, latents: Tensor, timesteps: Tensor, prompts: PromptEmbeds, size: Size, guidance: Guidance
     ) -> Tensor:
         if self._timestep_per_token:
             frames, height, width = latents.shape[2:]
             timesteps = timesteps[:, None].expand(-1, frames * (height // PATCH) * (width // PATCH))
-        output: Tensor = self.serving(
+        output: Tensor = expert(
             hidden_states=latents.to(self.dtype),
             timestep=timesteps,
             encoder_hidden_states=pad_embeds(prompts, self.max_sequence_length).embeds.to(latents.device, self.dtype),

@@ -63,9 +63,9 @@ class ZImageAdapter(ModelAdapter):
         return self._vae.channels, rows * PATCH, columns * PATCH
 
     def _predict(
-        self, latents: Tensor, timesteps: Tensor, prompts: PromptEmbeds, size: Size, guidance: Guidance
+        self, expert: Any, latents: Tensor, timesteps: Tensor, prompts: PromptEmbeds, size: Size, guidance: Guidance
     ) -> Tensor:
-        outputs: list[Tensor] = self.transformer(
+        outputs: list[Tensor] = expert(
             list(latents.to(self.dtype).unsqueeze(2).unbind()),
             (1000 - timesteps) / 1000,
             _captions(prompts.to(latents.device, self.dtype)),
@@ -81,7 +81,7 @@ class ZImageAdapter(ModelAdapter):
 
     def _token_grid(self, size: Size) -> tuple[int, int]:
         """Rows and columns of image tokens."""
-        return token_grid(size.height, size.width, size.num_frames, multiple=self._vae.scale * PATCH)
+        return token_grid(size, multiple=self._vae.scale * PATCH)
 
 
 def _captions(prompts: PromptEmbeds) -> list[Tensor]:

@@ -162,7 +162,7 @@ class Fleet:
 
     def num_devices(self, job_id: str) -> int:
         """Accelerators that live replicas of a job run on; on CPUs, processes."""
-        return len({r.device_id or r.replica_id for r in self._by_job.get(job_id, {}).values() if r.live})
+        return num_devices(self._by_job.get(job_id, {}).values())
 
     def live(self, pool: str) -> list[Replica]:
         """Live replicas of a pool, by name."""
@@ -236,3 +236,8 @@ def _with_record(known: Replica, record: ReplicaRecord) -> Replica:
         missed=0,
         doubted=False,
     )
+
+
+def num_devices(replicas: Iterable[Replica]) -> int:
+    """Accelerators that the live ones run on; on CPUs, processes."""
+    return len({replica.device_id or replica.replica_id for replica in replicas if replica.live})

@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Callable
 
+from flowfleet.backoff import backoff_s
 from flowfleet.errors import FlowfleetError
 from services.controller.kubernetes.api import KubernetesApi, Object, Refused, Resource
 
@@ -50,20 +51,20 @@ class Mirror:
 
     async def run(self) -> None:
         """Follows until cancelled."""
-        delay_s = MIN_DELAY_S
+        failures = 0
         while True:
             try:
                 if not self._version:
                     await self._list()
                 await self._watch()
-                delay_s = MIN_DELAY_S
+                failures = 0
             except Exception as error:  # callers that wait for a stale copy would wait forever
                 unknown = not isinstance(error, FlowfleetError | Refused | ValueError)
                 log.warning("cannot follow %s: %s", self.kind, error, exc_info=unknown)
                 self.problem, self._version = str(error) or type(error).__name__, ""
                 self._broken_at = self._broken_at or time.monotonic()
-                await asyncio.sleep(delay_s * random.uniform(0.5, 1.5))
-                delay_s = min(2 * delay_s, MAX_DELAY_S)
+                failures += 1
+                await asyncio.sleep(backoff_s(failures, MIN_DELAY_S, MAX_DELAY_S) * random.uniform(0.5, 1.5))
 
     async def until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Waits for the copy to fulfill a condition; False when it did not in time."""

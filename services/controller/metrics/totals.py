@@ -8,10 +8,10 @@ the controller that counts them.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from services.controller.fleet.replicas import Health, Replica
+from services.controller.fleet.replicas import Health, Replica, num_devices
 from services.controller.job.state_machine import Machine
 from services.controller.metrics.families import Sample
 
@@ -39,7 +39,7 @@ class JobTotals:
             self.seen, self.progress_at = seen, at
         if machine.state.trainer_applied is not None:
             self.accelerator_s["trainer"] += machine.spec.trainer.world_size * elapsed_s
-        self.accelerator_s["rollout"] += _num_devices(replicas, self.job_id) * elapsed_s
+        self.accelerator_s["rollout"] += num_devices(r for r in replicas if r.job_id == self.job_id) * elapsed_s
         for step, batch in machine.state.batches.items():
             self.opened.setdefault(step, batch.opened_at)
 
@@ -163,10 +163,6 @@ def _progress(machine: Machine) -> tuple[float, ...]:
         dropped,
         *counts,
     )
-
-
-def _num_devices(replicas: Iterable[Replica], job_id: str) -> int:
-    return len({r.device_id or r.replica_id for r in replicas if r.live and r.job_id == job_id})
 
 
 def _lag(replica: Replica, job_id: str, published: int) -> str:

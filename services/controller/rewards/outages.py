@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from flowfleet.backoff import backoff_s
 from services.controller.rewards.answers import Answer
 
 FIRST_DELAY_S, MAX_DELAY_S = 0.2, 5.0
@@ -41,8 +42,7 @@ class Attempt:
 
     def delay(self, reward: str) -> float:
         """Before the reward's next call: 0, 0.2, 0.4, … s."""
-        failures = self.failures.get(reward, 0)
-        return min(FIRST_DELAY_S * 2 ** (failures - 1), MAX_DELAY_S) if failures else 0.0
+        return backoff_s(self.failures.get(reward, 0), FIRST_DELAY_S, MAX_DELAY_S)
 
 
 @dataclass

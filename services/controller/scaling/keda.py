@@ -25,7 +25,7 @@ from flowfleet.process.service import format_address
 from flowfleet.proto import externalscaler_pb2 as pb
 from flowfleet.proto import externalscaler_pb2_grpc
 from flowfleet.rpc import endpoint as rpc
-from services.controller.concurrency import end
+from services.controller.concurrency import end, wait
 from services.controller.fleet.directory import Directory
 from services.controller.scaling.demand import Component, DemandHash, Name, at_least
 from services.controller.store.changes import listen
@@ -84,7 +84,7 @@ class Scaler(externalscaler_pb2_grpc.ExternalScalerServicer):
                     if active != told:
                         yield pb.IsActiveResponse(result=active)
                     told = active
-                await _wait(look, LOOK_S)
+                await wait(look, LOOK_S)
         finally:
             self._looks.discard(look)
 
@@ -149,11 +149,3 @@ async def serve_scaler(scaler: Scaler, host: str, port: int, grace_s: float = 1.
     finally:
         await scaler.stop()
         await server.stop(grace_s)
-
-
-async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    try:
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
-    except TimeoutError:
-        return

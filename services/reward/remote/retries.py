@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import random
 
+from flowfleet.backoff import backoff_s
+
 
 class ShareBudget:
     """At most `share` of the calls, and `reserve` more at the start and after quiet times."""
@@ -29,8 +31,7 @@ class ShareBudget:
         return True
 
 
-def backoff_s(attempt: int, first_s: float, longest_s: float, asked_s: float | None, draw: random.Random) -> float:
+def retry_s(attempt: int, first_s: float, longest_s: float, asked_s: float | None, draw: random.Random) -> float:
     """Seconds before retry number `attempt` (from 0): uniform below an exponential bound ("full jitter"), after what
     the server itself asked for (Retry-After)."""
-    bound = min(longest_s, first_s * 2.0 ** min(attempt, 30))
-    return (asked_s or 0.0) + draw.uniform(0.0, bound)
+    return (asked_s or 0.0) + draw.uniform(0.0, backoff_s(attempt + 1, first_s, longest_s))

@@ -25,11 +25,11 @@ from pydantic import Field, field_validator
 from yarl import URL
 
 from flowfleet.errors import Unavailable
+from flowfleet.lru import LruCache
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
 from flowfleet.rewards.requests import EncodedSample
 from services.reward.remote import http_client
-from services.reward.remote.cache import LruCache
-from services.reward.remote.retries import ShareBudget, backoff_s
+from services.reward.remote.retries import ShareBudget, retry_s
 from services.reward.remote.turns import Turns
 from services.reward.scorer import AsyncScorer, Outcome, Problem, Score, ScorerSettings, read_params, score_range
 from services.reward.scorers.http_shapes import BAD_ANSWER, SHAPES, BadAnswer
@@ -114,7 +114,7 @@ class HttpScorer(AsyncScorer[Params]):
         self._tls = _tls(settings)
         self._retries = ShareBudget(settings.retry_ratio)
         self._draw = random.Random()
-        self._kept: LruCache[Score] = LruCache(MAX_KEPT)
+        self._kept: LruCache[bytes, Score] = LruCache(MAX_KEPT)
         self._turns = Turns()
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._session: aiohttp.ClientSession
@@ -166,7 +166,7 @@ class HttpScorer(AsyncScorer[Params]):
                     log.warning("%s", failed)
                     return [Problem(failed.reason, str(failed))] * len(samples)
                 log.info("asking again: %s", failed)
-                await asyncio.sleep(backoff_s(attempt, self._settings.pause_s, MAX_PAUSE_S, None, self._draw))
+                await asyncio.sleep(retry_s(attempt, self._settings.pause_s, MAX_PAUSE_S, None, self._draw))
         raise AssertionError("the last attempt returns")
 
     async def _request(self, samples: Sequence[EncodedSample], params: Mapping[str, str]) -> list[Outcome]:

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 import grpc
 
+from flowfleet.backoff import backoff_s
 from services.controller.job.state_machine import Checkpoint, Command, EnsureTrainer, Export, Publish, TrainStep
 
 Code = grpc.StatusCode
@@ -54,7 +55,7 @@ class Decision:
 
 def decide(command: Command, code: grpc.StatusCode, failures: int) -> Decision:
     """`failures` counts this one and those before it in a row."""
-    delay = min(0.2 * 2 ** (failures - 1), 10.0)
+    delay = backoff_s(failures, 0.2, 10.0)
     of_trainer = isinstance(command, TRAINER_COMMANDS)
     if isinstance(command, WAITS_FOR_PEOPLE.get(code, ())):
         return Decision(FailureAction.RETRY, delay)

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import aiohttp
 
+from flowfleet.lru import LruCache
 from services.reward.judge.answers import Answer, read_answer
 from services.reward.judge.calls.hedging import HedgePolicy
 from services.reward.judge.calls.race import Race
@@ -25,8 +26,7 @@ from services.reward.judge.messages import ChatRequest
 from services.reward.judge.metrics import JudgeMetrics
 from services.reward.judge.settings import JudgeSettings
 from services.reward.remote import http_client
-from services.reward.remote.cache import LruCache
-from services.reward.remote.retries import ShareBudget, backoff_s
+from services.reward.remote.retries import ShareBudget, retry_s
 
 _LONGEST_BACKOFF_S: Final = 10.0
 
@@ -42,7 +42,7 @@ class JudgeClient:
         self._servers = Servers(settings, metrics)
         self._retries = ShareBudget(settings.retry_share)
         self._hedges = HedgePolicy(settings.hedge_quantile, ShareBudget(settings.hedge_share, reserve=2))
-        self._cache: LruCache[Answer] = LruCache(settings.cache_size)
+        self._cache: LruCache[bytes, Answer] = LruCache(settings.cache_size)
         self._draw = random.Random()
         self._session: aiohttp.ClientSession
         try:
@@ -101,7 +101,7 @@ class JudgeClient:
             self._metrics.retries.inc()
             asked_s = failures[-1].retry_after_s
             number = len(failures) - 1
-            await asyncio.sleep(backoff_s(number, self._settings.backoff_s, _LONGEST_BACKOFF_S, asked_s, self._draw))
+            await asyncio.sleep(retry_s(number, self._settings.backoff_s, _LONGEST_BACKOFF_S, asked_s, self._draw))
 
     async def _hedged(self, place: Place, request: ChatRequest) -> Answer:
         """The answer of one call, or of a second one where the first is late: of whichever answers first."""

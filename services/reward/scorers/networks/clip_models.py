@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar
@@ -29,6 +28,7 @@ from pydantic import Field
 from transformers import CLIPModel
 
 from flowfleet.hardware import devices
+from flowfleet.lru import LruCache
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
 from services.reward.scorer import Outcome, Sample, Score, Scorer, mean_score, read_params
 from services.reward.scorers.networks.checkpoints import check_checkpoint, check_processor, read_scalar
@@ -60,7 +60,7 @@ class ClipEncoder:
         self._model = load_model(CLIPModel, settings, folder, setting, self._device)
         self._tokenizer = load_tokenizer(*processor)
         self._read = PictureReader(*processor, num_threads)
-        self._texts: OrderedDict[str, tuple[torch.Tensor, int]] = OrderedDict()
+        self._texts: LruCache[str, tuple[torch.Tensor, int]] = LruCache(MAX_PROMPTS)
 
     @property
     def width(self) -> int:
@@ -75,15 +75,12 @@ class ClipEncoder:
     @torch.inference_mode()
     def texts(self, texts: Sequence[str]) -> tuple[torch.Tensor, list[int]]:
         """(N, D) float32 unit vectors on the CPU, and how many tokens of each text the model does not read."""
-        known = {text: self._texts[text] for text in texts if text in self._texts}
+        known = {text: found for text in texts if (found := self._texts.get(text)) is not None}
         new = list(dict.fromkeys(text for text in texts if text not in known))
         for part in batches(new, self._batch_size):
             known.update(zip(part, self._embed_texts(part), strict=True))
         for text in dict.fromkeys(texts):
-            self._texts[text] = known[text]
-            self._texts.move_to_end(text)
-        while len(self._texts) > MAX_PROMPTS:
-            self._texts.popitem(last=False)
+            self._texts.put(text, known[text])
         return torch.stack([known[text][0] for text in texts]), [known[text][1] for text in texts]
 
     def _embed_pictures(self, pictures: Sequence[Image.Image]) -> torch.Tensor:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -37,7 +38,6 @@ from services.reward.scorers.networks.geneval_rules import (
     is_correct,
     judge,
     kept,
-    mean,
     needs_colors,
     read_request,
 )
@@ -190,7 +190,7 @@ class GenevalScorer(Scorer[str]):
             "position": answer.positions,
             "exclude": answer.excluded,
         }
-        asked = {name: mean(numbers) for name, numbers in criteria.items() if numbers}
+        asked = {name: fmean(numbers) for name, numbers in criteria.items() if numbers}
         return Score(values[score], values | asked)
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -131,7 +132,7 @@ class Answer:
 
     @property
     def partial(self) -> float:
-        return mean(self.of_wanted + self.excluded)
+        return fmean(self.of_wanted + self.excluded)
 
     @property
     def strict(self) -> bool:
@@ -214,10 +215,6 @@ def overlap(box: Box, other: Box) -> float:
 
     shared = area(max(box[0], other[0]), max(box[1], other[1]), min(box[2], other[2]), min(box[3], other[3]))
     return shared / whole if (whole := area(*box) + area(*other) - shared) else 0.0
-
-
-def mean(numbers: Sequence[float]) -> float:
-    return math.fsum(numbers) / len(numbers)
 
 
 def _all_lie(

@@ -183,13 +183,15 @@ def test_a_forward_asks_its_device_for_no_value(folders: dict[str, Path]) -> Non
     adapter, size = WanAdapter.load(folders["wan_two_experts"], dtype=torch.float32), SIZES["wan_two_experts"]
     prompts, negative = adapter.encode(RAGGED[:2]).to("meta"), adapter.encode([" "]).to("meta")
     latents = adapter.initial_latents([1, 2], size).to("meta")
+    served: list[Any] = []
     for expert in adapter.experts.values():
-        expert.to("meta")
+        expert.to("meta").register_forward_pre_hook(lambda module, _: served.append(module))
     for timestep, serving in zip((900.0, 100.0), adapter.experts.values(), strict=True):
         arguments: dict[str, Any] = {"size": size, "guidance": Guidance(3.0), "negative": negative}
         velocity = adapter.velocity(latents, torch.tensor(timestep), prompts, **arguments)
         assert velocity.shape == latents.shape
-        assert adapter.serving is serving
+        assert served == [serving] * 2
+        served.clear()
     both = concat_embeds([prompts, negative])
     assert both.has_padding
     assert not concat_embeds([negative, negative]).select([1]).has_padding

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowfleet.lru import LruCache
 from services.reward.judge.calls.breaker import BreakerState, CircuitBreaker
 from services.reward.judge.calls.failures import LEAST, FailureShare
 from services.reward.judge.calls.failures import WINDOW as FAILURE_WINDOW
 from services.reward.judge.calls.hedging import SLOW, WINDOW, HedgePolicy
 from services.reward.judge.calls.limiter import DECREASE, AimdLimiter
-from services.reward.remote.cache import LruCache
-from services.reward.remote.retries import ShareBudget, backoff_s
+from services.reward.remote.retries import ShareBudget, retry_s
 
 
 class Clock:
@@ -151,7 +151,7 @@ def test_a_share_of_nothing_gives_nothing_and_a_share_is_reached() -> None:
 @given(st.integers(0, 1000), st.none() | st.floats(0.0, 30.0), st.integers())
 @settings(deadline=None, max_examples=20)
 def test_backoff_is_within_its_bounds(attempt: int, asked: float | None, seed: int) -> None:
-    seconds = backoff_s(attempt, 0.2, 10.0, asked, random.Random(seed))
+    seconds = retry_s(attempt, 0.2, 10.0, asked, random.Random(seed))
     assert (asked or 0.0) <= seconds <= (asked or 0.0) + min(10.0, 0.2 * 2.0 ** min(attempt, 10))
 
 
@@ -184,7 +184,7 @@ def test_nothing_is_late_while_little_is_known() -> None:
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=60), st.integers(0, 4))
 @settings(deadline=None, max_examples=20)
 def test_the_cache_keeps_what_was_used_last(steps: list[tuple[int, bool]], size: int) -> None:
-    cache: LruCache[int] = LruCache(size)
+    cache: LruCache[bytes, int] = LruCache(size)
     model: OrderedDict[int, int] = OrderedDict()
     for number, (key, put) in enumerate(steps):
         if put:

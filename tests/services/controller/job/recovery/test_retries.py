@@ -22,7 +22,7 @@ def test_a_wrong_request_fails_the_job_at_once(command: Command) -> None:
     "code", [Code.UNAVAILABLE, Code.FAILED_PRECONDITION, Code.RESOURCE_EXHAUSTED, Code.UNAUTHENTICATED]
 )
 def test_who_is_away_is_waited_for(code: grpc.StatusCode) -> None:
-    for failures in (1, MAX_FAILURES, 1000):
+    for failures in (1, MAX_FAILURES, 10_000):
         assert {decide(command, code, failures).action for command in TRAINER} == {FailureAction.RESYNC}
         assert {decide(command, code, failures).action for command in OTHERS} == {FailureAction.RETRY}
 
