@@ -23,6 +23,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.write_line(f"{number:7}  {reason}")
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
 @pytest.fixture(scope="session")
 def tiny_qwen_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random tiny `QwenImagePipeline` checkpoint folder (fp32), made once a test session; read only."""

@@ -8,7 +8,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,15 +180,6 @@ class Release:
                 return
             await asyncio.sleep(0.2)
         raise AssertionError(f"no {reason!r}, but {last!r}")
-
-
-async def until(condition: Callable[[], Awaitable[bool]] | Callable[[], bool], timeout_s: float = 30.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while True:
-            found = condition()
-            if await found if inspect.isawaitable(found) else found:
-                return
-            await asyncio.sleep(0.1)
 
 
 @asynccontextmanager

@@ -19,8 +19,9 @@ from services.controller.app import create_app
 from services.controller.scheduler import JobScheduler
 from services.controller.settings import ControllerSettings
 from tests.cluster.conftest import CHART, Cluster, run
-from tests.cluster.stand_in import RELEASE, idle, owner, until
+from tests.cluster.stand_in import RELEASE, idle, owner
 from tests.deploy.conftest import API_SERVER
+from tests.waiting import until
 
 GPUS = 64
 LABEL = "flowfleet-test/accelerated"

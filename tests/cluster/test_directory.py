@@ -11,7 +11,8 @@ from prometheus_client import CollectorRegistry
 
 from services.controller.kubernetes.directory import NAME_LABEL, KubernetesDirectory
 from tests.cluster.conftest import Cluster
-from tests.cluster.stand_in import RELEASE, directory_of, idle, until
+from tests.cluster.stand_in import RELEASE, directory_of, idle
+from tests.waiting import until
 
 
 def labels_of(component: str, name: str) -> dict[str, str]:

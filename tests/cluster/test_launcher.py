@@ -16,8 +16,9 @@ from flowfleet.errors import Unavailable
 from services.controller.trainers.kubernetes import KubernetesLauncher
 from tests.cluster.conftest import CHART, Cluster
 from tests.cluster.conftest import run as command_of
-from tests.cluster.stand_in import PREFIX, RELEASE, TAG, Release, directory_of, job_of, release, trainer_template, until
+from tests.cluster.stand_in import PREFIX, RELEASE, TAG, Release, directory_of, job_of, release, trainer_template
 from tests.deploy.conftest import API_SERVER
+from tests.waiting import until
 
 Scenario = Callable[[Release], Awaitable[None]]
 

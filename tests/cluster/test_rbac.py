@@ -25,8 +25,9 @@ from services.controller.kubernetes.api import (
 from services.controller.trainers.kubernetes import KubernetesLauncher
 from services.controller.waiting import NotYet
 from tests.cluster.conftest import CHART, Cluster, run
-from tests.cluster.stand_in import RELEASE, directory_of, job_of, owner, trainer_template, until
+from tests.cluster.stand_in import RELEASE, directory_of, job_of, owner, trainer_template
 from tests.deploy.conftest import API_SERVER
+from tests.waiting import until
 
 CONTROLLER = "ff-controller"
 SLOW_END_S = 20

@@ -15,7 +15,7 @@ import redis
 
 from tests.certificates import Authority
 from tests.deploy.conftest import Rendered, environment
-from tests.flowfleet.sentinels import wait_until
+from tests.waiting import wait_until
 
 PASSWORDS = {"controller": "of-controller", "rollout": "of-rollout", "trainer": "of-trainer"}
 OPERATOR = "of-the-operator"

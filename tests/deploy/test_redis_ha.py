@@ -15,7 +15,7 @@ import redis
 
 from flowfleet.redis.client import connect_sync
 from tests.deploy.redis_pods import OPERATOR, PASSWORDS, RedisPods
-from tests.flowfleet.sentinels import wait_until
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.long,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -120,13 +119,6 @@ def assert_nothing_refused(redis_url: str) -> None:
     with connect_sync(redis_url) as redis:
         refused = {(entry["username"], entry["object"]) for entry in redis.acl_log()}
     assert {what for what in refused if what[1] != "client"} == set()  # Redis 6 has no right to name the library alone
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = DEADLINE_S, poll_s: float = 0.01) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the awaited did not happen"
-        time.sleep(poll_s)
 
 
 def assert_accounted(job: Job, num_samples: int) -> None:

@@ -23,8 +23,9 @@ from flowfleet.local.stack import MARK
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect_sync
 from services.controller.store.leadership import TTL_S
-from tests.e2e.conftest import ROOT, Fleet, assert_accounted, wait_until
+from tests.e2e.conftest import ROOT, Fleet, assert_accounted
 from tests.e2e.test_kills import SAMPLES, STEPS, curve
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.long
 MakeJob = Callable[..., dict[str, Any]]

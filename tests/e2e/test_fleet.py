@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import Fleet, assert_accounted, wait_until
+from tests.e2e.conftest import Fleet, assert_accounted
+from tests.waiting import wait_until
 
 MakeJob = Callable[..., dict[str, Any]]
 pytestmark = pytest.mark.long

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from flowfleet.client.types import Job
-from tests.e2e.conftest import Fleet, assert_accounted, wait_until
+from tests.e2e.conftest import Fleet, assert_accounted
 from tests.e2e.test_kills import SAMPLES, evaluated
+from tests.waiting import wait_until
 
 HANG_S, STEPS = 5.0, 5
 LIMIT_S = 90.0

@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from flowfleet.client.types import Job
-from tests.e2e.conftest import Fleet, assert_accounted, wait_until
+from tests.e2e.conftest import Fleet, assert_accounted
+from tests.waiting import wait_until
 
 MakeJob = Callable[..., dict[str, Any]]
 pytestmark = pytest.mark.long

@@ -11,7 +11,8 @@ import pytest
 from safetensors.torch import load_file
 
 from flowfleet.client.types import Job, MetricsRow
-from tests.e2e.conftest import Fleet, assert_accounted, wait_until
+from tests.e2e.conftest import Fleet, assert_accounted
+from tests.waiting import wait_until
 
 MakeJob = Callable[..., dict[str, Any]]
 CURVE = ("critic/rewards/mean", "actor/loss", "actor/grad_norm")

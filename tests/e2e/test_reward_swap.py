@@ -25,7 +25,8 @@ from flowfleet.client.types import ApiError, Job, Rewards
 from flowfleet.local.plan import REWARDS_FILE
 from flowfleet.local.ports import free_ports
 from flowfleet.proto import reward_pb2, reward_pb2_grpc
-from tests.e2e.conftest import ROOT, Fleet, assert_accounted, wait_until
+from tests.e2e.conftest import ROOT, Fleet, assert_accounted
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 

@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from flowfleet.client.types import Job
 from flowfleet.local.stack import StateDir
 from flowfleet.redis.append_only import Position, cut, position
-from tests.e2e.conftest import Fleet, assert_accounted, wait_until
+from tests.e2e.conftest import Fleet, assert_accounted
+from tests.waiting import wait_until
 
 MakeJob = Callable[..., dict[str, Any]]
 pytestmark = pytest.mark.long

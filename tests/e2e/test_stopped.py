@@ -13,7 +13,8 @@ import pytest
 import redis
 
 from flowfleet.client.types import Job
-from tests.e2e.conftest import Fleet, wait_until
+from tests.e2e.conftest import Fleet
+from tests.waiting import wait_until
 
 MakeJob = Callable[..., dict[str, Any]]
 pytestmark = pytest.mark.long

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,16 +10,10 @@ from typing import Any
 import redis
 
 from flowfleet.redis.server import find_redis_server, free_port
+from tests.waiting import wait_until
 
 PASSWORD = "secret"
 NAME = "flowfleet"
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the awaited did not happen"
-        time.sleep(0.05)
 
 
 class Node:

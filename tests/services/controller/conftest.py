@@ -25,11 +25,6 @@ from services.controller.store.jobs import JobStore
 from services.controller.trainers.launcher import Launcher
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class IdleRunner:
     """Counts its calls."""
 

@@ -24,6 +24,7 @@ from flowfleet.redis import keys
 from flowfleet.redis.client import connect
 from services.controller.store.leadership import TTL_S
 from tests.services.controller.scripted import ScriptedReward, ScriptedRollout, ScriptedTrainer
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 STEPS, PROMPTS, GROUP = 40, 2, 4
@@ -106,9 +107,7 @@ class Scene:
     async def until(self, condition: Callable[[], Awaitable[bool]], timeout_s: float = 60) -> float:
         """Seconds until it was so."""
         began = time.monotonic()
-        async with asyncio.timeout(timeout_s):
-            while not await condition():
-                await asyncio.sleep(0.01)
+        await until(condition, timeout_s)
         return time.monotonic() - began
 
 

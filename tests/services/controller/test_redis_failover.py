@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from services.controller.store.records import JobStatus
 from services.controller.store.replication import NAME
 from tests.flowfleet.sentinels import Group
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward, scripted_fleet
+from tests.waiting import until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.long]
 STEPS = 200
@@ -46,11 +47,6 @@ async def running(group: Group, tmp_path: Path) -> AsyncIterator[tuple[ScriptedF
         record = await fleet.submit(job)
         await fleet.reached(record.id, lambda now: now.progress.step >= 3)
         yield fleet, record.id
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.02)
 
 
 def noted(tmp_path: Path) -> int:

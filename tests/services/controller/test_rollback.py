@@ -208,11 +208,6 @@ def test_the_ledger_remembers_lineages_that_a_checkpoint_may_have() -> None:
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 async def redis(redis_url: str) -> AsyncIterator[Any]:
     client = connect(redis_url)
     yield client

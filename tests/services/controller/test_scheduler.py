@@ -24,6 +24,7 @@ from services.controller.store.leadership import LeaseLost
 from services.controller.store.records import JobRecord, JobStatus
 from services.controller.trainers import launcher
 from services.controller.trainers.launcher import LocalLauncher, stopped
+from tests.waiting import until
 
 SPEC = parse_job({"model": {"path": "m"}, "rewards": {"ocr": {}}, "data": {"train": "t.txt"}})
 
@@ -222,8 +223,7 @@ def test_a_runner_that_ends_by_itself_is_not_alive_and_says_so(
 
         monkeypatch.setattr(runner, "_run", broken)
         await runner.start()
-        await asyncio.sleep(0.05)
-        assert not runner.alive
+        await until(lambda: not runner.alive)
         assert "the runner has ended" in caplog.text
 
     with_runner(redis_url, tmp_path, use)

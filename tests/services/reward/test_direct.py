@@ -25,6 +25,7 @@ from services.reward.metrics import RewardMetrics
 from services.reward.scorer import AsyncScorer, Outcome, Sample, Score, Scorer
 from services.reward.server import RewardServicer
 from tests.services.reward.pictures import encoded, sample
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from flowfleet.proto.reward_pb2_grpc import RewardServiceAsyncStub
@@ -118,11 +119,6 @@ async def ask(stub: RewardServiceAsyncStub, *prompts: str, timeout_s: float = 60
     response = await stub.Score(ScoreRequest(samples=numbers(*prompts), params=params), timeout=timeout_s)
     assert response.version == "v8"
     return [given.score for given in response.scores]
-
-
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():
-        await asyncio.sleep(0.005)
 
 
 def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:

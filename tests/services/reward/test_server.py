@@ -23,6 +23,7 @@ from services.reward.metrics import RewardMetrics
 from services.reward.scorer import Outcome, Sample, Score, Scorer
 from services.reward.server import RewardServicer
 from tests.services.reward.pictures import sample
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from flowfleet.proto.reward_pb2_grpc import RewardServiceAsyncStub
@@ -79,11 +80,6 @@ def serve(scorer: Echo, limits: Limits, scenario: Scenario) -> CollectorRegistry
 
     asyncio.run(main())
     return registry
-
-
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():
-        await asyncio.sleep(0.005)
 
 
 def test_non_finite_scores_never_leave() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from flowfleet.data.replicas import ReplicaRecord
 from flowfleet.rpc import endpoint as rpc
 from services.rollout import registration
 from services.rollout.registration import Membership
+from tests.waiting import until
 
 RECORD = ReplicaRecord("r0", "127.0.0.1:7000", "incarnation", "", "default")
 
@@ -52,11 +52,6 @@ def test_only_a_stuck_engine_denies_health(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(registration, "RENEW_EVERY_S", 0.001)
     engine, registry, health = Engine(), Registry(), Health()
 
-    async def until(condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
-            while not condition():
-                await asyncio.sleep(0.001)
-
     async def scenario() -> None:
         membership = Membership(registry, engine, health)  # type: ignore[arg-type]
         await membership.join(lambda: RECORD)
@@ -87,8 +82,7 @@ def test_a_change_is_written_at_once_and_told_before_an_answer() -> None:
         await membership.join(lambda: RECORD)
         for _ in range(3):
             membership.changed()
-        await asyncio.sleep(0.1)
-        assert registry.num_renewals == 1 + 1
+        await until(lambda: registry.num_renewals == 1 + 1)
         await membership.tell()
         assert registry.num_renewals == 1 + 1 + 1
         registry.is_away = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from flowfleet.data.replicas import ReplicaDirectory
 from flowfleet.proto.rollout_pb2 import ModelSpec
 from tests.services.rollout.conftest import LORA
 from tests.services.rollout.replica import Client, ReplicaProcess, make_generate
+from tests.waiting import until
 
 HANG_S = 1.0
 
@@ -28,12 +29,6 @@ async def is_serving(client: Client) -> bool:
     stub = health_pb2_grpc.HealthStub(client.channel)
     answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
-
-
-async def until(true: Callable[[], Awaitable[bool]], timeout_s: float) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not await true():
-            await asyncio.sleep(0.1)
 
 
 async def healthy_during(client: Client, work: Awaitable[object]) -> None:

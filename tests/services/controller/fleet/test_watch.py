@@ -19,6 +19,7 @@ from services.controller.fleet import watch as fleet_watch
 from services.controller.fleet.replicas import Fleet, Health
 from services.controller.fleet.watch import FleetWatch, NobodyThere, ReplicaQueue, Want
 from tests.services.controller.fleet.test_replicas import fleet_of, record
+from tests.waiting import until
 
 WANT = Want(3, 3, limit=2)
 
@@ -120,11 +121,6 @@ def run(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Use], None
         asyncio.run(asyncio.wait_for(scenario(), 30))
 
     return start
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.01)
 
 
 def health(watch: FleetWatch) -> Health | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -20,6 +19,7 @@ from services.controller.metrics import families
 from services.controller.metrics.families import Sample
 from services.controller.metrics.monitor import Monitor, look_at_redis
 from tests.services.controller.metrics.test_totals import running
+from tests.waiting import until
 
 
 def sample(index: int) -> common_pb2.Sample:
@@ -105,9 +105,3 @@ def test_descriptions_cover_what_is_shown() -> None:
 
 def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
     return registry.get_sample_value(name, labels)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.02)

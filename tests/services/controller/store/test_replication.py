@@ -20,6 +20,7 @@ from services.controller.store.leadership import Lease, LeaseLost
 from services.controller.store.replication import NAME, Replication
 from tests.flowfleet.sentinels import Pair, url_of
 from tests.services.controller.conftest import Api
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 TIMES = {"ttl_s": 0.6, "renew_s": 0.2, "try_s": 0.02}
@@ -39,16 +40,11 @@ class Controller:
         self.works += 1
         await asyncio.Event().wait()
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
-            while not condition():
-                await asyncio.sleep(0.005)
-
     async def leads(self) -> None:
-        await self.until(lambda: self.lease.held)
+        await until(lambda: self.lease.held)
 
     async def notes(self, number: int) -> None:
-        await self.until(lambda: self.replication.noted >= number)
+        await until(lambda: self.replication.noted >= number)
 
     def gauge(self, name: str) -> float | None:
         return self.registry.get_sample_value(name)
@@ -111,9 +107,9 @@ async def test_a_leader_stops_when_redis_went_back_and_nobody_leads_until_the_lo
     first = controller()
     await first.notes(3)
     await goes_back(redis, 2)
-    await first.until(lambda: bool(first.replication.loss))
+    await until(lambda: bool(first.replication.loss))
     second = controller()  # as one that is started meanwhile
-    await second.until(lambda: bool(second.replication.loss))
+    await until(lambda: bool(second.replication.loss))
     await asyncio.sleep(0.1)
     file = tmp_path / "state" / NAME
     for one in (first, second):
@@ -125,8 +121,8 @@ async def test_a_leader_stops_when_redis_went_back_and_nobody_leads_until_the_lo
     assert at < json.loads(file.read_text())["number"]  # neither changes, so the loss stays visible
 
     file.unlink()
-    await first.until(lambda: first.lease.held or second.lease.held)
-    await first.until(lambda: not first.lease.trouble and not second.lease.trouble)
+    await until(lambda: first.lease.held or second.lease.held)
+    await until(lambda: not first.lease.trouble and not second.lease.trouble)
     leader = first if first.lease.held else second
     await leader.notes(at + 1)
     assert leader.gauge("flowfleet_redis_lost_writes") == 0
@@ -138,7 +134,7 @@ async def test_a_redis_that_gets_the_lost_writes_back_is_led_again(
     one = controller()
     await one.notes(2)
     await goes_back(redis)
-    await one.until(lambda: bool(one.replication.loss))
+    await until(lambda: bool(one.replication.loss))
     await redis.incrby(keys.acknowledged(), 1)
     await one.leads()
     assert (one.lease.trouble, one.works) == ("", 2)
@@ -148,7 +144,7 @@ async def test_an_emptied_redis_is_not_led(redis: Any, controller: Callable[...,
     one = controller()
     await one.notes(2)
     await redis.flushall()
-    await one.until(lambda: "it is at number 0" in one.lease.trouble)
+    await until(lambda: "it is at number 0" in one.lease.trouble)
     assert not one.lease.held
 
 
@@ -178,7 +174,7 @@ async def test_what_too_few_replicas_acknowledge_is_not_noted_and_seen(
     redis: Any, controller: Callable[..., Controller], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = controller(num_acks=2)
-    await one.until(lambda: (one.gauge("flowfleet_redis_unacknowledged_seconds") or 0) > 0.2)
+    await until(lambda: (one.gauge("flowfleet_redis_unacknowledged_seconds") or 0) > 0.2)
     assert (one.lease.held, one.lease.trouble) == (True, "")
     assert not (tmp_path / "state" / NAME).exists()
     assert [record.message for record in caplog.records if "failover" in record.message] == [
@@ -205,7 +201,7 @@ async def test_a_damaged_file_keeps_from_leading_and_says_so(
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / NAME).write_text("{")
     one = controller()
-    await one.until(lambda: "is damaged; remove it if Redis has lost nothing" in one.lease.trouble)
+    await until(lambda: "is damaged; remove it if Redis has lost nothing" in one.lease.trouble)
     (tmp_path / "state" / NAME).unlink()
     await one.leads()
 
@@ -217,7 +213,7 @@ async def test_a_successor_on_the_side_of_a_stale_primary_stops(
     one = controller()
     await one.notes(2)
     (tmp_path / "state" / NAME).write_text(json.dumps({"number": 1000, "at": "now"}))
-    await one.until(lambda: "its replicas had 1000 at now" in one.lease.trouble)
+    await until(lambda: "its replicas had 1000 at now" in one.lease.trouble)
     assert not one.lease.held
 
 

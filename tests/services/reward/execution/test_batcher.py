@@ -10,6 +10,7 @@ import pytest
 
 from flowfleet.errors import Unavailable
 from services.reward.execution.batcher import Limits, MicroBatcher, QueueFull
+from tests.waiting import until
 
 Batcher = MicroBatcher[int, str, int]
 
@@ -134,8 +135,7 @@ def test_a_cancelled_request_leaves_the_queue() -> None:
         first = await occupied(batcher, work)
         gone, stays = await queued(batcher, ([1, 2], "a"), ([3], "a"))
         gone.cancel()
-        await asyncio.sleep(0.01)
-        assert batcher.num_queued == 1
+        await until(lambda: batcher.num_queued == 1)
         assert await released(work, first, stays) == [[0], [-3]]
 
     assert run(Limits(), scenario)[1:] == [("a", [3])]

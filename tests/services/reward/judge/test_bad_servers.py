@@ -36,6 +36,7 @@ from tests.services.reward.judge.bad_server import (
     status,
     truncate,
 )
+from tests.waiting import until
 
 YES = ("Yes", {"Yes": math.log(0.6), "No": math.log(0.2)})
 QUICK: dict[str, Any] = {"timeout_s": 20, "backoff_s": 0.01, "max_retries": 1, "hedge_share": 0.0}
@@ -409,8 +410,7 @@ def test_the_deadline_of_a_question_holds_and_the_concurrency_too() -> None:
             run = Run([server.url], deadline_s=1.0, timeout_s=5, concurrency=2)
             began = time.monotonic()
             call = asyncio.create_task(run.score(samples(8)))
-            await asyncio.sleep(0.5)
-            assert server.most_at_once == 2
+            await until(lambda: server.most_at_once == 2)
             with pytest.raises(Unavailable, match=r"within settings.deadline_s = 1"):
                 await call
             assert time.monotonic() - began < 5

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 import pytest
 
 from services.reward.judge.calls.race import Race
+from tests.waiting import until
 
 
 class Calls:
@@ -80,8 +81,7 @@ def test_a_cancelled_race_leaves_nothing_running(delay_s: float | None) -> None:
         calls = Calls()
         race = Race(calls.run(says("", 60)), lambda: calls.second(says("", 60)))
         task = asyncio.create_task(race.run(delay_s))
-        await asyncio.sleep(0.2)
-        assert calls.running == (2 if delay_s == 0.05 else 1)
+        await until(lambda: calls.running == (2 if delay_s == 0.05 else 1))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
