@@ -90,7 +90,8 @@ def test_the_image_with_torch_is_for_the_scorers_that_import_it() -> None:
     rendered = Rendered("nvidia", f"rewards={json.dumps(rewards)}")
     images = {name: container(rendered.pod(f"reward-r{at}"))["image"] for at, name in enumerate(scorers.SCORERS)}
     for name, module in scorers.SCORERS.items():
-        heavy = re.search(r"^import torch\b", (folder / f"{module}.py").read_text(encoding="utf-8"), re.MULTILINE)
+        source = (folder / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+        heavy = re.search(r"^import torch\b", source, re.MULTILINE)
         assert images[name] == f"flowfleet-reward{'-models' if heavy else ''}:0.1.0", name
     assert len(set(images.values())) == 2
 
