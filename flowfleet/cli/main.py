@@ -21,6 +21,7 @@ from flowfleet.cli.redis import redis_acl
 from flowfleet.cli.samples import samples
 from flowfleet.cli.settings import show_settings
 from flowfleet.client import Client
+from flowfleet.client.continuing import continued
 from flowfleet.client.progress import follow
 from flowfleet.client.types import Job
 from flowfleet.job.files import prepare_job
@@ -180,7 +181,13 @@ app.command()(chaos)
 
 @app.command()
 def submit(
-    file: Annotated[Path, typer.Argument(help="Job file (TOML, YAML or JSON), or name of a recipe.")],
+    file: Annotated[
+        Path | None, typer.Argument(help="Job file (TOML, YAML or JSON), or name of a recipe; optional with --from.")
+    ] = None,
+    from_: Annotated[
+        str | None,
+        typer.Option("--from", metavar="ID[@STEP]", help="Start from a job's model; without FILE, resume that job."),
+    ] = None,
     follow_: Annotated[bool, typer.Option("--follow", help="Watch the job until it ends.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved job and its processes only.")] = False,
     check: Annotated[
@@ -193,19 +200,27 @@ def submit(
     url: Url = None,
     ca: Ca = None,
 ) -> None:
-    """Submit a job."""
-    if check:
-        from flowfleet.cli.check_data import check_data
+    """Submit a job, also one that continues another."""
+    if check or dry_run:  # of this machine, like `plan`: it asks no controller
+        if file is None or from_ is not None:
+            raise ValueError("--check and --dry-run ask no controller: give a job file, and leave --from out")
+        spec = prepare_job(file, set_ or (), same_machine=True)
+        if check:
+            from flowfleet.cli.check_data import check_data
 
-        check_data(prepare_job(file, set_ or (), same_machine=True), out)
-        return
-    if dry_run:  # of this machine, like `plan`: it asks no controller
-        from flowfleet.cli.dry_run import explain
+            check_data(spec, out)
+        else:
+            from flowfleet.cli.dry_run import explain
 
-        explain(prepare_job(file, set_ or (), same_machine=True), out)
+            explain(spec, out)
         return
     with connect(url, ca) as client:
-        spec = prepare_job(file, set_ or (), same_machine=client.same_files)
+        if from_ is not None:
+            spec = continued(client, from_, file, set_ or ())
+        elif file is not None:
+            spec = prepare_job(file, set_ or (), same_machine=client.same_files)
+        else:
+            raise ValueError("give a job file, or the job to continue by --from ID")
         job = client.submit(spec, idempotency_key)
         out.print(job.id, highlight=False)
         views.show_warnings(job.warnings, err)

@@ -10,7 +10,13 @@ from typing import Any
 from flowfleet.job.setting_files import change_table
 from flowfleet.job.spec import JobSpec, parse_job, read_job_file
 
-PATH_SETTINGS = (("model", "path"), ("model", "adapter"), ("data", "train"), ("data", "validation"))
+PATH_SETTINGS = (
+    ("model", "path"),
+    ("model", "adapter"),
+    ("trainer", "resume"),
+    ("data", "train"),
+    ("data", "validation"),
+)
 """Settings that name files."""
 RECIPES = Path(__file__).parents[2] / "recipes"
 """Recipes of the checkout or of the installed package."""
@@ -19,8 +25,8 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 def data_folders(spec: JobSpec) -> tuple[Path, ...]:
     """Folders of this machine that the job names: for the `data_roots` of a stack that is started for it."""
     data = [Path(place).parent for place in (spec.data.train, spec.data.validation) if place and "://" not in place]
-    models = [Path(place) for place in (spec.model.path, spec.model.adapter) if place and not place.startswith("job:")]
-    return (*data, *models)
+    named = (spec.model.path, spec.model.adapter, spec.trainer.resume)
+    return (*data, *(Path(place) for place in named if place and not place.startswith("job:")))
 
 
 def recipe_names() -> list[str]:

@@ -340,6 +340,8 @@ def _kl_reward(job: JobSpec) -> Iterator[str]:
 
 
 def _adapter(job: JobSpec) -> Iterator[str]:
+    if job.model.adapter is not None and job.trainer.resume is not None:
+        yield "model.adapter has no effect with trainer.resume, whose checkpoint has an adapter: leave one of them out"
     if job.trainer.mode == "lora":
         return
     if job.model.adapter is not None:

@@ -252,6 +252,8 @@ class Worker:
     ) -> Job:
         with self.ranks.beats.phase(Phase.CHECKPOINT):
             record = checkpoints.load(engine, Path(name)) if name else Record()
+            if not name and engine.spec.trainer.resume is not None:
+                checkpoints.start_from(engine, Path(engine.spec.trainer.resume))
         log.info("configured at version %d", record.applied, extra={"job": request.job_id})
         reader = StepReader(engine.adapter, engine.spec, self._blobs, self.ranks.beats.beat)
         mfu = Mfu(engine.spec, self.ranks)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowfleet.job.adapter_files import find_adapter
+from flowfleet.job.adapter_files import CHECKPOINT_FILE, find_adapter
 from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.media.files import MediaLimits
 from flowfleet.models.registry import FAMILIES, ModelFamily, family_of
@@ -115,8 +115,12 @@ def open_job(spec: JobSpec, sources: Sources) -> JobData:
     adapter = spec.model.adapter
     if adapter is not None:  # a job that has begun resumes from its own checkpoint; the trainer misses it otherwise
         adapter = str(sources.places.model(adapter, may_be_gone=True))
+    resume = spec.trainer.resume
+    if resume is not None:
+        resume = str(sources.places.checkpoint(resume, may_be_gone=True))
     model = spec.model.model_copy(update={"path": str(path), "adapter": adapter})
-    return JobData(spec.model_copy(update={"model": model}), read["train"], read["validation"])
+    trainer = spec.trainer.model_copy(update={"resume": resume})
+    return JobData(spec.model_copy(update={"model": model, "trainer": trainer}), read["train"], read["validation"])
 
 
 def _all_file_problems(spec: JobSpec, sources: Sources) -> list[str]:
@@ -139,6 +143,12 @@ def _file_problems(spec: JobSpec, sources: Sources) -> Iterator[str]:
             find_adapter(sources.places.model(spec.model.adapter))
         except (OSError, ValueError) as error:
             yield f"model.adapter: {error}"
+    if spec.trainer.resume is not None:
+        try:
+            if not (sources.places.checkpoint(spec.trainer.resume) / CHECKPOINT_FILE).is_file():
+                yield f"trainer.resume = {spec.trainer.resume!r} is not a checkpoint: name one as job:ID@STEP"
+        except (OSError, ValueError) as error:
+            yield f"trainer.resume: {error}"
     shapes = ConditionShapes(sources)
     for name, url, columns in _data_of(spec):
         yield from (

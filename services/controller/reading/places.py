@@ -108,6 +108,11 @@ class Places:
             self._check_resolved(leads_to, str(found), may_be_state=is_job(place) and self._is_of_job(leads_to))
         return folder if is_job(place) else Path(place.removeprefix("file://"))
 
+    def checkpoint(self, place: str, *, may_be_gone: bool = False) -> Path:
+        """A checkpoint's folder, as trainers see it. Raises NotAllowed, as `path` does."""
+        folder = self.model(place, may_be_gone=may_be_gone)
+        return folder.parent if is_job(place) and folder.name == FOLDER else folder
+
     def _check_resolved(self, path: Path, place: str, *, may_be_state: bool = False) -> None:
         if any(path.is_relative_to(folder) for folder in FORBIDDEN):
             raise NotAllowed(f"{_shown(place)} lies in one of {', '.join(FORBIDDEN)}: no job may read it")

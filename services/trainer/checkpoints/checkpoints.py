@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flowfleet.errors import Conflict, DataLoss, FlowfleetError, Full
+from flowfleet.errors import Conflict, DataLoss, FlowfleetError, Full, InvalidRequest
 from flowfleet.hardware import devices
 from flowfleet.job.model_files import FOLDER
 from flowfleet.process.clock import steady_time
@@ -172,13 +172,25 @@ class Checkpoints:
                     set_aside(path, str(error))
             raise
 
-    def _load(self, engine: Engine, path: Path) -> Record:
+    def start_from(self, engine: Engine, path: Path) -> None:
+        """Collective. Puts another job's checkpoint into model, optimizer and generators; steps begin at 0.
+
+        Raises InvalidRequest if it does not fit, or differs from what was written. It stays where it is.
+        """
+        try:
+            self._load(engine, path, is_own=False)
+        except (Conflict, DataLoss) as error:
+            raise InvalidRequest(f"trainer.resume: {error}") from None
+
+    def _load(self, engine: Engine, path: Path, *, is_own: bool = True) -> Record:
         with engine.ranks.together():
             state = read_state(path)
-            if state["job_id"] != self.job_id or state["parameters"] != _fingerprint(engine):
+            is_foreign = is_own and state["job_id"] != self.job_id
+            if is_foreign or state["parameters"] != _fingerprint(engine):
+                whose, advice = (f" of job {self.job_id}", ": use an empty directory") if is_own else ("", "")
                 raise Conflict(
-                    f"{path} is no checkpoint of job {self.job_id} with this model and adapter, and with moments in as "
-                    "many bits (trainer.optimizer.state): use an empty directory"
+                    f"{path} is no checkpoint{whose} with this model and adapter, and with moments in as many bits "
+                    f"(trainer.optimizer.state){advice}"
                 )
             record = Record.from_json(state["record"])
         tensors = _tensors(engine)

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from flowfleet.client.download import MARK, download
 from flowfleet.client.merging import merge
 from flowfleet.client.types import ApiError
 from flowfleet.job.model_files import ModelManifest, check_name, read_manifest
+from services.controller.store.records import Checkpoint
 from tests.flowfleet.conftest import IdleController
-from tests.flowfleet.idle_controller import job_settings
+from tests.flowfleet.idle_controller import in_store, job_settings
 from tests.models_on_disk import write_model
 
 WEIGHTS = bytes(range(256)) * 20_000
@@ -273,3 +275,39 @@ def test_a_model_is_pushed_to_a_hub(
     assert "Traceback" not in refused.stderr
     named = subprocess.run([*command[:-1], "signs"], capture_output=True, text=True, timeout=60)
     assert "give ORG/NAME" in named.stderr
+
+
+# Continued ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_is_continued_as_a_new_one(
+    client: Client, job: tuple[str, Path], redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    job_id, folder = job
+    nothing = CliRunner().invoke(cli.app, ["submit", "--from", job_id])
+    assert "has no checkpoint of step any; kept are: none" in nothing.stderr
+    for step in (2, 4):
+        record = Checkpoint(step=step, path=str(folder), created_at=datetime.now(UTC))
+        in_store(redis_url, lambda store, record=record: store.add_checkpoint(job_id, record))  # type: ignore[misc]
+    checkpoint = folder / "checkpoints" / "step-00000004"
+    (checkpoint / "state.json").write_text("{}")
+    again = CliRunner().invoke(cli.app, ["submit", "--from", job_id, "--set", "schedule.steps=7"])
+    assert again.exit_code == 0, again.stderr
+    resumed = client.job(again.stdout.strip())
+    assert (resumed.spec["trainer"]["resume"], resumed.progress.steps) == (f"job:{job_id}@4", 7)
+    assert resumed.spec["model"] == client.job(job_id).spec["model"]
+    gone = CliRunner().invoke(cli.app, ["submit", "--from", f"{job_id}@2"])
+    assert "job:" in gone.stderr
+    assert "no checkpoint of step 2" in gone.stderr
+
+    (checkpoint / "model" / "pytorch_lora_weights.safetensors").write_bytes(b"")
+    file = tmp_path / "next.json"
+    file.write_text(json.dumps(job_settings(tmp_path, algorithm={"name": "diffusion_nft"})))
+    for origin, adapter in ((job_id, f"job:{job_id}"), (f"{job_id}@4", f"job:{job_id}@4")):
+        warm = CliRunner().invoke(cli.app, ["submit", str(file), "--from", origin])
+        assert warm.exit_code == 0, warm.stderr
+        spec = client.job(warm.stdout.strip()).spec
+        assert (spec["model"]["adapter"], spec["algorithm"]["name"]) == (adapter, "diffusion_nft")
+    for words, said in ((["submit"], "--from ID"), (["submit", "--from", f"{job_id}@x"], "ID@STEP")):
+        assert said in CliRunner().invoke(cli.app, words).stderr

@@ -15,7 +15,7 @@ from peft import PeftModel
 from safetensors import SafetensorError
 
 from flowfleet.data.blobs import SyncBlobs
-from flowfleet.errors import Full
+from flowfleet.errors import Full, InvalidRequest
 from flowfleet.job.model_files import MANIFEST, model_folder, read_manifest
 from flowfleet.job.spec import JobSpec
 from flowfleet.proto import trainer_pb2
@@ -23,10 +23,11 @@ from services.trainer import export
 from services.trainer.checkpoints.set_aside import kept_aside
 from services.trainer.model.card import hub_name
 from services.trainer.parallel.ranks import Ranks
+from services.trainer.parallel.sharding import local
 from services.trainer.worker import Worker
 from tests.services.trainer import damage
 from tests.services.trainer.steps import JOB, Drawer, make_spec
-from tests.services.trainer.workers import make_worker, state_of, trained_of
+from tests.services.trainer.workers import engine_of, make_worker, state_of, trained_of
 
 CARD = "## Training\n\nA curve."
 
@@ -196,3 +197,59 @@ def test_the_file_of_diffusers_is_read_as_such_beside_that_of_peft(
         spec = make_spec(tiny_qwen_image, model={"adapter": str(start)})
         started = trained_of(make_worker(spec, ranks, files, tmp_path / start.stem))
         assert all(torch.equal(started[name], tensor) for name, tensor in trained_of(worker).items())
+
+
+# Resumed as another job -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_another_job_goes_on_from_a_checkpoint_with_all_that_it_holds(
+    mode: str, tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
+) -> None:
+    """Weights, moments, old policy and average; its own steps begin at 0, and then its own checkpoints count."""
+    parts: dict[str, Any] = {"algorithm": {"name": "diffusion_nft"}, "trainer": {"mode": mode, "ema": {"decay": 0.5}}}
+    first = trained(make_spec(tiny_qwen_image, **parts), ranks, files, tmp_path / "first")
+    origin = save(first)
+    parts["trainer"]["resume"] = str(origin)
+    spec = make_spec(tiny_qwen_image, **parts)
+    second = make_worker(spec, ranks, files, tmp_path / "second")
+    assert second.job is not None
+    assert second.job.record.applied == 0
+    here, there = (held_by(worker) for worker in (first, second))
+    assert here.keys() == there.keys()
+    assert all(torch.equal(here[name], there[name]) for name in here)
+    assert engine_of(second).policies.num_updates == engine_of(first).policies.num_updates
+    second.train(Drawer(spec).draw(files, 0))
+    save(second)
+    shutil.rmtree(origin)
+    third = make_worker(spec, ranks, files, tmp_path / "second")
+    assert third.job is not None
+    assert third.job.record.applied == 1
+    assert all(torch.equal(trained_of(third)[name], tensor) for name, tensor in trained_of(second).items())
+
+
+def held_by(worker: Worker) -> dict[str, torch.Tensor]:
+    engine = engine_of(worker)
+    held = engine.optimizer.moments() | engine.policies.state()
+    return trained_of(worker) | {name: local(tensor).clone() for name, tensor in held.items()}
+
+
+def test_what_cannot_be_resumed_fails_with_words_and_stays(
+    tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
+) -> None:
+    origin = save(trained(make_spec(tiny_qwen_image), ranks, files, tmp_path / "first"))
+
+    def resume(path: Path, **trainer: Any) -> None:
+        spec = make_spec(tiny_qwen_image, trainer={"resume": str(path), **trainer})
+        make_worker(spec, ranks, files, tmp_path / "second")
+
+    with pytest.raises(InvalidRequest, match=r"trainer.resume: .* is no checkpoint with this model and adapter"):
+        resume(origin, lora={"rank": 2})
+    with pytest.raises(InvalidRequest, match=r"trainer.resume: step-00000001 cannot be loaded"):
+        resume(origin, ema={"decay": 0.5})
+    damage.flip_tensor(origin, "trained.")
+    with pytest.raises(InvalidRequest, match=r"trainer.resume: step-00000001 is damaged"):
+        resume(origin)
+    assert origin.is_dir()
+    with pytest.raises(InvalidRequest, match=r"trainer.resume: step-00000009 is damaged: state.json: No such file"):
+        resume(origin.with_name("step-00000009"))
