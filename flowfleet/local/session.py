@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from flowfleet.errors import Unavailable
 from flowfleet.hardware.accelerators import visible_devices
 from flowfleet.local import secrets
 from flowfleet.local.cleanup import end_stack
@@ -54,7 +55,10 @@ def plan_stack(options: StackOptions) -> Plan:
     state, own = StateDir(options.state_dir), StackSecrets()
     secrets.write(state.secrets, own.environments(ports[0]))
     secrets.make_private(state.redis)
-    redis_argv = command(state.redis, ports[0], own.operator, own.redis, fsync="everysec")
+    try:
+        redis_argv = command(state.redis, ports[0], own.operator, own.redis, fsync="everysec")
+    except Unavailable as error:
+        raise StackError(str(error)) from None
     return make_plan(options, ports, redis_argv, own, place_stack(options))
 
 
