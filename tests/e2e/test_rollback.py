@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis import Redis
 from safetensors.torch import load_file
 
 from flowfleet.client.types import Job
@@ -73,6 +74,8 @@ def run_and_cut(
         return now.step > step or (now.step == step and now.phase == phase)
 
     wait_until(lambda: reached(*at), poll_s=0.002)
+    with Redis.from_url(fleet.stack.redis_url) as redis:  # at 64 MB it would begin a new file
+        redis.config_set("auto-aof-rewrite-percentage", 0)
     earlier = position(data_of(fleet))
     wait_until(lambda: reached(*until), poll_s=0.002)
     for kill in also:

@@ -17,6 +17,7 @@ from services.controller.job.recovery.trainer_watch import ANSWER_S, LOOK_S
 from services.controller.trainers.hangs import HangJudge, Progress
 from tests.services.trainer.processes import Launch, Trainer
 from tests.services.trainer.steps import Drawer, make_spec
+from tests.waiting import wait_until
 
 HANG_S = 5.0
 
@@ -57,6 +58,7 @@ def test_a_long_compilation_is_let_be_and_a_stopped_rank_is_named(
 
     ranks = psutil.Process(trainer.process.pid).children()
     (second,) = [rank for rank in ranks if rank.environ()["RANK"] == "1"]
+    wait_until(lambda: {one.phase for one in heard(trainer) or ()} == {"idle"})
     os.kill(second.pid, signal.SIGSTOP)
     stopped = time.monotonic()
     while not (reason := judge.look(time.monotonic(), heard(trainer))):
