@@ -23,6 +23,12 @@ class RolloutMetrics:
             ["job", "part"],
             registry=registry,
         )
+        self._prompts = Counter(
+            metric_name("rollout/prompts"),
+            "Prompts by where their embeddings came from: cache, encoder.",
+            ["job", "source"],
+            registry=registry,
+        )
         self._memory = Gauge(
             metric_name("rollout/peak_memory_gib"), "Most memory of the accelerator held so far.", registry=registry
         )
@@ -41,6 +47,10 @@ class RolloutMetrics:
         self._samples.labels(job=job_id).inc(num_samples)
         for part, value in seconds.items():
             self._seconds.labels(job=job_id, part=part).inc(value)
+
+    def encoded(self, job_id: str, prompts: Mapping[str, int]) -> None:
+        for source, number in prompts.items():
+            self._prompts.labels(job=job_id, source=source).inc(number)
 
     def dropped(self, job_id: str, num_samples: int) -> None:
         self._dropped.labels(job=job_id).inc(num_samples)

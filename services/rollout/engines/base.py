@@ -126,6 +126,8 @@ class GeneratedBatch:
     it); empty without guidance."""
     seconds: Mapping[str, float]
     """Engine time by part: "encode", "denoise", "decode"."""
+    prompts: Mapping[str, int]
+    """Prompts whose first sample is in the batch, by where their embeds came from: "cache", "encoder"."""
 
 
 class RolloutEngine(ABC):

@@ -19,9 +19,7 @@ from flowfleet.hardware import devices
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.embeds import PromptEmbeds, concat_embeds
 from services.rollout.engines.base import GenerationRequest, Sampling
-
-ENCODE_CHUNK = 64
-"""Prompts encoded at once: bounds the text encoder's memory."""
+from services.rollout.engines.prompt_cache import PromptCache
 
 
 @dataclass(frozen=True)
@@ -33,6 +31,8 @@ class Encoded:
     """One row where all groups share it; else one row a group."""
     seconds: float
     """What it took."""
+    cached: frozenset[int] = frozenset()
+    """Places in the request whose prompts an earlier request had encoded."""
 
     def of(self, places: Sequence[int]) -> tuple[PromptEmbeds, PromptEmbeds | None]:
         """The prompts of a batch, a row for each of these places in the request, and the negative ones: the only one,
@@ -44,11 +44,11 @@ class Encoded:
 
 
 class PromptEncoder:
-    """Keeps the negative prompts that it has encoded, without images, for the next request."""
+    """Keeps prompts that it has encoded, without images, for later requests (prompt_cache.py)."""
 
     def __init__(self, adapter: ModelAdapter) -> None:
         self._adapter: Any = adapter
-        self._negatives: dict[str, PromptEmbeds] = {}
+        self._texts = PromptCache(lambda text: self._adapter.encode([text]))
 
     @torch.no_grad()
     def encode(self, request: GenerationRequest) -> Encoded:
@@ -56,21 +56,19 @@ class PromptEncoder:
         take in one batch."""
         self._adapter.latent_shape(request.sampling.size)
         self._set_condition_pixels(request.sampling)
+        texts = [] if _has_images(request) else [group.prompt for group in request.groups]
+        cached = frozenset(place for place, text in enumerate(texts) if text in self._texts)
         with timed(self._adapter.device) as seconds:
             prompts, negative = self._encode(request)
-        return Encoded(prompts, negative, seconds[0])
+        return Encoded(prompts, negative, seconds[0], cached)
 
     def _encode(self, request: GenerationRequest) -> tuple[PromptEmbeds, PromptEmbeds | None]:
         is_guided = request.sampling.guidance.is_on
-        if not any(group.images for group in request.groups):
-            return self._texts(request), self._negatives_of(request) if is_guided else None
+        if not _has_images(request):
+            prompts = concat_embeds([self._texts.get(group.prompt) for group in request.groups])
+            return prompts, self._negatives(request) if is_guided else None
         prompts = self._with_images(request, [group.prompt for group in request.groups])
         return prompts, self._with_images(request, _negative_texts(request)) if is_guided else None
-
-    def _texts(self, request: GenerationRequest) -> PromptEmbeds:
-        texts = [group.prompt for group in request.groups]
-        chunks = [texts[start : start + ENCODE_CHUNK] for start in range(0, len(texts), ENCODE_CHUNK)]
-        return concat_embeds([self._adapter.encode(chunk) for chunk in chunks])
 
     def _with_images(self, request: GenerationRequest, texts: Sequence[str]) -> PromptEmbeds:
         """Group by group, for the sizes of their images may differ before they are resized."""
@@ -81,23 +79,21 @@ class PromptEncoder:
             ]
         )
 
-    def _negatives_of(self, request: GenerationRequest) -> PromptEmbeds:
+    def _negatives(self, request: GenerationRequest) -> PromptEmbeds:
         texts = _negative_texts(request)
         if len(set(texts)) == 1:
-            return self._negative(texts[0])
-        return concat_embeds([self._negative(text) for text in texts])
-
-    def _negative(self, text: str) -> PromptEmbeds:
-        """Encoded alone, so that its bits depend on nothing else."""
-        if text not in self._negatives:
-            self._negatives[text] = self._adapter.encode([text])
-        return self._negatives[text]
+            return self._texts.get(texts[0])
+        return concat_embeds([self._texts.get(text) for text in texts])
 
     def _set_condition_pixels(self, sampling: Sampling) -> None:
         if hasattr(self._adapter, "condition_pixels"):
             self._adapter.condition_pixels = sampling.condition_pixels
         elif sampling.condition_pixels is not None:
             raise ValueError("this model takes no condition images: leave sampling.condition_pixels out")
+
+
+def _has_images(request: GenerationRequest) -> bool:
+    return any(group.images for group in request.groups)
 
 
 def _negative_texts(request: GenerationRequest) -> list[str]:

@@ -105,7 +105,9 @@ class Sampler:
             )
         )
         seconds = made.seconds | {"encode": made.seconds["encode"] + encoded.seconds * len(rows) / request.num_samples}
-        return GeneratedBatch(samples, *_by_group(prompts, rows), seconds)
+        begun = {row.prompt for row in rows if request.groups[row.prompt].indices[0] == row.index}
+        counts = {"cache": len(begun & encoded.cached), "encoder": len(begun - encoded.cached)}
+        return GeneratedBatch(samples, *_by_group(prompts, rows), seconds, counts)
 
     def _given(self, request: GenerationRequest, media: Sequence[np.ndarray], checkpoint: Callable[[], None]) -> _Made:
         """Media that are there already, as latents: one by one, so that memory is bounded and each one's bits are its

@@ -85,6 +85,7 @@ class Generation:
         self._metrics.published(
             self._wire.job_id, len(samples), {**batch.seconds, "publish": time.perf_counter() - start}
         )
+        self._metrics.encoded(self._wire.job_id, batch.prompts)
         self._metrics.peak_memory(devices.peak_memory_bytes(self._engine.device))
         self._count(len(samples), published=True)
         for sample in samples:

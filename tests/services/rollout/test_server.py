@@ -430,6 +430,8 @@ def test_metrics_count_what_was_made(client: Any, model: ModelSpec, replica: Rep
     assert "flowfleet_rollout_in_flight 0.0" in lines
     parts = {line.partition('part="')[2].partition('"')[0] for line in lines if "rollout_seconds_total{" in line}
     assert parts == {"encode", "denoise", "decode", "publish"}
+    sources = {line.partition('source="')[2].partition('"')[0] for line in lines if "rollout_prompts_total{" in line}
+    assert sources == {"cache", "encoder"}
 
 
 def test_an_update_stops_admission_and_waits_for_what_runs(client: Any, model: ModelSpec) -> None:
