@@ -20,6 +20,7 @@ from flowfleet.cli.options import Ca, JobId, Url, connect, err, out
 from flowfleet.cli.redis import redis_acl
 from flowfleet.cli.samples import samples
 from flowfleet.cli.settings import show_settings
+from flowfleet.cli.track import track
 from flowfleet.client import Client
 from flowfleet.client.continuing import continued
 from flowfleet.client.progress import follow
@@ -288,6 +289,7 @@ def fleet(url: Url = None, ca: Ca = None) -> None:
 
 
 app.command()(samples)
+app.command()(track)
 app.command("redis-acl")(redis_acl)
 app.command("check-reward")(check_reward)
 

@@ -239,9 +239,9 @@ class Client:
             time.sleep(RETRY_DELAYS_S[min(failures, len(RETRY_DELAYS_S) - 1)])
             failures += 1
 
-    def metrics(self, job_id: str) -> Iterator[MetricsRow]:
-        """One row a step, ascending."""
-        return self._pages(f"/v1/jobs/{job_id}/metrics", MetricsRow, {})
+    def metrics(self, job_id: str, after: int = -1) -> Iterator[MetricsRow]:
+        """One row a step, ascending, of the steps after one."""
+        return self._pages(f"/v1/jobs/{job_id}/metrics", MetricsRow, {"cursor": after} if after >= 0 else {})
 
     def checkpoints(self, job_id: str) -> Iterator[Checkpoint]:
         return self._pages(f"/v1/jobs/{job_id}/checkpoints", Checkpoint, {})

@@ -83,7 +83,7 @@ class Job(Answer):
 class JobEvent(Answer):
     id: str
     type: str
-    """status, progress, validation, request, …"""
+    """status, progress, trained, validation, request, …"""
     time: datetime
     data: dict[str, Any]
 

@@ -325,7 +325,8 @@ class JobScheduler:
         directory.mkdir(parents=True, exist_ok=True)
         blobs = open_blobs(self._redis, self._settings.blobs, self._registry)
         deal = Deal(data.training, spec.seed, spec.rollout.prompts_per_step)
-        core = JobCore(record.id, machine, self._store, self._pool(record.id, spec), self._scoring(spec, blobs))
+        pool, scoring = self._pool(record.id, spec), self._scoring(spec, blobs)
+        core = JobCore(record.id, machine, self._store, pool, scoring, directory)
         return JobContext(
             **vars(core),
             emit=emit,
@@ -339,7 +340,6 @@ class JobScheduler:
             trainer=JobTrainer(self._launcher, record.id, spec),
             reports=Reports(core, self._metrics, ShadowQueue(core, self._shadow_metrics)),
             memory=self._memory,
-            directory=directory,
         )
 
     def _pool(self, job_id: str, spec: JobSpec) -> RolloutPool:

@@ -40,6 +40,8 @@ class JobCore:
     store: JobStore
     pool: RolloutPool
     scoring: Scoring
+    directory: Path
+    """Folder of what the job leaves on disk."""
 
     @property
     def spec(self) -> JobSpec:
@@ -62,7 +64,6 @@ class JobContext(JobCore):
     trainer: JobTrainer
     reports: Reports
     memory: Memory
-    directory: Path
 
     async def close(self) -> None:
         await self.reports.close()

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from typing import Any
 
 from flowfleet.algorithms.advantages import AdvantageStats
 from flowfleet.job.spec import JobSpec, RewardPart
@@ -23,6 +24,8 @@ from flowfleet.proto import common_pb2, trainer_pb2
 from services.controller.job.batch import Batch, Scored, with_dropped
 from services.controller.job.context import JobCore
 from services.controller.job.credit import credits_of, left_out_reason
+from services.controller.job.distributions import histograms
+from services.controller.job.metrics_file import METRICS_FILE, MetricsFile
 from services.controller.job.shadow_queue import ShadowQueue
 from services.controller.rewards.plane import SampleScore
 from services.controller.rewards.rows import reward_row
@@ -48,6 +51,7 @@ class Reports:
 
     def __init__(self, job: JobCore, metrics: JobMetrics, shadows: ShadowQueue) -> None:
         self._job, self._metrics, self._shadows = job, metrics, shadows
+        self._file = MetricsFile(job.directory / METRICS_FILE)
         self._durations: deque[float] = deque(maxlen=RECENT_STEPS)
         self._publish: dict[str, float] = {}
 
@@ -88,9 +92,10 @@ class Reports:
         duration = max(1e-3, now - (state.trained_at or batch.opened_at))  # another controller may have stamped those
         self._durations.append(duration)
         num_scored, rewards = batch.count("scored"), job.machine.rewards_at(step)
+        figures, spread = await asyncio.to_thread(_reward_metrics, job.spec, rewards, batch)
         row = {
             **trainer,
-            **await asyncio.to_thread(_reward_metrics, job.spec, rewards, batch),
+            **figures,
             **_timings(batch, now, duration),
             **self._publish,
             "critic/rewards/revision": float(job.machine.rewards_number_at(step)),
@@ -99,6 +104,8 @@ class Reports:
             "training/samples_dropped": float(sum(state.samples_dropped.values()) + batch.num_left_out),
         }
         await job.store.metrics_put(job.job_id, step, row)
+        await asyncio.to_thread(self._file.append, "step", step, row)
+        await job.store.append_event(job.job_id, "trained", {"step": step, **spread}, once=f"trained-{step}")
         self._metrics.observe(job.job_id, row)
         await self._progress(step + 1, batch, row["critic/rewards/mean"] if num_scored else None)
 
@@ -130,6 +137,7 @@ class Reports:
         )
         await job.store.update_progress(job.job_id, held_out_reward=reward)
         await job.store.metrics_put(job.job_id, version, row)
+        await asyncio.to_thread(self._file.append, "version", version, row)
         self._metrics.observe(job.job_id, row)
         return reward
 
@@ -162,16 +170,21 @@ def best_steps(saved: Collection[int], validations: Sequence[Validation], number
     return [step for _, step in ranked[:number]]
 
 
-def _reward_metrics(spec: JobSpec, rewards: Mapping[str, RewardPart], batch: Batch) -> dict[str, float]:
-    """Reward metrics over all samples of a step. Samples may be many, so this runs in a thread."""
+def _reward_metrics(
+    spec: JobSpec, rewards: Mapping[str, RewardPart], batch: Batch
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Metrics and histograms over all samples of a step. Samples may be many, so this runs in a thread."""
     scored = batch.scored()
     watched = rewards if spec.method.data == "prompts" else ()
-    return {
-        **_advantage_metrics(credits_of(spec, rewards, batch.step, scored)[1] if scored else NO_STATS),
+    credits, stats = credits_of(spec, rewards, batch.step, scored) if scored else ([], NO_STATS)
+    figures = {
+        **_advantage_metrics(stats),
         **reward_row("critic", watched, [sample.scores for sample in scored]),
         **_kl_metrics(spec, scored),
         "training/off_policy/trajectory_staleness/mean": _staleness(batch),
     }
+    columns = {"rewards": [one.score for one in scored], "advantages": [one.advantage for one in credits]}
+    return figures, histograms(columns)
 
 
 def _advantage_metrics(stats: AdvantageStats) -> dict[str, float]:

@@ -358,6 +358,32 @@ def test_a_tail_is_for_training_and_a_sampler_for_validation_too(
     run(use, ocr=ScriptedReward(by_index))
 
 
+def test_each_step_and_each_validation_is_told_once(
+    run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """By an event with the distribution of rewards and advantages, and by a line of metrics.jsonl."""
+    settings = job(data={"validation": str(tmp_path / "prompts.txt")}, rewards={"ocr": {}})
+
+    async def use(fleet: ScriptedFleet) -> None:
+        record = await fleet.run(settings)
+        told = [event.data for event in await fleet.store.events(record.id, limit=1000) if event.type == "trained"]
+        assert [data["step"] for data in told] == [0, 1]
+        for data in told:
+            assert (data["rewards"]["low"], data["rewards"]["high"]) == (0.0, 0.75), "the scores of four samples"
+            assert sum(data["rewards"]["counts"]) == sum(data["advantages"]["counts"]) == 8
+        file = tmp_path / "state/jobs" / record.id / "metrics.jsonl"
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        assert [line["step"] for line in lines if "step" in line] == [0, 1]
+        assert [line["version"] for line in lines if "version" in line] == [0, 2]
+        rows = {row.step: row.values for row in await fleet.store.metrics(record.id)}
+        for line in lines:
+            number = line.get("step", line.get("version"))
+            figures = {name: value for name, value in line.items() if name not in ("step", "version", "time")}
+            assert figures.items() <= rows[number].items()
+
+    run(use, ocr=ScriptedReward(by_index))
+
+
 def test_videos_go_to_rewards_that_score_videos(run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     size = {"prompts_per_step": 2, "group_size": 4, "num_frames": 9, "embedded_guidance": 3.0, "condition_pixels": 512}
     good = job(rollout=size, rewards={"motion": {}}, data={"validation": str(tmp_path / "prompts.txt")})

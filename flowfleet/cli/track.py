@@ -1,0 +1,72 @@
+"""`flowfleet track`: copies a job to an experiment tracker, from wherever it runs (docs/tracking.md)."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from flowfleet.cli.options import Ca, JobId, Url, connect, out
+
+if TYPE_CHECKING:
+    from flowfleet.tracking.tracker import Tracker
+
+FOLDER: Final = Path("runs/track")
+PICTURES: Final = 16
+
+
+def track(
+    job_id: JobId,
+    wandb: Annotated[bool, typer.Option("--wandb", help="To W&B; WANDB_MODE=offline writes files.")] = False,
+    tensorboard: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="To event files of TensorBoard, below DIR.")
+    ] = None,
+    mlflow: Annotated[bool, typer.Option("--mlflow", help="To MLflow, at MLFLOW_TRACKING_URI.")] = False,
+    trackio: Annotated[bool, typer.Option("--trackio", help="To Trackio.")] = False,
+    project: Annotated[str, typer.Option(help="Project, or experiment of MLflow.")] = "flowfleet",
+    pictures: Annotated[int, typer.Option(min=0, help="Held-out prompts that are shown of each version.")] = PICTURES,
+    state_dir: Annotated[
+        Path, typer.Option(help="Remembers how far each job was copied; keep it to go on without doubles.")
+    ] = FOLDER,
+    url: Url = None,
+    ca: Ca = None,
+) -> None:
+    """Copy a job's curves and pictures to a tracker until the job ends; start it again at any time."""
+    from flowfleet.tracking.follower import follow
+    from flowfleet.tracking.place import Place
+
+    asked = {"wandb": wandb, "tensorboard": tensorboard is not None, "mlflow": mlflow, "trackio": trackio}
+    chosen = [name for name, is_asked in asked.items() if is_asked]
+    if len(chosen) != 1:
+        raise ValueError("give one of --wandb, --tensorboard DIR, --mlflow and --trackio; run one command for each")
+    (name,) = chosen
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    tracker = _tracker(name, project, tensorboard, state_dir)
+    folder = state_dir / name if tensorboard is None else tensorboard / ".flowfleet"
+    with connect(url, ca) as client:
+        job = client.find(job_id)
+        place = Place(folder, job.id)
+        ended = follow(client, job.id, tracker, place, pictures, lambda run: out.print(f"{name}: {run}"))
+        out.print(f"the job {ended.status}; all of it is copied", highlight=False)
+
+
+def _tracker(name: str, project: str, tensorboard: Path | None, state_dir: Path) -> Tracker:
+    """Imports the one that is asked for, and no other."""
+    if name == "wandb":
+        from flowfleet.tracking.wandb_tracker import WandbTracker
+
+        return WandbTracker(project, state_dir / name)
+    if name == "mlflow":
+        from flowfleet.tracking.mlflow_tracker import MlflowTracker
+
+        return MlflowTracker(project)
+    if name == "trackio":
+        from flowfleet.tracking.trackio_tracker import TrackioTracker
+
+        return TrackioTracker(project)
+    from flowfleet.tracking.tensorboard_tracker import TensorBoardTracker
+
+    assert tensorboard is not None
+    return TensorBoardTracker(tensorboard)

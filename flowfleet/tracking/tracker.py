@@ -1,0 +1,111 @@
+"""What a tracker is: a place that takes a job's settings, steps, validations and end."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Final, Protocol
+
+from flowfleet.client.types import Job
+from flowfleet.tracking.place import State
+
+SUFFIXES: Final[Mapping[str, str]] = {
+    "image/png": ".png",
+    "image/jpeg": ".jpg",
+    "image/webp": ".webp",
+    "video/mp4": ".mp4",
+}
+VIDEO: Final = "video/mp4"
+COLUMNS: Final = ("version", "prompt", "picture", "reward")
+"""First columns of the table of a validation; a column for each score follows."""
+
+Values = Mapping[str, float]
+"""Metric → value; all are finite."""
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Counts of equal bins from `low` to `high`."""
+
+    low: float
+    high: float
+    counts: Sequence[int]
+
+    @property
+    def edges(self) -> list[float]:
+        """One more than there are bins."""
+        width = (self.high - self.low) / len(self.counts)
+        return [self.low + width * place for place in range(len(self.counts))] + [self.high]
+
+    def quantile(self, part: float) -> float:
+        """The value below which this part of the counts lies, linear inside a bin."""
+        left, edges = part * sum(self.counts), self.edges
+        for place, count in enumerate(self.counts):
+            if count and left <= count:
+                return edges[place] + (edges[place + 1] - edges[place]) * left / count
+            left -= count
+        return self.high
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A held-out prompt as one policy version drew it."""
+
+    prompt: str
+    group: int
+    index: int
+    reward: float | None
+    scores: Mapping[str, float | None]
+    media: bytes | None
+    """Encoded picture or video; None where the controller no longer keeps it."""
+    media_type: str
+
+    @property
+    def name(self) -> str:
+        """Stays the same for every version."""
+        return f"{self.group:04d}-{self.index}"
+
+    def write(self, folder: Path) -> Path:
+        """Writes the file; `media` must be there."""
+        assert self.media is not None
+        path = folder / f"{self.name}{SUFFIXES.get(self.media_type, '.bin')}"
+        path.write_bytes(self.media)
+        return path
+
+
+class Tracker(Protocol):
+    """Takes what a job makes. Each call returns once the tracker has it, or its own process does."""
+
+    def open(self, job: Job, state: State) -> str:
+        """Creates the run, or goes on with `state.run`, and returns its name in the tracker."""
+
+    def step(self, number: int, values: Values, histograms: Mapping[str, Histogram], at: datetime) -> None:
+        """Takes a training step."""
+
+    def validation(self, version: int, values: Values, pictures: Sequence[Picture], at: datetime) -> None:
+        """Takes the held-out prompts of a policy version."""
+
+    def finish(self, job: Job) -> None:
+        """Ends the run: the job has ended."""
+
+    def close(self) -> None:
+        """Releases what is open; the run goes on."""
+
+
+def score_names(pictures: Sequence[Picture]) -> list[str]:
+    """Names of all scores, in the order in which they are first seen."""
+    return list(dict.fromkeys(name for picture in pictures for name in picture.scores))
+
+
+def temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder for files that a tracker copies."""
+    return tempfile.TemporaryDirectory(prefix="flowfleet-track-")
+
+
+def missing(extra: str, error: ImportError) -> ValueError:
+    """The error of a tracker that is not installed."""
+    package = (error.name or extra).partition(".")[0]
+    return ValueError(f"{package} is not installed: pip install 'flowfleet[{extra}]'")

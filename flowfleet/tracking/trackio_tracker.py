@@ -1,0 +1,84 @@
+"""Trackio: files of this machine (`TRACKIO_DIR`), a server (`TRACKIO_SERVER_URL`) or a Space (`TRACKIO_SPACE_ID`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from flowfleet.client.types import Job
+from flowfleet.tracking.place import State
+from flowfleet.tracking.tracker import (
+    COLUMNS,
+    VIDEO,
+    Histogram,
+    Picture,
+    Values,
+    missing,
+    score_names,
+    temporary_folder,
+)
+
+try:
+    import trackio
+except ImportError as error:
+    raise missing("trackio", error) from None
+
+
+class TrackioTracker:
+    """One run, named like the job with its id."""
+
+    def __init__(self, project: str) -> None:
+        self._project = project
+        self._run: Any = None
+
+    def open(self, job: Job, state: State) -> str:
+        name = state.run or f"{job.name or 'job'}-{job.id}"
+        self._run = trackio.init(
+            project=self._project,
+            name=name,
+            config=job.spec,
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        return name
+
+    def step(self, number: int, values: Values, histograms: Mapping[str, Histogram], at: datetime) -> None:
+        drawn = {
+            f"histograms/{name}": trackio.Histogram(np_histogram=(list(one.counts), one.edges))
+            for name, one in histograms.items()
+        }
+        self._log({**values, **drawn}, number)
+
+    def validation(self, version: int, values: Values, pictures: Sequence[Picture], at: datetime) -> None:
+        with temporary_folder() as folder:
+            names = score_names(pictures)
+            rows = [
+                [version, one.prompt, _media(one, Path(folder)), one.reward, *(one.scores.get(name) for name in names)]
+                for one in pictures
+            ]
+            table = trackio.Table(columns=[*COLUMNS, *names], data=rows)
+            self._log({**values, "val/pictures": table}, version)
+
+    def finish(self, job: Job) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+        self._run = None
+
+    def _log(self, row: Mapping[str, Any], step: int) -> None:
+        """Writes at once: Trackio keeps rows for half a second, and a kill would lose them."""
+        self._run.log(dict(row), step=step)
+        self._run._flush_queues_inline()
+
+
+def _media(picture: Picture, folder: Path) -> Any:
+    if picture.media is None:
+        return None
+    path = str(picture.write(folder))
+    return trackio.Video(path) if picture.media_type == VIDEO else trackio.Image(path)
