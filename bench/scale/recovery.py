@@ -34,8 +34,8 @@ from flowfleet.local.stack import Stack
 ROOT = Path(__file__).parents[2]
 KINDS = ("undisturbed", "rank", "agent", "controller", "rollout", "reward")
 PARTS = {
-    "detection": ("controller", ("the trainer is gone", "TrainStep(", "Publish(", "Checkpoint(")),
-    "end and start of the process": ("controller", ("started trainer",)),
+    "detection": ("controller", ("trainer ended unexpectedly", "TrainStep(", "Publish(", "Checkpoint(")),
+    "end and start of the process": ("controller", ("trainer started",)),
     "imports and rendezvous": ("trainer", ("serving on",)),
     "model and checkpoint": ("trainer", ("configured at version",)),
     "weights to the rollout, replay": ("", ()),

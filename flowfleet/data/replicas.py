@@ -192,7 +192,7 @@ class _Steadiness:
         if base_ms is None:
             self._judges_from, self._forgets_from = now, now + SETTLES_S
         elif abs(self._base_ms - base_ms) > MAX_DRIFT_MS:
-            log.warning("the clock of Redis jumped by %.0f s", (self._base_ms - base_ms) / 1000)
+            log.warning("Redis clock jumped by %.0f s", (self._base_ms - base_ms) / 1000)
             self._judges_from = self._forgets_from = now + SETTLES_S
 
 
@@ -234,7 +234,7 @@ class ReplicaDirectory:
             try:
                 changed.append(_record_of(_name(name), record))
             except ValueError as error:
-                log.error("replica %r is ignored, its record cannot be read: %s", _name(name), error)
+                log.error("replica %r ignored: could not read its record: %s", _name(name), error)
                 unreadable.append(_name(name))
         stale_names = frozenset(map(_name, stale))
         return Look(reached, number, tuple(changed), stale_names, frozenset(unreadable))

@@ -80,7 +80,7 @@ class Child:
             delay_s = self._backoff.after(now - self._started)
             self._restart_at = now + delay_s
             self.healthy = False
-            logger.warning("%s ended with code %d; starting it again in %.1f s", self.plan.name, code, delay_s)
+            logger.warning("%s ended with code %d; restarting it in %.1f s", self.plan.name, code, delay_s)
         if now < self._restart_at:
             return False
         self.start()
@@ -94,7 +94,7 @@ class Child:
             return
         self._missed = 0
         what = f"did not serve in {self._start_timeout_s:.0f} s" if never_served else "hangs"
-        logger.error("%s (pid %d) %s; it is killed and started again", self.plan.name, self.pid, what)
+        logger.error("%s (pid %d) %s; restarting it", self.plan.name, self.pid, what)
         self._process.kill()
 
     def describe(self) -> RunningProcess:

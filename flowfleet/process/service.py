@@ -122,7 +122,7 @@ def run_service(
             options.port_file.unlink(missing_ok=True)  # of a predecessor that was killed
         if options.metrics_port is not None:
             port = telemetry.start_metrics_server(options.host, options.metrics_port)
-            log.info("metrics on http://%s/metrics", format_address(options.host, port))
+            log.info("serving metrics on http://%s/metrics", format_address(options.host, port))
         asyncio.run(main(options))
     except ValueError as error:
         log.debug("refused", exc_info=True)
@@ -132,7 +132,7 @@ def run_service(
         log.error("%s", error)
         return 1
     except Exception:
-        log.exception("the service failed")
+        log.exception("service failed")
         return 1
     return 0
 

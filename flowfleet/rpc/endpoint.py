@@ -198,7 +198,7 @@ async def _serve_probes(health: HealthState, host: str, port: int) -> grpc.aio.S
     await health.register(server)
     bound = _bind(server, host, port, None, "--health-port")
     await server.start()
-    log.info("health on %s", service.format_address(host, bound))
+    log.info("serving health on %s", service.format_address(host, bound))
     return server
 
 

@@ -68,7 +68,7 @@ class Certificates:
                 self._renew()
             except ValueError as error:
                 if self._complaint != (complaint := str(error)):
-                    log.warning("new certificates are not used, the last ones are: %s", complaint)
+                    log.warning("TLS certificates not renewed, the last valid ones stay: %s", complaint)
                 self._complaint = complaint
             return self._identity
 
@@ -91,7 +91,7 @@ class Certificates:
         self._bad_stamp = stamp
         self._identity = self._read()
         self._stamp, self._complaint = stamp, ""
-        log.info("certificates were renewed, valid until %s", self._identity.valid_until)
+        log.info("TLS certificates renewed, valid until %s", self._identity.valid_until)
 
     def _stat(self) -> tuple[tuple[int, int], ...]:
         found = []

@@ -104,7 +104,7 @@ class Quarantine:
                 pipe.hdel(keys.driving(), job_id)
                 await pipe.execute()
             self._struck.add(job_id.decode())
-            log.error("a strike: %s", json.loads(suspicion)[1], extra={"job": job_id.decode()})
+            log.error("job got a strike: %s", json.loads(suspicion)[1], extra={"job": job_id.decode()})
 
     def suspects(self) -> list[str]:
         """Jobs that have had a strike since the last call."""
@@ -145,7 +145,7 @@ class Quarantine:
             if held > MARK_S and not marked[0] and (job_id := _holder(loop)):
                 marked = job_id, _written(redis, job_id)
             if held > END_S:
-                log.critical("the event loop was held for %.0f s; the controller ends itself", held)
+                log.critical("event loop blocked for %.0f s; the controller exits", held)
                 os._exit(1)
 
     def _judge(self, redis: Any, marked: tuple[str, str], held: float) -> None:
@@ -153,7 +153,7 @@ class Quarantine:
         job_id, suspicion = marked
         if not job_id:
             return
-        log.warning("the job's driver held the event loop for %.1f s", held, extra={"job": job_id})
+        log.warning("job driver blocked the event loop for %.1f s", held, extra={"job": job_id})
         try:
             if held > STRIKE_S:
                 name = keys.strikes(job_id)
@@ -162,7 +162,7 @@ class Quarantine:
                 self._struck.add(job_id)
             redis.hdel(keys.driving(), job_id)
         except RedisError as error:
-            log.warning("a strike is not written: %s", error, extra={"job": job_id})
+            log.warning("could not store a strike: %s", error, extra={"job": job_id})
 
 
 def _suspicion(reason: str) -> str:
@@ -176,7 +176,7 @@ def _written(redis: Any, job_id: str) -> str:
     try:
         redis.hset(keys.driving(), job_id, suspicion)
     except RedisError as error:
-        log.warning("a suspicion is not written: %s", error, extra={"job": job_id})
+        log.warning("could not store a suspicion: %s", error, extra={"job": job_id})
     return suspicion
 
 

@@ -166,7 +166,7 @@ class JobScheduler:
         try:
             await self._run_jobs()
         except* LeaseLost:
-            log.warning("this controller leads no more and leaves its jobs")
+            log.warning("lost leadership; stopping job drivers")
         finally:
             await self._monitor.stop()
             for job_id in self._jobs.values():
@@ -203,7 +203,7 @@ class JobScheduler:
         except (LeaseLost, RedisError):
             raise
         except Exception as error:
-            log.warning("trainers of ended jobs are not ended: %s: %s", type(error).__name__, error)
+            log.warning("could not end trainers of ended jobs: %s: %s", type(error).__name__, error)
 
     async def _tell_demand(self, first: Iterable[JobRecord]) -> None:
         """How many replicas the first jobs of the pools need now."""
@@ -270,7 +270,7 @@ class JobScheduler:
             except LeaseLost:
                 raise
             except NotFound as error:
-                log.error("Redis knows the job no more: %s", error, extra={"job": job_id})
+                log.error("job is missing in Redis: %s", error, extra={"job": job_id})
                 return
             except RolledBack as error:
                 log.error(
@@ -278,22 +278,22 @@ class JobScheduler:
                 )
                 self._fleet.look_again()
             except RedisError as error:
-                log.warning("the job waits: %s", trouble(error) or error, extra={"job": job_id})
+                log.warning("job waits: %s", trouble(error) or error, extra={"job": job_id})
                 await self._lease.until_writable()
             except Unavailable as error:
-                log.warning("the job waits: %s", error, extra={"job": job_id})
+                log.warning("job waits: %s", error, extra={"job": job_id})
             except OtherFormat as error:
                 if await self._waits_for_its_version(record, str(error)):
                     return
             except Unread as error:
                 crash, reason = crash + 1, str(error)
-                log.warning("the job's data are not read (%d): %s", crash, error, extra={"job": job_id})
+                log.warning("could not read the job's data (%d): %s", crash, error, extra={"job": job_id})
             except ValueError as error:
                 await self._fail(job_id, str(error))
                 return
             except Exception as error:
                 crash = 1 if time.monotonic() - began > STEADY_S else crash + 1
-                log.exception("the job's driver crashed (%d)", crash, extra={"job": job_id})
+                log.exception("job driver crashed (%d)", crash, extra={"job": job_id})
                 reason = f"controller error: {type(error).__name__}: {error}"
             await asyncio.sleep(RESTART_DELAY_S)
         await self._fail(job_id, reason)
@@ -356,7 +356,7 @@ class JobScheduler:
         try:
             await self._store.set_status(job_id, JobStatus.FAILED, reason)
         except (Conflict, NotFound, RedisError) as error:
-            log.error("cannot record the job's failure: %s", error, extra={"job": job_id})
+            log.error("could not record the job's failure: %s", error, extra={"job": job_id})
 
 
 class FencedLauncher:
@@ -392,9 +392,9 @@ def _may_fail() -> Iterator[None]:
     except LeaseLost:
         raise
     except RedisError as error:
-        log.warning("jobs are not looked at: %s", trouble(error) or error)
+        log.warning("scheduler could not check jobs: %s", trouble(error) or error)
     except Exception:
-        log.exception("jobs are not looked at")
+        log.exception("scheduler could not check jobs")
 
 
 def _tell_end(task: asyncio.Task[None]) -> None:

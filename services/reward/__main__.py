@@ -114,7 +114,7 @@ def _engine(
         return Batched(scorer, _evaluator(options, settings, scorer, metrics, pulse), limits, metrics)
     if options.processes is not None:
         raise ValueError(f"--processes {options.processes}: scorer {scorer.name} asks others and has no use for them")
-    log.info("scorer %s %s, which asks others", scorer.name, scorer.version)
+    log.info("scorer %s %s, calls other servers", scorer.name, scorer.version)
     return Direct(scorer, limits, metrics)
 
 

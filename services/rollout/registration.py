@@ -57,7 +57,7 @@ class Membership:
         try:
             await asyncio.wait_for(self._directory.remove(self._record()), _DEADLINE_S)
         except (TimeoutError, redis.RedisError) as error:
-            log.warning("the registration could not be removed and expires in %.0f s: %s", EXPIRES_S, error)
+            log.warning("could not remove the registration, it expires in %.0f s: %s", EXPIRES_S, error)
 
     def changed(self) -> None:
         """The record says something else: it is written soon."""
@@ -82,7 +82,7 @@ class Membership:
                 if is_alive:
                     await self._write(record)
             except redis.RedisError as error:
-                log.warning("the registration could not be renewed: %s", error)
+                log.warning("could not renew the registration: %s", error)
 
     async def _write(self, record: Callable[[], ReplicaRecord] | None, *, joins: bool = False) -> None:
         """One after the other: an older record never replaces a newer one."""
@@ -90,7 +90,7 @@ class Membership:
         async with self._writing:
             is_ours = await self._directory.put(record(), joins=joins)
         if not is_ours:
-            log.error("another process has joined as replica %s: this one ends", record().replica_id)
+            log.error("another process registered as replica %s; this one exits", record().replica_id)
             self._on_replaced()
 
     async def _stop(self) -> None:

@@ -124,7 +124,7 @@ def follow(options: argparse.Namespace) -> int:
         try:
             command = Command.from_bytes(ranks.broadcast())
         except RuntimeError as error:
-            log.error("rank 0 is gone: %s", error)
+            log.error("lost rank 0: %s", error)
             _end_at_once(1)
         if command.kind is Kind.STOP:
             ranks.close()
@@ -137,7 +137,7 @@ async def stop_when_idle(service: _Calls, limit_s: float, stop: asyncio.Event) -
     """Sets `stop` once the service has been idle for `limit_s`."""
     while service.idle_s < limit_s:
         await asyncio.sleep(min(_WATCH_EVERY_S, limit_s))
-    log.info("no call for %.0f s: ends", limit_s)
+    log.info("no call for %.0f s; exiting", limit_s)
     stop.set()
 
 
@@ -169,7 +169,7 @@ def _stop_after_signals(limit_s: float) -> None:
     def end() -> None:
         os.read(reader, 1)
         time.sleep(limit_s)
-        log.error("rank 0 did not say stop within %.0f s of the signal: ends", limit_s)
+        log.error("rank 0 sent no stop within %.0f s of the signal; exiting", limit_s)
         _end_at_once(1)
 
     threading.Thread(target=end, name="signals", daemon=True).start()

@@ -142,7 +142,7 @@ class Beats:
                 elif self._store.check(keys):
                     self._others = [RankProgress.FromString(data) for data in self._store.multi_get(keys)]
             except RuntimeError as error:  # the process that holds the store is gone or hangs: the controller will see
-                log.warning("signs of progress are not carried: %s", error)
+                log.warning("could not send progress to rank 0: %s", error)
             time.sleep(CARRY_S)
 
 

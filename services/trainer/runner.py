@@ -64,7 +64,7 @@ class Runner:
         except BaseException as error:
             if not isinstance(error, asyncio.CancelledError):
                 log.critical(
-                    "%s left the ranks in an unknown state: the trainer ends", command.kind.name, exc_info=error
+                    "%s left the ranks in an unknown state; the trainer exits", command.kind.name, exc_info=error
                 )
                 last_words.say(error)
                 self._on_fatal()

@@ -290,7 +290,7 @@ class Worker:
         }
         record.add(request, {name: value for name, value in metrics.items() if math.isfinite(value)})
         if skipped:
-            log.warning("%d of %d updates skipped: gradient not finite", skipped, num_updates, extra=_extra(request))
+            log.warning("skipped %d of %d updates: gradient not finite", skipped, num_updates, extra=_extra(request))
 
     def _known_adapter(self, job: Job, request: trainer_pb2.PublishWeightsRequest) -> Published | None:
         """The version's blob when it is still there, its time to live renewed."""

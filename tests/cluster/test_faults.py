@@ -130,7 +130,7 @@ class Faults(Release):
         for pod in sorted(before):
             self.cluster.kubectl("exec", pod, "--", "python", "-c", STOP_ITS_RANKS)
         stopped = time.monotonic()
-        words = self.said("the trainer hangs and is replaced", HANG_S + 30)
+        words = self.said("trainer hangs, replacing it", HANG_S + 30)
         given_up = time.monotonic()
         self.wait("two other trainer pods", lambda: len(self.names("trainer") - before) == 2, 90)
         self.log(

@@ -72,7 +72,7 @@ class StaticDirectory:
         try:
             self._listed = addresses(tomllib.loads(self._file.read_text(encoding="utf-8")), str(self._file))
         except (OSError, ValueError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
-            log.error("--rewards-file is not taken up, what it said before holds: %s", error)
+            log.error("rewards file not applied, its last valid content stays: %s", error)
 
     def shortage(self, component: str, name: str) -> str:
         return ""

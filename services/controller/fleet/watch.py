@@ -225,9 +225,9 @@ class FleetWatch:
             try:
                 await self.refresh()
             except RedisError as error:
-                log.warning("no list of replicas: %s", error)
+                log.warning("fleet could not refresh the replica list: %s", error)
             except Exception:  # without this watch no job would get a replica any more
-                log.exception("no list of replicas")
+                log.exception("fleet could not refresh the replica list")
                 await asyncio.sleep(RETRY_S)
 
     async def _look(self) -> None:
@@ -260,7 +260,7 @@ class FleetWatch:
             async with self._turn:
                 status = await self._status(replica.address)
         except grpc.aio.AioRpcError as error:
-            log.info("replica %s: no status: %s", replica.replica_id, error.code().name)
+            log.info("replica %s status unknown: %s", replica.replica_id, error.code().name)
             self.fleet.missed(replica.replica_id, lost=error.code() is grpc.StatusCode.UNAVAILABLE)
         else:
             self.fleet.answered(replica.replica_id, status)

@@ -273,7 +273,7 @@ class JobDriver:
         """Whether it is a training sample that was not requested in this form: it becomes a dead letter."""
         if delivery.sample.purpose != common_pb2.PURPOSE_TRAIN or not (why := misfit(self.job, delivery.sample)):
             return False
-        log.warning("a sample is not taken: %s", why, extra={"job": self.job.job_id})
+        log.warning("sample rejected: %s", why, extra={"job": self.job.job_id})
         await self._consumer.bury(delivery, why)
         return True
 
@@ -327,7 +327,7 @@ class JobDriver:
         if self.machine.finished or self.machine.state.status is Status.PAUSED:
             return
         if reason := await self.job.memory.pause_reason():
-            log.warning("the job pauses: %s", reason, extra={"job": self.job.job_id})
+            log.warning("job paused: %s", reason, extra={"job": self.job.job_id})
             await self.emit(ev.PauseRequested(reason=reason), also=partial(self.job.store.hold, self.job.job_id))
 
     async def _change_rewards(self) -> None:

@@ -172,7 +172,7 @@ class ShadowQueue:
                 await self._leave_out(offer, f"{type(error).__name__}: {error}")
 
     async def _leave_out(self, offer: _Offer, why: str) -> None:
-        log.warning("shadow %s: samples are left out: %s", offer.name, why, extra={"job": self._job.job_id})
+        log.warning("shadow %s skipped samples: %s", offer.name, why, extra={"job": self._job.job_id})
         with suppress(RedisError):
             await self._count(offer, {"left_out": len(offer.samples)})
 

@@ -79,7 +79,7 @@ class KubernetesDirectory(Collector):
         except TimeoutError:
             why = "; ".join({mirror.problem for mirror in mirrors if mirror.problem}) or "no answer"
             await self.stop()
-            log.error("--kubernetes %s: what there is cannot be listed: %s", self._release, why)
+            log.error("could not list the release given by --kubernetes %s: %s", self._release, why)
             raise Unavailable(f"--kubernetes {self._release}: {why}") from None
         self._registry.register(self)
 

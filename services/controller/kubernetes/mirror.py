@@ -60,7 +60,7 @@ class Mirror:
                 failures = 0
             except Exception as error:  # callers that wait for a stale copy would wait forever
                 unknown = not isinstance(error, FlowfleetError | Refused | ValueError)
-                log.warning("cannot follow %s: %s", self.kind, error, exc_info=unknown)
+                log.warning("mirror of %s is stale: %s", self.kind, error, exc_info=unknown)
                 self.problem, self._version = str(error) or type(error).__name__, ""
                 self._broken_at = self._broken_at or time.monotonic()
                 failures += 1

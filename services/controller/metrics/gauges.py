@@ -27,5 +27,5 @@ async def count_jobs(store: JobStore, registry: CollectorRegistry, leads: Callab
             for status, count in counts.items():
                 gauge.labels(status=str(status)).set(count)
         except RedisError as error:
-            log.warning("jobs cannot be counted: %s", error)
+            log.warning("could not count jobs: %s", error)
         await asyncio.sleep(PERIOD_S)

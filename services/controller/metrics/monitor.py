@@ -67,7 +67,7 @@ class Monitor:
                 async with asyncio.timeout(REDIS_PERIOD_S):
                     seen = await look_at_redis(self._redis, self._totals.active)
             except (RedisError, TimeoutError) as error:
-                log.warning("Redis tells nothing of itself: %s", error or type(error).__name__)
+                log.warning("could not read Redis metrics: %s", error or type(error).__name__)
                 self._board.show("redis", [Sample("flowfleet_redis_up", (), 0)])
             else:
                 for job_id, stream in seen.streams.items():

@@ -70,7 +70,7 @@ class Keeper:
             except RedisError as error:
                 log.warning("keeper waits: %s", trouble(error) or error)
             except Exception:
-                log.exception("keeper failed; it tries again")
+                log.exception("keeper failed and will retry")
             await asyncio.sleep(PERIOD_S)
 
     async def look(self) -> None:
@@ -87,7 +87,7 @@ class Keeper:
             if not await self._archived(job):
                 continue
             if job.job_id in removed:
-                log.info("keeper removes a job: %s", removed[job.job_id], extra={"job": job.job_id})
+                log.info("keeper removed a job: %s", removed[job.job_id], extra={"job": job.job_id})
                 await self._store.remove(job.job_id, removed[job.job_id])
             elif job.job_id in thinned:
                 await self._thin(job.job_id)
@@ -110,7 +110,7 @@ class Keeper:
         except Exception as error:  # of whatever a store's client raises: the other jobs must not wait for this one
             self._failures.inc()
             cause = f"{type(error).__name__}: {error}"
-            log.error("keeper cannot archive to %s: %s", self._archive.url, cause, extra={"job": job.job_id})
+            log.error("keeper could not archive to %s: %s", self._archive.url, cause, extra={"job": job.job_id})
             return False
         await self._store.mark_archived(job.job_id, folder)
         return True

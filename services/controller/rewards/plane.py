@@ -140,7 +140,7 @@ class RewardPlane:
             if answer.score is None:
                 self._calls.rejected(service, answer.fault)
                 log.warning(
-                    "rewards.%s: service %r gave no score: %s",
+                    "reward %s: service %r gave no score: %s",
                     name,
                     service,
                     answer.problem,

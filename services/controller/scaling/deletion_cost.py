@@ -63,11 +63,11 @@ async def keep_deletion_costs(runner: Scheduler, set_cost: SetCost) -> None:
             try:
                 await set_cost(name, number)
             except (NotFound, Conflict):
-                log.info("replica %s is no pod, or not any more", name)
+                log.info("no pod found for replica %s", name)
             except Unavailable as error:
-                log.warning("pods are not told their deletion costs: %s", error)
+                log.warning("could not set deletion costs of pods: %s", error)
                 break
             except RuntimeError as error:
-                log.warning("idle pods will not be removed first, should pools shrink: %s", error)
+                log.warning("deletion costs disabled, so a shrinking pool may lose busy pods: %s", error)
                 return
             costs.told(name, number)

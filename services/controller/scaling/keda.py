@@ -143,7 +143,7 @@ async def serve_scaler(scaler: Scaler, host: str, port: int, grace_s: float = 1.
     address = format_address(host, rpc.listen(server, host, port, guarded=False))
     await scaler.start()
     await server.start()
-    log.info("scaler on %s", address)
+    log.info("serving the external scaler on %s", address)
     try:
         yield address
     finally:

@@ -36,5 +36,5 @@ async def listen(redis: Any, heard: Callable[[], None]) -> None:
                     if await messages.get_message(timeout=SILENCE_S) is not None:
                         heard()
         except RedisError as error:
-            log.warning("changes are not heard: %s", error)
+            log.warning("change subscription lost, reconnecting: %s", error)
             await asyncio.sleep(RETRY_S)

@@ -107,7 +107,7 @@ class Lease:
             for task in tasks:
                 if not task.cancelled() and (error := task.exception()) and not isinstance(error, LeaseLost):
                     raise error
-            log.warning("this controller does not lead any more")
+            log.warning("lost the leader's lease")
 
     async def until_writable(self) -> None:
         """Waits while Redis refuses this lease's writes."""
@@ -152,7 +152,7 @@ class Lease:
             if not dead:
                 await asyncio.sleep(self._try_s)
         self._set_held(True)
-        log.info("this controller leads")
+        log.info("became leader")
 
     async def _renew(self) -> None:
         """Returns when another controller took over."""
@@ -162,13 +162,13 @@ class Lease:
                 if not await self._call(_RENEW, self._holder, self._term, self._ttl_ms):
                     return
             except RedisError as error:  # no other controller can take it either
-                log.warning("the lease is not renewed: %s", self.trouble or error)
+                log.warning("could not renew the lease: %s", self.trouble or error)
 
     async def _give_back(self) -> None:
         try:
             await self._call(_GIVE_BACK, self._holder)
         except RedisError as error:
-            log.warning("the lease is not given back and will run out: %s", error)
+            log.warning("could not release the lease, it will expire: %s", error)
 
     async def _call(self, script: str, *arguments: str | int) -> Any:
         try:

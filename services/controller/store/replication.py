@@ -82,7 +82,7 @@ class Replication:
                 if not cause:
                     noted_at = time.monotonic()
                 elif not warned:
-                    log.warning("Redis' newest writes may be lost by a failover: %s", cause)
+                    log.warning("a failover could lose Redis's newest writes: %s", cause)
                 warned = bool(cause)
                 self._behind.set(time.monotonic() - noted_at if cause else 0)
                 await asyncio.sleep(PERIOD_S)

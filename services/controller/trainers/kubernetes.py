@@ -100,13 +100,13 @@ class KubernetesLauncher:
             await self._delete(attempt)
         gone = await self._directory.jobs.until(lambda: not self._attempts(job_id), timeout_s)
         if not gone:
-            log.warning("pods of the trainer do not end in %.0f s", timeout_s, extra={"job": job_id})
+            log.warning("trainer pods still exist after %.0f s", timeout_s, extra={"job": job_id})
 
     async def keep_only(self, job_ids: Collection[str]) -> None:
         for attempt in list(self._directory.jobs.objects.values()):
             job_id = _job_id(attempt)
             if job_id and job_id not in job_ids and not pods.terminating(attempt):
-                log.warning("the trainer of an ended job is deleted", extra={"job": job_id})
+                log.warning("deleted the trainer of an ended job", extra={"job": job_id})
                 with contextlib.suppress(Unavailable):  # the next controller to lead tries again
                     await self._delete(attempt)
 
@@ -197,13 +197,13 @@ class KubernetesLauncher:
         )
         made = await api.create(JOBS, body)
         jobs.put(made)
-        log.info("created trainer", extra={"job": job_id, "trainer": made["metadata"]["name"]})
+        log.info("trainer created", extra={"job": job_id, "trainer": made["metadata"]["name"]})
         return made
 
     async def _replace(self, job_id: str, attempt: Object) -> None:
         """Deletes an attempt that has ended and says why it did."""
         why, own_fault = await self._post_mortem(attempt)
-        log.warning("the trainer ended: %s", why, extra={"job": job_id})
+        log.warning("trainer ended: %s", why, extra={"job": job_id})
         await self.stop(job_id)
         if own_fault:
             raise RuntimeError(f"the trainer ended: {why}")
@@ -230,7 +230,7 @@ class KubernetesLauncher:
             except NotFound:
                 continue
             except Refused as error:  # by an older Role: they end by their own grace period
-                log.warning("the trainer's pods are not killed at once: %s", error, extra={"job": _job_id(attempt)})
+                log.warning("could not kill the trainer's pods at once: %s", error, extra={"job": _job_id(attempt)})
                 return
 
     async def _owner_reference(self) -> dict[str, Any]:

@@ -66,7 +66,7 @@ async def stopped(launcher: Launcher, job_id: str, *, at_once: bool = False) -> 
     except LeaseLost:
         raise
     except Exception as error:  # of whatever there is between us and it: no job ends otherwise because of that
-        log.warning("the trainer is not ended: %s: %s", type(error).__name__, error, extra={"job": job_id})
+        log.warning("could not end the trainer: %s: %s", type(error).__name__, error, extra={"job": job_id})
         return False
     return True
 
@@ -77,7 +77,7 @@ async def stop_for_good(launcher: Launcher, job_id: str) -> None:
         if await stopped(launcher, job_id):
             return
         await asyncio.sleep(STOP_DELAY_S)
-    log.error("the trainer of an ended job is left behind", extra={"job": job_id})
+    log.error("could not stop the trainer of an ended job", extra={"job": job_id})
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class LocalLauncher:
     async def keep_only(self, job_ids: Collection[str]) -> None:
         for path in self._directory.glob("*.json"):
             if path.stem not in job_ids:
-                log.warning("the trainer of an ended job is stopped", extra={"job": path.stem})
+                log.warning("stopped the trainer of an ended job", extra={"job": path.stem})
                 await self.stop(path.stem)
 
     def _warm(self) -> None:
@@ -155,7 +155,7 @@ class LocalLauncher:
         temporary = self._file(job_id).with_suffix(".tmp")
         temporary.write_text(json.dumps(asdict(process)))
         temporary.replace(self._file(job_id))
-        log.info("started trainer", extra={"job": job_id, "pid": pid, "devices": ",".join(devices)})
+        log.info("trainer started", extra={"job": job_id, "pid": pid, "devices": ",".join(devices)})
         return process
 
     def _variables(self, job_id: str, threads: int) -> dict[str, str]:
@@ -171,7 +171,7 @@ class LocalLauncher:
         except FileNotFoundError:
             return None
         except (ValueError, TypeError) as error:  # a power cut may leave it empty; a trainer that lives is fenced
-            log.warning("the record of a trainer cannot be read: %s", error, extra={"job": job_id})
+            log.warning("could not read a trainer's record: %s", error, extra={"job": job_id})
             return None
 
     def _words(self, job_id: str) -> Path:

@@ -37,7 +37,7 @@ class Nursery:
                     await process.stdin.drain()
                     if answer := await self._answer(process, FORK_S):
                         return int(answer["pid"])
-                log.warning("the process that trainers are forked from is gone or hangs: another one starts")
+                log.warning("trainer fork server is gone or hangs; starting another one")
                 await self._end()
             raise RuntimeError(f"no trainer could be forked; the log is {self._output}")
 

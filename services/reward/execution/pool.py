@@ -167,7 +167,7 @@ class ProcessPool:
             return [Problem(DIED, text)] * len(unit)
 
     def _note(self, death: _Died) -> None:
-        log.warning("a scoring process died with %s: another one takes its place", death)
+        log.warning("scoring process died with %s; starting another one", death)
         self._metrics.observe_death()
 
 
@@ -322,7 +322,7 @@ def _work(pipe: Connection[Any, Any], memories: Sequence[SharedMemory], make: Ma
         assert isinstance(scorer, Scorer)
         evaluate = Evaluator(scorer, 0)
     except Exception:
-        log.exception("a scoring process has no scorer")
+        log.exception("scoring process could not load its scorer")
         sys.exit(1)
     handed: SimpleQueue[_Handed | None] = SimpleQueue()
     threading.Thread(target=_receive, args=(pipe, memories, evaluate, handed), daemon=True).start()
@@ -349,7 +349,7 @@ def _receive(
     except (EOFError, OSError):
         pass  # the parent has closed the pipe, or is gone
     except Exception:
-        log.exception("a scoring process cannot take more")
+        log.exception("scoring process cannot accept more work")
     finally:
         handed.put(None)
 
@@ -364,7 +364,7 @@ def _finished(evaluate: Evaluator[Any], begun: Future[tuple[list[Part], Any]]) -
     try:
         return evaluate.finish(*begun.result())
     except Exception:
-        log.exception("a part failed outside of the scorer")
+        log.exception("part failed outside the scorer")
         return None
 
 

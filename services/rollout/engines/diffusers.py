@@ -112,7 +112,7 @@ class DiffusersEngine(RolloutEngine):
     def _load(self, model: ModelSpec) -> None:
         self._model = self._lora = self._adapter = self._sampler = None
         self.pulse.reset()
-        log.info("loads %s in %s on %s", model.path, model.dtype, self.device)
+        log.info("loading %s in %s on %s", model.path, model.dtype, self.device)
         self._family = family_of(model.path)
         adapter = self._family.load().load(
             model.path,

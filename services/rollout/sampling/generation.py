@@ -94,7 +94,7 @@ class Generation:
 
     def _close(self, seconds: float) -> None:
         made = self._request.num_samples - self._left
-        log.info("%d of %d samples in %.2f s", made, self._request.num_samples, seconds, extra=self._context)
+        log.info("published %d of %d samples in %.2f s", made, self._request.num_samples, seconds, extra=self._context)
         self._metrics.dropped(self._wire.job_id, self._left)
         self._count(self._left, published=False)
         self._finished.put_nowait(None)
@@ -106,4 +106,4 @@ class Generation:
     def _ended(self, task: asyncio.Task[None]) -> None:
         """Consumes the error of a request whose caller is gone."""
         if not task.cancelled() and task.exception() is not None and not self._wanted:
-            log.error("a request without a caller failed", exc_info=task.exception(), extra=self._context)
+            log.error("cancelled request failed", exc_info=task.exception(), extra=self._context)

@@ -170,7 +170,7 @@ class WeightReceiver:
             raise
         state.finish(digest)
         kind = "evaluated weights, " if request.evaluated else ""
-        log.info("serves version %d, %sdigest %s", request.version, kind, digest[:12], extra={"job": request.job_id})
+        log.info("serving version %d, %sdigest %s", request.version, kind, digest[:12], extra={"job": request.job_id})
 
     async def _to_the_end(self, operation: Coroutine[Any, Any, None]) -> None:
         """Runs an operation that a cancelled caller does not cancel. Takes over the lock and releases it."""
@@ -181,4 +181,4 @@ class WeightReceiver:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._lock.release()
         if not task.cancelled() and task.exception() is not None:
-            log.warning("weights: %s", task.exception())
+            log.warning("weight update failed: %s", task.exception())

@@ -170,7 +170,7 @@ class Engine:
         if self._start is not None:
             self._start.fill(self.trained, self.ranks)
             self._start = None
-            log.info("starts from the adapter %s", self.spec.model.adapter)
+            log.info("starting from the adapter %s", self.spec.model.adapter)
             return
         seed = derive_seed(self.spec.seed, "lora")
         for name, start in lora.initial_values(self.trained, lora_spec(self.spec), seed):

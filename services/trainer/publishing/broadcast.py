@@ -83,7 +83,9 @@ class Broadcaster:
                 break
             except _Broken as broken:
                 self.leave()
-                log.warning("broadcast: %s; at fault: %s", broken, sorted(broken.guilty), extra={"job": job.job_id})
+                log.warning(
+                    "broadcast failed: %s; at fault: %s", broken, sorted(broken.guilty), extra={"job": job.job_id}
+                )
                 fruitless = 0 if broken.guilty else fruitless + 1
                 failed |= broken.guilty
                 if fruitless == MAX_ATTEMPTS:

@@ -57,7 +57,10 @@ class Publisher:
                 else:  # No other command in between: the weights must stay the version's
                     published = await self._broadcaster.publish(job, request, clients, failed)
                     if job.engine.is_lora and found and all(client.replica_id in failed for client in found):
-                        log.warning("no replica got the adapter by broadcast: tries a blob", extra={"job": job.job_id})
+                        log.warning(
+                            "no replica got the adapter by broadcast; sending a blob",
+                            extra={"job": job.job_id},
+                        )
                         by_blob, found = True, await _answering(found, failed)
                         published = await self._runner.call(Command(Kind.GATHER_ADAPTER, request))
             if by_blob:
@@ -119,7 +122,7 @@ def _response(
     ]
     num_ok = len(results) - len(failed)
     log.info(
-        "version %d%s on %d of %d replicas in %.2f s",
+        "published version %d%s to %d of %d replicas in %.2f s",
         request.version,
         ", evaluated weights," if request.evaluated else "",
         num_ok,
@@ -128,7 +131,9 @@ def _response(
         extra={"job": job.job_id},
     )
     for name, reason in failed.items():
-        log.warning("replica %s has not got version %d: %s", name, request.version, reason, extra={"job": job.job_id})
+        log.warning(
+            "replica %s did not receive version %d: %s", name, request.version, reason, extra={"job": job.job_id}
+        )
     return PublishWeightsResponse(
         version=request.version,
         weights_digest=published.digest if published else "",

@@ -81,5 +81,5 @@ def _counted(spec: JobSpec) -> ModelFlops | None:
     try:
         return model_flops(spec)
     except (RuntimeError, ValueError, OSError):
-        log.warning("no perf/mfu: the model's forward cannot be counted", exc_info=True)
+        log.warning("perf/mfu not reported: the model's FLOPs cannot be counted", exc_info=True)
         return None

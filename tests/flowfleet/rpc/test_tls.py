@@ -297,7 +297,7 @@ def test_new_files_that_cannot_work_are_not_used(
                 (server / "tls.key").unlink()
                 ca.issue(client, expired=True)
                 assert await describe(channel) == "reached"
-            assert "new certificates are not used, the last ones are" in caplog.text
+            assert "TLS certificates not renewed, the last valid ones stay" in caplog.text
             ca.issue(server)
             ca.issue(client)
             async with rpc.open_channel(address) as channel:

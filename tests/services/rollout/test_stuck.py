@@ -97,7 +97,7 @@ def test_one_that_was_suspended_and_replaced_ends_when_it_wakes(tmp_path: Path, 
     successor = ReplicaProcess(tmp_path / "new", redis_url, "--replica-id", "r0")
     old.process.send_signal(signal.SIGCONT)
     assert old.wait() == 1
-    assert "another process has joined" in old.log.read_text()
+    assert "another process registered" in old.log.read_text()
 
     async def check() -> None:
         async with Client(successor.address, redis_url) as client:

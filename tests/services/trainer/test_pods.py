@@ -43,7 +43,7 @@ def test_the_other_pod_ends_with_rank_0(victim: str, launch: Launch, tmp_path: P
     first, second = pods.codes(SOON_S, process.kill)
     assert first not in (0, None)
     assert second == 1
-    assert "rank 0 is gone" in pods.pods[1].log.read_text()
+    assert "lost rank 0" in pods.pods[1].log.read_text()
 
 
 def test_rank_0_ends_at_the_next_command_after_the_other_pod(

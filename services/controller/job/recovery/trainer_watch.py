@@ -51,7 +51,7 @@ class TrainerWatch:
         """Kills the trainer; the state machine wants the next one, which resumes from the newest checkpoint. Calls to
         the killed one end here: a late answer must not count as the next trainer's."""
         job = self._job
-        log.warning("the trainer hangs and is replaced: %s", reason, extra={"job": job.job_id})
+        log.warning("trainer hangs, replacing it: %s", reason, extra={"job": job.job_id})
         self._accused |= {command: reason for command in self._running() if isinstance(command, TRAINER_COMMANDS)}
         self._watched = ""
         await job.store.append_event(job.job_id, "trainer_hung", {"reason": reason})

@@ -154,7 +154,7 @@ class JudgeClient:
                 raise
             answer = await self._post(server.url, bare)
             if not server.refuses_logprobs:
-                log.warning("%s: it is asked without from now on, and the words of its answers count", failure)
+                log.warning("%s; requests continue without it, scores come from the answer's text", failure)
             server.refuses_logprobs = True
             return answer
 

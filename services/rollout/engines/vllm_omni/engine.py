@@ -142,7 +142,7 @@ class VllmOmniEngine(RolloutEngine):
         if model.compile and self.device.type == "cpu":
             raise ValueError("rollout.compile: vLLM-Omni does not compile for CPUs: turn it off, or use a GPU")
         await self._stop()
-        log.info("starts vLLM-Omni with %s in %s on %s", model.path, model.dtype, self.device)
+        log.info("starting vLLM-Omni with %s in %s on %s", model.path, model.dtype, self.device)
         settings = copied(model)
         self.pulse.reset()
         if model.compile:

@@ -178,7 +178,7 @@ async def test_what_too_few_replicas_acknowledge_is_not_noted_and_seen(
     assert (one.lease.held, one.lease.trouble) == (True, "")
     assert not (tmp_path / "state" / NAME).exists()
     assert [record.message for record in caplog.records if "failover" in record.message] == [
-        "Redis' newest writes may be lost by a failover: 1 of 2 replicas acknowledged"
+        "a failover could lose Redis's newest writes: 1 of 2 replicas acknowledged"
     ]
     await goes_back(redis, 2)  # which no replica had acknowledged
     await asyncio.sleep(0.1)
