@@ -19,7 +19,7 @@ async def until(condition: Callable[[], object], timeout_s: float = 240.0, poll_
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 240.0, poll_s: float = 0.01) -> None:
-    """As `until`, for tests without an event loop."""
+    """Waits like `until`, for tests without an event loop."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:

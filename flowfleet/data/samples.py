@@ -1,4 +1,4 @@
-"""The name of a sample, the same wherever it is told of: logs, reward services, the trainer's messages."""
+"""The name of a sample, the same in logs, reward services and the trainer's messages."""
 
 from __future__ import annotations
 

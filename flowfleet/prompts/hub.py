@@ -26,7 +26,7 @@ def is_dataset(place: str) -> bool:
 
 
 def check_place(place: str) -> None:
-    """Raises ValueError for what is no data set of the Hub. Asks nobody."""
+    """Raises ValueError for names that cannot be a data set of the Hub. Makes no request."""
     organization, name, *rest = [*_parts(place), "", ""]
     revision = name.partition("@")[2]
     if not place.startswith(_ROOT) or not (_PLAIN.fullmatch(organization) and _PLAIN.fullmatch(name.partition("@")[0])):

@@ -233,4 +233,4 @@ def _end(backend: str, process_group: list[Any]) -> None:
     try:
         devices.abort_process_group(backend, group)
     except RuntimeError as error:
-        log.warning("a transfer group did not end cleanly: %s", error)
+        log.warning("transfer group did not end cleanly: %s", error)

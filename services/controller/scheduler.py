@@ -400,4 +400,4 @@ def _may_fail() -> Iterator[None]:
 def _tell_end(task: asyncio.Task[None]) -> None:
     """Reports the scheduler's end. If it ends by itself /healthz fails, so that the controller is restarted."""
     if not task.cancelled():
-        log.critical("the runner has ended", exc_info=task.exception())
+        log.critical("scheduler ended", exc_info=task.exception())

@@ -184,7 +184,9 @@ class ControllerSettings(BaseModel):
             ("--trainer-devices", self.trainer_devices),
         ):
             if here:
-                raise ValueError(f"{flag} is for one machine: with --kubernetes leave it out, the release's pods tell")
+                raise ValueError(
+                    f"{flag} is for one machine: with --kubernetes remove it, the controller finds the release's pods"
+                )
         if self.trainer_template is not None:
             load_template(self.trainer_template)  # read again for each trainer: this one is for the error
         return self
@@ -206,7 +208,9 @@ class ControllerSettings(BaseModel):
         rewards = [item.partition("=") for item in flags.pop("reward")]
         names = [name for name, _, _ in rewards]
         if len(set(names)) < len(names):
-            raise ValueError(f"--reward is given twice for {', '.join({n for n in names if names.count(n) > 1})}")
+            raise ValueError(
+                f"--reward: give each name once, not twice: {', '.join({n for n in names if names.count(n) > 1})}"
+            )
         try:
             return cls(
                 redis_url=SecretStr(env.get("FLOWFLEET_REDIS_URL", "").strip()),

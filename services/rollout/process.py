@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 async def serve(options: argparse.Namespace) -> None:
     """Runs a replica until SIGTERM, which drains it. Raises ValueError for flags and settings that cannot work."""
     if options.host in _WILDCARDS and not options.advertise:
-        raise ValueError(f"--host {options.host} is no address to reach this replica at: give --advertise host:port")
+        raise ValueError(f"--host {options.host} is not an address of this replica: give --advertise host:port")
     plugins.load()
     client = redis_client.connect(redis_client.redis_url())
     engine = make_engine(options)

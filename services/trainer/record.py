@@ -41,7 +41,7 @@ class Record:
         """Result of a step below `applied`. Raises Conflict if it is too old to be kept."""
         if step not in self.results:
             raise Conflict(
-                f"step {step} was applied long ago and its result is no longer kept; expected is {self.applied}"
+                f"step {step} was applied long ago and its result was deleted; the next step is {self.applied}"
             )
         return self.results[step]
 

@@ -212,7 +212,7 @@ class Worker:
             sent = weights.send(self.member, gather.buckets, fill, self.ranks.device)
         except TransferError as error:
             gather.rest()  # with the other ranks, to the end
-            raise Unavailable(f"the broadcast broke off: {error}") from error
+            raise Unavailable(f"the broadcast failed: {error}") from error
         return Published(int(request.version), sent.hashes, sent.bytes, evaluated=request.evaluated)
 
     def _batches(self, job: Job, updates: Sequence[Update]) -> list[list[Batch]]:

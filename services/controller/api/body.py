@@ -66,7 +66,7 @@ def _parse(body: bytes) -> Any:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def _check_text(value: Any) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise InvalidRequest("the body holds half of a surrogate pair, which is no character") from None
+        raise InvalidRequest("the body holds half of a surrogate pair, which is not a character") from None
 
 
 def _children(value: Any) -> list[Any]:

@@ -143,7 +143,7 @@ async def media(
     try:
         content = await use.blobs.get(media_ref(found))
     except NotFound:
-        raise NotFound(f"the picture of sample {step}/{group}/{index} is no longer kept") from None
+        raise NotFound(f"the picture of sample {step}/{group}/{index} was deleted") from None
     headers = {"Cache-Control": "private, max-age=86400", "X-Content-Type-Options": "nosniff"}
     media_type = found.media_type if found.media_type in MEDIA_TYPES else OTHER_MEDIA
     return Response(content, media_type=media_type, headers=headers)
@@ -157,5 +157,5 @@ def _sample(job_id: str, record: SampleRecord) -> Sample:
 
 def _event_id(text: str | None) -> str | None:
     if text is not None and not re.fullmatch(EVENT_ID["pattern"], text):
-        raise InvalidRequest("Last-Event-ID or cursor: give the id of an event as you got it, e.g. 1700000000000-0")
+        raise InvalidRequest("Last-Event-ID or cursor: give the id of an event as received, e.g. 1700000000000-0")
     return text

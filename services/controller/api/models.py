@@ -43,7 +43,7 @@ async def model_file(
     """One file of the model."""
     path, digest = await asyncio.to_thread(_file, use, job_id, step, name)
     if crc32 is not None and crc32 != digest:
-        raise Conflict(f"{name} is of a newer model by now: ask for the model again")
+        raise Conflict(f"{name} now belongs to a newer model: request the model again")
     return FileResponse(path, media_type=OTHER_MEDIA, headers={"X-Content-Type-Options": "nosniff"})
 
 

@@ -90,7 +90,7 @@ async def _revision(use: Services, record: JobRecord, change: RewardChange) -> R
     check_changeable(record.id, record.status.encode(), record.desired.encode())
     is_paused = record.status is JobStatus.PAUSED  # perhaps for what it could not validate with
     if record.progress.steps and record.progress.step >= record.progress.steps and not is_paused:
-        raise Conflict("all steps of the job are trained: there is none left that other rewards could count from")
+        raise Conflict("all steps of the job are trained: a change of rewards would have no effect")
     if change.revision != record.rewards.revision:
         raise stale(change.revision, record.rewards.revision)
     if change.revision >= MAX_REVISIONS:
@@ -151,7 +151,7 @@ async def _describe(spec: JobSpec, name: str, service: str, directory: Directory
     except RewardFailure as failure:
         if failure.permanent:
             raise InvalidJob([str(failure)]) from None
-        raise Conflict(f"{failure}; the job's rewards stay as they are") from None
+        raise Conflict(f"{failure}; the job's rewards are unchanged") from None
     finally:
         await client.close()
 

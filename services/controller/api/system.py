@@ -107,7 +107,7 @@ async def readyz(use: Use) -> Condition:
 
 def _check_runner(use: Services) -> None:
     if not use.runner.alive:
-        raise Unavailable("the runner has stopped; restart the controller")
+        raise Unavailable("the scheduler has stopped; restart the controller")
 
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})

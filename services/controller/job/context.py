@@ -86,7 +86,7 @@ class JobContext(JobCore):
         """Raises RolledBack: it is kept until a checkpoint covers it, and a trainer begins where it is stored."""
         found = await self.refs.request(step)
         if found is None:
-            raise RolledBack(f"the stored request of step {step} is gone")
+            raise RolledBack(f"the stored request of step {step} is missing")
         return found
 
     async def forget(self) -> None:

@@ -297,7 +297,7 @@ class JobDriver:
             await self._look_at_memory()
             state = self.machine.state
             if state.trainer_applied is not None and not await self.job.trainer.alive():
-                log.warning("the trainer is gone", extra={"job": self.job.job_id})
+                log.warning("trainer ended unexpectedly", extra={"job": self.job.job_id})
                 await self.emit(ev.TrainerLost())
             if state.published >= 0 and self.job.pool.behind(state.published, evaluated=state.evaluated):
                 await self.emit(ev.ReplicaBehind())

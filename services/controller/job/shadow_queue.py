@@ -182,7 +182,7 @@ class ShadowQueue:
         try:
             given = await job.scoring.ask(offer.name, offer.part.as_reward(), offer.samples, offer.prompts)
         except NotYet as failure:
-            log.warning("shadow %s: %s", offer.name, failure, extra={"job": job.job_id})
+            log.warning("shadow %s failed: %s", offer.name, failure, extra={"job": job.job_id})
         scores = {
             (s.id.step, s.id.group, s.id.index): answer.score
             for s, answer in zip(offer.samples, given, strict=True)

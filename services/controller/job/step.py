@@ -118,7 +118,7 @@ class TrainingStep:
             return
         if configured.misfit:
             await job.trainer.stop()
-            raise NotYet(f"the trainer is started again from a checkpoint: {configured.misfit}")
+            raise NotYet(f"the trainer restarts from a checkpoint: {configured.misfit}")
         await job.emit(await resumed(job, configured))
 
     async def generate(self, step: int, groups: Sequence[int]) -> None:
@@ -206,7 +206,7 @@ class TrainingStep:
         await job.pool.refresh()
         job.reports.published(response, time.monotonic() - started)
         if not any(result.ok for result in response.results):
-            raise NotYet(f"no replica took version {version}: {response.results[0].error}")
+            raise NotYet(f"no replica received version {version}: {response.results[0].error}")
         await job.emit(ev.Published(version=version, evaluated=evaluated, digest=response.weights_digest))
 
     async def checkpoint(self, version: int) -> None:

@@ -181,7 +181,7 @@ async def connect(namespace: str) -> KubernetesApi:
             )
     except (ConfigException, OSError) as error:
         raise ValueError(
-            f"--kubernetes: no way to the Kubernetes API ({error}): run in a pod with a service account, or set "
+            f"--kubernetes: the Kubernetes API is unreachable ({error}): run in a pod with a service account, or set "
             "KUBECONFIG"
         ) from None
     client = ApiClient(configuration=settings)

@@ -74,9 +74,9 @@ def _read(sources: Sources, url: str) -> bytes:
     except NotAllowed as error:
         raise DataLoss(f"the data set names a file that jobs may not read: {error}") from None
     except FileNotFoundError:
-        raise DataLoss(f"the data set names {url}, which is not there") from None
+        raise DataLoss(f"the data set names {url}, which does not exist") from None
     except OSError as error:
-        raise Unavailable(f"the data set names {url}, which cannot be read: {error}") from None
+        raise Unavailable(f"the data set names {url}, which could not be read: {error}") from None
     if len(data) > MAX_MEDIA_BYTES:
         raise DataLoss(f"the data set names {url}, which is larger than {MAX_MEDIA_BYTES} bytes")
     return data

@@ -56,7 +56,7 @@ class Sources:
         try:
             return self.reader.picture_size(descriptor, PICTURE_TYPES[media_type])
         except OSError as error:
-            raise ValueError(f"{place} is no readable {media_type}: {error}") from None
+            raise ValueError(f"{place} is not a readable {media_type}: {error}") from None
         finally:
             os.close(descriptor)
 

@@ -28,13 +28,13 @@ def fetch(url: str, limit: int) -> bytes:
                 return _body(response, url, limit)
             url = urljoin(url, response.headers.get("Location", ""))
         except http.client.HTTPException as error:
-            raise OSError(f"{url} gives no HTTP answer: {type(error).__name__}") from error
+            raise OSError(f"{url} did not answer: {type(error).__name__}") from error
         finally:
             connection.close()
         try:
             there = url_origin(url)
         except ValueError as error:
-            raise OSError(f"it redirects to what is not read: {error}") from None
+            raise OSError(f"it redirects to a URL that may not be read: {error}") from None
         if there != origin:
             raise OSError(f"it redirects to {there}: name that URL in the data instead, and allow it by --data-url")
     raise OSError(f"it redirects more than {MAX_REDIRECTS} times")

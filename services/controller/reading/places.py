@@ -126,7 +126,7 @@ class Places:
         holding = [root for root in self.roots if path.is_relative_to(root)]
         if holding and (hidden := self._hidden(path)) and not any(root.is_relative_to(hidden) for root in holding):
             raise NotAllowed(
-                f"{_shown(place)} lies in {hidden}: what is hidden in a home directory no job may read. Move it, or "
+                f"{_shown(place)} lies in {hidden}: jobs may not read hidden files of a home directory. Move it, or "
                 f"give the controller or `flowfleet up` --data-root {hidden}"
             )
         if not holding:
@@ -149,7 +149,7 @@ class Places:
         match = _EXPORT.fullmatch(place)
         if match is None or self.state_dir is None:
             raise NotAllowed(
-                f"{_shown(place)}: write job:ID for what a job exported, job:ID@STEP for one of its checkpoints"
+                f"{_shown(place)}: write job:ID for a job's exported model, job:ID@STEP for one of its checkpoints"
             )
         job_id, step = match.groups()
         job = self.state_dir / "jobs" / job_id
@@ -171,7 +171,7 @@ class Places:
         if origin not in self.urls and not (origin.startswith(HUB) and HUB in self.urls):
             known = ", ".join(self.urls) or "none is set"
             raise NotAllowed(
-                f"{_shown(place)} is at {origin}, from where jobs may not read (allowed: {known}): copy it below a "
+                f"{_shown(place)} is at {origin}, which jobs may not read (allowed: {known}): copy it below a "
                 "--data-root, or give the controller or `flowfleet up` --data-url " + origin
             )
 
@@ -212,20 +212,20 @@ def url_origin(url: str) -> str:
     """SCHEME://HOST[:PORT], lower case, without a default port. Raises ValueError for chained or unknown protocols."""
     odd = any(character.isspace() or not character.isprintable() or character == "\\" for character in url)
     if odd or "::" in _IPV6_HOST.sub("//", url, count=1):
-        raise ValueError(f"{_shown(url)}: chained protocols, spaces and backslashes are not read; give one plain URL")
+        raise ValueError(f"{_shown(url)}: give one plain URL, without chained protocols, spaces, backslashes")
     parts = urlsplit(url)
     scheme = parts.scheme.lower()
     if scheme not in SCHEMES:
-        raise ValueError(f"{_shown(url)}: the protocol {parts.scheme!r} is not read; use one of {', '.join(SCHEMES)}")
+        raise ValueError(f"{_shown(url)}: protocol {parts.scheme!r} is not supported; use one of {', '.join(SCHEMES)}")
     if parts.username is not None or parts.password is not None:
-        raise ValueError(f"{parts.scheme}://…@{parts.hostname}: leave credentials out; stores have those of the reader")
+        raise ValueError(f"{parts.scheme}://…@{parts.hostname}: remove the credentials; the controller has its own")
     if not parts.hostname:
         raise ValueError(f"{_shown(url)} names no host")
     if scheme == "hf":
         return _hub_origin(url, parts)
     if scheme in OBJECT_STORES:
         if ".." in url.split("/"):  # some clients take it for another bucket
-            raise ValueError(f"{_shown(url)}: leave .. out, an object store has no folders")
+            raise ValueError(f"{_shown(url)}: remove `..`, an object store has no folders")
         return f"{scheme}://{parts.netloc}"
     host = parts.hostname.rstrip(".")
     host = f"[{host}]" if ":" in host else host

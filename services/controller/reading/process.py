@@ -131,7 +131,7 @@ def _rows(descriptors: list[int], message: dict[str, Any]) -> bytes:
         if not descriptors:
             data = _fetch(message["url"], limit + 1)
             if len(data) > limit:
-                raise ValueError(f"it is too large: a prompt file has at most {limit} bytes")
+                raise ValueError(f"it is too large: split it into prompt files of at most {limit} bytes")
             source = io.BytesIO(data)
         return rows_as_json_lines(source, message["format"], limit, message["ignored"])
 

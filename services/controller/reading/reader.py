@@ -60,7 +60,7 @@ class Reader:
         return self.ask(question, [source])[1]
 
     def files_of(self, url: str) -> list[str]:
-        """URLs of a data set's files. Raises OSError, and ValueError where its split is not to be told."""
+        """URLs of a data set's files. Raises OSError, and ValueError if its split is ambiguous."""
         found: list[str] = self.ask({"do": "files", "url": url})[0]["files"]
         return found
 

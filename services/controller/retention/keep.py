@@ -44,7 +44,7 @@ class Keep(BaseModel):
         if self.refuse_above > self.pause_above:
             raise ValueError(
                 f"--keep refuse_above={self.refuse_above:g} must not be greater than pause_above={self.pause_above:g}: "
-                "a new job must not be taken where running ones pause"
+                "a new job must not be accepted while running ones pause"
             )
         return self
 

@@ -153,8 +153,8 @@ class RewardService:
         if is_rubbish(list(answers.values())):
             problem = next(iter(answers.values())).problem
             raise RewardFailure(
-                f"rewards.{name}: service {self.service!r} answered with nothing that can be used, as of the first "
-                f"sample: {problem}; repair the service (`flowfleet check-reward ADDRESS` tells more)"
+                f"rewards.{name}: service {self.service!r} gave no usable answer, for "
+                f"example: {problem}; repair the service (`flowfleet check-reward ADDRESS` shows what is wrong)"
             )
         return answers
 
@@ -243,7 +243,7 @@ class RewardService:
         for one in described:
             if one.contract > CONTRACT:
                 raise RewardFailure(
-                    f"rewards.{name}: service {self.service!r} speaks contract {one.contract} of RewardService, and "
+                    f"rewards.{name}: service {self.service!r} speaks contract {one.contract} of RewardService, but "
                     f"this controller knows {CONTRACT}: upgrade the controller, or start an older version of it",
                     permanent=True,
                 )

@@ -50,7 +50,7 @@ class Scoring:
         return [answers.get(sample_name(sample.id)) for sample in samples]
 
     async def group_rewards(self, rewards: Mapping[str, RewardPart]) -> list[str]:
-        """As `RewardPlane.group_rewards`."""
+        """Names of the rewards that need whole groups; see `RewardPlane.group_rewards`."""
         return await self._rewards.group_rewards(rewards)
 
     def reset(self) -> None:

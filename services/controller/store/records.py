@@ -64,7 +64,7 @@ def next_desired(status: JobStatus, desired: Desired, action: Action) -> Desired
     if status == JobStatus.CANCELLED and target == Desired.CANCELLED:
         return desired
     if status.terminal:
-        raise Conflict(f"the job has ended as {status}: it cannot {action}; submit it again for a new run")
+        raise Conflict(f"the job has ended as {status}: it cannot {action}; submit it again")
     if desired == Desired.CANCELLED and target != Desired.CANCELLED:
         raise Conflict(f"the job is being cancelled: it cannot {action}")
     return target

@@ -127,7 +127,7 @@ class Replication:
         except FileNotFoundError:
             return {}
         except (ValueError, KeyError, TypeError):
-            raise OSError(f"{self._file} is damaged; remove it if Redis has lost nothing") from None
+            raise OSError(f"{self._file} is damaged; remove it if Redis lost no writes") from None
 
     def _note(self, number: int) -> None:
         text = json.dumps({"number": number, "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())})

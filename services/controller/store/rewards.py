@@ -136,9 +136,11 @@ def check_changeable(job_id: str, status: bytes | None, desired: bytes | None) -
     if status is None or desired is None:
         raise NotFound(f"no job {job_id}")
     if JobStatus(status.decode()).terminal:
-        raise Conflict(f"the job has ended as {status.decode()}: its rewards stay what they were; submit it again")
+        raise Conflict(
+            f"the job has ended as {status.decode()}: its rewards cannot change; submit it again with others"
+        )
     if desired.decode() == Desired.CANCELLED:
-        raise Conflict("the job is being cancelled: its rewards stay what they are")
+        raise Conflict("the job is being cancelled: its rewards cannot change")
 
 
 def stale(base: int, newest: int) -> Conflict:

@@ -23,7 +23,7 @@ class JobTrainer:
     def stub(self) -> trainer_pb2_grpc.TrainerServiceAsyncStub:
         """Calls to the trainer. Raises NotYet while there is none."""
         if not self.address:
-            raise NotYet("no trainer yet")
+            raise NotYet("the trainer has not started yet")
         if self.address not in self._channels:
             self._channels[self.address] = open_channel(self.address)
         return trainer_pb2_grpc.TrainerServiceStub(self._channels[self.address])

@@ -73,7 +73,7 @@ class KubernetesLauncher:
             raise NotYet(f"trainer: {waits}")
         if not await self._serves(attempt):
             await self._look_at_start(job_id, attempt)
-            raise NotYet("trainer: it starts")
+            raise NotYet("trainer: starting")
         return load_template(self._template).address(attempt["metadata"]["name"], self._namespace)
 
     async def alive(self, job_id: str) -> bool:
@@ -215,7 +215,7 @@ class KubernetesLauncher:
         since = [pods.running_s(pod) for pod in own]
         if len(own) == attempt["spec"]["completions"] and min(since, default=0.0) > START_TIMEOUT_S:
             await self.stop(job_id)
-            raise RuntimeError(f"the trainer's pods have run for {START_TIMEOUT_S:.0f} s and rank 0 does not serve")
+            raise RuntimeError(f"the trainer's pods have run for {START_TIMEOUT_S:.0f} s but rank 0 does not answer")
 
     async def _delete(self, attempt: Object) -> None:
         try:

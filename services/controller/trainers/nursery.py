@@ -39,7 +39,7 @@ class Nursery:
                         return int(answer["pid"])
                 log.warning("trainer fork server is gone or hangs; starting another one")
                 await self._end()
-            raise RuntimeError(f"no trainer could be forked; the log is {self._output}")
+            raise RuntimeError(f"could not fork a trainer; see the log {self._output}")
 
     async def warm(self) -> None:
         """Has the process ready for the next trainer."""
@@ -60,7 +60,7 @@ class Nursery:
             )
         if await self._answer(self._process, IMPORTS_S) is None:
             await self._end()
-            raise RuntimeError(f"trainers cannot be started; the log is {self._output}")
+            raise RuntimeError(f"could not start trainers; see the log {self._output}")
         return self._process
 
     async def _answer(self, process: asyncio.subprocess.Process, timeout_s: float) -> dict[str, Any] | None:

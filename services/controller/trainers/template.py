@@ -84,7 +84,7 @@ def load_template(path: Path) -> TrainerTemplate:
     except OSError as error:
         raise ValueError(f"--trainer-template {path} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"--trainer-template {path} is no YAML: {error}") from None
+        raise ValueError(f"--trainer-template {path} is not YAML: {error}") from None
     except ValueError as error:
         raise ValueError(f"--trainer-template {path}: {error}") from None
 

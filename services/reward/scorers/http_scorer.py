@@ -165,7 +165,7 @@ class HttpScorer(AsyncScorer[Params]):
                 if not failed.again or attempt == self._settings.retries or not self._retries.withdraw():
                     log.warning("%s", failed)
                     return [Problem(failed.reason, str(failed))] * len(samples)
-                log.info("asking again: %s", failed)
+                log.info("retrying: %s", failed)
                 await asyncio.sleep(retry_s(attempt, self._settings.pause_s, MAX_PAUSE_S, None, self._draw))
         raise AssertionError("the last attempt returns")
 

@@ -119,7 +119,7 @@ def blocks(expert: nn.Module) -> dict[str, nn.Module]:
     found = {name: module for name, module in expert.named_modules() if type(module).__name__ in names}
     if not found:
         raise ValueError(
-            f"{type(expert).__name__} does not say what its blocks are: set its class attribute _no_split_modules to "
+            f"{type(expert).__name__} does not name its blocks: set its class attribute _no_split_modules to "
             f"their class names, or turn rollout.compile and rollout.quantization off; it has {sorted(names)} now"
         )
     return found
@@ -203,7 +203,7 @@ def _require_fp8(expert: nn.Module) -> None:
     if not devices.has_fp8(parameter.device):
         raise ValueError(
             f"rollout.quantization = 'fp8' needs float8 matrix products with row-wise scales, which {parameter.device} "
-            "of this replica has not: use NVIDIA GPUs of compute capability 8.9 or newer, or rollout.quantization = "
+            "of this replica lacks: use NVIDIA GPUs of compute capability 8.9 or newer, or rollout.quantization = "
             "'none'"
         )
     if parameter.dtype != torch.bfloat16:

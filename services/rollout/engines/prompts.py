@@ -89,7 +89,7 @@ class PromptEncoder:
         if hasattr(self._adapter, "condition_pixels"):
             self._adapter.condition_pixels = sampling.condition_pixels
         elif sampling.condition_pixels is not None:
-            raise ValueError("this model takes no condition images: leave sampling.condition_pixels out")
+            raise ValueError("this model takes no condition images: remove sampling.condition_pixels")
 
 
 def _has_images(request: GenerationRequest) -> bool:

@@ -28,7 +28,7 @@ def generation_request(request: rollout_pb2.GenerateRequest) -> GenerationReques
     noise = _noise(request.noise, sampling.num_steps)
     record = _record(request, noise)
     if request.reference_kl and (record == "none" or not noise.steps or any(group.media for group in groups)):
-        raise ValueError("reference_kl: it is measured at noisy steps: give PURPOSE_TRAIN, and sde_steps with eta > 0")
+        raise ValueError("reference_kl is measured at noisy steps: give PURPOSE_TRAIN, and sde_steps with eta > 0")
     return GenerationRequest(groups, sampling, noise, record, request.reference_kl)
 
 
@@ -38,12 +38,12 @@ def _record(request: rollout_pb2.GenerateRequest, noise: Noise) -> Record:
     if not is_training and request.purpose != common_pb2.PURPOSE_VALIDATE:
         raise ValueError("purpose: give PURPOSE_TRAIN or PURPOSE_VALIDATE")
     if any(group.media for group in request.groups) and not (is_training and is_final):
-        raise ValueError("groups.media: give PURPOSE_TRAIN and RECORD_FINAL, for media have no noisy steps")
+        raise ValueError("groups.media: give PURPOSE_TRAIN and RECORD_FINAL, because media have no noisy steps")
     if not is_training:
         return "none"
     if not is_final and not noise.steps:
         raise ValueError(
-            "noise: RECORD_STEPS needs sde_steps and eta > 0, for an ODE has no log-prob to train on; or give "
+            "noise: RECORD_STEPS needs sde_steps and eta > 0, because an ODE has no log-prob to train on; or give "
             "RECORD_FINAL"
         )
     return "final" if is_final else "steps"
@@ -122,7 +122,7 @@ def _shift(message: rollout_pb2.Sampling) -> float | None:
     if not message.HasField("shift"):
         return None
     if not (math.isfinite(message.shift) and message.shift > 0):
-        raise ValueError(f"sampling.shift = {message.shift}: give a finite number above 0, or leave it out")
+        raise ValueError(f"sampling.shift = {message.shift}: give a finite number above 0, or remove it")
     return message.shift
 
 
@@ -131,7 +131,7 @@ def _embedded_guidance(message: rollout_pb2.Sampling) -> float | None:
         return None
     value = message.embedded_guidance
     if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"sampling.embedded_guidance = {value}: give a finite number of at least 0, or leave it out")
+        raise ValueError(f"sampling.embedded_guidance = {value}: give a finite number of at least 0, or remove it")
     return value
 
 
@@ -141,7 +141,7 @@ def _noise(message: rollout_pb2.Noise, num_steps: int) -> Noise:
         raise ValueError(f"noise.eta = {message.eta}: give a finite number of at least 0")
     if not steps or message.eta == 0:
         if message.tail_steps:
-            raise ValueError(f"noise.tail_steps = {message.tail_steps} needs sde_steps and eta > 0: leave it out")
+            raise ValueError(f"noise.tail_steps = {message.tail_steps} needs sde_steps and eta > 0: remove it")
         return Noise(share_initial=message.share_initial_noise)
     if message.step_type not in STEPS:
         raise ValueError(f"noise.step_type = {message.step_type!r}: give one of {', '.join(STEPS)}")

@@ -146,7 +146,7 @@ class WeightReceiver:
             await self._engine.receive(self._member, broadcast.buckets)
         except GroupBroken as error:
             self._leave()
-            raise DataLoss(f"the broadcast broke off: {error}; form another group and send all weights again") from None
+            raise DataLoss(f"the broadcast failed: {error}; form another group and send all weights again") from None
         except BaseException:
             self._leave()
             raise

@@ -69,7 +69,7 @@ class WeightState:
         """Takes in samples for the version and weights named; without a digest, for any of that version. Raises
         Conflict if it does not serve them, Unavailable if it is draining."""
         if self.draining:
-            raise Unavailable("this replica is draining: ask another")
+            raise Unavailable("this replica is draining: call another")
         if self.phase is Phase.UPDATING:
             raise Conflict(
                 f"weights are being updated to {self._held} of job {self.job_id}: ask again once GetStatus says SERVING"
@@ -165,7 +165,7 @@ class WeightState:
     def _not_updating(self, job_id: str, named: str) -> NoReturn:
         now = f"{self.phase.value} {self._held} of job {self.job_id}" if self.job_id else "bound to no job"
         raise Conflict(
-            f"no update to {named} of job {job_id} is under way, this replica is {now}: call StartWeightUpdate first"
+            f"no update to {named} of job {job_id} is running, this replica is {now}: call StartWeightUpdate first"
         )
 
 

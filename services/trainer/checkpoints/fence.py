@@ -47,7 +47,7 @@ class Fence:
     def check(self) -> None:
         """Raises Replaced."""
         if self.attempt and (newest := self._newest()) > self.attempt:
-            raise Replaced(f"trainer {newest} of this job has started since, this is {self.attempt}")
+            raise Replaced(f"trainer {newest} replaced trainer {self.attempt} of this job")
 
     def put(self, aside: Path, path: Path) -> None:
         """Gives a folder that was written aside its name, in place of what has it. Raises Replaced, and changes nothing

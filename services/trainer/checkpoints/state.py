@@ -30,15 +30,15 @@ def read_state(path: Path) -> dict[str, Any]:
         if digest is None and "digests" not in state:
             state["digests"] = {}  # written before there were digests: its sizes alone tell
         elif digest != _digest(state):
-            raise DataLoss(f"{path.name} is damaged: state.json has not the digest {digest}")
+            raise DataLoss(f"{path.name} is damaged: state.json does not have the digest {digest}")
         if state["format"] != FORMAT:
             raise OtherFormat(
-                f"{path} has the format {state['format']}, and this trainer reads {FORMAT}: run the version of "
+                f"{path} has the format {state['format']}, but this trainer reads {FORMAT}: run the version of "
                 "Flowfleet that wrote it, or move the folder away to begin again without it"
             )
         for name, size in state["files"].items():
             if (found := (path / name).stat().st_size) != size:
-                raise DataLoss(f"{path.name} is damaged: {name} has {found} bytes, and was written with {size}")
+                raise DataLoss(f"{path.name} is damaged: {name} has {found} bytes, written were {size}")
     except OSError as error:
         if error.errno not in DAMAGED:
             raise

@@ -82,7 +82,9 @@ class CheckpointSource:
         for name, tensor in wanted.items():
             shape = tuple(self._places[name].get_slice(name).get_shape())
             if shape != tuple(tensor.shape):
-                raise ValueError(f"{name} in {self._folder} is {shape}, by its configuration it is {(*tensor.shape,)}")
+                raise ValueError(
+                    f"{name} in {self._folder} has shape {shape}, its configuration says {(*tensor.shape,)}"
+                )
 
     def rows(self, name: str, shape: Sequence[int], rows: slice) -> Tensor:
         part: Tensor = self._places[name].get_slice(name)[rows]

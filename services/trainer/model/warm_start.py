@@ -84,7 +84,7 @@ def open_adapter(path: Path, components: Sequence[str]) -> WarmStart:
         files = find_adapter(path)
         return _of_checkpoint(path) if files.layout == "checkpoint" else _of_files(path, files, components)
     except (OSError, SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"model.adapter: {path} cannot be read: {error}; give a whole one") from error
+        raise ValueError(f"model.adapter: {path} cannot be read: {error}; give a complete one") from error
     except ValueError as error:
         raise ValueError(f"model.adapter: {error}") from None
 

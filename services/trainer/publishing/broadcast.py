@@ -183,7 +183,7 @@ class Broadcaster:
             except RuntimeError as error:
                 absent = self._absent(error)
                 guilty = await _guilty(clients, joining) or absent
-                raise _Broken(f"the group did not form: {error}", guilty) from None
+                raise _Broken(f"the transfer group did not form: {error}", guilty) from None
         await _done(joining)
         return group
 

@@ -105,7 +105,7 @@ class ReplicaClient:
     async def _call(self, method: Any, request: Any, limit_s: float = float("inf")) -> Any:
         timeout_s = min(limit_s, self._deadline - time.monotonic())
         if timeout_s <= 0:
-            raise ReplicaFailure("no time was left: raise timeouts.publish_s")
+            raise ReplicaFailure("timed out: raise timeouts.publish_s")
         try:
             return await method(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:

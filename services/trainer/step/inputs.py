@@ -155,7 +155,7 @@ class StepReader:
 
     def _checked_steps(self, trajectory: Trajectory, steps: list[int]) -> Trajectory:
         if trajectory.step_indices.tolist() != steps:
-            raise InvalidRequest(f"its trajectory holds steps {trajectory.step_indices.tolist()}, it names {steps}")
+            raise InvalidRequest(f"its trajectory holds steps {trajectory.step_indices.tolist()}, expected {steps}")
         self._check_shape(trajectory.latents.shape[1:])
         sigmas, sigmas_next = self._schedule.sigmas[steps], self._schedule.sigmas[[step + 1 for step in steps]]
         if not (torch.equal(trajectory.sigmas, sigmas) and torch.equal(trajectory.sigmas_next, sigmas_next)):

@@ -146,7 +146,7 @@ BAD_BODIES: dict[str, tuple[bytes, int, str]] = {
     "malformed": (b'{"model": ', 400, "not valid JSON"),
     "not UTF-8": (b'{"name": "\xff"}', 400, "not valid JSON"),
     "a list": (b"[]", 400, "JSON object"),
-    "NaN": (b'{"seed": NaN}', 400, "NaN is no JSON number"),
+    "NaN": (b'{"seed": NaN}', 400, "NaN is not a JSON number"),
     "key twice": (b'{"seed": 1, "seed": 2}', 400, "'seed' is given twice"),
     "huge number": (b'{"seed": ' + b"9" * 10_000 + b"}", 400, "not valid JSON"),
     "bomb of lists": (b"[" * 500_000, 400, "nested too deeply"),

@@ -237,7 +237,7 @@ def test_rubbish_for_all_is_the_services_failure(
     change: Callable[[list[RewardScore]], list[RewardScore]], words: str
 ) -> None:
     said = said_of(serving(Answers(change)))
-    assert said.startswith("rewards.beauty: service 'judge' answered with nothing that can be used")
+    assert said.startswith("rewards.beauty: service 'judge' gave no usable answer")
     assert words in said
     assert "flowfleet check-reward" in said
 

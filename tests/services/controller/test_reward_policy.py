@@ -190,7 +190,7 @@ def test_rubbish_is_asked_for_again() -> None:
     good, service.answers = service.answers, rubbish("not_finite")
 
     async def use(fleet: Fleet) -> None:
-        with pytest.raises(RewardFailure, match=r"rewards\.x: service 'x' answered with nothing .* the score is nan"):
+        with pytest.raises(RewardFailure, match=r"rewards\.x: service 'x' gave no usable answer.* the score is nan"):
             await fleet.score({"x": RewardPart()}, 0, samples("a", "b"))
         service.answers = good
         assert (await fleet.score({"x": RewardPart()}, 0, samples("a", "b")))["b"].score == 1.0
@@ -267,7 +267,7 @@ def test_other_servers_are_told_from_reward_services() -> None:
             ("garbage", "not with messages of flowfleet.v1.RewardService", False),
             ("nothing", "is no flowfleet.v1.RewardService", True),
             ("missing", r"at 127\.0\.0\.1:9 cannot be reached .*controller's --reward", False),
-            ("newer", "speaks contract 9 of RewardService, and this controller knows 1: upgrade", True),
+            ("newer", "speaks contract 9 of RewardService, but this controller knows 1: upgrade", True),
             ("film", "does not score pictures: leave it out", True),
             ("unknown", "reward service 'unknown' is gone; there are: film, garbage, missing, newer, nothing", False),
         ]:

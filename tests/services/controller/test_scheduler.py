@@ -224,7 +224,7 @@ def test_a_runner_that_ends_by_itself_is_not_alive_and_says_so(
         monkeypatch.setattr(runner, "_run", broken)
         await runner.start()
         await until(lambda: not runner.alive)
-        assert "the runner has ended" in caplog.text
+        assert "scheduler ended" in caplog.text
 
     with_runner(redis_url, tmp_path, use)
 

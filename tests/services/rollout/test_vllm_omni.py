@@ -386,7 +386,7 @@ def test_a_batch_that_vllm_omni_gave_up_is_no_batch_that_nobody_wants(
 
     run(engine.prepare(model, None))
     monkeypatch.setattr(engine._omni, "generate", ends_at_once)
-    with pytest.raises(told, match=None if is_cancelled else "gave a task up"):
+    with pytest.raises(told, match=None if is_cancelled else "abandoned a task"):
         run(collect(engine, make_request(), lambda: is_cancelled))
 
 
@@ -414,7 +414,7 @@ def test_what_it_cannot_do_is_said(engine: VllmOmniEngine, model: ModelSpec, mon
         run(engine.prepare(ModelSpec(path=model.path, dtype="float32", quantization="fp8"), None))
     with pytest.raises(ValueError, match="rank"):
         run(engine.prepare(model, LoraSpec(rank=100_000, alpha=1.0, target_modules=["to_q"])))
-    with pytest.raises(ValueError, match="show it one"):
+    with pytest.raises(ValueError, match="make only that one visible"):
         VllmOmniEngine(torch.device("cuda:1"), max_batch=1)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="make vllm-omni"):

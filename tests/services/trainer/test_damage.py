@@ -133,7 +133,7 @@ def test_another_format_is_refused_with_words_and_stays(
 ) -> None:
     newest = checkpoints / "step-00000002"
     write_state(newest, {**read_state(newest), "format": "flowfleet.trainer.v9"})
-    with pytest.raises(OtherFormat, match=rf"v9, and this trainer reads {FORMAT}: run the version of Flowfleet that"):
+    with pytest.raises(OtherFormat, match=rf"v9, but this trainer reads {FORMAT}: run the version of Flowfleet that"):
         make_worker(job[0], ranks, files, tmp_path)
     assert newest.is_dir()
     assert not kept_aside(checkpoints)

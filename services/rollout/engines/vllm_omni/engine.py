@@ -61,7 +61,9 @@ class VllmOmniEngine(RolloutEngine):
     ) -> None:
         launch.require_installed()
         if device.index:
-            raise ValueError(f"the vllm-omni engine takes the first device that it sees, not {device}: show it one")
+            raise ValueError(
+                f"the vllm-omni engine uses the first visible device, not {device}: make only that one visible"
+            )
         self.device = device
         self._max_batch = max_batch
         self._threads = threads
@@ -187,7 +189,7 @@ class VllmOmniEngine(RolloutEngine):
         with work():
             answer = await self._loop.submit(self._omni.collective_rpc("perform", args=(task,)))
         if not task.is_done:
-            raise RuntimeError(f"vLLM-Omni did not do what it was asked: {answer}")
+            raise RuntimeError(f"vLLM-Omni failed: {answer}")
         return task.result()
 
     async def _draw(

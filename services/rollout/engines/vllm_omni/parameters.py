@@ -88,8 +88,10 @@ def _fill_from_file(live: Mapping[str, Tensor], file: Path, component: str) -> s
             for name in stored.keys():  # noqa: SIM118
                 target = live.get(f"{component}.{name}")
                 value = stored.get_tensor(name)
-                if target is None or target.shape != value.shape:
-                    raise ValueError(f"{file} holds {name} {list(value.shape)}, which the transformer has not so")
+                if target is None:
+                    raise ValueError(f"{file}: {name} is not a parameter of this transformer")
+                if target.shape != value.shape:
+                    raise ValueError(f"{file}: {name} has shape {[*value.shape]}, expected {[*target.shape]}")
                 target.copy_(value)
                 filled.add(f"{component}.{name}")
     except (OSError, SafetensorError) as error:

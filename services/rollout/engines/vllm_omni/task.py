@@ -40,5 +40,5 @@ class Task(Generic[T]):
         if self._error is not None:
             raise self._error
         if not self.is_done:
-            raise RuntimeError("the engine gave a task up before it was done")
+            raise RuntimeError("the engine abandoned a task")
         return cast(T, self._value)

@@ -102,14 +102,18 @@ ON_KUBERNETES = ("--kubernetes", "f", "--owner", "c", "--trainer-template", "tra
         (["--redis-acks", "-1"], {"FLOWFLEET_REDIS_URL": "redis://x"}, "--redis-acks: Input should be greater"),
         (["--reward", "ocr"], {"FLOWFLEET_REDIS_URL": "redis://x"}, "give NAME=HOST:PORT"),
         (["--trainer-devices", "0,0"], {"FLOWFLEET_REDIS_URL": "redis://x"}, "--trainer-devices 0,0: give each once"),
-        (["--reward", "a=h:1", "--reward", "a=h:2"], {"FLOWFLEET_REDIS_URL": "redis://x"}, "given twice for a"),
+        (
+            ["--reward", "a=h:1", "--reward", "a=h:2"],
+            {"FLOWFLEET_REDIS_URL": "redis://x"},
+            "--reward: give each name once, not twice: a",
+        ),
         (["--owner", "c"], {"FLOWFLEET_REDIS_URL": "redis://x"}, "--owner is for trainers on Kubernetes"),
         (["--kubernetes", "f", "--owner", "c"], {"FLOWFLEET_REDIS_URL": "redis://x"}, "needs --trainer-template"),
         ([*ON_KUBERNETES], {"FLOWFLEET_REDIS_URL": "redis://x"}, "needs POD_NAMESPACE"),
         (
             [*ON_KUBERNETES, "--reward", "a=h:1"],
             {"FLOWFLEET_REDIS_URL": "redis://x", "POD_NAMESPACE": "n"},
-            "--reward is for one machine: with --kubernetes leave it out",
+            "--reward is for one machine: with --kubernetes remove it",
         ),
         (
             [*ON_KUBERNETES],

@@ -57,7 +57,7 @@ async def test_a_condition_image_is_stored_once_and_again_when_it_is_gone(
     await inputs.attach(second, [same])
     assert list(second.groups[0].images) == media[:2]
     await blobs.delete([media[0].blob])
-    with pytest.raises(DataLoss, match=r"the data set names .*1\.png, which is not there"):
+    with pytest.raises(DataLoss, match=r"the data set names .*1\.png, which does not exist"):
         await inputs.attach(request([0]), [same])
     file(tmp_path / "1.png", b"one")
     file(tmp_path / "2.jpg", b"one")
@@ -108,7 +108,7 @@ async def test_what_cannot_be_read_now_is_asked_for_again_and_what_is_too_large_
 ) -> None:
     inputs = Inputs("job", blobs, sources)
     (tmp_path / "folder.png").mkdir()
-    with pytest.raises(Unavailable, match=r"folder\.png, which cannot be read"):
+    with pytest.raises(Unavailable, match=r"folder\.png, which could not be read"):
         await inputs.attach(request([0]), [Prompt("a", images=(str(tmp_path / "folder.png"),))])
     monkeypatch.setattr(module, "MAX_MEDIA_BYTES", 3)
     with pytest.raises(DataLoss, match="larger than 3 bytes"):

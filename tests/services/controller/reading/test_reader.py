@@ -122,7 +122,7 @@ def test_urls_are_read_from_listed_hosts_alone(open_sources: Sources, site: str)
     for path, words in (
         ("/elsewhere", "redirects to http://localhost:1"),
         ("/metadata", "redirects to http://169.254.169.254"),
-        ("/file", "redirects to what is not read"),
+        ("/file", "redirects to a URL that may not be read"),
         ("/loop", "more than 5 times"),
         ("/a.txt?cut", "ended after 9 of 14 bytes"),
     ):

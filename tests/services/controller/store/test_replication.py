@@ -201,7 +201,7 @@ async def test_a_damaged_file_keeps_from_leading_and_says_so(
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / NAME).write_text("{")
     one = controller()
-    await until(lambda: "is damaged; remove it if Redis has lost nothing" in one.lease.trouble)
+    await until(lambda: "is damaged; remove it if Redis lost no writes" in one.lease.trouble)
     (tmp_path / "state" / NAME).unlink()
     await one.leads()
 

@@ -176,5 +176,5 @@ def test_a_template_that_is_no_file_or_no_yaml_is_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read: No such file"):
         load_template(tmp_path / "none.yaml")
     (tmp_path / "bad.yaml").write_text("a: [")
-    with pytest.raises(ValueError, match="is no YAML"):
+    with pytest.raises(ValueError, match="is not YAML"):
         load_template(tmp_path / "bad.yaml")

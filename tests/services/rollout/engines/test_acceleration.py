@@ -187,7 +187,7 @@ def test_the_cpu_has_no_float8_kernels() -> None:
 def test_an_unknown_quantization_and_a_model_without_blocks_are_refused() -> None:
     with pytest.raises(ValueError, match="give one of none, fp8"):
         accelerate({"transformer": _Expert()}, compile=False, quantization="int4")
-    with pytest.raises(ValueError, match="Linear does not say what its blocks are"):
+    with pytest.raises(ValueError, match="Linear does not name its blocks"):
         accelerate({"transformer": nn.Linear(2, 2)}, compile=True, quantization="none")
 
 

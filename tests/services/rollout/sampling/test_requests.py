@@ -95,7 +95,7 @@ def test_a_reference_kl_needs_training_samples_with_noise() -> None:
 
     assert generation_request(request(0.7)).reference_kl
     for refused in (request(0.0), request(0.7, is_training=False)):
-        with pytest.raises(ValueError, match="reference_kl: it is measured at noisy steps"):
+        with pytest.raises(ValueError, match="reference_kl is measured at noisy steps"):
             generation_request(refused)
 
 
