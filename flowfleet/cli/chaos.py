@@ -12,23 +12,23 @@ from flowfleet.cli.options import out
 
 
 def chaos(
-    faults: Annotated[int, typer.Option(min=1, help="Faults that must count.")] = 12,
-    seed: Annotated[int, typer.Option(help="Of the schedule.")] = 1,
+    faults: Annotated[int, typer.Option(min=1, help="Number of faults that must count.")] = 12,
+    seed: Annotated[int, typer.Option(help="Seed of the schedule.")] = 1,
     mode: Annotated[Literal["lora", "full"], typer.Option(help="What the job trains.")] = "lora",
     job: Annotated[Path | None, typer.Option(help="Job file in place of the tiny one.")] = None,
     kinds: Annotated[str, typer.Option(help="Faults to draw from, with commas; default: all.")] = "",
-    state_dir: Annotated[Path, typer.Option(help="Replaced by the stacks' files and the ledger.")] = Path("runs/chaos"),
+    state_dir: Annotated[Path, typer.Option(help="Folder of the stacks and the ledger; contents are replaced.")] = Path(
+        "runs/chaos"
+    ),
     report: Annotated[Path | None, typer.Option(help="JSON file; default: report.json in --state-dir.")] = None,
-    reference: Annotated[
-        str, typer.Option(help="Hash of the weights of the run without faults; default: it is run.")
-    ] = "",
+    reference: Annotated[str, typer.Option(help="Hash of the weights without faults; default: run it.")] = "",
     spacing: Annotated[int, typer.Option(min=1, help="Steps from one fault to the next.")] = 4,
     hang_s: Annotated[float, typer.Option(min=1.0, help="The job's timeouts.hang_s.")] = 8.0,
     markdown: Annotated[
         list[Path] | None, typer.Option(help="Only print these reports as Markdown tables; repeatable.")
     ] = None,
 ) -> None:
-    """Strike a job with seeded faults, and compare it with an undisturbed run."""
+    """Inject seeded faults into a job and compare it with an undisturbed run."""
     from flowfleet.chaos.report import Report, as_markdown, as_table, summary
 
     if markdown:

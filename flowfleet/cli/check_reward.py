@@ -35,7 +35,7 @@ def check_reward(
     ca: Annotated[
         Path | None, typer.Option(help="PEM file of the CA of a grpcs address; default: the one in FLOWFLEET_TLS_DIR.")
     ] = None,
-    cert: Annotated[Path | None, typer.Option(help="PEM file of the certificate to show to it.")] = None,
+    cert: Annotated[Path | None, typer.Option(help="PEM file of the client's certificate.")] = None,
     key: Annotated[Path | None, typer.Option(help="PEM file of the certificate's key.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:

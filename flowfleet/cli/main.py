@@ -70,9 +70,9 @@ def up(
         ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="Pipeline directory that the rollouts load at start.")] = None,
-    dtype: Annotated[str, typer.Option(help="Of that model.")] = "float32",
-    engine: Annotated[Literal["diffusers", "vllm-omni"], typer.Option(help="Of the rollouts.")] = "diffusers",
-    max_batch: Annotated[int | None, typer.Option(help="Most rows of one forward of a rollout.")] = None,
+    dtype: Annotated[str, typer.Option(help="Data type of --model.")] = "float32",
+    engine: Annotated[Literal["diffusers", "vllm-omni"], typer.Option(help="Engine of the rollouts.")] = "diffusers",
+    max_batch: Annotated[int | None, typer.Option(help="Maximum rows of a rollout's forward.")] = None,
     data_root: Annotated[
         list[Path] | None,
         typer.Option(help="Folder that jobs may read, besides the working folder and the recipes; repeatable."),
@@ -84,27 +84,27 @@ def up(
         list[str] | None, typer.Option(help="CIDR in which those hosts may be, if not public; repeatable (none).")
     ] = None,
     rollout_devices: Annotated[
-        str, typer.Option(help='Accelerators as in 0,1, one a rollout; "auto": the first ones.')
+        str, typer.Option(help='Accelerators such as 0,1, one per rollout; "auto": the first ones.')
     ] = "auto",
     trainer_devices: Annotated[
-        str, typer.Option(help='Accelerators of trainers, one a rank; "auto": those that rollouts leave.')
+        str, typer.Option(help='Accelerators of trainers, one per rank; "auto": those that rollouts leave.')
     ] = "auto",
     keep: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Limit of what stays of ended jobs, as in jobs=200; repeatable."),
+        typer.Option(metavar="NAME=VALUE", help="Limit on what is kept of ended jobs, such as jobs=200; repeatable."),
     ] = None,
     limit: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Most that jobs may ask for, as in samples_per_step=512; repeatable."),
+        typer.Option(
+            metavar="NAME=VALUE", help="Limit on what jobs may request, such as samples_per_step=512; repeatable."
+        ),
     ] = None,
     archive: Annotated[
-        str | None, typer.Option(metavar="URL", help="Where ended jobs are copied before they are removed (fsspec).")
+        str | None, typer.Option(metavar="URL", help="Store that ended jobs are copied to before removal (fsspec).")
     ] = None,
-    start_timeout: Annotated[float, typer.Option(help="Seconds until every process must serve.")] = 900.0,
-    hang: Annotated[
-        float, typer.Option(help="Seconds within which a process that hangs is killed and started again.")
-    ] = HANG_S,
-    port: Annotated[int, typer.Option(help="Of the REST API; 0 takes a free one.")] = DEFAULT_PORT,
+    start_timeout: Annotated[float, typer.Option(help="Seconds within which every process must serve.")] = 900.0,
+    hang: Annotated[float, typer.Option(help="Seconds within which a hanging process is restarted.")] = HANG_S,
+    port: Annotated[int, typer.Option(help="Port of the REST API; 0 takes a free one.")] = DEFAULT_PORT,
     state_dir: StackDir = DEFAULT_STATE_DIR,
     detach: Annotated[
         bool, typer.Option("--detach", help="Return once it runs; stop it with `flowfleet down`.")
@@ -153,7 +153,7 @@ def up(
 
 @app.command()
 def down(state_dir: StackDir = DEFAULT_STATE_DIR) -> None:
-    """Stop the stack of this machine, trainers too."""
+    """Stop this machine's stack and its trainers."""
     from flowfleet.local.session import stop_stack
 
     state = StateDir(state_dir)
@@ -162,10 +162,12 @@ def down(state_dir: StackDir = DEFAULT_STATE_DIR) -> None:
 
 @app.command()
 def demo(
-    seed: Annotated[int | None, typer.Option(help="Of the job; else the recipe's.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the job; default: the recipe's.")] = None,
     recipe: Annotated[Path, typer.Option(help="Job file, or name of a recipe.")] = Path("tiny_ocr"),
     set_: Annotated[list[str] | None, typer.Option("--set", help="key=value of the job; repeatable.")] = None,
-    state_dir: Annotated[Path, typer.Option(help="Replaced by the results and the stack's files.")] = Path("runs/demo"),
+    state_dir: Annotated[
+        Path, typer.Option(help="Folder for results and the stack's files; its contents are replaced.")
+    ] = Path("runs/demo"),
 ) -> None:
     """Train the tiny model from start to end, and leave figures, pictures and the model."""
     from flowfleet.demo.run import run_demo
@@ -190,14 +192,16 @@ def submit(
         typer.Option("--from", metavar="ID[@STEP]", help="Start from a job's model; without FILE, resume that job."),
     ] = None,
     follow_: Annotated[bool, typer.Option("--follow", help="Watch the job until it ends.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved job and its processes only.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the resolved job and its processes.")] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Read the job's data from this machine and submit nothing.")
     ] = False,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="key=value, e.g. schedule.steps=20; repeatable.")
     ] = None,
-    idempotency_key: Annotated[str | None, typer.Option(help="Submitting again with it gives the same job.")] = None,
+    idempotency_key: Annotated[
+        str | None, typer.Option(help="Submitting again with the same key returns the same job.")
+    ] = None,
     url: Url = None,
     ca: Ca = None,
 ) -> None:
@@ -233,7 +237,7 @@ def submit(
 def plan(
     file: Annotated[Path, typer.Argument(help="Job file (TOML, YAML or JSON), or name of a recipe.")],
     device_memory: Annotated[
-        float | None, typer.Option(metavar="GIB", help="Of each accelerator; else that of this machine's.")
+        float | None, typer.Option(metavar="GIB", help="Memory of each accelerator; default: this machine's.")
     ] = None,
     text_tokens: Annotated[int, typer.Option(min=1, help="Length of an encoded prompt.")] = 128,
     set_: Annotated[list[str] | None, typer.Option("--set", help="key=value of the job; repeatable.")] = None,
@@ -257,8 +261,8 @@ app.command("settings")(show_settings)
 
 @app.command()
 def jobs(
-    status: Annotated[str | None, typer.Option(help="Only jobs of this status.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="At most so many, newest first.")] = 20,
+    status: Annotated[str | None, typer.Option(help="Only jobs with this status.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of jobs, newest first.")] = 20,
     url: Url = None,
     ca: Ca = None,
 ) -> None:
@@ -283,7 +287,7 @@ def watch(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
 
 @app.command()
 def fleet(url: Url = None, ca: Ca = None) -> None:
-    """Show rollout replicas, rewards, and what the cluster has no room for."""
+    """Show rollout replicas, rewards, and pods that the cluster cannot schedule."""
     with connect(url, ca) as client:
         views.show_fleet(client.fleet(), out)
 
@@ -296,14 +300,14 @@ app.command("check-reward")(check_reward)
 
 @app.command()
 def cancel(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
-    """Stop a job for good; what it has written stays."""
+    """Stop a job for good; its files stay."""
     with connect(url, ca) as client:
         views.say(client.cancel(client.find(job_id).id), out)
 
 
 @app.command()
 def pause(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
-    """Hold a job: what runs now ends, nothing else starts. Other jobs of its pool wait behind it."""
+    """Pause a job: running commands end, no others start. Other jobs of its pool wait behind it."""
     with connect(url, ca) as client:
         views.say(client.pause(client.find(job_id).id), out)
 
@@ -331,9 +335,9 @@ def delete(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
 @app.command()
 def archived(
     archive: Annotated[str, typer.Argument(metavar="URL", help="The controller's FLOWFLEET_ARCHIVE.")],
-    job_id: Annotated[str | None, typer.Argument(metavar="[ID]", help="Show this job; none: list them all.")] = None,
+    job_id: Annotated[str | None, typer.Argument(metavar="[ID]", help="Job to show; default: list all.")] = None,
 ) -> None:
-    """List or show jobs of an archive; no controller is asked."""
+    """List or show the jobs of an archive, without a controller."""
     from flowfleet.client.archive import Archive
 
     found = Archive(archive)

@@ -9,10 +9,10 @@ import typer
 
 
 def redis_acl(
-    passwords: Annotated[Path, typer.Argument(help="Folder with a password a kind; what is missing is made.")],
-    redis6: Annotated[bool, typer.Option("--redis6", help="For a server before Redis 7.")] = False,
+    passwords: Annotated[Path, typer.Argument(help="Folder with one password per kind; missing ones are created.")],
+    redis6: Annotated[bool, typer.Option("--redis6", help="For servers older than Redis 7.")] = False,
 ) -> None:
-    """Print commands for redis-cli that make the users of controllers, rollouts and trainers; no server is asked."""
+    """Print redis-cli commands that create the users of controllers, rollouts and trainers; calls no server."""
     from flowfleet.local.files import write_atomically
     from flowfleet.local.secrets import make_private
     from flowfleet.redis import acl

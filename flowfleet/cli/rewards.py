@@ -31,9 +31,9 @@ class _Group(typer.core.TyperGroup):
 
 app = typer.Typer(cls=_Group, no_args_is_help=True, help="Show, compare and change the rewards of a running job.")
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Of an active reward.")]
-Shadow = Annotated[str, typer.Argument(metavar="NAME", help="Of a shadow.")]
-Wait = Annotated[bool, typer.Option("--wait", help="Return once it is what the next step will have.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of an active reward.")]
+Shadow = Annotated[str, typer.Argument(metavar="NAME", help="Name of a shadow.")]
+Wait = Annotated[bool, typer.Option("--wait", help="Return once the next step will use the change.")]
 
 
 @app.command()
@@ -46,7 +46,7 @@ def show(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
 @app.command("set")
 def set_(
     job_id: JobId,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Of an active reward, or of a new one.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of an active or a new reward.")],
     settings: Annotated[
         list[str] | None,
         typer.Argument(metavar="KEY=VALUE…", help="As in the job file: weight=0.5 params.score=soft; null unsets."),
@@ -63,8 +63,8 @@ def set_(
 def shadow(
     job_id: JobId,
     name: Shadow,
-    beside: Annotated[str, typer.Option("--for", help="The active reward that it is compared with.")],
-    service: Annotated[str | None, typer.Option(help="The reward service to ask; default: NAME.")] = None,
+    beside: Annotated[str, typer.Option("--for", help="Active reward that it is compared with.")],
+    service: Annotated[str | None, typer.Option(help="Reward service to call; default: NAME.")] = None,
     param: Annotated[list[str] | None, typer.Option(help="KEY=VALUE for the scorer; repeatable.")] = None,
     wait: Wait = False,
     url: Url = None,
@@ -84,7 +84,7 @@ def promote(job_id: JobId, name: Shadow, wait: Wait = False, url: Url = None, ca
 @app.command()
 def remove(
     job_id: JobId,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Of a reward or a shadow.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of a reward or a shadow.")],
     wait: Wait = False,
     url: Url = None,
     ca: Ca = None,

@@ -34,18 +34,18 @@ def samples(
         Path | None, typer.Option("--out", help="Directory for the pictures, or FILE.html (runs/samples/ID).")
     ] = None,
     purpose: Annotated[str, typer.Option(help="train or validate.")] = "train",
-    step: Annotated[int | None, typer.Option(help="Only of this step; of validation: of this policy version.")] = None,
+    step: Annotated[int | None, typer.Option(help="Only this step; for validation: this policy version.")] = None,
     order: Annotated[str | None, typer.Option(help="newest (default), oldest, best or worst.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help=f"At most so many ({LIMIT}).")] = None,
     worst: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Write a page of the N of the lowest reward.")
+        int | None, typer.Option(min=1, metavar="N", help="Write a page of the N samples with the lowest reward.")
     ] = None,
     best: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Write a page of the N of the highest reward.")
+        int | None, typer.Option(min=1, metavar="N", help="Write a page of the N samples with the highest reward.")
     ] = None,
     disagree: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Write a page of the N on which rewards, or a shadow, disagree most."),
+        typer.Option(min=1, metavar="N", help="Write a page of the N samples on which rewards disagree most."),
     ] = None,
     open_: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
     url: Url = None,

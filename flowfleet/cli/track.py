@@ -28,7 +28,7 @@ def track(
     project: Annotated[str, typer.Option(help="Project, or experiment of MLflow.")] = "flowfleet",
     pictures: Annotated[int, typer.Option(min=0, help="Held-out prompts that are shown of each version.")] = PICTURES,
     state_dir: Annotated[
-        Path, typer.Option(help="Remembers how far each job was copied; keep it to go on without doubles.")
+        Path, typer.Option(help="Stores how far each job was copied; keep it to resume without duplicates.")
     ] = FOLDER,
     url: Url = None,
     ca: Ca = None,

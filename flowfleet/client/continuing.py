@@ -17,7 +17,7 @@ def continued(client: Client, origin: str, file: Path | None = None, changes: Se
 
     With a file, whose algorithm, rewards and data may be others: its settings, started from the adapter, or for full
     weights from the exported pipeline. Without one: the settings of the job itself, with `trainer.resume` at its newest
-    checkpoint; weights, moments and averages go on, the count of steps begins anew.
+    checkpoint; weights, moments and averages continue, the count of steps starts from 0.
 
     Raises ValueError where there is nothing to continue from, and ApiError as the client's calls do.
     """

@@ -374,7 +374,7 @@ class TrainerPart(Part):
     resume: str | None = Field(default=None, min_length=1)
     """Checkpoint that the job starts from, with all moments, averages and the old policy: `job:ID@STEP`, or its folder,
     readable by controller and trainer. Model, adapter and losses must keep the same tensors. The job's own steps and
-    learning rate begin anew."""
+    learning rate start from 0."""
     world_size: int = Field(default=1, ge=1, le=4096)
     """Ranks of torchrun, one an accelerator."""
     updates_per_step: int = Field(default=1, ge=1, le=64)

@@ -1,6 +1,6 @@
 """Follows a job's events and hands each training step and each validation to a tracker, once.
 
-The place is written after each event. A follower that was killed, or lost its controller, goes on after the last event
+The place is written after each event. A follower that was killed, or lost its controller, resumes after the last event
 that it took; what it took is never handed over again.
 """
 
@@ -23,7 +23,7 @@ VALIDATION: Final = "val"
 TRAINED: Final = "timing_s/step"
 """A row of metrics that has it is of a step that was trained; others are of a validation alone."""
 AWAY_S: Final = 5.0
-"""Wait between tries while the controller is unreachable, beside the client's own retries."""
+"""Wait between tries while the controller is unreachable, besides the client's own retries."""
 ROWS: Final = 200
 HISTOGRAMS: Final[Sequence[str]] = ("rewards", "advantages")
 NOT_FOUND: Final = 404

@@ -1,6 +1,6 @@
 """TensorBoard event files: `DIR/JOB/train` and `DIR/JOB/validation`, each with an x axis of its own.
 
-When a follower goes on, each file begins with the first step that the place does not have. TensorBoard then forgets
+When a follower resumes, each file begins with the first step that the place does not have. TensorBoard then forgets
 later records of the files before, so what was written in the moment of a kill is not doubled.
 """
 

@@ -80,7 +80,7 @@ class Tracker(Protocol):
     """Takes what a job makes. Each call returns once the tracker has it, or its own process does."""
 
     def open(self, job: Job, state: State) -> str:
-        """Creates the run, or goes on with `state.run`, and returns its name in the tracker."""
+        """Creates the run, or resumes `state.run`, and returns its name in the tracker."""
 
     def step(self, number: int, values: Values, histograms: Mapping[str, Histogram], at: datetime) -> None:
         """Takes a training step."""
@@ -92,7 +92,7 @@ class Tracker(Protocol):
         """Ends the run: the job has ended."""
 
     def close(self) -> None:
-        """Releases what is open; the run goes on."""
+        """Releases what is open; the run continues."""
 
 
 def score_names(pictures: Sequence[Picture]) -> list[str]:

@@ -1,4 +1,4 @@
-"""A researcher's afternoon: train, stop early, take the model home, load it in plain diffusers, go on with another
+"""A researcher's afternoon: train, stop early, take the model home, load it in plain diffusers, continue with another
 algorithm and with all that the first job knew."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Interpreters with trackers that do not fit beside the development tools; `tests/packages` makes them."""
+"""Interpreters with trackers that cannot be installed with the development tools; `tests/packages` makes them."""
 
 from __future__ import annotations
 

@@ -361,7 +361,7 @@ def test_a_tail_is_for_training_and_a_sampler_for_validation_too(
 def test_each_step_and_each_validation_is_told_once(
     run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    """By an event with the distribution of rewards and advantages, and by a line of metrics.jsonl."""
+    """An event has the distribution of rewards and advantages, and metrics.jsonl a line."""
     settings = job(data={"validation": str(tmp_path / "prompts.txt")}, rewards={"ocr": {}})
 
     async def use(fleet: ScriptedFleet) -> None:
