@@ -91,13 +91,13 @@ def _prompt(
     if not (isinstance(text, str) and isinstance(images, list) and isinstance(negative, str | None)):
         raise _Misshapen
     media = [row[name] for name in _MEDIA] if columns.kind == "preferences" else []
-    if not all(isinstance(path, str) for path in (*images, *media)):
+    if (images or media) and not all(isinstance(path, str) for path in (*images, *media)):
         raise _Misshapen
     return Prompt(
         text=text,
         metadata=_metadata(row, own, others),
-        images=tuple(beside(url, path) for path in images),
-        media=tuple(beside(url, path) for path in media),
+        images=tuple([beside(url, path) for path in images]),
+        media=tuple([beside(url, path) for path in media]),
         negative=negative,
         source=where,
     )

@@ -132,7 +132,7 @@ def _json_rows(text: str, place: str, columns: Columns) -> Iterator[tuple[int, A
 
 def _json(text: str, where: str, expected: str) -> Any:
     try:
-        found = json.loads(text, object_pairs_hook=_unique)
+        found = _DECODER.decode(text)
     except json.JSONDecodeError:
         raise ValueError(f"{where}: {expected}") from None
     except RecursionError:
@@ -151,6 +151,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is given twice: leave one out")
     return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 def _check_characters(found: Any, where: str) -> None:
@@ -189,7 +192,7 @@ def _cell(name: str, cell: str) -> Any:
         return None
     if name == "metadata" or (name == "images" and cell.lstrip().startswith("[")):
         try:
-            return json.loads(cell, object_pairs_hook=_unique)
+            return _DECODER.decode(cell)
         except (json.JSONDecodeError, RecursionError):
             raise ValueError(f"its {name} are no JSON: {cell[:80]!r}") from None
     return [cell] if name == "images" else cell

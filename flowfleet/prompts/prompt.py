@@ -35,8 +35,11 @@ class Prompt:
 def checked(prompt: Prompt) -> Prompt:
     """Returns the same prompt. Raises ValueError where it is larger than the fleet takes."""
     check_bytes("the prompt", len(prompt.text.encode()), MAX_PROMPT_BYTES)
-    check_bytes("the negative prompt", len((prompt.negative or "").encode()), MAX_PROMPT_BYTES)
-    size_bytes = sum(len(key.encode()) + len(value.encode()) for key, value in prompt.metadata.items())
+    if prompt.negative:
+        check_bytes("the negative prompt", len(prompt.negative.encode()), MAX_PROMPT_BYTES)
+    size_bytes = 0
+    for key, value in prompt.metadata.items():
+        size_bytes += len(key.encode()) + len(value.encode())
     check_bytes("metadata", size_bytes, MAX_METADATA_BYTES)
     if len(prompt.images) > MAX_IMAGES:
         raise ValueError(f"{len(prompt.images)} images: give at most {MAX_IMAGES}")
