@@ -10,13 +10,14 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any, Final
 
 from flowfleet.client import Client
 from flowfleet.client.client import AWAY
 from flowfleet.client.types import ApiError, Job, JobEvent, MetricsRow, Sample
 from flowfleet.tracking.place import Place, State
-from flowfleet.tracking.tracker import Histogram, Picture, Tracker, Values
+from flowfleet.tracking.tracker import Histogram, Picture, Tracker, Values, temporary_folder
 
 VALIDATION: Final = "val"
 """Metrics of validations begin so; all others are of training steps."""
@@ -27,6 +28,7 @@ AWAY_S: Final = 5.0
 ROWS: Final = 200
 HISTOGRAMS: Final[Sequence[str]] = ("rewards", "advantages")
 NOT_FOUND: Final = 404
+CONFLICT: Final = 409
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +78,7 @@ class Follower:
                     self._take(event)
                 job = self._client.job(self._job.id)
                 if job.ended:
+                    self._take_model(job)
                     self._tracker.finish(job)
                     return job
             except ApiError as error:
@@ -134,6 +137,20 @@ class Follower:
             rows = islice(self._client.metrics(self._job.id, after=step - 1), ROWS)
             self._rows = {row.step: row for row in rows}
         return self._rows.get(step)
+
+    def _take_model(self, job: Job) -> None:
+        """Hands the final adapter over. A whole pipeline is too large for a tracker, and some jobs leave no model."""
+        try:
+            if self._client.model(job.id).kind != "adapter":
+                log.warning("the model is a whole pipeline and is not copied; `flowfleet export` fetches it")
+                return
+            with temporary_folder() as folder:
+                self._client.download_model(job.id, folder)
+                self._tracker.model(Path(folder), job)
+        except ApiError as error:
+            if error.status not in (NOT_FOUND, CONFLICT):
+                raise
+            log.warning("no model to copy: %s", error)
 
     def _picture(self, sample: Sample) -> Picture:
         try:

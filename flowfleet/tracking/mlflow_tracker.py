@@ -57,6 +57,9 @@ class MlflowTracker:
             shown = {name: f"{place}/{path.name}" for name, path in files.items()}
         self._log_table(f"{place}.json", version, pictures, shown)
 
+    def model(self, folder: Path, job: Job) -> None:
+        self._client.log_artifacts(self._run, str(folder), "adapter")
+
     def finish(self, job: Job) -> None:
         ended = round(1000 * (job.ended_at or job.created_at).timestamp())
         self._client.set_terminated(self._run, RunStatus.to_string(_ENDS[job.status]), ended)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -67,6 +68,10 @@ class TensorBoardTracker:
         ]
         table = [_text("val/pictures", _markdown(version, pictures))] if pictures else []
         self._add("validation", version, at, [*_scalars(values), *shown, *table])
+
+    def model(self, folder: Path, job: Job) -> None:
+        """Copies it beside the event files: TensorBoard has no artifacts."""
+        shutil.copytree(folder, self._folder / job.id / "adapter", dirs_exist_ok=True)
 
     def finish(self, job: Job) -> None:
         self._add("train", max(0, job.progress.step - 1), job.ended_at or job.created_at, [_text("status", job.status)])

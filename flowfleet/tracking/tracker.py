@@ -88,6 +88,9 @@ class Tracker(Protocol):
     def validation(self, version: int, values: Values, pictures: Sequence[Picture], at: datetime) -> None:
         """Takes the held-out prompts of a policy version."""
 
+    def model(self, folder: Path, job: Job) -> None:
+        """Takes the final adapter, a folder that is removed afterwards."""
+
     def finish(self, job: Job) -> None:
         """Ends the run: the job has ended."""
 

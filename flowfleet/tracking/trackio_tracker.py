@@ -63,6 +63,9 @@ class TrackioTracker:
             table = trackio.Table(columns=[*COLUMNS, *names], data=rows)
             self._log({**values, "val/pictures": table}, version)
 
+    def model(self, folder: Path, job: Job) -> None:
+        self._run.log_artifact(folder, name=f"adapter-{job.id}", type="model")
+
     def finish(self, job: Job) -> None:
         self.close()
 

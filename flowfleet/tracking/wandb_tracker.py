@@ -79,6 +79,11 @@ class WandbTracker:
                 table.add_data(version, picture.prompt, _media(picture, Path(folder)), picture.reward, *scores)
             self._log({"version": version, **values, "val/pictures": table}, at)
 
+    def model(self, folder: Path, job: Job) -> None:
+        artifact = wandb.Artifact(f"adapter-{job.id}", type="model", metadata={"job": job.id})
+        artifact.add_dir(str(folder))
+        self._run.log_artifact(artifact)
+
     def finish(self, job: Job) -> None:
         self._run.summary["status"] = job.status
         self._run.finish(exit_code=0 if job.status == "succeeded" else 1)

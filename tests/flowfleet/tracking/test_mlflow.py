@@ -15,8 +15,10 @@ from flowfleet.client import Client
 from flowfleet.local.ports import free_ports
 from flowfleet.tracking.place import Place
 from services.controller.store.records import JobStatus
+from tests.flowfleet.conftest import IdleController
 from tests.flowfleet.tracking.environments import mlflow_python
 from tests.flowfleet.tracking.played_job import PROMPTS, FollowerProcess, PlayedJob, reward, rewards_of
+from tests.models_on_disk import write_model
 
 pytestmark = pytest.mark.long
 
@@ -72,7 +74,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def test_a_run_goes_on_after_kills_and_nothing_is_doubled(
-    server: Server, api_url: str, redis_url: str, tmp_path: Path
+    server: Server, idle_controller: IdleController, api_url: str, redis_url: str, tmp_path: Path
 ) -> None:
     """The second kill is in the worst moment: MLflow has a step that the place does not have."""
     with Client(api_url) as client:
@@ -88,6 +90,7 @@ def test_a_run_goes_on_after_kills_and_nothing_is_doubled(
     place = Place(folder, job.id)
     place.write(place.read().model_copy(update={"event": "", "step": 0, "version": -1}))
     job.train(2)
+    write_model(idle_controller.state_dir / "jobs" / job.id / "model", job.id, 3, b"weights")
     job.end(JobStatus.CANCELLED)
     follower.start()
     assert "the job cancelled" in follower.ended(120)
@@ -103,3 +106,4 @@ def test_a_run_goes_on_after_kills_and_nothing_is_doubled(
     assert medians[1][1] == pytest.approx((low + high) / 2, abs=(high - low) / 4)
     assert server.files(run_id, "validation") == ["validation/00000000", "validation/00000000.json"]
     assert len(server.files(run_id, "validation/00000000")) == len(PROMPTS)
+    assert "adapter/README.md" in server.files(run_id, "adapter")

@@ -12,9 +12,11 @@ from PIL import Image
 
 from flowfleet.client import Client
 from flowfleet.client.types import JobEvent
+from flowfleet.job.model_files import read_manifest
 from flowfleet.tracking.place import Place, State
 from tests.flowfleet.conftest import IdleController
 from tests.flowfleet.tracking.played_job import NUM_FRAMES, PROMPTS, FollowerProcess, PlayedJob, reward, rewards_of
+from tests.models_on_disk import write_model
 
 pytest.importorskip("tensorboard", reason="it is in flowfleet[tensorboard]")
 
@@ -111,6 +113,19 @@ def follow_until(client: Client, job: PlayedJob, place: Place, folder: Path) -> 
                 break
     tracker.close()
     return place.read()
+
+
+def test_the_final_adapter_goes_along(
+    idle_controller: IdleController, api_url: str, redis_url: str, tmp_path: Path
+) -> None:
+    with Client(api_url) as client:
+        job = PlayedJob(redis_url, client, tmp_path)
+        folder = idle_controller.state_dir / "jobs" / job.id
+        write_model(folder / "checkpoints/step-00000004/model", job.id, 4, b"weights")
+        job.end()
+        follow(client, job.id, TensorBoardTracker(tmp_path / "tb"), Place(tmp_path, job.id), 1)
+    found = read_manifest(tmp_path / "tb" / job.id / "adapter")
+    assert (found.job_id, found.step) == (job.id, 4)
 
 
 def test_a_video_plays(api_url: str, redis_url: str, tmp_path: Path) -> None:

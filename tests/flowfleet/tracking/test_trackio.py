@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from flowfleet.client import Client
+from tests.flowfleet.conftest import IdleController
 from tests.flowfleet.tracking.environments import trackio_python
 from tests.flowfleet.tracking.played_job import FollowerProcess, PlayedJob, reward
+from tests.models_on_disk import write_model
 
 pytestmark = pytest.mark.long
 
@@ -23,7 +25,9 @@ def rows(folder: Path) -> list[tuple[int, dict[str, Any]]]:
     return [(step, json.loads(metrics)) for step, metrics in found]
 
 
-def test_a_run_goes_on_after_a_kill(api_url: str, redis_url: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_after_a_kill(
+    idle_controller: IdleController, api_url: str, redis_url: str, tmp_path: Path
+) -> None:
     with Client(api_url) as client:
         job = PlayedJob(redis_url, client, tmp_path)
     env = {"TRACKIO_DIR": str(tmp_path / "trackio")}
@@ -35,6 +39,7 @@ def test_a_run_goes_on_after_a_kill(api_url: str, redis_url: str, tmp_path: Path
     follower.wait_for(lambda state: (state.step, state.version) == (1, 0))
     follower.kill()
     job.train(2)
+    write_model(idle_controller.state_dir / "jobs" / job.id / "model", job.id, 3, b"weights")
     job.end()
     follower.start()
     assert "the job succeeded" in follower.ended()
@@ -52,3 +57,5 @@ def test_a_run_goes_on_after_a_kill(api_url: str, redis_url: str, tmp_path: Path
     assert [row["prompt"] for row in table["_value"]] == ['a sign that says "K7QX"', "a boat | a moat"]
     (picture, *_) = (tmp_path / "trackio").rglob("*.png")
     assert picture.stat().st_size
+    stored = [path for path in (tmp_path / "trackio").rglob("*") if path.is_file()]
+    assert any(path.read_bytes() == b"weights" for path in stored), "the adapter is an artifact"

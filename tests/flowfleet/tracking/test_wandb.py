@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from flowfleet.client import Client
+from tests.flowfleet.conftest import IdleController
 from tests.flowfleet.tracking.played_job import FollowerProcess, PlayedJob, reward, rewards_of
+from tests.models_on_disk import write_model
 
 pytest.importorskip("wandb", reason="it is in flowfleet[wandb]")
 
@@ -49,7 +51,9 @@ def rows(files: list[Path]) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_run_goes_on_after_a_kill(api_url: str, redis_url: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_after_a_kill(
+    idle_controller: IdleController, api_url: str, redis_url: str, tmp_path: Path
+) -> None:
     with Client(api_url) as client:
         job = PlayedJob(redis_url, client, tmp_path)
     folder = tmp_path / "runs/track/wandb"
@@ -62,6 +66,7 @@ def test_a_run_goes_on_after_a_kill(api_url: str, redis_url: str, tmp_path: Path
     follower.wait_for(lambda state: (state.step, state.version) == (1, 0))
     follower.kill()
     job.train(2)
+    write_model(idle_controller.state_dir / "jobs" / job.id / "model", job.id, 3, b"weights")
     job.end()
     follower.start()
     assert "the job succeeded" in follower.ended()
@@ -88,3 +93,9 @@ def test_a_run_goes_on_after_a_kill(api_url: str, redis_url: str, tmp_path: Path
         for item in record.run.config.update
     }
     assert config["seed"] == 3
+    logged = [
+        record.request.log_artifact.artifact.name if record.HasField("request") else record.artifact.name
+        for record in records(files[1])
+        if record.WhichOneof("record_type") in ("artifact", "request")
+    ]
+    assert f"adapter-{job.id}" in logged
