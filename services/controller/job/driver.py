@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Any, assert_never
 
 import grpc
 
@@ -202,6 +202,8 @@ class JobDriver:
                 await self.emit(ev.TrainerLost())
             case FailureAction.RETRY:
                 await asyncio.sleep(decision.delay_s)
+            case _:
+                assert_never(decision.action)
 
     async def _give_up(self, command: Command, reason: str) -> None:
         """Drops what the command was for; the reason is in the log and in the job's events. Of several groups asked for

@@ -63,7 +63,7 @@ class SampleScore:
 def preference(index: int) -> SampleScore:
     """Scores a sample of a preference data set by definition: 1 if chosen (index 0), 0 if rejected (index 1)."""
     scores = {PREFERENCE: 1.0 - index}
-    return SampleScore(1.0 - index, "", scores, scores)
+    return SampleScore(1.0 - index, scores=scores, rewards=scores)
 
 
 def modality_of(spec: JobSpec) -> reward_pb2.Modality.ValueType:
@@ -265,18 +265,27 @@ class RewardPlane:
         if missing:
             given_up = not set(missing) <= answers.keys()
             reason = DropReason.NO_SCORE.of(missing[0])
-            return SampleScore(None, reason, shown, raw, versions, "", tuple(skipped), given_up, seconds)
+            return SampleScore(
+                None,
+                reason,
+                scores=shown,
+                rewards=raw,
+                versions=versions,
+                skipped=tuple(skipped),
+                given_up=given_up,
+                seconds=seconds,
+            )
         composed = compose(rewards, step, raw)
         if composed.gated_by:
             self._calls.gated(composed.gated_by, "zero" if composed.total is not None else "mask")
         return SampleScore(
             composed.total,
             composed.reason,
-            shown,
-            raw,
-            versions,
-            composed.gated_by,
-            tuple(skipped),
-            composed.total is None and bool(skipped),
-            seconds,
+            scores=shown,
+            rewards=raw,
+            versions=versions,
+            gated_by=composed.gated_by,
+            skipped=tuple(skipped),
+            given_up=composed.total is None and bool(skipped),
+            seconds=seconds,
         )
