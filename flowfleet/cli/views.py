@@ -85,7 +85,7 @@ def show_job(job: Job, console: Console) -> None:
 
 def say(job: Job, console: Console) -> None:
     """Prints what became of a request."""
-    wish = f", to be {job.desired}" if job.desired != job.status else ""
+    wish = f", to be {job.desired}" if str(job.desired) != str(job.status) else ""
     console.print(f"{job.id}  {job.status}{wish}, step {job.progress.step} of {job.progress.steps}", highlight=False)
 
 

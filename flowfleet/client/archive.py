@@ -18,16 +18,15 @@ from collections.abc import Iterator, Mapping
 from typing import Final, TypeVar
 
 import fsspec
-from pydantic import BaseModel
 
-from flowfleet.client.types import Checkpoint, Job, JobEvent, MetricsRow, RewardRevision, Sample
+from flowfleet.client.types import Answer, Checkpoint, Job, JobEvent, MetricsRow, RewardRevision, Sample, read
 from flowfleet.errors import NotFound
 
 COMPLETE: Final = "complete.json"
 EXTENSIONS: Final = {"image/png": "png", "image/jpeg": "jpg", "image/webp": "webp", "video/mp4": "mp4"}
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]+")
 
-T = TypeVar("T", bound=BaseModel)
+T = TypeVar("T", bound=Answer)
 
 
 class Archive:
@@ -47,7 +46,7 @@ class Archive:
 
     def job(self, job_id: str) -> Job:
         self._check(job_id)
-        return Job.model_validate_json(self._read(job_id, "job.json"))
+        return read(Job, self._read(job_id, "job.json"))
 
     def events(self, job_id: str) -> Iterator[JobEvent]:
         return self._lines(job_id, "events", JobEvent)
@@ -99,7 +98,7 @@ class Archive:
     def _lines(self, job_id: str, kind: str, model: type[T]) -> Iterator[T]:
         self._check(job_id)
         for line in self._read(job_id, f"{kind}.jsonl").splitlines():
-            yield model.model_validate_json(line)
+            yield read(model, line)
 
     def _read(self, job_id: str, name: str) -> bytes:
         try:

@@ -25,11 +25,11 @@ from typing import Any, Self, TypeVar
 from urllib.parse import quote, urlsplit
 
 import httpx
-from pydantic import BaseModel
 
 from flowfleet.client.download import download
 from flowfleet.client.sse import parse_events
 from flowfleet.client.types import (
+    Answer,
     ApiError,
     Checkpoint,
     Fleet,
@@ -39,6 +39,7 @@ from flowfleet.client.types import (
     Rewards,
     Sample,
     SettingProblem,
+    read,
 )
 from flowfleet.filesystem import filesystem_id
 from flowfleet.job.files import prepare_job
@@ -54,7 +55,7 @@ RETRY_DELAYS_S = (0.2, 0.5, 1.0, 2.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0)
 AWAY = (httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.GATEWAY_TIMEOUT)
 PAGE_SIZE = 100
 
-T = TypeVar("T", bound=BaseModel)
+T = TypeVar("T", bound=Answer)
 Query = dict[str, str | int]
 
 
@@ -116,14 +117,14 @@ class Client:
             job = prepare_job(Path(job), same_machine=self.same_files)
         body = job.model_dump(mode="json") if isinstance(job, JobSpec) else dict(job)
         headers = {"idempotency-key": idempotency_key or str(uuid.uuid4())}
-        return Job.model_validate(self._call("POST", "/v1/jobs", json=body, headers=headers).json())
+        return read(Job, self._call("POST", "/v1/jobs", json=body, headers=headers).json())
 
     def jobs(self, status: str | None = None) -> Iterator[Job]:
         """All jobs, or those of one status, newest first."""
         return self._pages("/v1/jobs", Job, {"status": status} if status else {})
 
     def job(self, job_id: str) -> Job:
-        return Job.model_validate(self._get(f"/v1/jobs/{job_id}").json())
+        return read(Job, self._get(f"/v1/jobs/{job_id}").json())
 
     def find(self, which: str) -> Job:
         """The job that is meant: by its id, the start of one, or its name, of which the newest job is taken; "last" is
@@ -162,12 +163,12 @@ class Client:
 
     def extend(self, job_id: str, steps: int) -> Job:
         """Gives a job that has not ended `steps` training steps in all."""
-        return Job.model_validate(self._call("POST", f"/v1/jobs/{job_id}/extend", params={"steps": steps}).json())
+        return read(Job, self._call("POST", f"/v1/jobs/{job_id}/extend", params={"steps": steps}).json())
 
     def delete(self, job_id: str) -> Job:
         """Asks for an ended job to be removed with its history, after it is archived where the controller has an
         archive. ApiError (409) while it has not ended. `flowfleet.client.archive.Archive` reads archives."""
-        return Job.model_validate(self._call("DELETE", f"/v1/jobs/{job_id}").json())
+        return read(Job, self._call("DELETE", f"/v1/jobs/{job_id}").json())
 
     def wait(self, job_id: str, timeout_s: float | None = None) -> Job:
         """Returns when the job has ended. TimeoutError after `timeout_s`."""
@@ -182,7 +183,7 @@ class Client:
 
     def rewards(self, job_id: str) -> Rewards:
         """Returns a job's rewards with their history, and how its shadows compare."""
-        return Rewards.model_validate(self._get(f"/v1/jobs/{job_id}/rewards").json())
+        return read(Rewards, self._get(f"/v1/jobs/{job_id}/rewards").json())
 
     def change_rewards(
         self,
@@ -199,7 +200,7 @@ class Client:
         newest = self.rewards(job_id).revision if revision is None else revision
         parts = {"set": set or {}, "shadow": shadow or {}, "promote": list(promote), "remove": list(remove)}
         body = {"revision": newest, **parts}
-        return Rewards.model_validate(self._call("PATCH", f"/v1/jobs/{job_id}/rewards", json=body).json())
+        return read(Rewards, self._call("PATCH", f"/v1/jobs/{job_id}/rewards", json=body).json())
 
     def wait_for_rewards(self, job_id: str, revision: int, timeout_s: float | None = None) -> Rewards:
         """Returns when a revision, or a newer one, is what the next step will have. TimeoutError after `timeout_s`,
@@ -282,7 +283,7 @@ class Client:
     # -- the fleet -----------------------------------------------------------------------------------------------
 
     def fleet(self) -> Fleet:
-        return Fleet.model_validate(self._get("/v1/fleet").json())
+        return read(Fleet, self._get("/v1/fleet").json())
 
     def version(self) -> dict[str, Any]:
         return dict(self._get("/v1/version").json())
@@ -290,7 +291,7 @@ class Client:
     # -- transport -----------------------------------------------------------------------------------------------
 
     def _act(self, job_id: str, action: str) -> Job:
-        return Job.model_validate(self._call("POST", f"/v1/jobs/{job_id}/{action}").json())
+        return read(Job, self._call("POST", f"/v1/jobs/{job_id}/{action}").json())
 
     def _get(self, path: str, query: Query | None = None) -> httpx.Response:
         return self._call("GET", path, params=query or {})
@@ -299,7 +300,7 @@ class Client:
         query = {**query, "limit": PAGE_SIZE}
         while True:
             page = self._get(path, query).json()
-            yield from (kind.model_validate(item) for item in page["items"])
+            yield from (read(kind, item) for item in page["items"])
             if not page.get("next_cursor"):
                 return
             query["cursor"] = page["next_cursor"]
@@ -329,7 +330,7 @@ class Client:
                 response.read()
             _checked(response)
             for event in parse_events(response.iter_lines()):
-                yield JobEvent.model_validate_json(event.data)
+                yield read(JobEvent, event.data)
 
     @contextmanager
     def _bytes(self, path: str, query: Query) -> Iterator[Iterator[bytes]]:
@@ -368,7 +369,7 @@ def _checked(response: httpx.Response) -> httpx.Response:
     try:
         problem = response.json()
         detail = str(problem.get("detail") or problem.get("title"))
-        problems = tuple(SettingProblem.model_validate(item) for item in problem.get("errors") or ())
+        problems = tuple(read(SettingProblem, item) for item in problem.get("errors") or ())
     except (ValueError, AttributeError):
         detail, problems = f"{response.status_code} {response.reason_phrase}", ()
     raise ApiError(response.status_code, detail, problems)

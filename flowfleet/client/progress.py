@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from flowfleet.client.types import Job, JobEvent, Progress
+from flowfleet.client.types import Job, JobEvent, Progress, read
 
 LIVE_HZ = 4
 
@@ -20,7 +20,7 @@ class JobView:
     """What is known of a job, and how to say it. Pure but for its clock."""
 
     def __init__(self, job: Job, clock: Callable[[], float] = time.monotonic) -> None:
-        self.status = job.status
+        self.status = str(job.status)
         self.reason = job.reason
         self.progress = job.progress
         self.first_held_out: float | None = None
@@ -34,7 +34,7 @@ class JobView:
             self.status, self.reason = str(event.data["status"]), str(event.data.get("reason", ""))
         elif event.type == "progress":
             known = {name: value for name, value in event.data.items() if name in Progress.model_fields}
-            self.progress = Progress.model_validate({**self.progress.model_dump(), **known})
+            self.progress = read(Progress, {**self.progress.model_dump(), **known})
             if "eta_s" in known:
                 self._told_eta = self._clock()
             if self.first_held_out is None:

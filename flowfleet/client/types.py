@@ -1,31 +1,91 @@
-"""What the REST API answers, as Python values. Unknown fields of newer controllers are ignored."""
+"""What the REST API answers: one schema for the controller, its OpenAPI page and the client.
+
+The controller forbids unknown fields; the client ignores those of newer controllers (`read`).
+"""
 
 from __future__ import annotations
 
+import math
 from datetime import datetime
-from typing import Any
+from enum import StrEnum
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-TERMINAL = ("succeeded", "failed", "cancelled")
+Purpose = Literal["train", "validate"]
+
+
+class JobStatus(StrEnum):
+    QUEUED = "queued"  # accepted, nothing started
+    STARTING = "starting"  # trainer and replicas are being made ready, first time or after a fault
+    RUNNING = "running"  # steps advance
+    PAUSED = "paused"  # no new step starts until resume
+    QUARANTINED = "quarantined"  # it stopped the controller several times; it is not driven until resume
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def terminal(self) -> bool:
+        return self in (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED)
+
+
+class Desired(StrEnum):
+    RUNNING = "running"
+    PAUSED = "paused"
+    CANCELLED = "cancelled"
+    DELETED = "deleted"  # asked for by the user; the leader archives it first
+
+
+TERMINAL = tuple(status for status in JobStatus if status.terminal)
+
+
+class Health(StrEnum):
+    """Health of a replica, as the controller sees it."""
+
+    UNKNOWN = "unknown"  # it says nothing that we know
+    IDLE = "idle"  # alive without verified weights
+    SERVING = "serving"  # takes prompts of its job and version
+    UPDATING = "updating"  # weights in flight
+    DRAINING = "draining"  # finishes its work and takes no more
+    LOST = "lost"  # does not answer
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(value)
+
+
+FiniteOrNone = Annotated[float | None, BeforeValidator(_finite)]
+"""JSON has no NaN and no infinity: they are shown as null."""
 
 
 class Answer(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+A = TypeVar("A", bound=Answer)
+
+
+def read(kind: type[A], data: Any) -> A:
+    """An answer of a controller that may be newer, as JSON text or as what was read from it."""
+    if isinstance(data, str | bytes):
+        return kind.model_validate_json(data, extra="ignore")
+    return kind.model_validate(data, extra="ignore")
 
 
 class Progress(Answer):
     step: int = 0
     """Training steps finished."""
     steps: int = 0
-    """Number of steps of the whole job."""
+    """Training steps of the whole job."""
     phase: str = ""
-    reward: float | None = None
+    """rollout, score, advantage, train, publish, checkpoint, validate; empty before the first."""
+    reward: FiniteOrNone = None
     """Mean training reward of the last step."""
-    held_out_reward: float | None = None
+    held_out_reward: FiniteOrNone = None
     """Mean reward of the last validation."""
-    images_per_second: float | None = None
-    eta_s: float | None = None
+    images_per_second: FiniteOrNone = None
+    eta_s: FiniteOrNone = None
     """Seconds left, estimated."""
     policy_version: int = 0
     samples_trained: int = 0
@@ -37,51 +97,68 @@ class RewardRevision(Answer):
     """The rewards and shadows of a job from a step on."""
 
     number: int
+    """Ascending; 0 is as submitted. One that was replaced before it took effect is missing."""
     changes: list[str] = []
     """What was asked for, a line each."""
-    rewards: dict[str, dict[str, Any]]
-    shadows: dict[str, dict[str, Any]] = {}
+    rewards: dict[str, Any]
+    """Name → settings."""
+    shadows: dict[str, Any] = {}
     """Name → settings; `for` names the reward that it is compared with."""
     requested_at: datetime | None = None
     from_step: int | None = None
-    """First step that has it; none while it is pending."""
+    """First step that has it; null while it is pending."""
+    applied_at: datetime | None = None
 
 
 class JobRewards(Answer):
     revision: int = 0
-    """Number of the newest one, pending or not."""
-    active: RewardRevision = RewardRevision(number=0, rewards={})
+    """Number of the newest one, pending or not: a change names it."""
+    active: RewardRevision
+    pending: RewardRevision | None = None
+    """What the steps that are not open yet will have."""
+
+    @property
+    def newest(self) -> RewardRevision:
+        return self.pending or self.active
 
 
-class Job(Answer):
+class JobFields(Answer):
+    """What the store and the API know of a job alike."""
+
     id: str
     name: str
-    status: str
-    """queued, starting, running, paused, succeeded, failed or cancelled."""
-    desired: str = ""
+    status: JobStatus
+    desired: Desired
+    """What was asked for last. The runner brings the job there. A job that pauses itself asks for it too."""
     reason: str = ""
     """Why the status is what it is, where that needs saying."""
     created_at: datetime
     started_at: datetime | None = None
+    """First time that the job ran."""
     ended_at: datetime | None = None
-    spec: dict[str, Any] = {}
+    spec: dict[str, Any]
     """The job as submitted, defaults filled in."""
     progress: Progress = Progress()
     results: dict[str, Any] = {}
-    """Name → path or figure, once the job has ended."""
+    """Name → path or figure, written when the job ends."""
     archive: str = ""
     """Folder of its archive, once that is complete."""
-    rewards: JobRewards = JobRewards()
+    rewards: JobRewards = JobRewards(active=RewardRevision(number=0, rewards={}))
+    """Current rewards, and the requested ones."""
+
+
+class Job(JobFields):
     warnings: list[str] = []
     """Settings that are valid but probably not intended, one sentence each."""
 
     @property
     def ended(self) -> bool:
-        return self.status in TERMINAL
+        return self.status.terminal
 
 
 class JobEvent(Answer):
     id: str
+    """Id in the event stream, ascending; send it as Last-Event-ID to continue after it."""
     type: str
     """status, progress, trained, validation, request, …"""
     time: datetime
@@ -90,12 +167,12 @@ class JobEvent(Answer):
     @property
     def final(self) -> bool:
         """Nothing follows: the job has ended."""
-        return self.type == "status" and self.data.get("status") in TERMINAL
+        return self.type == "status" and JobStatus(self.data["status"]).terminal
 
 
 class MetricsRow(Answer):
     step: int
-    values: dict[str, float | None]
+    values: dict[str, FiniteOrNone]
 
 
 class Checkpoint(Answer):
@@ -107,62 +184,81 @@ class Checkpoint(Answer):
 
 
 class Sample(Answer):
-    step: int
-    group: int
-    index: int
-    purpose: str = "train"
-    """train or validate; of a held-out sample, `step` is the policy version and `group` the prompt."""
+    step: int = Field(ge=0)
+    group: int = Field(ge=0)
+    index: int = Field(ge=0)
+    purpose: Purpose = "train"
     prompt: str
-    reward: float | None = None
-    scores: dict[str, float | None] = {}
-    """Reward → score, and reward.component → value."""
+    reward: FiniteOrNone = None
+    """Total of the scores, as weights, clips, curves and gates have it; null when the sample was dropped."""
+    scores: dict[str, FiniteOrNone] = {}
+    """Reward → raw score, and reward.component → value. A reward that was skipped has none."""
     versions: dict[str, str] = {}
-    """Reward → scorer and version that gave its score."""
-    shadow: dict[str, float | None] = {}
-    """Shadow → score; it has no effect."""
+    """Reward → name and version of the scorer that gave its score."""
+    shadow: dict[str, FiniteOrNone] = {}
+    """Shadow → raw score."""
     gated_by: str = ""
     """The reward whose gate acted on the sample."""
     policy_version: int = 0
     seed: int = 0
     drop_reason: str = ""
+    """Why the sample was not trained on; empty when it was."""
     media_type: str = "image/png"
 
 
-class Replica(Answer):
-    """A rollout process."""
+class ReplicaView(Answer):
+    """A rollout replica as the controller sees it."""
+
+    model_config = ConfigDict(from_attributes=True)
 
     replica_id: str
     address: str
-    pool: str = "default"
-    health: str
-    job_id: str = ""
-    version: int | None = None
-    """Policy version whose weights it verified; none while it serves none."""
-    outstanding: int = 0
-    samples_total: int = 0
-    device: str = ""
+    pool: str
+    incarnation: str
+    """New at every start of the process."""
+    health: Health
+    job_id: str
+    version: int | None
+    """Policy version whose weights it verified; null while it serves none."""
+    outstanding: int
+    """Samples asked for and not finished."""
+    samples_total: int
+    device: str
 
 
 class Shortage(Answer):
-    """Why pods of a pool or a reward cannot run."""
-
     component: str
+    """rollout, reward or redis."""
     name: str
     reason: str
 
 
 class Fleet(Answer):
-    replicas: list[Replica]
-    rewards: dict[str, list[str]] = {}
-    """Name → addresses of the replicas that are ready."""
-    pools: list[str] | None = None
-    """Names of the rollout pools; None if any name is accepted."""
-    shortages: list[Shortage] = []
+    replicas: list[ReplicaView]
+    rewards: dict[str, list[str]]
+    """Name → addresses of the replicas that are ready; none while there is no replica."""
+    pools: list[str] | None
+    """Names of the rollout pools; null if any name is accepted."""
+    shortages: list[Shortage]
+    """Pools and rewards whose pods cannot run, and a Redis that lost writes or takes none, each with the reason."""
 
 
 class SettingProblem(Answer):
-    setting: str = ""
+    setting: str
+    """Dotted name in the request."""
     detail: str
+    """What is wrong and what to change."""
+
+
+class Problem(Answer):
+    """RFC 9457."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str
+    instance: str
+    errors: list[SettingProblem] | None = None
 
 
 class ApiError(Exception):
@@ -176,22 +272,22 @@ class ApiError(Exception):
 
 
 class Distribution(Answer):
-    """Distribution of one reward's scores and of its calls; values that cannot be computed are None."""
+    """Distribution of one reward's scores, and of its calls."""
 
-    mean: float | None = None
-    std: float | None = None
-    min: float | None = None
-    q05: float | None = None
-    q25: float | None = None
-    q50: float | None = None
-    q75: float | None = None
-    q95: float | None = None
-    max: float | None = None
-    zero_std_ratio: float | None = None
-    """Share of groups whose scores are all equal."""
-    latency_p50_s: float | None = None
-    latency_p99_s: float | None = None
+    mean: FiniteOrNone = None
+    std: FiniteOrNone = None
+    min: FiniteOrNone = None
+    q05: FiniteOrNone = None
+    q25: FiniteOrNone = None
+    q50: FiniteOrNone = None
+    q75: FiniteOrNone = None
+    q95: FiniteOrNone = None
+    max: FiniteOrNone = None
+    zero_std_ratio: FiniteOrNone = None
+    latency_p50_s: FiniteOrNone = None
+    latency_p99_s: FiniteOrNone = None
     versions: list[str] = []
+    """Versions that gave the scores."""
 
 
 class Comparison(Answer):
@@ -199,20 +295,26 @@ class Comparison(Answer):
     """Scored by both."""
     groups: int = 0
     failed: int = 0
+    """Samples that the shadow gave no score."""
     first_step: int | None = None
     last_step: int | None = None
-    active: Distribution
-    shadow: Distribution
-    spearman: float | None = None
-    agreement: float | None = None
-    """Share of the pairs inside groups that both order alike; a pair that only one of them orders counts half."""
+    active: Distribution = Distribution()
+    shadow: Distribution = Distribution()
+    spearman: FiniteOrNone = None
+    """-1 … 1; none with fewer than two samples, or where one of the two always gives the same."""
+    agreement: FiniteOrNone = None
+    """0 … 1; none without a pair that one of the two orders."""
 
 
 class ShadowComparison(Answer):
+    """A shadow and the reward that it is compared with, with their current settings, over the newest 1024 groups."""
+
     beside: str
     """The active reward."""
     scored: int = 0
+    """Samples that it scored so far, held-out ones too."""
     failed: int = 0
+    """Samples that it gave no score."""
     left_out: int = 0
     """Samples that it was not asked about, because it was behind."""
     train: Comparison
@@ -223,8 +325,10 @@ class Rewards(Answer):
     revision: int
     """Number of the newest one, pending or not: a change names it."""
     active: RewardRevision
-    pending: RewardRevision | None = None
-    history: list[RewardRevision] = []
+    """What the steps from `from_step` on have."""
+    pending: RewardRevision | None
+    """What was asked for, and is not taken up yet."""
+    history: list[RewardRevision]
     """What took effect, ascending; 0 is as submitted."""
-    comparison: dict[str, ShadowComparison] = {}
+    comparison: dict[str, ShadowComparison]
     """Comparison by shadow."""

@@ -16,6 +16,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from flowfleet.client.archive import Archive
+from flowfleet.client.types import Desired, JobStatus
 from flowfleet.data.blobs import BlobStore, open_blobs
 from flowfleet.errors import Conflict, NotFound, OtherFormat, Unavailable
 from flowfleet.job.spec import JobSpec
@@ -48,7 +49,7 @@ from services.controller.settings import ControllerSettings
 from services.controller.store.changes import listen, notify
 from services.controller.store.jobs import JobStore
 from services.controller.store.leadership import Lease, LeaseLost
-from services.controller.store.records import Desired, JobRecord, JobStatus
+from services.controller.store.records import JobRecord
 from services.controller.store.replication import Replication
 from services.controller.store.sample_refs import SampleRefs
 from services.controller.trainers.client import JobTrainer

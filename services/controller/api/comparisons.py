@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+from flowfleet.client.types import Comparison, Purpose
 from flowfleet.lru import LruCache
-from services.controller.rewards.comparison import Comparison, compare
+from services.controller.rewards.comparison import compare
 from services.controller.store.jobs import JobStore
-from services.controller.store.records import Purpose
 
 MAX_KNOWN = 256
 """Comparisons that are kept."""

@@ -11,6 +11,7 @@ from fastapi import Depends, Query, Request
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
+from flowfleet.client.types import Answer
 from flowfleet.data.blobs import BlobStore
 from flowfleet.errors import NotFound
 from services.controller.api.comparisons import Comparisons
@@ -21,7 +22,6 @@ from services.controller.prompts.sources import Sources
 from services.controller.retention.memory import Memory
 from services.controller.settings import ControllerSettings
 from services.controller.store.jobs import JobStore
-from services.controller.store.records import Record
 
 T = TypeVar("T")
 _JOB_ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
@@ -68,7 +68,7 @@ KnownJobId = Annotated[str, Depends(_existing)]
 Limit = Annotated[int, Query(ge=1, le=500, description="Rows of a page at most.")]
 
 
-class Page(Record, Generic[T]):
+class Page(Answer, Generic[T]):
     items: list[T]
     next_cursor: str | None = None
     """Give it as `cursor` for what follows; null: nothing follows yet."""

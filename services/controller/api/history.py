@@ -7,20 +7,14 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
+from pydantic import ConfigDict
 
+from flowfleet.client import types
+from flowfleet.client.types import Checkpoint, JobEvent, MetricsRow, Purpose
 from flowfleet.errors import InvalidRequest, NotFound
 from services.controller.api import sse
 from services.controller.api.dependencies import KnownJobId, Limit, Page, Services, Use
-from services.controller.store.records import (
-    Checkpoint,
-    FiniteOrNone,
-    JobEvent,
-    MetricsRow,
-    Order,
-    Purpose,
-    Record,
-    SampleRecord,
-)
+from services.controller.store.records import Order, SampleRecord
 from services.controller.store.samples import media_ref
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["history"])
@@ -45,26 +39,11 @@ MAX_STEP = 10_000_000
 Number = Annotated[int, Query(ge=0, le=MAX_STEP)]
 
 
-class Sample(Record):
+class Sample(types.Sample):
     """A finished sample, to look at."""
 
-    step: int
-    group: int
-    index: int
-    purpose: Purpose
-    prompt: str
-    reward: FiniteOrNone
-    scores: dict[str, FiniteOrNone]
-    versions: dict[str, str]
-    """Reward → name and version of the scorer that gave its score."""
-    shadow: dict[str, FiniteOrNone]
-    """Shadow → raw score."""
-    gated_by: str
-    """The reward whose gate acted on the sample."""
-    policy_version: int
-    seed: int
-    drop_reason: str
-    media_type: str
+    model_config = ConfigDict(json_schema_serialization_defaults_required=True)
+
     media: str
     """Where the picture is served, while it is kept."""
 

@@ -6,11 +6,12 @@ from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Request, Response
 
+from flowfleet.client.types import JobStatus
 from flowfleet.errors import Unavailable
 from services.controller.api import admission as checks
 from services.controller.api.body import read_object
 from services.controller.api.dependencies import JobId, Limit, Page, Services, Use
-from services.controller.store.records import Action, JobRecord, JobStatus
+from services.controller.store.records import Action, JobRecord
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 

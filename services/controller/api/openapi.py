@@ -8,9 +8,10 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
+from flowfleet.client.types import Problem
 from flowfleet.job.spec import JobSpec
 from flowfleet.rewards.changes import RewardChange
-from services.controller.api.problems import MEDIA_TYPE, Problem
+from services.controller.api.problems import MEDIA_TYPE
 
 _REF = "#/components/schemas/{model}"
 _HEADERS = {

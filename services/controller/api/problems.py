@@ -14,12 +14,12 @@ from functools import partial
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel
 from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from flowfleet.client.types import Problem, SettingProblem
 from flowfleet.errors import FlowfleetError, InvalidRequest, http_status
 from flowfleet.redis.trouble import trouble
 
@@ -31,24 +31,6 @@ MAX_TEXT = 600
 RETRY_S = "5"
 FULL_RETRY_S = "60"
 _SETTING = re.compile(r"[A-Za-z_][\w-]*(\.[\w*-]+)*")
-
-
-class SettingProblem(BaseModel):
-    setting: str
-    """Dotted name in the request."""
-    detail: str
-    """What is wrong and what to change."""
-
-
-class Problem(BaseModel):
-    """RFC 9457."""
-
-    type: str = "about:blank"
-    title: str
-    status: int
-    detail: str
-    instance: str
-    errors: list[SettingProblem] | None = None
 
 
 class InvalidJob(InvalidRequest):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from fastapi import APIRouter, Request
 from prometheus_client import CollectorRegistry
 
+from flowfleet.client.types import JobStatus, RewardRevision, Rewards, ShadowComparison
 from flowfleet.errors import Conflict
 from flowfleet.job.spec import JobSpec, RewardPart
 from flowfleet.rewards.changes import RewardChange, RewardSet, changed, parse_change
@@ -17,46 +18,17 @@ from services.controller.fleet.directory import Directory
 from services.controller.job.shadow_queue import pair_of
 from services.controller.prompts.sources import Sources
 from services.controller.rewards.client import RewardService
-from services.controller.rewards.comparison import Comparison
 from services.controller.rewards.failures import RewardFailure
 from services.controller.rewards.metrics import RewardCalls
 from services.controller.rewards.plane import modality_of
 from services.controller.rewards.trials import refusals
-from services.controller.store.records import JobRecord, JobStatus, Record, RewardRevision
+from services.controller.store.records import JobRecord, reward_set
 from services.controller.store.rewards import check_changeable, stale
 
 MAX_REVISIONS = 1000
 """Maximum number of a job's revisions: all of them are kept and shown."""
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["rewards"])
-
-
-class ShadowComparison(Record):
-    """A shadow and the reward that it is compared with, with their current settings, over the newest 1024 groups."""
-
-    beside: str
-    """The active reward."""
-    scored: int = 0
-    """Samples that it scored so far, held-out ones too."""
-    failed: int = 0
-    """Samples that it gave no score."""
-    left_out: int = 0
-    """Samples that it was not asked about, because it was behind."""
-    train: Comparison
-    held_out: Comparison
-
-
-class Rewards(Record):
-    revision: int
-    """Number of the newest one, pending or not: a change names it."""
-    active: RewardRevision
-    """What the steps from `from_step` on have."""
-    pending: RewardRevision | None
-    """What was asked for, and is not taken up yet."""
-    history: list[RewardRevision]
-    """What took effect, ascending; 0 is as submitted."""
-    comparison: dict[str, ShadowComparison]
-    """Comparison by shadow."""
 
 
 @router.get("/rewards")
@@ -95,7 +67,7 @@ async def _revision(use: Services, record: JobRecord, change: RewardChange) -> R
         raise stale(change.revision, record.rewards.revision)
     if change.revision >= MAX_REVISIONS:
         raise InvalidJob([f"revision: a job has at most {MAX_REVISIONS} revisions of its rewards: submit it again"])
-    spec, before = record.job_spec(), record.rewards.newest.as_set()
+    spec, before = record.job_spec(), reward_set(record.rewards.newest)
     try:
         after = changed(spec, before, change)
     except ValueError as error:
@@ -167,7 +139,7 @@ async def _view(use: Services, record: JobRecord) -> Rewards:
         active=rewards.active,
         pending=rewards.pending,
         history=[submitted, *history],
-        comparison=await _comparisons(use, record.id, rewards.active.as_set()),
+        comparison=await _comparisons(use, record.id, reward_set(rewards.active)),
     )
 
 

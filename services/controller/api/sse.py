@@ -7,8 +7,8 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 
+from flowfleet.client.types import JobEvent
 from services.controller.store.jobs import JobStore
-from services.controller.store.records import JobEvent
 
 POLL_S = 0.2
 """Polling needs no connection to Redis for each watcher, as a blocking read would."""

@@ -6,60 +6,21 @@ import importlib.metadata
 
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import ConfigDict
 
+from flowfleet.client.types import Answer, Fleet, ReplicaView, Shortage
 from flowfleet.errors import Unavailable
 from flowfleet.filesystem import filesystem_id
 from services.controller.api.dependencies import Services, Use
 from services.controller.fleet.directory import Directory
-from services.controller.fleet.replicas import Health
-from services.controller.store.records import Record
 
 router = APIRouter(tags=["system"])
 
 
-class ReplicaView(Record):
-    """A rollout replica as the controller sees it."""
-
-    model_config = ConfigDict(from_attributes=True)
-
-    replica_id: str
-    address: str
-    pool: str
-    incarnation: str
-    """New at every start of the process."""
-    health: Health
-    job_id: str
-    version: int | None
-    """Policy version whose weights it verified; null while it serves none."""
-    outstanding: int
-    """Samples asked for and not finished."""
-    samples_total: int
-    device: str
-
-
-class Shortage(Record):
-    component: str
-    """rollout, reward or redis."""
-    name: str
-    reason: str
-
-
-class Fleet(Record):
-    replicas: list[ReplicaView]
-    rewards: dict[str, list[str]]
-    """Name → addresses of the replicas that are ready; none while there is no replica."""
-    pools: list[str] | None
-    """Names of the rollout pools; null if any name is accepted."""
-    shortages: list[Shortage]
-    """Pools and rewards whose pods cannot run, and a Redis that lost writes or takes none, each with the reason."""
-
-
-class Condition(Record):
+class Condition(Answer):
     status: str
 
 
-class Version(Record):
+class Version(Answer):
     version: str
     api: str
     filesystem: str

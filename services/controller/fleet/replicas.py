@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
+from flowfleet.client.types import Health
 from flowfleet.data.replicas import ReplicaRecord
 from flowfleet.proto import rollout_pb2
 
@@ -19,17 +19,6 @@ MISSED_ASKS = 3
 
 Verified = Callable[[int, str], bool]
 """Whether weights of a version that have a digest are those that a job published."""
-
-
-class Health(StrEnum):
-    """Health of a replica, as the controller sees it."""
-
-    UNKNOWN = "unknown"  # it says nothing that we know
-    IDLE = "idle"  # alive without verified weights
-    SERVING = "serving"  # takes prompts of its job and version
-    UPDATING = "updating"  # weights in flight
-    DRAINING = "draining"  # finishes its work and takes no more
-    LOST = "lost"  # does not answer
 
 
 _HEALTH = {

@@ -20,6 +20,7 @@ from typing import Any, assert_never
 
 import grpc
 
+from flowfleet.client.types import Desired, JobStatus
 from flowfleet.data.blobs import WORKING_TTL_S
 from flowfleet.data.streams import Delivery, TrajectoryConsumer
 from flowfleet.errors import FlowfleetError, Unavailable, grpc_code
@@ -47,7 +48,7 @@ from services.controller.job.state_machine import (
     Validate,
 )
 from services.controller.job.step import TrainingStep
-from services.controller.store.records import Desired, JobStatus
+from services.controller.store.records import reward_set
 from services.controller.waiting import NotYet, WaitedInVain
 
 log = logging.getLogger(__name__)
@@ -344,7 +345,7 @@ class JobDriver:
             applied = wish.model_copy(update={"from_step": self.machine.first_changed(unscored=is_paused)})
             await self.job.store.apply_rewards(self.job.job_id, applied, pipe)
 
-        await self.emit(ev.RewardsChanged(number=wish.number, set=wish.as_set(), unscored=is_paused), also=also)
+        await self.emit(ev.RewardsChanged(number=wish.number, set=reward_set(wish), unscored=is_paused), also=also)
 
     @property
     def _is_scoring(self) -> bool:

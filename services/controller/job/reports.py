@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from flowfleet.algorithms.advantages import AdvantageStats
+from flowfleet.client.types import Checkpoint
 from flowfleet.job.spec import JobSpec, RewardPart
 from flowfleet.media.image_stats import ImageStats, image_stats
 from flowfleet.process.clock import steady_time
@@ -29,7 +30,7 @@ from services.controller.job.metrics_file import METRICS_FILE, MetricsFile
 from services.controller.job.shadow_queue import ShadowQueue
 from services.controller.rewards.plane import SampleScore
 from services.controller.rewards.rows import reward_row
-from services.controller.store.records import Checkpoint, SampleRecord, Validation
+from services.controller.store.records import SampleRecord, Validation
 
 RECENT_STEPS = 20
 _NAN = float("nan")

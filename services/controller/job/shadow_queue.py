@@ -23,6 +23,7 @@ import prometheus_client as prometheus
 from prometheus_client import CollectorRegistry, Gauge
 from redis.exceptions import RedisError
 
+from flowfleet.client.types import Purpose
 from flowfleet.errors import FlowfleetError
 from flowfleet.job.spec import RewardPart
 from flowfleet.prompts.prompt import Prompt
@@ -31,7 +32,6 @@ from flowfleet.rewards.changes import ShadowPart
 from services.controller.concurrency import end
 from services.controller.job.context import JobCore
 from services.controller.rewards.comparison import GroupScores, compare
-from services.controller.store.records import Purpose
 from services.controller.store.rewards import Count
 from services.controller.waiting import NotYet
 

@@ -8,10 +8,11 @@ from collections.abc import AsyncIterator, Sequence
 from pydantic import BaseModel
 
 from flowfleet.client.archive import Archive, media_name
+from flowfleet.client.types import JobEvent, MetricsRow, Purpose
 from flowfleet.data.blobs import BlobStore
 from flowfleet.errors import DataLoss, NotFound
 from services.controller.store.jobs import JobStore
-from services.controller.store.records import JobEvent, MetricsRow, Purpose, SampleRecord
+from services.controller.store.records import SampleRecord
 from services.controller.store.samples import media_ref
 
 PAGE = 1000

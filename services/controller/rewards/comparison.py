@@ -13,31 +13,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, BeforeValidator, ConfigDict
 
+from flowfleet.client.types import Answer, Comparison, Distribution, FiniteOrNone
 from flowfleet.ranks import ranks
 
 Floats = NDArray[np.float64]
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
-def _known(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(value)
-
-
-Known = Annotated[float | None, BeforeValidator(_known)]
-"""None where there is nothing to compute it from."""
-
-
-class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
-
-
-class GroupScores(_Model):
+class GroupScores(Answer):
     """The samples of one group (a held-out sample is a group of its own) that both rewards scored."""
 
     step: int
@@ -46,47 +34,12 @@ class GroupScores(_Model):
     shadow: list[float]
     failed: int = 0
     """Samples that the active reward scored and the shadow did not."""
-    active_s: Known = None
+    active_s: FiniteOrNone = None
     """Seconds of the longest call that the active reward needed for the group."""
-    shadow_s: Known = None
+    shadow_s: FiniteOrNone = None
     active_version: str = ""
     shadow_version: str = ""
     """Scorer and version, as the services gave them."""
-
-
-class Distribution(_Model):
-    """Distribution of one reward's scores, and of its calls."""
-
-    mean: Known = None
-    std: Known = None
-    min: Known = None
-    q05: Known = None
-    q25: Known = None
-    q50: Known = None
-    q75: Known = None
-    q95: Known = None
-    max: Known = None
-    zero_std_ratio: Known = None
-    latency_p50_s: Known = None
-    latency_p99_s: Known = None
-    versions: list[str] = []
-    """Versions that gave the scores."""
-
-
-class Comparison(_Model):
-    samples: int = 0
-    """Scored by both."""
-    groups: int = 0
-    failed: int = 0
-    """Samples that the shadow gave no score."""
-    first_step: int | None = None
-    last_step: int | None = None
-    active: Distribution = Distribution()
-    shadow: Distribution = Distribution()
-    spearman: Known = None
-    """-1 … 1; none with fewer than two samples, or where one of the two always gives the same."""
-    agreement: Known = None
-    """0 … 1; none without a pair that one of the two orders."""
 
 
 def compare(groups: Sequence[GroupScores]) -> Comparison:

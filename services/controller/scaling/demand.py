@@ -20,11 +20,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from flowfleet.client.types import Desired, JobStatus
 from flowfleet.redis import keys
 from services.controller.job.state_machine import Machine, Validate
 from services.controller.rewards.scoring import MAX_SCORING
 from services.controller.store.leadership import Lease
-from services.controller.store.records import Desired, JobRecord, JobStatus
+from services.controller.store.records import JobRecord
 
 Component = Literal["rollout", "reward"]
 Name = tuple[Component, str]

@@ -6,8 +6,9 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from flowfleet.client.types import Checkpoint, JobEvent, MetricsRow
 from flowfleet.redis import keys
-from services.controller.store.records import Checkpoint, JobEvent, MetricsRow, Validation, from_epoch
+from services.controller.store.records import Validation, from_epoch
 
 Pipe = Any
 """A redis.asyncio Pipeline. redis-py's hints do not know that replies are bytes here, so they are not used."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from flowfleet.client.types import Desired, JobStatus, Progress
 from flowfleet.errors import Conflict, Gone, NotFound
 from flowfleet.job.spec import JobSpec
 from flowfleet.process.clock import steady_time
@@ -20,7 +21,7 @@ from flowfleet.redis import keys
 from services.controller.store.history import History, Pipe, add_event, encode
 from services.controller.store.ids import new_job_id
 from services.controller.store.leadership import Lease
-from services.controller.store.records import Action, Desired, JobRecord, JobStatus, Progress, from_epoch, next_desired
+from services.controller.store.records import Action, JobRecord, from_epoch, next_desired
 from services.controller.store.removal import Removal, leave
 from services.controller.store.rewards import REVISION, RewardRevisions, rewards_of
 from services.controller.store.samples import SampleRecords

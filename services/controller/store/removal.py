@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from flowfleet.client.types import Desired, JobStatus, Purpose
 from flowfleet.redis import keys
-from services.controller.store.records import Desired, JobStatus, Purpose
 
 LATE_S = 600.0
 """Seconds after which leftovers are cleared again."""

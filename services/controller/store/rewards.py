@@ -12,12 +12,13 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from flowfleet.client.types import Desired, JobRewards, JobStatus, Purpose, RewardRevision
 from flowfleet.errors import Conflict, NotFound
 from flowfleet.process.clock import steady_time
 from flowfleet.redis import keys
 from services.controller.rewards.comparison import GroupScores
 from services.controller.store.history import MAX_EVENTS, Pipe, add_event, encode
-from services.controller.store.records import Desired, JobRewards, JobStatus, Purpose, RewardRevision, from_epoch
+from services.controller.store.records import from_epoch
 
 REVISION = "rewards.revision"
 _ACTIVE, _PENDING = "rewards.active", "rewards.pending"

@@ -9,10 +9,11 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from flowfleet.client.types import Purpose
 from flowfleet.errors import NotFound
 from flowfleet.proto.common_pb2 import BlobRef
 from flowfleet.redis import keys
-from services.controller.store.records import Order, Purpose, SampleRecord
+from services.controller.store.records import Order, SampleRecord
 
 MAX_SAMPLES = 100_000
 """Maximum number of samples of one purpose; beyond it the oldest steps are deleted."""

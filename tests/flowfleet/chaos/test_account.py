@@ -25,7 +25,8 @@ def spec() -> JobSpec:
 def job(trained: int, **dropped: int) -> Job:
     results = {"samples_trained": trained, "samples_dropped": dropped}
     progress = Progress(step=2, steps=2)
-    return Job(id="j", name="n", status="succeeded", created_at=datetime.now(UTC), progress=progress, results=results)
+    ended = {"id": "j", "name": "n", "status": "succeeded", "desired": "running", "spec": {}}
+    return Job.model_validate(ended | {"created_at": datetime.now(UTC), "progress": progress, "results": results})
 
 
 def names(step: int, *left_out: str) -> list[str]:

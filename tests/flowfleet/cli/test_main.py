@@ -18,13 +18,13 @@ from flowfleet.cli import main as cli
 from flowfleet.cli import rewards as cli_rewards
 from flowfleet.cli import views as cli_views
 from flowfleet.client.client import Client
-from flowfleet.client.types import Fleet, Replica, ShadowComparison, Shortage
+from flowfleet.client.types import Fleet, JobStatus, ReplicaView, ShadowComparison, Shortage
 from flowfleet.data.blobs import open_blobs
 from flowfleet.local.stack import StateDir
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect_sync
 from services.controller.store.jobs import JobStore
-from services.controller.store.records import JobStatus, SampleRecord
+from services.controller.store.records import SampleRecord
 from tests.flowfleet.idle_controller import in_store, job_settings
 
 Run = Callable[..., Result]
@@ -121,7 +121,9 @@ def test_jobs_and_show(run: Run, client: Client, job_file: Path) -> None:
 
 def test_fleet(capsys: pytest.CaptureFixture[str]) -> None:
     shortage = Shortage(component="rollout", name="wide", reason="0/1 nodes are available")
-    replica = Replica(replica_id="r0", address="10.0.0.1:7000", pool="default", health="serving", version=3)
+    told = {"replica_id": "r0", "address": "10.0.0.1:7000", "pool": "default", "incarnation": "1", "health": "serving"}
+    numbers = {"job_id": "", "version": 3, "outstanding": 0, "samples_total": 0, "device": ""}
+    replica = ReplicaView.model_validate(told | numbers)
     known = Fleet(replicas=[replica], rewards={"ocr": []}, pools=["default", "wide"], shortages=[shortage])
     cli_views.show_fleet(known, Console(width=120))
 

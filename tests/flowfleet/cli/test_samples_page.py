@@ -13,7 +13,8 @@ import pytest
 from flowfleet.cli.samples_page import Shown, page, tag
 from flowfleet.client.types import Job, Sample
 
-JOB = Job(id="a" * 8, name="tiny", status="running", created_at=datetime.now(UTC))
+FACTS: dict[str, Any] = {"id": "a" * 8, "name": "tiny", "status": "running", "desired": "running", "spec": {}}
+JOB = Job(**FACTS, created_at=datetime.now(UTC))
 HOSTILE = """</title></style><script>alert(1)</script> "><img src=x onerror='alert(1)'> &amp; {{x}} ä 猫"""
 
 

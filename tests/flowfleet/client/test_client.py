@@ -12,11 +12,11 @@ import pytest
 
 from flowfleet.client.client import DEFAULT_URL, Client
 from flowfleet.client.sse import ServerSentEvent, parse_events
-from flowfleet.client.types import ApiError, JobEvent
+from flowfleet.client.types import ApiError, Checkpoint, JobEvent, JobStatus
 from flowfleet.filesystem import filesystem_id
 from flowfleet.job.spec import parse_job
 from services.controller.store.jobs import JobStore
-from services.controller.store.records import Checkpoint, JobStatus, SampleRecord
+from services.controller.store.records import SampleRecord
 from tests.flowfleet.conftest import IdleController
 from tests.flowfleet.idle_controller import in_store, job_settings
 

@@ -21,9 +21,8 @@ from flowfleet.client import download as downloads
 from flowfleet.client.client import Client
 from flowfleet.client.download import MARK, download
 from flowfleet.client.merging import merge
-from flowfleet.client.types import ApiError
+from flowfleet.client.types import ApiError, Checkpoint
 from flowfleet.job.model_files import ModelManifest, check_name, read_manifest
-from services.controller.store.records import Checkpoint
 from tests.flowfleet.conftest import IdleController
 from tests.flowfleet.idle_controller import in_store, job_settings
 from tests.models_on_disk import write_model

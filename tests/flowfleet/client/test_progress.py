@@ -15,7 +15,8 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 def job() -> Job:
     return Job.model_validate(
-        {"id": "j", "name": "n", "status": "queued", "created_at": NOW, "progress": {"steps": 12}}
+        {"id": "j", "name": "n", "status": "queued", "desired": "running", "spec": {}, "created_at": NOW}
+        | {"progress": {"steps": 12}}
     )
 
 

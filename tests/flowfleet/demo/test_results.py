@@ -10,13 +10,13 @@ import pytest
 from PIL import Image
 
 from flowfleet.client.client import Client
-from flowfleet.client.types import JobEvent
+from flowfleet.client.types import JobEvent, JobStatus
 from flowfleet.data.blobs import open_blobs
 from flowfleet.demo.plots import Curve, Pair, before_after, reward_curve, words_of
 from flowfleet.demo.results import fetch, fetch_pairs, held_out_curve, summarize, training_curve
 from flowfleet.redis import keys
 from services.controller.store.jobs import JobStore
-from services.controller.store.records import JobStatus, SampleRecord
+from services.controller.store.records import SampleRecord
 from tests.flowfleet.idle_controller import in_store, job_settings
 
 STEPS = 2

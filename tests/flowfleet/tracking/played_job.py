@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 
 from flowfleet.client import Client
+from flowfleet.client.types import JobStatus
 from flowfleet.data.blobs import open_blobs
 from flowfleet.media.files import encode_media
 from flowfleet.redis import keys
 from flowfleet.tracking.place import Place, State
 from services.controller.job.distributions import histograms
 from services.controller.store.jobs import JobStore
-from services.controller.store.records import JobStatus, SampleRecord
+from services.controller.store.records import SampleRecord
 from tests.flowfleet.idle_controller import in_store, job_settings
 
 PROMPTS = ('a sign that says "K7QX"', "a boat | a moat")

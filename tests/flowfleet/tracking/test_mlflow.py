@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from flowfleet.client import Client
+from flowfleet.client.types import JobStatus
 from flowfleet.local.ports import free_ports
 from flowfleet.tracking.place import Place
-from services.controller.store.records import JobStatus
 from tests.flowfleet.conftest import IdleController
 from tests.flowfleet.tracking.environments import mlflow_python
 from tests.flowfleet.tracking.played_job import PROMPTS, FollowerProcess, PlayedJob, reward, rewards_of

@@ -15,10 +15,11 @@ from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 from redis.asyncio import Redis
 
+from flowfleet.client.types import Health
 from services.controller.api.dependencies import Services
 from services.controller.app import create_app
 from services.controller.fleet.directory import Directory
-from services.controller.fleet.replicas import Health, Replica
+from services.controller.fleet.replicas import Replica
 from services.controller.rewards import trials as reward_trials
 from services.controller.settings import ControllerSettings
 from services.controller.store.jobs import JobStore

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 from redis.asyncio import Redis
 
+from flowfleet.client.types import JobStatus
 from flowfleet.data.blobs import BlobStore, open_blobs
 from flowfleet.data.replicas import ReplicaDirectory, ReplicaRecord
 from flowfleet.data.streams import TrajectoryStream
@@ -36,7 +37,7 @@ from flowfleet.redis.client import connect
 from services.controller.scheduler import JobScheduler
 from services.controller.settings import ControllerSettings
 from services.controller.store.jobs import JobStore
-from services.controller.store.records import JobRecord, JobStatus
+from services.controller.store.records import JobRecord
 
 Score = Callable[[reward_pb2.RewardSample], float]
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from flowfleet.client.types import Checkpoint
 from flowfleet.redis import keys
 from services.controller.settings import ControllerSettings
-from services.controller.store.records import Checkpoint, SampleRecord, from_epoch
+from services.controller.store.records import SampleRecord, from_epoch
 from tests.services.controller.conftest import Api, IdleRunner, serve
 
 pytestmark = pytest.mark.anyio

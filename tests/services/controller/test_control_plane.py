@@ -14,13 +14,14 @@ import pytest
 
 from flowfleet.algorithms.advantages import group_advantages
 from flowfleet.algorithms.registry import ALGORITHMS
+from flowfleet.client.types import Desired, JobStatus
 from flowfleet.job.spec import parse_job
 from flowfleet.process.telemetry import LOG_PROB_GAP, LOG_PROB_NOT_FINITE
 from flowfleet.proto import common_pb2, reward_pb2, trainer_pb2
 from services.controller.fleet import watch as fleet_watch
 from services.controller.job.driver import TICK_S
 from services.controller.rewards import scoring
-from services.controller.store.records import Action, Desired, JobStatus
+from services.controller.store.records import Action
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward, scripted_fleet
 
 Use = Callable[[ScriptedFleet], Awaitable[None]]

@@ -11,6 +11,7 @@ from unittest.mock import AsyncMock
 import pytest
 from redis.asyncio import Redis
 
+from flowfleet.client.types import JobStatus
 from flowfleet.errors import Full
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect
@@ -19,7 +20,6 @@ from services.controller.retention.keep import Keep
 from services.controller.retention.memory import Memory
 from services.controller.settings import ControllerSettings
 from services.controller.store import removal
-from services.controller.store.records import JobStatus
 from tests.services.controller.conftest import Api, serve
 from tests.services.controller.scripted import ScriptedReward, scripted_fleet
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from flowfleet.client.types import JobStatus
 from flowfleet.data.streams import Delivery, TrajectoryStream
 from flowfleet.proto import common_pb2
 from flowfleet.redis import keys
 from services.controller.job import events as ev
-from services.controller.store.records import JobStatus
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward
 from tests.services.controller.test_control_plane import Run, by_index, job, run
 

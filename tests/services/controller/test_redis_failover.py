@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from flowfleet.client.types import JobStatus
 from flowfleet.redis import keys
-from services.controller.store.records import JobStatus
 from services.controller.store.replication import NAME
 from tests.flowfleet.sentinels import Group
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward, scripted_fleet

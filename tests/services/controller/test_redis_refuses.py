@@ -12,11 +12,11 @@ import pytest
 from redis import exceptions
 from redis.asyncio import Redis
 
+from flowfleet.client.types import JobStatus
 from flowfleet.redis import trouble as redis_trouble
 from flowfleet.redis.client import connect
 from flowfleet.redis.server import RedisServer
 from flowfleet.redis.trouble import patiently, trouble
-from services.controller.store.records import JobStatus
 from tests.services.controller.conftest import Api
 from tests.services.controller.scripted import ScriptedReward, scripted_fleet
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from flowfleet.client.types import JobStatus
 from services.controller.rewards import outages
-from services.controller.store.records import JobStatus
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward, scripted_fleet
 
 GROUP = 4

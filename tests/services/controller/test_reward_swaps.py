@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from flowfleet.client.types import Desired, JobStatus, RewardRevision
 from flowfleet.job.spec import RewardPart
 from flowfleet.proto import reward_pb2
 from flowfleet.redis import keys
@@ -19,7 +20,7 @@ from services.controller.job.shadow_queue import pair_of
 from services.controller.rewards.comparison import compare
 from services.controller.rewards.failures import RewardFailure
 from services.controller.rewards.plane import RewardPlane
-from services.controller.store.records import Desired, JobRecord, JobStatus, RewardRevision
+from services.controller.store.records import JobRecord, reward_set
 from tests.services.controller import test_control_plane
 from tests.services.controller.reward_fleet import Fleet, Service, samples, with_services
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward
@@ -49,7 +50,7 @@ async def change(fleet: ScriptedFleet, job_id: str, **parts: Any) -> JobRecord:
     record = await fleet.store.get(job_id)
     number = record.rewards.revision + 1
     wanted = RewardChange.model_validate({"revision": number - 1, **parts})
-    after: RewardSet = changed(record.job_spec(), record.rewards.newest.as_set(), wanted)
+    after: RewardSet = changed(record.job_spec(), reward_set(record.rewards.newest), wanted)
     revision = RewardRevision(number=number, changes=wanted.describe(), **after.model_dump(mode="json"))
     await fleet.store.change_rewards(job_id, revision)
     return await fleet.reached(job_id, lambda record: record.rewards.active.number == number)
@@ -73,7 +74,7 @@ def test_a_shadow_is_compared_then_promoted_at_a_boundary(run: Run, job: Any) ->
         assert record.rewards.active.from_step == 2
         first.gates["1"].set()
         await fleet.reached(job_id, lambda record: record.progress.step == 3)
-        active = (await fleet.store.get(job_id)).rewards.active.as_set()
+        active = reward_set((await fleet.store.get(job_id)).rewards.active)
         pair = pair_of("ocr2", active.shadows["ocr2"], "ocr", active.rewards["ocr"])
         while (counts := await fleet.store.shadow_counts(job_id, pair)).get("scored") != 8:
             await asyncio.sleep(0.02)
@@ -227,7 +228,7 @@ def test_a_shadow_outlives_closed_channels_and_ends_with_its_removal(
         job_id = (await fleet.submit(job(rewards={"ocr": {"service": "first"}}, schedule=SCHEDULE))).id
         await fleet.reached(job_id, lambda record: record.progress.step == 1)
         record = await change(fleet, job_id, shadow={"late": {"for": "ocr", "service": "second"}})
-        active = record.rewards.active.as_set()
+        active = reward_set(record.rewards.active)
         pair = pair_of("late", active.shadows["late"], "ocr", active.rewards["ocr"])
         first.gates["1"].set()
         await fleet.reached(job_id, lambda record: record.progress.step == 4)
@@ -260,7 +261,7 @@ def test_nobody_waits_for_a_shadow(
         job_id = (await fleet.submit(job(rewards={"ocr": {"service": "first"}}, schedule=SCHEDULE))).id
         await fleet.reached(job_id, lambda record: record.progress.step == 1)
         record = await change(fleet, job_id, shadow={"late": {"for": "ocr", "service": "second"}})
-        active = record.rewards.active.as_set()
+        active = reward_set(record.rewards.active)
         pair = pair_of("late", active.shadows["late"], "ocr", active.rewards["ocr"])
         first.gates["1"].set()
         record = await fleet.reached(job_id, lambda record: record.status.terminal)

@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 
+from flowfleet.client.types import JobStatus
 from flowfleet.errors import Unavailable
 from flowfleet.job.spec import RolloutPart, parse_job
 from flowfleet.redis import keys
@@ -21,7 +22,7 @@ from services.controller.scheduler import JobScheduler
 from services.controller.settings import ControllerSettings
 from services.controller.store.jobs import JobStore
 from services.controller.store.leadership import LeaseLost
-from services.controller.store.records import JobRecord, JobStatus
+from services.controller.store.records import JobRecord
 from services.controller.trainers import launcher
 from services.controller.trainers.launcher import LocalLauncher, stopped
 from tests.waiting import until

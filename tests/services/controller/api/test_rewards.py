@@ -11,6 +11,7 @@ import grpc
 import httpx
 import pytest
 
+from flowfleet.client.types import Comparison
 from flowfleet.job.spec import RewardPart, parse_job
 from flowfleet.media.files import decode_media
 from flowfleet.proto import reward_pb2, reward_pb2_grpc
@@ -19,10 +20,10 @@ from services.controller.api import comparisons
 from services.controller.api import rewards as api_rewards
 from services.controller.api.comparisons import Comparisons
 from services.controller.job.shadow_queue import pair_of
-from services.controller.rewards.comparison import Comparison, GroupScores, compare
+from services.controller.rewards.comparison import GroupScores, compare
 from services.controller.rewards.trials import refusals
 from services.controller.settings import ControllerSettings
-from services.controller.store.records import SampleRecord
+from services.controller.store.records import SampleRecord, reward_set
 from services.controller.store.rewards import SHADOW_TTL_S
 from tests.services.controller.conftest import Api, serve
 
@@ -110,7 +111,7 @@ async def test_a_shadow_is_added_compared_and_promoted(api: Api, job: MakeJob) -
     again = await patch(api, job_id, 0, shadow={"ocr2": {"for": "ocr", "service": "v2", "params": {"score": "soft"}}})
     assert (again.status_code, again.json()["revision"]) == (202, 1)  # its answer was lost: done once
     await take_up(api, job_id, 3)
-    active = (await api.store.get(job_id)).rewards.active.as_set()
+    active = reward_set((await api.store.get(job_id)).rewards.active)
     pair = pair_of("ocr2", active.shadows["ocr2"], "ocr", active.rewards["ocr"])
     rows = [GroupScores(step=3, group=g, active=[0.0, 1.0], shadow=[0.1, 0.2]) for g in (0, 1, 1)]
     await api.store.add_shadow_scores(job_id, pair, "train", rows)

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from flowfleet.client.types import Health
 from flowfleet.data.replicas import ReplicaRecord
 from flowfleet.proto import rollout_pb2
-from services.controller.fleet.replicas import MISSED_ASKS, Fleet, Health
+from services.controller.fleet.replicas import MISSED_ASKS, Fleet
 
 SERVING = rollout_pb2.ROLLOUT_STATE_SERVING
 

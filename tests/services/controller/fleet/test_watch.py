@@ -10,13 +10,14 @@ from typing import Any
 import grpc
 import pytest
 
+from flowfleet.client.types import Health
 from flowfleet.data import replicas
 from flowfleet.data.replicas import ReplicaDirectory, ReplicaRecord
 from flowfleet.proto import rollout_pb2, rollout_pb2_grpc
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect
 from services.controller.fleet import watch as fleet_watch
-from services.controller.fleet.replicas import Fleet, Health
+from services.controller.fleet.replicas import Fleet
 from services.controller.fleet.watch import FleetWatch, NobodyThere, ReplicaQueue, Want
 from tests.services.controller.fleet.test_replicas import fleet_of, record
 from tests.waiting import until

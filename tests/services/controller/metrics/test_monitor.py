@@ -9,11 +9,12 @@ from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from flowfleet.client.types import Health
 from flowfleet.data.streams import TrajectoryConsumer, TrajectoryStream
 from flowfleet.proto import common_pb2
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect
-from services.controller.fleet.replicas import Health, Replica
+from services.controller.fleet.replicas import Replica
 from services.controller.job.state_machine import Machine
 from services.controller.metrics import families
 from services.controller.metrics.families import Sample

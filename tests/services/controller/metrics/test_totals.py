@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from flowfleet.client.types import Health
 from flowfleet.job.spec import JobSpec, parse_job
-from services.controller.fleet.replicas import Health, Replica
+from services.controller.fleet.replicas import Replica
 from services.controller.job import events as ev
 from services.controller.job.state_machine import Machine
 from services.controller.metrics.families import DESCRIPTIONS, families

@@ -13,6 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from flowfleet.client.archive import Archive
+from flowfleet.client.types import Desired, JobStatus
 from flowfleet.data.blobs import BlobStore, digest, open_blobs
 from flowfleet.errors import Conflict, Gone, NotFound
 from flowfleet.job.spec import JobSpec, parse_job
@@ -30,7 +31,7 @@ from services.controller.settings import ControllerSettings
 from services.controller.store import removal
 from services.controller.store.jobs import JobStore
 from services.controller.store.leadership import Lease, LeaseLost
-from services.controller.store.records import Desired, JobStatus, SampleRecord
+from services.controller.store.records import SampleRecord
 from services.controller.store.removal import EndedJob
 
 pytestmark = pytest.mark.anyio

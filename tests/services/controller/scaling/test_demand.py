@@ -10,6 +10,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowfleet.client.types import Desired, JobStatus
 from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect
@@ -27,7 +28,7 @@ from services.controller.scaling.demand import (
     work_of,
 )
 from services.controller.store.leadership import Lease
-from services.controller.store.records import Desired, JobRecord, JobStatus
+from services.controller.store.records import JobRecord
 
 
 def spec_of(**rollout: Any) -> JobSpec:

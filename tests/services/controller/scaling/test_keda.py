@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
+from flowfleet.client.types import JobStatus
 from flowfleet.job.spec import parse_job
 from flowfleet.proto import externalscaler_pb2 as pb
 from flowfleet.proto import externalscaler_pb2_grpc
@@ -21,7 +22,6 @@ from services.controller.scaling.demand import Demand, DemandHash
 from services.controller.scaling.keda import Scaler, serve_scaler
 from services.controller.store.jobs import JobStore
 from services.controller.store.leadership import Lease
-from services.controller.store.records import JobStatus
 
 pytestmark = pytest.mark.anyio
 SPEC = parse_job({"model": {"path": "m"}, "rewards": {"ocr": {}}, "data": {"train": "t.txt"}})

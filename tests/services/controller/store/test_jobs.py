@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from flowfleet.client.types import Checkpoint, Desired, JobStatus
 from flowfleet.errors import Conflict, NotFound
 from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.redis.client import connect
 from services.controller.store.ids import new_job_id
 from services.controller.store.jobs import JobStore
-from services.controller.store.records import Action, Checkpoint, Desired, JobStatus, from_epoch
+from services.controller.store.records import Action, from_epoch
 
 pytestmark = pytest.mark.anyio
 

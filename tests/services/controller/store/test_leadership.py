@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from flowfleet.client.types import JobStatus
 from flowfleet.job.spec import parse_job
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect
@@ -25,7 +26,6 @@ from services.controller.scheduler import FencedLauncher
 from services.controller.store import leadership
 from services.controller.store.jobs import JobStore
 from services.controller.store.leadership import TRY_S, Lease, LeaseLost
-from services.controller.store.records import JobStatus
 
 pytestmark = pytest.mark.anyio
 SPEC = parse_job({"model": {"path": "m"}, "rewards": {"ocr": {}}, "data": {"train": "t.txt"}})

@@ -10,6 +10,7 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
+from flowfleet.client.types import JobStatus
 from flowfleet.job.spec import parse_job
 from flowfleet.proto import trainer_pb2
 from flowfleet.redis import keys
@@ -21,7 +22,6 @@ from services.controller.job.recovery.retries import FailureAction, decide
 from services.controller.job.state import LEDGER_FORMAT
 from services.controller.job.state_machine import Checkpoint, EnsureTrainer, Export, Machine, TrainStep
 from services.controller.store.leadership import Lease
-from services.controller.store.records import JobStatus
 from services.controller.trainers.launcher import LocalLauncher
 from tests.services.controller.scripted import (
     ScriptedFleet,
