@@ -116,7 +116,7 @@ async def test_system(api: Api, job: Job) -> None:
 async def test_not_ready_when_the_runner_died(api: Api) -> None:
     await api.services.runner.stop()
     response = await api.client.get("/readyz")
-    assert (response.status_code, response.json()["detail"][:10]) == (503, "the runner")
+    assert (response.status_code, response.json()["detail"][:10]) == (503, "the schedu")
     assert (await api.client.get("/healthz")).status_code == 503, "nothing requested that: the probe restarts it"
     api.services.closing.set()
     assert (await api.client.get("/healthz")).status_code == 200, "while it shuts down that is as it should be"

@@ -74,7 +74,7 @@ def test_files_and_pictures_are_read(tmp_path: Path) -> None:
     Image.new("RGB", (30, 20)).save(buffer, "PNG")
     (tmp_path / "a.png").write_bytes(buffer.getvalue())
     assert sources.picture_size(str(tmp_path / "a.png"), "image/png") == (30, 20)
-    with pytest.raises(ValueError, match=r"a\.txt is no readable image/png"):
+    with pytest.raises(ValueError, match=r"a\.txt is not a readable image/png"):
         sources.picture_size(str(tmp_path / "a.txt"), "image/png")
     with pytest.raises(FileNotFoundError):
         sources.read(str(tmp_path / "gone.txt"), 4)
