@@ -70,7 +70,7 @@ class TensorBoardTracker:
         self._add("validation", version, at, [*_scalars(values), *shown, *table])
 
     def model(self, folder: Path, job: Job) -> None:
-        """Copies it beside the event files: TensorBoard has no artifacts."""
+        """Copies it next to the event files: TensorBoard has no artifacts."""
         shutil.copytree(folder, self._folder / job.id / "adapter", dirs_exist_ok=True)
 
     def finish(self, job: Job) -> None:

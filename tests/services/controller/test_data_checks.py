@@ -211,7 +211,7 @@ async def test_a_condition_image_without_a_header_is_refused(
     for rows, line in (([[good], ["bad.png"]], 2), ([["bad.png"], [good]], 1)):
         [(_, detail)] = await refusals(api, edit(rows))
         assert f"train.jsonl:{line}: " in detail
-        assert "bad.png is no readable image/png" in detail
+        assert "bad.png is not a readable image/png" in detail
 
 
 async def test_good_preferences_are_taken_without_a_reward(api: Api, job: Job, tmp_path: Path) -> None:

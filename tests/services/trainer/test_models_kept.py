@@ -176,7 +176,7 @@ def test_a_disk_that_fills_while_the_model_is_written_is_said(
     worker = make_worker(make_spec(tiny_qwen_image), ranks, files, tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(export, "save_file", refuse)
-        with pytest.raises(Full, match="no room for a checkpoint"):
+        with pytest.raises(Full, match="no space for a checkpoint"):
             save(worker)
     assert not list((tmp_path / "checkpoints").glob("*step-*"))
     assert save(worker).is_dir()
