@@ -18,7 +18,7 @@ from recipes.tiny_vlm.teach import RUBRIC
 
 START_S = 300.0
 MODEL_NAME = "tiny-vlm"
-PATIENCE = {"concurrency": 4, "max_concurrency": 8, "timeout_s": 120, "deadline_s": 600, "hedge_share": 0}
+PATIENCE = {"concurrency": 4, "max_concurrency": 8, "timeout_s": 120, "deadline_s": 600}
 """Settings for one server that computes one answer at a time, on a CPU that others use too."""
 PREFIX = "flowfleet_reward_judge_"
 

@@ -134,7 +134,7 @@ JUDGES = Row(
     (
         _judge(
             "Calls to judges",
-            "A second, by server and outcome; cancelled are hedges that lost and callers that left.",
+            "A second, by server and outcome; cancelled: the caller left.",
             (_judge_rate("calls_total", "server, outcome"), "{{server}} {{outcome}}"),
             unit="ops",
         ),
@@ -169,11 +169,10 @@ JUDGES = Row(
             (_judge_rate("answers_total", "outcome"), "{{outcome}}"),
         ),
         _judge(
-            "Retries and hedges",
-            "A second. A retry is refused when they are too large a share of all; a hedge is won if it answered first.",
+            "Retries",
+            "A second. A retry is refused when they are too large a share of all.",
             (_judge_rate("retries_total", ""), "retries"),
             (_judge_rate("retries_refused_total", ""), "retries refused"),
-            (_judge_rate("hedges_total", "outcome"), "hedges {{outcome}}"),
         ),
         _judge(
             "Questions answered from the cache",

@@ -29,7 +29,6 @@ class JudgeMetrics:
         )
         self.retries = counted("retries", "Questions asked again after a failure")
         self.retries_refused = counted("retries_refused", "Retries that the budget refused")
-        self.hedges = counted("hedges", "Late calls made twice: won if the second answered first, else lost", "outcome")
         self.cache = counted("cache", "Questions by whether the answer was known: hit or miss", "outcome")
         self.answers = counted(
             "answers", "Answers by how they were read: logprobs, parsed from text, or failed", "outcome"

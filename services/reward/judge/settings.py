@@ -27,7 +27,7 @@ class JudgeSettings(ScorerSettings):
     ca: Path | None = None
     """PEM file of the CA that signed the servers' certificates; unset: those that Python knows."""
     deadline_s: Seconds = 60.0
-    """Limit on one question in all: waiting for a place, retries and hedges."""
+    """Limit on one question in all: waiting for a place, and retries."""
     timeout_s: Seconds = 30.0
     """Timeout of one call."""
     target_latency_s: Seconds = 10.0
@@ -42,10 +42,6 @@ class JudgeSettings(ScorerSettings):
     """Retries as a share of all questions, at most."""
     backoff_s: Seconds = 0.2
     """Longest wait before the first retry; it doubles with each."""
-    hedge_share: Share = 0.05
-    """Calls made a second time because the first is late, as a share of all; 0: none."""
-    hedge_quantile: Annotated[float, Field(ge=0.5, lt=1.0)] = 0.95
-    """Quantile of the latest calls' latencies. A call is late after that plus half of the median latency."""
     breaker_failures: Annotated[int, Field(ge=1)] = 5
     """Failures in a row after which a server is left alone."""
     breaker_cooldown_s: Seconds = 5.0

@@ -1,22 +1,25 @@
-"""How much may be asked twice, and how long to wait before: retries must not become the storm that they answer.
+"""How much may be retried, and how long to wait before: retries must not become the storm that they answer.
 
-Every call pays a share into the budget and every second call takes one out (as Finagle's RetryBudget), so that retries,
-or hedges, are at most that share of all calls in the long run.
+Every call pays a share into the budget and every retry takes one out (as Finagle's RetryBudget), so that retries are
+at most that share of all calls in the long run.
 """
 
 from __future__ import annotations
 
 import random
+from typing import Final
 
 from flowfleet.backoff import backoff_s
 
+RESERVE: Final = 10
+
 
 class ShareBudget:
-    """At most `share` of the calls, and `reserve` more at the start and after quiet times."""
+    """At most `share` of the calls, and `RESERVE` more at the start and after quiet times."""
 
-    def __init__(self, share: float, reserve: int = 10) -> None:
+    def __init__(self, share: float) -> None:
         self._share = share
-        self._most = reserve if share > 0.0 else 0.0
+        self._most = RESERVE if share > 0.0 else 0.0
         self._balance = self._most
 
     def deposit(self) -> None:

@@ -1,7 +1,7 @@
 """Asks a judge: the thin driver that puts the state machines of this package around HTTP.
 
-A question waits for a place at a server, is sent, sent a second time elsewhere if it is late, and tried again after a
-failure, all within `deadline_s`. Cancelling it closes the connection, so that vLLM stops computing.
+A question waits for a place at a server, is sent, and is retried after a failure, all within `deadline_s`. Cancelling
+it closes the connection, so that vLLM stops computing.
 """
 
 from __future__ import annotations
@@ -11,15 +11,12 @@ import logging
 import random
 import ssl
 import time
-from collections.abc import Coroutine
-from typing import Any, Final
+from typing import Final
 
 import aiohttp
 
 from flowfleet.lru import LruCache
 from services.reward.judge.answers import Answer, read_answer
-from services.reward.judge.calls.hedging import HedgePolicy
-from services.reward.judge.calls.race import Race
 from services.reward.judge.calls.servers import Place, Server, Servers
 from services.reward.judge.errors import CallFailed, of_status, of_transport, too_late, unreadable
 from services.reward.judge.messages import ChatRequest
@@ -41,7 +38,6 @@ class JudgeClient:
         self._metrics = metrics
         self._servers = Servers(settings, metrics)
         self._retries = ShareBudget(settings.retry_share)
-        self._hedges = HedgePolicy(settings.hedge_quantile, ShareBudget(settings.hedge_share, reserve=2))
         self._cache: LruCache[bytes, Answer] = LruCache(settings.cache_size)
         self._draw = random.Random()
         self._session: aiohttp.ClientSession
@@ -90,7 +86,7 @@ class JudgeClient:
             place = await self._servers.place(avoid)
             avoid = place.server
             try:
-                return await self._hedged(place, request)
+                return await self._call(place, request)
             except CallFailed as failure:
                 failures.append(failure)
                 if not failure.retry or len(failures) > self._settings.max_retries:
@@ -103,24 +99,8 @@ class JudgeClient:
             number = len(failures) - 1
             await asyncio.sleep(retry_s(number, self._settings.backoff_s, _LONGEST_BACKOFF_S, asked_s, self._draw))
 
-    async def _hedged(self, place: Place, request: ChatRequest) -> Answer:
-        """The answer of one call, or of a second one where the first is late: of whichever answers first."""
-        race = Race(self._call(place, request), lambda: self._second(place.server, request))
-        answer = await race.run(self._hedges.delay_s)
-        if race.second is not None:
-            self._metrics.hedges.labels(outcome="won" if race.second_won else "lost").inc()
-        return answer
-
-    def _second(self, avoid: Server, request: ChatRequest) -> Coroutine[Any, Any, Answer] | None:
-        """The second call, where there is a place and a share of all calls left for it."""
-        place = self._servers.place_now(avoid)
-        if place is not None and not self._hedges.take():
-            self._servers.leave(place, counts=False)
-            return None
-        return None if place is None else self._call(place, request)
-
     async def _call(self, place: Place, request: ChatRequest) -> Answer:
-        """One HTTP call, of whose end limiter, breaker, hedges and metrics hear."""
+        """One HTTP call, of whose end limiter, breaker and metrics hear."""
         url, failure, outcome = place.server.url, None, "cancelled"
         began = time.monotonic()
         try:
@@ -136,7 +116,6 @@ class JudgeClient:
             self._metrics.calls.labels(server=url, outcome=outcome).inc()
             self._servers.leave(place, failure, counts=outcome not in ("cancelled", "bug"))
         seconds = time.monotonic() - began
-        self._hedges.observe(seconds)
         self._metrics.call_seconds.labels(server=url).observe(seconds)
         self._metrics.tokens.labels(kind="prompt").inc(answer.prompt_tokens)
         self._metrics.tokens.labels(kind="completion").inc(answer.completion_tokens)

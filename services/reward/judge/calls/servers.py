@@ -57,7 +57,7 @@ class Servers:
     async def place(self, avoid: Server | None = None) -> Place:
         """Waits for a place; rather not at `avoid`. Raises CallFailed where every server is left alone."""
         self._fail_if_all_open()
-        place = self.place_now(avoid) if not self._waiting else None
+        place = self._place_now(avoid) if not self._waiting else None
         if place is not None:
             return place
         granted: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
@@ -69,7 +69,7 @@ class Servers:
                 self.leave(granted.result(), counts=False)
             raise
 
-    def place_now(self, avoid: Server | None = None) -> Place | None:
+    def _place_now(self, avoid: Server | None = None) -> Place | None:
         """A place if there is one; rather not at `avoid`."""
         free = [server for server in self._servers if server.is_free]
         if not free:
@@ -102,7 +102,7 @@ class Servers:
                 self._waiting.popleft()
                 granted.set_exception(self._open_failure())
                 continue
-            place = self.place_now(avoid)
+            place = self._place_now(avoid)
             if place is None:
                 return
             self._waiting.popleft()

@@ -1,11 +1,10 @@
-"""The state machines: limiter, breaker, budget, hedging, cache, share of failures; all with a clock of the test."""
+"""The state machines: limiter, breaker, budget, cache, share of failures; all with a clock of the test."""
 
 from __future__ import annotations
 
 import random
 from collections import OrderedDict
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,9 +13,8 @@ from flowfleet.lru import LruCache
 from services.reward.judge.calls.breaker import BreakerState, CircuitBreaker
 from services.reward.judge.calls.failures import LEAST, FailureShare
 from services.reward.judge.calls.failures import WINDOW as FAILURE_WINDOW
-from services.reward.judge.calls.hedging import SLOW, WINDOW, HedgePolicy
 from services.reward.judge.calls.limiter import DECREASE, AimdLimiter
-from services.reward.remote.retries import ShareBudget, retry_s
+from services.reward.remote.retries import RESERVE, ShareBudget, retry_s
 
 
 class Clock:
@@ -123,10 +121,10 @@ def test_the_breaker_opens_probes_once_and_closes() -> None:
     assert breaker.wait_s == 5.0
 
 
-@given(st.floats(0.0, 1.0), st.integers(0, 20), st.lists(st.booleans(), max_size=300))
+@given(st.floats(0.0, 1.0), st.lists(st.booleans(), max_size=300))
 @settings(deadline=None, max_examples=20)
-def test_a_budget_never_gives_more_than_its_share_and_reserve(share: float, reserve: int, steps: list[bool]) -> None:
-    budget = ShareBudget(share, reserve)
+def test_a_budget_never_gives_more_than_its_share_and_reserve(share: float, steps: list[bool]) -> None:
+    budget = ShareBudget(share)
     calls = granted = 0
     for deposit in steps:
         if deposit:
@@ -134,18 +132,18 @@ def test_a_budget_never_gives_more_than_its_share_and_reserve(share: float, rese
             calls += 1
         else:
             granted += budget.withdraw()
-        assert granted <= reserve + share * calls + 1e-6
+        assert granted <= RESERVE + share * calls + 1e-6
 
 
 def test_a_share_of_nothing_gives_nothing_and_a_share_is_reached() -> None:
-    none, half = ShareBudget(0.0), ShareBudget(0.5, reserve=2)
+    none, half = ShareBudget(0.0), ShareBudget(0.5)
     granted = 0
     for _ in range(1000):
         none.deposit()
         half.deposit()
         granted += half.withdraw()
     assert not none.withdraw()
-    assert 500 <= granted <= 502
+    assert 500 <= granted <= 500 + RESERVE
 
 
 @given(st.integers(0, 1000), st.none() | st.floats(0.0, 30.0), st.integers())
@@ -153,32 +151,6 @@ def test_a_share_of_nothing_gives_nothing_and_a_share_is_reached() -> None:
 def test_backoff_is_within_its_bounds(attempt: int, asked: float | None, seed: int) -> None:
     seconds = retry_s(attempt, 0.2, 10.0, asked, random.Random(seed))
     assert (asked or 0.0) <= seconds <= (asked or 0.0) + min(10.0, 0.2 * 2.0 ** min(attempt, 10))
-
-
-@given(st.lists(st.floats(0.0, 100.0), min_size=20, max_size=WINDOW + 200), st.sampled_from([0.5, 0.9, 0.95]))
-@settings(deadline=None, max_examples=10)
-def test_late_is_the_quantile_of_the_latest_where_that_is_slow(latencies: list[float], quantile: float) -> None:
-    policy = HedgePolicy(quantile, ShareBudget(0.1))
-    for seconds in latencies:
-        policy.observe(seconds)
-    latest = latencies[-WINDOW:]
-    slow = SLOW * np.quantile(latest, 0.5, method="higher")
-    assert policy.delay_s == max(np.quantile(latest, quantile, method="inverted_cdf"), slow)
-
-
-def test_of_calls_that_take_nearly_as_long_none_is_late() -> None:
-    policy, latencies = HedgePolicy(0.95, ShareBudget(0.1)), [0.2 + 0.001 * (number % 21) for number in range(100)]
-    for seconds in latencies:
-        policy.observe(seconds)
-    assert policy.delay_s is not None
-    assert max(latencies) < policy.delay_s
-
-
-def test_nothing_is_late_while_little_is_known() -> None:
-    policy = HedgePolicy(0.95, ShareBudget(0.1))
-    for _ in range(19):
-        policy.observe(1.0)
-    assert policy.delay_s is None
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=60), st.integers(0, 4))
