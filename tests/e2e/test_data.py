@@ -29,6 +29,6 @@ def test_prompts_of_a_csv_with_negative_prompts_of_their_own(
     done = fleet.run(job)
     assert_accounted(done, 2 * 24)
     rows = fleet.metrics(done)
-    for row in rows:  # invariant 7 with rows of several negative prompts
+    for row in rows:  # promise 7 of docs/architecture.md with rows of several negative prompts
         assert row.values["rollout_corr/ratio_min"] == row.values["rollout_corr/ratio_max"] == 1.0
     assert {sample.prompt for sample in fleet.client.samples(done.id)} == set(prompts)

@@ -34,7 +34,7 @@ def test_a_job_runs_to_its_end_and_leaves_what_it_promised(fleet: Fleet, first: 
     assert [row.step for row in rows] == [0, 1, 2, 3]
     assert all(row.values["critic/rewards/group_size"] == 6 for row in rows)
     assert all(row.values["training/off_policy/trajectory_staleness/mean"] == 0 for row in rows)
-    for row in rows:  # invariant 7: log-probs are recomputed exactly
+    for row in rows:  # promise 7 of docs/architecture.md: log-probs are recomputed exactly
         assert row.values["rollout_corr/ratio_min"] == row.values["rollout_corr/ratio_max"] == 1.0
     validations = [event.data for event in fleet.client.events(first.id) if event.type == "validation"]
     assert [data["version"] for data in validations] == [0, 2, 4]

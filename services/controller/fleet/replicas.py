@@ -1,8 +1,9 @@
 """The rollout replicas as the controller knows them, pure: what they say of themselves in, choices out.
 
-A replica is given a prompt only if it serves a verified, admissible version of the job (invariant 4). Among those the
-one with the fewest outstanding samples is chosen, and a request (whole groups) stays on its replica. Everything is
-kept by pool and by job, so that a choice costs what the job's own replicas are, not what the fleet is.
+A replica gets a prompt only if it serves a verified, admissible version of the job (promise 4 of
+docs/architecture.md). Among those the one with the fewest outstanding samples is chosen, and a request (whole groups)
+stays on its replica. Everything is indexed by pool and by job, so a choice costs as much as the job has replicas,
+whatever the size of the fleet.
 """
 
 from __future__ import annotations

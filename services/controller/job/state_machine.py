@@ -5,8 +5,7 @@
 
 Commands are level-triggered: the driver (driver.py) starts what is wanted and not yet running, so a controller
 that was killed only folds its ledger and continues; there is no second recovery path. That works because every command
-is
-idempotent: a sample has an identity, TrainStep is keyed by step, a replica that holds a version skips its publishing.
+is idempotent: a sample has an identity, TrainStep is keyed by step, a replica skips a version that it holds.
 
     STARTING ──first version published──► RUNNING ──last version exported, saved, validated──► SUCCEEDED
         ▲ │                                 ▲ │
@@ -14,16 +13,16 @@ idempotent: a sample has an identity, TrainStep is keyed by step, a replica that
         │ ▼                                 │ ▼                                        failed ──► FAILED
         └─────────────── PAUSED ────────────┘
 
-    the step that is next to train (Phase), from its Generate to the next step's:
+    Phase of the next step to train:
 
     ROLLOUT ──► SCORE ──► ADVANTAGE ──► TRAIN ──► PUBLISH ──► CHECKPOINT ──► VALIDATE ──► ROLLOUT …
        ▲  a lost or refilled sample │      ▲           │          where they are due     └─► EXPORT, after the last
        └────────────────────────────┘      └───────────┘ a resumed trainer replays
 
 Versions and steps: version v is the policy after v applied steps. Step s trains on samples of versions s −
-max_staleness … s and makes version s + 1. One step goes through the phases below; with max_staleness > 0 the next
-steps' samples are made meanwhile (batch.py). Where a job averages its weights, a version that is to be validated is
-published twice: in its evaluated weights, under which nothing is sampled, then in those that sample.
+max_staleness … s and makes version s + 1. One step goes through the phases above; with max_staleness > 0 later steps
+are sampled meanwhile (batch.py). Where a job evaluates averaged weights, a validated version is published twice: first
+its evaluated weights, for validation alone, then those that sample.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ class TrainStep:
 class Publish:
     version: int
     evaluated: bool = False
-    """The version's evaluated weights; else those that sample."""
+    """Publishes the evaluated (averaged) weights; else those that sample."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ class Machine:
     # -- events ------------------------------------------------------------------------------------------------
 
     def apply(self, event: ev.Event) -> None:
-        """Folds one event. Facts that came too late, or twice, change nothing but their counters."""
+        """Folds one event. Late or repeated facts change only their counters."""
         if self.finished:
             return
         self._fold(event)
@@ -174,7 +173,7 @@ class Machine:
             self.state.checkpointed = min(self.state.checkpointed, event.applied)  # newer ones are lost
 
     def _on_rewound(self, event: ev.Rewound) -> None:
-        """What the steps from `version` on were trained on, or hold, is dropped."""
+        """Returns to `version`; samples of later steps, trained on or still held, count as dropped."""
         state = self.state
         held = sum(batch.count("sampled") + batch.count("scored") for batch in state.batches.values())
         self._count_drop(DropReason.CHECKPOINT_LOST, max(0, state.samples_trained - event.samples) + held)
@@ -262,7 +261,7 @@ class Machine:
         self.state.held_out_reward = event.reward
 
     def _on_steps_changed(self, event: ev.StepsChanged) -> None:
-        """Samples of open steps that the job no longer has are dropped. A step whose request is stored is done."""
+        """Drops samples of steps beyond the new end. A step whose request is stored is still trained."""
         state, front = self.state, self.state.batches.get(self.state.version)
         least = state.version + (1 if front is not None and front.ready else 0)
         state.steps, state.steps_asked = max(least, event.steps), event.steps
@@ -272,7 +271,7 @@ class Machine:
             self._count_drop(DropReason.FINISHED, batch.count("sampled") + batch.count("scored"))
 
     def _on_rewards_changed(self, event: ev.RewardsChanged) -> None:
-        """What is scored keeps what it was scored by. Of what no step has any more nothing is kept."""
+        """Samples keep the revision they were scored with. Unused revisions are deleted."""
         if event.number > self.rewards_number:
             first = self.first_changed(unscored=event.unscored)
             before = [r for r in self.state.revisions if r.from_step < first]
@@ -287,7 +286,7 @@ class Machine:
     # -- commands ----------------------------------------------------------------------------------------------
 
     def commands(self, most: int | None = None) -> set[Command]:
-        """Everything that should be running now, of a step's Generate and Score the first `most` each. Empty while
+        """Everything that should be running now, with at most `most` Generate and `most` Score per step. Empty while
         paused and at the end."""
         if self.finished or self.state.status is Status.PAUSED:
             return set()
@@ -333,8 +332,8 @@ class Machine:
             yield ComputeAdvantages(batch.step)
 
     def _bundles(self, batch: Batch) -> Iterator[tuple[int, ...]]:
-        """Groups that go to a replica as one request, of which one wants samples: whole groups up to
-        `rollout.batch_size` rows."""
+        """Bundles of whole groups, up to `rollout.batch_size` rows, for one request each; some group in each lacks
+        samples."""
         size, seen = max(1, self.spec.rollout.batch_size // self.spec.rollout.group_size), set[int]()
         for start in (group - group % size for group in batch.wanting):
             if start not in seen:
@@ -349,7 +348,7 @@ class Machine:
 
     @property
     def phase(self) -> Phase:
-        """What the job waits for, in words for people."""
+        """What the job waits for, as users see it."""
         state = self.state
         if self.finished:
             return Phase.DONE
@@ -373,7 +372,7 @@ class Machine:
         return self.spec.schedule.steps if self.state.steps is None else self.state.steps
 
     def admissible(self, step: int, version: int) -> bool:
-        """Whether a sample of `version` may be trained on by `step` (invariant 3)."""
+        """Whether a sample of `version` may be trained on by `step` (promise 3 of docs/architecture.md)."""
         return step - self.spec.schedule.max_staleness <= version <= step
 
     def published_as(self, version: int, digest: str) -> bool:
@@ -391,7 +390,7 @@ class Machine:
         return is_new and not is_last and gap.is_above(self.spec, event)
 
     def rewards_at(self, step: int) -> Mapping[str, RewardPart]:
-        """What scores the samples of a step, and the held-out ones of the version of that number."""
+        """Rewards that score the samples of a step, and the validation of the version with the same number."""
         revision = self._revision(step)
         return revision.set.rewards if revision else self.spec.rewards
 
@@ -401,7 +400,7 @@ class Machine:
         return revision.set.shadows if revision else {}
 
     def rewards_number_at(self, step: int) -> int:
-        """Number of the revision that a step has; 0 is as submitted."""
+        """Number of a step's revision of the rewards; 0: as submitted."""
         revision = self._revision(step)
         return revision.number if revision else 0
 
@@ -415,9 +414,10 @@ class Machine:
         return self.first_changed(unscored=False)
 
     def first_changed(self, *, unscored: bool) -> int:
-        """The step from which a change of the rewards counts: the first that is not open; `unscored`, while the job is
-        paused and nothing is being scored: the first from which on no sample is scored, with the held-out ones of that
-        version that are not validated. One past the last version where there is none."""
+        """First step to which a change of the rewards applies: the first not open, or one past the last version.
+
+        With `unscored`, a paused job includes its newest open steps without any scored sample; after the last step,
+        the validation that is due."""
         state, steps = self.state, self.steps
         takes_open = unscored and state.status is Status.PAUSED
         if state.version == steps:
@@ -431,12 +431,12 @@ class Machine:
         return next((r for r in reversed(self.state.revisions) if r.from_step <= step), None)
 
     def wanted(self, step: int, group: int) -> list[int]:
-        """Indices of a group that are still to be sampled, ascending."""
+        """Indices of a group that it still lacks, ascending."""
         samples = self.state.batches[step].groups[group] if step in self.state.batches else {}
         return sorted(index for index, sample in samples.items() if sample.status == "wanted")
 
     def tries(self, step: int, group: int) -> set[tuple[int, int]]:
-        """What `wanted` gives, each with the number of times that it was lost before."""
+        """Indices as in `wanted`, each with the number of times that the sample was lost before."""
         samples = self.state.batches[step].groups[group] if step in self.state.batches else {}
         return {(index, sample.times_lost) for index, sample in samples.items() if sample.status == "wanted"}
 
@@ -446,8 +446,8 @@ class Machine:
 
     @property
     def _evaluated_next(self) -> bool:
-        """Whether the version is published in its evaluated weights: until it is validated. The last one stays so, for
-        nothing is sampled under it."""
+        """Whether the version is published in its evaluated weights: until it is validated. The last version keeps
+        them, because nothing is sampled under it."""
         state = self.state
         is_open = state.validated < state.version or state.version == self.steps
         return self.spec.averages and self._is_validated(state.version) and is_open
@@ -477,7 +477,7 @@ class Machine:
     # -- parts of the fold -------------------------------------------------------------------------------------
 
     def _open_batches(self, at: float) -> None:
-        """Steps that may be sampled under the published version get their batch."""
+        """Opens a batch for each step that may be sampled under the published version."""
         if self.state.published < 0 or self.finished:
             return
         end = min(self.state.version + self.spec.schedule.max_staleness + 1, self.steps)
@@ -498,8 +498,7 @@ class Machine:
         state.weights = {version: known for version, known in state.weights.items() if version >= low}
 
     def _refill(self, batch: Batch, group: int) -> None:
-        """Another sample of the group in place of a dropped one, while the setting and its limit allow. Of a pair that
-        was given there is no other."""
+        """Replaces a dropped sample of the group, if the settings allow. A given pair has no replacement."""
         used = batch.refills.get(group, 0)
         may_refill = self.spec.rollout.on_drop == "refill" and self.spec.method.data == "prompts"
         if may_refill and used < self.spec.rollout.max_refills:

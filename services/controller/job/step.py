@@ -2,7 +2,7 @@
 
     command            wanted when                                       does                         ends with
     EnsureTrainer      no trainer is known                               finds or starts the trainer  TrainerReady
-    Generate           a group wants samples of a version that serves    samples them on one replica  Sampled
+    Generate           a group lacks samples and a fit version serves    samples them on one replica  Sampled
     Score              a complete group lacks scores                     asks the rewards             Scored, Dropped
     ComputeAdvantages  every sample of a step is scored or dropped       stores the request to train  AdvantagesReady
     TrainStep          the next step has its request, or a trainer lags  updates, or replays          Trained
@@ -11,12 +11,12 @@
     Validate           `validate_every` or the last step asks for it     scores held-out prompts      Validated
     Export             the last version is published and saved           writes the model             Exported
 
-What differs between algorithms is in the requests (requests.py), in what a sample counts for (credit.py) and in what is
-given instead of sampled (inputs.py).
+Algorithms differ only in their requests (requests.py), in each sample's advantage or place in a pair (credit.py) and in
+data given instead of sampled (prompts/inputs.py, in services/controller).
 
 Each method below does one command of the state machine (state_machine.py), which decides when, and emits its event
-(events.py); the driver (driver.py) emits Sampled as samples come in, and retries. Every method may run again after a
-crash: it does no harm and gives the same.
+(events.py). The driver (driver.py) emits Sampled as samples arrive, and retries failed commands. Every method is
+idempotent: it may run again after a crash.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class TrainingStep:
             await self.pause(str(pause))
 
     async def pause(self, reason: str) -> None:
-        """Waits until the user resumes the job; commands that are still wanted then start again."""
+        """Pauses the job until the user resumes it; commands that are still wanted then start again."""
         await self.job.emit(ev.PauseRequested(reason=reason), also=partial(self.job.store.hold, self.job.job_id))
 
     async def _run(self, command: Command) -> None:
@@ -122,8 +122,8 @@ class TrainingStep:
         await job.emit(await resumed(job, configured))
 
     async def generate(self, step: int, groups: Sequence[int]) -> None:
-        """Sample what some groups still want on one replica that serves an admissible version; of preferences, encode
-        what is given."""
+        """Sample what these groups lack, on one replica that serves an admissible version. Given preferences are only
+        encoded."""
         job, spec = self.job, self.job.spec
         wanted = {group: job.machine.wanted(step, group) for group in groups}
         tries = {group: job.machine.tries(step, group) for group in groups}
@@ -136,12 +136,12 @@ class TrainingStep:
             await job.inputs.attach(request, [prompts[group.group] for group in request.groups])
             call = job.pool.stub(replica).Generate(request, timeout=spec.timeouts.generate_s)
             async for _ in call:
-                pass  # each sample is in the stream by now, and comes in by there: see JobDriver
+                pass  # samples arrive through the Redis stream instead: see JobDriver
         async with asyncio.timeout(INTAKE_DEADLINE_S):
             await job.until(lambda: not any(asked & job.machine.tries(step, g) for g, asked in tries.items()))
 
     async def score(self, step: int, group: int) -> None:
-        """Send a complete group's pictures to every reward of the job. A preference says itself which is better."""
+        """Send a complete group's pictures to every reward of the job. Preferences already name the better sample."""
         samples = await self.job.samples(step, group, "sampled")
         prompt = self.job.prompts(step)[group]
         rewards = self.job.machine.rewards_at(step)
@@ -152,14 +152,15 @@ class TrainingStep:
         await self.job.reports.scored(samples, [prompt] * len(samples), verdicts)
         facts = [requests.scored_or_dropped(*pair) for pair in zip(samples, verdicts, strict=True)]
         if any(isinstance(fact, ev.Dropped) for fact in facts) and await self.job.scoring.group_rewards(rewards):
-            # another sample would be scored alone, and what a group's reward says of it is not of its group
+            # disables refilling: a replacement would be scored outside its group
             facts = [f.model_copy(update={"refill": False}) if isinstance(f, ev.Dropped) else f for f in facts]
         await self.job.emit(*facts)
 
     async def advantages(self, step: int) -> None:
-        """How much better each sample is than its group, stored as the request that the trainer will get. Where no pair
-        of a step differs the request is empty: the trainer counts the step and learns nothing. So it is of a step
-        without any score, which pauses the job."""
+        """Compute how much better each sample is than its group, and store the request for the trainer.
+
+        Without pairs that differ the request is empty: the trainer counts the step and learns nothing. A step without
+        any score gives an empty request too, and pauses the job."""
         job = self.job
         batch, rewards = job.machine.state.batches[step], job.machine.rewards_at(step)
         scored = await asyncio.to_thread(batch.scored)
@@ -177,7 +178,7 @@ class TrainingStep:
         await job.emit(*facts, also=also)
 
     async def train(self, step: int) -> None:
-        """One update; the trainer keeps a record, so a repeated request changes nothing."""
+        """Update the model once. The trainer records each step, so a repeated request changes nothing."""
         job = self.job
         request = await job.load_train_request(step)
         result = await job.trainer.stub().TrainStep(request, timeout=job.spec.timeouts.train_step_s)
@@ -210,7 +211,7 @@ class TrainingStep:
         await job.emit(ev.Published(version=version, evaluated=evaluated, digest=response.weights_digest))
 
     async def checkpoint(self, version: int) -> None:
-        """Save the trainer; blobs of the steps that each of the newest checkpoints covers may go."""
+        """Save the trainer, and release the blobs of steps that all of the newest checkpoints cover."""
         job = self.job
         card, best = await training_card(job), await job.reports.best_before(version)
         request = trainer_pb2.SaveCheckpointRequest(job_id=job.job_id, card=card, keep=best)
@@ -226,7 +227,7 @@ class TrainingStep:
         await self.job.emit(ev.Validated(version=version, reward=reward))
 
     async def export(self) -> None:
-        """Write the trained model where people's pipelines load it from."""
+        """Write the trained model as files that diffusers loads."""
         job = self.job
         card, directory = await training_card(job), str(job.directory / "model")
         request = trainer_pb2.ExportModelRequest(job_id=job.job_id, directory=directory, card=card)

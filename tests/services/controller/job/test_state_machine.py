@@ -231,7 +231,7 @@ def test_every_job_ends_well_and_keeps_the_invariants(seed: int, staleness: int,
     assert world.validated == {0, 2, 4, 5}
     for step, versions in world.trained_on.items():
         assert versions
-        assert all(step - staleness <= version <= step for version in versions)  # invariant 3
+        assert all(step - staleness <= version <= step for version in versions)  # promise 3 of docs/architecture.md
 
 
 def averaged(**schedule: object) -> JobSpec:
