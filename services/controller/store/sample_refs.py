@@ -96,9 +96,8 @@ class SampleRefs:
     def _is_of_job(self, ref: common_pb2.BlobRef, step: int) -> bool:
         """Whether it is of the job's own negative prompt, which outlives the step. Negative embeds of a group's own
         prompt or images have the step in their name."""
-        negative = self._blobs.uri(keys.blob(self._job_id, "negative"))
-        of_step = self._blobs.uri(keys.blob(self._job_id, "negative", step))
-        return ref.uri.startswith(negative) and not ref.uri.startswith((f"{of_step}:", f"{of_step}/"))
+        negative, of_step = (self._blobs.uri(keys.blob(self._job_id, "negative", *place)) for place in ((), (step,)))
+        return _is_below(ref.uri, negative) and not _is_below(ref.uri, of_step)
 
     async def _refs(self, step: int) -> AsyncIterator[list[common_pb2.BlobRef]]:
         """References of the blobs of a step's samples, in slices; several samples may share one."""
@@ -112,3 +111,7 @@ class SampleRefs:
 
 def _field(place: common_pb2.SampleId) -> str:
     return f"{place.group}/{place.index}"
+
+
+def _is_below(uri: str, place: str) -> bool:
+    return uri.startswith((f"{place}:", f"{place}/"))
