@@ -254,7 +254,7 @@ def test_a_preference_whose_file_is_gone_costs_its_own_group(
         assert {sample.prompt for sample in (await fleet.store.samples(record.id, limit=20))[0]} == {"a", "c"}
         reasons = [event.data["reason"] for event in await fleet.store.events(record.id) if event.type == "gave_up"]
         assert len(reasons) == 2
-        assert all("b-.png, which is not there" in reason for reason in reasons)
+        assert all("b-.png, which does not exist" in reason for reason in reasons)
 
     run(use)
 
