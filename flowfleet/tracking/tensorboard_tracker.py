@@ -66,7 +66,7 @@ class TensorBoardTracker:
             for picture in pictures
             if picture.media is not None
         ]
-        table = [_text("val/pictures", _markdown(version, pictures))] if pictures else []
+        table = [_text("pictures", _markdown(version, pictures))] if pictures else []
         self._add("validation", version, at, [*_scalars(values), *shown, *table])
 
     def model(self, folder: Path, job: Job) -> None:

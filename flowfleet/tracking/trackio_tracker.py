@@ -61,7 +61,7 @@ class TrackioTracker:
                 for one in pictures
             ]
             table = trackio.Table(columns=[*COLUMNS, *names], data=rows)
-            self._log({**values, "val/pictures": table}, version)
+            self._log({**values, "pictures": table}, version)
 
     def model(self, folder: Path, job: Job) -> None:
         self._run.log_artifact(folder, name=f"adapter-{job.id}", type="model")

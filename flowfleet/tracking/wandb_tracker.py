@@ -77,7 +77,7 @@ class WandbTracker:
             for picture in pictures:
                 scores = [picture.scores.get(name) for name in names]
                 table.add_data(version, picture.prompt, _media(picture, Path(folder)), picture.reward, *scores)
-            self._log({"version": version, **values, "val/pictures": table}, at)
+            self._log({"version": version, **values, "pictures": table}, at)
 
     def model(self, folder: Path, job: Job) -> None:
         artifact = wandb.Artifact(f"adapter-{job.id}", type="model", metadata={"job": job.id})

@@ -31,7 +31,7 @@ from services.controller.fleet.watch import FleetWatch
 from services.controller.job.context import JobContext, JobCore
 from services.controller.job.driver import JobDriver
 from services.controller.job.ledger import Ledger, RolledBack
-from services.controller.job.reports import Reports
+from services.controller.job.reporting.reports import Reports
 from services.controller.job.shadow_queue import ShadowMetrics, ShadowQueue
 from services.controller.job.state_machine import Machine
 from services.controller.metrics.monitor import Monitor

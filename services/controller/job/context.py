@@ -26,7 +26,7 @@ from services.controller.store.sample_refs import ALL_STEPS, SampleRefs
 from services.controller.trainers.client import JobTrainer
 
 if TYPE_CHECKING:
-    from services.controller.job.reports import Reports
+    from services.controller.job.reporting.reports import Reports
 
 Emit = Callable[..., Awaitable[None]]
 

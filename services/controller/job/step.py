@@ -34,11 +34,11 @@ from flowfleet.process.telemetry import LOG_PROB_GAP, LOG_PROB_NOT_FINITE
 from flowfleet.proto import trainer_pb2
 from services.controller.job import events as ev
 from services.controller.job import requests
-from services.controller.job.card import training_card
 from services.controller.job.context import JobContext
 from services.controller.job.credit import credits_of
 from services.controller.job.recovery.position import ledger_position
 from services.controller.job.recovery.resumption import resumed
+from services.controller.job.reporting.card import training_card
 from services.controller.job.state_machine import (
     Checkpoint,
     Command,

@@ -11,7 +11,7 @@ from flowfleet.prompts.prompt import Prompt
 from flowfleet.proto import common_pb2
 from services.controller.job import requests
 from services.controller.job.context import JobContext
-from services.controller.job.reports import ValidationPart
+from services.controller.job.reporting.reports import ValidationPart
 from services.controller.rewards.failures import RewardPause
 from services.controller.rewards.plane import SampleScore
 from services.controller.waiting import NotYet

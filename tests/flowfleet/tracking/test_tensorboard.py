@@ -76,7 +76,7 @@ def test_a_follower_outlives_kills_of_itself_and_of_the_controller(
     shown = validation.Images(tags[0])
     assert [image.step for image in shown] == [0, 4]
     assert Image.open(io.BytesIO(shown[1].encoded_image_string)).getpixel((5, 5)) == (160, 160, 160)
-    (table,) = [event for event in validation.Tensors("val/pictures") if event.step == 4]
+    (table,) = [event for event in validation.Tensors("pictures") if event.step == 4]
     text = table.tensor_proto.string_val[0].decode()
     assert text.splitlines()[0] == "| version | prompt | picture | reward | ocr | ocr.exact |"
     assert r"| 4 | a boat \| a moat | 0001-0 | 0.5 | 0.5 | 1 |" in text

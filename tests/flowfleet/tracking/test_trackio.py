@@ -53,7 +53,7 @@ def test_a_run_goes_on_after_a_kill(
         "trackio.histogram",
         8,
     )
-    (table,) = [row["val/pictures"] for _, row in found if "val/pictures" in row]
+    (table,) = [row["pictures"] for _, row in found if "pictures" in row]
     assert [row["prompt"] for row in table["_value"]] == ['a sign that says "K7QX"', "a boat | a moat"]
     (picture, *_) = (tmp_path / "trackio").rglob("*.png")
     assert picture.stat().st_size

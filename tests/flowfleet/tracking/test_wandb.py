@@ -80,7 +80,7 @@ def test_a_run_goes_on_after_a_kill(
     assert [row["_step"] for row in found] == list(range(4)), "W&B drops a number that it has"
     values, bins = (found[-1][f"histograms/rewards/{name}"] for name in ("values", "bins"))
     assert (sum(values), bins[0], bins[-1]) == (8, rewards_of(2)[0], rewards_of(2)[-1])
-    (shown,) = [row["val/pictures/path"] for row in found if "val/pictures/path" in row]
+    (shown,) = [row["pictures/path"] for row in found if "pictures/path" in row]
     (table,) = (json.loads(path.read_text()) for path in folder.rglob(f"files/**/{Path(shown).name}"))
     assert table["columns"] == ["version", "prompt", "picture", "reward", "ocr", "ocr.exact"]
     assert [row[1] for row in table["data"]] == ['a sign that says "K7QX"', "a boat | a moat"]

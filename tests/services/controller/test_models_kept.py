@@ -14,7 +14,7 @@ from flowfleet.client.types import JobStatus
 from flowfleet.errors import Conflict
 from flowfleet.job.spec import parse_job
 from flowfleet.proto import reward_pb2
-from services.controller.job.reports import best_steps
+from services.controller.job.reporting.reports import best_steps
 from services.controller.store.records import JobRecord, Validation
 from tests.models_on_disk import write_model
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward, scripted_fleet

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.controller.job.distributions import NUM_BINS, histogram, histograms
-from services.controller.job.metrics_file import MetricsFile
+from services.controller.job.reporting.distributions import NUM_BINS, histogram, histograms
+from services.controller.job.reporting.metrics_file import MetricsFile
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -25,8 +25,8 @@ from flowfleet.proto import common_pb2, trainer_pb2
 from services.controller.job.batch import Batch, Scored, with_dropped
 from services.controller.job.context import JobCore
 from services.controller.job.credit import credits_of, left_out_reason
-from services.controller.job.distributions import histograms
-from services.controller.job.metrics_file import METRICS_FILE, MetricsFile
+from services.controller.job.reporting.distributions import histograms
+from services.controller.job.reporting.metrics_file import METRICS_FILE, MetricsFile
 from services.controller.job.shadow_queue import ShadowQueue
 from services.controller.rewards.plane import SampleScore
 from services.controller.rewards.rows import reward_row
