@@ -138,6 +138,12 @@ class Faults(Release):
             f"{time.monotonic() - given_up:.1f} s later"
         )
 
+    def helm(self, verb: str, *more: str) -> None:
+        """Also waits until no controller of before is left: it leads, and starts trainers, until its end."""
+        before = self.names("controller")
+        super().helm(verb, *more)
+        self.wait("the end of the controllers of before", lambda: not before & self.names("controller"), 60)
+
     def upgrade(self) -> None:
         """Upgrades like an operator who wants the new trainer image at once: docs/operations.md, Upgrade."""
         pods, began = self.names("controller", "rollout", "redis", "reward"), time.monotonic()
