@@ -73,7 +73,7 @@ class Result:
     """Figures of one way in one case."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    """Of each round, by region; "" for scorers without regions."""
+    """Seconds of each round, by region; "" for scorers without regions."""
     pss: int = 0
     crash: Crash | None = None
 
