@@ -21,7 +21,7 @@ from flowfleet.chaos.stack import SCORER
 from flowfleet.chaos.watch import Sight
 from flowfleet.client.client import Client
 from flowfleet.client.types import ApiError
-from flowfleet.local.health import serves
+from flowfleet.local.supervision.health import serves
 
 STUCK_S = 180.0
 """A job that finishes no step for so long has not survived."""

@@ -21,12 +21,12 @@ from flowfleet.chaos.tools.disk import SmallDisk
 from flowfleet.chaos.tools.proxy import TcpProxy
 from flowfleet.job.files import data_folders
 from flowfleet.job.spec import JobSpec
-from flowfleet.local.cleanup import end_stack
 from flowfleet.local.plan import Kind, Plan, ProcessPlan, StackOptions
 from flowfleet.local.ports import free_ports
 from flowfleet.local.session import plan_stack
 from flowfleet.local.stack import Stack, StackError, StateDir
-from flowfleet.local.supervisor import Supervisor
+from flowfleet.local.supervision.cleanup import end_stack
+from flowfleet.local.supervision.supervisor import Supervisor
 
 HOST = "127.0.0.1"
 SCORER = "ocr"

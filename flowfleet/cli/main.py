@@ -18,7 +18,7 @@ from flowfleet.cli.check_reward import check_reward
 from flowfleet.cli.errors import Group
 from flowfleet.cli.options import Ca, JobId, Url, connect, err, out
 from flowfleet.cli.redis import redis_acl
-from flowfleet.cli.samples import samples
+from flowfleet.cli.samples.command import samples
 from flowfleet.cli.settings import show_settings
 from flowfleet.cli.track import track
 from flowfleet.client import Client

@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator
 from flowfleet.errors import Unavailable
 from flowfleet.hardware.accelerators import visible_devices
 from flowfleet.local import secrets
-from flowfleet.local.cleanup import end_stack
 from flowfleet.local.placement import Placement, place
 from flowfleet.local.plan import Plan, StackOptions, make_plan, ports_needed
 from flowfleet.local.ports import free_ports, is_free
 from flowfleet.local.secrets import StackSecrets
 from flowfleet.local.stack import Stack, StackError, StateDir
-from flowfleet.local.supervisor import Supervisor
+from flowfleet.local.supervision.cleanup import end_stack
+from flowfleet.local.supervision.supervisor import Supervisor
 from flowfleet.redis.server import command
 from flowfleet.rpc.tls import TLS_DIR
 

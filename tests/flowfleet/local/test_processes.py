@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flowfleet.local.cleanup import end_stack
 from flowfleet.local.processes import Record, end_processes, find_processes, read_records, write_record
 from flowfleet.local.stack import MARK, StateDir
+from flowfleet.local.supervision.cleanup import end_stack
 
 SLEEP = "import time; time.sleep(60)"
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"

@@ -15,12 +15,12 @@ import psutil
 import pytest
 import redis
 
-from flowfleet.local.child import MAX_MISSED, Child
 from flowfleet.local.plan import HOST, Kind, Plan, ProcessPlan
 from flowfleet.local.ports import free_ports
 from flowfleet.local.session import stop_stack
 from flowfleet.local.stack import MARK, Stack, StackError, StateDir
-from flowfleet.local.supervisor import Supervisor
+from flowfleet.local.supervision.child import MAX_MISSED, Child
+from flowfleet.local.supervision.supervisor import Supervisor
 from flowfleet.redis.server import command, new_password, server_url
 
 HEALTHY = """
@@ -41,8 +41,8 @@ SUPERVISE = """
 import sys, threading
 from pathlib import Path
 from flowfleet.local.stack import MARK, StateDir
-from flowfleet.local.supervisor import Supervisor
-from tests.flowfleet.local.test_supervisor import make
+from flowfleet.local.supervision.supervisor import Supervisor
+from tests.flowfleet.local.supervision.test_supervisor import make
 state = StateDir(Path(sys.argv[1]))
 with state.lock():
     supervisor = Supervisor(make(state), state, hang_s=float(sys.argv[2]))

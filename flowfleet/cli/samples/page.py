@@ -19,7 +19,7 @@ from flowfleet.cli.disagreement import rewards_of
 from flowfleet.client.progress import number
 from flowfleet.client.types import Job, Sample
 
-_STYLE: Final = Path(__file__).with_name("samples_page.css")
+_STYLE: Final = Path(__file__).with_name("page.css")
 _POLICY: Final = "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'"
 _MEDIA_TYPES: Final = frozenset({"image/png", "image/jpeg", "image/webp", "video/mp4"})
 _VOID: Final = frozenset({"meta", "img", "input"})

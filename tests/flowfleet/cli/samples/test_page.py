@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flowfleet.cli.samples_page import Shown, page, tag
+from flowfleet.cli.samples.page import Shown, page, tag
 from flowfleet.client.types import Job, Sample
 
 FACTS: dict[str, Any] = {"id": "a" * 8, "name": "tiny", "status": "running", "desired": "running", "spec": {}}

@@ -17,7 +17,7 @@ from flowfleet.client.types import ApiError, Job, Sample
 
 if TYPE_CHECKING:
     from flowfleet.cli.disagreement import Disagreement
-    from flowfleet.cli.samples_page import Shown
+    from flowfleet.cli.samples.page import Shown
 
 DIRECTORY: Final = Path("runs/samples")
 LIMIT: Final = 16
@@ -93,7 +93,7 @@ def _save(picture: bytes, sample: Sample, directory: Path) -> Path:
 
 def _page(client: Client, job: Job, kind: str, num: int, purpose: str, step: int | None) -> str:
     """Raises ValueError where there is nothing to show."""
-    from flowfleet.cli.samples_page import page
+    from flowfleet.cli.samples.page import page
 
     where = "" if step is None else f" of step {step}" if purpose == "train" else f" of version {step}"
     if kind == "disagree":
@@ -140,7 +140,7 @@ def _reason(one: Disagreement) -> str:
 
 def _with_groups(client: Client, job: Job, picked: Sequence[tuple[Sample, str]]) -> Iterator[Shown]:
     """Adds the other samples of the requested samples' groups, while there is room."""
-    from flowfleet.cli.samples_page import Shown
+    from flowfleet.cli.samples.page import Shown
 
     size, places, groups = 0, set(), {}
     for rank, (sample, note) in enumerate(picked, 1):

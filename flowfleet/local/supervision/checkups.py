@@ -11,8 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from flowfleet.local.child import MAX_MISSED, Child
 from flowfleet.local.plan import Plan, ProcessPlan
+from flowfleet.local.supervision.child import MAX_MISSED, Child
 
 Alive = Callable[[ProcessPlan, Plan, float], bool]
 """Whether a process answers as it should within so many seconds."""

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from flowfleet.cli import main as cli
-from flowfleet.cli import samples as cli_samples
+from flowfleet.cli.samples import command as cli_samples
 from flowfleet.client.client import Client
 from flowfleet.client.types import Job
 from flowfleet.data.blobs import open_blobs

@@ -13,13 +13,13 @@ import threading
 import time
 from collections.abc import Callable
 
-from flowfleet.local.checkups import Alive, start_checkups
-from flowfleet.local.child import Child
-from flowfleet.local.cleanup import end_stack
-from flowfleet.local.health import is_alive, serves
 from flowfleet.local.plan import Plan, ProcessPlan, found_out_s
 from flowfleet.local.stack import Stack, StackError, StateDir
-from flowfleet.local.watchdog import dismiss, start_watchdog
+from flowfleet.local.supervision.checkups import Alive, start_checkups
+from flowfleet.local.supervision.child import Child
+from flowfleet.local.supervision.cleanup import end_stack
+from flowfleet.local.supervision.health import is_alive, serves
+from flowfleet.local.supervision.watchdog import dismiss, start_watchdog
 from flowfleet.process.pulse import HANG_S
 
 logger = logging.getLogger(__name__)

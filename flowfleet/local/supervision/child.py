@@ -9,8 +9,8 @@ import time
 
 from flowfleet.local.plan import Kind, ProcessPlan
 from flowfleet.local.processes import write_record
-from flowfleet.local.restarts import Backoff
 from flowfleet.local.stack import RunningProcess, StateDir
+from flowfleet.local.supervision.restarts import Backoff
 from flowfleet.rpc.kinds import without_own
 
 MAX_MISSED = 6

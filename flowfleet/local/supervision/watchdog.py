@@ -11,8 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from flowfleet.local.cleanup import end_stack
 from flowfleet.local.stack import StateDir
+from flowfleet.local.supervision.cleanup import end_stack
 
 FAREWELL = b"stopped"
 
@@ -21,7 +21,7 @@ def start_watchdog(state: StateDir) -> subprocess.Popen[bytes]:
     """Starts one for the calling process."""
     with state.log("watchdog").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "flowfleet.local.watchdog", str(state.path)],
+            [sys.executable, "-m", "flowfleet.local.supervision.watchdog", str(state.path)],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
