@@ -26,6 +26,7 @@ from flowfleet.chaos.watch import Watch
 from flowfleet.client import Client
 from flowfleet.client.types import Job
 from flowfleet.job.spec import read_job_file
+from services.trainer.beats import OUTSIDE_S
 from tests.cluster.conftest import Cluster, run
 from tests.cluster.release import TAG, Log, Release, storage
 
@@ -34,6 +35,8 @@ RELEASE = "faults"
 COMPONENT = "app.kubernetes.io/component"
 STEPS = 60
 HANG_S = 10.0
+LONGEST_S = max(HANG_S, EXACT["timeouts.checkpoint_s"], OUTSIDE_S)
+"""What a rank that hangs may take to be found out: it may wait for Redis or write a checkpoint when it is stopped."""
 STOP_ITS_RANKS = (
     "import os, pathlib, signal\n"
     "for stat in pathlib.Path('/proc').glob('[0-9]*/stat'):\n"
@@ -124,13 +127,13 @@ class Faults(Release):
             run(str(HERE / "keda"), "up")
 
     def hang(self, watch: Watch) -> None:
-        """Not near a checkpoint, whose phase has a limit of its own."""
+        """Not near a checkpoint, so that most times the limit is HANG_S."""
         before, every = self.names("trainer"), TINY["schedule.save_every"]
         assert watch.until(lambda sight: sight.step % every == 1 and sight.phase == "rollout", 60), watch.now
         for pod in sorted(before):
             self.cluster.kubectl("exec", pod, "--", "python", "-c", STOP_ITS_RANKS)
         stopped = time.monotonic()
-        words = self.said("trainer hangs, replacing it", HANG_S + 30)
+        words = self.said("trainer hangs, replacing it", LONGEST_S + 30)
         given_up = time.monotonic()
         self.wait("two other trainer pods", lambda: len(self.names("trainer") - before) == 2, 90)
         self.log(
