@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from flowfleet.cli.options import out
+from flowfleet.cli.options import Json, out, tell
+
+if TYPE_CHECKING:
+    from flowfleet.chaos.report import Report
 
 
 def chaos(
@@ -27,26 +31,34 @@ def chaos(
     markdown: Annotated[
         list[Path] | None, typer.Option(help="Only print these reports as Markdown tables; repeatable.")
     ] = None,
+    json_: Json = False,
 ) -> None:
     """Inject seeded faults into a job and compare it with an undisturbed run."""
-    from flowfleet.chaos.report import Report, as_markdown, as_table, summary
+    from flowfleet.chaos.report import Report, as_markdown
 
     if markdown:
-        typer.echo(as_markdown([Report.model_validate_json(path.read_bytes()) for path in markdown]), nl=False)
+        reports = [Report.model_validate_json(path.read_bytes()) for path in markdown]
+        tell(reports, json_, lambda: typer.echo(as_markdown(reports), nl=False))
         return
     from flowfleet.chaos.run import Options, run_chaos
     from flowfleet.chaos.schedule import KINDS
 
     chosen = tuple(name.strip() for name in kinds.split(",")) if kinds else KINDS
     options = Options(faults, seed, mode, job, state_dir, chosen, report, reference, spacing, hang_s)
-    found = run_chaos(options, _say)
-    out.print(as_table(found))
-    for line in summary(found):
-        out.print(line, highlight=False, soft_wrap=True, markup=False)
+    found = run_chaos(options, partial(_say, aside=json_))
+    tell(found, json_, lambda: _show(found))
     if not found.passed:
         raise typer.Exit(1)
 
 
-def _say(text: str) -> None:
-    """A line of progress with the time; flushed, for logs that are followed."""
-    typer.echo(f"{time.strftime('%H:%M:%S')} {text}")
+def _show(found: Report) -> None:
+    from flowfleet.chaos.report import as_table, summary
+
+    out.print(as_table(found))
+    for line in summary(found):
+        out.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def _say(text: str, *, aside: bool = False) -> None:
+    """A line of progress with the time; flushed, for logs that are followed. `aside`: on stderr."""
+    typer.echo(f"{time.strftime('%H:%M:%S')} {text}", err=aside)

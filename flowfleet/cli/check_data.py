@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 from rich.console import Console
 from rich.markup import escape
 
@@ -11,9 +14,9 @@ from flowfleet.prompts.stores import read_prompts
 _SHOWN = 100
 
 
-def check_data(spec: JobSpec, out: Console) -> None:
-    """Prints number and first prompt of each data set. Raises ValueError with all that is wrong."""
-    problems = []
+def check_data(spec: JobSpec) -> list[dict[str, Any]]:
+    """Number, first prompt and metadata of each data set. Raises ValueError with all that is wrong."""
+    problems, found = [], []
     for name, place, columns in (
         ("train", spec.data.train, spec.data.columns(spec.method.data)),
         ("validation", spec.data.validation, spec.data.columns("prompts")),
@@ -26,8 +29,17 @@ def check_data(spec: JobSpec, out: Console) -> None:
             problems.append(f"data.{name}: {error}")
             continue
         first = prompts[0]
-        out.print(f"data.{name}: {len(prompts)} prompts, first {escape(repr(first.text[:_SHOWN]))}", highlight=False)
-        if first.metadata:
-            out.print(f"  metadata: {escape(', '.join(first.metadata))}", highlight=False)
+        about = {"first": first.text, "metadata": list(first.metadata)}
+        found.append({"data": name, "prompts": len(prompts), **about})
     if problems:
         raise ValueError("\n".join(problems))
+    return found
+
+
+def show_data(found: Iterable[dict[str, Any]], out: Console) -> None:
+    """Prints a line or two of each data set."""
+    for one in found:
+        first = escape(repr(one["first"][:_SHOWN]))
+        out.print(f"data.{one['data']}: {one['prompts']} prompts, first {first}", highlight=False)
+        if one["metadata"]:
+            out.print(f"  metadata: {escape(', '.join(one['metadata']))}", highlight=False)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from flowfleet.cli.options import Json, tell
+
 if TYPE_CHECKING:
     from flowfleet.conformance import Result
 
@@ -37,7 +39,7 @@ def check_reward(
     ] = None,
     cert: Annotated[Path | None, typer.Option(help="PEM file of the client's certificate.")] = None,
     key: Annotated[Path | None, typer.Option(help="PEM file of the certificate's key.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    json_: Json = False,
 ) -> None:
     """Check that a reward service keeps its contract; exits with 1 if it breaks it."""
     from flowfleet import conformance
@@ -63,10 +65,7 @@ def check_reward(
             status.update(f"{result.name}: {result.status}")
 
         report = conformance.run(address, options, asked)
-    if as_json:
-        typer.echo(report.model_dump_json(indent=2))
-    else:
-        report.render(Console(width=None if Console().is_terminal else 120))
+    tell(report, json_, lambda: report.render(Console(width=None if Console().is_terminal else 120)))
     if not report.ok:
         raise typer.Exit(1)
 

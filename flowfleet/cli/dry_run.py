@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -21,47 +22,58 @@ from flowfleet.local.session import place_stack
 from flowfleet.process.commands import forkserver_command, trainer_flags
 
 
-def explain(spec: JobSpec, console: Console) -> None:
-    """The resolved job, and each process that a local stack would start for it."""
-    _print(console, "# The job, defaults filled in\n" + as_yaml(spec.model_dump(mode="json")))
-    for warning in spec.warnings:
-        _print(console, f"\nwarning: {warning}")
-    _show_needs(spec, console)
-    _print(console, "\n# Its processes on a local stack; port 0: a free one, chosen at start")
+@dataclass(frozen=True)
+class Process:
+    name: str
+    argv: Sequence[str]
+    environment: Sequence[str]
+    """Names of variables that it gets besides the inherited ones."""
+
+
+@dataclass(frozen=True)
+class Explained:
+    job: dict[str, Any]
+    """Every setting, defaults filled in."""
+    warnings: Sequence[str]
+    processes: Sequence[Process]
+    placement_warning: str | None
+
+
+def explain(spec: JobSpec) -> Explained:
+    """Resolves the job, and each process that a local stack would start for it."""
     rewards = tuple(name if name in WITHOUT_SETTINGS else f"{name}=HOST:0" for name in spec.reward_services)
     options = StackOptions(port=0, rewards=rewards, model=spec.model.path, dtype=spec.model.dtype)
     placement = place_stack(options)
-    for process in _plan(options, placement).processes:
-        _show_process(process.name, process.argv, process.env, console)
+    processes = [_process(one.name, one.argv, one.env) for one in _plan(options, placement).processes]
     forkserver = forkserver_command(sys.executable)
-    port_file = Path("runs/local/trainers/<job>.port")
-    _show_process("trainers (a process of the controller's, which has imported all)", forkserver, (), console)
-    trainer = ["services.trainer", *trainer_flags(port_file)]
-    env = ("OMP_NUM_THREADS", *show_only(placement.trainer))
-    ranks = spec.trainer.world_size
-    _show_process(f"trainer (forked from trainers for the job, {ranks} ranks)", trainer, env, console)
-    if placement.warning:
-        _print(console, f"\nwarning: {placement.warning}")
+    processes.append(_process("trainers (a process of the controller's, which has imported all)", forkserver, ()))
+    trainer = ["services.trainer", *trainer_flags(Path("runs/local/trainers/<job>.port"))]
+    name = f"trainer (forked from trainers for the job, {spec.trainer.world_size} ranks)"
+    processes.append(_process(name, trainer, ("OMP_NUM_THREADS", *show_only(placement.trainer))))
+    return Explained(spec.model_dump(mode="json"), spec.warnings, processes, placement.warning)
 
 
-def _show_needs(spec: JobSpec, console: Console) -> None:
-    """What the job needs, where the model's configurations and the trainer's packages are."""
-    if not (Path(spec.model.path) / "model_index.json").is_file():
-        return
-    with contextlib.suppress(ImportError, ValueError):
-        from flowfleet.planning.plan import predict
-        from flowfleet.planning.report import headline
+def show(explained: Explained, console: Console) -> None:
+    """Prints the job as YAML, and a paragraph for each process."""
+    _print(console, "# The job, defaults filled in\n" + as_yaml(explained.job))
+    for warning in explained.warnings:
+        _print(console, f"\nwarning: {warning}")
+    _print(console, "\n# `flowfleet plan` predicts what it needs")
+    _print(console, "# Its processes on a local stack; port 0: a free one, chosen at start")
+    for one in explained.processes:
+        environment = ", ".join(one.environment) or "inherited"
+        _print(console, f"\n{one.name}:\n  {shlex.join(one.argv)}\n  environment: {environment}")
+    if explained.placement_warning:
+        _print(console, f"\nwarning: {explained.placement_warning}")
 
-        _print(console, f"\n# What it needs; `flowfleet plan` tells more\n{headline(predict(spec, is_rough=True))}")
+
+def _process(name: str, argv: Sequence[str], env: Iterable[str]) -> Process:
+    return Process(name, tuple(argv), tuple(env))
 
 
 def _plan(options: StackOptions, placement: Placement) -> Plan:
     redis = ["redis-server", "<state-dir>/redis/redis.conf"]
     return make_plan(options, [0] * ports_needed(options), redis, StackSecrets(), placement)
-
-
-def _show_process(name: str, argv: Sequence[str], env: Iterable[str], console: Console) -> None:
-    _print(console, f"\n{name}:\n  {shlex.join(argv)}\n  environment: {', '.join(env) or 'inherited'}")
 
 
 def _print(console: Console, text: str) -> None:

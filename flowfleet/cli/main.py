@@ -7,7 +7,7 @@ import threading
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -16,7 +16,7 @@ from flowfleet.cli import rewards as cli_rewards
 from flowfleet.cli.chaos import chaos
 from flowfleet.cli.check_reward import check_reward
 from flowfleet.cli.errors import Group
-from flowfleet.cli.options import Ca, JobId, Url, connect, err, out
+from flowfleet.cli.options import Ca, JobId, Json, Url, connect, err, out, tell, tell_line
 from flowfleet.cli.redis import redis_acl
 from flowfleet.cli.samples.command import samples
 from flowfleet.cli.settings import show_settings
@@ -26,7 +26,7 @@ from flowfleet.client.continuing import continued
 from flowfleet.client.progress import follow
 from flowfleet.client.types import Job
 from flowfleet.job.files import prepare_job
-from flowfleet.local.stack import DEFAULT_PORT, DEFAULT_STATE_DIR, StateDir
+from flowfleet.local.stack import DEFAULT_PORT, DEFAULT_STATE_DIR, Stack, StateDir
 from flowfleet.process.pulse import HANG_S
 
 app = typer.Typer(
@@ -109,6 +109,7 @@ def up(
     detach: Annotated[
         bool, typer.Option("--detach", help="Return once it runs; stop it with `flowfleet down`.")
     ] = False,
+    json_: Json = False,
 ) -> None:
     """Start a stack on this machine: Redis, controller, rollouts, rewards."""
     from flowfleet.local.plan import StackOptions
@@ -136,28 +137,23 @@ def up(
         hang_s=hang,
     )
     if detach:
-        stack = start_detached(options)
-        views.show_stack(stack, out)
-        out.print(f"\nREST API: {stack.url}", highlight=False)
+        _tell_stack(start_detached(options), json_)
         return
     stop = threading.Event()
     stop_on_signals(stop)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-
-    def ready(stack: Any) -> None:
-        views.show_stack(stack, out)
-        out.print(f"\nREST API: {stack.url}   Ctrl-C stops the stack.", highlight=False)
-
-    run_stack(options, stop, ready)
+    run_stack(options, stop, lambda stack: _tell_stack(stack, json_, "   Ctrl-C stops the stack."))
 
 
 @app.command()
-def down(state_dir: StackDir = DEFAULT_STATE_DIR) -> None:
+def down(state_dir: StackDir = DEFAULT_STATE_DIR, json_: Json = False) -> None:
     """Stop this machine's stack and its trainers."""
     from flowfleet.local.session import stop_stack
 
     state = StateDir(state_dir)
-    out.print("stopped" if stop_stack(state) else f"no stack runs in {state.path}", highlight=False)
+    stopped = stop_stack(state)
+    said = "stopped" if stopped else f"no stack runs in {state.path}"
+    tell({"stopped": stopped}, json_, lambda: out.print(said, highlight=False))
 
 
 @app.command()
@@ -168,12 +164,15 @@ def demo(
     state_dir: Annotated[
         Path, typer.Option(help="Folder for results and the stack's files; its contents are replaced.")
     ] = Path("runs/demo"),
+    json_: Json = False,
 ) -> None:
     """Train the tiny model from start to end, and leave figures, pictures and the model."""
     from flowfleet.demo.run import run_demo
 
     changes = [*(set_ or ()), *([] if seed is None else [f"seed={seed}"])]
-    run_demo(recipe, state_dir, changes, out)
+    summary = run_demo(recipe, state_dir, changes, err if json_ else out)
+    if json_:
+        tell_line(summary)
 
 
 app.command()(chaos)
@@ -204,6 +203,7 @@ def submit(
     ] = None,
     url: Url = None,
     ca: Ca = None,
+    json_: Json = False,
 ) -> None:
     """Submit a job, also one that continues another."""
     if check or dry_run:  # of this machine, like `plan`: it asks no controller
@@ -211,13 +211,15 @@ def submit(
             raise ValueError("--check and --dry-run ask no controller: give a job file, and leave --from out")
         spec = prepare_job(file, set_ or (), same_machine=True)
         if check:
-            from flowfleet.cli.check_data import check_data
+            from flowfleet.cli.check_data import check_data, show_data
 
-            check_data(spec, out)
+            found = check_data(spec)
+            tell(found, json_, lambda: show_data(found, out))
         else:
-            from flowfleet.cli.dry_run import explain
+            from flowfleet.cli.dry_run import explain, show
 
-            explain(spec, out)
+            explained = explain(spec)
+            tell(explained, json_, lambda: show(explained, out))
         return
     with connect(url, ca) as client:
         if from_ is not None:
@@ -227,10 +229,13 @@ def submit(
         else:
             raise ValueError("give a job file, or the job to continue by --from ID")
         job = client.submit(spec, idempotency_key)
-        out.print(job.id, highlight=False)
+        if json_:
+            tell_line(job)
+        else:
+            out.print(job.id, highlight=False)
         views.show_warnings(job.warnings, err)
         if follow_:
-            _watch(client, job)
+            _watch(client, job, json_)
 
 
 @app.command()
@@ -241,7 +246,7 @@ def plan(
     ] = None,
     text_tokens: Annotated[int, typer.Option(min=1, help="Length of an encoded prompt.")] = 128,
     set_: Annotated[list[str] | None, typer.Option("--set", help="key=value of the job; repeatable.")] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+    json_: Json = False,
 ) -> None:
     """Predict a job's memory, work and traffic from the configurations in its model folder."""
     from flowfleet.planning.plan import found_memory_gib, predict
@@ -250,10 +255,7 @@ def plan(
     spec = prepare_job(file, set_ or (), same_machine=True)
     known = found_memory_gib() if device_memory is None else device_memory
     planned = predict(spec, device_memory_gib=known, text_tokens=text_tokens)
-    if json_:
-        out.print_json(data=planned.to_json())
-    else:
-        show_plan(spec, planned, out)
+    tell(planned.to_json(), json_, lambda: show_plan(spec, planned, out))
 
 
 app.command("settings")(show_settings)
@@ -265,31 +267,35 @@ def jobs(
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of jobs, newest first.")] = 20,
     url: Url = None,
     ca: Ca = None,
+    json_: Json = False,
 ) -> None:
     """List jobs."""
     with connect(url, ca) as client:
-        out.print(views.jobs_table(islice(client.jobs(status), limit)))
+        found = list(islice(client.jobs(status), limit))
+    tell(found, json_, lambda: out.print(views.jobs_table(found)))
 
 
 @app.command()
-def show(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
+def show(job_id: JobId, url: Url = None, ca: Ca = None, json_: Json = False) -> None:
     """Show a job: status, progress, results, settings."""
     with connect(url, ca) as client:
-        views.show_job(client.find(job_id), out)
+        job = client.find(job_id)
+    tell(job, json_, lambda: views.show_job(job, out))
 
 
 @app.command()
-def watch(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
+def watch(job_id: JobId, url: Url = None, ca: Ca = None, json_: Json = False) -> None:
     """Follow a job until it ends."""
     with connect(url, ca) as client:
-        _watch(client, client.find(job_id))
+        _watch(client, client.find(job_id), json_)
 
 
 @app.command()
-def fleet(url: Url = None, ca: Ca = None) -> None:
+def fleet(url: Url = None, ca: Ca = None, json_: Json = False) -> None:
     """Show rollout replicas, rewards, and pods that the cluster cannot schedule."""
     with connect(url, ca) as client:
-        views.show_fleet(client.fleet(), out)
+        found = client.fleet()
+    tell(found, json_, lambda: views.show_fleet(found, out))
 
 
 app.command()(samples)
@@ -299,24 +305,24 @@ app.command("check-reward")(check_reward)
 
 
 @app.command()
-def cancel(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
+def cancel(job_id: JobId, url: Url = None, ca: Ca = None, json_: Json = False) -> None:
     """Stop a job for good; its files stay."""
     with connect(url, ca) as client:
-        views.say(client.cancel(client.find(job_id).id), out)
+        views.say(client.cancel(client.find(job_id).id), json_)
 
 
 @app.command()
-def pause(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
+def pause(job_id: JobId, url: Url = None, ca: Ca = None, json_: Json = False) -> None:
     """Pause a job: running commands end, no others start. Other jobs of its pool wait behind it."""
     with connect(url, ca) as client:
-        views.say(client.pause(client.find(job_id).id), out)
+        views.say(client.pause(client.find(job_id).id), json_)
 
 
 @app.command()
-def resume(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
+def resume(job_id: JobId, url: Url = None, ca: Ca = None, json_: Json = False) -> None:
     """Resume a paused job."""
     with connect(url, ca) as client:
-        views.say(client.resume(client.find(job_id).id), out)
+        views.say(client.resume(client.find(job_id).id), json_)
 
 
 app.command()(models.finish)
@@ -326,25 +332,28 @@ app.command()(models.push)
 
 
 @app.command()
-def delete(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
+def delete(job_id: JobId, url: Url = None, ca: Ca = None, json_: Json = False) -> None:
     """Remove an ended job and its history; its checkpoints and models stay, and so does its archive."""
     with connect(url, ca) as client:
-        views.say(client.delete(client.find(job_id).id), out)
+        views.say(client.delete(client.find(job_id).id), json_)
 
 
 @app.command()
 def archived(
     archive: Annotated[str, typer.Argument(metavar="URL", help="The controller's FLOWFLEET_ARCHIVE.")],
     job_id: Annotated[str | None, typer.Argument(metavar="[ID]", help="Job to show; default: list all.")] = None,
+    json_: Json = False,
 ) -> None:
     """List or show the jobs of an archive, without a controller."""
     from flowfleet.client.archive import Archive
 
     found = Archive(archive)
     if job_id is None:
-        out.print(views.jobs_table(found.jobs()))
+        jobs = list(found.jobs())
+        tell(jobs, json_, lambda: out.print(views.jobs_table(jobs)))
     else:
-        views.show_job(found.job(job_id), out)
+        job = found.job(job_id)
+        tell(job, json_, lambda: views.show_job(job, out))
 
 
 # -- parts -----------------------------------------------------------------------------------------------------------
@@ -354,8 +363,21 @@ def _devices(text: str) -> tuple[str, ...] | None:
     return None if text == "auto" else tuple(name.strip() for name in text.split(","))
 
 
-def _watch(client: Client, job: Job) -> None:
-    follow(job, client.events(job.id), out)
+def _tell_stack(stack: Stack, as_json: bool, hint: str = "") -> None:
+    def show() -> None:
+        views.show_stack(stack, out)
+        out.print(f"\nREST API: {stack.url}{hint}", highlight=False)
+
+    tell(stack.model_dump(exclude={"redis_url"}), as_json, show)  # which has a password
+
+
+def _watch(client: Client, job: Job, as_json: bool) -> None:
+    events = client.events(job.id)
+    if as_json:
+        for event in events:
+            tell_line(event)
+    else:
+        follow(job, events, out)
     ended = client.job(job.id)
     if ended.status != "succeeded":
         err.print(f"the job {ended.status}" + (f": {ended.reason}" if ended.reason else ""), highlight=False)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from flowfleet.cli import views
-from flowfleet.cli.options import Ca, JobId, Url, connect, out
+from flowfleet.cli.options import Ca, JobId, Json, Url, connect, out, tell
 from flowfleet.client import Client
 from flowfleet.client.types import Job
 from flowfleet.job.model_files import MANIFEST, ModelManifest, read_manifest
@@ -17,10 +17,10 @@ from flowfleet.job.model_files import MANIFEST, ModelManifest, read_manifest
 Step = Annotated[int | None, typer.Option(min=0, help="A kept checkpoint's; default: the longest trained model.")]
 
 
-def finish(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
+def finish(job_id: JobId, url: Url = None, ca: Ca = None, json_: Json = False) -> None:
     """End a job now and keep its model: validated, saved and exported as at its planned end."""
     with connect(url, ca) as client:
-        views.say(client.finish(client.find(job_id).id), out)
+        views.say(client.finish(client.find(job_id).id), json_)
 
 
 def extend(
@@ -28,10 +28,11 @@ def extend(
     steps: Annotated[int, typer.Option(min=1, help="Training steps in all.")],
     url: Url = None,
     ca: Ca = None,
+    json_: Json = False,
 ) -> None:
     """Give a job that has not ended another number of training steps."""
     with connect(url, ca) as client:
-        views.say(client.extend(client.find(job_id).id, steps), out)
+        views.say(client.extend(client.find(job_id).id, steps), json_)
 
 
 def export(
@@ -44,6 +45,7 @@ def export(
     out_: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="New folder; default: NAME-step-N.")] = None,
     url: Url = None,
     ca: Ca = None,
+    json_: Json = False,
 ) -> None:
     """Bring a job's model to this machine."""
     with connect(url, ca) as client:
@@ -54,7 +56,7 @@ def export(
             _merged(client, job, step, base, folder)
         else:
             client.download_model(job.id, folder, step)
-    _tell(found, folder)
+    tell({"folder": folder, **found.model_dump()}, json_, lambda: _show(found, folder))
 
 
 def push(
@@ -64,6 +66,7 @@ def push(
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
     url: Url = None,
     ca: Ca = None,
+    json_: Json = False,
 ) -> None:
     """Upload a job's model to the Hugging Face Hub, with your own login there."""
     from flowfleet.client.hub import upload
@@ -72,7 +75,7 @@ def push(
         job = client.find(job_id)
         found = client.download_model(job.id, folder, step)
         place = upload(Path(folder), repo, f"{job.name}, step {found.step}, job {job.id}", private=private)
-    out.print(place, highlight=False)
+    tell({"place": place}, json_, lambda: out.print(place, highlight=False))
 
 
 def _merged(client: Client, job: Job, step: int | None, base: Path | None, folder: Path) -> None:
@@ -86,6 +89,6 @@ def _merged(client: Client, job: Job, step: int | None, base: Path | None, folde
         merge(base or Path(found.base_model), Path(adapter), folder)
 
 
-def _tell(found: ModelManifest, folder: Path) -> None:
+def _show(found: ModelManifest, folder: Path) -> None:
     kind = read_manifest(folder).kind if (folder / MANIFEST).is_file() else "pipeline"
     out.print(f"{folder}: {kind} of {found.step} steps, {found.weights} weights", highlight=False)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic_core import to_json
 from rich.console import Console
 
 from flowfleet.client.client import DEFAULT_URL, Client
@@ -24,7 +25,21 @@ Url = Annotated[
 Ca = Annotated[
     Path | None, typer.Option(help="PEM file of the CA of an https URL; else FLOWFLEET_CA, else the system's.")
 ]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 JobId = Annotated[str, typer.Argument(metavar="ID", help="A job's id or the start of one, its name, or `last`.")]
+
+
+def tell(value: object, as_json: bool, show: Callable[[], object]) -> None:
+    """Prints what a command found: `value` as JSON, or what `show` prints of it for people."""
+    if as_json:
+        typer.echo(to_json(value, indent=2, inf_nan_mode="null"))
+    else:
+        show()
+
+
+def tell_line(value: object) -> None:
+    """Prints one JSON line of a command that prints many."""
+    typer.echo(to_json(value, inf_nan_mode="null"))
 
 
 @contextlib.contextmanager

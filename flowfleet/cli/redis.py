@@ -7,10 +7,13 @@ from typing import Annotated
 
 import typer
 
+from flowfleet.cli.options import Json, tell
+
 
 def redis_acl(
     passwords: Annotated[Path, typer.Argument(help="Folder with one password per kind; missing ones are created.")],
     redis6: Annotated[bool, typer.Option("--redis6", help="For servers older than Redis 7.")] = False,
+    json_: Json = False,
 ) -> None:
     """Print redis-cli commands that create the users of controllers, rollouts and trainers; calls no server."""
     from flowfleet.local.files import write_atomically
@@ -25,4 +28,5 @@ def redis_acl(
     words = {kind: (passwords / kind).read_text(encoding="utf-8").strip() for kind in acl.RULES}
     if empty := [kind for kind, word in words.items() if not word]:
         raise ValueError(f"{passwords / empty[0]} is empty: write a password into it, or remove it to have one made")
-    typer.echo(acl.setuser_lines(words, selectors=not redis6), nl=False)
+    lines = acl.setuser_lines(words, selectors=not redis6)
+    tell(lines.splitlines(), json_, lambda: typer.echo(lines, nl=False))

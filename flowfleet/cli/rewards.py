@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flowfleet.cli.options import Ca, JobId, Url, connect, out
+from flowfleet.cli.options import Ca, JobId, Json, Url, connect, out, tell
 from flowfleet.cli.views import table
 from flowfleet.client.progress import number
 from flowfleet.client.types import Distribution, RewardRevision, Rewards, ShadowComparison
@@ -37,10 +37,11 @@ Wait = Annotated[bool, typer.Option("--wait", help="Return once the next step wi
 
 
 @app.command()
-def show(job_id: JobId, url: Url = None, ca: Ca = None) -> None:
+def show(job_id: JobId, url: Url = None, ca: Ca = None, json_: Json = False) -> None:
     """Show a job's rewards, how shadows compare with them, and what changed at which step."""
     with connect(url, ca) as client:
-        show_rewards(client.rewards(client.find(job_id).id), out)
+        rewards = client.rewards(client.find(job_id).id)
+    tell(rewards, json_, lambda: show_rewards(rewards, out))
 
 
 @app.command("set")
@@ -54,9 +55,10 @@ def set_(
     wait: Wait = False,
     url: Url = None,
     ca: Ca = None,
+    json_: Json = False,
 ) -> None:
     """Change settings of a reward, or add one."""
-    _change(job_id, url, ca, wait, set={name: parse_settings(settings or ())})
+    _change(job_id, url, ca, wait, json_, set={name: parse_settings(settings or ())})
 
 
 @app.command()
@@ -69,16 +71,19 @@ def shadow(
     wait: Wait = False,
     url: Url = None,
     ca: Ca = None,
+    json_: Json = False,
 ) -> None:
     """Add a shadow: a reward that scores next to an active one, without effect on training."""
     part: dict[str, Any] = {"for": beside, "params": dict(_pairs(param or ()))}
-    _change(job_id, url, ca, wait, shadow={name: part if service is None else part | {"service": service}})
+    _change(job_id, url, ca, wait, json_, shadow={name: part if service is None else part | {"service": service}})
 
 
 @app.command()
-def promote(job_id: JobId, name: Shadow, wait: Wait = False, url: Url = None, ca: Ca = None) -> None:
+def promote(
+    job_id: JobId, name: Shadow, wait: Wait = False, url: Url = None, ca: Ca = None, json_: Json = False
+) -> None:
     """Replace an active reward by its shadow; the reward's name, weight, curve and gate stay."""
-    _change(job_id, url, ca, wait, promote=[name])
+    _change(job_id, url, ca, wait, json_, promote=[name])
 
 
 @app.command()
@@ -88,20 +93,21 @@ def remove(
     wait: Wait = False,
     url: Url = None,
     ca: Ca = None,
+    json_: Json = False,
 ) -> None:
     """Ask a reward or a shadow no more."""
-    _change(job_id, url, ca, wait, remove=[name])
+    _change(job_id, url, ca, wait, json_, remove=[name])
 
 
-def _change(job_id: str, url: str | None, ca: Any, wait: bool, **change: Any) -> None:
+def _change(job_id: str, url: str | None, ca: Any, wait: bool, json_: bool, **change: Any) -> None:
     with connect(url, ca) as client:
         job = client.find(job_id)
-        revision = client.change_rewards(job.id, **change).revision
-        if not wait:
-            out.print(f"revision {revision}, from the next step that is not open yet", highlight=False)
-            return
-        active = client.wait_for_rewards(job.id, revision, WAIT_S).active
-        out.print(f"revision {active.number}, from step {active.from_step} on", highlight=False)
+        rewards = client.change_rewards(job.id, **change)
+        said = f"revision {rewards.revision}, from the next step that is not open yet"
+        if wait:
+            rewards = client.wait_for_rewards(job.id, rewards.revision, WAIT_S)
+            said = f"revision {rewards.active.number}, from step {rewards.active.from_step} on"
+    tell(rewards, json_, lambda: out.print(said, highlight=False))
 
 
 def parse_settings(words: Sequence[str]) -> dict[str, Any]:

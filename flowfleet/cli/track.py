@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from flowfleet.cli.options import Ca, JobId, Url, connect, out
+from flowfleet.cli.options import Ca, JobId, Json, Url, connect, err, out, tell
 
 if TYPE_CHECKING:
     from flowfleet.tracking.tracker import Tracker
@@ -32,6 +32,7 @@ def track(
     ] = FOLDER,
     url: Url = None,
     ca: Ca = None,
+    json_: Json = False,
 ) -> None:
     """Copy a job's curves and pictures to a tracker until the job ends; start it again at any time."""
     from flowfleet.tracking.follower import follow
@@ -48,8 +49,9 @@ def track(
     with connect(url, ca) as client:
         job = client.find(job_id)
         place = Place(folder, job.id)
-        ended = follow(client, job.id, tracker, place, pictures, lambda run: out.print(f"{name}: {run}"))
-        out.print(f"the job {ended.status}; all of it is copied", highlight=False)
+        console = err if json_ else out
+        ended = follow(client, job.id, tracker, place, pictures, lambda run: console.print(f"{name}: {run}"))
+    tell(ended, json_, lambda: out.print(f"the job {ended.status}; all of it is copied", highlight=False))
 
 
 def _tracker(name: str, project: str, tensorboard: Path | None, state_dir: Path) -> Tracker:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from flowfleet.cli.options import out, tell
 from flowfleet.client.progress import duration, number
 from flowfleet.client.types import Fleet, Job, Sample
 from flowfleet.local.stack import Stack
@@ -83,10 +84,11 @@ def show_job(job: Job, console: Console) -> None:
     console.print("\n" + as_yaml(job.spec), highlight=False)
 
 
-def say(job: Job, console: Console) -> None:
+def say(job: Job, as_json: bool) -> None:
     """Prints what became of a request."""
     wish = f", to be {job.desired}" if str(job.desired) != str(job.status) else ""
-    console.print(f"{job.id}  {job.status}{wish}, step {job.progress.step} of {job.progress.steps}", highlight=False)
+    text = f"{job.id}  {job.status}{wish}, step {job.progress.step} of {job.progress.steps}"
+    tell(job, as_json, lambda: out.print(text, highlight=False))
 
 
 def show_warnings(warnings: Iterable[str], console: Console) -> None:

@@ -27,6 +27,30 @@ def visible_devices(env: Mapping[str, str] = os.environ, count: Callable[[str], 
     return ()
 
 
+def missing_devices(
+    devices: Sequence[str], env: Mapping[str, str] = os.environ, count: Callable[[str], int] | None = None
+) -> str:
+    """Says what is asked for by name, or by FLOWFLEET_DEVICE, and is not there; empty where this machine has it all.
+
+    A UUID (GPU-…, MIG-…) counts as present where there is any accelerator. Raises OSError as `visible_devices` does.
+    """
+    wanted = env.get("FLOWFLEET_DEVICE", "auto")
+    if wanted not in ("auto", "cpu", *VISIBLE):
+        return f"FLOWFLEET_DEVICE is {wanted!r}: use auto, cpu, {' or '.join(VISIBLE)}"
+    if wanted == "cpu":
+        return f"FLOWFLEET_DEVICE is cpu, but accelerators {', '.join(devices)} are asked for" if devices else ""
+    if wanted == "auto" and not devices:
+        return ""
+    kinds = VISIBLE if wanted == "auto" else (wanted,)
+    number = next((found for kind in kinds if (found := (count or _count)(kind))), 0)
+    if not number and not devices:
+        return f"FLOWFLEET_DEVICE is {wanted}, but this machine has no such accelerator"
+    if missing := [name for name in devices if not [*_named(name, number)]]:
+        has = f"accelerators 0 to {number - 1}" if number > 1 else "accelerator 0 alone" if number else "no accelerator"
+        return f"accelerator {', '.join(missing)} is asked for, but this machine has {has}"
+    return ""
+
+
 def show_only(devices: Sequence[str]) -> dict[str, str]:
     """The environment of a process that is to use these alone; empty for none, which leaves it as it is.
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from flowfleet.errors import Unavailable
-from flowfleet.hardware.accelerators import visible_devices
+from flowfleet.hardware.accelerators import missing_devices, visible_devices
 from flowfleet.local import secrets
 from flowfleet.local.placement import Placement, place
 from flowfleet.local.plan import Plan, StackOptions, make_plan, ports_needed
@@ -63,8 +63,10 @@ def plan_stack(options: StackOptions) -> Plan:
 
 
 def place_stack(options: StackOptions) -> Placement:
-    """The accelerators of this machine, shared out as the options say."""
+    """The accelerators of this machine, shared out as the options say. StackError for one that is not there."""
     rollouts, trainer = options.rollout_devices, options.trainer_devices
+    if problem := missing_devices([*(rollouts or ()), *(trainer or ())]):
+        raise StackError(f"{problem}; change --rollout-devices, --trainer-devices or FLOWFLEET_DEVICE")
     available = visible_devices() if rollouts is None or trainer is None else ()
     return place(options.replicas, available, rollouts, trainer)
 

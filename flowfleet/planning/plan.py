@@ -72,7 +72,6 @@ def predict(
     *,
     device_memory_gib: float | None = None,
     text_tokens: int = TEXT_TOKENS,
-    is_rough: bool = False,
 ) -> Plan:
     """Predicts a job's memory and work from its model folder's configurations; weights need not be there.
 
@@ -80,7 +79,6 @@ def predict(
         spec: the job; `model.path` as seen from here.
         device_memory_gib: of each device, to compare with; None compares with nothing.
         text_tokens: of a prompt's embedding, for families where it depends on the prompt.
-        is_rough: takes compiled blocks for eager ones, which keep more, and so saves the seconds of tracing one.
 
     Raises:
         ValueError: a folder without configurations, a model that is not supported, a size that it cannot draw.
@@ -92,7 +90,7 @@ def predict(
             f"a device of {device_memory_gib:g} GiB: give more than {RESERVE // GIB}, which are not for tensors"
         )
     text_tokens = min(text_tokens, spec.model.max_sequence_length or text_tokens)
-    facts = gather(spec, text_tokens, compiled=spec.trainer.compile and not is_rough)
+    facts = gather(spec, text_tokens, compiled=spec.trainer.compile)
     device = None if device_memory_gib is None else device_memory_gib * GIB
     return Plan(
         params=facts.params,

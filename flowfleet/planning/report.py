@@ -37,12 +37,6 @@ def show_plan(spec: JobSpec, plan: Plan, console: Console) -> None:
     _verdict(plan, console)
 
 
-def headline(plan: Plan) -> str:
-    """One line."""
-    size = f"{_gib(plan.trainer.peak)} GiB a trainer rank, {_gib(plan.rollout.peak)} GiB a rollout replica"
-    return f"{_count(plan.params)} parameters, {_count(plan.trained)} trained; {size}"
-
-
 def _memory(title: str, parts: Mapping[str, float], how: str) -> Table:
     made = _table(title)
     for name, size in parts.items():

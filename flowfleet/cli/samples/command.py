@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from flowfleet.cli import views
-from flowfleet.cli.options import Ca, JobId, Url, connect, out
+from flowfleet.cli.options import Ca, JobId, Json, Url, connect, out, tell
 from flowfleet.client.client import Client
 from flowfleet.client.types import ApiError, Job, Sample
 
@@ -50,6 +50,7 @@ def samples(
     open_: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
     url: Url = None,
     ca: Ca = None,
+    json_: Json = False,
 ) -> None:
     """Download a job's pictures and print their scores, or write a page of those worth looking at."""
     asked = {name: n for name, n in (("worst", worst), ("best", best), ("disagree", disagree)) if n is not None}
@@ -64,7 +65,7 @@ def samples(
         directory = DIRECTORY / job.id[: views.SHORT_ID]
         if not asked:
             found = client.samples(job.id, purpose=purpose, step=step, order=order or "newest")
-            _download(client, job, list(islice(found, limit or LIMIT)), to or directory)
+            _download(client, job, list(islice(found, limit or LIMIT)), to or directory, json_)
             return
         ((kind, num),) = asked.items()
         file = to or directory / f"{kind}.html"
@@ -73,14 +74,16 @@ def samples(
         written = _page(client, job, kind, num, purpose, step)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(written, encoding="utf-8")
-    out.print(f"{file}  {len(written) / 2**20:.1f} MiB", highlight=False, soft_wrap=True)
+    said = f"{file}  {len(written) / 2**20:.1f} MiB"
+    tell({"file": file}, json_, lambda: out.print(said, highlight=False, soft_wrap=True))
     if open_:
         webbrowser.open(file.resolve().as_uri())
 
 
-def _download(client: Client, job: Job, found: Sequence[Sample], directory: Path) -> None:
+def _download(client: Client, job: Job, found: Sequence[Sample], directory: Path, as_json: bool) -> None:
     files = [_save(client.media(job.id, sample), sample, directory) for sample in found]
-    out.print(views.samples_table(found, files))
+    rows = [{**sample.model_dump(), "file": file} for sample, file in zip(found, files, strict=True)]
+    tell(rows, as_json, lambda: out.print(views.samples_table(found, files)))
 
 
 def _save(picture: bytes, sample: Sample, directory: Path) -> Path:

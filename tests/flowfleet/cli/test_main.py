@@ -74,7 +74,7 @@ def test_dry_run_shows_the_whole_job_and_every_process_and_submits_nothing(
     assert list(client.jobs()) == []
 
 
-def test_dry_run_and_plan_tell_what_a_job_needs_without_a_controller(
+def test_plan_tells_what_a_job_needs_without_a_controller(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_qwen_image: Path
 ) -> None:
     monkeypatch.setenv("FLOWFLEET_URL", "http://127.0.0.1:1")
@@ -82,11 +82,9 @@ def test_dry_run_and_plan_tell_what_a_job_needs_without_a_controller(
     path = tmp_path / "job.json"
     path.write_text(json.dumps(settings))
 
-    dry = run("submit", str(path), "--dry-run")
     table = run("plan", str(path), "--device-memory", "80")
     numbers = json.loads(run("plan", str(path), "--device-memory", "80", "--json", "--set", "trainer.mode=full").stdout)
 
-    assert re.search(r"What it needs.*\n.* parameters, .* trained; .* GiB a trainer rank", dry.stdout)
     assert "Fits devices of 80.0 GiB" in table.stdout
     assert table.stdout.count("\n") < 40
     assert numbers["fits"] is True
@@ -208,6 +206,7 @@ def test_samples_are_downloaded_and_printed(run: Run, client: Client, job_file: 
         (["check-reward", "host:1", "--param", "region"], "--param 'region': give KEY=VALUE"),
         (["up", "--rollout-devices", "0,1", "--replicas", "3"], "names 2 accelerators for 3 rollouts"),
         (["up", "--trainer-devices", ""], "give each once, as in 0,1"),
+        (["up", "--rollout-devices", "99"], "accelerator 99 is asked for, but this machine has"),
         (["demo", "--recipe", "absent.toml"], "absent.toml: cannot be read"),
     ],
 )
@@ -272,7 +271,8 @@ def options_of(command: Any, name: str = "") -> Iterator[tuple[str, list[str]]]:
 def test_the_surface_is_what_users_know() -> None:
     options = dict(options_of(typer.main.get_command(cli.app)))
 
-    assert options == {
+    assert [name for name, flags in options.items() if "--json" not in flags] == []
+    assert {name: [flag for flag in flags if flag != "--json"] for name, flags in options.items()} == {
         "up": [
             "--archive",
             "--data-network",
@@ -305,7 +305,6 @@ def test_the_surface_is_what_users_know() -> None:
             "--ca",
             "--cert",
             "--image",
-            "--json",
             "--key",
             "--max-batch",
             "--metadata",
@@ -330,7 +329,7 @@ def test_the_surface_is_what_users_know() -> None:
             "--state-dir",
         ],
         "submit": ["--ca", "--check", "--dry-run", "--follow", "--from", "--idempotency-key", "--set", "--url"],
-        "plan": ["--device-memory", "--json", "--set", "--text-tokens"],
+        "plan": ["--device-memory", "--set", "--text-tokens"],
         "jobs": ["--ca", "--limit", "--status", "--url"],
         "show": ["--ca", "--url"],
         "watch": ["--ca", "--url"],
@@ -359,7 +358,7 @@ def test_the_surface_is_what_users_know() -> None:
             "--wandb",
         ],
         "redis-acl": ["--redis6"],
-        "settings": ["--json", "--schema"],
+        "settings": ["--schema"],
         "cancel": ["--ca", "--url"],
         "finish": ["--ca", "--url"],
         "extend": ["--ca", "--steps", "--url"],
@@ -380,6 +379,24 @@ def test_listing_jobs_needs_neither_torch_nor_a_stack() -> None:
     assert done.stdout == "[]\n"
 
 
+def test_a_dry_run_imports_neither_torch_nor_diffusers() -> None:
+    code = """
+import sys
+from flowfleet.cli.main import app
+try:
+    app(["submit", "tiny_ocr", "--dry-run"])
+finally:
+    print(sorted({"torch", "diffusers", "transformers", "peft"} & {*sys.modules}), file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert "services.controller" in done.stdout
+    assert done.stderr == "[]\n"
+
+
+UP = ("up", "--detach", "--json", "--port", "0", "--replicas", "0", "--reward", "jpeg_compressibility")
+
+
 def test_up_detached_serves_and_down_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FLOWFLEET_URL", raising=False)
@@ -387,11 +404,13 @@ def test_up_detached_serves_and_down_ends_it(tmp_path: Path, monkeypatch: pytest
     def flowfleet(*words: str) -> Any:
         return subprocess.run([sys.executable, "-m", "flowfleet.cli.main", *words], capture_output=True, text=True)
 
-    started = flowfleet("up", "--detach", "--port", "0", "--replicas", "0", "--reward", "jpeg_compressibility")
+    started = flowfleet(*UP)
     try:
         assert started.returncode == 0, started.stderr
         stack = StateDir(Path("runs/local")).read()
         assert stack is not None
+        shown = json.loads(started.stdout)
+        assert (shown["url"], "redis_url" in shown) == (stack.url, False)
         assert set(stack.processes) == {"redis", "reward-jpeg_compressibility", "controller"}
         with Client(stack.url) as client:
             assert list(client.fleet().rewards) == ["jpeg_compressibility"]

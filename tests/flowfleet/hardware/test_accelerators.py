@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flowfleet.hardware.accelerators import VISIBLE, show_only, visible_devices
+from flowfleet.hardware.accelerators import VISIBLE, missing_devices, show_only, visible_devices
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,28 @@ from flowfleet.hardware.accelerators import VISIBLE, show_only, visible_devices
 )
 def test_visible_devices(env: dict[str, str], counts: dict[str, int], devices: str) -> None:
     assert visible_devices(env, lambda kind: counts.get(kind, 0)) == tuple(devices.split())
+
+
+@pytest.mark.parametrize(
+    ("wanted", "devices", "cuda", "problem"),
+    [
+        ("auto", "", 0, ""),
+        ("auto", "0 1", 2, ""),
+        ("auto", "GPU-8a1c", 1, ""),
+        ("cuda", "", 1, ""),
+        ("cpu", "", 4, ""),
+        ("auto", "1 2 3", 2, "accelerator 2, 3 is asked for, but this machine has accelerators 0 to 1"),
+        ("auto", "1", 1, "accelerator 1 is asked for, but this machine has accelerator 0 alone"),
+        ("auto", "0", 0, "accelerator 0 is asked for, but this machine has no accelerator"),
+        ("auto", "GPU-8a1c", 0, "accelerator GPU-8a1c is asked for, but this machine has no accelerator"),
+        ("cuda", "", 0, "FLOWFLEET_DEVICE is cuda, but this machine has no such accelerator"),
+        ("cpu", "0", 4, "FLOWFLEET_DEVICE is cpu, but accelerators 0 are asked for"),
+        ("gpu", "", 4, "FLOWFLEET_DEVICE is 'gpu': use auto, cpu, cuda or npu"),
+    ],
+)
+def test_missing_devices(wanted: str, devices: str, cuda: int, problem: str) -> None:
+    counts = {"cuda": cuda, "npu": 0}
+    assert missing_devices(devices.split(), {"FLOWFLEET_DEVICE": wanted}, counts.__getitem__) == problem
 
 
 def test_a_process_shown_some_sees_just_them() -> None:
