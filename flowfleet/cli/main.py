@@ -15,6 +15,7 @@ from flowfleet.cli import models, views
 from flowfleet.cli import rewards as cli_rewards
 from flowfleet.cli.chaos import chaos
 from flowfleet.cli.check_reward import check_reward
+from flowfleet.cli.doctor.command import doctor
 from flowfleet.cli.errors import Group
 from flowfleet.cli.options import Ca, JobId, Json, Url, connect, err, out, tell, tell_line
 from flowfleet.cli.redis import redis_acl
@@ -259,6 +260,7 @@ def plan(
 
 
 app.command("settings")(show_settings)
+app.command()(doctor)
 
 
 @app.command()

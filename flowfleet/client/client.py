@@ -77,6 +77,7 @@ class Client:
         self.url = (url or os.environ.get("FLOWFLEET_URL") or DEFAULT_URL).rstrip("/")
         key = (api_key or os.environ.get("FLOWFLEET_API_KEY", "")).strip()
         ca = ca or os.environ.get(CA)
+        self.has_key = bool(key)
         self._http = httpx.Client(
             base_url=self.url,
             headers={"authorization": f"Bearer {key}"} if key else {},

@@ -40,7 +40,7 @@ appendonly yes
 appendfsync {fsync}
 maxmemory-policy noeviction
 """
-_FIRST_WITH_SELECTORS: Final = 7
+_FIRST_WITH_SELECTORS: Final = (7,)
 
 
 def find_redis_server() -> Path:
@@ -83,11 +83,16 @@ def command(
 
 
 @functools.cache
+def server_version(server: Path) -> tuple[int, ...]:
+    """Version that a server's executable prints, as (7, 2, 4); empty where it prints none."""
+    said = subprocess.run([server, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"\bv=([\d.]+)", said)
+    return tuple(map(int, found[1].strip(".").split("."))) if found else ()
+
+
 def _has_selectors(server: Path) -> bool:
     """Whether it knows ACL selectors, which Redis 7 brought; Valkey's versions began there."""
-    said = subprocess.run([server, "--version"], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"\bv=(\d+)", said)
-    return found is not None and int(found[1]) >= _FIRST_WITH_SELECTORS
+    return server_version(server) >= _FIRST_WITH_SELECTORS
 
 
 def server_url(port: int, password: str, user: str = "") -> str:

@@ -359,6 +359,7 @@ def test_the_surface_is_what_users_know() -> None:
         ],
         "redis-acl": ["--redis6"],
         "settings": ["--schema"],
+        "doctor": ["--ca", "--state-dir", "--url"],
         "cancel": ["--ca", "--url"],
         "finish": ["--ca", "--url"],
         "extend": ["--ca", "--steps", "--url"],
