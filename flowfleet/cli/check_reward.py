@@ -47,8 +47,8 @@ def check_reward(
     drawn = conformance.Options()
     options = conformance.Options(
         prompt=drawn.prompt if prompt is None else prompt,
-        metadata=_pairs("--metadata", metadata or ()),
-        params=_pairs("--param", param or ()),
+        metadata=pairs("--metadata", metadata or ()),
+        params=pairs("--param", param or ()),
         images=tuple(image or ()),
         timeout_s=timeout,
         allowed_s=allowed,
@@ -70,7 +70,7 @@ def check_reward(
         raise typer.Exit(1)
 
 
-def _pairs(flag: str, texts: Iterable[str]) -> dict[str, str]:
+def pairs(flag: str, texts: Iterable[str]) -> dict[str, str]:
     """Parses KEY=VALUE pairs. Raises ValueError for other text."""
     pairs = {}
     for text in texts:

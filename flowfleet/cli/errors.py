@@ -21,6 +21,7 @@ EXTRAS: Final = {
     "redis-acl": "service",
     "check-reward": "media",
     "samples": "service",
+    "try-reward": "reward",
 }
 """Command to the extra that it needs beyond the base install. Commands that start processes need `local`."""
 

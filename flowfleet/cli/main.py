@@ -22,6 +22,7 @@ from flowfleet.cli.redis import redis_acl
 from flowfleet.cli.samples.command import samples
 from flowfleet.cli.settings import show_settings
 from flowfleet.cli.track import track
+from flowfleet.cli.trying.command import try_reward
 from flowfleet.client import Client
 from flowfleet.client.continuing import continued
 from flowfleet.client.progress import follow
@@ -304,6 +305,7 @@ app.command()(samples)
 app.command()(track)
 app.command("redis-acl")(redis_acl)
 app.command("check-reward")(check_reward)
+app.command("try-reward")(try_reward)
 
 
 @app.command()
