@@ -63,7 +63,7 @@ class Trainer:
         self.ranks = Ranks()
         self._store, self._options = store, options
         model = make_model(options.mode, options.tiny, torch.float32)
-        shard_expert(model, self.ranks, DTYPE, keeps_gathered=False)
+        shard_expert(model, self.ranks, DTYPE)
         model.to_empty(device=self.ranks.device)
         self._weights = {name: parameter.detach() for name, parameter in published(options.mode, model).items()}
         self._model = model

@@ -35,6 +35,7 @@ def problems(job: JobSpec) -> Iterator[str]:
         _adapter,
         _rewards,
         _batches,
+        _sharding,
         _average,
         _optimizer,
         _best,
@@ -408,6 +409,14 @@ def _batches(job: JobSpec) -> Iterator[str]:
             "trainer.deterministic recomputes the rollout's log-probs bit for bit, which compiled or quantized ones do "
             'not allow: set rollout.compile = false and rollout.quantization = "none", or trainer.deterministic = '
             "false"
+        )
+
+
+def _sharding(job: JobSpec) -> Iterator[str]:
+    if job.trainer.sharding == "replicate" and job.trainer.mode == "full":
+        yield (
+            'trainer.sharding = "replicate" with trainer.mode = "full" would keep gradients and moments of all weights '
+            'on every rank: set it to "auto" or "fsdp"'
         )
 
 

@@ -377,6 +377,10 @@ class TrainerPart(Part):
     learning rate start from 0."""
     world_size: int = Field(default=1, ge=1, le=4096)
     """Ranks of torchrun, one an accelerator."""
+    sharding: Literal["auto", "replicate", "fsdp"] = "auto"
+    """How ranks hold the model. replicate: each holds all of it and only an adapter's gradients travel (LoRA). fsdp:
+    they share it and gather a block at a time. auto: replicate for LoRA where the base takes at most half of a device's
+    memory, else fsdp."""
     updates_per_step: int = Field(default=1, ge=1, le=64)
     """Optimizer updates a step; the samples of the step are split among them, in fewer if there are too few. Unset: the
     loss's, 2 where it limits the ratio to the old policy, which is 1 in the only update of a step."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from flowfleet.job.spec import JobSpec
 from flowfleet.planning.facts import Facts
-from flowfleet.planning.memory import GIB, rollout_memory, trainer_memory
+from flowfleet.planning.memory import GIB, RESERVE, rollout_memory, trainer_memory
 
 MOST_RANKS = 64
 
@@ -21,13 +21,11 @@ def advise(spec: JobSpec, facts: Facts, limit: float) -> list[str]:
 
 
 def _trainer(spec: JobSpec, facts: Facts, limit: float) -> Iterator[str]:
-    if trainer_memory(spec, facts).peak <= limit:
+    if trainer_memory(spec, facts, limit + RESERVE).peak <= limit:
         return
-    found = [
-        line
-        for option in (_state(spec), _checkpointing(spec), _rows(spec), _ranks(spec))
-        if (line := next((_line(spec, facts, change) for change in option if _fits(spec, facts, change, limit)), ""))
-    ]
+    options = (_state(spec), _checkpointing(spec), _rows(spec), _sharding(spec), _ranks(spec))
+    enough = [next((change for change in option if _fits(spec, facts, change, limit)), None) for option in options]
+    found = [_line(spec, facts, change, limit) for change in enough if change is not None]
     if found:
         yield from (f"trainer: {line}" for line in found)
         return
@@ -36,7 +34,7 @@ def _trainer(spec: JobSpec, facts: Facts, limit: float) -> Iterator[str]:
     if together is None:
         yield f"trainer: does not fit on {MOST_RANKS} such devices either"
     else:
-        yield f"trainer: {_line(spec, facts, together)}"
+        yield f"trainer: {_line(spec, facts, together, limit)}"
 
 
 def _state(spec: JobSpec) -> list[Change]:
@@ -58,7 +56,16 @@ def _ranks(spec: JobSpec) -> list[Change]:
     while count <= MOST_RANKS:
         counts.append(count)
         count *= 2
-    return [{"world_size": count} for count in counts]
+    spread: Change = {"sharding": "fsdp"} if _is_lora(spec) else {}
+    return [{"world_size": count, **spread} for count in counts]
+
+
+def _sharding(spec: JobSpec) -> list[Change]:
+    return [{"sharding": "fsdp"}] if _is_lora(spec) and spec.trainer.world_size > 1 else []
+
+
+def _is_lora(spec: JobSpec) -> bool:
+    return spec.trainer.mode == "lora"
 
 
 def _rollout(spec: JobSpec, facts: Facts, limit: float) -> Iterator[str]:
@@ -79,7 +86,7 @@ def _halves(count: int) -> list[int]:
 
 
 def _fits(spec: JobSpec, facts: Facts, change: Change, limit: float) -> bool:
-    return trainer_memory(_changed(spec, change), facts).peak <= limit
+    return trainer_memory(_changed(spec, change), facts, limit + RESERVE).peak <= limit
 
 
 def _changed(spec: JobSpec, change: Change) -> JobSpec:
@@ -90,8 +97,8 @@ def _changed(spec: JobSpec, change: Change) -> JobSpec:
     return spec.model_copy(update={"trainer": part.model_copy(update=rest)})
 
 
-def _line(spec: JobSpec, facts: Facts, change: Change) -> str:
-    peak = trainer_memory(_changed(spec, change), facts).peak
+def _line(spec: JobSpec, facts: Facts, change: Change, limit: float) -> str:
+    peak = trainer_memory(_changed(spec, change), facts, limit + RESERVE).peak
     names = [f"trainer.{'optimizer.' * (name == 'state')}{name} = {_written(value)}" for name, value in change.items()]
     return f"{', '.join(names)} needs {peak / GIB:.0f} GiB"
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from flowfleet.job.spec import JobSpec
 from flowfleet.planning.facts import Facts
+from flowfleet.planning.replicas import replicates
 
 GIB = 2**30
 RESERVE = 2 * GIB
@@ -72,11 +73,16 @@ def passes(spec: JobSpec) -> int:
     return 2 if spec.rollout.guidance_scale > 1 else 1
 
 
-def trainer_memory(spec: JobSpec, facts: Facts) -> TrainerMemory:
-    """Predicts memory for any `trainer` settings except mode, lora and compile, which `facts` were measured with."""
-    part, item, ranks = spec.trainer, item_bytes(spec), spec.trainer.world_size
+def trainer_memory(spec: JobSpec, facts: Facts, device_bytes: float | None = None) -> TrainerMemory:
+    """Predicts memory for any `trainer` settings except mode, lora and compile, which `facts` were measured with.
+
+    `device_bytes`: memory of a rank's device, which decides `trainer.sharding = "auto"`; None: the base fits.
+    """
+    part, item = spec.trainer, item_bytes(spec)
     is_lora = part.mode == "lora"
-    samples = math.ceil(spec.trained_per_step / ranks)
+    is_whole = replicates(spec, facts.params * item, device_bytes)
+    ranks = 1 if is_whole else part.world_size
+    samples = math.ceil(spec.trained_per_step / part.world_size)
     micro = min(part.micro_batch_size, max(1, samples // part.updates_per_step))
     backwards = math.ceil(samples / part.updates_per_step / micro) * num_rounds(spec)
     moments = MOMENTS * facts.trained * _moment_bytes(spec) / ranks
@@ -87,7 +93,7 @@ def trainer_memory(spec: JobSpec, facts: Facts) -> TrainerMemory:
         "optimizer state": 0.0 if part.optimizer.state == "host" else moments,
         "gradients": gradients,
         "gradients, whole": FP32 * facts.trained if is_lora else 0.0,
-        "gathered": _gathered(spec, facts) * item,
+        "gathered": (facts.trained if is_whole else IN_FLIGHT * facts.block + facts.outside) * item,
         "gradients in flight": 0.0 if is_lora else IN_FLIGHT * facts.block * FP32,
         "reference": _reference(spec, facts) / ranks,
         "old policy": FP32 * facts.trained / ranks if spec.loss.keeps_old_policy else 0.0,
@@ -101,7 +107,7 @@ def trainer_memory(spec: JobSpec, facts: Facts) -> TrainerMemory:
     return TrainerMemory(
         parts={name: size for name, size in parts.items() if size},
         update_peak=sum(size for name, size in parts.items() if name not in only_late),
-        optimizer_peak=sum(parts[name] for name in resident) + _streamed(spec, facts),
+        optimizer_peak=sum(parts[name] for name in resident) + _streamed(spec, facts.trained / ranks),
         host=(moments if part.optimizer.state == "host" else 0.0) + samples * _row_bytes(spec, facts),
     )
 
@@ -131,17 +137,10 @@ def _moment_bytes(spec: JobSpec) -> float:
     return 1 + FP32 / BLOCK_8BIT if spec.trainer.optimizer.state == "8bit" else FP32
 
 
-def _gathered(spec: JobSpec, facts: Facts) -> float:
-    """Elements. A single rank's frozen base is none of FSDP's business; its adapter stays gathered."""
-    if spec.trainer.world_size == 1 and spec.trainer.mode == "lora":
-        return facts.trained
-    return IN_FLIGHT * facts.block + facts.outside
-
-
-def _streamed(spec: JobSpec, facts: Facts) -> float:
-    """Moments that are on the device while they are used, in the optimizer's step."""
+def _streamed(spec: JobSpec, trained: float) -> float:
+    """Moments that are on the device while they are used, in the step of an optimizer of so many elements."""
     at_once = {"device": 0, "host": HOST_SLOTS * HOST_BUCKET, "8bit": CHUNK_8BIT}[spec.trainer.optimizer.state]
-    return MOMENTS * FP32 * min(at_once, HOST_SLOTS * facts.trained / spec.trainer.world_size)
+    return MOMENTS * FP32 * min(at_once, HOST_SLOTS * trained)
 
 
 def _reference(spec: JobSpec, facts: Facts) -> float:

@@ -95,7 +95,7 @@ def predict(
     return Plan(
         params=facts.params,
         trained=facts.trained,
-        trainer=trainer_memory(spec, facts),
+        trainer=trainer_memory(spec, facts, device),
         rollout=rollout_memory(spec, facts),
         work=work(spec, facts, text_tokens),
         device_bytes=device,

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from flowfleet.errors import Conflict, DataLoss, FlowfleetError, Full, InvalidRequest
 from flowfleet.hardware import devices
@@ -38,7 +39,7 @@ from services.trainer.checkpoints import files
 from services.trainer.checkpoints.fence import Fence
 from services.trainer.checkpoints.set_aside import kept_aside, set_aside
 from services.trainer.checkpoints.state import FORMAT, complete_state, read_state, write_state
-from services.trainer.parallel.sharding import local
+from services.trainer.parallel.sharding import local, num_shards
 from services.trainer.record import Record
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class Checkpoints:
             return path
         engine.reshard()
         tensors = _tensors(engine)
-        needed = int(ranks.sum(torch.tensor(sum(local(tensor).nbytes for tensor in tensors.values()))))
+        needed = int(ranks.sum(torch.tensor(sum(map(_written_bytes, tensors.values())))))
         needed += ROOM_BYTES + model_bytes
         try:
             with ranks.together():
@@ -285,6 +286,12 @@ def _tensors(engine: Engine) -> dict[str, Tensor]:
     states = devices.rng_state(engine.ranks.device)
     rng = {f"rng.{engine.ranks.rank}.{kind}": state for kind, state in states.items()}
     return tensors | engine.optimizer.moments() | engine.policies.state() | rng
+
+
+def _written_bytes(tensor: Tensor) -> int:
+    """This rank's share of what is written of a tensor: replicas write it once."""
+    held = local(tensor).nbytes
+    return held * num_shards(tensor) // tensor.device_mesh.size() if isinstance(tensor, DTensor) else held
 
 
 def _adopt(engine: Engine, tensors: dict[str, Tensor], optimizer_steps: dict[str, int]) -> None:

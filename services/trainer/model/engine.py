@@ -2,8 +2,8 @@
 
 Only the transformers are loaded: one, or the two experts of some families, each an FSDP root of its own whose blocks
 are FSDP units. They are made without weights, sharded, and filled by every rank for itself (loading.py). With LoRA the
-base stays in `model.dtype`, frozen; what is trained, the adapters or everything, has fp32 masters that FSDP casts to
-`model.dtype` for the forward and reduces in fp32.
+base stays in `model.dtype`, frozen, and every rank holds all of it where it fits (`trainer.sharding`); what is trained,
+the adapters or everything, has fp32 masters that FSDP casts to `model.dtype` for the forward and reduces in fp32.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from flowfleet.job.spec import JobSpec
 from flowfleet.models.base import ModelAdapter, Schedule
 from flowfleet.models.empty import cast_persistent_buffers
 from flowfleet.models.registry import adapter_for
+from flowfleet.planning.replicas import replicates
 from flowfleet.process.service import usable_cpus
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
 from flowfleet.seeds import derive_seed
@@ -54,6 +55,8 @@ class Engine:
     loss_scale: LossScale
     policies: Policies
     """Policies that are kept besides the trained weights."""
+    replicates: bool
+    """Whether every rank holds the whole model, of which it trains an adapter."""
 
     def __init__(self, spec: JobSpec, ranks: Ranks, *, resumes: bool = False) -> None:
         """Loads the model; `shard` comes next. `resumes`: a checkpoint is loaded after that, so `model.adapter` is not
@@ -95,8 +98,9 @@ class Engine:
     def shard(self) -> None:
         """Collective. Spreads the model over the ranks' devices, reads or draws this rank's shards, makes the optimizer
         and keeps the policies that the job needs besides the trained one."""
+        self.replicates = self._all_fit()
         for component, expert in self.experts.items():
-            shard_expert(expert, self.ranks, self.dtype, keeps_gathered=self._keeps_gathered)
+            shard_expert(expert, self.ranks, self.dtype, replicates=self.replicates)
             allocate(expert, self.ranks.device)
             fill(expert, self._sources.pop(component), self.ranks)
         self.adapter.device, self.adapter.dtype = self.ranks.device, self.dtype
@@ -135,7 +139,7 @@ class Engine:
         expert = self.experts[component]
         if self.is_lora:
             expert.set_requires_gradient_sync(is_last)
-        if self._keeps_gathered:
+        if self.replicates:
             expert.set_reshard_after_backward(is_last)
 
     def gather(self, *, evaluated: bool = False) -> Gather:
@@ -153,10 +157,11 @@ class Engine:
         """Frees gathered parameters, which a forward without backward leaves, so that the model holds its shards."""
         reshard(self.experts)
 
-    @property
-    def _keeps_gathered(self) -> bool:
-        """Whether parameters stay gathered between the forwards of an update: where it is the adapter alone."""
-        return self.ranks.world_size == 1 and self.is_lora
+    def _all_fit(self) -> bool:
+        """Collective. Whether the base is to be whole on every rank, and every rank's device has room for it."""
+        base = sum(tensor.nbytes for expert in self.experts.values() for tensor in expert.parameters())
+        fits = replicates(self.spec, base, devices.memory_bytes(self.ranks.device))
+        return not self.ranks.max(torch.tensor(float(not fits)))
 
     def source(self, component: str) -> Source:
         """Weights of a transformer before training, from disk or drawn again."""
@@ -174,7 +179,7 @@ class Engine:
             return
         seed = derive_seed(self.spec.seed, "lora")
         for name, start in lora.initial_values(self.trained, lora_spec(self.spec), seed):
-            fill_parameter(self.trained[name], self.ranks, start.__getitem__)
+            fill_parameter(self.trained[name], start.__getitem__)
 
 
 def model_spec(spec: JobSpec) -> ModelSpec:

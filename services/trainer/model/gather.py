@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from flowfleet.hardware import devices
 from flowfleet.proto.rollout_pb2 import Bucket, ParameterSpec
 from flowfleet.weights import weights
-from services.trainer.parallel.sharding import local
+from services.trainer.parallel.sharding import local, num_shards
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 
@@ -119,7 +119,7 @@ def _by_name(bucket: Bucket, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 def _is_spread(tensor: Tensor) -> bool:
     """Raises ValueError for a way of spreading that FSDP2 does not use here."""
-    if not isinstance(tensor, DTensor) or tensor.device_mesh.size() == 1:
+    if not isinstance(tensor, DTensor) or num_shards(tensor) == 1:
         return False
     if tuple(tensor.placements) != (Shard(0),):
         raise ValueError(f"parameters must be spread by rows over one mesh dimension, not as {tensor.placements}")

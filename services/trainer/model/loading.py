@@ -16,11 +16,10 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from flowfleet.models.loading import dummy_parameter, weight_files
 from services.trainer.parallel.ranks import Ranks
-from services.trainer.parallel.sharding import local, rows_of_rank
+from services.trainer.parallel.sharding import local, own_rows
 
 _WRAPPED = ".base_layer."
 """What PEFT puts into the name of a module that it adapts."""
@@ -100,7 +99,7 @@ def fill(expert: nn.Module, source: Source, ranks: Ranks) -> None:
     with torch.no_grad():
         for name, parameter in expert.named_parameters():
             if ".lora_" not in name:
-                fill_parameter(parameter, ranks, partial(source.rows, _plain(name), parameter.shape))
+                fill_parameter(parameter, partial(source.rows, _plain(name), parameter.shape))
                 ranks.beats.beat()
         for name, buffer in persistent(expert):
             value = source.buffer(name) if not isinstance(buffer, nn.Parameter) else None
@@ -108,13 +107,12 @@ def fill(expert: nn.Module, source: Source, ranks: Ranks) -> None:
                 buffer.copy_(value)
 
 
-def fill_parameter(parameter: Tensor, ranks: Ranks, rows_of: Callable[[slice], Tensor]) -> None:
+def fill_parameter(parameter: Tensor, rows_of: Callable[[slice], Tensor]) -> None:
     """Copies into this rank's shard what `rows_of` gives for its rows."""
     shard = local(parameter)
     if shard.numel() == 0:
         return
-    rows = rows_of_rank(len(parameter), ranks) if isinstance(parameter, DTensor) else slice(None)
-    shard.copy_(rows_of(rows))
+    shard.copy_(rows_of(own_rows(parameter)))
 
 
 def persistent(expert: nn.Module) -> Iterator[tuple[str, Tensor]]:

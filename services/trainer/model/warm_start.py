@@ -131,7 +131,7 @@ def _of_files(path: Path, files: AdapterFiles, components: Sequence[str]) -> War
 
     def fill(trained: Mapping[str, Any], ranks: Ranks) -> None:
         for name, parameter in trained.items():
-            fill_parameter(parameter, ranks, slices[name].__getitem__)
+            fill_parameter(parameter, slices[name].__getitem__)
 
     shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
     return WarmStart(path, shapes, frozenset(alphas), targets, fill)

@@ -21,7 +21,7 @@ from flowfleet.hardware import devices
 from flowfleet.job.spec import OptimizerPart
 from services.trainer.optim.moments import Piece, make_moments
 from services.trainer.parallel.ranks import Ranks
-from services.trainer.parallel.sharding import like, local
+from services.trainer.parallel.sharding import like, local, num_shards
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class ShardedAdamW:
     def _norm(self, grads: list[Tensor]) -> Tensor:
         """0-d, over all ranks."""
         norm = get_total_norm(grads, foreach=True)
-        if self._ranks.world_size == 1:
+        if max(map(num_shards, self._trained.values()), default=1) == 1:
             return norm
         return self._ranks.sum(norm.double().square()).sqrt().to(norm)
 

@@ -1,4 +1,9 @@
-"""FSDP2 as it is used here: how a transformer is spread over the ranks, and this rank's shards as plain tensors."""
+"""FSDP2 as it is used here: how a transformer is spread over the ranks, and this rank's shards as plain tensors.
+
+Two ways. Spread: each rank holds its rows of every parameter, and gathers a block's when it computes. Replicated: each
+rank holds all of a frozen base and of its adapter, gathers nothing, and all-reduces the adapter's gradients; to FSDP
+that is a mesh of replicas with one shard each.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +23,11 @@ from services.trainer.parallel.blocks import blocks_of
 from services.trainer.parallel.ranks import Ranks
 
 
-def shard_expert(expert: nn.Module, ranks: Ranks, dtype: torch.dtype, *, keeps_gathered: bool = False) -> None:
+def shard_expert(expert: nn.Module, ranks: Ranks, dtype: torch.dtype, *, replicates: bool = False) -> None:
     """Collective. Makes each block of a transformer an FSDP unit and the rest another, in place.
 
-    Parameters are gathered in `dtype` and gradients reduced in fp32. In a world of one FSDP leaves frozen parameters
-    alone, for to gather them would be to copy them. `keeps_gathered` leaves a unit gathered after its forward.
+    Parameters are gathered in `dtype` and gradients reduced in fp32. `replicates`: every rank holds everything. Frozen
+    parameters are then none of FSDP's business, in their own dtype, and a unit stays as it is after its forward.
     Parameters may be on the meta device; `allocate` comes next then. Raises ValueError for a transformer that does not
     say what its blocks are.
     """
@@ -30,11 +35,12 @@ def shard_expert(expert: nn.Module, ranks: Ranks, dtype: torch.dtype, *, keeps_g
     if dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     frozen = {parameter for parameter in expert.parameters() if not parameter.requires_grad}
+    shape = (ranks.world_size, 1) if replicates and ranks.world_size > 1 else (ranks.world_size,)
     settings: Any = {
-        "mesh": _mesh(ranks.device.type, ranks.world_size),
+        "mesh": _mesh(ranks.device.type, shape),
         "mp_policy": policy,
-        "reshard_after_forward": False if keeps_gathered else None,
-        "ignored_params": frozen if ranks.world_size == 1 else None,
+        "reshard_after_forward": False if replicates else None,
+        "ignored_params": frozen if replicates or ranks.world_size == 1 else None,
     }
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
     for block in blocks_of(expert):
@@ -48,10 +54,18 @@ def allocate(expert: nn.Module, device: torch.device) -> None:
     module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
 
 
-def rows_of_rank(num_rows: int, ranks: Ranks) -> slice:
-    """The rows of a parameter that this rank's shard holds: equal shares rounded up, fewer or none for the last."""
-    share = -(-num_rows // ranks.world_size)
-    return slice(min(ranks.rank * share, num_rows), min((ranks.rank + 1) * share, num_rows))
+def num_shards(tensor: Tensor) -> int:
+    """Ranks that hold its rows together; 1 for one that every rank holds whole."""
+    return tensor.device_mesh.size(-1) if isinstance(tensor, DTensor) else 1
+
+
+def own_rows(tensor: Tensor) -> slice:
+    """The rows that this rank's shard holds: equal shares rounded up, fewer or none for the last."""
+    if not isinstance(tensor, DTensor):
+        return slice(None)
+    share = -(-len(tensor) // num_shards(tensor))
+    rank = tensor.device_mesh.get_local_rank(tensor.device_mesh.ndim - 1)
+    return slice(min(rank * share, len(tensor)), min((rank + 1) * share, len(tensor)))
 
 
 def reshard(experts: Mapping[str, nn.Module]) -> None:
@@ -73,15 +87,16 @@ def like(parameter: DTensor, shard: Tensor) -> DTensor:
     may be in host memory."""
     mesh = parameter.device_mesh
     if shard.device.type != mesh.device_type:  # DTensor would move the shard to the mesh's devices
-        mesh = _mesh(shard.device.type, mesh.size())
+        mesh = _mesh(shard.device.type, tuple(mesh.shape))
     shape = torch.Size((*parameter.shape[:1], *shard.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(shard, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
 
 
 @cache
-def _mesh(device_type: str, size: int) -> DeviceMesh:
-    return init_device_mesh(device_type, (size,))
+def _mesh(device_type: str, shape: tuple[int, ...]) -> DeviceMesh:
+    """Its last dimension is the shards', the one before it the replicas'."""
+    return init_device_mesh(device_type, shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
 
 
 @contextmanager

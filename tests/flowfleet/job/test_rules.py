@@ -340,6 +340,11 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         "trainer.deterministic",
         "set trainer.compile or",
     ),
+    "replicas of full weights": (
+        {"trainer": {"mode": "full", "sharding": "replicate", "world_size": 2}},
+        'trainer.sharding = "replicate" with trainer.mode = "full"',
+        'set it to "auto" or "fsdp"',
+    ),
     "quantized rollouts and deterministic": (
         {"rollout": {"quantization": "fp8"}, "trainer": {"deterministic": True}},
         "trainer.deterministic",

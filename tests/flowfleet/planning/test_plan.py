@@ -54,7 +54,7 @@ def test_eager_lora_on_one_gpu_was_measured_at_48_gib(eager: tuple[JobSpec, Fact
 
 @pytest.mark.long
 def test_compiled_lora_on_four_gpus_was_measured(full_size: Path) -> None:
-    spec = lora_spec(full_size, micro_batch_size=16, world_size=4, compile=True)
+    spec = lora_spec(full_size, micro_batch_size=16, world_size=4, compile=True, sharding="fsdp")
     facts = gather(spec, 128, compiled=True)
 
     def predicted(**part: Any) -> float:
@@ -73,6 +73,26 @@ def test_full_fine_tuning_on_four_gpus_was_measured_at_76_gib(eager: tuple[JobSp
     assert trainer_memory(full, replace(facts, trained=facts.params)).optimizer_peak / GIB == pytest.approx(
         76, rel=0.15
     )
+
+
+def test_ranks_of_lora_hold_the_whole_base_each_where_half_a_device_has_room_for_it(
+    eager: tuple[JobSpec, Facts],
+) -> None:
+    """41 GB in bf16: on 141 GB devices, not on 80 GB ones."""
+    spec, facts = eager
+    alone, two = spec, changed(spec, world_size=2)
+    base = 2 * facts.params
+
+    def held(spec: JobSpec, device: float | None) -> float:
+        return trainer_memory(spec, facts, device).parts["frozen base"]
+
+    assert held(alone, 80e9) == held(two, 141e9) == held(two, None) == base
+    assert held(two, 80e9) == held(changed(two, sharding="fsdp"), 141e9) == base / 2
+    assert held(changed(two, sharding="replicate"), 80e9) == base
+    whole, spread = trainer_memory(two, facts), trainer_memory(changed(two, sharding="fsdp"), facts)
+    assert whole.parts["masters"] == 2 * spread.parts["masters"]
+    full = replace(facts, trained=facts.params)
+    assert trainer_memory(changed(two, mode="full"), full, 141e9).parts["masters"] == 4 * facts.params / 2
 
 
 def changed(spec: JobSpec, **part: Any) -> JobSpec:
@@ -123,7 +143,7 @@ def test_a_reference_and_an_old_policy_are_copies_of_the_shards(eager: tuple[Job
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
-def test_an_average_is_a_copy_of_the_shards_in_fp32_and_nothing_in_replicas(
+def test_an_average_is_a_copy_of_what_a_rank_trains_in_fp32_and_nothing_in_replicas(
     eager: tuple[JobSpec, Facts], mode: str
 ) -> None:
     """Full fine-tuning of Qwen-Image: 82 GB over all ranks."""
@@ -132,7 +152,7 @@ def test_an_average_is_a_copy_of_the_shards_in_fp32_and_nothing_in_replicas(
     facts = facts if mode == "lora" else replace(facts, trained=facts.params)
     averaged = changed(plain, ema=EmaPart(decay=0.9))
     without, held = trainer_memory(plain, facts), trainer_memory(averaged, facts)
-    assert held.parts["average"] == 4 * facts.trained / 4
+    assert held.parts["average"] == 4 * facts.trained / (4 if mode == "full" else 1)
     assert held.update_peak - without.update_peak == pytest.approx(held.parts["average"])
     assert held.optimizer_peak - without.optimizer_peak == pytest.approx(held.parts["average"])
     assert checkpoint_bytes(averaged, facts) - checkpoint_bytes(plain, facts) == 4 * facts.trained
