@@ -37,7 +37,7 @@ def test_it_holds_all_code_and_what_code_reads(wheel: zipfile.ZipFile) -> None:
     code = [name for name in tracked("flowfleet", "services") if not name.endswith(".md")]
     assert set(code) <= names
     models = [f"recipes/{model}/{part}" for model in ("tiny", "tiny_video") for part in ("model", "prompts")]
-    assert set(tracked(":(glob)recipes/*.toml", "recipes/papers", "recipes/data", *models)) <= names
+    assert set(tracked(":(glob)recipes/*.toml", "recipes/bases", "recipes/papers", "recipes/data", *models)) <= names
     assert {name.partition("/")[0] for name in names} == {*PACKAGES, "flowfleet-0.1.0.dist-info"}
 
 

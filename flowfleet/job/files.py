@@ -20,6 +20,8 @@ PATH_SETTINGS = (
 """Settings that name files."""
 RECIPES = Path(__file__).parents[2] / "recipes"
 """Recipes of the checkout or of the installed package."""
+BASES = "bases"
+"""Folder of what recipes extend."""
 
 
 def data_folders(spec: JobSpec) -> tuple[Path, ...]:
@@ -31,7 +33,8 @@ def data_folders(spec: JobSpec) -> tuple[Path, ...]:
 
 def recipe_names() -> list[str]:
     """Names of all recipes: their paths under `recipes/` without the suffix, as "papers/flow_grpo_sd35_ocr"."""
-    return sorted(str(path.relative_to(RECIPES).with_suffix("")) for path in RECIPES.rglob("*.toml") if _is_job(path))
+    files = [path for path in RECIPES.rglob("*.toml") if path.parent.name != BASES and _is_job(path)]
+    return sorted(str(path.relative_to(RECIPES).with_suffix("")) for path in files)
 
 
 def find_job_file(path: Path) -> Path:

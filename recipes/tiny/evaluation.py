@@ -1,7 +1,6 @@
 """How good a tiny model is: pictures of fixed prompts from fixed noise, judged as the demo's job judges them."""
 
 import dataclasses
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from flowfleet.job.spec import read_job_file
 from flowfleet.media.image_stats import colour_entropy, edge_density
 from recipes.tiny.signs import IMAGE_SIZE, Pixels
 from services.reward.scorer import Problem, Sample
@@ -68,7 +68,7 @@ class Judge:
 
     def __init__(self, num_threads: int = 2) -> None:
         self._scorer = OcrScorer(num_threads)
-        self._params = self._scorer.parse(tomllib.loads(JOB_FILE.read_text())["rewards"]["ocr"]["params"])
+        self._params = self._scorer.parse(read_job_file(JOB_FILE)["rewards"]["ocr"]["params"])
 
     def judge(self, images: Pixels, prompts: Sequence[str]) -> Legibility:
         """Read `images`, (N, 64, 64, 3) uint8, and compare with the words that `prompts` ask for."""

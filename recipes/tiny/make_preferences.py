@@ -10,7 +10,6 @@ project's extra `local`.
 import argparse
 import json
 import logging
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from diffusers import QwenImagePipeline
 from PIL import Image
 
 from flowfleet.algorithms.preferences import make_pairs
+from flowfleet.job.spec import read_job_file
 from flowfleet.models.loading import ALL_COMPONENTS, load_pipeline
 from flowfleet.process.service import usable_cpus
 from recipes.tiny.evaluation import JOB_FILE, paint
@@ -59,7 +59,7 @@ def make(options: argparse.Namespace) -> int:
 def _scores(pictures: Any, prompts: list[str]) -> list[float]:
     """What the demo's reward gives; a picture without a score counts as 0, the worst."""
     scorer = OcrScorer(usable_cpus())
-    params = scorer.parse(tomllib.loads(JOB_FILE.read_text(encoding="utf-8"))["rewards"]["ocr"]["params"])
+    params = scorer.parse(read_job_file(JOB_FILE)["rewards"]["ocr"]["params"])
     samples = [
         Sample.of_picture(Image.fromarray(picture), prompt) for picture, prompt in zip(pictures, prompts, strict=True)
     ]

@@ -1,7 +1,6 @@
 """How good a tiny video model is: films of fixed prompts from fixed noise, judged as the recipe's job judges them."""
 
 import dataclasses
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from flowfleet.job.spec import read_job_file
 from flowfleet.media.files import Frames
 from flowfleet.media.image_stats import colour_entropy, edge_density
 from recipes.tiny_video.clips import EDGE, NUM_FRAMES
@@ -65,7 +65,7 @@ def film(pipeline: Any, prompts: Sequence[str], noise_seed: int = NOISE_SEEDS[0]
 def judge(films: Frames, prompts: Sequence[str]) -> Obedience:
     """Score `films`, (N, F, H, W, 3) uint8, with the recipe's reward."""
     scorer = MotionScorer()
-    params = scorer.parse(tomllib.loads(JOB_FILE.read_text())["rewards"]["motion"]["params"])
+    params = scorer.parse(read_job_file(JOB_FILE)["rewards"]["motion"]["params"])
     samples = [Sample(frames, prompt) for frames, prompt in zip(films, prompts, strict=True)]
     scores = [outcome for outcome in scorer.score(samples, params) if not isinstance(outcome, Problem)]
     assert len(scores) == len(prompts), "every prompt names a direction"

@@ -1,7 +1,6 @@
 """No recipe adds noise that its schedule is too coarse for, unless it says so. No weights are read; a checkpoint that
 is not in the repository is stood in for by a tiny one of its family, with the scheduler as published."""
 
-import tomllib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -10,17 +9,14 @@ import pytest
 import torch
 
 from flowfleet.algorithms.coarse import check_noise
+from flowfleet.job.files import recipe_names
 from flowfleet.job.spec import load_job
 from flowfleet.models.base import ModelAdapter
 from flowfleet.planning.skeleton import load_skeleton
 from tests.tiny_models import make_tiny
 
 ROOT = Path(__file__).parents[2]
-RECIPES = sorted(
-    path.relative_to(ROOT)
-    for path in (ROOT / "recipes").rglob("*.toml")
-    if "path" in tomllib.loads(path.read_text(encoding="utf-8")).get("model", {})
-)
+RECIPES = [Path("recipes") / f"{name}.toml" for name in recipe_names()]
 KINDS = {
     "qwen-image-edit": "qwen_image_edit",
     "qwen-image": "qwen_image",
