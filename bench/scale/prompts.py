@@ -19,6 +19,7 @@ from bench.scale.figures import percentiles
 from flowfleet.job.spec import JobSpec, parse_job
 from services.controller.api.admission import open_job
 from services.controller.prompts.data import Deal
+from services.controller.prompts.mixture import Mixture
 from services.controller.prompts.sources import Sources
 from services.controller.reading.places import Places
 
@@ -52,7 +53,8 @@ async def opened(spec: JobSpec, folder: Path) -> tuple[Deal, float, dict[str, fl
     took = time.monotonic() - began
     beating.cancel()
     sources.close()
-    return Deal(data.training, spec.seed, spec.rollout.prompts_per_step), took, percentiles(late)
+    mixture = Mixture(spec.data.each, spec.seed, spec.rollout.prompts_per_step)
+    return Deal(data.training, mixture), took, percentiles(late)
 
 
 def measure(number: int, per_step: int, steps: int) -> None:

@@ -279,7 +279,7 @@ def run_in_one_process(spec: JobSpec, num_steps: int) -> Rows:
     `trainer.world_size = 1`."""
     if spec.trainer.world_size != 1 or spec.schedule.max_staleness != 1:
         raise ValueError("in one process there is one trainer rank, and samples are up to one version stale")
-    monolith = Monolith(spec, Path(spec.data.train).read_text().splitlines(), usable_cpus())
+    monolith = Monolith(spec, Path(spec.data.each[0].path).read_text().splitlines(), usable_cpus())
     return Overlap(monolith).run(num_steps, _told)
 
 

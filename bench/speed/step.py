@@ -40,7 +40,7 @@ def main() -> None:
     threads = usable_cpus()
     job = bench_job(options.steps + 1)
     spec = parse_job(job)
-    monolith = Monolith(spec, Path(spec.data.train).read_text().splitlines(), threads)
+    monolith = Monolith(spec, Path(spec.data.each[0].path).read_text().splitlines(), threads)
     alone: Rows = []
     services: Rows = []
     with tempfile.TemporaryDirectory() as state:

@@ -78,7 +78,7 @@ def group_advantages(
 
 def combined_advantages(
     rewards: Mapping[str, ArrayLike],
-    weights: Mapping[str, float],
+    weights: Mapping[str, ArrayLike],
     group_ids: Sequence[Hashable],
     *,
     combination: RewardCombination = "sum",
@@ -99,11 +99,11 @@ def combined_advantages(
 
     Args:
         rewards: name to (N,) finite numbers.
-        weights: of the same names; of any sign.
+        weights: of the same names, of any sign: one, or (N,) one a sample, equal inside a group.
         group_ids, std, eps, clamp, ddof: as in `group_advantages`; the clamp is last.
-        present: name to (N,) bool, for `normalized` and `separate`: samples that have no such reward are left out of
-            its means and stds, and their part is 0; their numbers in `rewards` count in the sum alone. None: all have
-            all.
+        present: name to (N,) bool; the numbers in `rewards` of samples that have no such reward count nowhere. For
+            `sum` they get what prefers no sample (`weighted_total`); for `normalized` and `separate` they are left out
+            of its means and stds, and their part is 0. None: all have all.
 
     Returns:
         Advantages (N,) float64, and statistics of the weighted sum of the rewards, whatever the combination.
@@ -117,9 +117,7 @@ def combined_advantages(
             f"{', '.join(weights) or 'none'}"
         )
     columns = {name: _checked(values, group_ids, f"{name} reward") for name, values in rewards.items()}
-    total = np.zeros(len(group_ids))
-    for name in sorted(columns):
-        total += weights[name] * columns[name]
+    total = weighted_total(columns, weights, group_ids, present)
     if combination == "sum":
         return group_advantages(total, group_ids, std=std, eps=eps, clamp=clamp, ddof=ddof)
     own_std: AdvantageStd = "group" if combination == "normalized" else std
@@ -129,11 +127,44 @@ def combined_advantages(
         if rows.size:
             ids = [group_ids[row] for row in rows.tolist()]
             own, _ = group_advantages(columns[name][rows], ids, std=own_std, eps=eps, clamp=None, ddof=ddof)
-            advantages[rows] += weights[name] * own
+            advantages[rows] += np.broadcast_to(weights[name], len(group_ids))[rows] * own
     if combination == "normalized":
         advantages /= _std(advantages, ddof) + eps
     advantages = _clamped(advantages, clamp)
     return advantages, _stats(_checked(total, group_ids), advantages, _group_indices(group_ids), ddof)
+
+
+def weighted_total(
+    rewards: Mapping[str, ArrayLike],
+    weights: Mapping[str, ArrayLike],
+    group_ids: Sequence[Hashable],
+    present: Mapping[str, ArrayLike] | None = None,
+) -> NDArray[np.float64]:
+    """(N,) sums of weight * reward, comparable with each other.
+
+    Where a sample has no such reward, the mean of those that its group has takes the place of weight * reward, else the
+    mean of all samples that have it, else 0. So a reward moves neither the order nor the spread of samples that it does
+    not score.
+    """
+    total = np.zeros(len(group_ids))
+    for name in sorted(rewards):
+        part = np.asarray(weights[name], dtype=np.float64) * np.asarray(rewards[name], dtype=np.float64)
+        total += part if present is None else _neutral(part, np.asarray(present[name], dtype=np.bool_), group_ids)
+    return total
+
+
+def _neutral(
+    column: NDArray[np.float64], present: NDArray[np.bool_], group_ids: Sequence[Hashable]
+) -> NDArray[np.float64]:
+    if present.all():
+        return column
+    if not present.any():
+        return np.zeros_like(column)
+    filled = np.where(present, column, column[present].mean())
+    for rows in _group_indices(group_ids):
+        if present[rows].any():
+            filled[rows[~present[rows]]] = column[rows[present[rows]]].mean()
+    return filled
 
 
 def _clamped(advantages: NDArray[np.float64], clamp: float | None) -> NDArray[np.float64]:

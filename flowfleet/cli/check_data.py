@@ -17,20 +17,16 @@ _SHOWN = 100
 def check_data(spec: JobSpec) -> list[dict[str, Any]]:
     """Number, first prompt and metadata of each data set. Raises ValueError with all that is wrong."""
     problems, found = [], []
-    for name, place, columns in (
-        ("train", spec.data.train, spec.data.columns(spec.method.data)),
-        ("validation", spec.data.validation, spec.data.columns("prompts")),
-    ):
-        if place is None:
-            continue
+    files = (file for source in spec.data.each for file in source.files(spec.method.data))
+    for setting, place, columns in files:
         try:
             prompts = read_prompts(place, columns)
         except ValueError as error:
-            problems.append(f"data.{name}: {error}")
+            problems.append(f"{setting}: {error}")
             continue
         first = prompts[0]
         about = {"first": first.text, "metadata": list(first.metadata)}
-        found.append({"data": name, "prompts": len(prompts), **about})
+        found.append({"data": setting.removeprefix("data."), "prompts": len(prompts), **about})
     if problems:
         raise ValueError("\n".join(problems))
     return found

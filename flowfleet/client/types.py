@@ -189,6 +189,8 @@ class Sample(Answer):
     index: int = Field(ge=0)
     purpose: Purpose = "train"
     prompt: str
+    source: str = ""
+    """Name of the prompt's source; empty where the job has `data.train`."""
     reward: FiniteOrNone = None
     """Total of the scores, as weights, clips, curves and gates have it; null when the sample was dropped."""
     scores: dict[str, FiniteOrNone] = {}

@@ -44,7 +44,7 @@ def run_demo(
     """
     started = started or datetime.fromtimestamp(psutil.Process().create_time(), UTC)
     spec = prepare_job(recipe, changes, same_machine=True)
-    if not spec.rewards or spec.data.validation is None:
+    if not spec.rewards or not spec.data.is_validated:
         raise ValueError(f"{recipe} leaves nothing to compare: give it rewards and data.validation")
     _make_fresh(directory, spec)
     with local_stack(_stack_options(spec, directory, engine)) as stack, Client(stack.url) as client:

@@ -16,8 +16,10 @@ PATH_SETTINGS = (
     ("trainer", "resume"),
     ("data", "train"),
     ("data", "validation"),
+    ("data", "sources", "path"),
+    ("data", "sources", "validation"),
 )
-"""Settings that name files."""
+"""Settings that name files; of a list, of each of its tables."""
 RECIPES = Path(__file__).parents[2] / "recipes"
 """Recipes of the checkout or of the installed package."""
 BASES = "bases"
@@ -26,7 +28,8 @@ BASES = "bases"
 
 def data_folders(spec: JobSpec) -> tuple[Path, ...]:
     """Folders of this machine that the job names: for the `data_roots` of a stack that is started for it."""
-    data = [Path(place).parent for place in (spec.data.train, spec.data.validation) if place and "://" not in place]
+    places = [place for source in spec.data.each for _, place, _ in source.files(spec.method.data)]
+    data = [Path(place).parent for place in places if "://" not in place]
     named = (spec.model.path, spec.model.adapter, spec.trainer.resume)
     return (*data, *(Path(place) for place in named if place and not place.startswith("job:")))
 
@@ -69,8 +72,9 @@ def prepare_job(path: Path, changes: Sequence[str] = (), *, same_machine: bool) 
     for change in changes:
         change_table(data, change, "schedule.steps=20")
     if same_machine:
-        for part, name in PATH_SETTINGS:
-            _find(data, part, name, [Path.cwd(), *path.resolve().parents])
+        for *tables, name in PATH_SETTINGS:
+            for table in _tables(data, tables):
+                _find(table, name, [Path.cwd(), *path.resolve().parents])
     return parse_job(data)
 
 
@@ -80,10 +84,18 @@ def _is_job(path: Path) -> bool:
     return isinstance(table.get("model"), dict) and "data" in table
 
 
-def _find(data: dict[str, Any], part: str, name: str, directories: Sequence[Path]) -> None:
-    table = data.get(part)
-    written = table.get(name) if isinstance(table, dict) else None
-    if not isinstance(table, dict) or not isinstance(written, str) or Path(written).is_absolute() or "://" in written:
+def _tables(data: Any, names: Sequence[str]) -> list[dict[str, Any]]:
+    """The tables of a job, not yet validated, at a place; of a list all of them."""
+    found = [data]
+    for name in names:
+        inner = [table.get(name) for table in found if isinstance(table, dict)]
+        found = [table for one in inner for table in (one if isinstance(one, list) else [one])]
+    return [table for table in found if isinstance(table, dict)]
+
+
+def _find(table: dict[str, Any], name: str, directories: Sequence[Path]) -> None:
+    written = table.get(name)
+    if not isinstance(written, str) or Path(written).is_absolute() or "://" in written:
         return
     found = next((directory / written for directory in directories if (directory / written).exists()), None)
     if found is not None:

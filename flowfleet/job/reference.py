@@ -67,8 +67,8 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of a job. `name` has dots, and `NAME` where the table is keyed by a user's name; `default` is as in
-    JSON, or "required"."""
+    """One setting of a job. `name` has dots, `NAME` where the table is keyed by a user's name, `N` in a list; `default`
+    is as in JSON, or "required"."""
 
     name: str
     values: str
@@ -107,6 +107,9 @@ def near(name: str, known: Sequence[Setting]) -> list[str]:
     if given[0] == "rewards" and len(given) > 2:
         given[1], reward = "NAME", given[1]
         return [one.replace("NAME", reward, 1) for one in _near(".".join(given), known)]
+    if given[:2] == ["data", "sources"] and len(given) > 3:
+        given[2], number = "N", given[2]
+        return [one.replace(".N.", f".{number}.", 1) for one in _near(".".join(given), known)]
     return _near(name, known)
 
 
@@ -128,10 +131,16 @@ def _near(name: str, known: Sequence[Setting]) -> list[str]:
 
 
 def _table(annotation: Any) -> tuple[type[BaseModel] | None, str]:
-    """The part that a setting holds, and "NAME." where it is a table of parts."""
+    """The part that a setting holds, and "NAME." where it is a table of parts, "N." where a list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, ""
     arguments = typing.get_args(annotation)
+    if (
+        typing.get_origin(annotation) is tuple
+        and isinstance(arguments[0], type)
+        and issubclass(arguments[0], BaseModel)
+    ):
+        return arguments[0], "N."
     if typing.get_origin(annotation) is dict and isinstance(arguments[1], type) and issubclass(arguments[1], BaseModel):
         return arguments[1], "NAME."
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):

@@ -34,6 +34,7 @@ def problems(job: JobSpec) -> Iterator[str]:
         _kl_reward,
         _adapter,
         _rewards,
+        _sources,
         _batches,
         _sharding,
         _average,
@@ -179,7 +180,7 @@ def _sampler(job: JobSpec) -> Iterator[str]:
             f"rollout.tail_steps = {tail} is no fewer than the {left} steps that rollout.window leaves after its noisy "
             "ones: lower it, or leave it out"
         )
-    if job.data.validation is None:
+    if not job.data.is_validated:
         yield from _unheard(job, ("schedule.validation_sampler",), "without data.validation: leave it out")
 
 
@@ -357,7 +358,7 @@ def _adapter(job: JobSpec) -> Iterator[str]:
 
 def _rewards(job: JobSpec) -> Iterator[str]:
     rewards = job.rewards
-    is_scored = job.method.data == "prompts" or job.data.validation is not None
+    is_scored = job.method.data == "prompts" or job.data.is_validated
     if is_scored and not rewards:
         yield "rewards: name at least one reward service, for example [rewards.ocr]"
     if job.method.data != "prompts" or not rewards:
@@ -379,7 +380,32 @@ def _rewards(job: JobSpec) -> Iterator[str]:
 
 
 def _others_with_influence(job: JobSpec, name: str) -> bool:
-    return any(part.has_influence for other, part in job.rewards.items() if other != name)
+    """Whether every source that a reward scores has another reward that counts."""
+    parts = [job.data.scoring(source.name, job.rewards) for source in job.data.each]
+    return all(
+        any(part.has_influence for other, part in rewards.items() if other != name)
+        for rewards in parts
+        if name in rewards
+    )
+
+
+def _sources(job: JobSpec) -> Iterator[str]:
+    known = ", ".join(sorted(job.rewards)) or "none"
+    for number, source in enumerate(job.data.sources):
+        setting = f"data.sources.{number}.rewards"
+        if source.rewards is None:
+            continue
+        if job.method.data != "prompts":
+            yield f"{setting} has no effect with algorithm.name = {job.method.name}, whose data say what is better"
+            continue
+        if unknown := sorted(source.rewards.keys() - job.rewards.keys()):
+            yield f"{setting}.{unknown[0]}: the job has no such reward; it has: {known}"
+        elif not any(part.has_influence for part in job.data.scoring(source.name, job.rewards).values()):
+            yield f"{setting} has no weight throughout, so its samples teach nothing: name a reward that has one"
+    if job.data.sources and all(source.rewards is not None for source in job.data.sources):
+        used = {name for source in job.data.sources for name in source.rewards or ()}
+        if unused := sorted(job.rewards.keys() - used):
+            yield f"rewards.{unused[0]} scores no source: name it in data.sources.N.rewards, or leave it out"
 
 
 def _batches(job: JobSpec) -> Iterator[str]:
@@ -454,7 +480,7 @@ def _best(job: JobSpec) -> Iterator[str]:
     schedule = job.schedule
     if not schedule.keep_best:
         return
-    if job.data.validation is None:
+    if not job.data.is_validated:
         yield "schedule.keep_best compares held-out rewards: give data.validation, or leave it out"
     elif lcm(schedule.save_every, schedule.validate_every) >= schedule.steps:
         yield (

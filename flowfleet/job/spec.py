@@ -7,7 +7,6 @@ fails here, at submit, with the setting to change. This module is free of torch:
 from __future__ import annotations
 
 import difflib
-import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -15,10 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationError,
     field_validator,
@@ -31,31 +27,19 @@ from flowfleet.algorithms.samplers import SamplerName
 from flowfleet.algorithms.windows import AtEnd, Pace, Window, WindowStrategy
 from flowfleet.job import reference
 from flowfleet.job import rules as combinations
+from flowfleet.job.data import DataPart
+from flowfleet.job.part import Curve, Factor, Part
 from flowfleet.job.setting_files import read_extended
 from flowfleet.limits import MAX_PROMPT_BYTES, check_bytes
 from flowfleet.models.settings import Guidance, Size
-from flowfleet.prompts.columns import Columns
-from flowfleet.prompts.prompt import Kind
 
 MOST_HINTS = 20
 """Unknown settings for which names that are like theirs are looked up."""
 REWARD_NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}"
 """A part of names of metrics, of reasons and of settings: without dots and slashes, which divide those."""
 
-
-LEAST_FACTOR = 1e-6
-
-
-def _counts(factor: float) -> float:
-    if 0 < abs(factor) < LEAST_FACTOR:
-        raise ValueError(f"{factor:g} is too small to count: give 0, or at least {LEAST_FACTOR:g}")
-    return factor
-
-
 Seconds = Annotated[float, Field(ge=0.1, le=604_800.0)]
 """A deadline: from a tenth of a second to a week."""
-Factor = Annotated[float, Field(ge=-1e6, le=1e6), AfterValidator(_counts)]
-"""A weight of a reward, or a factor of one."""
 
 
 def _as_text(value: Any) -> Any:
@@ -64,12 +48,6 @@ def _as_text(value: Any) -> Any:
 
 Parameter = Annotated[str, BeforeValidator(_as_text)]
 """A parameter of a reward, as text."""
-
-
-class Part(BaseModel):
-    """Base of every part of a job: strict, frozen, no unknown keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ModelPart(Part):
@@ -427,11 +405,11 @@ class RewardPart(Part):
     """Name of the reward service; unset: the reward's own name. Several rewards may ask one service."""
     weight: Factor = 1.0
     """Weight of the score in the sum. 0 only watches, or guards with `gate`."""
-    params: dict[str, Parameter] = {}
+    params: dict[str, Parameter] = Field(default={})
     """Handed to the scorer with each request. Numbers and booleans go as text: `0.5`, `true`."""
     clip: tuple[float, float] | None = None
     """[low, high] that the raw score is cut to before it is weighted."""
-    curve: tuple[tuple[int, Factor], ...] = ()
+    curve: Curve = ()
     """[[step, factor], …], steps ascending: factors of the weight, linear in between, constant before and after."""
     gate: GatePart | None = None
     """Gate on the raw score."""
@@ -448,16 +426,6 @@ class RewardPart(Part):
             )
         return clip
 
-    @field_validator("curve")
-    @classmethod
-    def _ascending_curve(cls, curve: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
-        steps = [step for step, _ in curve]
-        if any(later <= earlier for earlier, later in itertools.pairwise(steps)) or any(step < 0 for step in steps):
-            raise ValueError(
-                f"steps {', '.join(map(str, steps))}: give points [step, factor] from step 0 on, ascending"
-            )
-        return curve
-
     @property
     def has_influence(self) -> bool:
         """Whether its weight is other than 0 at some step."""
@@ -466,30 +434,6 @@ class RewardPart(Part):
     def service_of(self, name: str) -> str:
         """The service that the reward of this name asks."""
         return self.service or name
-
-
-class DataPart(Part):
-    train: str = Field(min_length=1)
-    """Prompt file that the controller reads: .txt (one a line), .jsonl, .json, .csv, .parquet, or a folder that
-    `datasets` saved (docs/data.md). For the algorithm `dpo` each row also has `chosen` and `rejected`, the paths of two
-    media files. Relative paths in it start at the file's folder."""
-    validation: str | None = None
-    """Held-out prompts. Unset: no validation."""
-    prompt_column: str = Field(default="prompt", min_length=1)
-    """Column of the prompts."""
-    ignore_columns: tuple[str, ...] = ()
-    """Columns that are left out. All others but `images`, `negative_prompt` and `metadata` become metadata."""
-
-    @field_validator("prompt_column")
-    @classmethod
-    def _own_column(cls, name: str) -> str:
-        if name in (taken := Columns("preferences").known[1:]):
-            raise ValueError(f"{name!r} has another meaning, as have {', '.join(taken)}: rename the column")
-        return name
-
-    def columns(self, kind: Kind) -> Columns:
-        """Which columns of a data set hold what."""
-        return Columns(kind, self.prompt_column, frozenset(self.ignore_columns))
 
 
 class SchedulePart(Part):
@@ -545,7 +489,7 @@ class JobSpec(Part):
     model: ModelPart
     algorithm: AlgorithmPart = AlgorithmPart()
     rollout: RolloutPart = RolloutPart()
-    rewards: dict[str, RewardPart] = {}
+    rewards: dict[str, RewardPart] = Field(default={})
     """Reward name → service, weight and more (docs/rewards.md). At least one, unless nothing is scored."""
     trainer: TrainerPart = TrainerPart()
     data: DataPart

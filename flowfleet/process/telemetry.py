@@ -27,7 +27,9 @@ LOG_PROB_NOT_FINITE: Final = "rollout_corr/not_finite"
 """Metric of a step: share of rows whose gap is no finite number, left out of that mean. 0 in a healthy job."""
 
 _CONTEXT: Final = ("job", "step", "sample")
-_OF_REWARD: Final = re.compile(r"(?P<prefix>[^/]+)/rewards/(?P<reward>[^/]+)/(?P<what>[^/]+)")
+_LABELED: Final = re.compile(
+    r"(?P<prefix>[^/]+)(?:/sources/(?P<source>[^/]+))?(?:/rewards/(?P<reward>[^/]+))?/(?P<what>[^/]+)"
+)
 _INVALID: Final = re.compile(r"[^a-zA-Z0-9_]+")
 
 
@@ -73,14 +75,22 @@ def start_metrics_server(host: str, port: int, registry: CollectorRegistry = REG
 
 def metric_name(name: str) -> str:
     """ "actor/ppo_kl" → "flowfleet_actor_ppo_kl"; every run of other characters becomes one underscore. What is of one
-    reward has it as a label: critic/rewards/NAME/mean → "flowfleet_critic_reward_score_mean"."""
-    if of_reward := _OF_REWARD.fullmatch(name):
-        name = f"{of_reward['prefix']}/reward_score/{of_reward['what']}"
+    reward or source has it as a label: critic/rewards/NAME/mean → "flowfleet_critic_reward_score_mean"."""
+    if labels := _labels(name):
+        parts = name.split("/")
+        name = "/".join([parts[0], *({"source": "source", "reward": "reward_score"}[one] for one in labels), parts[-1]])
     return "flowfleet_" + _INVALID.sub("_", name).strip("_")
 
 
+def _labels(name: str) -> dict[str, str]:
+    """The source and the reward that a metric is of."""
+    found = _LABELED.fullmatch(name)
+    return {key: found[key] for key in ("source", "reward") if found[key] is not None} if found else {}
+
+
 class JobMetrics:
-    """Gauges labeled by job, and by reward where they are of one, created when a name is first observed."""
+    """Gauges labeled by job, and by source of prompts and reward where they are of one, created when a name is first
+    observed."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._registry = registry
@@ -93,8 +103,7 @@ class JobMetrics:
         """Sets the job's latest value of each metric, e.g. `{"actor/loss": 0.1, "timing_s/gen": 2.5}`."""
         with self._lock:
             for name, value in metrics.items():
-                of_reward = _OF_REWARD.fullmatch(name)
-                labels = {"job": job_id} | ({"reward": of_reward["reward"]} if of_reward else {})
+                labels = {"job": job_id, **_labels(name)}
                 self._gauge(metric_name(name), name, labels).labels(**labels).set(value)
 
     def forget(self, job_id: str) -> None:
@@ -110,7 +119,7 @@ class JobMetrics:
 
     def _gauge(self, key: str, name: str, labels: Mapping[str, str]) -> Gauge:
         if key not in self._gauges:
-            text = name if "reward" not in labels else "Raw scores of one reward"
+            text = name if len(labels) == 1 else "Raw scores of one reward" if "reward" in labels else "Of one source"
             self._gauges[key] = Gauge(key, text, [*labels], registry=self._registry)
         self._series.setdefault(key, set()).add(tuple(labels.values()))
         return self._gauges[key]

@@ -31,6 +31,8 @@ class Columns:
     """Name of the column of prompts."""
     ignored: frozenset[str] = frozenset()
     """Names of columns that are left out on purpose."""
+    origin: str = ""
+    """Name of the job's source that the rows are of."""
 
     @property
     def known(self) -> tuple[str, ...]:
@@ -99,6 +101,7 @@ def _prompt(
         images=tuple([beside(url, path) for path in images]),
         media=tuple([beside(url, path) for path in media]),
         negative=negative,
+        origin=columns.origin,
         source=where,
     )
 

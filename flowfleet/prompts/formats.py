@@ -87,7 +87,9 @@ def _decoded(data: bytes, place: str) -> str:
 
 def _prompts(text: str, place: str, columns: Columns, form: Format) -> Iterator[Prompt]:
     if form == "text":
-        return (_line(line.strip(), f"{place}:{n}") for n, line in enumerate(text.splitlines(), 1) if line.strip())
+        return (
+            _line(line.strip(), f"{place}:{n}", columns) for n, line in enumerate(text.splitlines(), 1) if line.strip()
+        )
     rows = {"csv": _csv_rows, "json": _json_rows}.get(form, _json_lines)(text, place, columns)
     numbered = itertools.islice(rows, MAX_PROMPTS + 1)
     return (read_row(row, place, number, columns) for number, row in _limited(numbered, place))
@@ -104,9 +106,9 @@ def _too_many(place: str) -> ValueError:
     return ValueError(f"{place}: a prompt file has at most {MAX_PROMPTS} lines: leave some out")
 
 
-def _line(line: str, where: str) -> Prompt:
+def _line(line: str, where: str, columns: Columns) -> Prompt:
     try:
-        return checked(Prompt(line, source=where))
+        return checked(Prompt(line, origin=columns.origin, source=where))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 

@@ -28,6 +28,8 @@ class Prompt:
     """The chosen and the rejected medium of a preference."""
     negative: str | None = None
     """Negative prompt in place of the job's."""
+    origin: str = ""
+    """Name of the job's source that it is of; empty where the job has `data.train`."""
     source: str = field(default="", compare=False)
     """file:line or file:row, for messages."""
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from flowfleet.job.spec import JobSpec, Part, RewardPart, parse_job
+from flowfleet.job.part import Part
+from flowfleet.job.spec import JobSpec, RewardPart, parse_job
 
 MAX_SHADOWS = 8
 """Maximum number of a job's shadows: each costs its service as much as a reward."""

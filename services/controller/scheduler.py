@@ -37,6 +37,7 @@ from services.controller.job.state_machine import Machine
 from services.controller.metrics.monitor import Monitor
 from services.controller.prompts.data import Deal
 from services.controller.prompts.inputs import Inputs
+from services.controller.prompts.mixture import Mixture
 from services.controller.prompts.sources import Unread
 from services.controller.quarantine import Quarantine
 from services.controller.retention.keeper import Keeper
@@ -325,7 +326,7 @@ class JobScheduler:
         directory = self._settings.state_dir.resolve() / "jobs" / record.id
         directory.mkdir(parents=True, exist_ok=True)
         blobs = open_blobs(self._redis, self._settings.blobs, self._registry)
-        deal = Deal(data.training, spec.seed, spec.rollout.prompts_per_step)
+        deal = Deal(data.training, Mixture(spec.data.each, spec.seed, spec.rollout.prompts_per_step))
         pool, scoring = self._pool(record.id, spec), self._scoring(spec, blobs)
         core = JobCore(record.id, machine, self._store, pool, scoring, directory)
         return JobContext(

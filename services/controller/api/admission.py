@@ -91,7 +91,8 @@ class JobData:
 
     spec: JobSpec
     """The job with folders in place of `job:ID`."""
-    training: list[Prompt]
+    training: list[list[Prompt]]
+    """Prompts of each source."""
     held_out: list[Prompt]
 
 
@@ -102,16 +103,16 @@ def open_job(spec: JobSpec, sources: Sources) -> JobData:
     """
     path = sources.places.model(spec.model.path)
     shapes = ConditionShapes(sources)
-    read: dict[str, list[Prompt]] = {"train": [], "validation": []}
-    for name, url, columns in _data_of(spec):
-        read[name] = sources.prompts(url, columns)
+    read: dict[str, list[Prompt]] = {}
+    for setting, url, columns in _data_of(spec):
+        prompts = read[setting] = sources.prompts(url, columns)
         if is_remote(url):
             family = _family(spec.model.path, sources)
             lines = itertools.chain.from_iterable(
-                _line_problems(spec, family, shapes, sources, prompt) for prompt in read[name]
+                _line_problems(spec, family, shapes, sources, prompt) for prompt in prompts
             )
             if problems := list(itertools.islice(lines, MAX_LINES)):
-                raise ValueError("\n".join(f"data.{name}: {problem}" for problem in problems))
+                raise ValueError("\n".join(f"{setting}: {problem}" for problem in problems))
     adapter = spec.model.adapter
     if adapter is not None:  # a job that has begun resumes from its own checkpoint; the trainer misses it otherwise
         adapter = str(sources.places.model(adapter, may_be_gone=True))
@@ -120,7 +121,9 @@ def open_job(spec: JobSpec, sources: Sources) -> JobData:
         resume = str(sources.places.checkpoint(resume, may_be_gone=True))
     model = spec.model.model_copy(update={"path": str(path), "adapter": adapter})
     trainer = spec.trainer.model_copy(update={"resume": resume})
-    return JobData(spec.model_copy(update={"model": model, "trainer": trainer}), read["train"], read["validation"])
+    training = [read[source.setting] for source in spec.data.each]
+    held_out = [prompt for source in spec.data.held_out for prompt in read[source.validation_setting]]
+    return JobData(spec.model_copy(update={"model": model, "trainer": trainer}), training, held_out)
 
 
 def _all_file_problems(spec: JobSpec, sources: Sources) -> list[str]:
@@ -150,17 +153,13 @@ def _file_problems(spec: JobSpec, sources: Sources) -> Iterator[str]:
         except (OSError, ValueError) as error:
             yield f"trainer.resume: {error}"
     shapes = ConditionShapes(sources)
-    for name, url, columns in _data_of(spec):
-        yield from (
-            f"data.{name}: {problem}" for problem in _data_problems(spec, family, shapes, sources, url, columns)
-        )
+    for setting, url, columns in _data_of(spec):
+        yield from (f"{setting}: {problem}" for problem in _data_problems(spec, family, shapes, sources, url, columns))
 
 
 def _data_of(spec: JobSpec) -> Iterator[tuple[str, str, Columns]]:
     """Setting, path or URL, and columns of each data set."""
-    yield "train", spec.data.train, spec.data.columns(spec.method.data)
-    if spec.data.validation is not None:
-        yield "validation", spec.data.validation, spec.data.columns("prompts")
+    return itertools.chain.from_iterable(source.files(spec.method.data) for source in spec.data.each)
 
 
 # -- the model -------------------------------------------------------------------------------------------------------

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowfleet.data.blobs import BlobStore
-from flowfleet.job.spec import JobSpec
+from flowfleet.job.spec import JobSpec, RewardPart
 from flowfleet.prompts.prompt import Prompt
 from flowfleet.proto import common_pb2, trainer_pb2
 from flowfleet.redis import keys
@@ -72,6 +72,10 @@ class JobContext(JobCore):
     async def until(self, condition: Callable[[], bool]) -> None:
         """Waits for the machine's state to fulfill a condition."""
         await self.changes.until(condition)
+
+    def rewards(self, prompt: Prompt, step: int) -> Mapping[str, RewardPart]:
+        """Rewards that score samples of a prompt, as its source weighs them."""
+        return self.spec.data.scoring(prompt.origin, self.machine.rewards_at(step))
 
     def prompts(self, step: int) -> Sequence[Prompt]:
         """One a group."""

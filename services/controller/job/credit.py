@@ -11,6 +11,7 @@ from flowfleet.algorithms.preferences import make_pairs
 from flowfleet.job.drop_reasons import DropReason
 from flowfleet.job.spec import JobSpec, RewardPart
 from services.controller.job.batch import Scored
+from services.controller.prompts.mixture import Mixture
 from services.controller.rewards.composition import PREFERENCE, Columns, columns
 
 _SUM = "sum"
@@ -103,12 +104,14 @@ def _credit(sample: Scored, advantage: float, pair: int = 0) -> Credit:
 
 def _columns(spec: JobSpec, rewards: Mapping[str, RewardPart], step: int, scored: Sequence[Scored]) -> Columns:
     """Reward columns of the step; an old ledger, which has only sums, gets one reward of weight 1."""
-    scores = [sample.scores for sample in scored]
+    scores, groups = [sample.scores for sample in scored], [sample.group for sample in scored]
+    sources = Mixture(spec.data.each, spec.seed, spec.rollout.prompts_per_step).of_step(step)[groups]
+    parts = [spec.data.scoring(source.name, rewards) for source in spec.data.each]
     if not all(scores):
-        rewards, scores = {_SUM: RewardPart()}, [{_SUM: sample.score} for sample in scored]
+        parts, scores = [{_SUM: RewardPart()}] * len(parts), [{_SUM: sample.score} for sample in scored]
     elif spec.method.data == "preferences":
-        rewards = {PREFERENCE: RewardPart()}
-    return columns(rewards, step, scores, [sample.group for sample in scored])
+        parts = [{PREFERENCE: RewardPart()}] * len(parts)
+    return columns(parts, sources, step, scores, groups)
 
 
 def _with_advantages(stats: AdvantageStats, advantages: Sequence[float]) -> AdvantageStats:

@@ -106,11 +106,15 @@ class ShadowQueue:
     async def offer(
         self, samples: Sequence[common_pb2.Sample], prompts: Sequence[Prompt], verdicts: Sequence[SampleScore]
     ) -> None:
-        """Queues the samples of one step and purpose. Never waits for a shadow."""
+        """Queues samples of one step, purpose and source of prompts. Never waits for a shadow."""
         if not samples:
             return
         await self._retire()
-        for name, part, pair in self._shadows_at(samples[0].id.step):
+        step = samples[0].id.step
+        scoring = self._job.spec.data.scoring(prompts[0].origin, self._job.machine.rewards_at(step))
+        for name, part, pair in self._shadows_at(step):
+            if part.beside not in scoring:
+                continue
             await self._put(_Offer(name, part, pair, samples, prompts, verdicts))
 
     async def close(self) -> None:

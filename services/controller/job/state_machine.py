@@ -455,7 +455,7 @@ class Machine:
     def _is_validated(self, version: int) -> bool:
         """Whether the job has a validation of this version."""
         every, last = self.spec.schedule.validate_every, self.steps
-        return self.spec.data.validation is not None and (version % every == 0 or version == last)
+        return self.spec.data.is_validated and (version % every == 0 or version == last)
 
     @property
     def _validation_due(self) -> bool:

@@ -144,7 +144,7 @@ class TrainingStep:
         """Send a complete group's pictures to every reward of the job. Preferences already name the better sample."""
         samples = await self.job.samples(step, group, "sampled")
         prompt = self.job.prompts(step)[group]
-        rewards = self.job.machine.rewards_at(step)
+        rewards = self.job.rewards(prompt, step)
         if self.job.spec.method.data == "preferences":
             verdicts = [preference(sample.id.index) for sample in samples]
         else:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from flowfleet.errors import FlowfleetError
@@ -36,8 +37,7 @@ class Validation:
 
     async def run(self, version: int) -> float | None:
         """Validates the version on all held-out prompts and reports it. Returns the mean reward, if any has a score."""
-        size = self._job.spec.rollout.batch_size
-        chunks = [self._chunk(version, start, size) for start in range(0, len(self._job.held_out), size)]
+        chunks = [self._chunk(version, *chunk) for chunk in _chunks(self._job)]
         ended = await asyncio.gather(*chunks, return_exceptions=True)
         failures = [one for one in ended if isinstance(one, BaseException)]
         if failures:  # raised when all have ended: what is scored is kept for the next try
@@ -47,9 +47,10 @@ class Validation:
         self._drawn.clear()
         return reward
 
-    async def _chunk(self, version: int, start: int, size: int) -> ValidationPart:
-        """Samples and scores the held-out prompts start … start + size − 1 on one replica that serves the version."""
-        job, prompts = self._job, self._job.held_out[start : start + size]
+    async def _chunk(self, version: int, start: int, prompts: Sequence[Prompt]) -> ValidationPart:
+        """Samples and scores held-out prompts of one source, from number `start` on, on one replica that serves the
+        version."""
+        job = self._job
         if (version, start) not in self._drawn:
             self._drawn[version, start] = ValidationSamples(await _draw(job, version, start, prompts))
         drawn = self._drawn[version, start]
@@ -62,14 +63,23 @@ class Validation:
         except FlowfleetError:  # of the blob store, where they may have been for too long
             del self._drawn[version, start]
             raise
-        return ValidationPart(drawn.samples, drawn.verdicts, media)
+        return ValidationPart(drawn.samples, drawn.verdicts, media, prompts[0].origin)
+
+
+def _chunks(job: JobContext) -> Iterator[tuple[int, Sequence[Prompt]]]:
+    """Held-out prompts as they are sampled together, with the number of the first."""
+    start = 0
+    for _, of_source in itertools.groupby(job.held_out, key=lambda prompt: prompt.origin):
+        while prompts := tuple(itertools.islice(of_source, job.spec.rollout.batch_size)):
+            yield start, prompts
+            start += len(prompts)
 
 
 async def _score(
     job: JobContext, version: int, samples: Sequence[common_pb2.Sample], prompts: Sequence[Prompt]
 ) -> list[SampleScore]:
     """Scores with the rewards that can score a sample alone; if none of them counts there is no total."""
-    rewards = job.machine.rewards_at(version)
+    rewards = job.rewards(prompts[0], version)
     grouped = await job.scoring.group_rewards(rewards)
     for name in grouped:
         told = {"reward": name, "reason": "it scores whole groups, and each held-out prompt has one sample"}

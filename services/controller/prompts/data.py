@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -9,27 +10,35 @@ import numpy as np
 
 from flowfleet.prompts.prompt import Prompt
 from flowfleet.seeds import derive_seed
+from services.controller.prompts.mixture import Mixture
 
 MAX_PASSES = 2
-"""Orders that are remembered; one of a million prompts has 8 MB."""
+"""Orders of a source that are remembered; one of a million prompts has 8 MB."""
 MAX_STEPS = 32
 """Steps that are remembered: more than can be open at once."""
 
 
 class Deal:
-    """Deals `count` prompts to each step: passes through the data, each with its own shuffle, cut into steps. Nothing
-    is left out. Remembers the orders of the last passes and what the last steps were given."""
+    """Deals the prompts of each source to the groups that the mixture gives it: passes through the source, each with
+    its own shuffle, one after the other. Nothing is left out. Remembers the orders of the last passes and what the last
+    steps were given."""
 
-    def __init__(self, prompts: list[Prompt], seed: int, count: int) -> None:
-        self._prompts, self._seed, self._count = prompts, seed, count
-        self._order = lru_cache(MAX_PASSES)(self._shuffled)
+    def __init__(self, prompts: Sequence[Sequence[Prompt]], mixture: Mixture) -> None:
+        self._prompts, self._mixture = prompts, mixture
+        self._order = lru_cache(MAX_PASSES * len(prompts))(self._shuffled)
         self.of_step = lru_cache(MAX_STEPS)(self._dealt)
         """Gives the prompts of a step, one a group."""
 
     def _dealt(self, step: int) -> tuple[Prompt, ...]:
-        places = (divmod(step * self._count + k, len(self._prompts)) for k in range(self._count))
-        return tuple(self._prompts[self._order(number)[offset]] for number, offset in places)
+        dealt, found = self._mixture.before(step).tolist(), []
+        for source in self._mixture.of_step(step).tolist():
+            prompts = self._prompts[source]
+            number, offset = divmod(dealt[source], len(prompts))
+            found.append(prompts[self._order(source, number)[offset]])
+            dealt[source] += 1
+        return tuple(found)
 
-    def _shuffled(self, number: int) -> Any:
-        """Positions of the prompts in the order of a pass."""
-        return np.random.default_rng(derive_seed(self._seed, "epoch", number)).permutation(len(self._prompts))
+    def _shuffled(self, source: int, number: int) -> Any:
+        """Positions of a source's prompts in the order of a pass."""
+        path = ("epoch", number, source) if source else ("epoch", number)
+        return np.random.default_rng(derive_seed(self._mixture.seed, *path)).permutation(len(self._prompts[source]))

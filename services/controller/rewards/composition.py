@@ -3,13 +3,13 @@
     raw score ── gate ──► masked, or a total of 0
         └─ clip ─► × weight × curve(step) ─► summed: the total
 
-A reward without a score (`on_failure = "skip"`) does not count as zero. The total is that of the others; where samples
-are compared with each other, `columns` puts its group's mean in the score's place, which prefers no sample.
+A reward without a score does not count as zero, whether it was skipped (`on_failure = "skip"`) or does not score the
+sample's source. The total is that of the others; where samples are compared with each other, `weighted_total` puts in
+the score's place what prefers no sample.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from flowfleet.algorithms.advantages import weighted_total
 from flowfleet.job.drop_reasons import DropReason
+from flowfleet.job.part import factor_at
 from flowfleet.job.spec import RewardPart
 
 NON_FINITE = "non_finite_sum"
@@ -40,38 +42,31 @@ class Columns:
     """The scores of N samples as they count, by reward."""
 
     values: dict[str, NDArray[np.float64]]
-    """(N,) clipped; 0 where a gate made the total 0; neutral where there is none."""
+    """(N,) clipped; 0 where a gate made the total 0, and where there is none."""
     present: dict[str, NDArray[np.bool_]]
     """(N,) false where there is none."""
-    weights: dict[str, float]
-    """At the step."""
+    weights: dict[str, NDArray[np.float64]]
+    """(N,) at the step, as the sample's source has them."""
+    group_ids: Sequence[Hashable]
+    """N groups."""
 
     def with_column(self, name: str, values: Sequence[float], weight: float) -> Columns:
         """The same with another column, which every sample has."""
         return Columns(
             {**self.values, name: np.array(values, dtype=np.float64)},
             {**self.present, name: np.ones(len(values), dtype=np.bool_)},
-            {**self.weights, name: weight},
+            {**self.weights, name: np.full(len(values), weight)},
+            self.group_ids,
         )
 
     def totals(self) -> NDArray[np.float64]:
         """(N,) weighted sums, comparable with each other."""
-        total = np.zeros(len(next(iter(self.values.values()))))
-        for name in sorted(self.values):
-            total += self.weights[name] * self.values[name]
-        return total
+        return weighted_total(self.values, self.weights, self.group_ids, self.present)
 
 
 def weight_at(part: RewardPart, step: int) -> float:
-    """The weight times its curve at a step: linear between the curve's points, constant before and after."""
-    if not part.curve:
-        return part.weight
-    if step <= part.curve[0][0]:
-        return part.weight * part.curve[0][1]
-    for (start, before), (end, after) in itertools.pairwise(part.curve):
-        if step < end:
-            return part.weight * (before + (after - before) * (step - start) / (end - start))
-    return part.weight * part.curve[-1][1]
+    """The weight times its curve at a step."""
+    return part.weight * factor_at(part.curve, step)
 
 
 def clipped(part: RewardPart, score: float) -> float:
@@ -110,37 +105,24 @@ def compose(rewards: Mapping[str, RewardPart], step: int, scores: Mapping[str, f
 
 
 def columns(
-    rewards: Mapping[str, RewardPart],
+    sources: Sequence[Mapping[str, RewardPart]],
+    source_of: NDArray[np.int64],
     step: int,
     scores: Sequence[Mapping[str, float]],
     group_ids: Sequence[Hashable],
 ) -> Columns:
-    """The raw scores of a step's samples as they count at that step. `scores` and `group_ids`: one a sample, N ≥ 1.
+    """The raw scores of a step's samples as they count at that step.
 
-    Where a reward gave none, the value is the mean of those that the sample's group has, else that of the step's, else
-    0 throughout.
+    `sources`: rewards of each source of prompts; `source_of`: (N,) number of each sample's. `scores` and `group_ids`:
+    one a sample, N ≥ 1.
     """
-    zeroed = np.array([bool(gate_of(rewards, one)) for one in scores])
-    values, present = {}, {}
-    for name, part in rewards.items():
-        present[name] = np.array([name in one for one in scores]) | zeroed
+    zeroed = np.array([bool(gate_of(sources[k], one)) for k, one in zip(source_of.tolist(), scores, strict=True)])
+    values, present, weights = {}, {}, {}
+    for name, part in {name: part for rewards in sources for name, part in rewards.items()}.items():
+        is_scored = np.array([name in rewards for rewards in sources])[source_of]
+        present[name] = is_scored & (np.array([name in one for one in scores]) | zeroed)
         column = np.array([clipped(part, one.get(name, 0.0)) for one in scores], dtype=np.float64)
-        values[name] = _neutral(np.where(zeroed, 0.0, column), present[name], group_ids)
-    return Columns(values, present, {name: weight_at(part, step) for name, part in rewards.items()})
-
-
-def _neutral(
-    column: NDArray[np.float64], present: NDArray[np.bool_], group_ids: Sequence[Hashable]
-) -> NDArray[np.float64]:
-    if present.all():
-        return column
-    if not present.any():
-        return np.zeros_like(column)
-    filled = np.where(present, column, column[present].mean())
-    members: dict[Hashable, list[int]] = {}
-    for index, group in enumerate(group_ids):
-        members.setdefault(group, []).append(index)
-    for rows in map(np.array, members.values()):
-        if present[rows].any():
-            filled[rows[~present[rows]]] = column[rows[present[rows]]].mean()
-    return filled
+        values[name] = np.where(zeroed | ~present[name], 0.0, column)
+        of_source = [weight_at(rewards[name], step) if name in rewards else 0.0 for rewards in sources]
+        weights[name] = np.array(of_source)[source_of]
+    return Columns(values, present, weights, group_ids)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 from prometheus_client import CollectorRegistry
 
+from flowfleet.job.data import Source
 from flowfleet.job.spec import JobSpec, RewardPart
 from flowfleet.media.files import Frames, encode_media
 from flowfleet.prompts.prompt import Prompt
@@ -36,8 +37,10 @@ async def refusals(
     samples are none, nor is a service that cannot be reached or takes long."""
     if not rewards:
         return []
-    prompt = await asyncio.to_thread(_prompt, spec, sources)
-    found = await asyncio.gather(*(_refusal(spec, name, part, directory, prompt) for name, part in rewards.items()))
+    prompts = await asyncio.to_thread(_prompts, spec, rewards, sources)
+    found = await asyncio.gather(
+        *(_refusal(spec, name, part, directory, prompts[name]) for name, part in rewards.items())
+    )
     return [problem for problem in found if problem]
 
 
@@ -59,12 +62,21 @@ async def _refusal(spec: JobSpec, name: str, part: RewardPart, directory: Direct
     return ""
 
 
-def _prompt(spec: JobSpec, sources: Sources) -> Prompt:
-    """The first of the job; an empty one where its file is gone by now, or would have to be fetched."""
-    if is_remote(spec.data.train):
+def _prompts(spec: JobSpec, rewards: Mapping[str, RewardPart], sources: Sources) -> dict[str, Prompt]:
+    """Reward → the first prompt that it scores."""
+    firsts = {source.name: _first(spec, source, sources) for source in spec.data.each}
+    of_rewards = [
+        (name, firsts[source.name]) for source in spec.data.each for name in spec.data.scoring(source.name, rewards)
+    ]
+    return {name: Prompt("") for name in rewards} | dict(reversed(of_rewards))
+
+
+def _first(spec: JobSpec, source: Source, sources: Sources) -> Prompt:
+    """The first prompt of a source; an empty one where its file is gone by now, or would have to be fetched."""
+    if is_remote(source.path):
         return Prompt("")
     try:
-        return sources.first_prompt(spec.data.train, spec.data.columns(spec.method.data))
+        return sources.first_prompt(source.path, source.of_kind(spec.method.data))
     except ValueError:
         return Prompt("")
 

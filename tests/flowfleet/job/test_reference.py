@@ -43,7 +43,7 @@ def test_find_takes_a_name_a_table_a_leaf_and_other_words() -> None:
     assert len(find("trainer.optimizer", KNOWN)) == len(
         [one for one in KNOWN if one.name.startswith("trainer.optimizer.")]
     )
-    assert [one.name for one in find("weight", KNOWN)] == ["rewards.NAME.weight"]
+    assert [one.name for one in find("weight", KNOWN)] == ["rewards.NAME.weight", "data.sources.N.weight"]
     assert [one.name for one in find("cfg", KNOWN)] == ["rollout.guidance_scale"]
 
 

@@ -28,8 +28,9 @@ from services.controller.job.credit import credits_of, left_out_reason
 from services.controller.job.reporting.distributions import histograms
 from services.controller.job.reporting.metrics_file import METRICS_FILE, MetricsFile
 from services.controller.job.shadow_queue import ShadowQueue
+from services.controller.prompts.mixture import Mixture
 from services.controller.rewards.plane import SampleScore
-from services.controller.rewards.rows import reward_row
+from services.controller.rewards.rows import source_rows
 from services.controller.store.records import SampleRecord, Validation
 
 RECENT_STEPS = 20
@@ -45,6 +46,8 @@ class ValidationPart:
     samples: list[common_pb2.Sample]
     verdicts: list[SampleScore]
     media: list[bytes]
+    origin: str = ""
+    """Name of their source."""
 
 
 class Reports:
@@ -125,7 +128,14 @@ class Reports:
             "val/reward": float("nan") if reward is None else reward,
             "val/num_scored": float(len(scores)),
             "val/num_prompts": float(len(media)),
-            **reward_row("val-core", job.machine.rewards_at(version), [one.rewards for one in verdicts]),
+            **source_rows(
+                "val-core",
+                job.spec.data,
+                job.machine.rewards_at(version),
+                [one.rewards for one in verdicts],
+                [None if one.skipped else one.score for one in verdicts],
+                [part.origin for part in parts for _ in part.verdicts],
+            ),
             "val/edge_density": _mean([item.edge_density for item in stats]),
             "val/colour_entropy": _mean([item.colour_entropy for item in stats]),
         }
@@ -176,11 +186,20 @@ def _reward_metrics(
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Metrics and histograms over all samples of a step. Samples may be many, so this runs in a thread."""
     scored = batch.scored()
-    watched = rewards if spec.method.data == "prompts" else ()
+    watched = rewards if spec.method.data == "prompts" else {}
+    names = [source.name for source in spec.data.each]
+    mixture = Mixture(spec.data.each, spec.seed, spec.rollout.prompts_per_step).of_step(batch.step).tolist()
     credits, stats = credits_of(spec, rewards, batch.step, scored) if scored else ([], NO_STATS)
     figures = {
         **_advantage_metrics(stats),
-        **reward_row("critic", watched, [sample.scores for sample in scored]),
+        **source_rows(
+            "critic",
+            spec.data,
+            watched,
+            [sample.scores for sample in scored],
+            [sample.score for sample in scored],
+            [names[mixture[sample.group]] for sample in scored],
+        ),
         **_kl_metrics(spec, scored),
         "training/off_policy/trajectory_staleness/mean": _staleness(batch),
     }
@@ -255,6 +274,7 @@ def _sample_record(sample: common_pb2.Sample, prompt: Prompt, verdict: SampleSco
         index=sample.id.index,
         purpose="validate" if sample.purpose == common_pb2.PURPOSE_VALIDATE else "train",
         prompt=prompt.text,
+        source=prompt.origin,
         reward=verdict.score,
         scores=dict(verdict.scores),
         versions=dict(verdict.versions),

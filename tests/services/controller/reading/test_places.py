@@ -277,7 +277,7 @@ async def test_a_submit_fetches_nothing(
 def test_a_running_job_is_held_to_the_settings_of_now(job: Job, tmp_path: Path) -> None:
     spec = parse(job())
     opened = open_job(spec, Sources(Places.of([tmp_path], [], tmp_path / "state")))
-    assert ([prompt.text for prompt in opened.training], opened.spec) == (['A red sign that says "K7QX"'], spec)
+    assert ([prompt.text for prompt in opened.training[0]], opened.spec) == (['A red sign that says "K7QX"'], spec)
     with pytest.raises(NotAllowed, match="--data-root"):
         open_job(spec, Sources(Places.of([tmp_path / "elsewhere"], [], tmp_path / "state")))
     export = tmp_path / "state" / "jobs" / JOB_ID / "model"

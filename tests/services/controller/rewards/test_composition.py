@@ -85,10 +85,11 @@ def test_an_overflow_is_no_score() -> None:
 def test_columns_put_the_mean_of_the_group_where_a_score_is_missing() -> None:
     rewards = parts(a={}, b={"weight": 2.0, "clip": [0, 10]}, c={})
     scores = [{"a": 1.0, "b": 2.0}, {"a": 1.0}, {"a": 1.0, "b": 40.0}, {"a": 3.0}]
-    found = columns(rewards, 0, scores, [0, 0, 0, 1])
-    np.testing.assert_array_equal(found.values["b"], [2, 6, 10, 6])  # 6 of its group; of the step, where it has none
+    found = columns([rewards], np.zeros(4, dtype=np.int64), 0, scores, [0, 0, 0, 1])
+    np.testing.assert_array_equal(found.values["b"], [2, 0, 10, 0])
     np.testing.assert_array_equal(found.present["b"], [True, False, True, False])
     np.testing.assert_array_equal(found.values["c"], [0, 0, 0, 0])
+    # b counts 6 where it is missing: the mean of its group, or of the step where the group has none
     np.testing.assert_array_equal(found.totals(), [5, 13, 21, 15])
 
 

@@ -1,0 +1,50 @@
+"""What the parts of a job are made of: their base, and values that several of them have."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+LEAST_FACTOR = 1e-6
+
+
+class Part(BaseModel):
+    """Base of every part of a job: strict, frozen, no unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+def _counts(factor: float) -> float:
+    if 0 < abs(factor) < LEAST_FACTOR:
+        raise ValueError(f"{factor:g} is too small to count: give 0, or at least {LEAST_FACTOR:g}")
+    return factor
+
+
+def _ascending(points: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
+    steps = [step for step, _ in points]
+    if any(later <= earlier for earlier, later in itertools.pairwise(steps)) or any(step < 0 for step in steps):
+        raise ValueError(f"steps {', '.join(map(str, steps))}: give points [step, factor] from step 0 on, ascending")
+    return points
+
+
+Factor = Annotated[float, Field(ge=-1e6, le=1e6), AfterValidator(_counts)]
+"""A weight of a reward, or a factor of one."""
+Share = Annotated[float, Field(ge=0.0, le=1e6), AfterValidator(_counts)]
+"""A weight of a source of prompts, or a factor of one."""
+Curve = Annotated[tuple[tuple[int, Factor], ...], AfterValidator(_ascending)]
+"""Points [step, factor] of a weight: linear in between, constant before and after."""
+ShareCurve = Annotated[tuple[tuple[int, Share], ...], AfterValidator(_ascending)]
+
+
+def factor_at(curve: tuple[tuple[int, float], ...], step: int) -> float:
+    """The factor of a curve at a step; 1 where there is no curve."""
+    if not curve:
+        return 1.0
+    if step <= curve[0][0]:
+        return curve[0][1]
+    for (start, before), (end, after) in itertools.pairwise(curve):
+        if step < end:
+            return before + (after - before) * (step - start) / (end - start)
+    return curve[-1][1]
