@@ -27,7 +27,7 @@ from flowfleet.client import Client
 from flowfleet.client.continuing import continued
 from flowfleet.client.progress import follow
 from flowfleet.client.types import Job
-from flowfleet.job.files import prepare_job
+from flowfleet.job.files import find_job_file, prepare_job
 from flowfleet.local.stack import DEFAULT_PORT, DEFAULT_STATE_DIR, Stack, StateDir
 from flowfleet.process.pulse import HANG_S
 
@@ -230,7 +230,8 @@ def submit(
             spec = prepare_job(file, set_ or (), same_machine=client.same_files)
         else:
             raise ValueError("give a job file, or the job to continue by --from ID")
-        job = client.submit(spec, idempotency_key)
+        job = client.submit(spec, idempotency_key, file=None if file is None else find_job_file(file))
+        views.show_uploads(spec, job, err)
         if json_:
             tell_line(job)
         else:

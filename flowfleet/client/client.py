@@ -39,12 +39,15 @@ from flowfleet.client.types import (
     Rewards,
     Sample,
     SettingProblem,
+    Upload,
     read,
 )
+from flowfleet.client.uploading import Pieces, digest_of, with_uploads
 from flowfleet.filesystem import filesystem_id
-from flowfleet.job.files import prepare_job
+from flowfleet.job.files import find_job_file, prepare_job
 from flowfleet.job.model_files import ModelManifest
 from flowfleet.job.spec import JobSpec
+from flowfleet.prompts.uploads import name_of
 
 CA = "FLOWFLEET_CA"
 DEFAULT_URL = "http://127.0.0.1:8470"
@@ -112,12 +115,44 @@ class Client:
 
     # -- jobs ----------------------------------------------------------------------------------------------------
 
-    def submit(self, job: JobSpec | Mapping[str, Any] | Path | str, idempotency_key: str | None = None) -> Job:
-        """Queues a job: a spec, a mapping, or a job file. The same key with the same job gives the first one."""
+    def submit(
+        self,
+        job: JobSpec | Mapping[str, Any] | Path | str,
+        idempotency_key: str | None = None,
+        *,
+        file: Path | None = None,
+    ) -> Job:
+        """Queues a job: a spec, a mapping, or a job file. The same key with the same job gives the first one.
+
+        A controller that sees other files than this process gets uploads of the data files that it cannot read and that
+        lie here: in the current directory, or in the job file's (`file`: of a spec) or one above."""
         if isinstance(job, Path | str):
-            job = prepare_job(Path(job), same_machine=self.same_files)
+            file = find_job_file(Path(job))
+            job = prepare_job(file, same_machine=self.same_files)
         body = job.model_dump(mode="json") if isinstance(job, JobSpec) else dict(job)
         headers = {"idempotency-key": idempotency_key or str(uuid.uuid4())}
+        try:
+            return self._submit(body, headers)
+        except ApiError as error:
+            if error.status != httpx.codes.UNPROCESSABLE_ENTITY or self.same_files:
+                raise
+            folders = [Path.cwd(), *(file.resolve().parents if file else ())]
+            changed = with_uploads(body, error.problems, folders, self.upload)
+            if changed is None:
+                raise
+        return self._submit(changed, headers)
+
+    def upload(self, path: Path | str) -> str:
+        """Sends a prompt file to the controller. Returns how a job names it in `data.train`, `data.validation` or a
+        source, as `upload:SHA256/NAME`. Media that its prompts name are not sent."""
+        path = Path(path)
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder: upload one file, such as .parquet")
+        url = f"/v1/uploads/{digest_of(path)}/{name_of(path)}"
+        headers = {"content-type": "application/octet-stream", "content-length": str(path.stat().st_size)}
+        return read(Upload, self._call("PUT", url, content=Pieces(path), headers=headers).json()).place
+
+    def _submit(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Job:
         return read(Job, self._call("POST", "/v1/jobs", json=body, headers=headers).json())
 
     def jobs(self, status: str | None = None) -> Iterator[Job]:

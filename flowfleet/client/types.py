@@ -263,6 +263,14 @@ class Problem(Answer):
     errors: list[SettingProblem] | None = None
 
 
+class Upload(Answer):
+    """A prompt file that the controller keeps."""
+
+    place: str
+    """Names it in a job's data: `upload:SHA256/NAME`."""
+    size_bytes: int
+
+
 class ApiError(Exception):
     """The API refused a request (application/problem+json), or could not be reached (`status` 0)."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from flowfleet.job.setting_files import change_table
 from flowfleet.job.spec import JobSpec, parse_job, read_job_file
+from flowfleet.prompts.uploads import is_upload
 
 PATH_SETTINGS = (
     ("model", "path"),
@@ -29,7 +30,7 @@ BASES = "bases"
 def data_folders(spec: JobSpec) -> tuple[Path, ...]:
     """Folders of this machine that the job names: for the `data_roots` of a stack that is started for it."""
     places = [place for source in spec.data.each for _, place, _ in source.files(spec.method.data)]
-    data = [Path(place).parent for place in places if "://" not in place]
+    data = [Path(place).parent for place in places if "://" not in place and not is_upload(place)]
     named = (spec.model.path, spec.model.adapter, spec.trainer.resume)
     return (*data, *(Path(place) for place in named if place and not place.startswith("job:")))
 
@@ -65,7 +66,7 @@ def prepare_job(path: Path, changes: Sequence[str] = (), *, same_machine: bool) 
     Where the controller sees our files relative paths are made absolute: each is looked for in the current directory,
     then in the job file's directory and the directories above it, and the first that exists is taken. A path found
     nowhere, and every path for a stack elsewhere, goes as it is written and is read relative to the controller's
-    directory.
+    directory; `Client.submit` uploads data files that it cannot read there.
     """
     path = find_job_file(path)
     data = read_job_file(path)

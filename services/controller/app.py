@@ -17,6 +17,7 @@ from services.controller.api import models as api_models
 from services.controller.api import openapi, problems
 from services.controller.api import rewards as api_rewards
 from services.controller.api import system as api_system
+from services.controller.api import uploads as api_uploads
 from services.controller.api.auth import Guard
 from services.controller.api.connections import Streams
 from services.controller.api.dependencies import Services
@@ -49,7 +50,8 @@ def create_app(settings: ControllerSettings, runner_factory: SchedulerFactory) -
         redoc_url=None,
         redirect_slashes=False,
     )
-    routers = (api_jobs.router, api_rewards.router, api_history.router, api_models.router, api_system.router)
+    rooms = (api_jobs, api_uploads, api_rewards, api_history, api_models, api_system)
+    routers = [room.router for room in rooms]
     for router in routers:
         app.include_router(router)
     problems.install(app, [route for router in routers for route in router.routes])
@@ -95,6 +97,7 @@ async def _start(settings: ControllerSettings, runner_factory: SchedulerFactory,
         registry,
         Memory(redis, settings.keep),
         Streams(settings.max_streams),
+        settings.uploads,
     )
     leaving = asyncio.create_task(_leave(services), name="hand over at once")
     stack.push_async_callback(end, [leaving])

@@ -25,6 +25,11 @@ class Limits(BaseModel):
     """Most ranks that the trainers of all pools may have together. A trainer is started whether or not its pool has a
     replica."""
 
+    upload_bytes: int = Field(default=256 * 2**20, ge=0)
+    """Most bytes of an uploaded prompt file. 0: no uploads."""
+    uploads_bytes: int = Field(default=16 * 2**30, ge=0)
+    """Most bytes of all uploads together."""
+
     def problem(self, spec: JobSpec) -> str:
         """What a job must change to be admitted, whatever else runs; empty for one that may be."""
         rollout, asked, opened = spec.rollout, spec.samples_per_step, open_samples(spec)

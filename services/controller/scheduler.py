@@ -103,6 +103,7 @@ class JobScheduler:
             memory=self._memory,
             registry=registry,
             blobs_in_redis=settings.blobs == "redis",
+            uploads=settings.uploads,
         )
         self._quarantine = Quarantine(redis, settings.redis_url.get_secret_value())
         self._wake = asyncio.Event()

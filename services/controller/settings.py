@@ -17,6 +17,7 @@ from flowfleet.redis import sentinel as redis_sentinel
 from services.controller.fleet.directory import addresses
 from services.controller.limits import Limits
 from services.controller.prompts.sources import Sources
+from services.controller.prompts.uploads import Uploads
 from services.controller.reading.places import Places, url_origin
 from services.controller.retention.keep import Keep
 from services.controller.trainers.template import load_template
@@ -200,6 +201,11 @@ class ControllerSettings(BaseModel):
     def sources(self) -> Sources:
         """What reads for jobs. To be closed."""
         return Sources(Places.of(self.data_roots, self.data_urls, self.state_dir), self.data_networks)
+
+    @property
+    def uploads(self) -> Uploads:
+        """Prompt files that users sent."""
+        return Uploads(self.state_dir, self.limits.upload_bytes, self.limits.uploads_bytes)
 
     @classmethod
     def from_command_line(cls, argv: Sequence[str], env: Mapping[str, str] = os.environ) -> ControllerSettings:

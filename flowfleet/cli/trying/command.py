@@ -119,12 +119,10 @@ def _metadata(job: Job, purpose: str) -> dict[str, Mapping[str, str]]:
     from flowfleet.prompts.stores import read_prompts
 
     spec = parse_job(job.spec)
-    place = spec.data.train if purpose == "train" else spec.data.validation
-    columns = spec.data.columns(spec.method.data if purpose == "train" else "prompts")
-    if place is None:
-        return {}
+    files = [list(source.files(spec.method.data)) for source in spec.data.each]
+    chosen = [file for one in files for file in (one[:1] if purpose == "train" else one[1:])]
     try:
-        return {one.text: one.metadata for one in read_prompts(place, columns)}
+        return {one.text: one.metadata for _, place, columns in chosen for one in read_prompts(place, columns)}
     except ValueError as error:
         err.print(f"[yellow]note:[/yellow] prompts' metadata is not sent: {escape(str(error))}", highlight=False)
         return {}

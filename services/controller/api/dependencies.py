@@ -19,6 +19,7 @@ from services.controller.api.connections import Streams
 from services.controller.fleet.directory import Directory
 from services.controller.ports import Scheduler
 from services.controller.prompts.sources import Sources
+from services.controller.prompts.uploads import Uploads
 from services.controller.retention.memory import Memory
 from services.controller.settings import ControllerSettings
 from services.controller.store.jobs import JobStore
@@ -39,6 +40,7 @@ class Services:
     registry: CollectorRegistry
     memory: Memory
     streams: Streams
+    uploads: Uploads
     comparisons: Comparisons = field(default_factory=Comparisons)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server shuts down: open streams end."""

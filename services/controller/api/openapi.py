@@ -47,6 +47,9 @@ def _exact(page: dict[str, Any]) -> dict[str, Any]:
     submit["requestBody"] = {"required": True, "content": _content("application/json", "JobSpec")}
     change = page["paths"]["/v1/jobs/{job_id}/rewards"]["patch"]
     change["requestBody"] = {"required": True, "content": _content("application/json", "RewardChange")}
+    upload = page["paths"]["/v1/uploads/{sha256}/{name}"]["put"]
+    octets = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+    upload["requestBody"] = {"required": True, "content": octets}
     problem = {"description": "Problem", "headers": _HEADERS, "content": _content(MEDIA_TYPE, "Problem")}
     for path in page["paths"].values():
         for operation in path.values():

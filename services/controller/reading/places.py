@@ -3,7 +3,8 @@
 Every path of a job comes through here: data, images, media, model. A path is judged by where it leads, and an opened
 file again by where the kernel found it, so a link that changes in between gains nothing. Hidden entries of the
 controller's home directory, where keys are kept, need a root of their own. The controller's own state is never reached
-by path: `job:ID` names another job's model, `job:ID@STEP` one of its checkpoints.
+by path: `job:ID` names another job's model, `job:ID@STEP` one of its checkpoints, `upload:SHA256/NAME` prompts of a
+user.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from urllib.parse import SplitResult, urlsplit
 from flowfleet.job.adapter_files import PEFT_CONFIG
 from flowfleet.job.model_files import FOLDER, model_folder
 from flowfleet.prompts.hub import check_place
+from flowfleet.prompts.uploads import is_upload, parts_of
 
 FORBIDDEN = ("/proc", "/sys", "/dev", "/run/secrets", "/var/run/secrets")
 """Folders in which the kernel and the cluster show secrets. No root makes these readable."""
@@ -69,6 +71,8 @@ class Places:
         job made also if it is gone, unless it may be."""
         if is_job(place):
             return self._of_job(place, may_be_gone=may_be_gone)
+        if is_upload(place):
+            return self._of_upload(place)
         try:
             found = Path(os.path.realpath(place.removeprefix("file://")))
         except (OSError, ValueError) as error:  # a name that no file can have
@@ -80,7 +84,9 @@ class Places:
         """A descriptor of a regular file that a job may read. Raises NotAllowed, and OSError if there is none."""
         descriptor = os.open(self.path(place), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         try:
-            self._check_resolved(Path(os.readlink(f"/proc/self/fd/{descriptor}")), place, may_be_state=is_job(place))
+            self._check_resolved(
+                Path(os.readlink(f"/proc/self/fd/{descriptor}")), place, may_be_state=is_job(place) or is_upload(place)
+            )
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise OSError(f"{place} is not a regular file")
         except BaseException:
@@ -159,6 +165,22 @@ class Places:
         if not path.is_dir() and not may_be_gone:
             what = "exported no model" if step is None else f"has no checkpoint of step {int(step)}"
             raise NotAllowed(f"{place!r}: job {job_id} {what} here")
+        return path
+
+    def _of_upload(self, place: str) -> Path:
+        parts = parts_of(place)
+        if parts is None or self.state_dir is None:
+            raise NotAllowed(
+                f"{_shown(place)} is not an uploaded prompt file. Pictures and videos of uploaded prompts are not "
+                "uploaded: put them into a store or folder that the controller reads, and name them by URL or absolute "
+                "path"
+            )
+        folder = self.state_dir / "uploads" / parts[0]
+        path = folder / parts[1]
+        if path.is_symlink() or not path.is_file():
+            raise NotAllowed(f"{_shown(place)} is not here: it was deleted, or never uploaded; upload the file again")
+        with suppress(OSError):
+            os.utime(folder)
         return path
 
     def _check_url(self, place: str) -> None:

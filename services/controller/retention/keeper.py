@@ -20,6 +20,7 @@ from flowfleet.data.blobs import BlobStore
 from flowfleet.process.clock import steady_time
 from flowfleet.redis import keys
 from flowfleet.redis.trouble import trouble
+from services.controller.prompts.uploads import SWEEP_EVERY_S, Uploads
 from services.controller.retention.archiving import archive_job
 from services.controller.retention.keep import Keep, to_remove, to_thin
 from services.controller.retention.memory import Memory
@@ -47,11 +48,13 @@ class Keeper:
         memory: Memory | None = None,
         registry: CollectorRegistry | None = None,
         blobs_in_redis: bool = True,
+        uploads: Uploads | None = None,
         clock: Callable[[], float] = steady_time,
     ) -> None:
         self._in_redis = blobs_in_redis  # those go with the job's keys
         self._store, self._blobs = store, blobs
         self._keep, self._archive, self._memory, self._clock = keep, archive, memory, clock
+        self._uploads, self._swept = uploads, float("-inf")
         self._sizes: dict[str, int] = {}
         """Job → bytes of Redis that its history takes; an ended job does not grow."""
         self._failures = Counter(
@@ -92,6 +95,16 @@ class Keeper:
             elif job.job_id in thinned:
                 await self._thin(job.job_id)
         await self._clear()
+        if self._uploads is not None and now - self._swept >= SWEEP_EVERY_S:
+            self._swept = now
+            await self._sweep(self._uploads)
+
+    async def _sweep(self, uploads: Uploads) -> None:
+        """Removes uploads that no job names."""
+        if await asyncio.to_thread(uploads.expired):
+            named = await self._store.named_uploads()
+            for name in await asyncio.to_thread(uploads.sweep, named):
+                log.info("keeper removed an upload: no job names %s", name)
 
     async def _measure(self, jobs: list[EndedJob]) -> None:
         known, self._sizes = self._sizes, {}

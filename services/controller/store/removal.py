@@ -9,6 +9,7 @@ same list clears what an ended job only needed while it ran.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,7 @@ BATCH = 500
 WORKING = frozenset({"state", "ledger", "refs", "train", "held", "trajectories"})
 """Parts of a job's keys that only a running job needs."""
 _DEAD = b"trajectories:dead"
+_UPLOAD = re.compile(rb"upload:([0-9a-f]{64})/")
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,18 @@ class Removal:
             if at is not None
         ]
         return sorted(found, key=lambda job: (job.ended_at, job.job_id))
+
+    async def named_uploads(self) -> set[str]:
+        """Digests of the uploads that a job names, ended or not."""
+        ids = await self._redis.zrange(keys.jobs(), 0, -1)
+        found: set[str] = set()
+        for start in range(0, len(ids), BATCH):
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for job_id in ids[start : start + BATCH]:
+                    pipe.hget(keys.job(job_id.decode()), "spec")
+                specs = await pipe.execute()
+            found |= {digest.decode() for spec in specs for digest in _UPLOAD.findall(spec or b"")}
+        return found
 
     async def history_bytes(self, job_id: str) -> int:
         """Bytes of Redis that the history of an ended job takes, from samples of its largest keys."""

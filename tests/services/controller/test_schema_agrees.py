@@ -44,6 +44,10 @@ include-path-regex = "/samples$"
 checks.positive_data_acceptance.expected-statuses = ["2xx", 400]
 
 [[operations]]
+include-path-regex = "^/v1/uploads"  # the body has to be what the path's digest says
+checks.positive_data_acceptance.expected-statuses = ["2xx", 400]
+
+[[operations]]
 include-path-regex = "/media$"
 parameters = {{ job_id = "{job_id}", step = 0, group = 0, index = 0 }}
 """

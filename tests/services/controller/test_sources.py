@@ -75,7 +75,7 @@ def test_each_source_is_scored_by_its_own_rewards(redis_url: str, tmp_path: Path
             assert rows[step]["critic/sources/signs/reward_mean"] == 0.75
             assert rows[step]["critic/sources/scenes/rewards/aesthetic/mean"] == 20.375
             assert rows[step]["critic/rewards/ocr/missing"] == rows[step]["critic/rewards/aesthetic/missing"] == 0
-        last = rows[STEPS]
+        last = {name: value or 0.0 for name, value in rows[STEPS].items()}
         assert last["val-core/sources/signs/num_samples"] == last["val-core/sources/scenes/num_samples"] == 3
         np.testing.assert_allclose(last["val-core/sources/scenes/reward_mean"], 2.0)
         np.testing.assert_allclose(last["val/reward"], 1.0)

@@ -1,0 +1,37 @@
+"""Names of uploaded prompt files: `upload:SHA256/NAME`, by content, so that the same file has one name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePath
+
+from flowfleet.prompts.formats import SUFFIXES
+
+SCHEME = "upload:"
+DIGEST = r"[0-9a-f]{64}"
+NAME = rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,99}}\.(?:{'|'.join(suffix[1:] for suffix in SUFFIXES)})"
+"""A plain file name with the suffix of a format that one file holds."""
+_PLACE = re.compile(rf"{SCHEME}({DIGEST})/({NAME})")
+
+
+def is_upload(place: str) -> bool:
+    """Whether a place is meant as an upload."""
+    return place.startswith(SCHEME)
+
+
+def place_of(digest: str, name: str) -> str:
+    return f"{SCHEME}{digest}/{name}"
+
+
+def parts_of(place: str) -> tuple[str, str] | None:
+    """Digest and name; None for what names no upload."""
+    found = _PLACE.fullmatch(place)
+    return None if found is None else (found[1], found[2])
+
+
+def name_of(path: PurePath) -> str:
+    """The name that a file of the user gets. Raises ValueError for what is no file of prompts."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"{path}: only prompt files can be uploaded: give {', '.join(SUFFIXES)}")
+    stem = re.sub(r"[^A-Za-z0-9._-]", "_", path.stem).lstrip("._-")[:100] or "prompts"
+    return f"{stem}{path.suffix.lower()}"
