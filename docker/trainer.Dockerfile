@@ -39,7 +39,7 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
 
 FROM packages
 ENV PATH=/opt/flowfleet/bin:$PATH PYTHONPATH=/app${PYTHONPATH:+:$PYTHONPATH} \
-    PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
+    PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp HF_HUB_OFFLINE=1
 USER 10001:10001
 ENTRYPOINT ["python", "-m", "torch.distributed.run"]
 ARG VERSION=0.1.0

@@ -85,6 +85,13 @@ def up(
     data_network: Annotated[
         list[str] | None, typer.Option(help="CIDR in which those hosts may be, if not public; repeatable (none).")
     ] = None,
+    hub_model: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORG[/NAME]",
+            help="Models of the Hub that jobs may name and services download, * for all; repeatable (none).",
+        ),
+    ] = None,
     rollout_devices: Annotated[
         str, typer.Option(help='Accelerators such as 0,1, one per rollout; "auto": the first ones.')
     ] = "auto",
@@ -124,6 +131,7 @@ def up(
         data_roots=tuple(data_root or ()),
         data_urls=tuple(data_url or ()),
         data_networks=tuple(data_network or ()),
+        hub_models=tuple(hub_model or ()),
         replicas=(1 if rollouts_on is None else len(rollouts_on)) if replicas is None else replicas,
         rewards=tuple(reward or ("ocr",)),
         model=model,

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from flowfleet import hub
 from flowfleet.cli import views
 from flowfleet.cli.options import Ca, JobId, Json, Url, connect, out, tell
 from flowfleet.client import Client
@@ -86,7 +87,7 @@ def _merged(client: Client, job: Job, step: int | None, base: Path | None, folde
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".adapter-", dir=folder.parent) as adapter:
         found = client.download_model(job.id, Path(adapter), step)
-        merge(base or Path(found.base_model), Path(adapter), folder)
+        merge(hub.pipeline(base or found.base_model), Path(adapter), folder)
 
 
 def _show(found: ModelManifest, folder: Path) -> None:

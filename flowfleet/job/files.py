@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flowfleet import hub
 from flowfleet.job.setting_files import change_table
 from flowfleet.job.spec import JobSpec, parse_job, read_job_file
 from flowfleet.prompts.uploads import is_upload
@@ -32,7 +33,8 @@ def data_folders(spec: JobSpec) -> tuple[Path, ...]:
     places = [place for source in spec.data.each for _, place, _ in source.files(spec.method.data)]
     data = [Path(place).parent for place in places if "://" not in place and not is_upload(place)]
     named = (spec.model.path, spec.model.adapter, spec.trainer.resume)
-    return (*data, *(Path(place) for place in named if place and not place.startswith("job:")))
+    paths = [place for place in named if place and not place.startswith("job:") and hub.name_of(place) is None]
+    return (*data, *map(Path, paths))
 
 
 def recipe_names() -> list[str]:

@@ -52,7 +52,8 @@ Parameter = Annotated[str, BeforeValidator(_as_text)]
 
 class ModelPart(Part):
     path: str = Field(min_length=1)
-    """Directory of a diffusers pipeline, readable by rollouts and trainer."""
+    """Directory of a diffusers pipeline, readable by rollouts and trainer; or a model of the Hugging Face Hub as
+    ORG/NAME[@REVISION], where the operator lists it. A job keeps the commit that its submit found."""
     adapter: str | None = Field(default=None, min_length=1)
     """Adapter that a LoRA job starts from, readable by controller and trainer: the folder or file of an export of ours,
     diffusers' or PEFT's, or a checkpoint's folder. Unset: a new one, which changes nothing at first."""

@@ -11,6 +11,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from flowfleet import hub
 from flowfleet.hardware.accelerators import show_only
 from flowfleet.job.files import RECIPES
 from flowfleet.local.placement import NOWHERE, Placement
@@ -38,6 +39,9 @@ class StackOptions(BaseModel):
     """Folders that jobs may read, besides the working folder and the recipes."""
     data_urls: tuple[str, ...] = ()
     """SCHEME://HOST from which jobs may read data and images."""
+    hub_models: tuple[str, ...] = ()
+    """ORG or ORG/NAME of models of the Hub that jobs may name and services download; empty: those that
+    FLOWFLEET_HUB_MODELS lists here."""
     data_networks: tuple[str, ...] = ()
     """Networks (CIDR) that are not public, in which those hosts may be."""
     replicas: int = Field(default=1, ge=0, le=64)
@@ -74,6 +78,11 @@ class StackOptions(BaseModel):
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"reward {twice[0]!r} is given twice")
         return rewards
+
+    @field_validator("hub_models")
+    @classmethod
+    def _names_of_hub(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        return hub.parse_list(",".join(names))
 
     @field_validator("rollout_devices", "trainer_devices")
     @classmethod
@@ -145,7 +154,8 @@ def make_plan(
     redis_port, controller_port = next(free), next(free)
     redis_url = server_url(redis_port, secrets.operator)
     given = secrets.environments(redis_port)
-    env = {kind: {**given[kind], MARK: str(state.path)} for kind in given}
+    shared = {MARK: str(state.path)} | ({hub.MODELS: ",".join(options.hub_models)} if options.hub_models else {})
+    env = {kind: {**given[kind], **shared} for kind in given}
     redis = ProcessPlan("redis", Kind.REDIS, tuple(redis_argv), f"{HOST}:{redis_port}", env={MARK: str(state.path)})
     rollouts = [
         _rollout(index, options, free, env["rollout"], placement.of_rollout(index)) for index in range(options.replicas)
@@ -166,7 +176,8 @@ def data_roots(options: StackOptions) -> list[Path]:
     here = Path.cwd()
     if here == Path(here.anchor):
         raise StackError(f"jobs may read the working folder, which is {here}: start the stack in another folder")
-    model = () if options.model is None else (_whole_model(Path(options.model).expanduser().resolve()),)
+    is_folder = options.model is not None and hub.name_of(options.model) is None
+    model = (_whole_model(Path(str(options.model)).expanduser().resolve()),) if is_folder else ()
     return list(dict.fromkeys(path.expanduser().resolve() for path in (here, RECIPES, *model, *options.data_roots)))
 
 

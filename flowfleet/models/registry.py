@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from flowfleet import plugins
+from flowfleet import hub, plugins
 
 if TYPE_CHECKING:
     from flowfleet.models.base import ModelAdapter
@@ -98,13 +98,13 @@ for _family in (
 
 
 def family_of(path: str | Path) -> ModelFamily:
-    """The family of the diffusers checkpoint folder `path`, of plugins too.
+    """The family of the diffusers checkpoint folder `path`, or of a name of the Hub; of plugins too.
 
     Raises:
         ValueError: no such folder, no readable `model_index.json` in it, or a pipeline class that is not supported.
     """
     plugins.load()
-    name = _pipeline_class(Path(path))
+    name = _pipeline_class(hub.configurations(path))
     if name not in FAMILIES:
         raise ValueError(f"model {path} is a {name}, which is not supported: use one of {', '.join(sorted(FAMILIES))}")
     return FAMILIES[name]

@@ -12,6 +12,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from flowfleet import hub
 from flowfleet.hardware import devices
 from flowfleet.job.spec import JobSpec
 from flowfleet.planning.advice import advise
@@ -76,7 +77,7 @@ def predict(
     """Predicts a job's memory and work from its model folder's configurations; weights need not be there.
 
     Args:
-        spec: the job; `model.path` as seen from here.
+        spec: the job; `model.path` as seen from here, or a name of the Hub.
         device_memory_gib: of each device, to compare with; None compares with nothing.
         text_tokens: of a prompt's embedding, for families where it depends on the prompt.
 
@@ -90,6 +91,8 @@ def predict(
             f"a device of {device_memory_gib:g} GiB: give more than {RESERVE // GIB}, which are not for tensors"
         )
     text_tokens = min(text_tokens, spec.model.max_sequence_length or text_tokens)
+    folder = str(hub.configurations(spec.model.path))
+    spec = spec.model_copy(update={"model": spec.model.model_copy(update={"path": folder})})
     facts = gather(spec, text_tokens, compiled=spec.trainer.compile)
     device = None if device_memory_gib is None else device_memory_gib * GIB
     return Plan(

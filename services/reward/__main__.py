@@ -126,7 +126,7 @@ def _evaluator(
         log.info("scorer %s %s, %d threads", scorer.name, scorer.version, options.threads)
         return Evaluator(scorer, options.threads, pulse)
     log.info("scorer %s %s, processes: %d", scorer.name, scorer.version, num_processes)
-    make = partial(scorers.make, options.scorer, settings, 1)
+    make = partial(scorers.make, options.scorer, scorer.pinned or settings, 1)
     limits, groups = scorer.process_limits, scorer.needs_group
     num_threads = options.threads if num_processes == 1 else 1
     return ProcessPool(make, num_processes, metrics, options.log_level, limits, groups, num_threads)

@@ -117,6 +117,9 @@ class _Described(ABC, Generic[Params]):
     version: str
     """Changes whenever the same media and prompt could get another score: of a scorer with a checkpoint or a rubric it
     holds their hash."""
+    pinned: Mapping[str, Any] | None = None
+    """Settings that make the same scorer in another process, where names of the Hub are folders; None: those that it
+    was made with."""
     modalities: tuple[Modality.ValueType, ...] = (MODALITY_IMAGE,)
     """What it scores; samples of another modality get a `Problem` from the service and never reach it."""
     score_range: tuple[float, float]

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import redis.asyncio
 import torch
 
-from flowfleet import plugins
+from flowfleet import hub, plugins
 from flowfleet.data.blobs import open_blobs
 from flowfleet.hardware import devices
 from flowfleet.process.pulse import Pulse
@@ -42,7 +42,8 @@ async def serve(options: argparse.Namespace) -> None:
     engine = make_engine(options)
     try:
         if options.model:
-            await engine.prepare(rollout_pb2.ModelSpec(path=options.model, dtype=options.dtype), None)
+            folder = await asyncio.to_thread(hub.pipeline, options.model)
+            await engine.prepare(rollout_pb2.ModelSpec(path=str(folder), dtype=options.dtype), None)
         with ThreadPoolExecutor(_MEDIA_THREADS, "media") as pool:
             await _serve(options, client, engine, pool)
     finally:

@@ -33,6 +33,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from flowfleet import hub
 from flowfleet.job.adapter_files import DIFFUSERS_FILE, PEFT_CONFIG, PEFT_FILE
 from flowfleet.job.model_files import CARD, MANIFEST, Kind, ModelFile, ModelManifest, Weights
 from flowfleet.job.spec import JobSpec
@@ -80,7 +81,7 @@ def write_model(engine: Engine, folder: Path, about: About, *, as_pipeline: bool
         if is_writer:
             folder.mkdir(parents=True)
             if as_pipeline:
-                _link_base(Path(engine.spec.model.path), folder, engine.experts)
+                _link_base(engine.folder, folder, engine.experts)
     linked = _files_in(folder) if is_writer else set()
     tensors = engine.full_tensors(evaluated=True)
     with engine.ranks.together():
@@ -163,12 +164,13 @@ def _write_adapters(engine: Engine, state: dict[str, Tensor], path: Path) -> Non
 
 
 def _write_peft(engine: Engine, path: Path, layers: Mapping[str, Tensor]) -> None:
-    part = lora_spec(engine.spec)
+    part, base = lora_spec(engine.spec), hub.origin_of(engine.spec.model.path)
     config: Any = LoraConfig(
         r=part.rank,
         lora_alpha=int(part.alpha) if part.alpha.is_integer() else part.alpha,  # type: ignore[arg-type]
         target_modules=sorted(part.target_modules),
-        base_model_name_or_path=engine.spec.model.path,
+        base_model_name_or_path=base.repo if base else engine.spec.model.path,
+        revision=base.revision or None if base else None,
         inference_mode=True,
     )
     plain = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}

@@ -588,3 +588,27 @@ def test_the_admission_policy_is_an_option_and_binds_the_controllers_account_in_
         assert f'v.name == "{volume["name"]}"' in text
     for name in environment(pod):
         assert f'"{name}"' in text
+
+
+def test_what_loads_models_of_the_hub_shares_its_cache_and_token() -> None:
+    rewards = 'rewards=[{"name": "ocr", "scorer": "ocr"}, {"name": "clip", "scorer": "clip"}]'
+    models = 'hub.models=["Qwen", "black-forest-labs/FLUX.1-dev"]'
+    token = 'hub.token.existingSecret="hub"'
+    claim = {"persistentVolumeClaim": {"claimName": "models"}}
+    for volume, settings in (
+        ({"emptyDir": {}}, (models, rewards, token)),
+        (claim, (models, rewards, token, f"hub.volume={json.dumps(claim)}")),
+    ):
+        pods = dict(Rendered("nvidia", *settings).pods())
+        having = {name for name, pod in pods.items() if "HF_HOME" in str(pod)}
+        named = [f"{FULLNAME}-{name}" for name in ("controller", "rollout-default", "reward-clip")]
+        assert having == {"trainer", *named}
+        for name in having:
+            found = environment(pods[name])
+            assert found["FLOWFLEET_HUB_MODELS"] == "Qwen,black-forest-labs/FLUX.1-dev"
+            assert found["HF_HUB_OFFLINE"] == "0"
+            assert found["HF_TOKEN"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
+            assert {"name": "hub", "mountPath": found["HF_HOME"]} in container(pods[name])["volumeMounts"]
+            assert {"name": "hub", **volume} in pods[name]["spec"]["volumes"]
+    assert environment(Rendered("nvidia", models, "hub.download=false").pod("controller"))["HF_HUB_OFFLINE"] == "1"
+    assert "FLOWFLEET_HUB_MODELS" not in str(Rendered("nvidia").objects)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flowfleet import hub
 from flowfleet.job.adapter_files import CHECKPOINT_FILE, find_adapter
 from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.media.files import MediaLimits
@@ -46,17 +47,21 @@ def parse(data: dict[str, Any]) -> JobSpec:
 
 async def check(
     spec: JobSpec, directory: Directory, sources: Sources, limits: Limits, trainer_devices: Sequence[str] = ()
-) -> None:
-    """Raises InvalidJob when the job asks for more samples than the operator admits, a file is missing, unreadable or
+) -> JobSpec:
+    """The job, a Hub name of its model at its commit.
+
+    Raises InvalidJob when the job asks for more samples than the operator admits, a file is missing, unreadable or
     not one that jobs may read, the model cannot do what is asked, a reward service or the rollout pool is not one of
-    the fleet's, the trainer wants more accelerators than it has, or a reward refuses its params. Nothing remote is
-    fetched: `open_job` does that."""
+    the fleet's, the trainer wants more accelerators than it has, or a reward refuses its params. Of what is
+    remote only the configurations of a Hub model are fetched here: `open_job` does the rest."""
+    spec = await asyncio.to_thread(_pinned, spec, sources)
     problems = [*_fleet_problems(spec, directory)]
     problems += filter(None, [limits.problem(spec), device_problem(spec, trainer_devices)])
     problems += await asyncio.to_thread(_all_file_problems, spec, sources)
     problems = problems or await refusals(spec, spec.rewards, directory, sources)
     if problems:
         raise InvalidJob(problems)
+    return spec
 
 
 def check_extension(spec: JobSpec, steps: int) -> None:
@@ -101,7 +106,7 @@ def open_job(spec: JobSpec, sources: Sources) -> JobData:
 
     Raises ValueError for what the job may not read, by the settings of now, or what is wrong with it.
     """
-    path = sources.places.model(spec.model.path)
+    path = sources.places.pipeline(spec.model.path)
     shapes = ConditionShapes(sources)
     read: dict[str, list[Prompt]] = {}
     for setting, url, columns in _data_of(spec):
@@ -165,8 +170,20 @@ def _data_of(spec: JobSpec) -> Iterator[tuple[str, str, Columns]]:
 # -- the model -------------------------------------------------------------------------------------------------------
 
 
+def _pinned(spec: JobSpec, sources: Sources) -> JobSpec:
+    """The job with the commit of its model and its configurations at hand, so that all services load the same files."""
+    if hub.name_of(spec.model.path) is None:
+        return spec
+    try:
+        path = hub.pin(str(sources.places.pipeline(spec.model.path)))
+        hub.configurations(path)
+    except ValueError as error:
+        raise InvalidJob([f"model.path: {error}"]) from None
+    return spec.model_copy(update={"model": spec.model.model_copy(update={"path": path})})
+
+
 def _family(path: str, sources: Sources) -> ModelFamily:
-    folder = sources.places.model(path)
+    folder = hub.configurations(sources.places.pipeline(path))
     if not _is_readable(folder / "model_index.json"):
         raise ValueError(
             f"{path!r} holds no readable model_index.json; give the directory of a diffusers pipeline, as an absolute "
@@ -210,7 +227,7 @@ def _size_problems(spec: JobSpec, family: ModelFamily, sources: Sources) -> Iter
             f"rollout.num_frames = {frames}: {family.title} makes 1 more than a multiple of {step} frames; set it to "
             f"{less} or {less + step}"
         )
-    multiple = _pixel_multiple(sources.places.model(spec.model.path), family)
+    multiple = _pixel_multiple(hub.configurations(sources.places.pipeline(spec.model.path)), family)
     for name, pixels in (("height", spec.rollout.height), ("width", spec.rollout.width)):
         if pixels % multiple:
             yield f"rollout.{name} = {pixels}: this {family.title} checkpoint draws multiples of {multiple} pixels"

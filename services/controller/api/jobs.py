@@ -30,9 +30,10 @@ async def submit(request: Request, response: Response, use: Use, idempotency_key
         if use.runner.loss:  # whoever brings the lost writes back would lose this job
             raise Unavailable(use.runner.loss)
         await use.memory.check_room()
-        await checks.check(spec, use.directory, use.sources, use.settings.limits, use.settings.trainer_devices)
+        devices = use.settings.trainer_devices
+        checked = await checks.check(spec, use.directory, use.sources, use.settings.limits, devices)
         use.settings.limits.check_room(spec, await use.store.unended())
-        record, _ = await use.store.create(spec, idempotency_key)
+        record, _ = await use.store.create(checked, idempotency_key, asked=spec)
     await use.runner.notify()
     response.headers["Location"] = f"/v1/jobs/{record.id}"
     return record

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
+from flowfleet import hub
 from flowfleet.job.adapter_files import PEFT_CONFIG
 from flowfleet.job.model_files import FOLDER, model_folder
 from flowfleet.prompts.hub import check_place
@@ -113,6 +114,17 @@ class Places:
             leads_to = Path(os.path.realpath(found))
             self._check_resolved(leads_to, str(found), may_be_state=is_job(place) and self._is_of_job(leads_to))
         return folder if is_job(place) else Path(place.removeprefix("file://"))
+
+    def pipeline(self, place: str) -> Path:
+        """What `model` gives; a name of the Hub stays one. Raises NotAllowed for one that the operator did not
+        list."""
+        if (name := hub.name_of(place)) is None:
+            return self.model(place)
+        try:
+            hub.check_listed(name)
+        except ValueError as error:
+            raise NotAllowed(str(error)) from None
+        return Path(place)
 
     def checkpoint(self, place: str, *, may_be_gone: bool = False) -> Path:
         """A checkpoint's folder, as trainers see it. Raises NotAllowed, as `path` does."""

@@ -50,19 +50,22 @@ class JobStore(History, SampleRecords, RewardRevisions, Removal):
         if self._lease is not None:
             await self._lease.confirm()
 
-    async def create(self, spec: JobSpec, idempotency_key: str | None = None) -> tuple[JobRecord, bool]:
-        """Queues a job. The same key with the same job gives the first one and False; with another job, Conflict."""
+    async def create(
+        self, spec: JobSpec, idempotency_key: str | None = None, *, asked: JobSpec | None = None
+    ) -> tuple[JobRecord, bool]:
+        """Queues a job. The same key with the same job gives the first one and False; with another job, Conflict.
+        `asked`: the job as its user wrote it, where that is not `spec`; the key belongs to it."""
         job_id = new_job_id()
         key = keys.idempotency(idempotency_key) if idempotency_key else keys.job(job_id)
 
         async def attempt(pipe: Pipe) -> tuple[str, bool]:
             if await pipe.exists(keys.job(job_id)):
                 return job_id, True  # the answer to a first attempt was lost
-            if idempotency_key and (earlier := await _submitted(pipe, key, spec)) is not None:
+            if idempotency_key and (earlier := await _submitted(pipe, key, asked or spec)) is not None:
                 return earlier, False
             pipe.multi()
             if idempotency_key:
-                pipe.set(key, json.dumps({"job": job_id, "digest": _digest(spec)}), ex=IDEMPOTENCY_TTL_S)
+                pipe.set(key, json.dumps({"job": job_id, "digest": _digest(asked or spec)}), ex=IDEMPOTENCY_TTL_S)
                 pipe.hset(keys.job(job_id), "idempotency", key)
             pipe.hset(keys.job(job_id), mapping=self._first_fields(spec))
             for index in (keys.jobs(), keys.jobs_with_status(JobStatus.QUEUED)):

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from flowfleet import hub
 from flowfleet.data.blobs import BlobStore
 from flowfleet.errors import DataLoss, Unavailable
 from flowfleet.models.registry import family_of
@@ -95,12 +96,12 @@ class WeightReceiver:
     ) -> None:
         self._attempts.admit(binding.job_id, attempt)
         if binding != self._binding:
-            await asyncio.to_thread(family_of, binding.model.path)  # raises before anything is let go
+            model = await asyncio.to_thread(_local, binding.model)  # raises before anything is let go
             self._binding = None
             self._state.bind("")
             await self._settled()
             self._state.touch()
-            await self._engine.prepare(binding.model, binding.lora)
+            await self._engine.prepare(model, binding.lora)
             self._state.bind(binding.job_id)
             self._binding = binding
             log.info("bound", extra={"job": binding.job_id})
@@ -182,3 +183,12 @@ class WeightReceiver:
         self._lock.release()
         if not task.cancelled() and task.exception() is not None:
             log.warning("weight update failed: %s", task.exception())
+
+
+def _local(model: rollout_pb2.ModelSpec) -> rollout_pb2.ModelSpec:
+    """The model by its folder; downloads a name of the Hub. Raises ValueError where it cannot be loaded."""
+    found = rollout_pb2.ModelSpec()
+    found.CopyFrom(model)
+    found.path = str(hub.pipeline(model.path))
+    family_of(found.path)
+    return found

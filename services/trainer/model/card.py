@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 
+from flowfleet.hub import HubName, origin_of
 from flowfleet.job.adapter_files import DIFFUSERS_FILE
 from flowfleet.job.model_files import Kind, Weights
 from flowfleet.job.spec import JobSpec
-
-_CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def model_card(
@@ -24,10 +21,10 @@ def model_card(
     training: str,
 ) -> str:
     """Markdown with the metadata that model hubs read. `components`: the names of the trained transformers."""
-    base = hub_name(spec.model.path)
+    base = origin_of(spec.model.path)
     metadata = [
         "---",
-        *([f"base_model: {base}"] if base else []),
+        *([f"base_model: {base.repo}"] if base else []),
         "library_name: diffusers",
         "tags:",
         *(f"- {tag}" for tag in ("flowfleet", "reinforcement-learning", *(["lora"] if kind == "adapter" else []))),
@@ -44,19 +41,12 @@ def model_card(
         "## Load it",
         "",
         "```python",
-        *_lines(spec, kind, pipeline, components, base or spec.model.path),
+        *_lines(spec, kind, pipeline, components, base),
         "```",
         "",
         training,
     ]
     return "\n".join(text).rstrip() + "\n"
-
-
-def hub_name(path: str) -> str:
-    """ORG/NAME of a model in the cache of huggingface_hub, or of a path that is written so; "" for any other."""
-    if match := _CACHED.search(path):
-        return f"{match[1]}/{match[2]}"
-    return path if _HUB_NAME.fullmatch(path) and not path.startswith((".", "~")) else ""
 
 
 def _told(spec: JobSpec, weights: Weights) -> str:
@@ -67,7 +57,7 @@ def _told(spec: JobSpec, weights: Weights) -> str:
     return "the trained weights"
 
 
-def _lines(spec: JobSpec, kind: Kind, pipeline: str, components: Sequence[str], base: str) -> Iterator[str]:
+def _lines(spec: JobSpec, kind: Kind, pipeline: str, components: Sequence[str], base: HubName | None) -> Iterator[str]:
     yield "import torch"
     yield f"from diffusers import {pipeline}"
     yield ""
@@ -75,7 +65,10 @@ def _lines(spec: JobSpec, kind: Kind, pipeline: str, components: Sequence[str], 
     if kind == "pipeline":
         yield f"pipe = {pipeline}.from_pretrained(folder, torch_dtype=torch.{spec.model.dtype})"
         return
-    yield f'pipe = {pipeline}.from_pretrained("{base}", torch_dtype=torch.{spec.model.dtype})'
+    place = f'"{base.repo if base else spec.model.path}"'
+    if base and base.revision:
+        place += f', revision="{base.revision}"'
+    yield f"pipe = {pipeline}.from_pretrained({place}, torch_dtype=torch.{spec.model.dtype})"
     yield (
         "pipe.load_lora_weights(folder)"
         if len(components) == 1

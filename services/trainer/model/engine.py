@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowfleet import hub
 from flowfleet.algorithms.coarse import check_noise
 from flowfleet.algorithms.losses import limits
 from flowfleet.hardware import devices
@@ -46,6 +47,8 @@ log = logging.getLogger(__name__)
 class Engine:
     """The trainable model of a job. Methods marked collective must be called by all ranks alike."""
 
+    folder: Path
+    """The checkpoint's, on this machine."""
     adapter: ModelAdapter
     experts: dict[str, Any]
     """`adapter.experts`, sharded: transformers by component name."""
@@ -67,8 +70,9 @@ class Engine:
         self.dtype = weights.dtype_of(spec.model.dtype)
         _set_threads(spec, ranks)
         load_dtype = self.dtype if self.is_lora else torch.float32
-        self.adapter = adapter_for(spec.model.path).load(
-            spec.model.path, dtype=load_dtype, device="cpu", components=("transformer",), load_format="empty"
+        self.folder = hub.pipeline(spec.model.path, ranks.beats.beat)
+        self.adapter = adapter_for(self.folder).load(
+            self.folder, dtype=load_dtype, device="cpu", components=("transformer",), load_format="empty"
         )
         self.adapter.limit_tokens(spec.model.max_sequence_length)
         num_elements = math.prod(self.adapter.latent_shape(spec.rollout.size))
@@ -168,7 +172,7 @@ class Engine:
         model = self.spec.model
         if model.load_format == "dummy":
             return DummySource(component, self.ranks.device)
-        return CheckpointSource(Path(model.path) / component)
+        return CheckpointSource(self.folder / component)
 
     def _start_adapter(self) -> None:
         """What the job starts from; or every rank draws all of it and keeps its shards."""

@@ -282,6 +282,7 @@ def test_the_surface_is_what_users_know() -> None:
             "--dtype",
             "--engine",
             "--hang",
+            "--hub-model",
             "--keep",
             "--limit",
             "--max-batch",

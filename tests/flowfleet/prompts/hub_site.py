@@ -1,7 +1,8 @@
-"""A stand-in of the Hub's HTTP API: enough for huggingface_hub to list and read the data sets of a folder."""
+"""A stand-in of the Hub's HTTP API: it lists and serves the data sets and models of a folder."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 from collections.abc import Iterator
@@ -15,8 +16,10 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @contextmanager
-def hub_site(root: Path) -> Iterator[str]:
-    """Serves `root`/ORG/NAME as data sets; yields the endpoint."""
+def hub_site(root: Path, commit: list[str] | None = None, asked: list[str] | None = None) -> Iterator[str]:
+    """Serves `root`/ORG/NAME as data sets and as models; yields the endpoint. `commit` holds that of every repository,
+    and may change; `asked` gets the path of each request."""
+    commits = commit or [COMMIT]
 
     class Site(BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
@@ -31,13 +34,20 @@ def hub_site(root: Path) -> Iterator[str]:
             self._send(200, json.dumps([_entry(folder / path, folder) for path in asked["paths"]]).encode(), True)
 
         def _serve(self, *, with_body: bool) -> None:
+            if asked is not None:
+                asked.append(self.path)
             parts = _parts(self.path)
-            kind, organization, name, *rest = parts[1:] if parts[0] == "api" else parts
+            is_api, kinds = parts[0] == "api", ("datasets", "models")
+            named = parts[1:] if is_api else parts if parts[0] in kinds else ["models", *parts]
+            kind, organization, name, *rest = named
             folder = root / organization / name
-            if kind != "datasets" or not folder.is_dir():
+            known = ("main", *commits, None)
+            if kind not in kinds or not folder.is_dir():
                 self._send(404, b'{"error": "Repository not found"}', with_body, {"X-Error-Code": "RepoNotFound"})
+            elif (rest[1] if len(rest) > 1 else None) not in known:
+                self._send(404, b'{"error": "Invalid rev"}', with_body, {"X-Error-Code": "RevisionNotFound"})
             elif (parts[0] == "api" and not rest) or (parts[0] == "api" and rest[0] == "revision"):
-                self._json({"id": f"{organization}/{name}", "sha": COMMIT, "siblings": []}, with_body)
+                self._json({"id": f"{organization}/{name}", "sha": commits[0], "siblings": []}, with_body)
             elif parts[0] == "api" and rest[0] == "tree":
                 self._json([_entry(path, folder) for path in sorted(folder.rglob("*"))], with_body)
             else:
@@ -51,7 +61,8 @@ def hub_site(root: Path) -> Iterator[str]:
             first, last = 0, len(data) - 1
             if asked:
                 first, last = (int(number) for number in asked.removeprefix("bytes=").split("-"))
-            headers = {"ETag": '"e"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+            etag = hashlib.sha1(data).hexdigest()
+            headers = {"ETag": f'"{etag}"', "X-Repo-Commit": commits[0], "Accept-Ranges": "bytes"}
             if asked:
                 headers["Content-Range"] = f"bytes {first}-{min(last, len(data) - 1)}/{len(data)}"
             self._send(206 if asked else 200, data[first : last + 1], with_body, headers)
@@ -77,7 +88,7 @@ def hub_site(root: Path) -> Iterator[str]:
             """A reader that has seen enough closes the connection."""
 
     server = Server(("127.0.0.1", 0), Site)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"
     finally:

@@ -16,12 +16,12 @@ from safetensors import SafetensorError
 
 from flowfleet.data.blobs import SyncBlobs
 from flowfleet.errors import Full, InvalidRequest
+from flowfleet.hub import HubName, origin_of
 from flowfleet.job.model_files import MANIFEST, model_folder, read_manifest
 from flowfleet.job.spec import JobSpec
 from flowfleet.proto import trainer_pb2
 from services.trainer import export
 from services.trainer.checkpoints.set_aside import kept_aside
-from services.trainer.model.card import hub_name
 from services.trainer.parallel.ranks import Ranks
 from services.trainer.parallel.sharding import local
 from services.trainer.worker import Worker
@@ -183,9 +183,10 @@ def test_a_disk_that_fills_while_the_model_is_written_is_said(
 
 
 def test_a_name_on_a_hub_is_found_in_the_cache_of_its_client() -> None:
-    assert hub_name("/x/hub/models--Qwen--Qwen-Image/snapshots/abc") == "Qwen/Qwen-Image"
-    assert hub_name("Qwen/Qwen-Image") == "Qwen/Qwen-Image"
-    assert hub_name("/models/tiny") == hub_name("./a/b") == hub_name("a/b/c") == ""
+    commit = "0f" * 20
+    assert origin_of(f"/x/hub/models--Qwen--Qwen-Image/snapshots/{commit}") == HubName("Qwen/Qwen-Image", commit)
+    assert origin_of(f"Qwen/Qwen-Image@{commit}") == HubName("Qwen/Qwen-Image", commit)
+    assert origin_of("/models/tiny") is origin_of("./a/b") is origin_of("a/b/c") is None
 
 
 def test_the_file_of_diffusers_is_read_as_such_beside_that_of_peft(

@@ -87,11 +87,16 @@ annotations:
 {{ $name }}{{ if not (contains "@" $name) }}:{{ $images.tag | default (index . 0).Chart.AppVersion }}{{ end }}
 {{- end }}
 
+{{/* Whether a scorer runs a model of torch: "true" or "". (scorer) */}}
+{{- define "flowfleet.runsModel" -}}
+{{- if has . (list "clip" "pickscore" "hps" "aesthetic" "geneval") }}true{{ end }}
+{{- end }}
+
 {{/* A reward's: its scorer chooses one with torch or one without. (list root reward) */}}
 {{- define "flowfleet.rewardImage" -}}
 {{- $reward := index . 1 -}}
-{{- $models := has $reward.scorer (list "clip" "pickscore" "hps" "aesthetic" "geneval") -}}
-{{- $reward.image | default (include "flowfleet.image" (list (index . 0) (ternary "rewardModels" "reward" $models))) }}
+{{- $models := include "flowfleet.runsModel" $reward.scorer -}}
+{{- $reward.image | default (include "flowfleet.image" (list (index . 0) (empty $models | ternary "reward" "rewardModels"))) }}
 {{- end }}
 
 {{- define "flowfleet.rewardDir" -}}/etc/flowfleet/reward{{- end }}
@@ -326,6 +331,34 @@ imagePullSecrets:
   value: {{ .Values.blobs.url }}
 {{- with .Values.env }}
 {{ toYaml . }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* What loads models of the Hub has (flowfleet/hub.py). */}}
+{{- define "flowfleet.hubEnv" -}}
+{{- if .Values.hub.models }}
+- {name: FLOWFLEET_HUB_MODELS, value: {{ join "," .Values.hub.models | quote }}}
+- {name: HF_HUB_OFFLINE, value: {{ .Values.hub.download | ternary "0" "1" | quote }}}
+- {name: HF_HOME, value: /var/cache/huggingface}
+{{- with .Values.hub.token.existingSecret }}
+- name: HF_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $.Values.hub.token.key }}}}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "flowfleet.hubMounts" -}}
+{{- if .Values.hub.models }}
+- {name: hub, mountPath: /var/cache/huggingface}
+{{- end }}
+{{- end }}
+
+{{- define "flowfleet.hubVolumes" -}}
+{{- with .Values.hub }}
+{{- if .models }}
+- name: hub
+  {{- toYaml (.volume | default (dict "emptyDir" dict)) | nindent 2 }}
 {{- end }}
 {{- end }}
 {{- end }}

@@ -65,6 +65,7 @@ spec:
           imagePullPolicy: {{ .Values.images.pullPolicy }}
           env:
             {{- include "flowfleet.baseEnv" . | nindent 12 }}
+            {{- with include "flowfleet.hubEnv" . }}{{ . | trim | nindent 12 }}{{ end }}
             {{- include "flowfleet.rpcEnv" (list . "trainer") | trim | nindent 12 }}
             - name: FLOWFLEET_STATE_DIR
               value: /var/lib/flowfleet
@@ -92,6 +93,7 @@ spec:
             {{- include "flowfleet.securityContext" . | nindent 12 }}
           volumeMounts:
             {{- include "flowfleet.baseMounts" . | nindent 12 }}
+            {{- with include "flowfleet.hubMounts" . }}{{ . | trim | nindent 12 }}{{ end }}
             - {name: shm, mountPath: /dev/shm}
             - {name: state, mountPath: /var/lib/flowfleet}
             {{- with concat .Values.volumeMounts ($accelerator.volumeMounts | default list) $trainer.volumeMounts }}
@@ -99,6 +101,7 @@ spec:
             {{- end }}
       volumes:
         {{- include "flowfleet.baseVolumes" (list . "trainer") | nindent 8 }}
+        {{- with include "flowfleet.hubVolumes" . }}{{ . | trim | nindent 8 }}{{ end }}
         - name: shm
           emptyDir: {medium: Memory, sizeLimit: {{ $trainer.sharedMemory }}}
         - name: state

@@ -68,7 +68,7 @@ class AestheticScorer(Scorer[None]):
         self._is_clip = config["model_type"] == "clip"
         check_processor(settings.processor_folder, settings.processor_setting, tokenizer=self._is_clip)
         self._head = read_head(settings.head)
-        self.version = settings.version(1)
+        self.version, self.pinned = settings.version(1), settings.pinned
         self._settings = settings
         self._num_threads = num_threads
         self._embed: Callable[[Sequence[Image.Image]], torch.Tensor]

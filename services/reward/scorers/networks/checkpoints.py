@@ -11,12 +11,17 @@ import json
 import struct
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BeforeValidator
+
+from flowfleet import hub
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
+Checkpoint = Annotated[Path, BeforeValidator(lambda given: hub.checkpoint(given) if isinstance(given, str) else given)]
+"""A folder, or a model of the Hub by name, which becomes the folder of its commit."""
 DIGITS = 12
 """Hexadecimal digits of a fingerprint."""
 
@@ -138,6 +143,6 @@ def _json(folder: Path, setting: str, name: str) -> Mapping[str, Any]:
 def _need_folder(folder: Path, setting: str) -> None:
     if not folder.is_dir():
         raise ValueError(
-            f"settings.{setting} = {str(folder)!r}: no such folder here. Name one on this machine; nothing is fetched "
-            "from a hub"
+            f"settings.{setting} = {str(folder)!r}: no such folder here. Name one on this machine, or a model of the "
+            "Hub as ORG/NAME"
         )

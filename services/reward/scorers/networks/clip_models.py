@@ -121,7 +121,7 @@ class _ClipScorer(Scorer[None], Generic[Settings]):
     def __init__(self, settings: Settings, num_threads: int) -> None:
         check_checkpoint(settings.model, "model", ("clip",))
         check_processor(settings.processor_folder, settings.processor_setting, tokenizer=True)
-        self.version = settings.version(self.number)
+        self.version, self.pinned = settings.version(self.number), settings.pinned
         self._settings = settings
         self._num_threads = num_threads
         self._encoder: ClipEncoder

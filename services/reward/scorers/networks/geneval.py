@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -27,7 +26,7 @@ from pydantic import Field, field_validator
 
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
 from services.reward.scorer import Outcome, Problem, Sample, Score, Scorer, mean_score, one_of, read_params
-from services.reward.scorers.networks.checkpoints import check_checkpoint, check_processor
+from services.reward.scorers.networks.checkpoints import Checkpoint, check_checkpoint, check_processor
 from services.reward.scorers.networks.clip_models import ClipEncoder, unit
 from services.reward.scorers.networks.detectors import CLOSED_TYPES, OPEN_TYPES, Detector, Found, make_detector
 from services.reward.scorers.networks.geneval_rules import (
@@ -51,7 +50,7 @@ COUNTING = "counting"
 class GenevalSettings(ModelSettings):
     """`model` is the detector's folder. The defaults are geneval's."""
 
-    clip: Path | None = None
+    clip: Checkpoint | None = None
     """Folder of the CLIP model that names colors, with its processor; unset: requests with colors get no score."""
     threshold: float = Field(default=0.3, ge=0.0, lt=1.0)
     """Certainty above which an object counts. Detectors differ: OWL-ViT and OWLv2 need about 0.1."""
@@ -92,7 +91,7 @@ class GenevalScorer(Scorer[str]):
         if settings.clip is not None:
             check_checkpoint(settings.clip, "clip", ("clip",))
             check_processor(settings.clip, "clip", tokenizer=True)
-        self.version = settings.version(1)
+        self.version, self.pinned = settings.version(1), settings.pinned
         self.score_range = (min(0.0, 2.0 - settings.max_objects), 1.0)  # one is wanted, as many as can be are found
         self._settings = settings
         self._num_threads = num_threads

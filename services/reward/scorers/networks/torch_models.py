@@ -19,9 +19,10 @@ from pydantic import Field
 # From its own module: without torchvision `transformers.AutoImageProcessor` of 5.13 and 5.14 only raises.
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
+from flowfleet import hub
 from flowfleet.hardware import devices
 from services.reward.scorer import ScorerSettings
-from services.reward.scorers.networks.checkpoints import fingerprint
+from services.reward.scorers.networks.checkpoints import Checkpoint, fingerprint
 
 Item = TypeVar("Item")
 
@@ -29,11 +30,11 @@ Item = TypeVar("Item")
 class ModelSettings(ScorerSettings):
     """Settings of every scorer around a torch model."""
 
-    model: Path
-    """Folder of the checkpoint, in the layout of Hugging Face transformers: config.json, *.safetensors, image processor
-    and, where the scorer reads text, tokenizer."""
-    processor: Path | None = None
-    """Folder of image processor and tokenizer; unset: that of `model`."""
+    model: Checkpoint
+    """Folder of the checkpoint, or its name on the Hub, in the layout of Hugging Face transformers: config.json,
+    *.safetensors, image processor and, where the scorer reads text, tokenizer."""
+    processor: Checkpoint | None = None
+    """Folder, or name on the Hub, of image processor and tokenizer; unset: that of `model`."""
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
     """"auto": the first accelerator that torch can use, else the CPU."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -50,13 +51,24 @@ class ModelSettings(ScorerSettings):
         """Which setting names `processor_folder`."""
         return "processor" if self.processor else "model"
 
+    @property
+    def pinned(self) -> dict[str, Any]:
+        """The settings with folders in place of names."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
     def version(self, number: int) -> str:
         """Such as "1 (PickScore_v1 0f3a5c719bd2, divide_by 1.0)": the number of the scorer's own code, the checkpoint's
         name, a fingerprint of all folders and files, and what else changes scores where it is not the default."""
         paths = [value for _, value in self if isinstance(value, Path)]
         said = self.model_dump(mode="json", exclude_defaults=True, exclude={"device", "batch_size"})
         changes = [f"{name} {said[name]}" for name, value in self if name in said and not isinstance(value, Path)]
-        return f"{number} ({', '.join([f'{self.model.resolve().name} {fingerprint(*paths)}', *changes])})"
+        return f"{number} ({', '.join([f'{_shown(self.model)} {fingerprint(*paths)}', *changes])})"
+
+
+def _shown(folder: Path) -> str:
+    """What a version calls a checkpoint: its name on the Hub, else that of its folder."""
+    origin = hub.origin_of(folder)
+    return origin.repo if origin else folder.resolve().name
 
 
 def pick_device(kind: str) -> torch.device:
