@@ -49,4 +49,5 @@ LABEL org.opencontainers.image.title="flowfleet-trainer" \
 COPY recipes recipes
 COPY services/__init__.py services/
 COPY flowfleet flowfleet
+COPY services/rollout services/rollout
 COPY services/trainer services/trainer

@@ -95,6 +95,11 @@ return {since, redis.call('ZCARD', KEYS[2]), records, older(ARGV[4]), now}
 """
 
 
+def rank_id(job_id: str, rank: int) -> str:
+    """Replica id of a trainer's rank that samples for its own job."""
+    return f"{job_id}.rank{rank}"
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaRecord:
     """What a replica says of itself."""

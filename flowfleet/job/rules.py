@@ -37,6 +37,7 @@ def problems(job: JobSpec) -> Iterator[str]:
         _sources,
         _batches,
         _sharding,
+        _sampling_trainer,
         _average,
         _optimizer,
         _best,
@@ -443,6 +444,28 @@ def _sharding(job: JobSpec) -> Iterator[str]:
         yield (
             'trainer.sharding = "replicate" with trainer.mode = "full" would keep gradients and moments of all weights '
             'on every rank: set it to "auto" or "fsdp"'
+        )
+
+
+def _sampling_trainer(job: JobSpec) -> Iterator[str]:
+    part = job.trainer
+    setting = f'trainer.samples = "{part.samples}"'
+    if part.samples == "no":
+        return
+    if part.mode == "full":
+        yield (
+            f"{setting} samples with the frozen base of an adapter, and full training has none: set trainer.mode "
+            '= "lora", or trainer.samples = "no"'
+        )
+    if part.world_size > 1 and part.sharding == "fsdp":
+        yield (
+            f'{setting} needs the whole base on each rank, which trainer.sharding = "fsdp" shares out: set that to '
+            '"auto", or trainer.samples = "no"'
+        )
+    if part.samples == "only" and job.schedule.max_staleness > 0:
+        yield (
+            f"{setting} is on-policy, and schedule.max_staleness = {job.schedule.max_staleness} is not: set that to 0, "
+            'or trainer.samples = "idle"'
         )
 
 

@@ -377,6 +377,9 @@ class TrainerPart(Part):
     """Keep the rollout's batches and their order, so that log-probs are recomputed bit for bit."""
     threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads a rank; unset: all cores shared by the ranks."""
+    samples: Literal["no", "idle", "only"] = "no"
+    """Whether the trainer's ranks sample as replicas of their own job. idle: in addition to rollouts, between updates.
+    only: no rollouts at all, strictly on-policy."""
 
 
 class GatePart(Part):
@@ -540,6 +543,17 @@ class JobSpec(Part):
     def records_steps(self) -> bool:
         """Whether rollouts keep the noisy steps; matching losses want the final latents alone."""
         return self.loss.kind == "policy"
+
+    @property
+    def trainer_pool(self) -> str:
+        """Pool of the trainer's ranks where they sample. No rollout can be in it: their pools have no dot."""
+        return f"{self.rollout.pool}.trainer"
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """Pools whose replicas sample for the job."""
+        rollouts, own = self.rollout.pool, self.trainer_pool
+        return {"no": (rollouts,), "idle": (rollouts, own), "only": (own,)}[self.trainer.samples]
 
     @property
     def averages(self) -> bool:

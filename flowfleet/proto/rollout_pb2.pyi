@@ -553,6 +553,7 @@ class UpdateWeightsRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     BROADCAST_FIELD_NUMBER: _builtins.int
+    SHARED_FIELD_NUMBER: _builtins.int
     EVALUATED_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
@@ -567,6 +568,8 @@ class UpdateWeightsRequest(_message.Message):
     def broadcast(self) -> Global___Broadcast:
         """receives every bucket in order; call it before the trainer sends"""
 
+    @_builtins.property
+    def shared(self) -> Global___Shared: ...
     def __init__(
         self,
         *,
@@ -574,18 +577,36 @@ class UpdateWeightsRequest(_message.Message):
         version: _builtins.int = ...,
         adapter: _common_pb2.BlobRef | None = ...,
         broadcast: Global___Broadcast | None = ...,
+        shared: Global___Shared | None = ...,
         evaluated: _builtins.bool = ...,
         attempt: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "broadcast", b"broadcast", "source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "broadcast", b"broadcast", "shared", b"shared", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "broadcast", b"broadcast", "evaluated", b"evaluated", "job_id", b"job_id", "source", b"source", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "broadcast", b"broadcast", "evaluated", b"evaluated", "job_id", b"job_id", "shared", b"shared", "source", b"source", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["adapter", "broadcast"]  # noqa: Y015
+    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["adapter", "broadcast", "shared"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_source) -> _WhichOneofReturnType_source | None: ...
 
 Global___UpdateWeightsRequest: _TypeAlias = UpdateWeightsRequest  # noqa: Y015
+
+@_typing.final
+class Shared(_message.Message):
+    """The adapter that the trainer's rank in the replica's own process has ready."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Shared: _TypeAlias = Shared  # noqa: Y015
 
 @_typing.final
 class Broadcast(_message.Message):

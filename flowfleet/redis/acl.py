@@ -35,6 +35,21 @@ class Rule:
 
 _CONNECT: Final = Rule("greet the server", ("+@connection", "-@admin", "-@dangerous"))
 _BLOBS: Final = "ff:*:blob:*"
+_SAMPLE: Final = (
+    Rule(
+        "store samples",
+        ("+set",),
+        tuple(f"ff:*:blob:{kind}:*" for kind in ("embeds", "media", "negative", "trajectory")),
+    ),
+    Rule("announce samples", ("+xadd",), ("ff:*:trajectories",)),
+    Rule("keep its record among the replicas, by script", ("+evalsha",), ("ff-fleet:replicas:*",)),
+    Rule("own its name", ("+get", "+set"), ("ff-fleet:replicas:owner:*",)),
+    Rule("write its record", ("+hdel", "+hget", "+hset"), (keys.replicas("records"),)),
+    Rule("count its changes", ("+incr",), (keys.replicas("revision"),)),
+    Rule("tell when it changed", ("+zadd", "+zrem"), (keys.replicas("renewed"), keys.replicas("changed"))),
+    Rule("load the script", ("+script|load", "+time")),
+)
+"""What a replica may do: a rollout, or a trainer's rank that samples."""
 
 RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
     "controller": (
@@ -48,18 +63,7 @@ RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
     "rollout": (
         _CONNECT,
         Rule("read adapters and given media", ("+get",), (_BLOBS,)),
-        Rule(
-            "store samples",
-            ("+set",),
-            tuple(f"ff:*:blob:{kind}:*" for kind in ("embeds", "media", "negative", "trajectory")),
-        ),
-        Rule("announce samples", ("+xadd",), ("ff:*:trajectories",)),
-        Rule("keep its record among the replicas, by script", ("+evalsha",), ("ff-fleet:replicas:*",)),
-        Rule("own its name", ("+get", "+set"), ("ff-fleet:replicas:owner:*",)),
-        Rule("write its record", ("+hdel", "+hget", "+hset"), (keys.replicas("records"),)),
-        Rule("count its changes", ("+incr",), (keys.replicas("revision"),)),
-        Rule("tell when it changed", ("+zadd", "+zrem"), (keys.replicas("renewed"), keys.replicas("changed"))),
-        Rule("load the script", ("+script|load", "+time")),
+        *_SAMPLE,
     ),
     "trainer": (
         _CONNECT,
@@ -69,6 +73,7 @@ RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
             ("+set", "+expire", "+unlink"),
             tuple(f"ff:*:blob:{kind}:*" for kind in ("adapter", "evaluated")),
         ),
+        *_SAMPLE,
     ),
 }
 """Rules by kind of service, which is the user's name."""

@@ -346,8 +346,7 @@ class JobScheduler:
         )
 
     def _pool(self, job_id: str, spec: JobSpec) -> RolloutPool:
-        limit, shortage = 2 * spec.rollout.batch_size, self._directory.shortage
-        return RolloutPool(self._fleet, job_id, spec.rollout.pool, limit=limit, shortage=shortage)
+        return RolloutPool(self._fleet, job_id, spec, shortage=self._directory.shortage)
 
     def _scoring(self, spec: JobSpec, blobs: BlobStore) -> Scoring:
         calls, patience_s = self._reward_calls, spec.timeouts.rewards_s

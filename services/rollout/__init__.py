@@ -1,6 +1,7 @@
 """The rollout service: samples groups of images under a verified policy version, and takes new weights.
 
-    __main__, process  flags, wiring, drain
+    __main__, process  flags, drain
+    replica            the parts around an engine; a trainer's rank that samples has them too
     server             RolloutService: admission, streaming, status
     registration       the replica's entry in the fleet, and its health
     sampling/          one admitted request: checked, sampled, published, dropped when its caller is gone

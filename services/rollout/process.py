@@ -13,18 +13,13 @@ import redis.asyncio
 import torch
 
 from flowfleet import hub, plugins
-from flowfleet.data.blobs import open_blobs
 from flowfleet.hardware import devices
 from flowfleet.process.pulse import Pulse
-from flowfleet.proto import rollout_pb2, rollout_pb2_grpc
+from flowfleet.proto import rollout_pb2
 from flowfleet.redis import client as redis_client
 from flowfleet.rpc import endpoint as rpc
 from services.rollout.engines.base import RolloutEngine
-from services.rollout.metrics import RolloutMetrics
-from services.rollout.registration import Membership
-from services.rollout.sampling.media import MediaReader
-from services.rollout.sampling.publisher import Publisher
-from services.rollout.server import RolloutService
+from services.rollout.replica import Replica
 
 SERVICE = "flowfleet.v1.RolloutService"
 _MEDIA_THREADS = 4
@@ -55,27 +50,17 @@ async def _serve(
     options: argparse.Namespace, client: redis.asyncio.Redis, engine: RolloutEngine, pool: ThreadPoolExecutor
 ) -> None:
     incarnation = uuid.uuid4().hex
-    replica_id = options.replica_id or _default_id(options, incarnation)
-    blobs = open_blobs(client)
-    publisher = Publisher(client, blobs, replica_id, pool)
-    media = MediaReader(blobs, pool)
     server, health = rpc.make_server(), rpc.HealthState(SERVICE)
-    membership = Membership(client, engine, health, on_replaced=_end_at_once)
-    service = RolloutService(
-        engine, publisher, media, blobs, RolloutMetrics(), membership, replica_id=replica_id, incarnation=incarnation
+    replica = Replica(
+        engine,
+        client,
+        pool,
+        server,
+        health,
+        replica_id=options.replica_id or _default_id(options, incarnation),
+        incarnation=incarnation,
+        on_replaced=_end_at_once,
     )
-    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, server)
-
-    async def join(address: str) -> None:
-        reached_at = options.advertise or address
-        await membership.join(lambda: service.record(reached_at, options.model or "", options.pool))
-
-    async def drain() -> None:
-        unfinished, _ = await asyncio.gather(service.drain(options.drain_s), membership.leave())
-        if unfinished:
-            log.warning("%d samples were still running after %.0f s", unfinished, options.drain_s)
-        service.close()
-
     await rpc.serve(
         server,
         host=options.host,
@@ -83,8 +68,8 @@ async def _serve(
         port_file=options.port_file,
         health_port=options.health_port,
         health=health,
-        on_serving=join,
-        on_drain=drain,
+        on_serving=lambda address: replica.join(options.advertise or address, options.model or "", options.pool),
+        on_drain=lambda: replica.leave(options.drain_s),
     )
 
 

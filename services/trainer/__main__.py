@@ -34,6 +34,7 @@ from services.trainer.commands import Command, Kind
 from services.trainer.parallel.ranks import Ranks
 from services.trainer.publishing.publisher import Publisher
 from services.trainer.runner import Runner
+from services.trainer.sampling.replica import RankReplica, loop_of_its_own
 from services.trainer.server import TrainerService
 from services.trainer.worker import Worker
 
@@ -63,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     flags = rpc_parser("Trains one job's model and publishes its weights.")
     flags.add_argument("--transfer-host", help="address at which replicas reach this rank for weights; default: --host")
+    flags.add_argument("--sample-port", type=int, default=0, help="first port of ranks that sample; 0 takes free ones")
     flags.add_argument("--idle-exit-s", type=float, default=900.0, help="ends by itself after so long without a call")
     flags.add_argument("--drain-s", type=float, default=10.0, help="longest wait for a running command on SIGTERM")
     return flags
@@ -81,6 +83,7 @@ async def lead(options: argparse.Namespace) -> None:
 
     runner = Runner(worker, on_fatal)
     publisher = Publisher(worker, runner, _transfer_host(options))
+    replica = _replica(options, worker, asyncio.get_running_loop(), on_fatal)
     service = TrainerService(worker, runner, publisher, telemetry.JobMetrics(), uuid.uuid4().hex)
     server = rpc.make_server()
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(service, server)
@@ -92,6 +95,7 @@ async def lead(options: argparse.Namespace) -> None:
 
     async def drain() -> None:
         nonlocal settled
+        await replica.leave(0.0)
         settled = await runner.settled(0.0 if failed.is_set() else options.drain_s)
 
     await rpc.serve(
@@ -120,6 +124,7 @@ def follow(options: argparse.Namespace) -> int:
     _stop_after_signals(options.drain_s + _STOP_S)
     ranks = Ranks()
     worker = Worker(ranks, _blobs())
+    _replica(options, worker, loop_of_its_own(), lambda: _end_at_once(1))
     while True:
         try:
             command = Command.from_bytes(ranks.broadcast())
@@ -152,6 +157,22 @@ async def end_when_replaced(worker: Worker, on_fatal: Callable[[], None]) -> Non
                 log.error("%s: ends", error)
                 on_fatal()
                 return
+
+
+def _replica(
+    options: argparse.Namespace, worker: Worker, loop: asyncio.AbstractEventLoop, on_replaced: Callable[[], None]
+) -> RankReplica:
+    """This rank as a replica, which joins the fleet with the first job that wants it to sample."""
+    replica = RankReplica(
+        worker,
+        loop,
+        host=options.host,
+        reached_at=_transfer_host(options),
+        first_port=options.sample_port,
+        on_replaced=on_replaced,
+    )
+    worker.on_configured = replica.joins
+    return replica
 
 
 def _stop_after_signals(limit_s: float) -> None:

@@ -21,6 +21,8 @@ class Kind(IntEnum):
     """Collect the adapter on rank 0 and put it into the blob store."""
     SEND_WEIGHTS = 6
     """Collect full weights bucket by bucket; rank 0 broadcasts them to its transfer group."""
+    SHARE_ADAPTER = 7
+    """Collect the adapter on every rank, for the replica that each of them is."""
 
 
 _MESSAGES: dict[Kind, type[Message] | None] = {

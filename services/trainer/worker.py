@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -42,6 +43,7 @@ from services.trainer.step.inputs import Batch, StepReader
 from services.trainer.step.mfu import Mfu
 from services.trainer.step.requests import check_request, pairs_of
 from services.trainer.step.update import StepTrainer
+from services.trainer.turns import Turns
 
 ADAPTER_TTL_S = 24 * 3600
 _ADAPTERS_KEPT = 3
@@ -95,12 +97,16 @@ class Job:
 
 
 class Worker:
-    """`member` is rank 0's way to the replicas; the publisher sets it before SEND_WEIGHTS."""
+    """`member` is rank 0's way to the replicas; the publisher sets it before SEND_WEIGHTS. `on_configured` is called
+    with the job after each CONFIGURE."""
 
     def __init__(self, ranks: Ranks, blobs: SyncBlobs) -> None:
         self.ranks = ranks
         self.job: Job | None = None
         self.member: TransferMember | None = None
+        self.on_configured: Callable[[Job], None] = lambda job: None
+        self.turns = Turns()
+        self._shared: dict[str, Tensor] = {}
         self._blobs = blobs
         self._identity: tuple[str, ...] = ()
 
@@ -113,6 +119,7 @@ class Worker:
             Kind.EXPORT: self.export,
             Kind.GATHER_ADAPTER: self.gather_adapter,
             Kind.SEND_WEIGHTS: self.send_weights,
+            Kind.SHARE_ADAPTER: self.share_adapter,
         }
         handler: Any = handlers[command.kind]
         message: Message | None = command.message
@@ -134,6 +141,8 @@ class Worker:
             )
         else:
             reason = _judge(request)(self.job.record)
+        with self.ranks.together():
+            self.on_configured(self.job)
         return trainer_pb2.ConfigureResponse(
             applied_steps=self.job.record.applied,
             world_size=self.ranks.world_size,
@@ -159,7 +168,8 @@ class Worker:
         sde_steps = request.samples[0].sample.sde_steps if job.spec.records_steps else ()
         trainer = StepTrainer(job.engine, request.step, len(sample_keys), sde_steps)
         later = ((updates, self._batches(job, updates)) for updates in plan[1:])
-        metrics = trainer.train(chain([(plan[0], batches)], later), timings)
+        with self._turn():
+            metrics = trainer.train(chain([(plan[0], batches)], later), timings)
         metrics |= job.mfu.metrics(batches, trainer.num_rounds, timings.seconds)
         job.reader.clear()
         self._recorded(job, request, metrics, sum(map(len, plan)), timings)
@@ -186,13 +196,25 @@ class Worker:
         job = self._configured(request.job_id)
         gather = job.engine.gather(evaluated=request.evaluated)
         published: Published | None = None
-        state, hashes = _whole(gather, self.ranks.device) if self.ranks.rank == 0 else ({}, {})
+        state, hashes = _whole(gather, self.ranks.device, "cpu") if self.ranks.rank == 0 else ({}, {})
         gather.rest()
         with self.ranks.together():
             if self.ranks.rank == 0:
                 known = self._known_adapter(job, request)
                 published = known or self._put_adapter(job, request, state, hashes)
         return published
+
+    def share_adapter(self, request: trainer_pb2.PublishWeightsRequest) -> Published:
+        """Every rank keeps the whole adapter on its device, as it is published, for the replica that it is."""
+        job = self._configured(request.job_id)
+        self._shared, hashes = _whole(job.engine.gather(evaluated=request.evaluated), self.ranks.device)
+        size = sum(tensor.nbytes for tensor in self._shared.values())
+        return Published(int(request.version), hashes, size, evaluated=request.evaluated)
+
+    def shared_adapter(self) -> dict[str, Tensor]:
+        """What `share_adapter` collected last, handed over."""
+        shared, self._shared = self._shared, {}
+        return shared
 
     def send_weights(self, request: trainer_pb2.PublishWeightsRequest) -> Published | None:
         """Collective. Rank 0 broadcasts all buckets. Raises Unavailable on rank 0 alone when the broadcast fails, the
@@ -214,6 +236,14 @@ class Worker:
             gather.rest()  # with the other ranks, to the end
             raise Unavailable(f"the broadcast failed: {error}") from error
         return Published(int(request.version), sent.hashes, sent.bytes, evaluated=request.evaluated)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Around an update: waits until this rank samples no more. The others may wait longer, in a collective."""
+        with ExitStack() as stack:
+            with self.ranks.beats.phase(Phase.LOAD):  # the step at work may compile
+                stack.enter_context(self.turns.training())
+            yield
 
     def _batches(self, job: Job, updates: Sequence[Update]) -> list[list[Batch]]:
         """This rank's of each update."""
@@ -339,15 +369,17 @@ def step_response(record: Record, step: int, *, replayed: bool) -> trainer_pb2.T
     )
 
 
-def _whole(gather: Gather, device: torch.device) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Tensors in host memory and their hashes, by name; hashed on the device."""
+def _whole(
+    gather: Gather, device: torch.device, to: torch.device | str | None = None
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Tensors and their hashes, by name; hashed on the device and kept there, or moved."""
     state: dict[str, Tensor] = {}
     hashes = weights.Hashes()
     for bucket in gather.buckets:
         flat = devices.byte_buffer(weights.bucket_bytes(bucket), device)
         gather.fill(bucket, flat)
         hashes.add((spec.name, view) for spec, view in weights.views(bucket, flat))
-        state |= {spec.name: view for spec, view in weights.views(bucket, flat.cpu())}
+        state |= {spec.name: view for spec, view in weights.views(bucket, flat.to(to or device))}
     return state, hashes.result()
 
 

@@ -87,7 +87,8 @@ def test_dependencies_come_before_code_and_only_from_the_project(name: str, serv
     assert copied["flowfleet flowfleet"] > installed
     pins = [rest for word, rest in found if word == "RUN" and re.search(r"[a-z]==\d", rest)]
     assert not pins
-    assert not [other for other in set(SERVICES) - {service} if f"services/{other}" in " ".join(copied)]
+    own = {service, "rollout"} if service == "trainer" else {service}  # a rank may sample
+    assert not [other for other in set(SERVICES) - own if f"services/{other}" in " ".join(copied)]
 
 
 def test_rollout_and_trainer_share_their_large_layers() -> None:

@@ -85,7 +85,7 @@ def _fleet_problems(spec: JobSpec, directory: Directory) -> Iterator[str]:
             setting = f"rewards.{name}" + (f".service = {service!r}" if part.service else "")
             yield f"{setting}: this controller has no such reward service; it has: {known}"
     pools = directory.pools
-    if pools is not None and spec.rollout.pool not in pools:
+    if pools is not None and spec.rollout.pool in spec.pools and spec.rollout.pool not in pools:
         known = ", ".join(sorted(pools)) or "none"
         yield f"rollout.pool = {spec.rollout.pool!r}: this fleet has no such pool; it has: {known}"
 

@@ -5,34 +5,41 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 
+from flowfleet.job.spec import JobSpec
 from flowfleet.proto import rollout_pb2_grpc
 from services.controller.fleet.replicas import Replica, Verified
 from services.controller.fleet.watch import FleetWatch, NobodyThere, Want
 from services.controller.waiting import WaitedInVain
 
+LOOKAHEAD = 2
+"""Batches that a replica is given at once: one runs, the next waits there."""
+
 
 class RolloutPool:
-    """`limit`: samples that a replica may have outstanding when it is lent once more. `shortage` says why pods of a
+    """Rollouts, and the trainer's own ranks where these sample (`JobSpec.pools`). `shortage` says why pods of a
     component and name cannot run, as `Directory.shortage`."""
 
     def __init__(
-        self, watch: FleetWatch, job_id: str, name: str, *, limit: int, shortage: Callable[[str, str], str]
+        self, watch: FleetWatch, job_id: str, spec: JobSpec, *, shortage: Callable[[str, str], str] = lambda *_: ""
     ) -> None:
-        self._watch, self._job_id, self._name = watch, job_id, name
-        self._limit, self._shortage = limit, shortage
+        self._watch, self._job_id = watch, job_id
+        self._name, self._names = spec.rollout.pool, spec.pools
+        self._limit, self._shortage = LOOKAHEAD * spec.rollout.batch_size, shortage
 
     @asynccontextmanager
     async def replica(self, low: int, high: int, samples: int, *, evaluated: bool = False) -> AsyncIterator[Replica]:
         """Lends a replica, as `FleetWatch.lease`. Raises WaitedInVain while the pool has no live replica."""
         want = Want(low, high, self._limit, evaluated)
         try:
-            async with self._watch.lease(self._name, self._job_id, want, samples) as replica:
+            async with self._watch.lease(self._names, self._job_id, want, samples) as replica:
                 yield replica
         except NobodyThere:
             raise WaitedInVain(self.nobody_there()) from None
 
     def nobody_there(self) -> str:
-        """What to say of a pool without live replicas."""
+        """What to say while no replica is live."""
+        if self._name not in self._names:
+            return "no rank of the job's trainer has joined as a replica yet"
         shortage = self._shortage("rollout", self._name)
         return f"pool {self._name!r} has no live rollout replica" + (f": {shortage}" if shortage else "")
 
@@ -40,20 +47,21 @@ class RolloutPool:
         return self._watch.stub(replica.address)
 
     def live(self) -> list[Replica]:
-        return self._watch.fleet.live(self._name)
+        return [replica for name in self._names for replica in self._watch.fleet.live(name)]
 
     def behind(self, version: int, *, evaluated: bool) -> list[Replica]:
         """Live replicas that do not serve the job's version."""
-        return self._watch.fleet.behind(self._name, self._job_id, version, evaluated=evaluated)
+        fleet, job_id = self._watch.fleet, self._job_id
+        return [r for name in self._names for r in fleet.behind(name, job_id, version, evaluated=evaluated)]
 
     @property
     def size(self) -> int:
-        return self._watch.fleet.num_in(self._name)
+        return sum(map(self._watch.fleet.num_in, self._names))
 
     @property
     def num_devices(self) -> int:
-        """Accelerators of the replicas that serve the job."""
-        return self._watch.fleet.num_devices(self._job_id)
+        """Accelerators of the rollouts that serve the job."""
+        return self._watch.fleet.num_devices(self._job_id, self._name)
 
     def verified(self, verified: Verified) -> None:
         """Lends only replicas whose weights this accepts."""

@@ -150,9 +150,9 @@ class Fleet:
         settled = [r for r in self.live(pool) if r.health in (Health.IDLE, Health.SERVING)]
         return [r for r in settled if not self._serves(r, job_id, version, version, evaluated)]
 
-    def num_devices(self, job_id: str) -> int:
-        """Accelerators that live replicas of a job run on; on CPUs, processes."""
-        return num_devices(self._by_job.get(job_id, {}).values())
+    def num_devices(self, job_id: str, pool: str) -> int:
+        """Accelerators that live replicas of a pool that serve a job run on; on CPUs, processes."""
+        return num_devices(r for r in self._by_job.get(job_id, {}).values() if r.pool == pool)
 
     def live(self, pool: str) -> list[Replica]:
         """Live replicas of a pool, by name."""

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -182,10 +182,10 @@ class FleetWatch:
         return rollout_pb2_grpc.RolloutServiceStub(self._channels[address])
 
     @asynccontextmanager
-    async def lease(self, pool: str, job_id: str, want: Want, samples: int) -> AsyncIterator[Replica]:
+    async def lease(self, pools: Sequence[str], job_id: str, want: Want, samples: int) -> AsyncIterator[Replica]:
         """Waits for a replica at an admissible version, charges it with `samples`, and frees it at the end. Waits for
-        as long as replicas of the pool are busy or behind; raises NobodyThere when there are none."""
-        replica = await self._take(pool, job_id, want, samples)
+        as long as replicas of the pools are busy or behind; raises NobodyThere when there are none."""
+        replica = await self._take(pools, job_id, want, samples)
         self._leases[replica.address] += 1
         try:
             yield replica
@@ -199,23 +199,23 @@ class FleetWatch:
             self._leases[replica.address] -= 1
             self._desk.give_back(job_id, replica, samples)
 
-    async def _take(self, pool: str, job_id: str, want: Want, samples: int) -> Replica:
+    async def _take(self, pools: Sequence[str], job_id: str, want: Want, samples: int) -> Replica:
         try:
             async with asyncio.timeout(None) as limit:
-                looking = asyncio.create_task(self._end_when_empty(limit, pool))
+                looking = asyncio.create_task(self._end_when_empty(limit, pools))
                 try:
                     return await self._desk.take(job_id, want, samples)
                 finally:
                     looking.cancel()
         except TimeoutError:
-            raise NobodyThere(f"pool {pool!r} has no live rollout replica") from None
+            raise NobodyThere(f"no live replica in {', '.join(pools)}") from None
 
-    async def _end_when_empty(self, wait: asyncio.Timeout, pool: str) -> None:
-        """Lets a wait time out once the pool has been without a live replica for a while."""
+    async def _end_when_empty(self, wait: asyncio.Timeout, pools: Sequence[str]) -> None:
+        """Lets a wait time out once the pools have been without a live replica for a while."""
         lived = time.monotonic()
         while time.monotonic() - lived < EMPTY_S:
             await asyncio.sleep(EMPTY_LOOK_S)
-            if self.fleet.any_live(pool):
+            if any(self.fleet.any_live(pool) for pool in pools):
                 lived = time.monotonic()
         wait.reschedule(asyncio.get_running_loop().time())
 

@@ -34,13 +34,14 @@ class JobTotals:
     """Step whose samples are kept → when it was opened, Unix seconds."""
 
     def look(self, machine: Machine, replicas: Sequence[Replica], at: float, elapsed_s: float) -> None:
-        """`replicas`: of its pool."""
+        """`replicas`: of its pools."""
         self.machine, self.active = machine, not machine.finished
         if (seen := _progress(machine)) != self.seen:
             self.seen, self.progress_at = seen, at
         if machine.state.trainer_applied is not None:
             self.accelerator_s["trainer"] += machine.spec.trainer.world_size * elapsed_s
-        self.accelerator_s["rollout"] += num_devices(r for r in replicas if r.job_id == self.job_id) * elapsed_s
+        rollouts = (r for r in replicas if (r.job_id, r.pool) == (self.job_id, machine.spec.rollout.pool))
+        self.accelerator_s["rollout"] += num_devices(rollouts) * elapsed_s
         for step, batch in machine.state.batches.items():
             self.opened.setdefault(step, batch.opened_at)
 
@@ -79,7 +80,7 @@ class Totals:
             pool = machine.spec.rollout.pool
             if pool not in self._jobs or self._jobs[pool].job_id != job_id:
                 self._jobs[pool] = JobTotals(job_id, machine)
-            self._jobs[pool].look(machine, self._members.get(pool, ()), at, elapsed_s)
+            self._jobs[pool].look(machine, self._of(machine), at, elapsed_s)
 
     def release_before(self, job_id: str, step: int) -> None:
         for job in self._jobs.values():
@@ -92,10 +93,11 @@ class Totals:
             yield from self._counters(job)
             if job.active:
                 yield from self._versions(pool, job)
-                yield from self._gauges(pool, job)
+                yield from self._gauges(job)
 
     def _fleet(self) -> Iterator[Sample]:
-        for pool in sorted({*self._members, *self._live_s, *self._jobs}):
+        wanted = {pool for job in self._jobs.values() for pool in job.machine.spec.pools}
+        for pool in sorted({*self._members, *self._live_s, *self._jobs, *wanted}):
             members = self._members.get(pool, ())
             healths = Counter(replica.health for replica in members)
             for health in Health:
@@ -105,9 +107,13 @@ class Totals:
             yield Sample("flowfleet_fleet_busy_seconds_total", (pool,), self._busy_s[pool])
             yield Sample("flowfleet_fleet_replica_seconds_total", (pool,), self._live_s[pool])
 
+    def _of(self, machine: Machine) -> list[Replica]:
+        """Replicas that sample for a job."""
+        return [replica for pool in machine.spec.pools for replica in self._members.get(pool, ())]
+
     def _versions(self, pool: str, job: JobTotals) -> Iterator[Sample]:
         published, evaluated = job.machine.state.published, job.machine.state.evaluated
-        live = [replica for replica in self._members.get(pool, ()) if replica.live]
+        live = [replica for replica in self._of(job.machine) if replica.live]
         lags = Counter(_lag(replica, job.job_id, published) for replica in live)
         for lag in (*map(str, range(MAX_LAG)), f"{MAX_LAG}+", "none"):
             yield Sample("flowfleet_fleet_replicas_at_version", (pool, job.job_id, lag), lags[lag])
@@ -125,13 +131,13 @@ class Totals:
             seconds = job.accelerator_s[component]
             yield Sample("flowfleet_job_accelerator_seconds_total", (job.job_id, component), seconds)
 
-    def _gauges(self, pool: str, job: JobTotals) -> Iterator[Sample]:
+    def _gauges(self, job: JobTotals) -> Iterator[Sample]:
         job_id, spec, state = job.job_id, job.machine.spec, job.machine.state
         yield Sample("flowfleet_job_status", (job_id, str(state.status)), 1)
         yield Sample("flowfleet_job_step", (job_id,), state.version)
         yield Sample("flowfleet_job_steps", (job_id,), job.machine.steps)
         yield Sample("flowfleet_job_last_progress_timestamp_seconds", (job_id,), job.progress_at)
-        yield Sample("flowfleet_job_waiting_samples", (job_id, pool), self._waiting(pool, job))
+        yield Sample("flowfleet_job_waiting_samples", (job_id, spec.pools[0]), self._waiting(job))
         yield Sample("flowfleet_job_staleness_limit", (job_id,), spec.schedule.max_staleness)
         if spec.rollout.max_log_prob_gap is not None:
             yield Sample("flowfleet_job_log_prob_gap_limit", (job_id,), spec.rollout.max_log_prob_gap)
@@ -139,14 +145,14 @@ class Totals:
         age = max(0.0, self._at - min(job.opened.values(), default=self._at))
         yield Sample("flowfleet_job_oldest_held_step_age_seconds", (job_id,), age)
 
-    def _waiting(self, pool: str, job: JobTotals) -> int:
+    def _waiting(self, job: JobTotals) -> int:
         """Samples wanted by steps that may be sampled now, less what the job's replicas were asked for."""
         machine = job.machine
         if not machine.commands(most=1):
             return 0
         earliest = machine.state.published + machine.spec.schedule.max_staleness
         open_now = (batch for batch in machine.state.batches.values() if batch.step <= earliest)
-        asked = sum(replica.outstanding for replica in self._members.get(pool, ()) if replica.job_id == job.job_id)
+        asked = sum(replica.outstanding for replica in self._of(machine) if replica.job_id == job.job_id)
         return max(0, sum(batch.count("wanted") for batch in open_now) - asked)
 
 

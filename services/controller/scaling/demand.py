@@ -7,7 +7,8 @@ samples wait for a replica, not while finished ones wait for the trainer, and st
 - A pool works for its oldest job that has not ended; those behind it add nothing.
 - It has one replica at least from that job's admission on, between steps too: there must be somebody to publish to.
 - More, while the samples that are wanted are more than replicas take at once, up to one a request.
-- None while the job is paused, or without jobs. A reward has one at least while such a job of any pool names it.
+- None while the job is paused, without jobs, or where the job's trainer makes all samples. A
+  reward has one at least while such a job of any pool names it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pydantic import BaseModel, ConfigDict
 
 from flowfleet.client.types import Desired, JobStatus
 from flowfleet.redis import keys
+from services.controller.fleet.pool import LOOKAHEAD
 from services.controller.job.state_machine import Machine, Validate
 from services.controller.rewards.scoring import MAX_SCORING
 from services.controller.store.leadership import Lease
@@ -30,8 +32,6 @@ from services.controller.store.records import JobRecord
 Component = Literal["rollout", "reward"]
 Name = tuple[Component, str]
 
-LOOKAHEAD = 2
-"""Batches that a replica is given at once: one runs, the next waits there (step.py)."""
 REWARD_SAMPLES = 32
 """Samples that a replica of a reward takes at once."""
 FRESH_S = 5.0
@@ -46,6 +46,8 @@ class Work:
     job_id: str
     pool: str
     rewards: tuple[str, ...]
+    uses_rollouts: bool = True
+    """Whether rollouts sample for it; else its trainer alone does."""
     samples: int = 0
     """Wanted of open steps and validations, on their way included."""
     requests: int = 0
@@ -73,7 +75,8 @@ def work_of(record: JobRecord, machine: Machine | None = None, num_held_out: int
     """Work of the first job of its pool; none if it needs nothing now. `machine`: of a job whose driver runs."""
     if record.status.terminal or record.desired is not Desired.RUNNING or (machine is not None and machine.finished):
         return None
-    work = Work(record.id, record.pool, tuple(sorted(_services(record, machine))))
+    uses_rollouts = record.spec["trainer"].get("samples") != "only"
+    work = Work(record.id, record.pool, tuple(sorted(_services(record, machine))), uses_rollouts)
     if machine is None:
         return work
     rollout, batches = machine.spec.rollout, machine.state.batches.values()
@@ -84,6 +87,7 @@ def work_of(record: JobRecord, machine: Machine | None = None, num_held_out: int
         work.job_id,
         work.pool,
         work.rewards,
+        work.uses_rollouts,
         samples=sum(batch.count("wanted") for batch in batches) + held_out,
         requests=sum(math.ceil(groups / groups_per_request) for groups in open_groups)
         + math.ceil(held_out / rollout.batch_size),
@@ -111,9 +115,10 @@ def demand(works: Iterable[Work], in_flight: Mapping[str, int]) -> dict[Name, De
     for work in works:
         out = min(work.samples, in_flight.get(work.pool, 0))
         replicas = max(1, min(math.ceil(work.samples / work.samples_per_replica), work.requests))
-        found["rollout", work.pool] = Demand(
-            replicas=replicas, waiting=work.samples - out, in_flight=out, jobs=(work.job_id,)
-        )
+        if work.uses_rollouts:
+            found["rollout", work.pool] = Demand(
+                replicas=replicas, waiting=work.samples - out, in_flight=out, jobs=(work.job_id,)
+            )
         for name in work.rewards:
             scoring.setdefault(name, []).append(work)
     for name, users in scoring.items():

@@ -162,6 +162,11 @@ class RolloutEngine(ABC):
     async def load_adapter(self, state: Mapping[str, Tensor]) -> None:
         """Puts a whole adapter into the live model. Raises ValueError unless names, shapes and dtypes are all its."""
 
+    async def load_shared(self) -> None:
+        """Puts the adapter that a trainer of this process has ready into the live model. Raises ValueError without such
+        a trainer."""
+        raise ValueError("source.shared: no trainer runs in this process: give an adapter blob or a broadcast")
+
     @abstractmethod
     async def receive(self, member: Member, buckets: Sequence[Bucket]) -> None:
         """Receives every bucket into the live weights: the adapter's if there is one, else all of the transformer's.

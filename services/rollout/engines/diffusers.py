@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flowfleet.hardware import devices
 from flowfleet.models.base import ModelAdapter
+from flowfleet.models.loading import LoadFormat
 from flowfleet.models.registry import ModelFamily, family_of
 from flowfleet.process.pulse import Pulse
 from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
@@ -114,17 +115,18 @@ class DiffusersEngine(RolloutEngine):
         self.pulse.reset()
         log.info("loading %s in %s on %s", model.path, model.dtype, self.device)
         self._family = family_of(model.path)
-        adapter = self._family.load().load(
-            model.path,
-            dtype=weights.dtype_of(model.dtype),
-            device=self.device,
-            load_format="dummy" if model.load_format == "dummy" else "safetensors",
-        )
+        adapter = self._adapter_of(model, self._family)
         adapter.limit_tokens(model.max_sequence_length or None)
         acceleration.accelerate(adapter.experts, compile=model.compile, quantization=model.quantization)
         if model.compile:
             acceleration.watch_compilation(self.pulse)
         self._model, self._adapter, self._sampler = copied(model), adapter, Sampler(adapter)
+
+    def _adapter_of(self, model: ModelSpec, family: ModelFamily) -> ModelAdapter:
+        """All components of the model, on the engine's device."""
+        return family.load().load(
+            model.path, dtype=weights.dtype_of(model.dtype), device=self.device, load_format=load_format(model)
+        )
 
     def _install(self, lora: LoraSpec | None) -> None:
         experts = self._loaded().experts
@@ -196,6 +198,11 @@ class DiffusersEngine(RolloutEngine):
                 return function(*args, **kwargs)
 
         return asyncio.get_running_loop().run_in_executor(self._thread, watched)
+
+
+def load_format(model: ModelSpec) -> LoadFormat:
+    """Where the weights of a model come from."""
+    return "dummy" if model.load_format == "dummy" else "safetensors"
 
 
 def load_of(request: GenerationRequest, num_rows: int) -> tuple[str, float]:

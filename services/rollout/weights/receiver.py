@@ -124,6 +124,9 @@ class WeightReceiver:
                     await self._load_adapter(request.adapter)
                 case "broadcast":
                     await self._receive(request.broadcast)
+                case "shared":
+                    self._state.touch()
+                    await self._engine.load_shared()
                 case _:
                     raise ValueError("source: give an adapter blob or a broadcast")
         except BaseException:

@@ -208,8 +208,13 @@ def lora_spec(spec: JobSpec) -> LoraSpec:
     return LoraSpec(rank=part.rank, alpha=part.alpha, target_modules=targets)
 
 
+def num_threads(spec: JobSpec, ranks: Ranks) -> int:
+    """CPU threads of a thread that computes."""
+    return spec.trainer.threads or max(1, usable_cpus() // ranks.world_size)
+
+
 def _set_threads(spec: JobSpec, ranks: Ranks) -> None:
     """Sets the threads of the calling thread, which must be the one that computes."""
-    torch.set_num_threads(spec.trainer.threads or max(1, usable_cpus() // ranks.world_size))
+    torch.set_num_threads(num_threads(spec, ranks))
     if spec.trainer.deterministic and devices.is_accelerator(ranks.device):
         torch.use_deterministic_algorithms(True, warn_only=True)

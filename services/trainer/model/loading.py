@@ -99,7 +99,7 @@ def fill(expert: nn.Module, source: Source, ranks: Ranks) -> None:
     with torch.no_grad():
         for name, parameter in expert.named_parameters():
             if ".lora_" not in name:
-                fill_parameter(parameter, partial(source.rows, _plain(name), parameter.shape))
+                fill_parameter(parameter, partial(source.rows, plain_name(name), parameter.shape))
                 ranks.beats.beat()
         for name, buffer in persistent(expert):
             value = source.buffer(name) if not isinstance(buffer, nn.Parameter) else None
@@ -118,10 +118,10 @@ def fill_parameter(parameter: Tensor, rows_of: Callable[[slice], Tensor]) -> Non
 def persistent(expert: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and the buffers that checkpoints hold, by their names there."""
     kept = expert.state_dict().keys()
-    yield from ((_plain(name), parameter) for name, parameter in expert.named_parameters())
-    yield from ((_plain(name), buffer) for name, buffer in expert.named_buffers() if name in kept)
+    yield from ((plain_name(name), parameter) for name, parameter in expert.named_parameters())
+    yield from ((plain_name(name), buffer) for name, buffer in expert.named_buffers() if name in kept)
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """A parameter's name in a model without adapter."""
     return name.replace(_WRAPPED, ".")

@@ -6,7 +6,7 @@ They are those that sample (the trained ones, or the old policy's of a loss that
 Full weights go through `broadcast.py`, and so does an adapter where every replica has an accelerator of the trainer's
 kind to itself. Else, or where the broadcast reached none of them, an adapter is a blob that each replica pulls, so that
 replicas are independent. A replica that already serves exactly these weights (job, version, kind, digest) is left
-alone.
+alone. The trainer's own ranks, where they sample, take the adapter in process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from typing import Any
 
+from flowfleet.data.replicas import rank_id
 from flowfleet.errors import Conflict
 from flowfleet.proto import rollout_pb2
 from flowfleet.proto.trainer_pb2 import PublishResult, PublishWeightsRequest, PublishWeightsResponse
@@ -46,16 +48,21 @@ class Publisher:
         deadline, attempt = start + _SHARE_OF_DEADLINE * timeout_s, job.checkpoints.fence.attempt
         clients = [ReplicaClient(replica, deadline, attempt) for replica in request.replicas]
         failed = messages(await failures(clients, lambda client: client.status()))
-        found = [client for client in clients if client.replica_id not in failed]
+        own, found = _own(job, [client for client in clients if client.replica_id not in failed])
         by_blob = job.engine.is_lora and self._broadcaster.backend(found) == "gloo"
-        published: Published | None
+        shared: Published | None = None
+        published: Published | None = None
         try:
             async with self._runner.turn():
                 _check_version(job, request)
-                if by_blob:
+                if own:
+                    shared = await self._runner.call(Command(Kind.SHARE_ADAPTER, request))
+                if own and not found:
+                    by_blob = False
+                elif by_blob:
                     published = await self._runner.call(Command(Kind.GATHER_ADAPTER, request))
                 else:  # No other command in between: the weights must stay the version's
-                    published = await self._broadcaster.publish(job, request, clients, failed)
+                    published = await self._broadcaster.publish(job, request, found, failed)
                     if job.engine.is_lora and found and all(client.replica_id in failed for client in found):
                         log.warning(
                             "no replica got the adapter by broadcast; sending a blob",
@@ -63,22 +70,25 @@ class Publisher:
                         )
                         by_blob, found = True, await _answering(found, failed)
                         published = await self._runner.call(Command(Kind.GATHER_ADAPTER, request))
+            if own:
+                failed |= await self._give_adapter(job, own, shared, shared=rollout_pb2.Shared())
             if by_blob:
-                failed |= await self._give_adapter(job, found, published)
+                assert published is not None, "rank 0 has it"
+                failed |= await self._give_adapter(job, found, published, adapter=published.adapter)
         finally:
             await asyncio.gather(*(client.close() for client in clients))
-        return _response(request, job, published, failed, clients, time.monotonic() - start)
+        return _response(request, job, published or shared, failed, clients, time.monotonic() - start)
 
     def close(self) -> None:
         """Leaves the transfer group."""
         self._broadcaster.close()
 
     async def _give_adapter(
-        self, job: Job, clients: list[ReplicaClient], published: Published | None
+        self, job: Job, clients: list[ReplicaClient], published: Published | None, **source: Any
     ) -> dict[str, str]:
         assert published is not None, "rank 0 has it"
         update = rollout_pb2.UpdateWeightsRequest(
-            job_id=job.job_id, version=published.version, evaluated=published.evaluated, adapter=published.adapter
+            job_id=job.job_id, version=published.version, evaluated=published.evaluated, **source
         )
 
         async def give(client: ReplicaClient) -> None:
@@ -90,6 +100,12 @@ class Publisher:
             await client.finish(job.job_id, published)
 
         return messages(await failures(clients, give))
+
+
+def _own(job: Job, clients: list[ReplicaClient]) -> tuple[list[ReplicaClient], list[ReplicaClient]]:
+    """The trainer's own ranks, and the others."""
+    ids = {rank_id(job.job_id, rank) for rank in range(job.spec.trainer.world_size)}
+    return [c for c in clients if c.replica_id in ids], [c for c in clients if c.replica_id not in ids]
 
 
 async def _answering(clients: list[ReplicaClient], failed: dict[str, str]) -> list[ReplicaClient]:

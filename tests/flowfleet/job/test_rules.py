@@ -68,6 +68,22 @@ def test_a_loss_that_the_job_chose_brings_its_own_limits() -> None:
 
 CPS = {"noise": {"type": "cps", "eta": 0.8}}
 REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
+    # A trainer that samples
+    "a full trainer that samples": (
+        {"trainer": {"samples": "idle", "mode": "full"}},
+        'trainer.samples = "idle"',
+        'set trainer.mode = "lora"',
+    ),
+    "ranks that hold a share of the base each": (
+        {"trainer": {"samples": "only", "world_size": 2, "sharding": "fsdp"}},
+        'trainer.samples = "only"',
+        'set that to "auto"',
+    ),
+    "a trainer alone that is not on-policy": (
+        {"trainer": {"samples": "only"}, "schedule": {"max_staleness": 1}},
+        'trainer.samples = "only"',
+        "schedule.max_staleness = 1",
+    ),
     # Windows and steps
     "a correction of ratios that are none": (
         {"rollout": CPS, "algorithm": {"correction": {"mode": "truncated"}}},

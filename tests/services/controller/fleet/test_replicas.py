@@ -176,5 +176,5 @@ def test_replicas_that_share_an_accelerator_count_once() -> None:
     fleet.update([record("d", job_id="other")])
     for _ in range(MISSED_ASKS):
         fleet.missed("e")
-    assert fleet.num_devices("job") == 2
-    assert fleet.num_devices("none") == 0
+    assert fleet.num_devices("job", "default") == 2
+    assert fleet.num_devices("none", "default") == 0

@@ -184,7 +184,7 @@ def test_a_broken_call_loses_it_until_it_answers_though_its_record_is_renewed(ru
         metadata = grpc.aio.Metadata()
         broken = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, metadata, metadata)
         with pytest.raises(grpc.aio.AioRpcError):
-            async with watch.lease("default", "job", WANT, 2):
+            async with watch.lease(["default"], "job", WANT, 2):
                 raise broken
         assert health(watch) is Health.LOST
         await until(lambda: health(watch) is Health.SERVING)
@@ -204,10 +204,10 @@ def test_an_empty_pool_is_told_and_a_busy_one_is_waited_for(
         watch: FleetWatch, directory: ReplicaDirectory, service: Answers, said: ReplicaRecord, _: Any
     ) -> None:
         async def wait() -> None:
-            async with watch.lease("default", "job", WANT, 2):
+            async with watch.lease(["default"], "job", WANT, 2):
                 return
 
-        with pytest.raises(NobodyThere, match="pool 'default' has no live rollout replica"):
+        with pytest.raises(NobodyThere, match="no live replica in default"):
             await wait()
         assert watch._desk._waiting == {}
         await directory.put(replace(said, state="updating"))

@@ -71,6 +71,12 @@ def test_a_job_counts_from_its_admission_and_no_longer_than_it_wants_to_run() ->
     }
 
 
+def test_a_trainer_that_makes_all_samples_needs_no_rollout() -> None:
+    spec = parse_job(spec_of().model_dump(mode="json") | {"trainer": {"samples": "only"}})
+    assert set(at_least([record_of(spec)])) == {("reward", "ocr")}
+    assert set(asked_of(started(spec))) == {("reward", "ocr")}
+
+
 def test_jobs_behind_the_first_of_their_pool_add_nothing() -> None:
     pools = ["default", "default", "wide", "default"]
     jobs = [record_of(spec_of(pool=pool), job_id=f"job-{index}") for index, pool in enumerate(pools)]

@@ -1,0 +1,96 @@
+"""The rollout's diffusers engine on the frozen base that a rank holds, with an adapter of its own.
+
+Transformers are made again without memory and given the rank's own parameters, so the base is there once. The adapter
+lies next to it in `model.dtype`, as every replica has it, and changes when a version is published: an update of the
+fp32 masters never reaches a sample. Text encoders and VAE are loaded as in a rollout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from flowfleet.models.base import ModelAdapter
+from flowfleet.models.registry import ModelFamily
+from flowfleet.process.pulse import Pulse
+from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
+from flowfleet.weights import weights
+from services.rollout.engines.base import GeneratedBatch, GenerationRequest
+from services.rollout.engines.diffusers import DiffusersEngine, load_format
+from services.rollout.engines.prompts import Encoded
+from services.rollout.engines.sampler import Row
+from services.trainer.model.engine import Engine, lora_spec, model_spec, num_threads
+from services.trainer.model.loading import plain_name
+from services.trainer.parallel.sharding import local
+from services.trainer.turns import Turns
+
+MAX_BATCH = 256
+"""Most rows of one forward, as a rollout's default."""
+
+
+class SharingEngine(DiffusersEngine):
+    """Samples between the updates of `trained`. `shared` gives the adapter that was gathered last."""
+
+    def __init__(self, trained: Engine, turns: Turns, shared: Callable[[], Mapping[str, Tensor]]) -> None:
+        spec, ranks = trained.spec, trained.ranks
+        pulse = Pulse(spec.timeouts.hang_s, shared=True)
+        super().__init__(ranks.device, max_batch=MAX_BATCH, threads=num_threads(spec, ranks), pulse=pulse)
+        self._trained, self._turns, self._shared = trained, turns, shared
+
+    async def prepare(self, model: ModelSpec, lora: LoraSpec | None) -> None:
+        spec, own = self._trained.spec, model_spec(self._trained.spec)
+        own.path = str(self._trained.folder)
+        if (model, lora) != (own, lora_spec(spec)):
+            raise ValueError(f"this replica is a rank of a trainer of {spec.model.path}: it samples for that job alone")
+        await super().prepare(model, lora)
+
+    async def load_shared(self) -> None:
+        await self.load_adapter(self._shared())
+
+    def _adapter_of(self, model: ModelSpec, family: ModelFamily) -> ModelAdapter:
+        dtype, kind = weights.dtype_of(model.dtype), family.load()
+        adapter = kind.load(
+            model.path,
+            dtype=dtype,
+            device=self.device,
+            components=("text_encoder", "vae"),
+            load_format=load_format(model),
+        )
+        bare = kind.load(model.path, dtype=dtype, components=("transformer",), load_format="empty")
+        for component, expert in bare.experts.items():
+            share(self._trained.experts[component], expert)
+            setattr(adapter.pipeline, component, expert)
+        return adapter
+
+    def _encode(self, request: GenerationRequest) -> Encoded:
+        with self._turns.sampling(self.pulse.beat):
+            return super()._encode(request)
+
+    def _sample(
+        self, request: GenerationRequest, encoded: Encoded, rows: Sequence[Row], checkpoint: Callable[[], None]
+    ) -> GeneratedBatch:
+        def between_steps() -> None:
+            checkpoint()
+            self._turns.between_steps(self.pulse.beat)
+
+        with self._turns.sampling(self.pulse.beat):
+            return super()._sample(request, encoded, rows, between_steps)
+
+
+def share(trained: nn.Module, bare: nn.Module) -> None:
+    """Gives a transformer without weights those of a rank's: the same memory, without the adapter."""
+    held = {plain_name(name): local(tensor) for name, tensor in _tensors(trained) if ".lora_" not in name}
+    for prefix, module in bare.named_modules():
+        for tensors in (module._parameters, module._buffers):
+            for leaf, tensor in tensors.items():
+                if tensor is not None:
+                    given = held[f"{prefix}.{leaf}" if prefix else leaf]
+                    assert given.shape == tensor.shape, "the rank holds the whole base"
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    tensors[leaf] = nn.Parameter(given, requires_grad=False) if is_parameter else given
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
