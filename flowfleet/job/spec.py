@@ -556,6 +556,12 @@ class JobSpec(Part):
         return {"no": (rollouts,), "idle": (rollouts, own), "only": (own,)}[self.trainer.samples]
 
     @property
+    def gives_way(self) -> bool:
+        """Whether a request that has not begun when a new version comes is sampled under that one. Not where batches
+        must be those of any other run."""
+        return self.schedule.max_staleness > 0 and not self.trainer.deterministic
+
+    @property
     def averages(self) -> bool:
         """Whether what is validated and exported is an average of the trained weights."""
         return self.trainer.ema.decay is not None

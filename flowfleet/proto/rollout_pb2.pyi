@@ -228,6 +228,7 @@ class GenerateRequest(_message.Message):
     REFERENCE_KL_FIELD_NUMBER: _builtins.int
     EVALUATED_FIELD_NUMBER: _builtins.int
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
+    GIVES_WAY_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     step: _builtins.int
     purpose: _common_pb2.Purpose.ValueType
@@ -240,6 +241,8 @@ class GenerateRequest(_message.Message):
     """which weights of `policy_version`, as in PublishWeightsRequest"""
     weights_digest: _builtins.str
     """of these weights, as in RolloutStatus; a replica that serves others refuses. Empty: any of that version"""
+    gives_way: _builtins.bool
+    """fails with FAILED_PRECONDITION if an update of the weights begins before its first denoising step"""
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
     @_builtins.property
@@ -262,10 +265,11 @@ class GenerateRequest(_message.Message):
         reference_kl: _builtins.bool = ...,
         evaluated: _builtins.bool = ...,
         weights_digest: _builtins.str = ...,
+        gives_way: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["noise", b"noise", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluated", b"evaluated", "groups", b"groups", "job_id", b"job_id", "noise", b"noise", "policy_version", b"policy_version", "purpose", b"purpose", "record", b"record", "reference_kl", b"reference_kl", "sampling", b"sampling", "step", b"step", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluated", b"evaluated", "gives_way", b"gives_way", "groups", b"groups", "job_id", b"job_id", "noise", b"noise", "policy_version", b"policy_version", "purpose", b"purpose", "record", b"record", "reference_kl", b"reference_kl", "sampling", b"sampling", "step", b"step", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

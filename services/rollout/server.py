@@ -83,6 +83,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             wire=request,
             request=wanted,
             check=lambda: self._state.check(ticket),
+            is_overtaken=lambda: self._state.phase is Phase.UPDATING,
             on_done=self._done,
         )
         async with aclosing(generation.samples()) as samples:

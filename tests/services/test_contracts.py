@@ -87,3 +87,14 @@ def test_a_trainer_takes_what_the_controller_sends(name: str) -> None:
         assert pairs == [((0, 0), (0, size - 1)), ((2, 0), (2, size - 1))]
     else:
         assert (keys, pairs) == ([(group, index) for group in range(3) for index in range(size)], [])
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "deterministic", "gives_way"), [(0, False, False), (1, False, True), (1, True, False)]
+)
+def test_what_has_not_begun_takes_the_newer_version_where_versions_may_mix(
+    max_staleness: int, deterministic: bool, gives_way: bool
+) -> None:
+    job = spec_of("flow_grpo").model_dump(mode="json")
+    job["schedule"]["max_staleness"], job["trainer"]["deterministic"] = max_staleness, deterministic
+    assert requests.generate(context(parse_job(job)), 2, {0: [0, 1]}).gives_way == gives_way

@@ -26,12 +26,12 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 
 def generate(job: JobContext, step: int, wanted: Mapping[int, Sequence[int]]) -> rollout_pb2.GenerateRequest:
-    """The training samples of some groups: group → indices. The policy version is the chosen replica's, set later, and
-    so are the media that prompts bring (inputs.py)."""
+    """Training samples of some groups: group → indices. Version and media are set later (step.py, inputs.py)."""
     prompts = job.prompts(step)
     return rollout_pb2.GenerateRequest(
         job_id=job.job_id,
         step=step,
+        gives_way=job.spec.gives_way,
         purpose=common_pb2.PURPOSE_TRAIN,
         sampling=_sampling(job.spec, job.spec.rollout.num_inference_steps, job.spec.rollout.sampler),
         noise=rollout_pb2.Noise(

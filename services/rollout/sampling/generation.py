@@ -1,7 +1,8 @@
 """One admitted request on its way through engine and publisher.
 
 It runs as a task of its own: when the caller goes away, the engine stops at the next denoising step, but a batch that
-was finished is still published. While one batch is published the engine makes the next.
+was finished is still published. While one batch is published the engine makes the next. A request that gives way ends
+as a whole where an update of the weights begins before its first step: another call gets it under the new version.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
+from flowfleet.errors import Conflict
 from flowfleet.hardware import devices
 from flowfleet.proto.common_pb2 import Sample
 from flowfleet.proto.rollout_pb2 import GenerateRequest
@@ -23,8 +25,8 @@ log = logging.getLogger(__name__)
 
 
 class Generation:
-    """`check` raises if the weights are no longer those of the request; `on_done(n, published)` hears of n samples that
-    ended, with their data stored or without."""
+    """`check` raises if the weights are no longer those of the request; `is_overtaken` says that an update waits;
+    `on_done(n, published)` hears of n samples that ended, with their data stored or without."""
 
     def __init__(
         self,
@@ -35,6 +37,7 @@ class Generation:
         wire: GenerateRequest,
         request: GenerationRequest,
         check: Callable[[], None],
+        is_overtaken: Callable[[], bool],
         on_done: Callable[[int, bool], None],
     ) -> None:
         self._engine = engine
@@ -43,9 +46,11 @@ class Generation:
         self._wire = wire
         self._request = request
         self._check = check
+        self._is_overtaken = is_overtaken
         self._on_done = on_done
         self._left = request.num_samples
         self._wanted = True
+        self._has_begun = self._gave_way = False
         self._finished: asyncio.Queue[Sample | None] = asyncio.Queue()
         self._context = {"job": wire.job_id, "step": wire.step}
 
@@ -64,13 +69,15 @@ class Generation:
         start = time.perf_counter()
         publishing: asyncio.Task[None] | None = None
         try:
-            async with aclosing(self._engine.generate(self._request, lambda: not self._wanted)) as batches:
+            async with aclosing(self._engine.generate(self._request, self._must_stop)) as batches:
                 async for batch in batches:
                     self._check()
                     if publishing is not None:
                         await publishing
                     publishing = asyncio.create_task(self._publish(batch))
         except Cancelled:
+            if self._gave_way:
+                raise Conflict("an update of the weights came before the first denoising step: ask again") from None
             log.info("caller cancelled: discarding %d unfinished samples", self._left, extra=self._context)
         finally:
             try:
@@ -91,6 +98,13 @@ class Generation:
         for sample in samples:
             log.debug("made", extra={**self._context, "sample": f"{sample.id.group}/{sample.id.index}"})
             self._finished.put_nowait(sample)
+
+    def _must_stop(self) -> bool:
+        """Asked from the engine's thread before every denoising step."""
+        if not self._has_begun and self._wire.gives_way and self._is_overtaken():
+            self._gave_way = True
+        self._has_begun = not self._gave_way
+        return self._gave_way or not self._wanted
 
     def _close(self, seconds: float) -> None:
         made = self._request.num_samples - self._left

@@ -455,6 +455,36 @@ def test_an_update_stops_admission_and_waits_for_what_runs(client: Any, model: M
     asyncio.run(scenario())
 
 
+def test_an_update_waits_for_the_batch_at_work_and_not_for_what_gives_way(client: Any, model: ModelSpec) -> None:
+    async def scenario() -> None:
+        async with client() as c:
+            await c.publish_adapter("job-w", 0, model, LORA, seed=1)
+            requests = [long_generate("job-w", 0) for _ in range(3)]
+            for step, request in enumerate(requests):
+                request.step, request.gives_way = step, step < 2
+            calls = []
+            for number, request in enumerate(requests, start=1):
+                calls.append(asyncio.create_task(c.generate(request)))
+                while (await c.status()).in_flight < 6 * number:
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0.3)  # the first has begun
+            await c.start("job-w", 1)
+            assert (await c.status()).in_flight == 0
+            begun, gave_way, stayed = await asyncio.gather(*calls, return_exceptions=True)
+            assert [sample.policy_version for sample in begun + stayed] == [0] * 12
+            assert gave_way.code() is Code.FAILED_PRECONDITION
+            assert "before the first denoising step" in gave_way.details()
+
+            state = make_adapter(model, LORA, 2)
+            await c.update_adapter("job-w", 1, await c.put_adapter("job-w", state))
+            await c.finish("job-w", 1, weights.tensor_hashes(state.items()))
+            again = requests[1]
+            again.policy_version = 1
+            assert {sample.policy_version for sample in await c.generate(again)} == {1}
+
+    asyncio.run(scenario())
+
+
 def test_work_that_nobody_waits_for_is_dropped(client: Any, model: ModelSpec) -> None:
     async def scenario() -> None:
         async with client() as c:
