@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from flowfleet.client.types import Job
+from flowfleet.client.types import Job, Progress
 from tests.e2e.conftest import Fleet, assert_accounted
-from tests.e2e.test_kills import kill_trainer_agent, kill_trainer_rank
+from tests.e2e.test_kills import kill_controller, kill_trainer_agent, kill_trainer_rank
 from tests.waiting import wait_until
 
 MakeJob = Callable[..., dict[str, Any]]
@@ -22,19 +20,6 @@ ONLY = {"trainer.samples": "only", "schedule.steps": STEPS, "schedule.save_every
 NAMES = ("critic/rewards/mean", "actor/loss", "actor/grad_norm")
 
 
-@pytest.fixture(scope="module")
-def without_rollouts(make_fleet: Callable[..., Any]) -> Iterator[Fleet]:
-    with make_fleet(replicas=0) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def undisturbed(make_fleet: Callable[..., Any], small_job: MakeJob) -> list[list[float]]:
-    """The curve of the same job with a rollout of one thread in place of the trainer's own samples."""
-    with make_fleet() as fleet:
-        return curve(fleet, fleet.run(small_job(**ONLY | {"trainer.samples": "no"})))
-
-
 def curve(fleet: Fleet, job: Job) -> list[list[float]]:
     assert_accounted(job, STEPS * SAMPLES)
     rows = fleet.metrics(job)
@@ -42,34 +27,24 @@ def curve(fleet: Fleet, job: Job) -> list[list[float]]:
     return [[row.values[name] or 0.0 for name in NAMES] for row in rows]
 
 
-def test_the_trainer_alone_repeats_the_curve_of_rollouts_bit_for_bit(
-    without_rollouts: Fleet, small_job: MakeJob, undisturbed: list[list[float]]
+def test_the_trainer_alone_repeats_the_curve_of_rollouts_bit_for_bit_whatever_is_killed(
+    make_fleet: Callable[..., Any], small_job: MakeJob
 ) -> None:
-    fleet = without_rollouts
-    job = fleet.run(small_job(**ONLY))
-    assert curve(fleet, job) == undisturbed
-    assert job.results["held_out_reward"] is not None
+    with make_fleet() as fleet:
+        by_rollouts = curve(fleet, fleet.run(small_job(**ONLY | {"trainer.samples": "no"})))
+    with make_fleet(replicas=0) as fleet:
+        client = fleet.client
+        job = client.submit(small_job(**ONLY))
+        for step, kill in ((1, kill_trainer_rank), (2, kill_controller), (3, kill_trainer_agent)):
+            wait_until(lambda step=step: at(client.job(job.id).progress, step))
+            kill(fleet, job)
+        job = client.wait(job.id, 240)
+        assert curve(fleet, job) == by_rollouts
+        assert job.results["held_out_reward"] is not None
 
 
-def kill_controller(fleet: Fleet, job: Job) -> None:
-    os.kill(fleet.pid("controller"), signal.SIGKILL)
-
-
-@pytest.mark.parametrize(
-    ("kill", "phase"), [(kill_trainer_rank, "rollout"), (kill_trainer_agent, "train"), (kill_controller, "rollout")]
-)
-def test_kills_change_no_bit_of_the_curve(
-    without_rollouts: Fleet,
-    small_job: MakeJob,
-    undisturbed: list[list[float]],
-    kill: Callable[[Fleet, Job], None],
-    phase: str,
-) -> None:
-    fleet, client = without_rollouts, without_rollouts.client
-    job = client.submit(small_job(**ONLY))
-    wait_until(lambda: client.job(job.id).progress.step >= 2 and client.job(job.id).progress.phase == phase)
-    kill(fleet, job)
-    assert curve(fleet, client.wait(job.id, 240)) == undisturbed
+def at(progress: Progress, step: int) -> bool:
+    return progress.step >= step and progress.phase == "rollout"
 
 
 def test_an_idle_trainer_samples_beside_rollouts(make_fleet: Callable[..., Any], small_job: MakeJob) -> None:
