@@ -9,7 +9,7 @@ MOST_OF_DEVICE = 0.5
 
 
 def replicates(spec: JobSpec, base_bytes: float, device_bytes: float | None) -> bool:
-    """Whether every rank holds all of a model: a rank alone always does where it trains an adapter.
+    """Whether every rank holds all of a model: where it trains an adapter, a rank alone and one that samples always do.
 
     Args:
         base_bytes: of the frozen base, in the dtype that it is held in.
@@ -18,7 +18,7 @@ def replicates(spec: JobSpec, base_bytes: float, device_bytes: float | None) -> 
     part = spec.trainer
     if part.mode == "full":
         return False
-    if part.world_size == 1 or part.sharding == "replicate":
+    if part.world_size == 1 or part.sharding == "replicate" or part.samples != "no":
         return True
     fits = device_bytes is None or base_bytes <= MOST_OF_DEVICE * device_bytes
     return part.sharding == "auto" and fits

@@ -124,7 +124,7 @@ def follow(options: argparse.Namespace) -> int:
     _stop_after_signals(options.drain_s + _STOP_S)
     ranks = Ranks()
     worker = Worker(ranks, _blobs())
-    _replica(options, worker, loop_of_its_own(), lambda: _end_at_once(1))
+    replica = _replica(options, worker, loop_of_its_own(), lambda: _end_at_once(1))
     while True:
         try:
             command = Command.from_bytes(ranks.broadcast())
@@ -132,6 +132,7 @@ def follow(options: argparse.Namespace) -> int:
             log.error("lost rank 0: %s", error)
             _end_at_once(1)
         if command.kind is Kind.STOP:
+            replica.leaves()
             ranks.close()
             return 0
         with contextlib.suppress(FlowfleetError):  # all ranks raised it, and rank 0 tells the caller

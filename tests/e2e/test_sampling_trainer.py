@@ -16,7 +16,7 @@ MakeJob = Callable[..., dict[str, Any]]
 pytestmark = pytest.mark.long
 
 STEPS, SAMPLES = 4, 24
-ONLY = {"trainer.samples": "only", "schedule.steps": STEPS, "schedule.save_every": 3}
+ONLY = {"trainer.samples": "only", "trainer.world_size": 2, "schedule.steps": STEPS, "schedule.save_every": 3}
 NAMES = ("critic/rewards/mean", "actor/loss", "actor/grad_norm")
 
 
@@ -37,10 +37,16 @@ def test_the_trainer_alone_repeats_the_curve_of_rollouts_bit_for_bit_whatever_is
         job = client.submit(small_job(**ONLY))
         for step, kill in ((1, kill_trainer_rank), (2, kill_controller), (3, kill_trainer_agent)):
             wait_until(lambda step=step: at(client.job(job.id).progress, step))
+            made = samples_by_replica(fleet)
+            assert step == 1 or set(made) == {f"{job.id}.rank0", f"{job.id}.rank1"}
             kill(fleet, job)
         job = client.wait(job.id, 240)
         assert curve(fleet, job) == by_rollouts
         assert job.results["held_out_reward"] is not None
+
+
+def samples_by_replica(fleet: Fleet) -> dict[str, int]:
+    return {replica.replica_id: replica.samples_total for replica in fleet.client.fleet().replicas}
 
 
 def at(progress: Progress, step: int) -> bool:
@@ -53,7 +59,7 @@ def test_an_idle_trainer_samples_beside_rollouts(make_fleet: Callable[..., Any],
         made: dict[str, int] = {}
 
         def both() -> bool:
-            made.update({replica.replica_id: replica.samples_total for replica in fleet.client.fleet().replicas})
+            made.update(samples_by_replica(fleet))
             return fleet.client.job(job.id).status == "succeeded"
 
         wait_until(both)

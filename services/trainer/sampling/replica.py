@@ -52,6 +52,10 @@ class RankReplica:
         if job.spec.trainer.samples != "no" and self._replica is None:
             asyncio.run_coroutine_threadsafe(self._join(job), self._loop).result()
 
+    def leaves(self) -> None:
+        """Leaves the fleet at once. Not to be called on the loop's own thread."""
+        asyncio.run_coroutine_threadsafe(self.leave(0.0), self._loop).result()
+
     async def leave(self, drain_s: float) -> None:
         """Leaves the fleet; samples that still run are given up after `drain_s`."""
         if self._replica is not None:
