@@ -67,7 +67,7 @@ def generate(spec: JobSpec, replica: ReplicaRecord, step: int, groups: Sequence[
 
 
 def draw(spec: JobSpec, replica: ReplicaRecord, step: int) -> trainer_pb2.TrainStepRequest:
-    """As `Drawer.draw`, by the replica."""
+    """Draws by the replica what `Drawer.draw` draws."""
     samples = [sample for groups in ([0, 1], [2]) for sample in generate(spec, replica, step, groups)]
     request = trainer_pb2.TrainStepRequest(job_id=JOB, step=step)
     for number, sample in enumerate(sorted(samples, key=lambda s: (s.id.group, s.id.index))):
