@@ -19,6 +19,6 @@ def sample_seed(seed: int, step: int, group: int, index: int) -> int:
     return derive_seed(seed, "sample", step, group, index)
 
 
-def validation_seed(seed: int, prompt: int) -> int:
-    """Seed of one held-out prompt: the same at every validation, so that curves compare."""
-    return derive_seed(seed, "validation", prompt)
+def validation_seed(seed: int, prompt: int, index: int = 0) -> int:
+    """Seed of one sample of a held-out prompt: the same at every validation, so that curves compare."""
+    return derive_seed(seed, "validation", prompt, *([index] if index else []))

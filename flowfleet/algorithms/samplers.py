@@ -36,6 +36,6 @@ def model_calls(noisy: Sequence[int], num_steps: int, tail_steps: int | None) ->
 def mean_model_calls(spec: JobSpec) -> float:
     """Model calls a training sample of a job, the mean over its first training steps: windows differ."""
     rollout = spec.rollout
-    steps = range(min(spec.schedule.steps, _STEPS_AVERAGED) if rollout.tail_steps else 1)
+    steps = range(max(1, min(spec.schedule.steps, _STEPS_AVERAGED)) if rollout.tail_steps else 1)
     calls = [model_calls(noisy_steps(spec, step), rollout.num_inference_steps, rollout.tail_steps) for step in steps]
     return sum(calls) / len(calls)

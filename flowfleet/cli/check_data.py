@@ -17,8 +17,7 @@ _SHOWN = 100
 def check_data(spec: JobSpec) -> list[dict[str, Any]]:
     """Number, first prompt and metadata of each data set. Raises ValueError with all that is wrong."""
     problems, found = [], []
-    files = (file for source in spec.data.each for file in source.files(spec.method.data))
-    for setting, place, columns in files:
+    for setting, place, columns in spec.data_files:
         try:
             prompts = read_prompts(place, columns)
         except ValueError as error:

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from flowfleet.cli import models, views
+from flowfleet.cli import evaluation, models, views
 from flowfleet.cli import rewards as cli_rewards
 from flowfleet.cli.chaos import chaos
 from flowfleet.cli.check_reward import check_reward
@@ -338,6 +338,7 @@ def resume(job_id: JobId, url: Url = None, ca: Ca = None, json_: Json = False) -
         views.say(client.resume(client.find(job_id).id), json_)
 
 
+app.command("eval")(evaluation.evaluate_models)
 app.command()(models.finish)
 app.command()(models.extend)
 app.command()(models.export)

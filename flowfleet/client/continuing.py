@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flowfleet.client.client import Client
-from flowfleet.job.files import prepare_job
-from flowfleet.job.setting_files import change_table
+from flowfleet.job.files import changed_job, prepare_job
 from flowfleet.job.spec import JobSpec, parse_job
 
 
@@ -37,6 +36,5 @@ def continued(client: Client, origin: str, file: Path | None = None, changes: Se
         raise ValueError(f"job {job.id} has no checkpoint of step {text or 'any'}; kept are: {kept}")
     data = copy.deepcopy(job.spec)
     data["model"]["adapter"] = None
-    for change in (f"trainer.resume=job:{job.id}@{step}", *changes):
-        change_table(data, change, "schedule.steps=20")
-    return parse_job(data)
+    changes = (f"trainer.resume=job:{job.id}@{step}", *changes)
+    return parse_job(changed_job(data, changes, [Path.cwd()] if client.same_files else []))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from flowfleet.job.model_files import FOLDER
 
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 PEFT_FILE = "adapter_model.safetensors"
@@ -47,3 +50,15 @@ def find_adapter(path: Path) -> AdapterFiles:
         f"{path} {found}: give a folder with {DIFFUSERS_FILE} or {PEFT_FILE}, such a file, or a checkpoint's folder "
         "(checkpoints/step-00000012)"
     )
+
+
+def lora_settings(path: Path) -> dict[str, Any]:
+    """Settings of `trainer.lora` that an adapter needs, as the `adapter_config.json` in its folder or checkpoint says;
+    empty where there is none."""
+    folder = path if path.is_dir() else path.parent
+    files = [file for file in (folder / PEFT_CONFIG, folder / FOLDER / PEFT_CONFIG) if file.is_file()]
+    if not files:
+        return {}
+    config = json.loads(files[0].read_text(encoding="utf-8"))
+    known = {"rank": config.get("r"), "alpha": config.get("lora_alpha"), "target_modules": config.get("target_modules")}
+    return {name: value for name, value in known.items() if isinstance(value, int | float | list)}

@@ -30,8 +30,7 @@ BASES = "bases"
 
 def data_folders(spec: JobSpec) -> tuple[Path, ...]:
     """Folders of this machine that the job names: for the `data_roots` of a stack that is started for it."""
-    places = [place for source in spec.data.each for _, place, _ in source.files(spec.method.data)]
-    data = [Path(place).parent for place in places if "://" not in place and not is_upload(place)]
+    data = [Path(place).parent for _, place, _ in spec.data_files if "://" not in place and not is_upload(place)]
     named = (spec.model.path, spec.model.adapter, spec.trainer.resume)
     paths = [place for place in named if place and not place.startswith("job:") and hub.name_of(place) is None]
     return (*data, *map(Path, paths))
@@ -71,14 +70,18 @@ def prepare_job(path: Path, changes: Sequence[str] = (), *, same_machine: bool) 
     directory; `Client.submit` uploads data files that it cannot read there.
     """
     path = find_job_file(path)
-    data = read_job_file(path)
+    folders = [Path.cwd(), *path.resolve().parents] if same_machine else []
+    return parse_job(changed_job(read_job_file(path), changes, folders))
+
+
+def changed_job(data: dict[str, Any], changes: Sequence[str], folders: Sequence[Path]) -> dict[str, Any]:
+    """A job's table with `key=value` changes, in place. Relative paths are looked for in these folders."""
     for change in changes:
         change_table(data, change, "schedule.steps=20")
-    if same_machine:
-        for *tables, name in PATH_SETTINGS:
-            for table in _tables(data, tables):
-                _find(table, name, [Path.cwd(), *path.resolve().parents])
-    return parse_job(data)
+    for *tables, name in PATH_SETTINGS:
+        for table in _tables(data, tables):
+            _find(table, name, folders)
+    return data
 
 
 def _is_job(path: Path) -> bool:

@@ -68,6 +68,11 @@ def check_name(name: str) -> PurePosixPath:
     return path
 
 
+def exported_folder(checkpoint: Path) -> Path:
+    """The model in a checkpoint, in the weights and the data type that its users load; else the folder itself."""
+    return checkpoint / FOLDER if (checkpoint / FOLDER / MANIFEST).is_file() else checkpoint
+
+
 def model_folder(job: Path, step: int | None = None) -> Path | None:
     """The folder of a job's model: of its checkpoint of a `step`; else the one that was trained longest, at the same
     step what the job exported at its end. None where there is none."""

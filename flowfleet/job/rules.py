@@ -9,7 +9,7 @@ the user's doing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import reduce
 from math import lcm
 from typing import TYPE_CHECKING
@@ -18,12 +18,13 @@ from flowfleet.algorithms.registry import LOSSES, STEPS
 from flowfleet.algorithms.windows import default_end
 
 if TYPE_CHECKING:
-    from flowfleet.job.spec import JobSpec
+    from flowfleet.job.spec import JobSpec, RewardPart
 
 
 def problems(job: JobSpec) -> Iterator[str]:
     """Everything that is wrong with a job's combination of settings, the plainest first."""
     for rule in (
+        _evaluation,
         _window,
         _noise,
         _sampler,
@@ -65,6 +66,14 @@ _LIMITS = (*_NATS, *_NATS.values())
 
 def _replaced(job: JobSpec) -> set[str]:
     return {plain for plain, nats in _NATS.items() if getattr(job.algorithm, nats) is not None}
+
+
+def _evaluation(job: JobSpec) -> Iterator[str]:
+    if job.is_evaluation and not job.data.is_validated:
+        yield (
+            "schedule.steps = 0 evaluates held-out prompts, and data.validation names none: give it a prompt file, or "
+            "raise schedule.steps to train"
+        )
 
 
 def _window(job: JobSpec) -> Iterator[str]:
@@ -182,7 +191,8 @@ def _sampler(job: JobSpec) -> Iterator[str]:
             "ones: lower it, or leave it out"
         )
     if not job.data.is_validated:
-        yield from _unheard(job, ("schedule.validation_sampler",), "without data.validation: leave it out")
+        settings = ("schedule.validation_sampler", "schedule.validation_samples")
+        yield from _unheard(job, settings, "without data.validation: leave it out")
 
 
 def _loss_settings(job: JobSpec) -> Iterator[str]:
@@ -364,10 +374,8 @@ def _rewards(job: JobSpec) -> Iterator[str]:
         yield "rewards: name at least one reward service, for example [rewards.ocr]"
     if job.method.data != "prompts" or not rewards:
         return
-    if not any(part.weight for part in rewards.values()):
-        yield "rewards.*.weight is 0 throughout, so nothing is learnt: give one of them a weight"
-    elif not any(part.has_influence for part in rewards.values()):
-        yield "rewards.*.curve is 0 throughout, so nothing is learnt: give one of them a factor other than 0"
+    if not job.is_evaluation:
+        yield from _without_influence(rewards)
     for name, part in rewards.items():
         if part.on_failure == "skip" and part.gate is not None:
             yield (
@@ -378,6 +386,13 @@ def _rewards(job: JobSpec) -> Iterator[str]:
             yield (f'rewards.{name}.on_failure = "skip" leaves no reward to continue with: set it to "pause" or "drop"')
         if part.clip is not None and not part.has_influence:
             yield f"rewards.{name}.clip has no effect with a weight of 0: leave it out"
+
+
+def _without_influence(rewards: Mapping[str, RewardPart]) -> Iterator[str]:
+    if not any(part.weight for part in rewards.values()):
+        yield "rewards.*.weight is 0 throughout, so nothing is learnt: give one of them a weight"
+    elif not any(part.has_influence for part in rewards.values()):
+        yield "rewards.*.curve is 0 throughout, so nothing is learnt: give one of them a factor other than 0"
 
 
 def _others_with_influence(job: JobSpec, name: str) -> bool:
@@ -484,7 +499,7 @@ def _steps_left(job: JobSpec) -> int:
 def _optimizer(job: JobSpec) -> Iterator[str]:
     part = job.trainer.optimizer
     total = job.schedule.steps * job.most_updates_per_step
-    if part.warmup_updates >= total:
+    if part.warmup_updates >= total and not job.is_evaluation:
         yield (
             f"trainer.optimizer.warmup_updates = {part.warmup_updates} is not below the {total} updates of the job: "
             "lower it, or raise schedule.steps"

@@ -7,9 +7,10 @@ fails here, at submit, with the setting to change. This module is free of torch:
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -32,6 +33,7 @@ from flowfleet.job.part import Curve, Factor, Part
 from flowfleet.job.setting_files import read_extended
 from flowfleet.limits import MAX_PROMPT_BYTES, check_bytes
 from flowfleet.models.settings import Guidance, Size
+from flowfleet.prompts.columns import Columns
 
 MOST_HINTS = 20
 """Unknown settings for which names that are like theirs are looked up."""
@@ -441,8 +443,9 @@ class RewardPart(Part):
 
 
 class SchedulePart(Part):
-    steps: int = Field(default=100, ge=1, le=10_000_000)
-    """Training steps; each makes one new policy version (more updates may hide inside one)."""
+    steps: int = Field(default=100, ge=0, le=10_000_000)
+    """Training steps; each makes one new policy version (more updates may hide inside one). 0 is an evaluation: the
+    job validates `data.validation` once, trains nothing and reads no `data.train` (docs/evaluation.md)."""
     save_every: int = Field(default=10, ge=1)
     """Steps between checkpoints. Samples are kept until one covers them."""
     keep_last: int = Field(default=2, ge=1)
@@ -459,6 +462,8 @@ class SchedulePart(Part):
     """Denoising steps of validation; unset: as in training."""
     validation_sampler: SamplerName | None = None
     """Sampler of validation; unset: `rollout.sampler`."""
+    validation_samples: int = Field(default=1, ge=1, le=4096)
+    """Samples of each held-out prompt. The first keeps its seed whatever the number."""
     max_staleness: int = Field(default=0, ge=0, le=16)
     """Policy versions a sample may be behind the step that trains on it. 0 is strictly on-policy."""
 
@@ -560,6 +565,22 @@ class JobSpec(Part):
         """Whether a request that has not begun when a new version comes is sampled under that one. Not where batches
         must be those of any other run."""
         return self.schedule.max_staleness > 0 and not self.trainer.deterministic
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether the job only validates the weights that it starts from."""
+        return self.schedule.steps == 0
+
+    @property
+    def data_files(self) -> Iterator[tuple[str, str, Columns]]:
+        """Setting, place and columns of each data set that the job reads."""
+        for source in self.data.each:
+            yield from itertools.islice(source.files(self.method.data), 1 if self.is_evaluation else 0, None)
+
+    @property
+    def held_out_per_request(self) -> int:
+        """Held-out prompts of one request, all samples of each."""
+        return max(1, self.rollout.batch_size // self.schedule.validation_samples)
 
     @property
     def averages(self) -> bool:

@@ -68,6 +68,16 @@ def test_a_rollout_takes_what_the_controller_asks_for(name: str) -> None:
     assert (held_out.record, [group.group for group in held_out.groups]) == ("none", [5, 6])
 
 
+def test_more_samples_of_a_held_out_prompt_leave_the_first_as_it_was() -> None:
+    spec = spec_of("flow_grpo")
+    data = spec.model_dump(mode="json")
+    data["data"]["validation"], data["schedule"]["validation_samples"] = "v.txt", 3
+    (one,) = requests.validate(context(spec), 0, 4, [Prompt("a")]).groups
+    (three,) = generation_request(requests.validate(context(parse_job(data)), 0, 4, [Prompt("a")])).groups
+    assert (three.indices, three.seeds[0]) == ((0, 1, 2), one.seeds[0])
+    assert len(set(three.seeds)) == 3
+
+
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_a_trainer_takes_what_the_controller_sends(name: str) -> None:
     spec = spec_of(name)

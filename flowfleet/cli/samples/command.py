@@ -147,7 +147,7 @@ def _with_groups(client: Client, job: Job, picked: Sequence[tuple[Sample, str]])
 
     size, places, groups = 0, set(), {}
     for rank, (sample, note) in enumerate(picked, 1):
-        media = _media(client, job, sample)
+        media = media_of(client, job, sample)
         size += len(media or b"")
         places.add(_place(sample))
         groups[sample.step, sample.group] = sample
@@ -158,7 +158,7 @@ def _with_groups(client: Client, job: Job, picked: Sequence[tuple[Sample, str]])
             steps[step] = list(client.samples(job.id, purpose=one.purpose, step=step))
         for sample in steps[step]:
             if sample.group == group and _place(sample) not in places and size < ROOM_BYTES:
-                media = _media(client, job, sample)
+                media = media_of(client, job, sample)
                 size += len(media or b"")
                 yield Shown(sample, media)
 
@@ -167,7 +167,7 @@ def _place(sample: Sample) -> tuple[int, int, int]:
     return sample.step, sample.group, sample.index
 
 
-def _media(client: Client, job: Job, sample: Sample) -> bytes | None:
+def media_of(client: Client, job: Job, sample: Sample) -> bytes | None:
     try:
         return client.media(job.id, sample)
     except ApiError as error:

@@ -65,30 +65,40 @@ def page(job: Job, heading: str, shown: Sequence[Shown], remark: str = "") -> st
     scales = _scales([one.sample for one in shown])
     picked = sum(one.rank is not None for one in shown)
     facts = f"{job.name} · job {job.id} · samples: {picked} of {len(shown)} shown · groups: {len(groups)}"
+    views = _choice("view", "View", ("ranked", "By rank", True), ("grouped", "By group", False))
+    return _document(f"{heading} · {job.name}", heading, facts, remark, [views], [_group(m, scales) for m in groups])
+
+
+def side_by_side(title: str, facts: str, remark: str, prompts: Sequence[Sequence[Shown]]) -> str:
+    """The whole file of a page with a row of cards for each prompt, in the order given; a card's note names its
+    model."""
+    scales = _scales([one.sample for shown in prompts for one in shown])
+    return _document(title, title, facts, remark, [], [_group(shown, scales) for shown in prompts])
+
+
+def _document(
+    title: str, heading: str, facts: str, remark: str, views: Sequence[_Markup], groups: Sequence[_Markup]
+) -> str:
     header = tag("header", tag("h1", heading), tag("p", facts, class_="soft"), *([tag("p", remark)] if remark else []))
-    main = tag("main", *(_group(members, scales) for members in groups))
+    sizes = _choice("size", "Size", ("small", "S", False), ("medium", "M", True), ("large", "L", False))
+    controls, main = tag("div", *views, sizes, class_="controls"), tag("main", *groups)
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
         tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("title", f"{heading} · {job.name}"),
+        tag("title", title),
         tag("style", _Markup(_STYLE.read_text(encoding="utf-8"))),
     )
-    return "<!doctype html>\n" + tag("html", head, tag("body", header, _controls(), main), lang="en")
+    return "<!doctype html>\n" + tag("html", head, tag("body", header, controls, main), lang="en")
 
 
-def _controls() -> _Markup:
-    def choice(name: str, legend: str, *options: tuple[str, str, bool]) -> _Markup:
-        made = [
-            tag("label", tag("input", type="radio", name=name, id=key, checked=chosen), text)
-            for key, text, chosen in options
-        ]
-        return tag("fieldset", tag("legend", legend), *made)
-
-    views = choice("view", "View", ("ranked", "By rank", True), ("grouped", "By group", False))
-    sizes = choice("size", "Size", ("small", "S", False), ("medium", "M", True), ("large", "L", False))
-    return tag("div", views, sizes, class_="controls")
+def _choice(name: str, legend: str, *options: tuple[str, str, bool]) -> _Markup:
+    made = [
+        tag("label", tag("input", type="radio", name=name, id=key, checked=chosen), text)
+        for key, text, chosen in options
+    ]
+    return tag("fieldset", tag("legend", legend), *made)
 
 
 def _by_group(shown: Sequence[Shown]) -> list[list[Shown]]:

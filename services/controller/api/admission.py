@@ -15,6 +15,7 @@ from typing import Any
 
 from flowfleet import hub
 from flowfleet.job.adapter_files import CHECKPOINT_FILE, find_adapter
+from flowfleet.job.model_files import exported_folder
 from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.media.files import MediaLimits
 from flowfleet.models.registry import FAMILIES, ModelFamily, family_of
@@ -65,7 +66,10 @@ async def check(
 
 
 def check_extension(spec: JobSpec, steps: int) -> None:
-    """Raises InvalidJob when more steps would be trained at a learning rate that has come to its end."""
+    """Raises InvalidJob when more steps would be trained at a learning rate that has come to its end, or by a job that
+    only evaluates."""
+    if spec.is_evaluation:
+        raise InvalidJob([f"schedule.steps = {steps}: this job evaluates and has no data to train on; submit another"])
     schedule = spec.trainer.optimizer.lr_schedule
     if schedule != "constant" and steps > spec.schedule.steps:
         raise InvalidJob(
@@ -109,7 +113,7 @@ def open_job(spec: JobSpec, sources: Sources) -> JobData:
     path = sources.places.pipeline(spec.model.path)
     shapes = ConditionShapes(sources)
     read: dict[str, list[Prompt]] = {}
-    for setting, url, columns in _data_of(spec):
+    for setting, url, columns in spec.data_files:
         prompts = read[setting] = sources.prompts(url, columns)
         if is_remote(url):
             family = _family(spec.model.path, sources)
@@ -120,13 +124,14 @@ def open_job(spec: JobSpec, sources: Sources) -> JobData:
                 raise ValueError("\n".join(f"{setting}: {problem}" for problem in problems))
     adapter = spec.model.adapter
     if adapter is not None:  # a job that has begun resumes from its own checkpoint; the trainer misses it otherwise
-        adapter = str(sources.places.model(adapter, may_be_gone=True))
+        folder = sources.places.model(adapter, may_be_gone=True)
+        adapter = str(exported_folder(folder) if spec.is_evaluation else folder)
     resume = spec.trainer.resume
     if resume is not None:
         resume = str(sources.places.checkpoint(resume, may_be_gone=True))
     model = spec.model.model_copy(update={"path": str(path), "adapter": adapter})
     trainer = spec.trainer.model_copy(update={"resume": resume})
-    training = [read[source.setting] for source in spec.data.each]
+    training = [read.get(source.setting, []) for source in spec.data.each]
     held_out = [prompt for source in spec.data.held_out for prompt in read[source.validation_setting]]
     return JobData(spec.model_copy(update={"model": model, "trainer": trainer}), training, held_out)
 
@@ -158,13 +163,8 @@ def _file_problems(spec: JobSpec, sources: Sources) -> Iterator[str]:
         except (OSError, ValueError) as error:
             yield f"trainer.resume: {error}"
     shapes = ConditionShapes(sources)
-    for setting, url, columns in _data_of(spec):
+    for setting, url, columns in spec.data_files:
         yield from (f"{setting}: {problem}" for problem in _data_problems(spec, family, shapes, sources, url, columns))
-
-
-def _data_of(spec: JobSpec) -> Iterator[tuple[str, str, Columns]]:
-    """Setting, path or URL, and columns of each data set."""
-    return itertools.chain.from_iterable(source.files(spec.method.data) for source in spec.data.each)
 
 
 # -- the model -------------------------------------------------------------------------------------------------------

@@ -229,7 +229,7 @@ class JobDriver:
                         for i in lost_indices
                     )
                 )
-            case Validate(version):
+            case Validate(version) if not self.machine.spec.is_evaluation:
                 await self.emit(ev.Validated(version=version, reward=None))
             case _:
                 await self.emit(ev.Failed(reason=reason))

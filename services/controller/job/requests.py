@@ -60,7 +60,8 @@ def generate(job: JobContext, step: int, wanted: Mapping[int, Sequence[int]]) ->
 
 
 def validate(job: JobContext, version: int, start: int, prompts: Sequence[Prompt]) -> rollout_pb2.GenerateRequest:
-    """Held-out prompts from number `start` on, one sample each, without noise."""
+    """Held-out prompts from number `start` on, all samples of each, without noise."""
+    indices = range(job.spec.schedule.validation_samples)
     steps = job.spec.schedule.validation_steps or job.spec.rollout.num_inference_steps
     return rollout_pb2.GenerateRequest(
         job_id=job.job_id,
@@ -74,8 +75,8 @@ def validate(job: JobContext, version: int, start: int, prompts: Sequence[Prompt
             rollout_pb2.PromptGroup(
                 group=number,
                 prompt=prompt.text,
-                indices=[0],
-                seeds=[validation_seed(job.spec.seed, number)],
+                indices=indices,
+                seeds=[validation_seed(job.spec.seed, number, index) for index in indices],
                 negative_prompt=prompt.negative,
             )
             for number, prompt in enumerate(prompts, start)

@@ -316,7 +316,7 @@ class Machine:
             if self._checkpoint_due:
                 yield Checkpoint(state.version)
                 return
-            if state.version == self.steps and not state.exported and not self._validation_due:
+            if state.version == self.steps and not self._is_exported and not self._validation_due:
                 yield Export()
         front = state.batches.get(state.version)
         if front is not None and front.ready and not self._validation_due:
@@ -469,9 +469,14 @@ class Machine:
         return due and state.checkpointed < state.version
 
     @property
+    def _is_exported(self) -> bool:
+        """Whether the model needs no export. An evaluation has none of its own."""
+        return self.state.exported or self.spec.is_evaluation
+
+    @property
     def _complete(self) -> bool:
         state, steps = self.state, self.steps
-        done = state.version == state.published == state.checkpointed == steps and state.exported
+        done = state.version == state.published == state.checkpointed == steps and self._is_exported
         return done and not self._validation_due
 
     # -- parts of the fold -------------------------------------------------------------------------------------

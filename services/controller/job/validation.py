@@ -17,10 +17,12 @@ from services.controller.rewards.failures import RewardPause
 from services.controller.rewards.plane import SampleScore
 from services.controller.waiting import NotYet
 
+_GROUPS_ONLY = "it scores whole groups, and each held-out prompt has one sample: raise schedule.validation_samples"
+
 
 @dataclass
 class ValidationSamples:
-    """Some held-out samples at one version, in prompt order, and what the rewards said of them once they did."""
+    """Some held-out samples at one version, ordered by prompt and index, and their scores once rewards gave them."""
 
     samples: list[common_pb2.Sample]
     verdicts: list[SampleScore] | None = None
@@ -56,8 +58,9 @@ class Validation:
         drawn = self._drawn[version, start]
         try:
             if drawn.verdicts is None:
-                verdicts = await _score(job, version, drawn.samples, prompts)
-                await job.reports.scored(drawn.samples, prompts, verdicts)
+                repeated = [prompt for prompt in prompts for _ in range(job.spec.schedule.validation_samples)]
+                verdicts = await _score(job, version, drawn.samples, repeated)
+                await job.reports.scored(drawn.samples, repeated, verdicts)
                 drawn.verdicts = verdicts
             media = [await job.blobs.get(sample.media) for sample in drawn.samples]
         except FlowfleetError:  # of the blob store, where they may have been for too long
@@ -70,7 +73,7 @@ def _chunks(job: JobContext) -> Iterator[tuple[int, Sequence[Prompt]]]:
     """Held-out prompts as they are sampled together, with the number of the first."""
     start = 0
     for _, of_source in itertools.groupby(job.held_out, key=lambda prompt: prompt.origin):
-        while prompts := tuple(itertools.islice(of_source, job.spec.rollout.batch_size)):
+        while prompts := tuple(itertools.islice(of_source, job.spec.held_out_per_request)):
             yield start, prompts
             start += len(prompts)
 
@@ -78,11 +81,13 @@ def _chunks(job: JobContext) -> Iterator[tuple[int, Sequence[Prompt]]]:
 async def _score(
     job: JobContext, version: int, samples: Sequence[common_pb2.Sample], prompts: Sequence[Prompt]
 ) -> list[SampleScore]:
-    """Scores with the rewards that can score a sample alone; if none of them counts there is no total."""
+    """Scores with all rewards where each prompt has a group of samples. A lone sample is scored by the rewards that can
+    do that; if none of them counts there is no total."""
     rewards = job.rewards(prompts[0], version)
-    grouped = await job.scoring.group_rewards(rewards)
+    is_alone = job.spec.schedule.validation_samples == 1
+    grouped = await job.scoring.group_rewards(rewards) if is_alone else []
     for name in grouped:
-        told = {"reward": name, "reason": "it scores whole groups, and each held-out prompt has one sample"}
+        told = {"reward": name, "reason": _GROUPS_ONLY}
         await job.store.append_event(job.job_id, "not_validated", told, once=f"not-validated-{name}")
     alone = {name: part for name, part in rewards.items() if name not in grouped}
     if grouped and not any(part.has_influence for part in alone.values()):
@@ -91,13 +96,18 @@ async def _score(
 
 
 async def _draw(job: JobContext, version: int, start: int, prompts: Sequence[Prompt]) -> list[common_pb2.Sample]:
-    """One sample a prompt, in order."""
+    """All samples of the prompts, in the order of prompt and index."""
+    expected = len(prompts) * job.spec.schedule.validation_samples
     request = requests.validate(job, version, start, prompts)
-    async with job.pool.replica(version, version, len(prompts), evaluated=request.evaluated) as replica:
+    async with job.pool.replica(version, version, expected, evaluated=request.evaluated) as replica:
         request.weights_digest = replica.digest
         await job.inputs.attach(request, prompts)
         call = job.pool.stub(replica).Generate(request, timeout=job.spec.timeouts.generate_s)
-        samples = sorted([event.sample async for event in call], key=lambda sample: sample.id.group)
-    if len(samples) != len(prompts):
-        raise NotYet(f"validation got {len(samples)} of {len(prompts)} samples")
+        samples = sorted([event.sample async for event in call], key=_place)
+    if len(samples) != expected:
+        raise NotYet(f"validation got {len(samples)} of {expected} samples")
     return samples
+
+
+def _place(sample: common_pb2.Sample) -> tuple[int, int]:
+    return sample.id.group, sample.id.index

@@ -17,9 +17,19 @@ from services.controller.store.jobs import JobStore
 from tests.flowfleet.cli.test_main import options_of
 from tests.flowfleet.idle_controller import in_store, job_settings
 
-ELSEWHERE = {"try-reward", "doctor", "up", "demo", "chaos", "track", "export", "push", "check-reward", "plan"} | {
-    f"rewards {name}" for name in ("shadow", "promote", "remove")
-}
+ELSEWHERE = {
+    "eval",
+    "try-reward",
+    "doctor",
+    "up",
+    "demo",
+    "chaos",
+    "track",
+    "export",
+    "push",
+    "check-reward",
+    "plan",
+} | {f"rewards {name}" for name in ("shadow", "promote", "remove")}
 """Commands that need a stack, a model, a service or torch. Their own tests run them, or they print as commands here."""
 
 Run = Callable[..., Result]

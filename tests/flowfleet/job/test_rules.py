@@ -640,3 +640,16 @@ def test_a_schedule_that_cannot_be_is_refused(parts: Parts, problem: str) -> Non
 )
 def test_a_correction_that_cannot_be_is_refused(correction: Parts, old: str, problem: str) -> None:
     assert problem in problem_of(algorithm={"correction": correction, "old_log_probs": old})
+
+
+def test_an_evaluation_needs_prompts_and_no_training() -> None:
+    assert problem_of(schedule={"steps": 0}).startswith("schedule.steps = 0 evaluates held-out prompts")
+    data = {"train": "t.txt", "validation": "v.txt"}
+    optimizer = {"warmup_updates": 5}
+    found = spec_of(schedule={"steps": 0}, data=data, rewards={"ocr": {"weight": 0}}, trainer={"optimizer": optimizer})
+    assert found.is_evaluation
+    assert not spec_of().is_evaluation
+    assert "data.validation" in problem_of(schedule={"validation_samples": 4})
+    several = spec_of(schedule={"validation_samples": 3}, data=data, rollout={"batch_size": 7})
+    assert several.held_out_per_request == 2
+    assert spec_of(schedule={"validation_samples": 99}, data=data).held_out_per_request == 1

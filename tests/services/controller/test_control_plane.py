@@ -116,6 +116,37 @@ def test_an_average_is_validated_and_never_sampled_with(
     run(use, ocr=ScriptedReward(by_index))
 
 
+def test_a_job_of_no_steps_only_validates(run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """Training data are not read, groups are whole, so a reward of groups scores them, and nothing is trained."""
+    held_out = tmp_path / "held-out.txt"
+    held_out.write_text("d\ne\nf\n")
+    settings = job(
+        data={"train": str(tmp_path / "missing.txt"), "validation": str(held_out)},
+        rewards={"ocr": {}, "whole": {}},
+        schedule={"steps": 0, "validation_samples": 4},
+    )
+
+    async def use(fleet: ScriptedFleet) -> None:
+        record = await fleet.run(settings)
+        assert record.status is JobStatus.SUCCEEDED, record.reason
+        assert (record.results["samples_trained"], record.results["model"]) == (0, None)
+        assert record.results["held_out_reward"] == 2 * (0.0 + 0.25 + 0.5 + 0.75) / 4
+        assert (fleet.trainer.steps, fleet.trainer.saves, fleet.trainer.exports) == ([], [], [])
+        sizes = [[len(group.indices) for group in request.groups] for request in fleet.rollout.requests]
+        assert sorted(sizes) == [[4], [4, 4]]
+        samples, _ = await fleet.store.samples(record.id, purpose="validate", limit=50)
+        assert {(sample.group, sample.index) for sample in samples} == {(g, i) for g in range(3) for i in range(4)}
+        assert len({sample.seed for sample in samples}) == 12
+        assert {sample.prompt for sample in samples if sample.group == 2} == {"f"}
+        (row,) = [row.values for row in await fleet.store.metrics(record.id)]
+        assert (row["val/num_prompts"], row["val/num_scored"]) == (3.0, 12.0)
+        again = await fleet.run(settings)
+        repeated, _ = await fleet.store.samples(again.id, purpose="validate", limit=50)
+        assert [sample.seed for sample in repeated] == [sample.seed for sample in samples]
+
+    run(use, ocr=ScriptedReward(by_index), whole=ScriptedReward(by_index, needs_group=True))
+
+
 @pytest.mark.parametrize("name", [name for name, known in ALGORITHMS.items() if known.data == "prompts"])
 def test_every_algorithm_runs_to_its_end(run: Run, job: Callable[..., dict[str, Any]], name: str) -> None:
     """What is recorded goes with the loss, noise enters where there is an eta, and all samples are accounted for."""

@@ -127,7 +127,7 @@ class Reports:
         row = {
             "val/reward": float("nan") if reward is None else reward,
             "val/num_scored": float(len(scores)),
-            "val/num_prompts": float(len(media)),
+            "val/num_prompts": float(len({sample.id.group for part in parts for sample in part.samples})),
             **source_rows(
                 "val-core",
                 job.spec.data,

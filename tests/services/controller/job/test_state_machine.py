@@ -184,6 +184,17 @@ class World:
         return self.in_pairs[step]
 
 
+@pytest.mark.parametrize("mishaps", [0.0, 0.4])
+def test_a_job_of_no_steps_validates_and_ends(mishaps: float) -> None:
+    for seed in range(20):
+        world = World(make_spec(schedule={"steps": 0}), random.Random(seed), mishaps)
+        world.run()
+        assert world.machine.state.status is Status.SUCCEEDED
+        assert (world.validated, world.trained_on, world.saved) == ({0}, {}, 0)
+        assert not world.machine.state.exported
+        assert world.machine.state.held_out_reward == 0.5
+
+
 def test_one_step_in_order() -> None:
     """The textbook case: which command follows which event."""
     machine = Machine(make_spec(schedule={"steps": 1, "validate_every": 1}))

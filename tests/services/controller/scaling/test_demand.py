@@ -119,6 +119,19 @@ def test_held_out_prompts_are_work_while_they_are_validated() -> None:
     assert (during.waiting, after.waiting) == (1024, 24)
 
 
+def test_every_sample_of_a_held_out_prompt_is_work() -> None:
+    spec = spec_of()
+    several = spec.schedule.model_copy(update={"validation_samples": 5})
+    machine = Machine(spec.model_copy(update={"schedule": several}))
+    for event in (ev.TrainerReady(applied=0), ev.Published(version=0)):
+        machine.apply(event)
+    work = work_of(record_of(machine.spec), machine, 7)
+    batches = math.ceil(7 / (spec.rollout.batch_size // 5))
+    groups = math.ceil(spec.rollout.prompts_per_step / (spec.rollout.batch_size // spec.rollout.group_size))
+    assert work is not None
+    assert (work.samples, work.requests) == (spec.samples_per_step + 35, groups + batches)
+
+
 def test_a_lost_trainer_does_not_take_the_replicas_away() -> None:
     machine = started(spec_of(prompts_per_step=16))
     before = asked_of(machine)
