@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
@@ -12,8 +11,8 @@ import typer
 from pydantic_core import to_json
 from rich.console import Console
 
-from flowfleet.client.client import DEFAULT_URL, Client
-from flowfleet.local.stack import DEFAULT_STATE_DIR, StateDir
+from flowfleet.client.client import Client
+from flowfleet.client.connection import DEFAULT_URL
 
 out = Console(width=None if Console().is_terminal else 160)
 err = Console(stderr=True)
@@ -44,7 +43,6 @@ def tell_line(value: object) -> None:
 
 @contextlib.contextmanager
 def connect(url: str | None, ca: Path | None) -> Iterator[Client]:
-    """A client of the controller that is meant; without a URL, of the local stack's where one runs."""
-    local = None if url or os.environ.get("FLOWFLEET_URL") else StateDir(DEFAULT_STATE_DIR).read()
-    with Client(url or (local.url if local else None), ca=ca) as client:
+    """A client of the controller that is meant."""
+    with Client(url, ca=ca) as client:
         yield client

@@ -1,6 +1,7 @@
+# Generated from aio/client.py by docs/generate/client.py: change that file.
 """The Python client of Flowfleet: all that the command line does, and nothing that it cannot.
 
-    with Client("http://127.0.0.1:8470") as client:
+    with Client() as client:
         job = client.submit(Path("recipes/tiny_ocr.toml"))
         for event in client.events(job.id):
             print(event.type, event.data)
@@ -13,23 +14,22 @@ too, since each carries an Idempotency-Key.
 
 from __future__ import annotations
 
-import os
-import ssl
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar
-from urllib.parse import quote, urlsplit
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import httpx
 
+from flowfleet.client.connection import AWAY, POLL_S, RETRY_DELAYS_S, unreachable
 from flowfleet.client.download import download
-from flowfleet.client.sse import parse_events
+from flowfleet.client.frames import metrics_frame, picture, samples_frame
+from flowfleet.client.transport import Query, Transport
 from flowfleet.client.types import (
-    Answer,
     ApiError,
     Checkpoint,
     Fleet,
@@ -38,80 +38,31 @@ from flowfleet.client.types import (
     MetricsRow,
     Rewards,
     Sample,
-    SettingProblem,
     Upload,
     read,
 )
-from flowfleet.client.uploading import Pieces, digest_of, with_uploads
+from flowfleet.client.uploading import Pieces, digest_of, files_to_upload, with_places
 from flowfleet.filesystem import filesystem_id
 from flowfleet.job.files import find_job_file, prepare_job
 from flowfleet.job.model_files import ModelManifest
 from flowfleet.job.spec import JobSpec
 from flowfleet.prompts.uploads import name_of
 
-CA = "FLOWFLEET_CA"
-DEFAULT_URL = "http://127.0.0.1:8470"
-TIMEOUT_S = 30.0
-STREAM_SILENCE_S = 60.0
-"""The controller sends a sign of life more often than this while nothing happens."""
-RETRY_DELAYS_S = (0.2, 0.5, 1.0, 2.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0)
-AWAY = (httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.GATEWAY_TIMEOUT)
-PAGE_SIZE = 100
-
-T = TypeVar("T", bound=Answer)
-Query = dict[str, str | int]
+if TYPE_CHECKING:
+    from pandas import DataFrame
+    from PIL.Image import Image
 
 
-class Client:
-    """Synchronous; one connection pool, closed at the end of a `with` block. `transport` is for tests.
-
-    Of https URLs `ca` (else FLOWFLEET_CA) is the PEM file of a private CA, trusted in place of the system's.
+class Client(Transport):
+    """One connection pool, closed at the end of an `with` block. Without a URL it is that of FLOWFLEET_URL, else
+    of this machine's stack. Of https URLs `ca` (else FLOWFLEET_CA) is the PEM file of a private CA, trusted in place of
+    the system's.
     """
-
-    def __init__(
-        self,
-        url: str | None = None,
-        api_key: str | None = None,
-        *,
-        ca: Path | str | None = None,
-        timeout_s: float = TIMEOUT_S,
-        transport: httpx.BaseTransport | None = None,
-    ) -> None:
-        self.url = (url or os.environ.get("FLOWFLEET_URL") or DEFAULT_URL).rstrip("/")
-        key = (api_key or os.environ.get("FLOWFLEET_API_KEY", "")).strip()
-        ca = ca or os.environ.get(CA)
-        self.has_key = bool(key)
-        self._http = httpx.Client(
-            base_url=self.url,
-            headers={"authorization": f"Bearer {key}"} if key else {},
-            timeout=timeout_s,
-            transport=transport,
-            verify=_trusting(ca) if ca else True,
-            trust_env=not self.on_this_machine,  # no proxy stands between here and loopback
-        )
-        self._reached = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._http.close()
 
     @property
     def same_files(self) -> bool:
         """Whether the controller sees the files of this process. Asks it, for loopback may be a forwarded port."""
-        return self.on_this_machine and self.version().get("filesystem") == filesystem_id()
-
-    @property
-    def on_this_machine(self) -> bool:
-        """Whether the controller is reached by loopback."""
-        host = urlsplit(self.url).hostname or ""
-        return host in ("localhost", "::1") or host.startswith("127.")
+        return self.on_this_machine and (self.version()).get("filesystem") == filesystem_id()
 
     # -- jobs ----------------------------------------------------------------------------------------------------
 
@@ -137,10 +88,11 @@ class Client:
             if error.status != httpx.codes.UNPROCESSABLE_ENTITY or self.same_files:
                 raise
             folders = [Path.cwd(), *(file.resolve().parents if file else ())]
-            changed = with_uploads(body, error.problems, folders, self.upload)
-            if changed is None:
+            files = files_to_upload(body, error.problems, folders)
+            if not files:
                 raise
-        return self._submit(changed, headers)
+        places = {setting: self.upload(path) for setting, path in files.items()}
+        return self._submit(with_places(body, places), headers)
 
     def upload(self, path: Path | str) -> str:
         """Sends a prompt file to the controller. Returns how a job names it in `data.train`, `data.validation` or a
@@ -150,17 +102,17 @@ class Client:
             raise ValueError(f"{path} is a folder: upload one file, such as .parquet")
         url = f"/v1/uploads/{digest_of(path)}/{name_of(path)}"
         headers = {"content-type": "application/octet-stream", "content-length": str(path.stat().st_size)}
-        return read(Upload, self._call("PUT", url, content=Pieces(path), headers=headers).json()).place
+        return read(Upload, (self._call("PUT", url, content=Pieces(path), headers=headers)).json()).place
 
     def _submit(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Job:
-        return read(Job, self._call("POST", "/v1/jobs", json=body, headers=headers).json())
+        return read(Job, (self._call("POST", "/v1/jobs", json=body, headers=headers)).json())
 
     def jobs(self, status: str | None = None) -> Iterator[Job]:
         """All jobs, or those of one status, newest first."""
         return self._pages("/v1/jobs", Job, {"status": status} if status else {})
 
     def job(self, job_id: str) -> Job:
-        return read(Job, self._get(f"/v1/jobs/{job_id}").json())
+        return read(Job, (self._get(f"/v1/jobs/{job_id}")).json())
 
     def find(self, which: str) -> Job:
         """The job that is meant: by its id, the start of one, or its name, of which the newest job is taken; "last" is
@@ -199,12 +151,12 @@ class Client:
 
     def extend(self, job_id: str, steps: int) -> Job:
         """Gives a job that has not ended `steps` training steps in all."""
-        return read(Job, self._call("POST", f"/v1/jobs/{job_id}/extend", params={"steps": steps}).json())
+        return read(Job, (self._call("POST", f"/v1/jobs/{job_id}/extend", params={"steps": steps})).json())
 
     def delete(self, job_id: str) -> Job:
         """Asks for an ended job to be removed with its history, after it is archived where the controller has an
         archive. ApiError (409) while it has not ended. `flowfleet.client.archive.Archive` reads archives."""
-        return read(Job, self._call("DELETE", f"/v1/jobs/{job_id}").json())
+        return read(Job, (self._call("DELETE", f"/v1/jobs/{job_id}")).json())
 
     def wait(self, job_id: str, timeout_s: float | None = None) -> Job:
         """Returns when the job has ended. TimeoutError after `timeout_s`."""
@@ -212,14 +164,14 @@ class Client:
         while not (job := self.job(job_id)).ended:
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"job {job_id} is still {job.status} after {timeout_s} s")
-            time.sleep(0.5)
+            time.sleep(POLL_S)
         return job
 
     # -- its rewards ---------------------------------------------------------------------------------------------
 
     def rewards(self, job_id: str) -> Rewards:
         """Returns a job's rewards with their history, and how its shadows compare."""
-        return read(Rewards, self._get(f"/v1/jobs/{job_id}/rewards").json())
+        return read(Rewards, (self._get(f"/v1/jobs/{job_id}/rewards")).json())
 
     def change_rewards(
         self,
@@ -233,10 +185,10 @@ class Client:
     ) -> Rewards:
         """Asks for other rewards from the first step on that is not open yet (docs/rewards.md). `revision`: what the
         change builds on; none: the newest. ApiError 409 when somebody else changed them meanwhile."""
-        newest = self.rewards(job_id).revision if revision is None else revision
+        newest = (self.rewards(job_id)).revision if revision is None else revision
         parts = {"set": set or {}, "shadow": shadow or {}, "promote": list(promote), "remove": list(remove)}
         body = {"revision": newest, **parts}
-        return read(Rewards, self._call("PATCH", f"/v1/jobs/{job_id}/rewards", json=body).json())
+        return read(Rewards, (self._call("PATCH", f"/v1/jobs/{job_id}/rewards", json=body)).json())
 
     def wait_for_rewards(self, job_id: str, revision: int, timeout_s: float | None = None) -> Rewards:
         """Returns when a revision, or a newer one, is what the next step will have. TimeoutError after `timeout_s`,
@@ -247,7 +199,7 @@ class Client:
                 raise ApiError(409, f"the job has {job.status} before its rewards changed")
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"revision {revision} has not taken effect after {timeout_s:g} s")
-            time.sleep(0.5)
+            time.sleep(POLL_S)
         return self.rewards(job_id)
 
     # -- what a job leaves ---------------------------------------------------------------------------------------
@@ -260,16 +212,16 @@ class Client:
         failures = 0
         while True:
             try:
-                for event in self._stream(job_id, after):
+                for event in self._stream(f"/v1/jobs/{job_id}/events", after):
                     after, failures = event.id, 0
                     yield event
                     if event.final:
                         return
-                if self.job(job_id).ended:
+                if (self.job(job_id)).ended:
                     return  # its last event was seen before, or is no longer kept
             except httpx.TransportError as error:
                 if failures == len(RETRY_DELAYS_S) or not self._reached:
-                    raise self._away(error) from None
+                    raise unreachable(self.url, error) from None
             except ApiError as error:
                 if error.status not in AWAY or failures == len(RETRY_DELAYS_S):
                     raise
@@ -286,23 +238,37 @@ class Client:
     def samples(
         self, job_id: str, *, purpose: str = "train", step: int | None = None, order: str = "newest"
     ) -> Iterator[Sample]:
-        """Samples with prompts and scores; `order`: newest, oldest, best, worst."""
+        """Samples with prompts and scores, whose `image()` gives the picture; `order`: newest, oldest, best, worst."""
         query: Query = {"purpose": purpose, "order": order}
         if step is not None:
             query["step"] = step
-        return self._pages(f"/v1/jobs/{job_id}/samples", Sample, query)
+        for sample in self._pages(f"/v1/jobs/{job_id}/samples", Sample, query):
+            yield sample.showing(partial(self.image, job_id, sample))
 
     def media(self, job_id: str, sample: Sample) -> bytes:
         """The encoded picture of a sample."""
         place = f"{sample.step}/{sample.group}/{sample.index}"
-        return self._get(f"/v1/jobs/{job_id}/samples/{place}/media", {"purpose": sample.purpose}).content
+        return (self._get(f"/v1/jobs/{job_id}/samples/{place}/media", {"purpose": sample.purpose})).content
+
+    def image(self, job_id: str, sample: Sample) -> Image:
+        """The decoded picture of a sample, RGB. ValueError for a video, whose file `media` gives."""
+        return picture(self.media(job_id, sample), sample.media_type)
+
+    def metrics_frame(self, job_id: str) -> DataFrame:
+        """A pandas DataFrame of a job's metrics: a row a step, a column a metric. ValueError without pandas."""
+        return metrics_frame(list(self.metrics(job_id)))
+
+    def samples_frame(self, job_id: str, *, purpose: str = "train", step: int | None = None) -> DataFrame:
+        """A pandas DataFrame of a job's samples, oldest first, with a column `scores.NAME` for each score."""
+        samples = self.samples(job_id, purpose=purpose, step=step, order="oldest")
+        return samples_frame(list(samples))
 
     # -- its model ---------------------------------------------------------------------------------------------------
 
     def model(self, job_id: str, step: int | None = None) -> ModelManifest:
         """What a job's model is: of a kept checkpoint's step, else the one that was trained longest."""
         query: Query = {} if step is None else {"step": step}
-        return ModelManifest.model_validate(self._get(f"/v1/jobs/{job_id}/model", query).json())
+        return ModelManifest.model_validate((self._get(f"/v1/jobs/{job_id}/model", query)).json())
 
     def download_model(self, job_id: str, directory: Path | str, step: int | None = None) -> ModelManifest:
         """Writes a job's model to a folder and checks every file; resumes an earlier download.
@@ -319,93 +285,10 @@ class Client:
     # -- the fleet -----------------------------------------------------------------------------------------------
 
     def fleet(self) -> Fleet:
-        return read(Fleet, self._get("/v1/fleet").json())
+        return read(Fleet, (self._get("/v1/fleet")).json())
 
     def version(self) -> dict[str, Any]:
-        return dict(self._get("/v1/version").json())
-
-    # -- transport -----------------------------------------------------------------------------------------------
+        return dict((self._get("/v1/version")).json())
 
     def _act(self, job_id: str, action: str) -> Job:
-        return read(Job, self._call("POST", f"/v1/jobs/{job_id}/{action}").json())
-
-    def _get(self, path: str, query: Query | None = None) -> httpx.Response:
-        return self._call("GET", path, params=query or {})
-
-    def _pages(self, path: str, kind: type[T], query: Query) -> Iterator[T]:
-        query = {**query, "limit": PAGE_SIZE}
-        while True:
-            page = self._get(path, query).json()
-            yield from (read(kind, item) for item in page["items"])
-            if not page.get("next_cursor"):
-                return
-            query["cursor"] = page["next_cursor"]
-
-    def _call(self, method: str, path: str, **parts: Any) -> httpx.Response:
-        """Sends one request; retries while a controller that answered before is unreachable."""
-        for delay_s in (*RETRY_DELAYS_S, None):
-            try:
-                response = self._http.request(method, path, **parts)
-            except httpx.TransportError as error:
-                if delay_s is None or not self._reached:
-                    raise self._away(error) from None
-            else:
-                self._reached = True
-                if response.status_code not in AWAY or delay_s is None:
-                    return _checked(response)
-            assert delay_s is not None
-            time.sleep(delay_s)
-        raise AssertionError("the last try returns or raises")
-
-    def _stream(self, job_id: str, after: str | None) -> Iterator[JobEvent]:
-        headers = {"accept": "text/event-stream", **({"last-event-id": after} if after else {})}
-        timeout = httpx.Timeout(TIMEOUT_S, read=STREAM_SILENCE_S)
-        with self._http.stream("GET", f"/v1/jobs/{job_id}/events", headers=headers, timeout=timeout) as response:
-            self._reached = True
-            if response.is_error:
-                response.read()
-            _checked(response)
-            for event in parse_events(response.iter_lines()):
-                yield read(JobEvent, event.data)
-
-    @contextmanager
-    def _bytes(self, path: str, query: Query) -> Iterator[Iterator[bytes]]:
-        """The body of an answer as it comes."""
-        try:
-            with self._http.stream("GET", path, params=query) as response:
-                if response.is_error:
-                    response.read()
-                yield _checked(response).iter_bytes()
-        except httpx.TransportError as error:
-            raise self._away(error) from None
-
-    def _away(self, error: httpx.TransportError) -> ApiError:
-        text = str(error) or type(error).__name__
-        advice = "start one with `flowfleet up`"
-        if "CERTIFICATE_VERIFY_FAILED" in text:
-            advice = f"its certificate is not trusted: give the CA that signed it by --ca or {CA}"
-        elif "WRONG_VERSION_NUMBER" in text:
-            advice = "it speaks no TLS: use http://"
-        elif isinstance(error, httpx.RemoteProtocolError | httpx.ReadError) and self.url.startswith("http://"):
-            advice = "if it speaks TLS, use https://"
-        return ApiError(0, f"no controller answers at {self.url} ({text}); {advice}")
-
-
-def _trusting(ca: Path | str) -> ssl.SSLContext:
-    try:
-        return ssl.create_default_context(cafile=str(ca))
-    except OSError as error:
-        raise ValueError(f"{ca}, given by --ca or {CA}, holds no PEM certificates ({error})") from None
-
-
-def _checked(response: httpx.Response) -> httpx.Response:
-    """The response itself, or the ApiError that it tells."""
-    if response.is_success:
-        return response
-    try:
-        problem = response.json()
-        detail = str(problem.get("detail") or problem.get("title"))
-        problems = tuple(read(SettingProblem, item) for item in problem.get("errors") or ())
-    except (ValueError, AttributeError):
-        detail, problems = f"{response.status_code} {response.reason_phrase}", ()
-    raise ApiError(response.status_code, detail, problems)
+        return read(Job, (self._call("POST", f"/v1/jobs/{job_id}/{action}")).json())

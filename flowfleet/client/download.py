@@ -1,3 +1,4 @@
+# Generated from aio/download.py by docs/generate/client.py: change that file.
 """Brings a model to a folder of this machine: file by file, each under another name until its CRC-32 is right.
 
 `.flowfleet-download` marks a folder whose download has not ended, so that the same command resumes it. The

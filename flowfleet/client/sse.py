@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -15,20 +15,32 @@ class ServerSentEvent:
     data: str
 
 
-def parse_events(lines: Iterable[str]) -> Iterator[ServerSentEvent]:
-    """Reads events from lines without their ends. An event cut off before its blank line is not given."""
-    last_id, kind, data = "", "message", list[str]()
-    for line in lines:
-        if not line:
-            if data:
-                yield ServerSentEvent(last_id, kind, "\n".join(data))
-            kind, data = "message", []
-            continue
+class EventParser:
+    """Reads events from a stream's text, in pieces as they come. An event cut off before its blank line is not given.
+
+    Only line feeds end a line, as the controller sends them: JSON may hold every other separator, such as U+2028.
+    """
+
+    def __init__(self) -> None:
+        self._rest, self._last_id, self._type, self._data = "", "", "message", list[str]()
+
+    def feed(self, text: str) -> Iterator[ServerSentEvent]:
+        """Events that this piece ends."""
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            if line:
+                self._take(line)
+                continue
+            if self._data:
+                yield ServerSentEvent(self._last_id, self._type, "\n".join(self._data))
+            self._type, self._data = "message", []
+
+    def _take(self, line: str) -> None:
         field, _, value = line.partition(":")
         value = value.removeprefix(" ")
         if field == "id" and "\0" not in value:
-            last_id = value
+            self._last_id = value
         elif field == "event":
-            kind = value
+            self._type = value
         elif field == "data":
-            data.append(value)
+            self._data.append(value)

@@ -6,11 +6,14 @@ The controller forbids unknown fields; the client ignores those of newer control
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
+from html import escape
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
 Purpose = Literal["train", "validate"]
 
@@ -155,6 +158,22 @@ class Job(JobFields):
     def ended(self) -> bool:
         return self.status.terminal
 
+    def _repr_html_(self) -> str:
+        """A table for notebooks."""
+        progress = self.progress
+        facts = {
+            "id": self.id,
+            "status": f"{self.status}: {self.reason}" if self.reason else self.status,
+            "step": f"{progress.step} of {progress.steps}",
+            "reward": progress.reward,
+            "held-out reward": progress.held_out_reward,
+            **{f"result {name}": value for name, value in self.results.items()},
+        }
+        known = {name: f"{value:.3f}" if isinstance(value, float) else value for name, value in facts.items()}
+        cells = ((escape(name), escape(str(value))) for name, value in known.items() if value)
+        rows = "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in cells)
+        return f"<table><caption>{escape(self.name)}</caption>{rows}</table>"
+
 
 class JobEvent(Answer):
     id: str
@@ -206,6 +225,27 @@ class Sample(Answer):
     drop_reason: str = ""
     """Why the sample was not trained on; empty when it was."""
     media_type: str = "image/png"
+
+    _shown: _Shown = PrivateAttr(default_factory=lambda: _Shown())
+
+    def showing(self, image: Callable[[], Any]) -> Sample:
+        """The sample itself, whose `image` now gives what this call gives."""
+        self._shown = _Shown(image)
+        return self
+
+    def image(self) -> Any:
+        """The decoded picture (PIL, RGB) of a sample that a client gave; `await` it from an AsyncClient. ValueError for
+        a video, and for a sample of another origin."""
+        if self._shown.image is None:
+            raise ValueError("only samples that a client gave know their picture: call the client's `image`")
+        return self._shown.image()
+
+
+@dataclass
+class _Shown:
+    """Has no part in comparing samples: all of these are equal."""
+
+    image: Callable[[], Any] | None = field(default=None, compare=False)
 
 
 class ReplicaView(Answer):

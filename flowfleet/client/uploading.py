@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,27 +25,38 @@ class Pieces:
                 yield piece
 
 
+class AsyncPieces:
+    """The same for an asynchronous client."""
+
+    def __init__(self, path: Path) -> None:
+        self._pieces = Pieces(path)
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for piece in self._pieces:
+            yield piece
+
+
 def digest_of(path: Path) -> str:
     """SHA-256 of a file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def with_uploads(
-    job: Mapping[str, Any],
-    refused: Sequence[SettingProblem],
-    folders: Sequence[Path],
-    upload: Callable[[Path], str],
-) -> dict[str, Any] | None:
-    """The job with uploads in place of the data files that the controller refused and one of `folders` has; None where
-    there are none."""
-    changed = copy.deepcopy(dict(job))
+def files_to_upload(
+    job: Mapping[str, Any], refused: Sequence[SettingProblem], folders: Sequence[Path]
+) -> dict[str, Path]:
+    """Setting to file, of the data files that the controller refused and one of `folders` has."""
     settings = dict.fromkeys(problem.setting for problem in refused if problem.setting.startswith("data."))
-    found = {setting: path for setting in settings if (path := _own(_value(changed, setting), folders)) is not None}
-    for setting, path in found.items():
+    return {setting: path for setting in settings if (path := _own(_value(dict(job), setting), folders)) is not None}
+
+
+def with_places(job: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, Any]:
+    """The job with other places of data, by setting."""
+    changed = copy.deepcopy(dict(job))
+    for setting, place in places.items():
         *tables, name = setting.split(".")
-        _value(changed, ".".join(tables))[name] = upload(path)
-    return changed if found else None
+        _value(changed, ".".join(tables))[name] = place
+    return changed
 
 
 def _own(written: Any, folders: Sequence[Path]) -> Path | None:

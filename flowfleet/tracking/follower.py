@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from flowfleet.client import Client
-from flowfleet.client.client import AWAY
+from flowfleet.client.connection import AWAY
 from flowfleet.client.types import ApiError, Job, JobEvent, MetricsRow, Sample
 from flowfleet.tracking.place import Place, State
 from flowfleet.tracking.tracker import Histogram, Picture, Tracker, Values, temporary_folder

@@ -10,8 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from flowfleet.client.client import DEFAULT_URL, Client
-from flowfleet.client.sse import ServerSentEvent, parse_events
+from flowfleet.client.client import Client
+from flowfleet.client.connection import DEFAULT_URL
+from flowfleet.client.sse import EventParser, ServerSentEvent
 from flowfleet.client.types import ApiError, Checkpoint, JobEvent, JobStatus
 from flowfleet.filesystem import filesystem_id
 from flowfleet.job.spec import parse_job
@@ -225,12 +226,14 @@ def test_an_answer_that_is_no_problem_document_is_told_by_its_status() -> None:
 
 
 def test_server_sent_events_are_read_as_the_standard_says() -> None:
-    stream = "retry: 10\n\n: alive\nid: 7\nevent: status\ndata: a\ndata: b\n\ndata:c\n\nid: 9\n\nevent: cut\ndata: off"
+    stream = (
+        "retry: 10\n\n: alive\nid: 7\nevent: status\ndata: a\ndata: b\n\ndata:c\u2028d\n\nid: 9\n\nevent: cut\ndata: x"
+    )
+    events = [ServerSentEvent("7", "status", "a\nb"), ServerSentEvent("7", "message", "c\u2028d")]
 
-    assert list(parse_events(stream.split("\n"))) == [
-        ServerSentEvent("7", "status", "a\nb"),
-        ServerSentEvent("7", "message", "c"),
-    ]
+    assert list(EventParser().feed(stream)) == events
+    one_by_one = EventParser()
+    assert [event for letter in stream for event in one_by_one.feed(letter)] == events
 
 
 def test_a_controller_behind_a_forwarded_port_does_not_see_our_files() -> None:

@@ -1,0 +1,83 @@
+"""How both clients find their controller, and what an answer or its absence means. Sends nothing."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+
+from flowfleet.client.types import ApiError, SettingProblem, read
+
+URL = "FLOWFLEET_URL"
+API_KEY = "FLOWFLEET_API_KEY"
+CA = "FLOWFLEET_CA"
+DEFAULT_URL = "http://127.0.0.1:8470"
+TIMEOUT_S = 30.0
+STREAM_SILENCE_S = 60.0
+"""The controller sends a sign of life more often than this while nothing happens."""
+RETRY_DELAYS_S = (0.2, 0.5, 1.0, 2.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0)
+POLL_S = 0.5
+AWAY = (httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.GATEWAY_TIMEOUT)
+PAGE_SIZE = 100
+
+
+def controller_url(url: str | None = None) -> str:
+    """The controller that is meant: the given URL, else FLOWFLEET_URL, else that of the stack in the working folder's
+    `runs/local`, else the default of `flowfleet up`."""
+    named = url or os.environ.get(URL)
+    if not named:
+        from flowfleet.local.stack import DEFAULT_STATE_DIR, StateDir
+
+        stack = StateDir(DEFAULT_STATE_DIR).read()
+        named = stack.url if stack else DEFAULT_URL
+    return named.rstrip("/")
+
+
+def key_of(api_key: str | None) -> str:
+    """The given key, else that of the environment; empty for none."""
+    return (api_key or os.environ.get(API_KEY, "")).strip()
+
+
+def is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def trusting(ca: Path | str | None) -> ssl.SSLContext | bool:
+    """What httpx verifies by: the PEM file of a private CA, else FLOWFLEET_CA, else the system's CAs."""
+    ca = ca or os.environ.get(CA)
+    if not ca:
+        return True
+    try:
+        return ssl.create_default_context(cafile=str(ca))
+    except OSError as error:
+        raise ValueError(f"{ca}, given by --ca or {CA}, holds no PEM certificates ({error})") from None
+
+
+def unreachable(url: str, error: httpx.TransportError) -> ApiError:
+    """The ApiError that says why no controller answers there, and what to do."""
+    text = str(error) or type(error).__name__
+    advice = "start one with `flowfleet up`"
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        advice = f"its certificate is not trusted: give the CA that signed it by --ca or {CA}"
+    elif "WRONG_VERSION_NUMBER" in text:
+        advice = "it speaks no TLS: use http://"
+    elif isinstance(error, httpx.RemoteProtocolError | httpx.ReadError) and url.startswith("http://"):
+        advice = "if it speaks TLS, use https://"
+    return ApiError(0, f"no controller answers at {url} ({text}); {advice}")
+
+
+def checked(response: httpx.Response) -> httpx.Response:
+    """The response itself, or the ApiError that it tells."""
+    if response.is_success:
+        return response
+    try:
+        problem = response.json()
+        detail = str(problem.get("detail") or problem.get("title"))
+        problems = tuple(read(SettingProblem, item) for item in problem.get("errors") or ())
+    except (ValueError, AttributeError):
+        detail, problems = f"{response.status_code} {response.reason_phrase}", ()
+    raise ApiError(response.status_code, detail, problems)

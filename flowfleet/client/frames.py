@@ -1,0 +1,51 @@
+"""What a client's answers are for a notebook: tables by pandas, pictures by Pillow, neither of which it needs else."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from flowfleet.client.types import MetricsRow, Sample
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+    from PIL.Image import Image
+
+
+def metrics_frame(rows: Sequence[MetricsRow]) -> DataFrame:
+    """A row a step, indexed by it, and a column a metric; NaN where a step has none. ValueError without pandas."""
+    frame = _frame([{"step": row.step, **row.values} for row in rows], ["step"])
+    return frame.set_index("step").astype(float)
+
+
+def samples_frame(samples: Sequence[Sample]) -> DataFrame:
+    """A row a sample with its fields; dicts are spread to columns as `scores.ocr`. ValueError without pandas."""
+    return _frame([_flat(sample.model_dump()) for sample in samples], list(Sample.model_fields))
+
+
+def picture(data: bytes, media_type: str) -> Image:
+    """Decodes a picture, RGB. ValueError for a video, and without Pillow."""
+    if not media_type.startswith("image/"):
+        raise ValueError(f"the sample is of {media_type}: `media` gives its file")
+    try:
+        from PIL import Image
+    except ModuleNotFoundError:
+        raise ValueError("pictures need Pillow: pip install 'flowfleet[notebook]'") from None
+    return Image.open(io.BytesIO(data)).convert("RGB")
+
+
+def _frame(rows: Sequence[dict[str, Any]], columns: list[str]) -> DataFrame:
+    """`columns` are those of a frame without rows."""
+    try:
+        import pandas
+    except ModuleNotFoundError:
+        raise ValueError("frames need pandas: pip install 'flowfleet[notebook]'") from None
+    return pandas.DataFrame(rows, columns=None if rows else columns)
+
+
+def _flat(fields: dict[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in fields.items():
+        flat |= {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
+    return flat

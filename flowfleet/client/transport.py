@@ -1,0 +1,127 @@
+# Generated from aio/transport.py by docs/generate/client.py: change that file.
+"""Requests to the REST API: retries while a controller is unreachable, pages, events, bodies as they come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import httpx
+
+from flowfleet.client.connection import (
+    AWAY,
+    PAGE_SIZE,
+    RETRY_DELAYS_S,
+    STREAM_SILENCE_S,
+    TIMEOUT_S,
+    checked,
+    controller_url,
+    is_loopback,
+    key_of,
+    trusting,
+    unreachable,
+)
+from flowfleet.client.sse import EventParser
+from flowfleet.client.types import Answer, JobEvent, read
+
+T = TypeVar("T", bound=Answer)
+Query = dict[str, str | int]
+
+
+class Transport:
+    """One connection pool, closed at the end of an `with` block. `transport` is for tests."""
+
+    def __init__(
+        self,
+        url: str | None = None,
+        api_key: str | None = None,
+        *,
+        ca: Path | str | None = None,
+        timeout_s: float = TIMEOUT_S,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        self.url = controller_url(url)
+        key = key_of(api_key)
+        self.has_key = bool(key)
+        self._http = httpx.Client(
+            base_url=self.url,
+            headers={"authorization": f"Bearer {key}"} if key else {},
+            timeout=timeout_s,
+            transport=transport,
+            verify=trusting(ca),
+            trust_env=not self.on_this_machine,  # no proxy stands between here and loopback
+        )
+        self._reached = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    @property
+    def on_this_machine(self) -> bool:
+        """Whether the controller is reached by loopback."""
+        return is_loopback(self.url)
+
+    def _get(self, path: str, query: Query | None = None) -> httpx.Response:
+        return self._call("GET", path, params=query or {})
+
+    def _pages(self, path: str, kind: type[T], query: Query) -> Iterator[T]:
+        query = {**query, "limit": PAGE_SIZE}
+        while True:
+            page = (self._get(path, query)).json()
+            for item in page["items"]:
+                yield read(kind, item)
+            if not page.get("next_cursor"):
+                return
+            query["cursor"] = page["next_cursor"]
+
+    def _call(self, method: str, path: str, **parts: Any) -> httpx.Response:
+        """Sends one request; retries while a controller that answered before is unreachable."""
+        for delay_s in (*RETRY_DELAYS_S, None):
+            try:
+                response = self._http.request(method, path, **parts)
+            except httpx.TransportError as error:
+                if delay_s is None or not self._reached:
+                    raise unreachable(self.url, error) from None
+            else:
+                self._reached = True
+                if response.status_code not in AWAY or delay_s is None:
+                    return checked(response)
+            assert delay_s is not None
+            time.sleep(delay_s)
+        raise AssertionError("the last try returns or raises")
+
+    def _stream(self, path: str, after: str | None) -> Iterator[JobEvent]:
+        headers = {"accept": "text/event-stream", **({"last-event-id": after} if after else {})}
+        timeout = httpx.Timeout(TIMEOUT_S, read=STREAM_SILENCE_S)
+        with self._http.stream("GET", path, headers=headers, timeout=timeout) as response:
+            self._reached = True
+            if response.is_error:
+                response.read()
+            checked(response)
+            parser = EventParser()
+            for text in response.iter_text():
+                for event in parser.feed(text):
+                    yield read(JobEvent, event.data)
+
+    @contextmanager
+    def _bytes(self, path: str, query: Query) -> Iterator[Iterator[bytes]]:
+        """The body of an answer as it comes."""
+        try:
+            with self._http.stream("GET", path, params=query) as response:
+                if response.is_error:
+                    response.read()
+                yield checked(response).iter_bytes()
+        except httpx.TransportError as error:
+            raise unreachable(self.url, error) from None
