@@ -38,6 +38,7 @@ def points(found: Any, name: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in found.Scalars(name)]
 
 
+@pytest.mark.long
 def test_a_follower_outlives_kills_of_itself_and_of_the_controller(
     idle_controller: IdleController, api_url: str, redis_url: str, tmp_path: Path
 ) -> None:

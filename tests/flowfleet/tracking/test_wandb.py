@@ -51,6 +51,7 @@ def rows(files: list[Path]) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.long
 def test_a_run_goes_on_after_a_kill(
     idle_controller: IdleController, api_url: str, redis_url: str, tmp_path: Path
 ) -> None:
