@@ -118,7 +118,8 @@ def placed(pods: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.long
-def test_pools_and_trainers_are_placed_and_one_too_large_is_told(
+@pytest.mark.anyio
+async def test_pools_and_trainers_are_placed_and_one_too_large_is_told(
     cluster: Cluster, gpus: str, template: Path, redis_url: str
 ) -> None:
     async def pods(component: str) -> list[dict[str, Any]]:
@@ -176,4 +177,4 @@ def test_pools_and_trainers_are_placed_and_one_too_large_is_told(
     async def _all_placed(pods: Any) -> bool:
         return all(node for node, _ in placed(await pods("trainer")) + placed(await pods("rollout")))
 
-    asyncio.run(asyncio.wait_for(scenario(), 300))
+    await asyncio.wait_for(scenario(), 300)

@@ -7,6 +7,8 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from services.controller.fleet.replicas import Replica
 from services.controller.kubernetes.api import PODS, connect
 from services.controller.scaling.deletion_cost import ANNOTATION, cost, keep_deletion_costs
@@ -22,7 +24,8 @@ def pods(cluster: Cluster) -> dict[str, str]:
     }
 
 
-def test_the_busy_pod_stays(cluster: Cluster) -> None:
+@pytest.mark.anyio
+async def test_the_busy_pod_stays(cluster: Cluster) -> None:
     cluster.apply(deployment("pool"))
     cluster.kubectl("scale", "deployment", "pool", "--replicas", "3")
     cluster.kubectl("rollout", "status", "deployment", "pool", "--timeout", "60s")
@@ -46,10 +49,10 @@ def test_the_busy_pod_stays(cluster: Cluster) -> None:
         task.cancel()
         await api.close()
 
-    asyncio.run(tell())
+    await tell()
     cluster.kubectl("scale", "deployment", "pool", "--replicas", "1")
     deadline = time.monotonic() + 30
     while len(left := pods(cluster)) > 1:
         assert time.monotonic() < deadline
-        time.sleep(0.2)
+        await asyncio.sleep(0.2)
     assert list(left) == [busy]

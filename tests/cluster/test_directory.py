@@ -7,6 +7,7 @@ import re
 import time
 from typing import Any
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from services.controller.kubernetes.directory import NAME_LABEL, KubernetesDirectory
@@ -41,7 +42,8 @@ def deployment(component: str, name: str, replicas: int, **limits: str) -> dict[
     return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": spec}
 
 
-def test_addresses_follow_the_endpoint_slices(cluster: Cluster) -> None:
+@pytest.mark.anyio
+async def test_addresses_follow_the_endpoint_slices(cluster: Cluster) -> None:
     async def scenario() -> None:
         async with directory_of(cluster) as directory:
             assert (directory.rewards, set(directory.pools or ())) == ({}, set())
@@ -65,10 +67,11 @@ def test_addresses_follow_the_endpoint_slices(cluster: Cluster) -> None:
         await until(lambda: len(directory.rewards["ocr"]) == replicas, 60)
         print(f"{replicas} replicas are known after {time.monotonic() - begun:.1f} s")
 
-    asyncio.run(asyncio.wait_for(scenario(), 200))
+    await asyncio.wait_for(scenario(), 200)
 
 
-def test_pods_without_a_node_are_told_and_counted(cluster: Cluster) -> None:
+@pytest.mark.anyio
+async def test_pods_without_a_node_are_told_and_counted(cluster: Cluster) -> None:
     async def scenario() -> None:
         registry = CollectorRegistry()
         async with directory_of(cluster, registry=registry) as directory:
@@ -82,7 +85,7 @@ def test_pods_without_a_node_are_told_and_counted(cluster: Cluster) -> None:
                 ("reward", "ocr"): 0.0,
             }
 
-    asyncio.run(asyncio.wait_for(scenario(), 100))
+    await asyncio.wait_for(scenario(), 100)
 
 
 def count(registry: CollectorRegistry, component: str, name: str) -> float | None:

@@ -59,7 +59,8 @@ def controller(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         yield cluster
 
 
-def test_it_suffices_to_launch_to_follow_and_to_clean_up(controller: Cluster, tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_it_suffices_to_launch_to_follow_and_to_clean_up(controller: Cluster, tmp_path: Path) -> None:
     async def scenario() -> None:
         path = tmp_path / "trainer.yaml"
         path.write_text(json.dumps(_that_ends_slowly(trainer_template())))
@@ -77,7 +78,7 @@ def test_it_suffices_to_launch_to_follow_and_to_clean_up(controller: Cluster, tm
             assert time.monotonic() - begun < SLOW_END_S / 2, "its pods are killed at once"
             assert [mirror.problem for mirror in (directory.jobs, directory.pods, directory.slices)] == [""] * 3
 
-    asyncio.run(asyncio.wait_for(scenario(), 200))
+    await asyncio.wait_for(scenario(), 200)
 
 
 def _that_ends_slowly(template: dict[str, Any]) -> dict[str, Any]:
@@ -122,7 +123,8 @@ def refused_here(api: KubernetesApi) -> list[Any]:
     ]
 
 
-def test_it_allows_no_more(controller: Cluster) -> None:
+@pytest.mark.anyio
+async def test_it_allows_no_more(controller: Cluster) -> None:
     async def scenario() -> None:
         api, other = await connect(controller.namespace), await connect("kube-system")
         elsewhere: list[Any] = [other.list(resource, "") for resource in (PODS, JOBS, ENDPOINT_SLICES, SECRETS)]
@@ -133,7 +135,7 @@ def test_it_allows_no_more(controller: Cluster) -> None:
         await api.close()
         await other.close()
 
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    await asyncio.wait_for(scenario(), 60)
 
 
 @pytest.mark.parametrize(

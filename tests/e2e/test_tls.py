@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -61,7 +60,8 @@ def trainers_of(state_dir: Path) -> Iterator[Path]:
                 os.killpg(json.loads(record.read_text())["pid"], signal.SIGKILL)
 
 
-def test_a_job_runs_under_mutual_tls(
+@pytest.mark.anyio
+async def test_a_job_runs_under_mutual_tls(
     redis_url: str, tmp_path: Path, small_job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ca = Authority()
@@ -92,18 +92,18 @@ def test_a_job_runs_under_mutual_tls(
 
         monkeypatch.setenv("FLOWFLEET_RPC_TOKEN", environment["controller"]["FLOWFLEET_RPC_TOKEN"])
         for address in (reward, rollout):
-            code, message = asyncio.run(asked(address))
+            code, message = await asked(address)
             assert (code, message) == (grpc.StatusCode.UNAVAILABLE, f"{address} speaks TLS: set FLOWFLEET_TLS_DIR")
         monkeypatch.setenv("FLOWFLEET_TLS_DIR", str(Authority().issue(tmp_path / "other")))
-        assert "CERTIFICATE_VERIFY_FAILED" not in asyncio.run(asked(rollout))[1]
-        assert "is refused: unable to get local issuer" in asyncio.run(asked(rollout))[1]
+        assert "CERTIFICATE_VERIFY_FAILED" not in (await asked(rollout))[1]
+        assert "is refused: unable to get local issuer" in (await asked(rollout))[1]
         monkeypatch.setenv("FLOWFLEET_TLS_DIR", str(files["controller"]))
-        assert asyncio.run(asked(rollout))[0] is grpc.StatusCode.OK
+        assert (await asked(rollout))[0] is grpc.StatusCode.OK
         monkeypatch.setenv("FLOWFLEET_TLS_DIR", str(files["rollout"]))
-        assert asyncio.run(asked(rollout))[0] is grpc.StatusCode.PERMISSION_DENIED
+        assert (await asked(rollout))[0] is grpc.StatusCode.PERMISSION_DENIED
         monkeypatch.setenv("FLOWFLEET_TLS_DIR", str(files["controller"]))
         monkeypatch.setenv("FLOWFLEET_RPC_TOKEN", environment["reward"]["FLOWFLEET_RPC_TOKEN"])
-        assert asyncio.run(asked(rollout))[0] is grpc.StatusCode.UNAUTHENTICATED
+        assert (await asked(rollout))[0] is grpc.StatusCode.UNAUTHENTICATED
         with socket.create_connection(("127.0.0.1", int(controller.rpartition(":")[2])), 10) as plain:
             plain.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
             assert b"HTTP/1.1 200" not in plain.recv(100)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import os
 import re
@@ -86,7 +85,8 @@ def test_a_job_is_resolved_with_the_plugin_and_refused_without(installed: Workpl
         load_job(PLUGIN / "job.toml")
 
 
-def test_a_replica_loads_the_model_and_knows_the_step(
+@pytest.mark.anyio
+async def test_a_replica_loads_the_model_and_knows_the_step(
     installed: Workplace, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The service that never reads a job file has the plugin from its start."""
@@ -107,7 +107,7 @@ def test_a_replica_loads_the_model_and_knows_the_step(
             return messages[0], messages[1]
 
     try:
-        known, unknown = asyncio.run(ask())
+        known, unknown = await ask()
     finally:
         replica.terminate()
     assert replica.wait() == 0, replica.log.read_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import time
 from collections.abc import Iterator
@@ -49,27 +48,30 @@ def url(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server.wait()
 
 
-def ping_both(url: str) -> None:
+async def ping_both(url: str) -> None:
     async def ping() -> bool:
         async with redis_client.connect(url) as client:
             return bool(await client.ping())
 
-    assert asyncio.run(ping())
+    assert await ping()
     with redis_client.connect_sync(url) as client:
         assert client.ping()
 
 
-def test_the_ca_comes_from_the_environment(url: str, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_the_ca_comes_from_the_environment(url: str, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOWFLEET_REDIS_CA", str(files / "ca.crt"))
-    ping_both(url)
+    await ping_both(url)
 
 
-def test_the_ca_comes_from_the_url(url: str, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_the_ca_comes_from_the_url(url: str, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLOWFLEET_REDIS_CA", raising=False)
-    ping_both(f"{url}?ssl_ca_certs={files / 'ca.crt'}")
+    await ping_both(f"{url}?ssl_ca_certs={files / 'ca.crt'}")
 
 
-def test_a_server_of_another_ca_or_host_is_refused_at_once(
+@pytest.mark.anyio
+async def test_a_server_of_another_ca_or_host_is_refused_at_once(
     url: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Retries cannot cure it, so it fails without the half minute that an unreachable server gets."""
@@ -79,12 +81,12 @@ def test_a_server_of_another_ca_or_host_is_refused_at_once(
         if ca is not None:
             monkeypatch.setenv("FLOWFLEET_REDIS_CA", str(ca))
         with pytest.raises(redis.ConnectionError, match="CERTIFICATE_VERIFY_FAILED"):
-            ping_both(url)
+            await ping_both(url)
         with redis_client.connect_sync(url) as client, pytest.raises(redis.ConnectionError, match="VERIFY_FAILED"):
             client.ping()
     monkeypatch.setenv("FLOWFLEET_REDIS_CA", str(files / "ca.crt"))
     with pytest.raises(redis.ConnectionError, match=r"127\.0\.0\.2"):
-        ping_both(url.replace("127.0.0.1", "127.0.0.2"))
+        await ping_both(url.replace("127.0.0.1", "127.0.0.2"))
     assert time.monotonic() - began < 10
 
 

@@ -3,7 +3,6 @@ algorithm."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -79,7 +78,8 @@ def test_more_samples_of_a_held_out_prompt_leave_the_first_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_a_trainer_takes_what_the_controller_sends(name: str) -> None:
+@pytest.mark.anyio
+async def test_a_trainer_takes_what_the_controller_sends(name: str) -> None:
     spec = spec_of(name)
     reward = PREFERENCE if spec.method.data == "preferences" else "ocr"
     size = spec.rollout.group_size
@@ -90,7 +90,7 @@ def test_a_trainer_takes_what_the_controller_sends(name: str) -> None:
         for score in [0.5 if group == 1 else 1.0 - index]
     ]
     credits, _ = credits_of(spec, spec.rewards, 2, scored)
-    wire = asyncio.run(requests.train_step(context(spec), 2, credits))
+    wire = await requests.train_step(context(spec), 2, credits)
     keys = check_request(wire, spec)
     pairs = [(keys[winner], keys[loser]) for winner, loser in pairs_of(wire, spec)]
     if spec.loss.needs_pairs:

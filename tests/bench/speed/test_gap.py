@@ -1,7 +1,6 @@
 """The gap bench at a tiny size: no gap where trainer and rollout compute alike, and the right one where they do not."""
 
 import argparse
-import asyncio
 import json
 import math
 import subprocess
@@ -21,9 +20,10 @@ def options(model: Path, name: str, samples: Path, micro_batch: int = 4) -> argp
     return gap.parser().parse_args([*flags, "--name", name, "--samples", str(samples)])
 
 
-def test_the_same_arithmetic_has_no_gap_and_a_shift_is_found(tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_the_same_arithmetic_has_no_gap_and_a_shift_is_found(tmp_path: Path) -> None:
     model, samples = write_checkpoint(tmp_path / "model", tiny=True), tmp_path / "samples"
-    asyncio.run(gap.sample(options(model, "eager", samples)))
+    await gap.sample(options(model, "eager", samples))
     figures = gap.evaluate(options(model, "eager", samples))
     assert figures["rows"] == 4 * len(gap.WINDOW)
     assert figures["exact"] == 1.0

@@ -228,20 +228,17 @@ def test_large_blobs_are_hashed_in_parallel_by_the_same_rule() -> None:
     assert blobs.digest(bytes(data)) == hashlib.sha256(bytes(data)).hexdigest()
 
 
-def test_what_is_read_and_written_is_counted(redis_url: str) -> None:
+@pytest.mark.anyio
+async def test_what_is_read_and_written_is_counted(redis_url: str) -> None:
     registry = CollectorRegistry()
-
-    async def use() -> None:
-        client = connect(redis_url)
-        store, again = (blobs.open_blobs(client, "redis", registry) for _ in range(2))
-        ref = await store.put(KEY, b"12345")
-        assert await again.get(ref) == await store.get(ref) == b"12345"
-        await store.delete([ref])
-        with pytest.raises(NotFound):
-            await store.get(ref)
-        await client.aclose()
-
-    asyncio.run(use())
+    client = connect(redis_url)
+    store, again = (blobs.open_blobs(client, "redis", registry) for _ in range(2))
+    ref = await store.put(KEY, b"12345")
+    assert await again.get(ref) == await store.get(ref) == b"12345"
+    await store.delete([ref])
+    with pytest.raises(NotFound):
+        await store.get(ref)
+    await client.aclose()
 
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(f"flowfleet_blob_{name}", labels)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import os
 import shlex
@@ -165,7 +164,8 @@ def test_a_service_cannot_become_another(server: Server) -> None:
         stranger.ping()
 
 
-def test_rollouts_and_trainers_do_their_work_without_a_refusal(server: Server) -> None:
+@pytest.mark.anyio
+async def test_rollouts_and_trainers_do_their_work_without_a_refusal(server: Server) -> None:
     server.operator.flushall()
     server.operator.acl_log_reset()
     record = ReplicaRecord("r0", "127.0.0.1:1", "incarnation", "", "default")
@@ -181,7 +181,7 @@ def test_rollouts_and_trainers_do_their_work_without_a_refusal(server: Server) -
         await client.aclose()
         return ref
 
-    ref = asyncio.run(rollout())
+    ref = await rollout()
     with redis_client.connect_sync(server.url("trainer")) as client:
         blobs = SyncRedisBlobs(client, chunk_bytes=4)
         assert blobs.get(ref) == b"in chunks"

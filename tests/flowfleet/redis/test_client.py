@@ -58,7 +58,8 @@ def test_threads_survive_a_killed_server_and_lose_nothing(server: RedisServer, d
     assert found == [str(index).encode() for index in range(acknowledged)]
 
 
-def test_tasks_survive_a_killed_server_and_lose_nothing(server: RedisServer) -> None:
+@pytest.mark.anyio
+async def test_tasks_survive_a_killed_server_and_lose_nothing(server: RedisServer) -> None:
     """Four writers at once, before, while and after it is down, and a reader that blocks on a stream meanwhile."""
 
     async def write(client: redis.asyncio.Redis, name: str, count: int) -> None:
@@ -99,10 +100,11 @@ def test_tasks_survive_a_killed_server_and_lose_nothing(server: RedisServer) -> 
             assert set(map(str.encode, written)) <= await reading
             assert None not in await client.mget(written)
 
-    asyncio.run(work())
+    await work()
 
 
-def test_a_wrong_password_fails_at_once(server: RedisServer) -> None:
+@pytest.mark.anyio
+async def test_a_wrong_password_fails_at_once(server: RedisServer) -> None:
     start = time.monotonic()
     with (
         redis_client.connect_sync(server_url(server.port, "wrong")) as client,
@@ -115,7 +117,7 @@ def test_a_wrong_password_fails_at_once(server: RedisServer) -> None:
             await client.ping()
 
     with pytest.raises(redis.AuthenticationError):
-        asyncio.run(ping())
+        await ping()
     assert time.monotonic() - start < 10
 
 

@@ -37,29 +37,26 @@ def request(*prompts: str, **params: str) -> ScoreRequest:
     return ScoreRequest(samples=samples, params=params)
 
 
-def use(scenario: Callable[[RewardServiceAsyncStub], Any], score: Callable[..., Any], **settings: Any) -> None:
-    async def main() -> None:
-        server = rpc.make_server()
-        servicer = RewardServicer(Reward(score=score, **{"name": "mine", "version": "2", **settings}))
-        add_RewardServiceServicer_to_server(servicer, server)
-        port = rpc.listen(server, "127.0.0.1", 0)
-        await server.start()
-        try:
-            async with asyncio.timeout(60), rpc.open_channel(f"127.0.0.1:{port}") as channel:
-                await scenario(RewardServiceStub(channel))
-        finally:
-            await server.stop(None)
-
-    asyncio.run(main())
+async def use(scenario: Callable[[RewardServiceAsyncStub], Any], score: Callable[..., Any], **settings: Any) -> None:
+    server = rpc.make_server()
+    servicer = RewardServicer(Reward(score=score, **{"name": "mine", "version": "2", **settings}))
+    add_RewardServiceServicer_to_server(servicer, server)
+    port = rpc.listen(server, "127.0.0.1", 0)
+    await server.start()
+    try:
+        async with asyncio.timeout(60), rpc.open_channel(f"127.0.0.1:{port}") as channel:
+            await scenario(RewardServiceStub(channel))
+    finally:
+        await server.stop(None)
 
 
-def ask(sent: ScoreRequest, score: Callable[..., Any], **settings: Any) -> ScoreResponse:
+async def ask(sent: ScoreRequest, score: Callable[..., Any], **settings: Any) -> ScoreResponse:
     found: list[ScoreResponse] = []
 
     async def scenario(stub: RewardServiceAsyncStub) -> None:
         found.append(await stub.Score(sent, timeout=30))
 
-    use(scenario, score, **settings)
+    await use(scenario, score, **settings)
     return found[0]
 
 
@@ -102,39 +99,43 @@ OUTCOMES = [
 
 
 @pytest.mark.parametrize("score", [moody, moody_later])
-def test_each_sample_has_an_outcome_of_its_own(score: Callable[..., Any]) -> None:
-    response = ask(request(*MOODS), score, components=("mean",))
+@pytest.mark.anyio
+async def test_each_sample_has_an_outcome_of_its_own(score: Callable[..., Any]) -> None:
+    response = await ask(request(*MOODS), score, components=("mean",))
     assert shown(response) == OUTCOMES
     assert response.scores[-1].components == {"mean": 51.0}
     assert response.version == "2"
 
 
-def test_a_batch_function_gives_scores_and_errors() -> None:
+@pytest.mark.anyio
+async def test_a_batch_function_gives_scores_and_errors() -> None:
     def score(samples: list[Sample]) -> list[Any]:
         return [ValueError("odd") if sample.prompt == "odd" else len(samples) for sample in samples]
 
-    assert shown(ask(request("a", "odd", "b"), score, batch=True)) == [3.0, "odd", 3.0]
+    assert shown(await ask(request("a", "odd", "b"), score, batch=True)) == [3.0, "odd", 3.0]
 
 
-def test_a_batch_that_fails_is_asked_sample_by_sample() -> None:
+@pytest.mark.anyio
+async def test_a_batch_that_fails_is_asked_sample_by_sample() -> None:
     def score(samples: Sequence[Sample]) -> list[float]:
         return [float(sample.prompt) for sample in samples]
 
-    assert shown(ask(request("1", "x", "3"), score, batch=True)) == [
+    assert shown(await ask(request("1", "x", "3"), score, batch=True)) == [
         1.0,
         "could not convert string to float: 'x'",
         3.0,
     ]
     short = "mine gave 1 scores for 2 samples"
-    assert shown(ask(request("aa", "ab"), lambda samples: [1.0], batch=True, needs_group=True)) == [short] * 2
+    assert shown(await ask(request("aa", "ab"), lambda samples: [1.0], batch=True, needs_group=True)) == [short] * 2
 
 
-def test_groups_are_seen_whole_whatever_the_order() -> None:
+@pytest.mark.anyio
+async def test_groups_are_seen_whole_whatever_the_order() -> None:
     def rank(samples: list[Sample]) -> list[float]:
         assert len({sample.group_id for sample in samples}) == 1
         return [float(sorted(one.prompt for one in samples).index(sample.prompt)) for sample in samples]
 
-    response = ask(request("b2", "a3", "b1", "a1", "a2"), rank, batch=True, needs_group=True)
+    response = await ask(request("b2", "a3", "b1", "a1", "a2"), rank, batch=True, needs_group=True)
     assert shown(response) == [1.0, 2.0, 0.0, 0.0, 1.0]
 
 
@@ -143,26 +144,29 @@ class Settings(Params):
     name: str = "x"
 
 
-def test_params_reach_the_function_and_are_checked() -> None:
+@pytest.mark.anyio
+async def test_params_reach_the_function_and_are_checked() -> None:
     assert shown(
-        ask(request("3", power="2"), lambda sample, params: float(sample.prompt) ** params.power, params=Settings)
+        await ask(request("3", power="2"), lambda sample, params: float(sample.prompt) ** params.power, params=Settings)
     ) == [9.0]
     with pytest.raises(grpc.aio.AioRpcError, match=r"params.powr is unknown: this reward takes power, name"):
-        ask(request("3", powr="2"), lambda sample, params: 1.0, params=Settings)
+        await ask(request("3", powr="2"), lambda sample, params: 1.0, params=Settings)
     with pytest.raises(ValueError, match=r"params.power: .*valid number"):
         read_params(Settings, {"power": "much"})
     with pytest.raises(ValueError, match=r"params.x is unknown: this reward takes no parameters"):
         read_params(None, {"x": "1"})
 
 
-def test_a_video_is_refused_unless_it_is_scored() -> None:
+@pytest.mark.anyio
+async def test_a_video_is_refused_unless_it_is_scored() -> None:
     sent = request("v")
     sent.samples[0].media, sent.samples[0].media_type = VIDEO, "video/mp4"
-    assert "media_type 'video/mp4' is not read here" in str(shown(ask(sent, lambda sample: 1.0))[0])
-    assert shown(ask(sent, lambda sample: len(sample.frames), modalities=("image", "video"))) == [5.0]
+    assert "media_type 'video/mp4' is not read here" in str(shown(await ask(sent, lambda sample: 1.0))[0])
+    assert shown(await ask(sent, lambda sample: len(sample.frames), modalities=("image", "video"))) == [5.0]
 
 
-def test_what_nobody_waits_for_is_not_scored() -> None:
+@pytest.mark.anyio
+async def test_what_nobody_waits_for_is_not_scored() -> None:
     begun, gate, seen = threading.Event(), threading.Event(), list[str]()
 
     def slow(sample: Sample) -> float:
@@ -182,11 +186,12 @@ def test_what_nobody_waits_for_is_not_scored() -> None:
         await first
         await stub.Score(request("last"), timeout=30)
 
-    use(scenario, slow)
+    await use(scenario, slow)
     assert seen == ["first", "last"]
 
 
-def test_no_more_bytes_wait_than_may(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_no_more_bytes_wait_than_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two calls fit together. A third fits only after they have gone; a call alone always fits."""
     monkeypatch.setattr("flowfleet.rewards.service.MAX_WAITING_BYTES", 2 * len(PNG))
     gone = asyncio.Event()
@@ -206,7 +211,7 @@ def test_no_more_bytes_wait_than_may(monkeypatch: pytest.MonkeyPatch) -> None:
         await asyncio.gather(*(call for call in calls if call is not refused))
         assert len((await stub.Score(request("a", "b", "c"), timeout=30)).scores) == 3
 
-    use(scenario, score)
+    await use(scenario, score)
 
 
 def test_numbers_are_finite() -> None:
@@ -233,7 +238,8 @@ def test_settings_that_cannot_work_are_named(settings: dict[str, Any], named: st
         serve(moody, **{"name": "mine", "version": "1", **settings})
 
 
-def test_a_function_that_hangs_denies_health_and_one_that_begins_slowly_does_not() -> None:
+@pytest.mark.anyio
+async def test_a_function_that_hangs_denies_health_and_one_that_begins_slowly_does_not() -> None:
     """The first call may load a model; a hang is found out while other threads continue."""
     hang_s = 0.2
     pulse, ended = Pulse(hang_s, 600.0), threading.Event()
@@ -245,20 +251,17 @@ def test_a_function_that_hangs_denies_health_and_one_that_begins_slowly_does_not
             time.sleep(float(sample.prompt))
         return 1.0
 
-    async def scenario() -> None:
-        servicer = RewardServicer(Reward(score=score_sample, name="mine", version="2", threads=2), pulse)
-        first = asyncio.create_task(servicer.Score(request(str(3 * hang_s)), None))
-        while not first.done():
-            assert not pulse.is_stuck
-            await asyncio.sleep(0.02)
-        pulse.reset()  # so long a call is no measure here
-        await servicer.Score(request("0"), None)
-        hanging = asyncio.create_task(servicer.Score(request("hang"), None))
-        async with asyncio.timeout(20):
-            while not pulse.is_stuck:
-                await servicer.Score(request("0"), None)
-        ended.set()
-        await hanging
+    servicer = RewardServicer(Reward(score=score_sample, name="mine", version="2", threads=2), pulse)
+    first = asyncio.create_task(servicer.Score(request(str(3 * hang_s)), None))
+    while not first.done():
         assert not pulse.is_stuck
-
-    asyncio.run(scenario())
+        await asyncio.sleep(0.02)
+    pulse.reset()  # so long a call is no measure here
+    await servicer.Score(request("0"), None)
+    hanging = asyncio.create_task(servicer.Score(request("hang"), None))
+    async with asyncio.timeout(20):
+        while not pulse.is_stuck:
+            await servicer.Score(request("0"), None)
+    ended.set()
+    await hanging
+    assert not pulse.is_stuck

@@ -125,27 +125,31 @@ async def describe_error(error: Exception) -> grpc.aio.AioRpcError:
         (TimeoutError("took too long"), grpc.StatusCode.DEADLINE_EXCEEDED),
     ],
 )
-def test_exceptions_reach_the_caller_as_code_and_message(error: Exception, code: grpc.StatusCode) -> None:
-    received = asyncio.run(describe_error(error))
+@pytest.mark.anyio
+async def test_exceptions_reach_the_caller_as_code_and_message(error: Exception, code: grpc.StatusCode) -> None:
+    received = await describe_error(error)
     assert (received.code(), received.details()) == (code, str(error))
 
 
-def test_an_unexpected_exception_is_internal_and_its_text_stays_inside(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.anyio
+async def test_an_unexpected_exception_is_internal_and_its_text_stays_inside(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR, "flowfleet.rpc.guard"):
-        received = asyncio.run(describe_error(KeyError("secret-detail")))
+        received = await describe_error(KeyError("secret-detail"))
     assert received.code() is grpc.StatusCode.INTERNAL
     assert "secret-detail" not in (received.details() or "")
     assert "secret-detail" in caplog.text
 
 
-def test_a_long_message_is_cut_not_lost() -> None:
-    received = asyncio.run(describe_error(ValueError("x" * 100_000)))
+@pytest.mark.anyio
+async def test_a_long_message_is_cut_not_lost() -> None:
+    received = await describe_error(ValueError("x" * 100_000))
     assert received.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert received.details() == "x" * rpc_guard.MAX_ERROR_BYTES
 
 
-def test_a_message_of_wide_characters_fits_into_a_status() -> None:
-    received = asyncio.run(describe_error(ValueError("\u2603" * 100_000)))
+@pytest.mark.anyio
+async def test_a_message_of_wide_characters_fits_into_a_status() -> None:
+    received = await describe_error(ValueError("\u2603" * 100_000))
     assert received.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert set(received.details() or "") == {"\u2603"}
 
@@ -155,7 +159,8 @@ GARBAGE = (b"\x0a\xff\xff\xff\xff\x0f", b"\xff" * 64, b"\x0a\x02\xc3\x28")
 
 
 @pytest.mark.parametrize("token", [None, "secret"])
-def test_malformed_protobuf_is_an_invalid_argument_without_a_traceback(
+@pytest.mark.anyio
+async def test_malformed_protobuf_is_an_invalid_argument_without_a_traceback(
     token: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Holds for every kind of handler, the health service included. A caller without the token has nothing parsed and
@@ -187,7 +192,7 @@ def test_malformed_protobuf_is_an_invalid_argument_without_a_traceback(
             return await codes(right), await codes(wrong)
 
     invalid, refused = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED
-    found = asyncio.run(scenario())
+    found = await scenario()
     assert found == ({invalid}, {grpc.StatusCode.OK, refused} if token else {invalid})
     assert "not a message of this method" in caplog.text
     assert "Traceback" not in caplog.text
@@ -222,33 +227,29 @@ HEADERS, RST_STREAM = 1, 3
 
 
 @pytest.mark.parametrize("method", [f"/{REWARD}/Score", "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"])
-def test_strangers_are_answered_before_their_message_has_come(method: str) -> None:
+@pytest.mark.anyio
+async def test_strangers_are_answered_before_their_message_has_come(method: str) -> None:
     """Else whoever reaches the port fills the memory with messages that never end."""
-
-    async def scenario() -> None:
-        async with running(PlainReward(), token="secret") as address:
-            assert {HEADERS, RST_STREAM} <= await asyncio.to_thread(begin_call, address, method, 60 * 2**20)
-
-    asyncio.run(scenario())
+    async with running(PlainReward(), token="secret") as address:
+        assert {HEADERS, RST_STREAM} <= await asyncio.to_thread(begin_call, address, method, 60 * 2**20)
 
 
-def test_a_server_that_anyone_may_call_takes_small_messages_only() -> None:
-    async def scenario() -> None:
-        server = rpc.make_server(guarded=False)
-        reward_pb2_grpc.add_RewardServiceServicer_to_server(PlainReward(), server)
-        port = rpc.listen(server, "127.0.0.1", 0, guarded=False)
-        await server.start()
-        async with rpc.open_channel(f"127.0.0.1:{port}") as channel:
-            describe: Any = channel.unary_unary(f"/{REWARD}/Describe")
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await describe(bytes(100_000), timeout=10)
-        await server.stop(None)
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-
-    asyncio.run(scenario())
+@pytest.mark.anyio
+async def test_a_server_that_anyone_may_call_takes_small_messages_only() -> None:
+    server = rpc.make_server(guarded=False)
+    reward_pb2_grpc.add_RewardServiceServicer_to_server(PlainReward(), server)
+    port = rpc.listen(server, "127.0.0.1", 0, guarded=False)
+    await server.start()
+    async with rpc.open_channel(f"127.0.0.1:{port}") as channel:
+        describe: Any = channel.unary_unary(f"/{REWARD}/Describe")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await describe(bytes(100_000), timeout=10)
+    await server.stop(None)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_text_that_is_no_unicode_is_an_invalid_argument() -> None:
+@pytest.mark.anyio
+async def test_text_that_is_no_unicode_is_an_invalid_argument() -> None:
     async def call() -> grpc.aio.AioRpcError:
         async with running(Rollout(1)) as address, rpc.open_channel(address) as channel:
             generate: Any = channel.unary_stream("/flowfleet.v1.RolloutService/Generate")
@@ -256,7 +257,7 @@ def test_text_that_is_no_unicode_is_an_invalid_argument() -> None:
                 await generate(GARBAGE[2], timeout=10).read()
             return caught.value
 
-    assert asyncio.run(call()).code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (await call()).code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 NO_ADDRESSES = (
@@ -291,7 +292,8 @@ def test_a_channel_leads_to_a_host_and_a_port_alone(address: str) -> None:
         rpc.open_channel(address)
 
 
-def test_a_handlers_own_abort_passes_through() -> None:
+@pytest.mark.anyio
+async def test_a_handlers_own_abort_passes_through() -> None:
     class Aborting(reward_pb2_grpc.RewardServiceServicer):
         async def Describe(self, request: Any, context: Any) -> Any:
             await context.abort(grpc.StatusCode.ALREADY_EXISTS, "mine")
@@ -302,20 +304,18 @@ def test_a_handlers_own_abort_passes_through() -> None:
                 await stub.Describe(reward_pb2.DescribeRequest(), timeout=10)
             return caught.value
 
-    received = asyncio.run(call())
+    received = await call()
     assert (received.code(), received.details()) == (grpc.StatusCode.ALREADY_EXISTS, "mine")
     assert rpc.rpc_error_message(received) == "ALREADY_EXISTS: mine"
 
 
-def test_plain_functions_are_handlers_too() -> None:
-    async def call() -> None:
-        async with running(PlainReward()) as address, reward_stub(address) as stub:
-            assert (await stub.Describe(reward_pb2.DescribeRequest(), timeout=10)).name == "plain"
-            with pytest.raises(grpc.aio.AioRpcError, match="send samples") as caught:
-                await stub.Score(reward_pb2.ScoreRequest(), timeout=10)
-            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-
-    asyncio.run(call())
+@pytest.mark.anyio
+async def test_plain_functions_are_handlers_too() -> None:
+    async with running(PlainReward()) as address, reward_stub(address) as stub:
+        assert (await stub.Describe(reward_pb2.DescribeRequest(), timeout=10)).name == "plain"
+        with pytest.raises(grpc.aio.AioRpcError, match="send samples") as caught:
+            await stub.Score(reward_pb2.ScoreRequest(), timeout=10)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def collect(servicer: Any, step: int = 0) -> tuple[int, grpc.StatusCode]:
@@ -331,18 +331,21 @@ async def collect(servicer: Any, step: int = 0) -> tuple[int, grpc.StatusCode]:
         return received, await call.code()
 
 
-def test_streams_deliver_what_came_before_an_error() -> None:
-    assert asyncio.run(collect(Rollout(3))) == (3, grpc.StatusCode.OK)
-    assert asyncio.run(collect(Rollout(3, errors.Conflict("no")))) == (3, grpc.StatusCode.FAILED_PRECONDITION)
-    assert asyncio.run(collect(Rollout(0, ValueError("no")))) == (0, grpc.StatusCode.INVALID_ARGUMENT)
+@pytest.mark.anyio
+async def test_streams_deliver_what_came_before_an_error() -> None:
+    assert await collect(Rollout(3)) == (3, grpc.StatusCode.OK)
+    assert await collect(Rollout(3, errors.Conflict("no"))) == (3, grpc.StatusCode.FAILED_PRECONDITION)
+    assert await collect(Rollout(0, ValueError("no"))) == (0, grpc.StatusCode.INVALID_ARGUMENT)
 
 
-def test_streams_of_coroutines_that_write() -> None:
-    assert asyncio.run(collect(WritingRollout())) == (2, grpc.StatusCode.OK)
-    assert asyncio.run(collect(WritingRollout(), step=1)) == (2, grpc.StatusCode.FAILED_PRECONDITION)
+@pytest.mark.anyio
+async def test_streams_of_coroutines_that_write() -> None:
+    assert await collect(WritingRollout()) == (2, grpc.StatusCode.OK)
+    assert await collect(WritingRollout(), step=1) == (2, grpc.StatusCode.FAILED_PRECONDITION)
 
 
-def test_unavailable_is_tried_four_times_and_nothing_else_is() -> None:
+@pytest.mark.anyio
+async def test_unavailable_is_tried_four_times_and_nothing_else_is() -> None:
     async def attempts(error: Exception) -> int:
         servicer = Reward(raising(error))
         async with running(servicer) as address, reward_stub(address) as stub:
@@ -350,22 +353,24 @@ def test_unavailable_is_tried_four_times_and_nothing_else_is() -> None:
                 await stub.Describe(reward_pb2.DescribeRequest(), timeout=20)
         return servicer.calls
 
-    assert asyncio.run(attempts(errors.Unavailable("draining"))) == rpc.RETRY_POLICY["maxAttempts"] == 4
-    assert asyncio.run(attempts(redis.ConnectionError("refused"))) == 4
+    assert await attempts(errors.Unavailable("draining")) == rpc.RETRY_POLICY["maxAttempts"] == 4
+    assert await attempts(redis.ConnectionError("refused")) == 4
     for error in (errors.Conflict("x"), TimeoutError("x"), KeyError("x"), errors.DataLoss("x")):
-        assert asyncio.run(attempts(error)) == 1
+        assert await attempts(error) == 1
 
 
-def test_a_stream_is_retried_only_before_its_first_message() -> None:
+@pytest.mark.anyio
+async def test_a_stream_is_retried_only_before_its_first_message() -> None:
     early = Rollout(0, errors.Unavailable("busy"))
-    assert asyncio.run(collect(early)) == (0, grpc.StatusCode.UNAVAILABLE)
+    assert await collect(early) == (0, grpc.StatusCode.UNAVAILABLE)
     assert early.calls == 4
     late = Rollout(1, errors.Unavailable("dying"))
-    assert asyncio.run(collect(late)) == (1, grpc.StatusCode.UNAVAILABLE)
+    assert await collect(late) == (1, grpc.StatusCode.UNAVAILABLE)
     assert late.calls == 1
 
 
-def test_a_large_request_is_retried_as_well() -> None:
+@pytest.mark.anyio
+async def test_a_large_request_is_retried_as_well() -> None:
     """gRPC's default retry buffer of 256 KiB would commit such a call to its first attempt."""
 
     class Failing(Reward):
@@ -380,24 +385,23 @@ def test_a_large_request_is_retried_as_well() -> None:
         async with running(Failing(lambda: None)) as address, reward_stub(address) as stub:
             return float((await stub.Score(request, timeout=20)).scores[0].score)
 
-    assert asyncio.run(call()) == 8 * 2**20
+    assert await call() == 8 * 2**20
 
 
-def test_a_call_without_a_deadline_is_refused() -> None:
-    async def call() -> None:
-        servicer, rollout = Reward(reward_pb2.DescribeResponse), Rollout(1)
-        async with running(servicer, rollout) as address, rpc.open_channel(address) as channel:
-            with pytest.raises(ValueError, match="pass timeout="):
-                await reward_pb2_grpc.RewardServiceStub(channel).Describe(reward_pb2.DescribeRequest())
-            with pytest.raises(ValueError, match="pass timeout="):
-                async for _ in rollout_pb2_grpc.RolloutServiceStub(channel).Generate(rollout_pb2.GenerateRequest()):
-                    pass
-        assert servicer.calls == rollout.calls == 0
-
-    asyncio.run(call())
+@pytest.mark.anyio
+async def test_a_call_without_a_deadline_is_refused() -> None:
+    servicer, rollout = Reward(reward_pb2.DescribeResponse), Rollout(1)
+    async with running(servicer, rollout) as address, rpc.open_channel(address) as channel:
+        with pytest.raises(ValueError, match="pass timeout="):
+            await reward_pb2_grpc.RewardServiceStub(channel).Describe(reward_pb2.DescribeRequest())
+        with pytest.raises(ValueError, match="pass timeout="):
+            async for _ in rollout_pb2_grpc.RolloutServiceStub(channel).Generate(rollout_pb2.GenerateRequest()):
+                pass
+    assert servicer.calls == rollout.calls == 0
 
 
-def test_deadlines_end_calls() -> None:
+@pytest.mark.anyio
+async def test_deadlines_end_calls() -> None:
     async def slow() -> reward_pb2.DescribeResponse:
         await asyncio.sleep(30)
         return reward_pb2.DescribeResponse()
@@ -408,10 +412,11 @@ def test_deadlines_end_calls() -> None:
                 await stub.Describe(reward_pb2.DescribeRequest(), timeout=0.2)
             return caught.value.code()
 
-    assert asyncio.run(call()) is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert await call() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-def test_a_message_over_the_limit_is_refused() -> None:
+@pytest.mark.anyio
+async def test_a_message_over_the_limit_is_refused() -> None:
     async def call(size: int) -> grpc.StatusCode:
         request = reward_pb2.ScoreRequest(samples=[reward_pb2.RewardSample(media=bytes(size))])
         async with running(PlainReward()) as address, reward_stub(address) as stub:
@@ -419,35 +424,34 @@ def test_a_message_over_the_limit_is_refused() -> None:
                 await stub.Score(request, timeout=20)
             return caught.value.code()
 
-    assert asyncio.run(call(rpc.MAX_MESSAGE_BYTES - 1024)) is grpc.StatusCode.INVALID_ARGUMENT  # reached the handler
-    assert asyncio.run(call(rpc.MAX_MESSAGE_BYTES)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert await call(rpc.MAX_MESSAGE_BYTES - 1024) is grpc.StatusCode.INVALID_ARGUMENT  # reached the handler
+    assert await call(rpc.MAX_MESSAGE_BYTES) is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 @pytest.mark.parametrize("sent", [None, "wrong", "secre", "secret2"])
-def test_a_wrong_or_missing_token_is_refused(sent: str | None) -> None:
-    async def call() -> None:
-        servicer, rollout = Reward(reward_pb2.DescribeResponse), Rollout(1)
-        async with (
-            running(servicer, rollout, token="secret") as address,
-            rpc.open_channel(address, token=sent) as channel,
-        ):
-            with pytest.raises(grpc.aio.AioRpcError, match="FLOWFLEET_RPC_TOKEN") as caught:
-                await reward_pb2_grpc.RewardServiceStub(channel).Describe(reward_pb2.DescribeRequest(), timeout=10)
-            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                async for _ in rollout_pb2_grpc.RolloutServiceStub(channel).Generate(
-                    rollout_pb2.GenerateRequest(), timeout=10
-                ):
-                    pass
-            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-            health = health_pb2_grpc.HealthStub(channel)
-            assert (await health.Check(health_pb2.HealthCheckRequest(), timeout=10)).status
-        assert servicer.calls == rollout.calls == 0
-
-    asyncio.run(call())
+@pytest.mark.anyio
+async def test_a_wrong_or_missing_token_is_refused(sent: str | None) -> None:
+    servicer, rollout = Reward(reward_pb2.DescribeResponse), Rollout(1)
+    async with (
+        running(servicer, rollout, token="secret") as address,
+        rpc.open_channel(address, token=sent) as channel,
+    ):
+        with pytest.raises(grpc.aio.AioRpcError, match="FLOWFLEET_RPC_TOKEN") as caught:
+            await reward_pb2_grpc.RewardServiceStub(channel).Describe(reward_pb2.DescribeRequest(), timeout=10)
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in rollout_pb2_grpc.RolloutServiceStub(channel).Generate(
+                rollout_pb2.GenerateRequest(), timeout=10
+            ):
+                pass
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        health = health_pb2_grpc.HealthStub(channel)
+        assert (await health.Check(health_pb2.HealthCheckRequest(), timeout=10)).status
+    assert servicer.calls == rollout.calls == 0
 
 
-def test_the_right_token_is_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_the_right_token_is_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOWFLEET_RPC_TOKEN", "secret")
 
     async def call() -> int:
@@ -457,50 +461,44 @@ def test_the_right_token_is_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
             stream = rollout_pb2_grpc.RolloutServiceStub(channel).Generate(rollout_pb2.GenerateRequest(), timeout=10)
             return sum([1 async for _ in stream])
 
-    assert asyncio.run(call()) == 2
+    assert await call() == 2
 
 
-def test_unknown_methods_are_unimplemented() -> None:
+@pytest.mark.anyio
+async def test_unknown_methods_are_unimplemented() -> None:
     async def call() -> grpc.StatusCode:
         async with running(Rollout(0)) as address, reward_stub(address) as stub:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.Describe(reward_pb2.DescribeRequest(), timeout=10)
             return caught.value.code()
 
-    assert asyncio.run(call()) is grpc.StatusCode.UNIMPLEMENTED
+    assert await call() is grpc.StatusCode.UNIMPLEMENTED
 
 
-def test_a_taken_port_is_an_error_not_a_shared_port() -> None:
-    async def call() -> None:
-        async with running(Rollout(0)) as address:
-            with pytest.raises(errors.Unavailable, match="choose another"):
-                rpc.listen(rpc.make_server(), "127.0.0.1", int(address.rsplit(":", 1)[1]))
-
-    asyncio.run(call())
+@pytest.mark.anyio
+async def test_a_taken_port_is_an_error_not_a_shared_port() -> None:
+    async with running(Rollout(0)) as address:
+        with pytest.raises(errors.Unavailable, match="choose another"):
+            rpc.listen(rpc.make_server(), "127.0.0.1", int(address.rsplit(":", 1)[1]))
 
 
-def test_a_call_survives_a_server_that_starts_late() -> None:
+@pytest.mark.anyio
+async def test_a_call_survives_a_server_that_starts_late() -> None:
     """Connection refused is UNAVAILABLE: the retries bridge a restart of about a second."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-
-    async def call() -> None:
-        async with reward_stub(f"127.0.0.1:{port}") as stub:
-            pending = asyncio.ensure_future(
-                stub.Describe(reward_pb2.DescribeRequest(), timeout=10, wait_for_ready=True)
-            )
-            await asyncio.sleep(1.0)
-            server = rpc.make_server()
-            reward_pb2_grpc.add_RewardServiceServicer_to_server(
-                Reward(lambda: reward_pb2.DescribeResponse(name="late")), server
-            )
-            rpc.listen(server, "127.0.0.1", port)
-            await server.start()
-            assert (await pending).name == "late"
-            await server.stop(None)
-
-    asyncio.run(call())
+    async with reward_stub(f"127.0.0.1:{port}") as stub:
+        pending = asyncio.ensure_future(stub.Describe(reward_pb2.DescribeRequest(), timeout=10, wait_for_ready=True))
+        await asyncio.sleep(1.0)
+        server = rpc.make_server()
+        reward_pb2_grpc.add_RewardServiceServicer_to_server(
+            Reward(lambda: reward_pb2.DescribeResponse(name="late")), server
+        )
+        rpc.listen(server, "127.0.0.1", port)
+        await server.start()
+        assert (await pending).name == "late"
+        await server.stop(None)
 
 
 SERVICE = """
@@ -529,15 +527,22 @@ sys.exit(service.run_service("slow", main, service.rpc_parser("A slow service.")
 """
 
 
-def test_a_service_drains_on_sigterm(tmp_path: Path) -> None:
-    """The port file appears when it serves; SIGTERM lets the running call end, then exits 0."""
-    port_file = tmp_path / "port"
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVICE, "--port-file", str(port_file), "--metrics-port", "0"],
+def start(port_file: Path, *flags: str, **environment: str) -> subprocess.Popen[str]:
+    """The service as a process."""
+    return subprocess.Popen(
+        [sys.executable, "-c", SERVICE, "--port-file", str(port_file), *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env=os.environ | environment,
     )
+
+
+@pytest.mark.anyio
+async def test_a_service_drains_on_sigterm(tmp_path: Path) -> None:
+    """The port file appears when it serves; SIGTERM lets the running call end, then exits 0."""
+    port_file = tmp_path / "port"
+    process = start(port_file, "--metrics-port", "0")
     wait_for(port_file)
 
     async def call() -> tuple[int, str, int]:
@@ -555,22 +560,17 @@ def test_a_service_drains_on_sigterm(tmp_path: Path) -> None:
             return before, (await pending).name, after
 
     status = health_pb2.HealthCheckResponse
-    assert asyncio.run(call()) == (status.SERVING, "slow", status.NOT_SERVING)
+    assert await call() == (status.SERVING, "slow", status.NOT_SERVING)
     out, err = process.communicate(timeout=20)
     assert (process.returncode, out) == (0, "serving False\ndrained\n")
     assert re.search(r"metrics on http://127\.0\.0\.1:\d+/metrics", err)
 
 
-def test_the_health_port_answers_kubelets_and_nothing_else(tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_the_health_port_answers_kubelets_and_nothing_else(tmp_path: Path) -> None:
     """A call in flight holds the drain open: then it takes no more."""
     port_file = tmp_path / "port"
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVICE, "--port-file", str(port_file), "--health-port", "0"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "FLOWFLEET_RPC_TOKEN": "secret"},
-    )
+    process = start(port_file, "--health-port", "0", FLOWFLEET_RPC_TOKEN="secret")
     assert process.stderr is not None
     found = None
     while found is None:
@@ -601,7 +601,7 @@ def test_the_health_port_answers_kubelets_and_nothing_else(tmp_path: Path) -> No
             await pending
         return before + after
 
-    states = asyncio.run(call(found[1]))
+    states = await call(found[1])
     assert states == ["SERVING", "SERVING", "NOT_SERVING", "NOT_SERVING"]
     process.communicate(timeout=20)
     assert process.returncode == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -90,41 +89,33 @@ async def asked_with(token: str | None, address: str) -> dict[str, Code]:
         return await answers(channel)
 
 
-def test_each_kinds_token_opens_its_methods_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_each_kinds_token_opens_its_methods_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(service.RPC_ACCEPT, kinds.accept(TOKENS))
-
-    async def scenario() -> None:
-        async with served() as address:
-            for kind, token in TOKENS.items():
-                assert await asked_with(token, address) == expected(kind, Code.PERMISSION_DENIED), kind
-            for stranger in (None, "another", kinds.digest(TOKENS["controller"])):
-                assert await asked_with(stranger, address) == expected("stranger", Code.UNAUTHENTICATED), stranger
-
-    asyncio.run(scenario())
+    async with served() as address:
+        for kind, token in TOKENS.items():
+            assert await asked_with(token, address) == expected(kind, Code.PERMISSION_DENIED), kind
+        for stranger in (None, "another", kinds.digest(TOKENS["controller"])):
+            assert await asked_with(stranger, address) == expected("stranger", Code.UNAUTHENTICATED), stranger
 
 
-def test_a_kind_that_is_not_listed_is_a_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_a_kind_that_is_not_listed_is_a_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(service.RPC_ACCEPT, kinds.accept({"trainer": TOKENS["trainer"]}))
-
-    async def scenario() -> None:
-        async with served() as address:
-            found = await asked_with(TOKENS["controller"], address)
-            assert found == expected("stranger", Code.UNAUTHENTICATED)
-
-    asyncio.run(scenario())
+    async with served() as address:
+        found = await asked_with(TOKENS["controller"], address)
+        assert found == expected("stranger", Code.UNAUTHENTICATED)
 
 
-def test_one_token_for_a_whole_fleet_opens_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_one_token_for_a_whole_fleet_opens_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(service.RPC_TOKEN, "one for all")
-
-    async def scenario() -> None:
-        async with served() as address:
-            assert await asked_with("one for all", address) == expected("controller", Code.OK)
-
-    asyncio.run(scenario())
+    async with served() as address:
+        assert await asked_with("one for all", address) == expected("controller", Code.OK)
 
 
-def test_the_name_in_a_certificate_says_the_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_the_name_in_a_certificate_says_the_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ca = Authority()
     folders = {kind: ca.issue(tmp_path / kind, "flowfleet", f"{kind}.flowfleet") for kind in kinds.KINDS}
     fleet_wide = ca.issue(tmp_path / "fleet", "flowfleet", "rollout.other", "x-rollout.flowfleet")
@@ -140,26 +131,23 @@ def test_the_name_in_a_certificate_says_the_kind(tmp_path: Path, monkeypatch: py
                 assert await seen_by(folder, address) == expected(kind, Code.PERMISSION_DENIED), kind
             assert await seen_by(fleet_wide, address) == expected("controller", Code.OK)
 
-    asyncio.run(scenario())
+    await scenario()
 
 
-def test_the_certificate_counts_beside_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_the_certificate_counts_beside_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rollout that stole the controller's token cannot train with it."""
     ca = Authority()
     monkeypatch.setenv(tls.TLS_DIR, str(ca.issue(tmp_path / "rollout", "flowfleet", "rollout.flowfleet")))
     monkeypatch.setenv(service.RPC_ACCEPT, kinds.accept(TOKENS))
-
-    async def scenario() -> None:
-        async with served() as address, rpc.open_channel(address, token=TOKENS["controller"]) as channel:
-            train: Any = channel.unary_unary("/flowfleet.v1.TrainerService/TrainStep")
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await train(b"", timeout=20)
-            assert caught.value.code() is Code.PERMISSION_DENIED
-            assert caught.value.details() == (
-                "the certificate of a rollout may not call /flowfleet.v1.TrainerService/TrainStep"
-            )
-
-    asyncio.run(scenario())
+    async with served() as address, rpc.open_channel(address, token=TOKENS["controller"]) as channel:
+        train: Any = channel.unary_unary("/flowfleet.v1.TrainerService/TrainStep")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await train(b"", timeout=20)
+        assert caught.value.code() is Code.PERMISSION_DENIED
+        assert caught.value.details() == (
+            "the certificate of a rollout may not call /flowfleet.v1.TrainerService/TrainStep"
+        )
 
 
 @pytest.mark.parametrize("text", ["controller", "controller=abc", "boss=" + "0" * 64, "controller=" + "0" * 64 + ","])

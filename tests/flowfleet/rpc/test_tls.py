@@ -95,7 +95,9 @@ async def refusal(channel: grpc.aio.Channel) -> tuple[grpc.StatusCode, str]:
     return caught.value.code(), caught.value.details() or ""
 
 
-def between(sides: Sides, server: Path | None, client: Path | None, **client_name: str) -> tuple[grpc.StatusCode, str]:
+async def between(
+    sides: Sides, server: Path | None, client: Path | None, **client_name: str
+) -> tuple[grpc.StatusCode, str]:
     """Errors of a client that the server rejects, or that rejects the server."""
 
     async def scenario() -> tuple[grpc.StatusCode, str]:
@@ -106,53 +108,56 @@ def between(sides: Sides, server: Path | None, client: Path | None, **client_nam
                 code, message = await refusal(channel)
                 return code, message.replace(address, "ADDRESS")
 
-    return asyncio.run(scenario())
+    return await scenario()
 
 
-def test_certificates_of_one_ca_let_in_and_the_token_stays_required(
+@pytest.mark.anyio
+async def test_certificates_of_one_ca_let_in_and_the_token_stays_required(
     tmp_path: Path, ca: Authority, sides: Sides
 ) -> None:
-    async def scenario() -> None:
-        sides.be(ca.issue(tmp_path / "server"))
-        async with served(token="secret") as address:
-            sides.be(ca.issue(tmp_path / "client"))
-            async with rpc.open_channel(address, token="secret") as channel:
-                assert await describe(channel) == "reached"
-            async with rpc.open_channel(address, token="other") as channel:
-                code, message = await refusal(channel)
-                assert (code, "FLOWFLEET_RPC_TOKEN" in message) == (Code.UNAUTHENTICATED, True)
-
-    asyncio.run(scenario())
+    sides.be(ca.issue(tmp_path / "server"))
+    async with served(token="secret") as address:
+        sides.be(ca.issue(tmp_path / "client"))
+        async with rpc.open_channel(address, token="secret") as channel:
+            assert await describe(channel) == "reached"
+        async with rpc.open_channel(address, token="other") as channel:
+            code, message = await refusal(channel)
+            assert (code, "FLOWFLEET_RPC_TOKEN" in message) == (Code.UNAUTHENTICATED, True)
 
 
-def test_a_plain_client_is_told_to_speak_tls(tmp_path: Path, ca: Authority, sides: Sides) -> None:
-    code, message = between(sides, ca.issue(tmp_path / "server"), None)
+@pytest.mark.anyio
+async def test_a_plain_client_is_told_to_speak_tls(tmp_path: Path, ca: Authority, sides: Sides) -> None:
+    code, message = await between(sides, ca.issue(tmp_path / "server"), None)
     assert (code, message) == (Code.UNAVAILABLE, "ADDRESS speaks TLS: set FLOWFLEET_TLS_DIR")
 
 
-def test_a_client_is_told_of_a_plain_server(tmp_path: Path, ca: Authority, sides: Sides) -> None:
-    code, message = between(sides, None, ca.issue(tmp_path / "client"))
+@pytest.mark.anyio
+async def test_a_client_is_told_of_a_plain_server(tmp_path: Path, ca: Authority, sides: Sides) -> None:
+    code, message = await between(sides, None, ca.issue(tmp_path / "client"))
     assert code is Code.UNAVAILABLE
     assert message == "ADDRESS speaks no TLS: set FLOWFLEET_TLS_DIR for that service as well"
 
 
-def test_a_server_of_another_ca_is_refused(tmp_path: Path, ca: Authority, sides: Sides) -> None:
-    code, message = between(sides, Authority().issue(tmp_path / "server"), ca.issue(tmp_path / "client"))
+@pytest.mark.anyio
+async def test_a_server_of_another_ca_is_refused(tmp_path: Path, ca: Authority, sides: Sides) -> None:
+    code, message = await between(sides, Authority().issue(tmp_path / "server"), ca.issue(tmp_path / "client"))
     assert code is Code.UNAVAILABLE
     assert message == "the certificate of ADDRESS is refused: unable to get local issuer certificate"
 
 
-def test_a_client_of_another_ca_is_refused(tmp_path: Path, ca: Authority, sides: Sides) -> None:
+@pytest.mark.anyio
+async def test_a_client_of_another_ca_is_refused(tmp_path: Path, ca: Authority, sides: Sides) -> None:
     """It trusts the server, so only the server can refuse; its own files do not fit each other."""
     other = Authority()
     client = other.issue(tmp_path / "client")
     (client / "ca.crt").write_bytes(ca.pem + other.pem)
-    code, message = between(sides, ca.issue(tmp_path / "server"), client)
+    code, message = await between(sides, ca.issue(tmp_path / "server"), client)
     assert code is Code.UNAVAILABLE
     assert message == f"ADDRESS refuses the certificate in {client}: both must come from one CA and be valid"
 
 
-def test_a_client_without_a_certificate_is_refused(tmp_path: Path, ca: Authority, sides: Sides) -> None:
+@pytest.mark.anyio
+async def test_a_client_without_a_certificate_is_refused(tmp_path: Path, ca: Authority, sides: Sides) -> None:
     async def scenario() -> grpc.StatusCode:
         sides.be(ca.issue(tmp_path / "server"))
         options = [("grpc.ssl_target_name_override", "flowfleet")]
@@ -162,10 +167,11 @@ def test_a_client_without_a_certificate_is_refused(tmp_path: Path, ca: Authority
         ):
             return (await refusal(channel))[0]
 
-    assert asyncio.run(scenario()) is Code.UNAVAILABLE
+    assert await scenario() is Code.UNAVAILABLE
 
 
-def test_a_server_of_another_name_is_refused(tmp_path: Path, ca: Authority, sides: Sides) -> None:
+@pytest.mark.anyio
+async def test_a_server_of_another_name_is_refused(tmp_path: Path, ca: Authority, sides: Sides) -> None:
     async def scenario() -> tuple[grpc.StatusCode, str]:
         sides.be(ca.issue(tmp_path / "server", "elsewhere"), name="elsewhere")
         async with served() as address:
@@ -174,13 +180,14 @@ def test_a_server_of_another_name_is_refused(tmp_path: Path, ca: Authority, side
                 code, message = await refusal(channel)
                 return code, message.replace(address, "ADDRESS")
 
-    code, message = asyncio.run(scenario())
+    code, message = await scenario()
     assert code is Code.UNAVAILABLE
     assert message == "the certificate of ADDRESS is not for flowfleet: reissue it, or set FLOWFLEET_TLS_NAME"
 
 
 @pytest.mark.parametrize("guarded", [True, False])
-def test_a_client_of_another_name_is_refused_by_the_fleet_and_not_by_what_others_call(
+@pytest.mark.anyio
+async def test_a_client_of_another_name_is_refused_by_the_fleet_and_not_by_what_others_call(
     guarded: bool, tmp_path: Path, ca: Authority, sides: Sides
 ) -> None:
     async def scenario() -> None:
@@ -195,20 +202,17 @@ def test_a_client_of_another_name_is_refused_by_the_fleet_and_not_by_what_others
         assert code is Code.UNAUTHENTICATED
         assert message.startswith("the client's certificate is not for flowfleet")
 
-    asyncio.run(scenario())
+    await scenario()
 
 
-def test_what_is_not_guarded_takes_no_token_beyond_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_what_is_not_guarded_takes_no_token_beyond_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLOWFLEET_RPC_TOKEN", raising=False)
-
-    async def scenario() -> None:
-        with pytest.raises(ValueError, match="FLOWFLEET_RPC_TOKEN"):
-            rpc.listen(rpc.make_server(), "0.0.0.0", 0)
-        server = rpc.make_server(guarded=False)
-        assert rpc.listen(server, "0.0.0.0", 0, guarded=False) > 0
-        await server.stop(None)
-
-    asyncio.run(scenario())
+    with pytest.raises(ValueError, match="FLOWFLEET_RPC_TOKEN"):
+        rpc.listen(rpc.make_server(), "0.0.0.0", 0)
+    server = rpc.make_server(guarded=False)
+    assert rpc.listen(server, "0.0.0.0", 0, guarded=False) > 0
+    await server.stop(None)
 
 
 # -- files that cannot work ------------------------------------------------------------------------------------------
@@ -255,52 +259,46 @@ def test_a_certificate_without_the_name_is_told(tmp_path: Path, ca: Authority) -
 # -- renewal ---------------------------------------------------------------------------------------------------------
 
 
-def test_new_certificates_are_taken_while_calls_go_on(tmp_path: Path, ca: Authority, sides: Sides) -> None:
+@pytest.mark.anyio
+async def test_new_certificates_are_taken_while_calls_go_on(tmp_path: Path, ca: Authority, sides: Sides) -> None:
     """The CA changes as well: what was connected ends its stream, what comes after speaks by the new CA alone."""
     server, client = ca.issue(tmp_path / "server"), ca.issue(tmp_path / "client")
-
-    async def scenario() -> None:
-        rollout = Rollout()
-        sides.be(server)
-        async with served(rollout) as address:
-            sides.be(client)
-            async with rpc.open_channel(address) as channel:
-                assert await describe(channel) == "reached"
-                stub: Any = rollout_pb2_grpc.RolloutServiceStub(channel)
-                stream = stub.Generate(rollout_pb2.GenerateRequest(), timeout=30)
-                rollout.go.release()
-                assert await stream.read() is not grpc.aio.EOF
-                new = Authority()
-                new.issue(server)
-                new.issue(client)
-                assert await describe(channel) == "reached"
-                rollout.go.release()
-                assert await stream.read() is not grpc.aio.EOF
-                assert await stream.read() is grpc.aio.EOF
-                sides.be(ca.issue(tmp_path / "late"))
-                async with rpc.open_channel(address) as old:
-                    assert (await refusal(old))[0] is Code.UNAVAILABLE
-
-    asyncio.run(scenario())
+    rollout = Rollout()
+    sides.be(server)
+    async with served(rollout) as address:
+        sides.be(client)
+        async with rpc.open_channel(address) as channel:
+            assert await describe(channel) == "reached"
+            stub: Any = rollout_pb2_grpc.RolloutServiceStub(channel)
+            stream = stub.Generate(rollout_pb2.GenerateRequest(), timeout=30)
+            rollout.go.release()
+            assert await stream.read() is not grpc.aio.EOF
+            new = Authority()
+            new.issue(server)
+            new.issue(client)
+            assert await describe(channel) == "reached"
+            rollout.go.release()
+            assert await stream.read() is not grpc.aio.EOF
+            assert await stream.read() is grpc.aio.EOF
+            sides.be(ca.issue(tmp_path / "late"))
+            async with rpc.open_channel(address) as old:
+                assert (await refusal(old))[0] is Code.UNAVAILABLE
 
 
-def test_new_files_that_cannot_work_are_not_used(
+@pytest.mark.anyio
+async def test_new_files_that_cannot_work_are_not_used(
     tmp_path: Path, ca: Authority, sides: Sides, caplog: pytest.LogCaptureFixture
 ) -> None:
     server, client = ca.issue(tmp_path / "server"), ca.issue(tmp_path / "client")
-
-    async def scenario() -> None:
-        sides.be(server)
-        async with served() as address:
-            sides.be(client)
-            async with rpc.open_channel(address) as channel:
-                (server / "tls.key").unlink()
-                ca.issue(client, expired=True)
-                assert await describe(channel) == "reached"
-            assert "TLS certificates not renewed, the last valid ones stay" in caplog.text
-            ca.issue(server)
-            ca.issue(client)
-            async with rpc.open_channel(address) as channel:
-                assert await describe(channel) == "reached"
-
-    asyncio.run(scenario())
+    sides.be(server)
+    async with served() as address:
+        sides.be(client)
+        async with rpc.open_channel(address) as channel:
+            (server / "tls.key").unlink()
+            ca.issue(client, expired=True)
+            assert await describe(channel) == "reached"
+        assert "TLS certificates not renewed, the last valid ones stay" in caplog.text
+        ca.issue(server)
+        ca.issue(client)
+        async with rpc.open_channel(address) as channel:
+            assert await describe(channel) == "reached"

@@ -146,7 +146,7 @@ async def nobody() -> AsyncIterator[str]:
     yield f"127.0.0.1:{port}"
 
 
-def asked(server: Server, deadline_s: float = 20.0) -> dict[str, Answer]:
+async def asked(server: Server, deadline_s: float = 20.0) -> dict[str, Answer]:
     """Asks the reward `beauty`, whose service is called `judge`. Raises what the plane raises."""
 
     async def scenario() -> dict[str, Answer]:
@@ -158,12 +158,12 @@ def asked(server: Server, deadline_s: float = 20.0) -> dict[str, Answer]:
             finally:
                 await plane.close()
 
-    return asyncio.run(scenario())
+    return await scenario()
 
 
-def said_of(server: Server, deadline_s: float = 20.0) -> str:
+async def said_of(server: Server, deadline_s: float = 20.0) -> str:
     with pytest.raises(RewardFailure) as caught:
-        asked(server, deadline_s)
+        await asked(server, deadline_s)
     return str(caught.value)
 
 
@@ -185,31 +185,35 @@ INTERNAL, INVALID = grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT
     ],
     ids=["nobody", "http 500", "other service", "json", "newer", "500", "refused", "huge"],
 )
-def test_a_service_that_fails_as_a_whole_is_told_in_words(server: Server, words: str) -> None:
-    said = said_of(server)
+@pytest.mark.anyio
+async def test_a_service_that_fails_as_a_whole_is_told_in_words(server: Server, words: str) -> None:
+    said = await said_of(server)
     assert re.search(words, said), said
 
 
-def test_one_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = said_of(serving(Silent()), deadline_s=1.5)
+@pytest.mark.anyio
+async def test_one_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = await said_of(serving(Silent()), deadline_s=1.5)
     assert re.search(PLACE + r"gave no answer in 1\.5 s: make it faster, or raise timeouts\.score_s", said), said
     monkeypatch.setattr(reward_service, "DESCRIBE_DEADLINE_S", 1.5)
-    said = said_of(speaking(b""))  # takes the connection, and says nothing
+    said = await said_of(speaking(b""))  # takes the connection, and says nothing
     assert re.search(PLACE + r"did not answer Describe: .*its address \(the controller's --reward", said), said
 
 
-def test_tls_on_one_end_only_is_told_on_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_tls_on_one_end_only_is_told_on_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Authority().issue(tmp_path / "tls")
-    said = said_of(serving(Beauty(), folder))
+    said = await said_of(serving(Beauty(), folder))
     assert re.search(PLACE + r"cannot be reached: \S+ speaks TLS: set FLOWFLEET_TLS_DIR", said), said
     monkeypatch.setenv("FLOWFLEET_TLS_DIR", str(folder))
-    said = said_of(serving(Beauty()))
+    said = await said_of(serving(Beauty()))
     assert re.search(r"speaks no TLS: set FLOWFLEET_TLS_DIR for that service as well", said), said
 
 
-def test_a_certificate_of_another_ca_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_a_certificate_of_another_ca_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOWFLEET_TLS_DIR", str(Authority().issue(tmp_path / "ours")))
-    said = said_of(serving(Beauty(), Authority().issue(tmp_path / "theirs")))
+    said = await said_of(serving(Beauty(), Authority().issue(tmp_path / "theirs")))
     assert re.search(PLACE + r"cannot be reached: the certificate of 127\S+ is refused: ", said), said
 
 
@@ -233,10 +237,11 @@ def renamed(scores: list[RewardScore]) -> list[RewardScore]:
     ],
     ids=["nan", "none", "renamed", "twice", "empty", "out of range"],
 )
-def test_rubbish_for_all_is_the_services_failure(
+@pytest.mark.anyio
+async def test_rubbish_for_all_is_the_services_failure(
     change: Callable[[list[RewardScore]], list[RewardScore]], words: str
 ) -> None:
-    said = said_of(serving(Answers(change)))
+    said = await said_of(serving(Answers(change)))
     assert said.startswith("rewards.beauty: service 'judge' gave no usable answer")
     assert words in said
     assert "flowfleet check-reward" in said
@@ -252,9 +257,10 @@ def test_rubbish_for_all_is_the_services_failure(
     ],
     ids=["nan", "missing", "twice", "error"],
 )
-def test_rubbish_for_one_costs_that_sample_alone(
+@pytest.mark.anyio
+async def test_rubbish_for_one_costs_that_sample_alone(
     change: Callable[[list[RewardScore]], list[RewardScore]], fault: str
 ) -> None:
-    answers = asked(serving(Answers(change)))
+    answers = await asked(serving(Answers(change)))
     assert (answers["job/0/0/0"].score, answers["job/0/0/0"].fault) == (None, fault)
     assert [answers[f"job/0/0/{index}"].score for index in (1, 2, 3)] == [0.5] * 3

@@ -23,79 +23,70 @@ async def broken() -> None:
     raise ValueError("broken")
 
 
-def test_a_lost_cancellation_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_a_lost_cancellation_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(concurrency, "CANCEL_AGAIN_S", 0.01)
-
-    async def scenario() -> None:
-        tasks = [asyncio.create_task(part()) for part in (stubborn, broken, stubborn)]
-        await asyncio.sleep(0.01)
-        await asyncio.wait_for(end(tasks), 5)
-        assert [task.cancelled() for task in tasks] == [True, False, True]
-        await end([])
-
-    asyncio.run(scenario())
+    tasks = [asyncio.create_task(part()) for part in (stubborn, broken, stubborn)]
+    await asyncio.sleep(0.01)
+    await asyncio.wait_for(end(tasks), 5)
+    assert [task.cancelled() for task in tasks] == [True, False, True]
+    await end([])
 
 
-def test_the_first_failure_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_the_first_failure_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(concurrency, "CANCEL_AGAIN_S", 0.01)
-
-    async def scenario() -> None:
-        with pytest.raises(ValueError, match="broken"):
-            await asyncio.wait_for(gather_or_cancel([stubborn(), broken()]), 5)
-
-    asyncio.run(scenario())
+    with pytest.raises(ValueError, match="broken"):
+        await asyncio.wait_for(gather_or_cancel([stubborn(), broken()]), 5)
 
 
-def test_a_budget_admits_in_order_what_fits() -> None:
-    async def scenario() -> None:
-        budget, running, gates = Budget(10), list[str](), {name: asyncio.Event() for name in "abcdef"}
+@pytest.mark.anyio
+async def test_a_budget_admits_in_order_what_fits() -> None:
+    budget, running, gates = Budget(10), list[str](), {name: asyncio.Event() for name in "abcdef"}
 
-        async def work(name: str, size: int) -> None:
-            async with budget.take(size):
-                running.append(name)
-                try:
-                    await gates[name].wait()
-                finally:
-                    running.remove(name)
+    async def work(name: str, size: int) -> None:
+        async with budget.take(size):
+            running.append(name)
+            try:
+                await gates[name].wait()
+            finally:
+                running.remove(name)
 
-        async def settled() -> str:
-            for _ in range(10):
-                await asyncio.sleep(0)
-            return "".join(running)
+    async def settled() -> str:
+        for _ in range(10):
+            await asyncio.sleep(0)
+        return "".join(running)
 
-        sizes = {"a": 6, "b": 4, "c": 3, "d": 25, "e": 1, "f": 9}
-        tasks = {name: asyncio.create_task(work(name, size)) for name, size in sizes.items()}
-        assert await settled() == "ab"
-        gates["b"].set()
-        assert await settled() == "ac"  # d is larger than all, and e does not pass it
-        tasks["a"].cancel()
-        assert await settled() == "c"
-        gates["c"].set()
-        assert await settled() == "d"
-        gates["d"].set()
-        assert await settled() == "ef"
-        for gate in gates.values():
-            gate.set()
-        await asyncio.wait_for(asyncio.gather(*tasks.values(), return_exceptions=True), 5)
-
-    asyncio.run(scenario())
+    sizes = {"a": 6, "b": 4, "c": 3, "d": 25, "e": 1, "f": 9}
+    tasks = {name: asyncio.create_task(work(name, size)) for name, size in sizes.items()}
+    assert await settled() == "ab"
+    gates["b"].set()
+    assert await settled() == "ac"  # d is larger than all, and e does not pass it
+    tasks["a"].cancel()
+    assert await settled() == "c"
+    gates["c"].set()
+    assert await settled() == "d"
+    gates["d"].set()
+    assert await settled() == "ef"
+    for gate in gates.values():
+        gate.set()
+    await asyncio.wait_for(asyncio.gather(*tasks.values(), return_exceptions=True), 5)
 
 
-def test_who_leaves_the_queue_of_a_budget_takes_nothing() -> None:
-    async def scenario() -> None:
-        budget = Budget(1)
-        async with budget.take(1):
-            for _ in range(3):
-                with pytest.raises(TimeoutError):
-                    async with asyncio.timeout(0.01), budget.take(1):
-                        pass
-        async with asyncio.timeout(5), budget.take(1):
-            pass
-
-    asyncio.run(scenario())
+@pytest.mark.anyio
+async def test_who_leaves_the_queue_of_a_budget_takes_nothing() -> None:
+    budget = Budget(1)
+    async with budget.take(1):
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.01), budget.take(1):
+                    pass
+    async with asyncio.timeout(5), budget.take(1):
+        pass
 
 
-def test_conditions_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_conditions_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred changes at once cost each waiter one look; the one that fails fails alone."""
     monkeypatch.setattr(Changes, "LOOK_S", 0.01)
     seen = {"value": 0, "looks": 0}
@@ -109,30 +100,27 @@ def test_conditions_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> N
             raise ValueError("no such step")
         return False
 
-    async def scenario() -> None:
-        changes = Changes()
-        await changes.until(lambda: True)
-        low, high, failing = (
-            asyncio.create_task(changes.until(condition))
-            for condition in (lambda: at_least(100), lambda: at_least(101), refuses)
-        )
-        await asyncio.sleep(0)
-        for _ in range(100):
-            seen["value"] += 1
-            changes.notify()
-        await asyncio.wait_for(low, 5)
-        with pytest.raises(ValueError, match="no such step"):
-            await failing
-        assert not high.done()
-        assert seen["looks"] == 4
-        high.cancel()
-        await end([high])
-        changes.notify()  # no task waits
-        seen["value"] += 1
-        late = asyncio.create_task(changes.until(lambda: at_least(102)))
-        await asyncio.sleep(0)
+    changes = Changes()
+    await changes.until(lambda: True)
+    low, high, failing = (
+        asyncio.create_task(changes.until(condition))
+        for condition in (lambda: at_least(100), lambda: at_least(101), refuses)
+    )
+    await asyncio.sleep(0)
+    for _ in range(100):
         seen["value"] += 1
         changes.notify()
-        await asyncio.wait_for(late, 5)
-
-    asyncio.run(scenario())
+    await asyncio.wait_for(low, 5)
+    with pytest.raises(ValueError, match="no such step"):
+        await failing
+    assert not high.done()
+    assert seen["looks"] == 4
+    high.cancel()
+    await end([high])
+    changes.notify()  # no task waits
+    seen["value"] += 1
+    late = asyncio.create_task(changes.until(lambda: at_least(102)))
+    await asyncio.sleep(0)
+    seen["value"] += 1
+    changes.notify()
+    await asyncio.wait_for(late, 5)

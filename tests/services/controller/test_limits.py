@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -37,9 +36,10 @@ def test_a_job_with_too_many_samples_is_refused_by_the_settings_to_change() -> N
     assert problem.endswith("raise --limit open_samples")
 
 
-def test_the_check_of_a_submit_knows_the_limits() -> None:
+@pytest.mark.anyio
+async def test_the_check_of_a_submit_knows_the_limits() -> None:
     with pytest.raises(InvalidJob) as refused:
-        asyncio.run(check(job(), StaticDirectory({"ocr": "x:1"}), Sources(Places()), Limits(samples_per_step=23)))
+        await check(job(), StaticDirectory({"ocr": "x:1"}), Sources(Places()), Limits(samples_per_step=23))
     assert refused.value.problems[0].startswith("rollout.prompts_per_step x ")
 
 

@@ -230,17 +230,18 @@ def test_a_runner_that_ends_by_itself_is_not_alive_and_says_so(
     with_runner(redis_url, tmp_path, use)
 
 
-def test_only_a_lost_lease_is_more_than_a_trainer_that_was_not_ended(
+@pytest.mark.anyio
+async def test_only_a_lost_lease_is_more_than_a_trainer_that_was_not_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A command that starts a new trainer continues: it gets its position again."""
     refusing = RefusingLauncher(tmp_path)
-    assert not asyncio.run(stopped(refusing, "job"))
-    assert asyncio.run(stopped(LocalLauncher(tmp_path), "job"))
+    assert not await stopped(refusing, "job")
+    assert await stopped(LocalLauncher(tmp_path), "job")
 
     async def lost(_: str, **__: bool) -> None:
         raise LeaseLost
 
     monkeypatch.setattr(refusing, "stop", lost)
     with pytest.raises(LeaseLost):
-        asyncio.run(stopped(refusing, "job"))
+        await stopped(refusing, "job")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from flowfleet.data.blobs import open_blobs
 from flowfleet.redis import keys
@@ -69,11 +69,13 @@ def run(address: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
-def test_the_server_does_what_its_page_says(redis_url: str, tmp_path: Path, job: Job) -> None:
+@pytest.mark.anyio
+async def test_the_server_does_what_its_page_says(redis_url: str, tmp_path: Path, job: Job) -> None:
     with controller(IDLE, redis_url, tmp_path, FLOWFLEET_API_KEY=KEY) as (process, address):
         headers = {"X-API-Key": KEY}
-        record = httpx.post(f"http://{address}/v1/jobs", json=job(), headers=headers, timeout=30).json()
-        asyncio.run(put_sample(redis_url, record["id"]))
+        async with httpx.AsyncClient(headers=headers, timeout=30) as browser:
+            record = (await browser.post(f"http://{address}/v1/jobs", json=job())).json()
+        await put_sample(redis_url, record["id"])
         config = CONFIG.format(key=KEY, job_id=record["id"])
         (tmp_path / "schemathesis.toml").write_text(config)
         result = run(address, tmp_path)

@@ -82,32 +82,28 @@ class Counting(Scorer[None]):
         return [Score(sum(other.group_id == one.group_id for other in samples)) for one in samples]
 
 
-def serve(scorer: Scorer[None] | Asking, scenario: Scenario, limits: Limits | None = None) -> CollectorRegistry:
+async def serve(scorer: Scorer[None] | Asking, scenario: Scenario, limits: Limits | None = None) -> CollectorRegistry:
     """Runs a scenario against a served scorer; returns its metrics."""
     registry = CollectorRegistry()
     limits = limits or Limits()
-
-    async def main() -> None:
-        metrics = RewardMetrics(scorer.name, scorer.score_range, registry)
-        engine: Engine
-        if isinstance(scorer, Asking):
-            engine = Direct(scorer, limits, metrics)
-        else:
-            engine = Batched(scorer, Evaluator(scorer, 1), limits, metrics)
-        servicer = RewardServicer(engine, limits, metrics)
-        await servicer.start()
-        server = rpc.make_server()
-        servicer.add_to_server(server)
-        port = rpc.listen(server, "127.0.0.1", 0)
-        await server.start()
-        try:
-            async with asyncio.timeout(120), rpc.open_channel(f"127.0.0.1:{port}") as channel:
-                await scenario(RewardServiceStub(channel))
-        finally:
-            await server.stop(1)
-            await servicer.drain()
-
-    asyncio.run(main())
+    metrics = RewardMetrics(scorer.name, scorer.score_range, registry)
+    engine: Engine
+    if isinstance(scorer, Asking):
+        engine = Direct(scorer, limits, metrics)
+    else:
+        engine = Batched(scorer, Evaluator(scorer, 1), limits, metrics)
+    servicer = RewardServicer(engine, limits, metrics)
+    await servicer.start()
+    server = rpc.make_server()
+    servicer.add_to_server(server)
+    port = rpc.listen(server, "127.0.0.1", 0)
+    await server.start()
+    try:
+        async with asyncio.timeout(120), rpc.open_channel(f"127.0.0.1:{port}") as channel:
+            await scenario(RewardServiceStub(channel))
+    finally:
+        await server.stop(1)
+        await servicer.drain()
     return registry
 
 
@@ -125,7 +121,8 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None
     return registry.get_sample_value(f"flowfleet_reward_{name}", {"scorer": "asking", **labels})
 
 
-def test_calls_go_side_by_side_with_media_as_they_came() -> None:
+@pytest.mark.anyio
+async def test_calls_go_side_by_side_with_media_as_they_came() -> None:
     scorer = Asking()
 
     async def scenario(stub: RewardServiceAsyncStub) -> None:
@@ -138,14 +135,15 @@ def test_calls_go_side_by_side_with_media_as_they_came() -> None:
         assert await asyncio.gather(*calls) == [[float(call), 0.5] for call in range(20)]
         assert scorer.seen[0][0].media == encoded(Image.new("RGB", (4, 4)))
 
-    registry = serve(scorer, scenario)
+    registry = await serve(scorer, scenario)
     assert scorer.ended == ["started", *["scored"] * 20, "closed"]
     assert value(registry, "samples_total") == 40
     assert value(registry, "batch_size_count") == 20
     assert value(registry, "in_flight_samples") == 0
 
 
-def test_a_cancelled_call_and_one_past_its_deadline_cancel_the_scorer() -> None:
+@pytest.mark.anyio
+async def test_a_cancelled_call_and_one_past_its_deadline_cancel_the_scorer() -> None:
     scorer = Asking()
 
     async def scenario(stub: RewardServiceAsyncStub) -> None:
@@ -161,14 +159,15 @@ def test_a_cancelled_call_and_one_past_its_deadline_cancel_the_scorer() -> None:
         scorer.gate.set()
         assert await ask(stub, "3") == [3.0]
 
-    serve(scorer, scenario)
+    await serve(scorer, scenario)
 
 
 TWO_BYTES = sum(EncodedSample.of(sample).num_bytes for sample in numbers("1", "2"))
 
 
 @pytest.mark.parametrize("limits", [Limits(max_queued=3), Limits(max_queued_bytes=2 * TWO_BYTES - 1)])
-def test_more_than_fits_is_resource_exhausted(limits: Limits) -> None:
+@pytest.mark.anyio
+async def test_more_than_fits_is_resource_exhausted(limits: Limits) -> None:
     scorer = Asking()
 
     async def scenario(stub: RewardServiceAsyncStub) -> None:
@@ -182,10 +181,11 @@ def test_more_than_fits_is_resource_exhausted(limits: Limits) -> None:
         assert await running == [1.0, 2.0]
         assert await ask(stub, "3", "4") == [3.0, 4.0]
 
-    serve(scorer, scenario, limits)
+    await serve(scorer, scenario, limits)
 
 
-def test_bad_headers_and_bad_numbers_cost_their_samples_alone() -> None:
+@pytest.mark.anyio
+async def test_bad_headers_and_bad_numbers_cost_their_samples_alone() -> None:
     scorer = Asking()
 
     async def scenario(stub: RewardServiceAsyncStub) -> None:
@@ -200,13 +200,14 @@ def test_bad_headers_and_bad_numbers_cost_their_samples_alone() -> None:
         assert only.scores[0].error.startswith("the 4 bytes of media are not a whole image/png")
         assert len(scorer.seen) == 1
 
-    registry = serve(scorer, scenario)
+    registry = await serve(scorer, scenario)
     assert value(registry, "errors_total", reason="undecodable") == 2
     assert value(registry, "errors_total", reason="non_finite") == 1
     assert value(registry, "errors_total", reason="media_type") == 1
 
 
-def test_a_server_behind_that_is_down_is_unavailable_in_its_own_words() -> None:
+@pytest.mark.anyio
+async def test_a_server_behind_that_is_down_is_unavailable_in_its_own_words() -> None:
     async def scenario(stub: RewardServiceAsyncStub) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await ask(stub, "1", word="down")
@@ -216,30 +217,29 @@ def test_a_server_behind_that_is_down_is_unavailable_in_its_own_words() -> None:
             await ask(stub, "1", "2", word="forget")
         assert caught.value.code() is grpc.StatusCode.INTERNAL
 
-    serve(Asking(), scenario)
+    await serve(Asking(), scenario)
 
 
-def test_a_drain_waits_for_what_is_under_way_and_admits_nothing_more() -> None:
-    async def main() -> None:
-        scorer = Asking()
-        engine = Direct(scorer, Limits(), RewardMetrics("asking", (0.0, 1.0), CollectorRegistry()))
-        scorer.gate.clear()
-        running = asyncio.create_task(engine.score(numbers("1"), "", 100))
-        await until(lambda: scorer.seen)
-        drain = asyncio.create_task(engine.drain())
-        await asyncio.sleep(0.05)
-        assert not drain.done()
-        with pytest.raises(Unavailable, match="draining"):
-            await engine.score(numbers("2"), "", 100)
-        scorer.gate.set()
-        assert await running == [Score(1.0)]
-        await drain
-        assert scorer.ended == ["scored", "closed"]
-
-    asyncio.run(main())
+@pytest.mark.anyio
+async def test_a_drain_waits_for_what_is_under_way_and_admits_nothing_more() -> None:
+    scorer = Asking()
+    engine = Direct(scorer, Limits(), RewardMetrics("asking", (0.0, 1.0), CollectorRegistry()))
+    scorer.gate.clear()
+    running = asyncio.create_task(engine.score(numbers("1"), "", 100))
+    await until(lambda: scorer.seen)
+    drain = asyncio.create_task(engine.drain())
+    await asyncio.sleep(0.05)
+    assert not drain.done()
+    with pytest.raises(Unavailable, match="draining"):
+        await engine.score(numbers("2"), "", 100)
+    scorer.gate.set()
+    assert await running == [Score(1.0)]
+    await drain
+    assert scorer.ended == ["scored", "closed"]
 
 
-def test_groups_of_a_call_stay_whole_and_share_no_batch_with_another_call() -> None:
+@pytest.mark.anyio
+async def test_groups_of_a_call_stay_whole_and_share_no_batch_with_another_call() -> None:
     scorer = Counting()
 
     async def scenario(stub: RewardServiceAsyncStub) -> None:
@@ -253,7 +253,7 @@ def test_groups_of_a_call_stay_whole_and_share_no_batch_with_another_call() -> N
         assert [given.score for given in first.scores] == [3, 2, 3, 2, 3, 2, 2]
         assert [given.score for given in second.scores] == [1, 1]
 
-    serve(scorer, scenario, Limits(max_wait_s=0.2))
+    await serve(scorer, scenario, Limits(max_wait_s=0.2))
     assert sorted(scorer.batches) == [2, 7]
 
 

@@ -55,45 +55,44 @@ def numbers(*prompts: str) -> list[RewardSample]:
     return [sample(prompt, Image.new("RGB", (4, 4)), prompt) for prompt in prompts]
 
 
-def serve(scorer: Echo, limits: Limits, scenario: Scenario) -> CollectorRegistry:
+async def serve(scorer: Echo, limits: Limits, scenario: Scenario) -> CollectorRegistry:
     """Runs a scenario against a served scorer; returns its metrics."""
     registry = CollectorRegistry()
 
     def queued() -> float | None:
         return registry.get_sample_value("flowfleet_reward_queued_samples", {"scorer": scorer.name})
 
-    async def main() -> None:
-        metrics = RewardMetrics(scorer.name, scorer.score_range, registry)
-        servicer = RewardServicer(Batched(scorer, Evaluator(scorer, 1), limits, metrics), limits, metrics)
-        await servicer.start()
-        server = rpc.make_server()
-        servicer.add_to_server(server)
-        port = rpc.listen(server, "127.0.0.1", 0)
-        await server.start()
-        try:
-            async with asyncio.timeout(20), rpc.open_channel(f"127.0.0.1:{port}") as channel:
-                await scenario(RewardServiceStub(channel), queued)
-        finally:
-            scorer.gate.set()
-            await servicer.drain()
-            await server.stop(1)
-
-    asyncio.run(main())
+    metrics = RewardMetrics(scorer.name, scorer.score_range, registry)
+    servicer = RewardServicer(Batched(scorer, Evaluator(scorer, 1), limits, metrics), limits, metrics)
+    await servicer.start()
+    server = rpc.make_server()
+    servicer.add_to_server(server)
+    port = rpc.listen(server, "127.0.0.1", 0)
+    await server.start()
+    try:
+        async with asyncio.timeout(20), rpc.open_channel(f"127.0.0.1:{port}") as channel:
+            await scenario(RewardServiceStub(channel), queued)
+    finally:
+        scorer.gate.set()
+        await servicer.drain()
+        await server.stop(1)
     return registry
 
 
-def test_non_finite_scores_never_leave() -> None:
+@pytest.mark.anyio
+async def test_non_finite_scores_never_leave() -> None:
     async def scenario(stub: RewardServiceAsyncStub, queued: Queued) -> None:
         response = await stub.Score(ScoreRequest(samples=numbers("0.5", "nan", "-inf", "2")), timeout=10)
         assert [given.WhichOneof("outcome") for given in response.scores] == ["score", "error", "error", "score"]
         assert response.scores[1].error == "the score is nan"
 
-    registry = serve(Echo(), Limits(), scenario)
+    registry = await serve(Echo(), Limits(), scenario)
     labels = {"scorer": "echo", "reason": "non_finite"}
     assert registry.get_sample_value("flowfleet_reward_errors_total", labels) == 2
 
 
-def test_a_cancelled_call_is_never_scored() -> None:
+@pytest.mark.anyio
+async def test_a_cancelled_call_is_never_scored() -> None:
     scorer = Echo()
 
     async def scenario(stub: RewardServiceAsyncStub, queued: Queued) -> None:
@@ -107,13 +106,14 @@ def test_a_cancelled_call_is_never_scored() -> None:
         scorer.gate.set()
         assert [await running, await stays] == [[1.0], [3.0]]
 
-    registry = serve(scorer, Limits(), scenario)
+    registry = await serve(scorer, Limits(), scenario)
     assert scorer.seen == ["1", "3"]
     labels = {"scorer": "echo", "code": "CANCELLED"}
     assert registry.get_sample_value("flowfleet_reward_requests_total", labels) == 1
 
 
-def test_a_call_past_its_deadline_is_never_scored() -> None:
+@pytest.mark.anyio
+async def test_a_call_past_its_deadline_is_never_scored() -> None:
     scorer = Echo()
 
     async def scenario(stub: RewardServiceAsyncStub, queued: Queued) -> None:
@@ -127,11 +127,12 @@ def test_a_call_past_its_deadline_is_never_scored() -> None:
         scorer.gate.set()
         assert await running == [1.0]
 
-    serve(scorer, Limits(), scenario)
+    await serve(scorer, Limits(), scenario)
     assert scorer.seen == ["1"]
 
 
-def test_too_much_at_a_time_is_resource_exhausted() -> None:
+@pytest.mark.anyio
+async def test_too_much_at_a_time_is_resource_exhausted() -> None:
     scorer = Echo()
 
     async def scenario(stub: RewardServiceAsyncStub, queued: Queued) -> None:
@@ -147,10 +148,11 @@ def test_too_much_at_a_time_is_resource_exhausted() -> None:
         scorer.gate.set()
         assert [await running, await waiting] == [[1.0], [2.0, 3.0]]
 
-    serve(scorer, Limits(max_queued=2), scenario)
+    await serve(scorer, Limits(max_queued=2), scenario)
 
 
-def test_a_broken_scorer_is_unavailable_and_keeps_its_secrets() -> None:
+@pytest.mark.anyio
+async def test_a_broken_scorer_is_unavailable_and_keeps_its_secrets() -> None:
     scorer = Echo()
 
     async def scenario(stub: RewardServiceAsyncStub, queued: Queued) -> None:
@@ -163,7 +165,7 @@ def test_a_broken_scorer_is_unavailable_and_keeps_its_secrets() -> None:
         )
         assert await _score(stub, "1") == [1.0]
 
-    serve(scorer, Limits(), scenario)
+    await serve(scorer, Limits(), scenario)
 
 
 async def _score(stub: RewardServiceAsyncStub, *prompts: str) -> list[float]:

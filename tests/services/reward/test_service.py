@@ -71,14 +71,15 @@ def test_describe_tells_the_truth(ocr_process: ServiceProcess) -> None:
     assert set(given.components) == set(answer.components) - {"lines"}  # which a page alone has
 
 
-def test_health_is_serving(ocr_process: ServiceProcess) -> None:
+@pytest.mark.anyio
+async def test_health_is_serving(ocr_process: ServiceProcess) -> None:
     async def check() -> int:
         async with open_channel(ocr_process.address) as channel:
             request = health_pb2.HealthCheckRequest(service="flowfleet.v1.RewardService")
             answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
             return int(answer.status)
 
-    assert asyncio.run(check()) == health_pb2.HealthCheckResponse.SERVING
+    assert await check() == health_pb2.HealthCheckResponse.SERVING
 
 
 def test_scores_belong_to_their_ids(ocr_process: ServiceProcess) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
+import pytest
 import torch
 
 from flowfleet.models.embeds import PromptEmbeds
@@ -50,7 +50,10 @@ def test_a_prompt_that_is_larger_than_the_cache_is_encoded_each_time() -> None:
     assert (asked, cache.size_bytes) == (["a", "a"], 0)
 
 
-def test_a_request_repeated_encodes_nothing_and_has_the_same_bits(engine: DiffusersEngine, model: ModelSpec) -> None:
+@pytest.mark.anyio
+async def test_a_request_repeated_encodes_nothing_and_has_the_same_bits(
+    engine: DiffusersEngine, model: ModelSpec
+) -> None:
     """Whatever was asked before: a prompt's embeds do not depend on its neighbors."""
 
     async def batch(request: GenerationRequest) -> GeneratedBatch:
@@ -72,4 +75,4 @@ def test_a_request_repeated_encodes_nothing_and_has_the_same_bits(engine: Diffus
         for one, other in zip(first.samples, again.samples, strict=True):
             assert (one.frames == other.frames).all()
 
-    asyncio.run(scenario())
+    await scenario()

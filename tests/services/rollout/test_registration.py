@@ -48,62 +48,53 @@ class Health(rpc.HealthState):
         self.serving = serving
 
 
-def test_only_a_stuck_engine_denies_health(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_only_a_stuck_engine_denies_health(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registration, "RENEW_EVERY_S", 0.001)
     engine, registry, health = Engine(), Registry(), Health()
-
-    async def scenario() -> None:
-        membership = Membership(registry, engine, health)  # type: ignore[arg-type]
-        await membership.join(lambda: RECORD)
-        await until(lambda: registry.num_renewals > 3)
-        assert health.serving
-        registry.is_away, seen = True, registry.num_calls
-        await until(lambda: registry.num_calls > seen + 3)
-        assert health.serving
-        registry.is_away = False
-        engine.is_stuck = True
-        await until(lambda: not health.serving)
-        renewals = registry.num_renewals
-        await asyncio.sleep(0.02)
-        assert registry.num_renewals == renewals  # its entry expires
-        await membership._stop()
-
-    asyncio.run(scenario())
+    membership = Membership(registry, engine, health)  # type: ignore[arg-type]
+    await membership.join(lambda: RECORD)
+    await until(lambda: registry.num_renewals > 3)
+    assert health.serving
+    registry.is_away, seen = True, registry.num_calls
+    await until(lambda: registry.num_calls > seen + 3)
+    assert health.serving
+    registry.is_away = False
+    engine.is_stuck = True
+    await until(lambda: not health.serving)
+    renewals = registry.num_renewals
+    await asyncio.sleep(0.02)
+    assert registry.num_renewals == renewals  # its entry expires
+    await membership._stop()
 
 
-def test_a_change_is_written_at_once_and_told_before_an_answer() -> None:
+@pytest.mark.anyio
+async def test_a_change_is_written_at_once_and_told_before_an_answer() -> None:
     registry = Registry()
-
-    async def scenario() -> None:
-        membership = Membership(registry, Engine(), Health())  # type: ignore[arg-type]
+    membership = Membership(registry, Engine(), Health())  # type: ignore[arg-type]
+    membership.changed()
+    await membership.tell()
+    assert registry.num_renewals == 0  # it has not joined
+    await membership.join(lambda: RECORD)
+    for _ in range(3):
         membership.changed()
-        await membership.tell()
-        assert registry.num_renewals == 0  # it has not joined
-        await membership.join(lambda: RECORD)
-        for _ in range(3):
-            membership.changed()
-        await until(lambda: registry.num_renewals == 1 + 1)
-        await membership.tell()
-        assert registry.num_renewals == 1 + 1 + 1
-        registry.is_away = True
-        await membership.tell()
-        await membership._stop()
-
-    asyncio.run(scenario())
+    await until(lambda: registry.num_renewals == 1 + 1)
+    await membership.tell()
+    assert registry.num_renewals == 1 + 1 + 1
+    registry.is_away = True
+    await membership.tell()
+    await membership._stop()
 
 
-def test_one_that_was_replaced_is_told_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_one_that_was_replaced_is_told_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registration, "RENEW_EVERY_S", 0.001)
     registry, ended = Registry(), asyncio.Event()
-
-    async def scenario() -> None:
-        membership = Membership(registry, Engine(), Health(), ended.set)  # type: ignore[arg-type]
-        await membership.join(lambda: RECORD)
-        await asyncio.sleep(0.02)
-        assert not ended.is_set()
-        registry.is_taken = True
-        async with asyncio.timeout(10):
-            await ended.wait()
-        await membership._stop()
-
-    asyncio.run(scenario())
+    membership = Membership(registry, Engine(), Health(), ended.set)  # type: ignore[arg-type]
+    await membership.join(lambda: RECORD)
+    await asyncio.sleep(0.02)
+    assert not ended.is_set()
+    registry.is_taken = True
+    async with asyncio.timeout(10):
+        await ended.wait()
+    await membership._stop()

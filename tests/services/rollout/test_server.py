@@ -73,27 +73,26 @@ def long_generate(job_id: str, version: int) -> rollout_pb2.GenerateRequest:
     return make_generate(job_id, version, sampling=sampling)
 
 
-def test_a_fresh_replica_is_registered_healthy_and_takes_no_prompt(client: Any) -> None:
-    async def scenario() -> None:
-        async with client() as c:
-            record = await ReplicaDirectory(c.redis).get("r0")
-            assert record is not None
-            assert (record.address, record.state, record.device) == (c.address, "idle", "cpu")
-            status = await c.status()
-            assert (status.state, status.job_id, status.in_flight) == (IDLE, "", 0)
-            assert status.incarnation == record.incarnation
-            assert (status.engine, status.device, status.device_id) == ("diffusers", "cpu", "")
-            health = await health_pb2_grpc.HealthStub(c.channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
-            assert health.status == health_pb2.HealthCheckResponse.SERVING
-            code, message = await c.refusal(c.generate(make_generate("job-a", 0)))
-            assert (code, "no verified weights" in message) == (Code.FAILED_PRECONDITION, True)
-            code, message = await c.refusal(c.start("job-a", 0))
-            assert (code, "InitWeightTransfer" in message) == (Code.FAILED_PRECONDITION, True)
-
-    asyncio.run(scenario())
+@pytest.mark.anyio
+async def test_a_fresh_replica_is_registered_healthy_and_takes_no_prompt(client: Any) -> None:
+    async with client() as c:
+        record = await ReplicaDirectory(c.redis).get("r0")
+        assert record is not None
+        assert (record.address, record.state, record.device) == (c.address, "idle", "cpu")
+        status = await c.status()
+        assert (status.state, status.job_id, status.in_flight) == (IDLE, "", 0)
+        assert status.incarnation == record.incarnation
+        assert (status.engine, status.device, status.device_id) == ("diffusers", "cpu", "")
+        health = await health_pb2_grpc.HealthStub(c.channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+        assert health.status == health_pb2.HealthCheckResponse.SERVING
+        code, message = await c.refusal(c.generate(make_generate("job-a", 0)))
+        assert (code, "no verified weights" in message) == (Code.FAILED_PRECONDITION, True)
+        code, message = await c.refusal(c.start("job-a", 0))
+        assert (code, "InitWeightTransfer" in message) == (Code.FAILED_PRECONDITION, True)
 
 
-def test_samples_are_in_the_stream_and_their_blobs_hold_what_they_say(client: Any, model: ModelSpec) -> None:
+@pytest.mark.anyio
+async def test_samples_are_in_the_stream_and_their_blobs_hold_what_they_say(client: Any, model: ModelSpec) -> None:
     samples: list[common_pb2.Sample] = []
 
     async def scenario() -> None:
@@ -120,7 +119,7 @@ def test_samples_are_in_the_stream_and_their_blobs_hold_what_they_say(client: An
                 measured.ClearField("reference_kl")
                 assert measured == sample
 
-    asyncio.run(scenario())
+    await scenario()
     assert [(s.id.group, s.id.index) for s in samples] == [(group, index) for group in (0, 1) for index in (0, 1, 2)]
 
 
@@ -161,48 +160,44 @@ async def check_against_engine(
         assert await c.blobs.get(sample.trajectory) == expected.record.to_bytes()
 
 
-def test_only_the_served_version_of_the_job_is_sampled(client: Any, model: ModelSpec) -> None:
-    async def scenario() -> None:
-        async with client() as c:
-            await c.publish_adapter("job-b", 3, model, LORA, seed=1)
-            for job_id, version in (("job-b", 2), ("job-b", 4), ("job-a", 3)):
-                code, message = await c.refusal(c.generate(make_generate(job_id, version)))
-                assert code is Code.FAILED_PRECONDITION
-                assert "serves version 3 of job job-b" in message
-            code, message = await c.refusal(c.generate(make_generate("job-b", 3, evaluated=True)))
+@pytest.mark.anyio
+async def test_only_the_served_version_of_the_job_is_sampled(client: Any, model: ModelSpec) -> None:
+    async with client() as c:
+        await c.publish_adapter("job-b", 3, model, LORA, seed=1)
+        for job_id, version in (("job-b", 2), ("job-b", 4), ("job-a", 3)):
+            code, message = await c.refusal(c.generate(make_generate(job_id, version)))
             assert code is Code.FAILED_PRECONDITION
-            assert "not version 3, evaluated weights, of job job-b" in message
-            await c.publish_adapter("job-b", 4, model, LORA, seed=2)
-            samples = await c.generate(make_generate("job-b", 4))
-            assert {sample.policy_version for sample in samples} == {4}
+            assert "serves version 3 of job job-b" in message
+        code, message = await c.refusal(c.generate(make_generate("job-b", 3, evaluated=True)))
+        assert code is Code.FAILED_PRECONDITION
+        assert "not version 3, evaluated weights, of job job-b" in message
+        await c.publish_adapter("job-b", 4, model, LORA, seed=2)
+        samples = await c.generate(make_generate("job-b", 4))
+        assert {sample.policy_version for sample in samples} == {4}
 
-    asyncio.run(scenario())
 
-
-def test_validation_has_no_trajectory_and_stays_out_of_the_stream(client: Any, model: ModelSpec) -> None:
-    async def scenario() -> None:
-        async with client() as c:
-            await c.publish_adapter("job-v", 0, model, LORA, seed=1)
-            sampling = rollout_pb2.Sampling(
-                height=32, width=48, num_inference_steps=3, guidance_scale=4.0, negative_prompt=" "
-            )
-            request = make_generate(
-                "job-v", 0, purpose=common_pb2.PURPOSE_VALIDATE, sampling=sampling, noise=rollout_pb2.Noise()
-            )
-            samples = await c.generate(request)
-            assert len(samples) == 6
-            assert not any(sample.HasField("trajectory") for sample in samples)
-            assert len({sample.negative_embeds.uri for sample in samples}) == 1
-            EmbedsBlob.from_bytes(await c.blobs.get(samples[0].negative_embeds))
-            assert not await c.redis.exists(keys.trajectories("job-v"))
-            shared, first = samples[0].negative_embeds, request.groups[0]
-            first.negative_prompt = "a blurred photograph"
-            own = {sample.id.group: sample.negative_embeds for sample in await c.generate(request)}
-            its_place = c.blobs.uri(keys.blob("job-v", "negative", request.step, first.group))
-            assert own.pop(first.group).uri.startswith(its_place + ":")
-            assert {ref.uri.rpartition(":")[0] for ref in own.values()} == {shared.uri.rpartition(":")[0]}
-
-    asyncio.run(scenario())
+@pytest.mark.anyio
+async def test_validation_has_no_trajectory_and_stays_out_of_the_stream(client: Any, model: ModelSpec) -> None:
+    async with client() as c:
+        await c.publish_adapter("job-v", 0, model, LORA, seed=1)
+        sampling = rollout_pb2.Sampling(
+            height=32, width=48, num_inference_steps=3, guidance_scale=4.0, negative_prompt=" "
+        )
+        request = make_generate(
+            "job-v", 0, purpose=common_pb2.PURPOSE_VALIDATE, sampling=sampling, noise=rollout_pb2.Noise()
+        )
+        samples = await c.generate(request)
+        assert len(samples) == 6
+        assert not any(sample.HasField("trajectory") for sample in samples)
+        assert len({sample.negative_embeds.uri for sample in samples}) == 1
+        EmbedsBlob.from_bytes(await c.blobs.get(samples[0].negative_embeds))
+        assert not await c.redis.exists(keys.trajectories("job-v"))
+        shared, first = samples[0].negative_embeds, request.groups[0]
+        first.negative_prompt = "a blurred photograph"
+        own = {sample.id.group: sample.negative_embeds for sample in await c.generate(request)}
+        its_place = c.blobs.uri(keys.blob("job-v", "negative", request.step, first.group))
+        assert own.pop(first.group).uri.startswith(its_place + ":")
+        assert {ref.uri.rpartition(":")[0] for ref in own.values()} == {shared.uri.rpartition(":")[0]}
 
 
 BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
@@ -224,28 +219,27 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_bad_requests_say_what_to_change(client: Any, model: ModelSpec) -> None:
-    async def scenario() -> None:
-        async with client() as c:
-            await c.publish_adapter("job-c", 0, model, LORA, seed=1)
-            for changes, named in BAD_REQUESTS:
-                code, message = await c.refusal(c.generate(make_generate("job-c", 0, **changes)))
-                assert (code, named in message) == (Code.INVALID_ARGUMENT, True), message
-            twice = make_generate("job-c", 0)
-            twice.groups.append(twice.groups[0])
-            uneven = make_generate("job-c", 0)
-            uneven.groups[0].seeds.append(1)
-            for request in (twice, uneven, rollout_pb2.GenerateRequest(job_id="job-c")):
-                code, message = await c.refusal(c.generate(request))
-                assert (code, "group" in message) == (Code.INVALID_ARGUMENT, True), message
-            status = await c.status()
-            assert (status.state, status.in_flight) == (SERVING, 0)
-            assert len(await c.generate(make_generate("job-c", 0))) == 6
-
-    asyncio.run(scenario())
+@pytest.mark.anyio
+async def test_bad_requests_say_what_to_change(client: Any, model: ModelSpec) -> None:
+    async with client() as c:
+        await c.publish_adapter("job-c", 0, model, LORA, seed=1)
+        for changes, named in BAD_REQUESTS:
+            code, message = await c.refusal(c.generate(make_generate("job-c", 0, **changes)))
+            assert (code, named in message) == (Code.INVALID_ARGUMENT, True), message
+        twice = make_generate("job-c", 0)
+        twice.groups.append(twice.groups[0])
+        uneven = make_generate("job-c", 0)
+        uneven.groups[0].seeds.append(1)
+        for request in (twice, uneven, rollout_pb2.GenerateRequest(job_id="job-c")):
+            code, message = await c.refusal(c.generate(request))
+            assert (code, "group" in message) == (Code.INVALID_ARGUMENT, True), message
+        status = await c.status()
+        assert (status.state, status.in_flight) == (SERVING, 0)
+        assert len(await c.generate(make_generate("job-c", 0))) == 6
 
 
-def test_weights_that_do_not_verify_are_never_served(client: Any, model: ModelSpec) -> None:
+@pytest.mark.anyio
+async def test_weights_that_do_not_verify_are_never_served(client: Any, model: ModelSpec) -> None:
     async def assert_refuses_prompts(c: Client) -> None:
         status = await c.status()
         assert (status.state, status.weights_digest) == (IDLE, "")
@@ -282,7 +276,7 @@ def test_weights_that_do_not_verify_are_never_served(client: Any, model: ModelSp
             await c.finish("job-d", 1, weights.tensor_hashes(again.items()))  # The answer was lost; said again.
             assert len(await c.generate(make_generate("job-d", 1))) == 6
 
-    asyncio.run(scenario())
+    await scenario()
 
 
 def group(**changed: Any) -> rollout_pb2.TransferGroup:
@@ -299,7 +293,8 @@ def group(**changed: Any) -> rollout_pb2.TransferGroup:
     return rollout_pb2.TransferGroup(**{**fields, **changed})
 
 
-def test_an_init_that_cannot_work_leaves_what_is_served(client: Any, model: ModelSpec) -> None:
+@pytest.mark.anyio
+async def test_an_init_that_cannot_work_leaves_what_is_served(client: Any, model: ModelSpec) -> None:
     """Each request is of another job, so that it would let go of the adapter that is served."""
     models = (
         ModelSpec(path=model.path + "-gone", dtype="float32"),
@@ -343,88 +338,79 @@ def test_an_init_that_cannot_work_leaves_what_is_served(client: Any, model: Mode
             {"timeout_s": 1e9},
         )
     ]
-
-    async def scenario() -> None:
-        async with client() as c:
-            await c.publish_adapter("job-i", 0, model, LORA, seed=1)
-            before = await c.status()
-            wrong = [
-                *(c.init("job-j", one) for one in models),
-                *(c.init("job-j", model, lora=one) for one in loras),
-                *(c.init("job-j", model, lora=LORA, group=one) for one in groups),
-                *(c.init(job, model, lora=LORA) for job in ("", "../job", "a" * 129, "a:b")),
-            ]
-            for call in wrong:
-                code, message = await c.refusal(call)
-                assert code is Code.INVALID_ARGUMENT, message
-            assert await c.status() == before
-            assert len(await c.generate(make_generate("job-i", 0))) == 6
-
-    asyncio.run(scenario())
+    async with client() as c:
+        await c.publish_adapter("job-i", 0, model, LORA, seed=1)
+        before = await c.status()
+        wrong = [
+            *(c.init("job-j", one) for one in models),
+            *(c.init("job-j", model, lora=one) for one in loras),
+            *(c.init("job-j", model, lora=LORA, group=one) for one in groups),
+            *(c.init(job, model, lora=LORA) for job in ("", "../job", "a" * 129, "a:b")),
+        ]
+        for call in wrong:
+            code, message = await c.refusal(call)
+            assert code is Code.INVALID_ARGUMENT, message
+        assert await c.status() == before
+        assert len(await c.generate(make_generate("job-i", 0))) == 6
 
 
-def test_a_binding_that_failed_leaves_no_job(client: Any, model: ModelSpec, tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_a_binding_that_failed_leaves_no_job(client: Any, model: ModelSpec, tmp_path: Path) -> None:
     """The missing weights are noticed only while the folder is loaded."""
     (tmp_path / "model_index.json").write_text('{"_class_name": "QwenImagePipeline"}')
-
-    async def scenario() -> None:
-        async with client() as c:
-            await c.publish_adapter("job-i", 0, model, LORA, seed=1)
-            await c.refusal(c.init("job-j", ModelSpec(path=str(tmp_path), dtype="float32")))
-            assert ((await c.status()).state, (await c.status()).job_id) == (IDLE, "")
-            code, _ = await c.refusal(c.start("job-i", 1))
-            assert code is Code.FAILED_PRECONDITION
-            await c.publish_adapter("job-i", 1, model, LORA, seed=1)
-
-    asyncio.run(scenario())
+    async with client() as c:
+        await c.publish_adapter("job-i", 0, model, LORA, seed=1)
+        await c.refusal(c.init("job-j", ModelSpec(path=str(tmp_path), dtype="float32")))
+        assert ((await c.status()).state, (await c.status()).job_id) == (IDLE, "")
+        code, _ = await c.refusal(c.start("job-i", 1))
+        assert code is Code.FAILED_PRECONDITION
+        await c.publish_adapter("job-i", 1, model, LORA, seed=1)
 
 
-def test_what_no_submit_would_send_is_refused_in_a_word(client: Any, model: ModelSpec, replica: ReplicaProcess) -> None:
+@pytest.mark.anyio
+async def test_what_no_submit_would_send_is_refused_in_a_word(
+    client: Any, model: ModelSpec, replica: ReplicaProcess
+) -> None:
     """Texts and sizes over the limits, and bytes that are no message: nothing of it is in the log at length."""
-
-    async def scenario() -> None:
-        async with client() as c:
-            await c.publish_adapter("job-l", 0, model, LORA, seed=1)
-            written = replica.log.stat().st_size
-            long = make_generate("job-l", 0)
-            long.groups[0].prompt = "x" * (MAX_PROMPT_BYTES + 1)
-            wide = make_generate("job-l", 0)
-            wide.groups[0].prompt = "\u2603" * (MAX_PROMPT_BYTES // 3 + 1)
-            negative = make_generate("job-l", 0)
-            negative.sampling.guidance_scale, negative.sampling.negative_prompt = 2.0, "x" * 10_000_000
-            unused = make_generate("job-l", 0)
-            unused.sampling.negative_prompt = "x" * (MAX_PROMPT_BYTES + 1)
-            name = make_generate("job-l" * 1_000_000, 0)
-            for request in (long, wide, negative, unused, name):
-                code, message = await c.refusal(c.generate(request))
-                assert code is Code.INVALID_ARGUMENT, message
-            method = c.channel.unary_stream("/flowfleet.v1.RolloutService/Generate")
-            code, _ = await c.refusal(method(b"\xff" * 64, timeout=10).read())
+    async with client() as c:
+        await c.publish_adapter("job-l", 0, model, LORA, seed=1)
+        written = replica.log.stat().st_size
+        long = make_generate("job-l", 0)
+        long.groups[0].prompt = "x" * (MAX_PROMPT_BYTES + 1)
+        wide = make_generate("job-l", 0)
+        wide.groups[0].prompt = "\u2603" * (MAX_PROMPT_BYTES // 3 + 1)
+        negative = make_generate("job-l", 0)
+        negative.sampling.guidance_scale, negative.sampling.negative_prompt = 2.0, "x" * 10_000_000
+        unused = make_generate("job-l", 0)
+        unused.sampling.negative_prompt = "x" * (MAX_PROMPT_BYTES + 1)
+        name = make_generate("job-l" * 1_000_000, 0)
+        for request in (long, wide, negative, unused, name):
+            code, message = await c.refusal(c.generate(request))
+            assert code is Code.INVALID_ARGUMENT, message
+        method = c.channel.unary_stream("/flowfleet.v1.RolloutService/Generate")
+        code, _ = await c.refusal(method(b"\xff" * 64, timeout=10).read())
+        assert code is Code.INVALID_ARGUMENT
+        for timeout_s in (-1.0, float("nan"), float("inf")):
+            code, _ = await c.refusal(c.call("Drain", rollout_pb2.DrainRequest(timeout_s=timeout_s)))
             assert code is Code.INVALID_ARGUMENT
-            for timeout_s in (-1.0, float("nan"), float("inf")):
-                code, _ = await c.refusal(c.call("Drain", rollout_pb2.DrainRequest(timeout_s=timeout_s)))
-                assert code is Code.INVALID_ARGUMENT
-            await c.start("job-l", 1)
-            huge = common_pb2.BlobRef(uri="redis:ff:job-l:blob", size_bytes=2**63)
-            code, message = await c.refusal(c.update_adapter("job-l", 1, huge))
-            assert (code, "at most" in message) == (Code.INVALID_ARGUMENT, True)
-            assert replica.log.stat().st_size - written < 100_000
-            await c.publish_adapter("job-l", 1, model, LORA, seed=1)
-            full = make_generate("job-l", 1)
-            full.groups[0].prompt = "x" * MAX_PROMPT_BYTES
-            assert len(await c.generate(full)) == 6
-
-    asyncio.run(scenario())
+        await c.start("job-l", 1)
+        huge = common_pb2.BlobRef(uri="redis:ff:job-l:blob", size_bytes=2**63)
+        code, message = await c.refusal(c.update_adapter("job-l", 1, huge))
+        assert (code, "at most" in message) == (Code.INVALID_ARGUMENT, True)
+        assert replica.log.stat().st_size - written < 100_000
+        await c.publish_adapter("job-l", 1, model, LORA, seed=1)
+        full = make_generate("job-l", 1)
+        full.groups[0].prompt = "x" * MAX_PROMPT_BYTES
+        assert len(await c.generate(full)) == 6
 
 
-def test_metrics_count_what_was_made(client: Any, model: ModelSpec, replica: ReplicaProcess) -> None:
-    async def scenario() -> None:
-        async with client() as c:
-            await c.publish_adapter("job-m", 2, model, LORA, seed=1)
-            await c.generate(make_generate("job-m", 2))
-
-    asyncio.run(scenario())
-    lines = httpx.get(replica.metrics_url).text.splitlines()
+@pytest.mark.anyio
+async def test_metrics_count_what_was_made(client: Any, model: ModelSpec, replica: ReplicaProcess) -> None:
+    async with client() as c:
+        await c.publish_adapter("job-m", 2, model, LORA, seed=1)
+        await c.generate(make_generate("job-m", 2))
+    async with httpx.AsyncClient() as browser:
+        lines = (await browser.get(replica.metrics_url)).text.splitlines()
     assert 'flowfleet_rollout_samples_total{job="job-m"} 6.0' in lines
     assert "flowfleet_rollout_policy_version 2.0" in lines
     assert "flowfleet_rollout_in_flight 0.0" in lines
@@ -434,108 +420,100 @@ def test_metrics_count_what_was_made(client: Any, model: ModelSpec, replica: Rep
     assert sources == {"cache", "encoder"}
 
 
-def test_an_update_stops_admission_and_waits_for_what_runs(client: Any, model: ModelSpec) -> None:
-    async def scenario() -> None:
-        async with client() as c:
-            await c.publish_adapter("job-e", 0, model, LORA, seed=1)
-            running = asyncio.create_task(c.generate(long_generate("job-e", 0)))
-            while not (await c.status()).in_flight:
+@pytest.mark.anyio
+async def test_an_update_stops_admission_and_waits_for_what_runs(client: Any, model: ModelSpec) -> None:
+    async with client() as c:
+        await c.publish_adapter("job-e", 0, model, LORA, seed=1)
+        running = asyncio.create_task(c.generate(long_generate("job-e", 0)))
+        while not (await c.status()).in_flight:
+            await asyncio.sleep(0.01)
+        starting = asyncio.create_task(c.start("job-e", 1))
+        while (await c.status()).state == SERVING:
+            await asyncio.sleep(0.01)
+        assert not starting.done()
+        assert (await c.status()).in_flight == 6
+        code, message = await c.refusal(c.generate(make_generate("job-e", 0)))
+        assert (code, "being updated to version 1" in message) == (Code.FAILED_PRECONDITION, True)
+        await starting
+        assert (await c.status()).in_flight == 0
+        assert {sample.policy_version for sample in await running} == {0}
+
+
+@pytest.mark.anyio
+async def test_an_update_waits_for_the_batch_at_work_and_not_for_what_gives_way(client: Any, model: ModelSpec) -> None:
+    async with client() as c:
+        await c.publish_adapter("job-w", 0, model, LORA, seed=1)
+        requests = [long_generate("job-w", 0) for _ in range(3)]
+        for step, request in enumerate(requests):
+            request.step, request.gives_way = step, step < 2
+        calls = []
+        for number, request in enumerate(requests, start=1):
+            calls.append(asyncio.create_task(c.generate(request)))
+            while (await c.status()).in_flight < 6 * number:
                 await asyncio.sleep(0.01)
-            starting = asyncio.create_task(c.start("job-e", 1))
-            while (await c.status()).state == SERVING:
-                await asyncio.sleep(0.01)
-            assert not starting.done()
-            assert (await c.status()).in_flight == 6
-            code, message = await c.refusal(c.generate(make_generate("job-e", 0)))
-            assert (code, "being updated to version 1" in message) == (Code.FAILED_PRECONDITION, True)
-            await starting
-            assert (await c.status()).in_flight == 0
-            assert {sample.policy_version for sample in await running} == {0}
+        await asyncio.sleep(0.3)  # the first has begun
+        await c.start("job-w", 1)
+        assert (await c.status()).in_flight == 0
+        begun, gave_way, stayed = await asyncio.gather(*calls, return_exceptions=True)
+        assert [sample.policy_version for sample in begun + stayed] == [0] * 12
+        assert gave_way.code() is Code.FAILED_PRECONDITION
+        assert "before the first denoising step" in gave_way.details()
 
-    asyncio.run(scenario())
-
-
-def test_an_update_waits_for_the_batch_at_work_and_not_for_what_gives_way(client: Any, model: ModelSpec) -> None:
-    async def scenario() -> None:
-        async with client() as c:
-            await c.publish_adapter("job-w", 0, model, LORA, seed=1)
-            requests = [long_generate("job-w", 0) for _ in range(3)]
-            for step, request in enumerate(requests):
-                request.step, request.gives_way = step, step < 2
-            calls = []
-            for number, request in enumerate(requests, start=1):
-                calls.append(asyncio.create_task(c.generate(request)))
-                while (await c.status()).in_flight < 6 * number:
-                    await asyncio.sleep(0.01)
-            await asyncio.sleep(0.3)  # the first has begun
-            await c.start("job-w", 1)
-            assert (await c.status()).in_flight == 0
-            begun, gave_way, stayed = await asyncio.gather(*calls, return_exceptions=True)
-            assert [sample.policy_version for sample in begun + stayed] == [0] * 12
-            assert gave_way.code() is Code.FAILED_PRECONDITION
-            assert "before the first denoising step" in gave_way.details()
-
-            state = make_adapter(model, LORA, 2)
-            await c.update_adapter("job-w", 1, await c.put_adapter("job-w", state))
-            await c.finish("job-w", 1, weights.tensor_hashes(state.items()))
-            again = requests[1]
-            again.policy_version = 1
-            assert {sample.policy_version for sample in await c.generate(again)} == {1}
-
-    asyncio.run(scenario())
+        state = make_adapter(model, LORA, 2)
+        await c.update_adapter("job-w", 1, await c.put_adapter("job-w", state))
+        await c.finish("job-w", 1, weights.tensor_hashes(state.items()))
+        again = requests[1]
+        again.policy_version = 1
+        assert {sample.policy_version for sample in await c.generate(again)} == {1}
 
 
-def test_work_that_nobody_waits_for_is_dropped(client: Any, model: ModelSpec) -> None:
-    async def scenario() -> None:
-        async with client() as c:
-            await c.publish_adapter("job-f", 0, model, LORA, seed=1)
-            started = time.monotonic()
-            await c.generate(long_generate("job-f", 0))
-            whole_s = time.monotonic() - started
-            running = asyncio.create_task(c.generate(long_generate("job-f", 0)))
-            while not (await c.status()).in_flight:
-                await asyncio.sleep(0.01)
-            running.cancel()
-            started = time.monotonic()
-            while (await c.status()).in_flight:
-                await asyncio.sleep(0.01)
-            assert time.monotonic() - started < whole_s / 2
-            assert len(await c.generate(make_generate("job-f", 0))) == 6
-
-    asyncio.run(scenario())
+@pytest.mark.anyio
+async def test_work_that_nobody_waits_for_is_dropped(client: Any, model: ModelSpec) -> None:
+    async with client() as c:
+        await c.publish_adapter("job-f", 0, model, LORA, seed=1)
+        started = time.monotonic()
+        await c.generate(long_generate("job-f", 0))
+        whole_s = time.monotonic() - started
+        running = asyncio.create_task(c.generate(long_generate("job-f", 0)))
+        while not (await c.status()).in_flight:
+            await asyncio.sleep(0.01)
+        running.cancel()
+        started = time.monotonic()
+        while (await c.status()).in_flight:
+            await asyncio.sleep(0.01)
+        assert time.monotonic() - started < whole_s / 2
+        assert len(await c.generate(make_generate("job-f", 0))) == 6
 
 
-def test_a_broadcast_that_its_trainer_gives_up_frees_the_replica_at_once(client: Any, model: ModelSpec) -> None:
+@pytest.mark.anyio
+async def test_a_broadcast_that_its_trainer_gives_up_frees_the_replica_at_once(client: Any, model: ModelSpec) -> None:
     timeout_s = 60.0
+    async with client() as c:
+        tensors = make_weights(model, 0.01)
+        buckets = weights.make_buckets(weights.specs_of(tensors), bucket_bytes=200_000)
+        first = Sender("gone-1", timeout_s)
+        await asyncio.gather(first.join(), c.init("job-h", model, group=first.replica_group()))
+        await c.start("job-h", 0)
+        source = rollout_pb2.Broadcast(group_id="gone-1", buckets=buckets)
+        request = rollout_pb2.UpdateWeightsRequest(job_id="job-h", version=0, broadcast=source)
+        receiving = asyncio.create_task(c.call("UpdateWeights", request))
+        await first.send(buckets[:1], tensors)
+        started = time.monotonic()
+        receiving.cancel()
 
-    async def scenario() -> None:
-        async with client() as c:
-            tensors = make_weights(model, 0.01)
-            buckets = weights.make_buckets(weights.specs_of(tensors), bucket_bytes=200_000)
-            first = Sender("gone-1", timeout_s)
-            await asyncio.gather(first.join(), c.init("job-h", model, group=first.replica_group()))
-            await c.start("job-h", 0)
-            source = rollout_pb2.Broadcast(group_id="gone-1", buckets=buckets)
-            request = rollout_pb2.UpdateWeightsRequest(job_id="job-h", version=0, broadcast=source)
-            receiving = asyncio.create_task(c.call("UpdateWeights", request))
-            await first.send(buckets[:1], tensors)
-            started = time.monotonic()
-            receiving.cancel()
+        absent = Sender("gone-2", timeout_s)  # a group that never forms, given up as well
+        joining = asyncio.create_task(c.init("job-h", model, group=absent.replica_group()))
+        await asyncio.sleep(0.5)
+        joining.cancel()
 
-            absent = Sender("gone-2", timeout_s)  # a group that never forms, given up as well
-            joining = asyncio.create_task(c.init("job-h", model, group=absent.replica_group()))
-            await asyncio.sleep(0.5)
-            joining.cancel()
-
-            second = Sender("here", timeout_s)
-            await asyncio.gather(second.join(), c.init("job-h", model, group=second.replica_group()))
-            assert time.monotonic() - started < timeout_s / 3
-            assert (await c.status()).state == IDLE
-
-    asyncio.run(scenario())
+        second = Sender("here", timeout_s)
+        await asyncio.gather(second.join(), c.init("job-h", model, group=second.replica_group()))
+        assert time.monotonic() - started < timeout_s / 3
+        assert (await c.status()).state == IDLE
 
 
-def test_full_weights_by_broadcast_survive_a_trainer_that_vanishes(client: Any, model: ModelSpec) -> None:
+@pytest.mark.anyio
+async def test_full_weights_by_broadcast_survive_a_trainer_that_vanishes(client: Any, model: ModelSpec) -> None:
     async def join(c: Client, group_id: str, timeout_s: float) -> Sender:
         sender = Sender(group_id, timeout_s)
         await asyncio.gather(sender.join(), c.init("job-g", model, group=sender.replica_group()))
@@ -588,10 +566,11 @@ def test_full_weights_by_broadcast_survive_a_trainer_that_vanishes(client: Any, 
                 c, await c.generate(make_generate("job-a", 0)), make_adapter(model, LORA, seed=1), model
             )
 
-    asyncio.run(scenario())
+    await scenario()
 
 
-def test_wrong_flags_and_settings_end_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_wrong_flags_and_settings_end_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for flags, named in ((("--host", "0.0.0.0"), "FLOWFLEET_RPC_TOKEN"), (("--threads", "0"), "at least 1")):
         with pytest.raises(AssertionError, match=named):
             ReplicaProcess(tmp_path, "redis://127.0.0.1:1/0", *flags)
@@ -602,31 +581,30 @@ def test_wrong_flags_and_settings_end_with_a_reason(tmp_path: Path, monkeypatch:
         (("--host", "::"), "--advertise"),
     ):
         with pytest.raises(ValueError, match=named):
-            asyncio.run(serve(parser().parse_args(flags)))
+            await serve(parser().parse_args(flags))
 
 
-def test_sigterm_finishes_what_runs_and_takes_no_more(client: Any, model: ModelSpec, replica: ReplicaProcess) -> None:
+@pytest.mark.anyio
+async def test_sigterm_finishes_what_runs_and_takes_no_more(
+    client: Any, model: ModelSpec, replica: ReplicaProcess
+) -> None:
     """The last test: the replica of this file ends with it."""
-
-    async def scenario() -> None:
-        async with client() as c:
-            await c.publish_adapter("job-h", 0, model, LORA, seed=1)
-            record = await ReplicaDirectory(c.redis).get("r0")
-            assert record is not None
-            assert (record.state, record.job_id, record.version) == ("serving", "job-h", 0)
-            running = asyncio.create_task(c.generate(long_generate("job-h", 0)))
-            while not (await c.status()).in_flight:
-                await asyncio.sleep(0.01)
-            replica.terminate()
-            while (await c.status()).state != rollout_pb2.ROLLOUT_STATE_DRAINING:
-                await asyncio.sleep(0.01)
-            assert not running.done()
-            async with grpc.aio.insecure_channel(c.address) as channel:  # It does not retry until the replica is gone.
-                late = rollout_pb2_grpc.RolloutServiceStub(channel).Generate(make_generate("job-h", 0), timeout=10)
-                code, message = await c.refusal(anext(aiter(late)))
-            assert (code, "draining" in message) == (Code.UNAVAILABLE, True)
-            assert len(await running) == 6
-            assert await ReplicaDirectory(c.redis).get("r0") is None
-
-    asyncio.run(scenario())
+    async with client() as c:
+        await c.publish_adapter("job-h", 0, model, LORA, seed=1)
+        record = await ReplicaDirectory(c.redis).get("r0")
+        assert record is not None
+        assert (record.state, record.job_id, record.version) == ("serving", "job-h", 0)
+        running = asyncio.create_task(c.generate(long_generate("job-h", 0)))
+        while not (await c.status()).in_flight:
+            await asyncio.sleep(0.01)
+        replica.terminate()
+        while (await c.status()).state != rollout_pb2.ROLLOUT_STATE_DRAINING:
+            await asyncio.sleep(0.01)
+        assert not running.done()
+        async with grpc.aio.insecure_channel(c.address) as channel:  # It does not retry until the replica is gone.
+            late = rollout_pb2_grpc.RolloutServiceStub(channel).Generate(make_generate("job-h", 0), timeout=10)
+            code, message = await c.refusal(anext(aiter(late)))
+        assert (code, "draining" in message) == (Code.UNAVAILABLE, True)
+        assert len(await running) == 6
+        assert await ReplicaDirectory(c.redis).get("r0") is None
     assert replica.wait() == 0, replica.log.read_text()

@@ -83,7 +83,8 @@ async def invalid(c: Client, request: rollout_pb2.GenerateRequest, expected: grp
     return message
 
 
-def test_videos_of_two_experts(client: MakeClient, models: Models) -> None:
+@pytest.mark.anyio
+async def test_videos_of_two_experts(client: MakeClient, models: Models) -> None:
     """An adapter in both experts; steps of both; MP4s that show what the latents decode to."""
     model = models("wan_two_experts")
     size = Size(32, 32, NUM_FRAMES)
@@ -108,10 +109,11 @@ def test_videos_of_two_experts(client: MakeClient, models: Models) -> None:
             return samples
 
     adapter = adapter_for(model.path).load(model.path, dtype=torch.float32, components=("vae",))
-    assert len({sample.media.sha256 for sample in asyncio.run(scenario())}) == 6
+    assert len({sample.media.sha256 for sample in await scenario()}) == 6
 
 
-def test_full_weights_of_two_experts_by_broadcast(client: MakeClient, models: Models) -> None:
+@pytest.mark.anyio
+async def test_full_weights_of_two_experts_by_broadcast(client: MakeClient, models: Models) -> None:
     model = models("wan_two_experts")
 
     async def publish(c: Client, sender: Sender, version: int, tensors: dict[str, torch.Tensor]) -> None:
@@ -140,31 +142,28 @@ def test_full_weights_of_two_experts_by_broadcast(client: MakeClient, models: Mo
             code, message = await c.refusal(c.finish("full", 1, hashes))
             assert (code, name in message) == (grpc.StatusCode.DATA_LOSS, True)
 
-    asyncio.run(scenario())
+    await scenario()
 
 
-def test_final_latents_go_with_any_noise(client: MakeClient, models: Models) -> None:
+@pytest.mark.anyio
+async def test_final_latents_go_with_any_noise(client: MakeClient, models: Models) -> None:
     """And are what the recorded steps end in; steps need noise."""
-
-    async def scenario() -> None:
-        async with client() as c:
-            await c.publish_adapter("final", 0, models("qwen_image"), SPEC, seed=1)
-            noisy = rollout_pb2.Noise(step_type="sde", eta=0.7, sde_steps=[0, 1])
-            for noise_of in (noisy, ODE):
-                ended = make_generate("final", 0, sampling=sampling(), noise=noise_of, record=FINAL)
-                samples = await c.generate(ended)
-                assert [list(sample.sde_steps) for sample in samples] == [list(noise_of.sde_steps)] * 6
-                latents = [FinalLatents.from_bytes(await c.blobs.get(s.trajectory)).latents for s in samples]
-                if noise_of is noisy:
-                    steps = await c.generate(make_generate("final", 0, sampling=sampling(), noise=noisy))
-                    paths = [Trajectory.from_bytes(await c.blobs.get(s.trajectory)) for s in steps]
-                    assert all(torch.equal(p.next_latents[-1], x) for p, x in zip(paths, latents, strict=True))
-                    assert [s.media for s in steps] == [s.media for s in samples]
-            message = await invalid(c, make_generate("final", 0, sampling=sampling(), noise=ODE))
-            assert "RECORD_STEPS needs sde_steps and eta > 0" in message
-            assert "RECORD_FINAL" in message
-
-    asyncio.run(scenario())
+    async with client() as c:
+        await c.publish_adapter("final", 0, models("qwen_image"), SPEC, seed=1)
+        noisy = rollout_pb2.Noise(step_type="sde", eta=0.7, sde_steps=[0, 1])
+        for noise_of in (noisy, ODE):
+            ended = make_generate("final", 0, sampling=sampling(), noise=noise_of, record=FINAL)
+            samples = await c.generate(ended)
+            assert [list(sample.sde_steps) for sample in samples] == [list(noise_of.sde_steps)] * 6
+            latents = [FinalLatents.from_bytes(await c.blobs.get(s.trajectory)).latents for s in samples]
+            if noise_of is noisy:
+                steps = await c.generate(make_generate("final", 0, sampling=sampling(), noise=noisy))
+                paths = [Trajectory.from_bytes(await c.blobs.get(s.trajectory)) for s in steps]
+                assert all(torch.equal(p.next_latents[-1], x) for p, x in zip(paths, latents, strict=True))
+                assert [s.media for s in steps] == [s.media for s in samples]
+        message = await invalid(c, make_generate("final", 0, sampling=sampling(), noise=ODE))
+        assert "RECORD_STEPS needs sde_steps and eta > 0" in message
+        assert "RECORD_FINAL" in message
 
 
 async def edits(c: Client, pictures: list[list[Frames]], **changes: Any) -> rollout_pb2.GenerateRequest:
@@ -177,56 +176,50 @@ async def edits(c: Client, pictures: list[list[Frames]], **changes: Any) -> roll
     return request
 
 
-def test_edits_see_their_condition_images(client: MakeClient, models: Models) -> None:
+@pytest.mark.anyio
+async def test_edits_see_their_condition_images(client: MakeClient, models: Models) -> None:
     """The images come with prompt and negative prompt, a blob of each a group, and steer what is drawn."""
-
-    async def scenario() -> None:
-        async with client() as c:
-            await c.publish_adapter("edit", 0, models("qwen_image_edit"), SPEC, seed=1)
-            samples = await c.generate(await edits(c, [[noise(1)], [noise(2, 64, 64)]]))
-            assert len({sample.prompt_embeds.uri for sample in samples}) == 2
-            assert len({sample.negative_embeds.uri for sample in samples}) == 2
-            for sample in samples:
-                prompt, negative = [
-                    EmbedsBlob.from_bytes(await c.blobs.get(ref))
-                    for ref in (sample.prompt_embeds, sample.negative_embeds)
-                ]
-                assert torch.equal(prompt.extras["image_1"], negative.extras["image_1"])
-                assert prompt.extras["image_1"].shape == (2, 2, 64)  # 32 × 32 pixels in tokens of 16 × 16
-            others = await c.generate(await edits(c, [[noise(1)], [noise(3, 64, 64)]]))
-            assert [s.media for s in others[:3]] == [s.media for s in samples[:3]]
-            assert not {s.media.uri for s in others[3:]} & {s.media.uri for s in samples[3:]}
-
-    asyncio.run(scenario())
+    async with client() as c:
+        await c.publish_adapter("edit", 0, models("qwen_image_edit"), SPEC, seed=1)
+        samples = await c.generate(await edits(c, [[noise(1)], [noise(2, 64, 64)]]))
+        assert len({sample.prompt_embeds.uri for sample in samples}) == 2
+        assert len({sample.negative_embeds.uri for sample in samples}) == 2
+        for sample in samples:
+            prompt, negative = [
+                EmbedsBlob.from_bytes(await c.blobs.get(ref)) for ref in (sample.prompt_embeds, sample.negative_embeds)
+            ]
+            assert torch.equal(prompt.extras["image_1"], negative.extras["image_1"])
+            assert prompt.extras["image_1"].shape == (2, 2, 64)  # 32 × 32 pixels in tokens of 16 × 16
+        others = await c.generate(await edits(c, [[noise(1)], [noise(3, 64, 64)]]))
+        assert [s.media for s in others[:3]] == [s.media for s in samples[:3]]
+        assert not {s.media.uri for s in others[3:]} & {s.media.uri for s in samples[3:]}
 
 
-def test_edits_that_cannot_be_made_say_what_to_change(client: MakeClient, models: Models) -> None:
-    async def scenario() -> None:
-        async with client() as c:
-            await c.publish_adapter("edit", 0, models("qwen_image_edit"), SPEC, seed=1)
-            uneven = await edits(c, [[noise(1)], [noise(2, 32, 64)]], sampling=sampling(condition_pixels=4096))
-            assert "aspect ratio" in await invalid(c, uneven)
-            assert "of one number" in await invalid(c, await edits(c, [[noise(1)], [noise(2), noise(3)]]))
-            assert "needs condition images" in await invalid(c, await edits(c, [[], []]))
-            assert "to all groups" in await invalid(c, await edits(c, [[noise(1)], []]))
-            assert "more than 8" in await invalid(c, await edits(c, [[noise(1)] * 9, [noise(1)]]))
-            assert "1 to 3 condition images" in await invalid(c, await edits(c, [[noise(1)] * 4, [noise(1)] * 4]))
-            video = await edits(c, [[noise(1, num_frames=5)], [noise(2)]])
-            assert "must be pictures" in await invalid(c, video, BROKEN)
-            wrong = await edits(c, [[noise(1)], [noise(2)]])
-            wrong.groups[1].images[0].media_type = "image/jpeg"
-            assert "group 1" in await invalid(c, wrong, BROKEN)
-            gone = await edits(c, [[noise(1)], [noise(2)]])
-            gone.groups[0].images[0].blob.uri += "x"
-            code, _ = await c.refusal(c.generate(gone))
-            assert code is grpc.StatusCode.NOT_FOUND
-            assert (await c.status()).in_flight == 0
+@pytest.mark.anyio
+async def test_edits_that_cannot_be_made_say_what_to_change(client: MakeClient, models: Models) -> None:
+    async with client() as c:
+        await c.publish_adapter("edit", 0, models("qwen_image_edit"), SPEC, seed=1)
+        uneven = await edits(c, [[noise(1)], [noise(2, 32, 64)]], sampling=sampling(condition_pixels=4096))
+        assert "aspect ratio" in await invalid(c, uneven)
+        assert "of one number" in await invalid(c, await edits(c, [[noise(1)], [noise(2), noise(3)]]))
+        assert "needs condition images" in await invalid(c, await edits(c, [[], []]))
+        assert "to all groups" in await invalid(c, await edits(c, [[noise(1)], []]))
+        assert "more than 8" in await invalid(c, await edits(c, [[noise(1)] * 9, [noise(1)]]))
+        assert "1 to 3 condition images" in await invalid(c, await edits(c, [[noise(1)] * 4, [noise(1)] * 4]))
+        video = await edits(c, [[noise(1, num_frames=5)], [noise(2)]])
+        assert "must be pictures" in await invalid(c, video, BROKEN)
+        wrong = await edits(c, [[noise(1)], [noise(2)]])
+        wrong.groups[1].images[0].media_type = "image/jpeg"
+        assert "group 1" in await invalid(c, wrong, BROKEN)
+        gone = await edits(c, [[noise(1)], [noise(2)]])
+        gone.groups[0].images[0].blob.uri += "x"
+        code, _ = await c.refusal(c.generate(gone))
+        assert code is grpc.StatusCode.NOT_FOUND
+        assert (await c.status()).in_flight == 0
 
-            await c.publish_adapter("plain", 0, models("qwen_image"), SPEC, seed=1)
-            shown = await edits(c, [[noise(1)], [noise(2)]], sampling=sampling(), job_id="plain")
-            assert "takes no condition images" in await invalid(c, shown)
-
-    asyncio.run(scenario())
+        await c.publish_adapter("plain", 0, models("qwen_image"), SPEC, seed=1)
+        shown = await edits(c, [[noise(1)], [noise(2)]], sampling=sampling(), job_id="plain")
+        assert "takes no condition images" in await invalid(c, shown)
 
 
 async def pairs(c: Client, job_id: str, media: list[Frames], **changes: Any) -> rollout_pb2.GenerateRequest:
@@ -248,7 +241,8 @@ async def pairs(c: Client, job_id: str, media: list[Frames], **changes: Any) -> 
         ("wan", Size(32, 32, NUM_FRAMES), [noise(3, num_frames=5), noise(4, 48, 64, 9)]),
     ],
 )
-def test_finished_media_are_encoded_and_published_like_samples(
+@pytest.mark.anyio
+async def test_finished_media_are_encoded_and_published_like_samples(
     client: MakeClient, models: Models, kind: str, size: Size, media: list[Frames]
 ) -> None:
     """Nothing is sampled: the given blob is the sample's, its latents those of the adapter."""
@@ -256,43 +250,37 @@ def test_finished_media_are_encoded_and_published_like_samples(
     adapter = adapter_for(model.path).load(model.path, dtype=torch.float32, components=("vae",))
     given = [decode_media(*encode_media(frames)) for frames in media]
     expected = adapter.encode_media(torch.from_numpy(np.stack([fit(frames, size) for frames in given])), size)
-
-    async def scenario() -> None:
-        async with client() as c:
-            await c.publish_adapter(job_id, 0, model, SPEC, seed=1)
-            asked = sampling(height=size.height, width=size.width, num_frames=size.num_frames)
-            request = await pairs(c, job_id, media, sampling=asked)
-            samples = await c.generate(request)
-            assert [sample.id.index for sample in samples] == [0, 1]
-            for sample in samples:
-                place = 1 - sample.id.index
-                assert (sample.media, sample.media_type) == (
-                    request.groups[0].media[place].blob,
-                    request.groups[0].media[place].media_type,
-                )
-                assert (sample.seed, sample.num_frames, list(sample.sde_steps)) == (place, size.num_frames, [])
-                latents = FinalLatents.from_bytes(await c.blobs.get(sample.trajectory)).latents
-                torch.testing.assert_close(latents, expected[place], rtol=0, atol=1e-5)
-                EmbedsBlob.from_bytes(await c.blobs.get(sample.prompt_embeds))
-            streamed = await TrajectoryConsumer(c.redis, job_id, consumer="test").read(10, 1000)
-            assert sorted((delivery.sample for delivery in streamed), key=lambda sample: sample.id.index) == samples
-
-    asyncio.run(scenario())
+    async with client() as c:
+        await c.publish_adapter(job_id, 0, model, SPEC, seed=1)
+        asked = sampling(height=size.height, width=size.width, num_frames=size.num_frames)
+        request = await pairs(c, job_id, media, sampling=asked)
+        samples = await c.generate(request)
+        assert [sample.id.index for sample in samples] == [0, 1]
+        for sample in samples:
+            place = 1 - sample.id.index
+            assert (sample.media, sample.media_type) == (
+                request.groups[0].media[place].blob,
+                request.groups[0].media[place].media_type,
+            )
+            assert (sample.seed, sample.num_frames, list(sample.sde_steps)) == (place, size.num_frames, [])
+            latents = FinalLatents.from_bytes(await c.blobs.get(sample.trajectory)).latents
+            torch.testing.assert_close(latents, expected[place], rtol=0, atol=1e-5)
+            EmbedsBlob.from_bytes(await c.blobs.get(sample.prompt_embeds))
+        streamed = await TrajectoryConsumer(c.redis, job_id, consumer="test").read(10, 1000)
+        assert sorted((delivery.sample for delivery in streamed), key=lambda sample: sample.id.index) == samples
 
 
-def test_media_that_cannot_be_learned_from_say_what_to_change(client: MakeClient, models: Models) -> None:
-    async def scenario() -> None:
-        async with client() as c:
-            await c.publish_adapter("pairs", 0, models("wan"), SPEC, seed=1)
-            videos = [noise(1, num_frames=5), noise(2, num_frames=5)]
-            wanted = {"sampling": sampling(num_frames=NUM_FRAMES)}
-            for changes in ({"record": common_pb2.RECORD_STEPS}, {"purpose": common_pb2.PURPOSE_VALIDATE}):
-                message = await invalid(c, await pairs(c, "pairs", videos, **wanted, **changes))
-                assert "PURPOSE_TRAIN and RECORD_FINAL" in message
-            short = await pairs(c, "pairs", [noise(3, num_frames=5), noise(4)], **wanted)
-            assert "its 1 frames are fewer than" in await invalid(c, short, BROKEN)
-            odd = await pairs(c, "pairs", videos, **wanted)
-            del odd.groups[0].media[1]
-            assert "one of media an index" in await invalid(c, odd)
-
-    asyncio.run(scenario())
+@pytest.mark.anyio
+async def test_media_that_cannot_be_learned_from_say_what_to_change(client: MakeClient, models: Models) -> None:
+    async with client() as c:
+        await c.publish_adapter("pairs", 0, models("wan"), SPEC, seed=1)
+        videos = [noise(1, num_frames=5), noise(2, num_frames=5)]
+        wanted = {"sampling": sampling(num_frames=NUM_FRAMES)}
+        for changes in ({"record": common_pb2.RECORD_STEPS}, {"purpose": common_pb2.PURPOSE_VALIDATE}):
+            message = await invalid(c, await pairs(c, "pairs", videos, **wanted, **changes))
+            assert "PURPOSE_TRAIN and RECORD_FINAL" in message
+        short = await pairs(c, "pairs", [noise(3, num_frames=5), noise(4)], **wanted)
+        assert "its 1 frames are fewer than" in await invalid(c, short, BROKEN)
+        odd = await pairs(c, "pairs", videos, **wanted)
+        del odd.groups[0].media[1]
+        assert "one of media an index" in await invalid(c, odd)

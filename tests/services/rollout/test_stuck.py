@@ -40,7 +40,8 @@ async def healthy_during(client: Client, work: Awaitable[object]) -> None:
 
 
 @pytest.mark.long
-def test_a_stuck_engine_denies_health_and_its_successor_makes_the_same(
+@pytest.mark.anyio
+async def test_a_stuck_engine_denies_health_and_its_successor_makes_the_same(
     tmp_path: Path, redis_url: str, model: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOAD_S", str(3 * HANG_S))
@@ -79,11 +80,11 @@ def test_a_stuck_engine_denies_health_and_its_successor_makes_the_same(
             again = [sample.trajectory.sha256 for sample in await client.generate(request)]
             assert again == made
 
-    asyncio.run(stuck())
+    await stuck()
     order.write_text("0")
     monkeypatch.setenv("LOAD_S", "0")
     successor = replica(tmp_path / "new", redis_url, order)
-    asyncio.run(anew(successor))
+    await anew(successor)
     old.process.kill()
     old.wait()
     successor.terminate()
@@ -91,21 +92,18 @@ def test_a_stuck_engine_denies_health_and_its_successor_makes_the_same(
 
 
 @pytest.mark.long
-def test_one_that_was_suspended_and_replaced_ends_when_it_wakes(tmp_path: Path, redis_url: str) -> None:
+@pytest.mark.anyio
+async def test_one_that_was_suspended_and_replaced_ends_when_it_wakes(tmp_path: Path, redis_url: str) -> None:
     old = ReplicaProcess(tmp_path / "old", redis_url, "--replica-id", "r0")
     old.process.send_signal(signal.SIGSTOP)
     successor = ReplicaProcess(tmp_path / "new", redis_url, "--replica-id", "r0")
     old.process.send_signal(signal.SIGCONT)
     assert old.wait() == 1
     assert "another process registered" in old.log.read_text()
-
-    async def check() -> None:
-        async with Client(successor.address, redis_url) as client:
-            record = await ReplicaDirectory(client.redis).get("r0")
-            assert record is not None
-            assert record.address == successor.address
-            assert (await client.status()).incarnation == record.incarnation
-
-    asyncio.run(check())
+    async with Client(successor.address, redis_url) as client:
+        record = await ReplicaDirectory(client.redis).get("r0")
+        assert record is not None
+        assert record.address == successor.address
+        assert (await client.status()).incarnation == record.incarnation
     successor.terminate()
     assert successor.wait() == 0

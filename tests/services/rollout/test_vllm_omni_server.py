@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 
+import pytest
 import torch
 from google.protobuf.message import Message
 
@@ -18,30 +19,27 @@ from tests.services.rollout.replica import Client, ReplicaProcess, Sender, make_
 SERVING = rollout_pb2.ROLLOUT_STATE_SERVING
 
 
-def test_a_replica_serves_adapters_and_full_weights(tmp_path: Path, model: ModelSpec, redis_url: str) -> None:
+@pytest.mark.anyio
+async def test_a_replica_serves_adapters_and_full_weights(tmp_path: Path, model: ModelSpec, redis_url: str) -> None:
     flags = ("--engine", "vllm-omni", "--model", model.path, "--dtype", model.dtype, "--max-batch", "8")
     replica = ReplicaProcess(tmp_path / "replica", redis_url, *flags, "--metrics-port", "0")
     expected = DiffusersEngine(torch.device("cpu"), max_batch=8, threads=1)
+    async with Client(replica.address, redis_url) as client:
+        state = await client.publish_adapter("job-a", 0, model, LORA, seed=1)
+        status = await client.status()
+        assert (status.engine, status.device, status.state) == ("vllm-omni", "cpu", SERVING)
+        assert status.weights_digest == weights.digest(weights.tensor_hashes(state.items()))
+        await expected.prepare(model, LORA)
+        await expected.load_adapter(state)
+        await check(client, "job-a", expected)
 
-    async def scenario() -> None:
-        async with Client(replica.address, redis_url) as client:
-            state = await client.publish_adapter("job-a", 0, model, LORA, seed=1)
-            status = await client.status()
-            assert (status.engine, status.device, status.state) == ("vllm-omni", "cpu", SERVING)
-            assert status.weights_digest == weights.digest(weights.tensor_hashes(state.items()))
-            await expected.prepare(model, LORA)
-            await expected.load_adapter(state)
-            await check(client, "job-a", expected)
-
-            trained = make_weights(model, 0.01)
-            await publish_full(client, "job-b", model, trained)
-            await expected.prepare(model, None)
-            for name, parameter in weights.full_parameters(loaded(expected)).items():
-                parameter.data.copy_(trained[name])
-            await check(client, "job-b", expected)
-
-    asyncio.run(scenario())
-    asyncio.run(expected.close())
+        trained = make_weights(model, 0.01)
+        await publish_full(client, "job-b", model, trained)
+        await expected.prepare(model, None)
+        for name, parameter in weights.full_parameters(loaded(expected)).items():
+            parameter.data.copy_(trained[name])
+        await check(client, "job-b", expected)
+    await expected.close()
     replica.terminate()
     assert replica.wait() == 0, replica.log.read_text()
 

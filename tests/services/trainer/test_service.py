@@ -172,17 +172,15 @@ def check_publishing(trainer: Trainer, launch: Launch, tmp_path: Path) -> None:
     assert (status.policy_version, status.weights_digest) == (4, response.weights_digest)
 
 
-def test_a_trainer_that_nobody_calls_ends() -> None:
+@pytest.mark.anyio
+async def test_a_trainer_that_nobody_calls_ends() -> None:
     class Service:
         idle_s = 0.0  # seconds
 
-    async def watch() -> None:
-        service, stop = Service(), asyncio.Event()
-        task = asyncio.create_task(stop_when_idle(service, 0.01, stop))
-        await asyncio.sleep(0.05)
-        assert not stop.is_set()
-        service.idle_s = 0.02
-        await asyncio.wait_for(stop.wait(), 5)
-        await task
-
-    asyncio.run(watch())
+    service, stop = Service(), asyncio.Event()
+    task = asyncio.create_task(stop_when_idle(service, 0.01, stop))
+    await asyncio.sleep(0.05)
+    assert not stop.is_set()
+    service.idle_s = 0.02
+    await asyncio.wait_for(stop.wait(), 5)
+    await task

@@ -55,10 +55,11 @@ def test_any_value_anywhere(place: tuple[str, ...], added: str, value: Any) -> N
         assert parse(spec.model_dump(mode="json")) == spec
 
 
-def test_a_trainer_of_more_ranks_than_accelerators_is_refused_at_submit() -> None:
+@pytest.mark.anyio
+async def test_a_trainer_of_more_ranks_than_accelerators_is_refused_at_submit() -> None:
     spec = parse({**DEFAULT, "trainer": {"world_size": 3}})
     with pytest.raises(InvalidJob) as refused:
-        asyncio.run(check(spec, StaticDirectory({"ocr": "x:1"}), Sources(Places()), Limits(), ("0", "1")))
+        await check(spec, StaticDirectory({"ocr": "x:1"}), Sources(Places()), Limits(), ("0", "1"))
     message = "trainer.world_size = 3: trainers have 2 accelerators here (0, 1), one a rank; set it to at most 2"
     assert any(problem.startswith(message) for problem in refused.value.problems)
 
@@ -88,9 +89,10 @@ def test_an_adapter_that_is_not_there_is_refused_at_submit(name: str, tmp_path: 
         ({"rollout": {"pool": "h200"}}, "rollout.pool = 'h200': this fleet has no such pool; it has: a, b"),
     ],
 )
-def test_a_name_that_the_fleet_does_not_know_is_refused_at_submit(job: dict[str, Any], problem: str) -> None:
+@pytest.mark.anyio
+async def test_a_name_that_the_fleet_does_not_know_is_refused_at_submit(job: dict[str, Any], problem: str) -> None:
     directory = StaticDirectory({"ocr": "x:1", "jpeg": "x:2"})
     directory.pools = {"b", "a"}
     with pytest.raises(InvalidJob) as refused:
-        asyncio.run(check(parse({**DEFAULT, **job}), directory, Sources(Places()), Limits()))
+        await check(parse({**DEFAULT, **job}), directory, Sources(Places()), Limits())
     assert problem in refused.value.problems

@@ -38,48 +38,44 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-def test_who_came_first_is_served_first_and_others_wants_do_not_hold_it_up() -> None:
-    async def scenario() -> None:
-        fleet = fleet_of("a", "b")
-        desk = ReplicaQueue(fleet)
-        impossible = waits(desk, Want(9, 9, limit=2))
-        first, second, third, fourth = (waits(desk) for _ in range(4))
-        await settled()
-        assert {first.result().replica_id, second.result().replica_id} == {"a", "b"}
-        assert not third.done()
-        desk.give_back("job", second.result(), 2)
-        await settled()
-        assert third.result().replica_id == second.result().replica_id
-        assert not fourth.done()
-        assert loads(fleet) == {"a": 2, "b": 2}
-        fleet.update([record("c")])
-        desk.serve_touched()
-        await settled()
-        assert fourth.result().replica_id == "c"
-        assert not impossible.done()
-        impossible.cancel()
-
-    asyncio.run(scenario())
+@pytest.mark.anyio
+async def test_who_came_first_is_served_first_and_others_wants_do_not_hold_it_up() -> None:
+    fleet = fleet_of("a", "b")
+    desk = ReplicaQueue(fleet)
+    impossible = waits(desk, Want(9, 9, limit=2))
+    first, second, third, fourth = (waits(desk) for _ in range(4))
+    await settled()
+    assert {first.result().replica_id, second.result().replica_id} == {"a", "b"}
+    assert not third.done()
+    desk.give_back("job", second.result(), 2)
+    await settled()
+    assert third.result().replica_id == second.result().replica_id
+    assert not fourth.done()
+    assert loads(fleet) == {"a": 2, "b": 2}
+    fleet.update([record("c")])
+    desk.serve_touched()
+    await settled()
+    assert fourth.result().replica_id == "c"
+    assert not impossible.done()
+    impossible.cancel()
 
 
-def test_one_who_gives_up_leaves_nothing_behind() -> None:
-    async def scenario() -> None:
-        fleet = fleet_of("a")
-        desk = ReplicaQueue(fleet)
-        first = waits(desk)
-        await settled()
-        second, third = waits(desk), waits(desk)
-        await settled()
-        second.cancel()
-        await settled()
-        desk.give_back("job", first.result(), 2)
-        third.cancel()  # it has been given the replica, and does not know yet
-        await settled()
-        assert third.cancelled()
-        assert loads(fleet) == {"a": 0}
-        assert desk._waiting == {}
-
-    asyncio.run(scenario())
+@pytest.mark.anyio
+async def test_one_who_gives_up_leaves_nothing_behind() -> None:
+    fleet = fleet_of("a")
+    desk = ReplicaQueue(fleet)
+    first = waits(desk)
+    await settled()
+    second, third = waits(desk), waits(desk)
+    await settled()
+    second.cancel()
+    await settled()
+    desk.give_back("job", first.result(), 2)
+    third.cancel()  # it has been given the replica, and does not know yet
+    await settled()
+    assert third.cancelled()
+    assert loads(fleet) == {"a": 0}
+    assert desk._waiting == {}
 
 
 class Answers(rollout_pb2_grpc.RolloutServiceServicer):

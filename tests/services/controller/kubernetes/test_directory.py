@@ -118,7 +118,7 @@ class ScriptedApi:
             yield event
 
 
-def follow(api: ScriptedApi, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+async def follow(api: ScriptedApi, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Names that the mirror has at the end of the script."""
     monkeypatch.setattr(kubernetes_mirror, "MIN_DELAY_S", 0.01)
 
@@ -132,53 +132,56 @@ def follow(api: ScriptedApi, monkeypatch: pytest.MonkeyPatch) -> set[str]:
         task.cancel()
         return set(mirror.objects)
 
-    return asyncio.run(asyncio.wait_for(scenario(), 10))
+    return await asyncio.wait_for(scenario(), 10)
 
 
-def test_a_watch_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_a_watch_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     first = [("ADDED", item("b", 5)), ("DELETED", item("a", 6)), ("BOOKMARK", item("", 9))]
     api = ScriptedApi([([item("a", 1)], 3)], [first, [("MODIFIED", item("c", 12))]])
-    assert follow(api, monkeypatch) == {"b", "c"}
+    assert await follow(api, monkeypatch) == {"b", "c"}
     assert api.versions == ["3", "9", "12"]
 
 
-def test_one_that_is_too_old_begins_with_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_one_that_is_too_old_begins_with_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
     api = ScriptedApi([([item("a", 1)], 3), ([item("d", 20)], 21)], [[("ADDED", item("b", 5)), Gone("too old")]])
-    assert follow(api, monkeypatch) == {"d"}
+    assert await follow(api, monkeypatch) == {"d"}
     assert api.versions == ["3", "21"]
 
 
-def test_one_that_breaks_keeps_what_it_has_until_the_server_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_one_that_breaks_keeps_what_it_has_until_the_server_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
     away = Unavailable("no answer")
     api = ScriptedApi([away, ([item("a", 1)], 3), away, away, ([item("e", 30)], 31)], [[away]])
-    assert follow(api, monkeypatch) == {"e"}
+    assert await follow(api, monkeypatch) == {"e"}
     assert api.versions == ["3", "31"]
 
 
-def test_whatever_it_meets_it_goes_on_and_tells_since_when_it_does_not_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_whatever_it_meets_it_goes_on_and_tells_since_when_it_does_not_follow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     api = ScriptedApi([KeyError("items"), ([item("a", 1)], 3), ([item("e", 9)], 10)], [[("ADDED", {"metadata": {}})]])
-    assert follow(api, monkeypatch) == {"e"}
-
-    async def scenario() -> None:
-        away = Unavailable("no answer")
-        mirror = Mirror(ScriptedApi([([], 3), *[away] * 50], [[away]]), PODS, "a=b")  # type: ignore[arg-type]
-        assert mirror.stale_s == 0
-        begun = time.monotonic()
-        task = asyncio.create_task(mirror.run())
-        await mirror.synced.wait()
-        await until(lambda: mirror.stale_s > 0)
-        assert mirror.stale_s <= time.monotonic() - begun
-        assert (mirror.kind, mirror.problem) == ("pods", "no answer")
-        task.cancel()
-
-    asyncio.run(scenario())
+    assert await follow(api, monkeypatch) == {"e"}
+    away = Unavailable("no answer")
+    mirror = Mirror(ScriptedApi([([], 3), *[away] * 50], [[away]]), PODS, "a=b")  # type: ignore[arg-type]
+    assert mirror.stale_s == 0
+    begun = time.monotonic()
+    task = asyncio.create_task(mirror.run())
+    await mirror.synced.wait()
+    await until(lambda: mirror.stale_s > 0)
+    assert mirror.stale_s <= time.monotonic() - begun
+    assert (mirror.kind, mirror.problem) == ("pods", "no answer")
+    task.cancel()
 
 
 async def _token(settings: Configuration) -> Any:
     return await settings.get_api_key_with_prefix("BearerToken")
 
 
-def test_a_rotated_token_is_taken_up(tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_a_rotated_token_is_taken_up(tmp_path: Path) -> None:
     """The client's own, on which a controller that runs for longer than an hour depends."""
     token, certificate = tmp_path / "token", tmp_path / "ca.crt"
     token.write_text("one")
@@ -186,7 +189,7 @@ def test_a_rotated_token_is_taken_up(tmp_path: Path) -> None:
     env = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT": "443"}
     loader, settings = InClusterConfigLoader(str(token), str(certificate), environ=env), Configuration()
     loader.load_and_set(settings)
-    assert asyncio.run(_token(settings)) == "bearer one"
+    assert await _token(settings) == "bearer one"
     token.write_text("two")
     loader.token_expires_at -= loader._token_refresh_period
-    assert asyncio.run(_token(settings)) == "bearer two"
+    assert await _token(settings) == "bearer two"

@@ -64,7 +64,7 @@ class Bound:
         return await self.plane.score(self.parts, step, {one.sample_id: "" for one in samples}, fetch)
 
 
-def with_plane(
+async def with_plane(
     services: dict[str, Any],
     parts: dict[str, RewardPart],
     use: Callable[[Bound], Awaitable[None]],
@@ -86,14 +86,15 @@ def with_plane(
             await plane.close()
             await asyncio.gather(*(server.stop(None) for server in servers))
 
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    await asyncio.wait_for(scenario(), 20)
 
 
 def samples(count: int) -> list[EncodedSample]:
     return [EncodedSample(b"x", "", "p", sample_id=str(k)) for k in range(count)]
 
 
-def test_scores_are_summed_by_weight_and_components_kept() -> None:
+@pytest.mark.anyio
+async def test_scores_are_summed_by_weight_and_components_kept() -> None:
     services = {"a": Scripted(scored(0.5)), "b": Scripted(scored(2.0)), "unused": Scripted(scored(9.0))}
     parts = {"a": RewardPart(weight=1.0), "b": RewardPart(weight=-0.25)}
 
@@ -103,7 +104,7 @@ def test_scores_are_summed_by_weight_and_components_kept() -> None:
         assert verdicts["1"].scores == {"a": 0.5, "a.half": 0.25, "b": 2.0, "b.half": 1.0}
         assert verdicts["1"].rewards == {"a": 0.5, "b": 2.0}
 
-    with_plane(services, parts, use)
+    await with_plane(services, parts, use)
     assert services["unused"].sizes == []
 
 
@@ -119,7 +120,8 @@ def test_scores_are_summed_by_weight_and_components_kept() -> None:
         lambda sample: reward_pb2.RewardScore(sample_id="another", score=1.0),
     ],
 )
-def test_a_sample_without_a_finite_score_gets_a_reason_never_a_zero(bad: Answer) -> None:
+@pytest.mark.anyio
+async def test_a_sample_without_a_finite_score_gets_a_reason_never_a_zero(bad: Answer) -> None:
     def answer(sample: reward_pb2.RewardSample) -> reward_pb2.RewardScore | None:
         return bad(sample) if sample.sample_id == "1" else scored(1.0)(sample)
 
@@ -129,26 +131,28 @@ def test_a_sample_without_a_finite_score_gets_a_reason_never_a_zero(bad: Answer)
         assert verdicts["1"].reason == "no_score_ocr"
         assert [verdicts[name].score for name in "02"] == [1.0, 1.0]
 
-    with_plane({"ocr": Scripted(answer)}, {"ocr": RewardPart()}, use)
+    await with_plane({"ocr": Scripted(answer)}, {"ocr": RewardPart()}, use)
 
 
-def test_calls_respect_the_batch_limit_of_the_service() -> None:
+@pytest.mark.anyio
+async def test_calls_respect_the_batch_limit_of_the_service() -> None:
     service = Scripted(scored(1.0), max_batch=4)
 
     async def use(plane: Bound) -> None:
         assert len(await plane.score(samples(10))) == 10
 
-    with_plane({"ocr": service}, {"ocr": RewardPart()}, use)
+    await with_plane({"ocr": service}, {"ocr": RewardPart()}, use)
     assert sorted(service.sizes) == [2, 4, 4]
 
 
-def test_calls_are_as_small_as_the_service_wishes_unless_it_wants_whole_groups() -> None:
+@pytest.mark.anyio
+async def test_calls_are_as_small_as_the_service_wishes_unless_it_wants_whole_groups() -> None:
     small, whole = (Scripted(scored(1.0), call_bytes=3 * 100, needs_group=needs_group) for needs_group in (False, True))
 
     async def use(plane: Bound) -> None:
         assert len(await plane.score(grouped(8))) == 8
 
-    with_plane({"a": small, "b": whole}, {"a": RewardPart(), "b": RewardPart()}, use)
+    await with_plane({"a": small, "b": whole}, {"a": RewardPart(), "b": RewardPart()}, use)
     assert sorted(small.sizes) == [2, 3, 3]
     assert whole.sizes == [8]
 
@@ -172,7 +176,8 @@ def grouped(*sizes: int) -> list[EncodedSample]:
     ]
 
 
-def test_a_reward_that_wants_groups_gets_each_whole() -> None:
+@pytest.mark.anyio
+async def test_a_reward_that_wants_groups_gets_each_whole() -> None:
     service = Scripted(scored(1.0), max_batch=4, needs_group=True)
 
     async def use(plane: Bound) -> None:
@@ -180,7 +185,7 @@ def test_a_reward_that_wants_groups_gets_each_whole() -> None:
         with pytest.raises(RewardPause, match=r"rewards\.ocr scores whole groups of at most 4 samples: lower rollout"):
             await plane.score(grouped(5))
 
-    with_plane({"ocr": service}, {"ocr": RewardPart()}, use)
+    await with_plane({"ocr": service}, {"ocr": RewardPart()}, use)
     assert sorted(service.sizes) == [1, 3, 4]
 
 
@@ -192,13 +197,14 @@ def test_a_group_too_large_for_a_call_is_refused_not_cut() -> None:
 
 
 @pytest.mark.parametrize("limit", [0, 100])
-def test_no_limit_is_no_limit(limit: int) -> None:
+@pytest.mark.anyio
+async def test_no_limit_is_no_limit(limit: int) -> None:
     services = {"a": Scripted(scored(1.0), max_batch=limit, needs_group=True), "b": Scripted(scored(1.0), limit)}
 
     async def use(plane: Bound) -> None:
         assert len(await plane.score(grouped(30))) == 30
 
-    with_plane(services, {"a": RewardPart(), "b": RewardPart()}, use)
+    await with_plane(services, {"a": RewardPart(), "b": RewardPart()}, use)
     assert services["a"].sizes == services["b"].sizes == [30]
 
 
@@ -212,7 +218,8 @@ def test_no_limit_is_no_limit(limit: int) -> None:
         ([reward_pb2.MODALITY_IMAGE, reward_pb2.MODALITY_VIDEO], reward_pb2.MODALITY_VIDEO, None),
     ],
 )
-def test_a_reward_must_score_what_the_job_makes(
+@pytest.mark.anyio
+async def test_a_reward_must_score_what_the_job_makes(
     described: list[Any], modality: reward_pb2.Modality.ValueType, refused: str | None
 ) -> None:
     async def use(plane: Bound) -> None:
@@ -222,7 +229,7 @@ def test_a_reward_must_score_what_the_job_makes(
             with pytest.raises(RewardPause, match=rf"rewards\.ocr does not score {refused}: leave it out"):
                 await plane.score(samples(2))
 
-    with_plane({"ocr": Scripted(scored(1.0), modalities=described)}, {"ocr": RewardPart()}, use, modality)
+    await with_plane({"ocr": Scripted(scored(1.0), modalities=described)}, {"ocr": RewardPart()}, use, modality)
 
 
 def test_videos_have_frames() -> None:
@@ -237,13 +244,14 @@ def test_of_a_preference_the_chosen_is_worth_one() -> None:
     assert (chosen.rewards, rejected.rewards) == ({"preference": 1.0}, {"preference": 0.0})
 
 
-def test_a_score_whose_sum_would_overflow_is_no_score() -> None:
+@pytest.mark.anyio
+async def test_a_score_whose_sum_would_overflow_is_no_score() -> None:
     async def use(plane: Bound) -> None:
         verdicts = await plane.score(samples(1))
         assert verdicts["0"].score is None
         assert verdicts["0"].reason == "no_score_ocr"
 
-    with_plane({"ocr": Scripted(scored(1e308))}, {"ocr": RewardPart(weight=1e6)}, use)
+    await with_plane({"ocr": Scripted(scored(1e308))}, {"ocr": RewardPart(weight=1e6)}, use)
 
 
 # -- replicas that come and go ---------------------------------------------------------------------------------------
@@ -292,7 +300,7 @@ class Replicas:
         return [len(service.sizes) for service in self.services]
 
 
-def with_replicas(use: Callable[[Bound, Replicas], Awaitable[None]]) -> None:
+async def with_replicas(use: Callable[[Bound, Replicas], Awaitable[None]]) -> None:
     async def scenario() -> None:
         replicas = Replicas()
         plane = RewardPlane(replicas.directory, deadline_s=5.0)
@@ -302,10 +310,11 @@ def with_replicas(use: Callable[[Bound, Replicas], Awaitable[None]]) -> None:
             await plane.close()
             await asyncio.gather(*(server.stop(None) for server in replicas.servers))
 
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    await asyncio.wait_for(scenario(), 30)
 
 
-def test_one_replica_is_filled_before_the_next_is_asked() -> None:
+@pytest.mark.anyio
+async def test_one_replica_is_filled_before_the_next_is_asked() -> None:
     async def use(plane: Bound, replicas: Replicas) -> None:
         replicas.show(*[await replicas.add(max_batch=4) for _ in range(3)])
         await plane.score(samples(8))  # one call is scored, the next waits
@@ -313,10 +322,11 @@ def test_one_replica_is_filled_before_the_next_is_asked() -> None:
         await plane.score(samples(12))
         assert replicas.calls == [4, 1, 0]
 
-    with_replicas(use)
+    await with_replicas(use)
 
 
-def test_replicas_that_are_full_share_the_rest_and_a_new_one_gets_its_share() -> None:
+@pytest.mark.anyio
+async def test_replicas_that_are_full_share_the_rest_and_a_new_one_gets_its_share() -> None:
     async def use(plane: Bound, replicas: Replicas) -> None:
         one, two, three = [await replicas.add(max_batch=1) for _ in range(3)]
         replicas.show(one, two)
@@ -326,10 +336,11 @@ def test_replicas_that_are_full_share_the_rest_and_a_new_one_gets_its_share() ->
         assert len(await plane.score(samples(8))) == 8
         assert replicas.calls == [4, 8, 4]
 
-    with_replicas(use)
+    await with_replicas(use)
 
 
-def test_without_a_replica_a_job_waits_and_says_for_what() -> None:
+@pytest.mark.anyio
+async def test_without_a_replica_a_job_waits_and_says_for_what() -> None:
     async def use(plane: Bound, replicas: Replicas) -> None:
         replicas.directory.rewards = {"jpeg": ()}
         with pytest.raises(RewardFailure, match=r"^rewards.ocr: reward service 'ocr' is gone; there are: jpeg$"):
@@ -345,10 +356,11 @@ def test_without_a_replica_a_job_waits_and_says_for_what() -> None:
         replicas.show(await replicas.add())
         assert len(await plane.score(samples(1))) == 1
 
-    with_replicas(use)
+    await with_replicas(use)
 
 
-def test_a_replica_that_is_gone_but_still_shown_is_asked_last() -> None:
+@pytest.mark.anyio
+async def test_a_replica_that_is_gone_but_still_shown_is_asked_last() -> None:
     async def use(plane: Bound, replicas: Replicas) -> None:
         one, two = await replicas.add(max_batch=1), await replicas.add(max_batch=1)
         replicas.show(one, two)
@@ -357,10 +369,11 @@ def test_a_replica_that_is_gone_but_still_shown_is_asked_last() -> None:
         assert len(await plane.score(samples(4))) == 4
         assert replicas.calls == [2, 4]
 
-    with_replicas(use)
+    await with_replicas(use)
 
 
-def test_a_dead_replica_that_was_never_asked_keeps_nobody_waiting() -> None:
+@pytest.mark.anyio
+async def test_a_dead_replica_that_was_never_asked_keeps_nobody_waiting() -> None:
     async def use(plane: Bound, replicas: Replicas) -> None:
         dead, alive = await replicas.add(), await replicas.add(max_batch=2)
         await replicas.servers[0].stop(None)
@@ -370,10 +383,11 @@ def test_a_dead_replica_that_was_never_asked_keeps_nobody_waiting() -> None:
         with pytest.raises(RewardFailure, match=f"^rewards.ocr: service 'ocr' at {dead} cannot be reached"):
             await plane.score(samples(1))
 
-    with_replicas(use)
+    await with_replicas(use)
 
 
-def test_a_call_ends_well_though_its_replica_is_no_longer_shown() -> None:
+@pytest.mark.anyio
+async def test_a_call_ends_well_though_its_replica_is_no_longer_shown() -> None:
     async def use(plane: Bound, replicas: Replicas) -> None:
         gate = asyncio.Event()
         one, two = await replicas.add(), await replicas.add()
@@ -387,19 +401,21 @@ def test_a_call_ends_well_though_its_replica_is_no_longer_shown() -> None:
         gate.set()
         assert (await draining)["0"].score == 1.0
 
-    with_replicas(use)
+    await with_replicas(use)
 
 
-def test_while_versions_are_mixed_calls_suit_all_of_them() -> None:
+@pytest.mark.anyio
+async def test_while_versions_are_mixed_calls_suit_all_of_them() -> None:
     async def use(plane: Bound, replicas: Replicas) -> None:
         replicas.show(await replicas.add(max_batch=8), await replicas.add(max_batch=2))
         await plane.score(samples(8))
         assert max(size for service in replicas.services for size in service.sizes) == 2
 
-    with_replicas(use)
+    await with_replicas(use)
 
 
-def test_a_replica_that_hangs_keeps_nobody_waiting() -> None:
+@pytest.mark.anyio
+async def test_a_replica_that_hangs_keeps_nobody_waiting() -> None:
     """Neither for its Describe nor, unknown as it is, for scores."""
 
     async def use(plane: Bound, replicas: Replicas) -> None:
@@ -413,4 +429,4 @@ def test_a_replica_that_hangs_keeps_nobody_waiting() -> None:
         await plane.plane.close()
         assert not [task for task in before if not task.done() and "_describe" in repr(task)]
 
-    with_replicas(use)
+    await with_replicas(use)

@@ -49,7 +49,8 @@ def test_few_are_told_at_a_time() -> None:
     assert told == set(names)
 
 
-def test_only_the_leader_tells_and_goes_on_after_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_only_the_leader_tells_and_goes_on_after_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deletion_cost, "LOOK_S", 0.01)
     runner: Any = SimpleNamespace(leads=False, fleet_view=lambda: fleet(gone=1, there=2))
     faults = [Unavailable("busy"), NotFound("no such pod")]
@@ -70,5 +71,5 @@ def test_only_the_leader_tells_and_goes_on_after_faults(monkeypatch: pytest.Monk
         await asyncio.sleep(0.1)
         task.cancel()
 
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    await asyncio.wait_for(scenario(), 10)
     assert told == [("gone", cost(1))]  # "there" was the one that was not found

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from datetime import UTC, datetime
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -206,20 +206,18 @@ def test_through_any_history_there_is_a_replica_while_the_job_runs(data: st.Data
         assert found["reward", "ocr"].replicas >= 1
 
 
-def test_the_hash_is_what_the_leader_wrote_last_and_says_whether_one_writes(redis_url: str) -> None:
-    async def scenario() -> None:
-        redis = connect(redis_url)
-        lease, told = Lease(redis), DemandHash(redis)
-        await lease._take()
-        assert await told.read() == ({}, False)
-        first = {("rollout", "default"): Demand(replicas=3, waiting=9, in_flight=4, jobs=("j",))}
-        await told.write(lease, first)  # type: ignore[arg-type]
-        assert await told.read() == (first, True)
-        await told.write(lease, {("reward", "a.b-c"): Demand(replicas=1)})
-        assert await told.read() == ({("reward", "a.b-c"): Demand(replicas=1)}, True)
-        seconds, _ = await redis.time()
-        await redis.hset(keys.demand(), "updated", seconds - int(FRESH_S) - 2)
-        assert await told.read() == ({("reward", "a.b-c"): Demand(replicas=1)}, False)
-        await redis.aclose()
-
-    asyncio.run(scenario())
+@pytest.mark.anyio
+async def test_the_hash_is_what_the_leader_wrote_last_and_says_whether_one_writes(redis_url: str) -> None:
+    redis = connect(redis_url)
+    lease, told = Lease(redis), DemandHash(redis)
+    await lease._take()
+    assert await told.read() == ({}, False)
+    first = {("rollout", "default"): Demand(replicas=3, waiting=9, in_flight=4, jobs=("j",))}
+    await told.write(lease, first)  # type: ignore[arg-type]
+    assert await told.read() == (first, True)
+    await told.write(lease, {("reward", "a.b-c"): Demand(replicas=1)})
+    assert await told.read() == ({("reward", "a.b-c"): Demand(replicas=1)}, True)
+    seconds, _ = await redis.time()
+    await redis.hset(keys.demand(), "updated", seconds - int(FRESH_S) - 2)
+    assert await told.read() == ({("reward", "a.b-c"): Demand(replicas=1)}, False)
+    await redis.aclose()

@@ -36,30 +36,33 @@ class Directory:
         self.api, self.jobs, self.pods = api, Mirror(api, JOBS, ""), Mirror(api, PODS, "")
 
 
-def ensure(error: Exception) -> None:
+async def ensure(error: Exception) -> None:
     launcher = KubernetesLauncher(Directory(RefusingApi(error)), "f", "n", Path("none"), "o")  # type: ignore[arg-type]
-    asyncio.run(launcher.ensure("job", SPEC))
+    await launcher.ensure("job", SPEC)
 
 
 @pytest.mark.parametrize("status", [401, 403, 429])
-def test_what_people_can_grant_is_waited_for_with_the_servers_words(
+@pytest.mark.anyio
+async def test_what_people_can_grant_is_waited_for_with_the_servers_words(
     status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kubernetes_launcher, "REFUSED_S", 0.01)
     error = problem(JOBS, status, b'{"message": "exceeded quota: none"}')
     assert isinstance(error, Unavailable if status == 429 else Refused)
     with pytest.raises(WaitedInVain, match=r"trainer: the Kubernetes API.*: exceeded quota: none"):
-        ensure(error)
+        await ensure(error)
 
 
 @pytest.mark.parametrize("status", [400, 422])
-def test_a_job_that_can_never_be_one_is_the_jobs_failure(status: int) -> None:
+@pytest.mark.anyio
+async def test_a_job_that_can_never_be_one_is_the_jobs_failure(status: int) -> None:
     with pytest.raises(ValueError, match=rf"refuses \({status}, jobs\): spec.template: no"):
-        ensure(problem(JOBS, status, b'{"message": "spec.template: no"}'))
+        await ensure(problem(JOBS, status, b'{"message": "spec.template: no"}'))
 
 
 @pytest.mark.parametrize(("pod", "grace_s"), [({"terminationGracePeriodSeconds": 300}, 300.0), ({}, 30.0)])
-def test_pods_get_their_grace_period_to_end(
+@pytest.mark.anyio
+async def test_pods_get_their_grace_period_to_end(
     pod: dict[str, Any], grace_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = Directory(RefusingApi(RuntimeError()))
@@ -73,12 +76,13 @@ def test_pods_get_their_grace_period_to_end(
         return False
 
     monkeypatch.setattr(directory.jobs, "until", until)
-    asyncio.run(KubernetesLauncher(directory, "f", "n", Path("none"), "o").stop("job"))  # type: ignore[arg-type]
+    await KubernetesLauncher(directory, "f", "n", Path("none"), "o").stop("job")  # type: ignore[arg-type]
     assert waited == [grace_s + kubernetes_launcher.STOP_MARGIN_S]
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_trainer_that_hangs_gets_no_grace_period(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_a_trainer_that_hangs_gets_no_grace_period(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     deleted: list[tuple[str, int | None]] = []
 
     class DeletingApi:
@@ -95,11 +99,12 @@ def test_a_trainer_that_hangs_gets_no_grace_period(at_once: bool, monkeypatch: p
     directory.jobs.put({"metadata": metadata, "spec": {"template": {"spec": {}}}})
     monkeypatch.setattr(kubernetes_launcher, "STOP_MARGIN_S", -30.0)
     launcher = KubernetesLauncher(directory, "f", "n", Path("none"), "o")  # type: ignore[arg-type]
-    asyncio.run(launcher.stop("job", at_once=at_once))
+    await launcher.stop("job", at_once=at_once)
     assert deleted == [*([("t-0", 1)] if at_once else []), ("t", None)]
 
 
-def test_last_words_are_those_of_the_rank_that_failed_not_of_the_first_pod_that_is_told_of() -> None:
+@pytest.mark.anyio
+async def test_last_words_are_those_of_the_rank_that_failed_not_of_the_first_pod_that_is_told_of() -> None:
     def pod(index: int, **status: Any) -> dict[str, Any]:
         place = {"batch.kubernetes.io/job-completion-index": str(index)}
         return {"metadata": {"name": f"t-{index}", "annotations": place}, "status": status}
@@ -113,19 +118,16 @@ def test_last_words_are_those_of_the_rank_that_failed_not_of_the_first_pod_that_
             owner = {"ownerReferences": [{"uid": "u"}]}
             return [{**seen, "metadata": {**seen["metadata"], **owner}} for seen in self.pods.objects.values()]
 
-    async def words() -> str:
-        directory = WithPods(RefusingApi(RuntimeError()))
-        labels = {"flowfleet.io/job": "job"}
-        metadata = {"name": "t", "uid": "u", "labels": labels, "creationTimestamp": "2026-01-01T00:00:00Z"}
-        directory.jobs.put({"metadata": metadata, "spec": {}})
-        directory.pods.put(failed(0, "RuntimeError: Gloo connectFullMesh failed: Connection refused"))
-        directory.pods.put(pod(1, phase="Running", containerStatuses=[{"name": "trainer", "state": {"running": {}}}]))
-        launcher = KubernetesLauncher(directory, "f", "n", Path("none"), "o")  # type: ignore[arg-type]
-        asked = asyncio.create_task(launcher.last_words("job"))
-        await asyncio.sleep(0.05)
-        assert not asked.done()
-        del directory.pods.objects["t-1"]
-        directory.pods.put(failed(1, "rank 1: ValueError: the noise has 3 steps"))
-        return await asked
-
-    assert asyncio.run(words()) == "pod 1: exit code 1: rank 1: ValueError: the noise has 3 steps"
+    directory = WithPods(RefusingApi(RuntimeError()))
+    labels = {"flowfleet.io/job": "job"}
+    metadata = {"name": "t", "uid": "u", "labels": labels, "creationTimestamp": "2026-01-01T00:00:00Z"}
+    directory.jobs.put({"metadata": metadata, "spec": {}})
+    directory.pods.put(failed(0, "RuntimeError: Gloo connectFullMesh failed: Connection refused"))
+    directory.pods.put(pod(1, phase="Running", containerStatuses=[{"name": "trainer", "state": {"running": {}}}]))
+    launcher = KubernetesLauncher(directory, "f", "n", Path("none"), "o")  # type: ignore[arg-type]
+    asked = asyncio.create_task(launcher.last_words("job"))
+    await asyncio.sleep(0.05)
+    assert not asked.done()
+    del directory.pods.objects["t-1"]
+    directory.pods.put(failed(1, "rank 1: ValueError: the noise has 3 steps"))
+    assert (await asked) == "pod 1: exit code 1: rank 1: ValueError: the noise has 3 steps"

@@ -30,21 +30,24 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalLauncher:
     return LocalLauncher(tmp_path)
 
 
-def test_a_trainer_is_adopted_by_the_next_controller(launcher: LocalLauncher, spec: JobSpec, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        assert not await launcher.alive("job")
-        assert await launcher.ensure("job", spec) == "127.0.0.1:4711"
-        record = (tmp_path / "trainers" / "job.json").read_text()
-        second = LocalLauncher(tmp_path)
-        assert await second.ensure("job", spec) == "127.0.0.1:4711"
-        assert (tmp_path / "trainers" / "job.json").read_text() == record
-        await second.stop("job")
-        assert not await launcher.alive("job")
+@pytest.mark.anyio
+async def test_a_trainer_is_adopted_by_the_next_controller(
+    launcher: LocalLauncher, spec: JobSpec, tmp_path: Path
+) -> None:
+    assert not await launcher.alive("job")
+    assert await launcher.ensure("job", spec) == "127.0.0.1:4711"
+    record = (tmp_path / "trainers" / "job.json").read_text()
+    second = LocalLauncher(tmp_path)
+    assert await second.ensure("job", spec) == "127.0.0.1:4711"
+    assert (tmp_path / "trainers" / "job.json").read_text() == record
+    await second.stop("job")
+    assert not await launcher.alive("job")
 
-    asyncio.run(scenario())
 
-
-def test_a_killed_trainer_is_noticed_and_started_again(launcher: LocalLauncher, spec: JobSpec, tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_a_killed_trainer_is_noticed_and_started_again(
+    launcher: LocalLauncher, spec: JobSpec, tmp_path: Path
+) -> None:
     async def scenario() -> None:
         await launcher.ensure("job", spec)
         pid, child = _pid(tmp_path), int((tmp_path / "trainers" / "job.port.child").read_text())
@@ -56,10 +59,11 @@ def test_a_killed_trainer_is_noticed_and_started_again(launcher: LocalLauncher, 
         assert _gone(child)
         await launcher.stop("job")
 
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    await asyncio.wait_for(scenario(), 30)
 
 
-def test_a_trainer_is_not_handed_the_controllers_secrets(
+@pytest.mark.anyio
+async def test_a_trainer_is_not_handed_the_controllers_secrets(
     launcher: LocalLauncher, spec: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = {"API_KEY": "key", "RPC_TOKEN": "c", "REDIS_URL": "redis://controller:c@h", "REWARD_RPC_TOKEN": "r"}
@@ -72,28 +76,27 @@ def test_a_trainer_is_not_handed_the_controllers_secrets(
         await launcher.stop("job")
         return found
 
-    environment = asyncio.run(asyncio.wait_for(scenario(), 30))
+    environment = await asyncio.wait_for(scenario(), 30)
     given = {name: value for name, _, value in (word.partition("=") for word in environment)}
     assert (given["FLOWFLEET_RPC_TOKEN"], given["FLOWFLEET_REDIS_URL"]) == ("t", "redis://trainer:t@h")
     assert not {*own.values()} & {*given.values()}
 
 
-def test_a_record_that_a_power_cut_left_empty_is_no_trainer(launcher: LocalLauncher, tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_a_record_that_a_power_cut_left_empty_is_no_trainer(launcher: LocalLauncher, tmp_path: Path) -> None:
     (tmp_path / "trainers").mkdir()
     (tmp_path / "trainers" / "job.json").touch()
-    assert asyncio.run(launcher.alive("job")) is False
-    asyncio.run(launcher.keep_only([]))
+    assert await launcher.alive("job") is False
+    await launcher.keep_only([])
 
 
-def test_stopping_ends_the_whole_group(launcher: LocalLauncher, spec: JobSpec, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        await launcher.ensure("job", spec)
-        child = int((tmp_path / "trainers" / "job.port.child").read_text())
-        await launcher.stop("job")
-        assert _gone(child)
-        assert not (tmp_path / "trainers" / "job.json").exists()
-
-    asyncio.run(scenario())
+@pytest.mark.anyio
+async def test_stopping_ends_the_whole_group(launcher: LocalLauncher, spec: JobSpec, tmp_path: Path) -> None:
+    await launcher.ensure("job", spec)
+    child = int((tmp_path / "trainers" / "job.port.child").read_text())
+    await launcher.stop("job")
+    assert _gone(child)
+    assert not (tmp_path / "trainers" / "job.json").exists()
 
 
 HALF_ENDED = """
@@ -104,61 +107,68 @@ ctypes.CDLL(None).pthread_exit(None)
 """
 
 
-def test_a_trainer_whose_first_thread_has_ended_leaves_no_zombie(launcher: LocalLauncher, tmp_path: Path) -> None:
-    """The agent of torchrun sometimes ends like this: it no longer runs and cannot be waited for yet."""
+def half_ended() -> int:
+    """The process whose first thread has ended while another goes on."""
     process = subprocess.Popen([sys.executable, "-c", HALF_ENDED], stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdout is not None
     assert process.stdout.readline() == b"up\n"
-    (tmp_path / "trainers").mkdir(exist_ok=True)
-    (tmp_path / "trainers/job.json").write_text(f'{{"pid": {process.pid}, "started": "1", "port_file": "x"}}')
     while "Z" not in Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2]:
         time.sleep(0.01)
-    asyncio.run(launcher.stop("job"))
-    with pytest.raises(ChildProcessError):
-        os.waitpid(process.pid, os.WNOHANG)
+    return process.pid
 
 
-def test_trainers_of_other_jobs_are_ended(launcher: LocalLauncher, spec: JobSpec, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        await launcher.ensure("kept", spec)
-        await launcher.ensure("left", spec)
-        await LocalLauncher(tmp_path).keep_only(["kept", "queued"])
-        assert await launcher.alive("kept")
-        assert not await launcher.alive("left")
-        await launcher.keep_only([])
-        assert not await launcher.alive("kept")
-
-    asyncio.run(scenario())
+@pytest.mark.anyio
+async def test_a_trainer_whose_first_thread_has_ended_leaves_no_zombie(launcher: LocalLauncher, tmp_path: Path) -> None:
+    """The agent of torchrun sometimes ends like this: it no longer runs and cannot be waited for yet."""
+    pid = half_ended()
+    (tmp_path / "trainers").mkdir(exist_ok=True)
+    (tmp_path / "trainers/job.json").write_text(f'{{"pid": {pid}, "started": "1", "port_file": "x"}}')
+    await launcher.stop("job")
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
-def test_a_trainer_that_ends_while_starting_names_its_log(
+@pytest.mark.anyio
+async def test_trainers_of_other_jobs_are_ended(launcher: LocalLauncher, spec: JobSpec, tmp_path: Path) -> None:
+    await launcher.ensure("kept", spec)
+    await launcher.ensure("left", spec)
+    await LocalLauncher(tmp_path).keep_only(["kept", "queued"])
+    assert await launcher.alive("kept")
+    assert not await launcher.alive("left")
+    await launcher.keep_only([])
+    assert not await launcher.alive("kept")
+
+
+@pytest.mark.anyio
+async def test_a_trainer_that_ends_while_starting_names_its_log(
     launcher: LocalLauncher, spec: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "trainer_flags", lambda _: ["--fail", "no GPU"])
     with pytest.raises(RuntimeError, match=r"its log is .*trainer-job\.log"):
-        asyncio.run(launcher.ensure("job", spec))
+        await launcher.ensure("job", spec)
     assert "no GPU" in (tmp_path / "logs" / "trainer-job.log").read_text()
 
 
-def test_a_trainer_gets_an_accelerator_a_rank(launcher: LocalLauncher, spec: JobSpec, tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_a_trainer_gets_an_accelerator_a_rank(launcher: LocalLauncher, spec: JobSpec, tmp_path: Path) -> None:
     two = spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"world_size": 2})})
-
-    async def scenario() -> str:
-        confined = LocalLauncher(tmp_path, devices=("5", "2", "7"))
-        await confined.ensure("job", two)
-        await confined.stop("job")
-        return (tmp_path / "trainers" / "job.port.devices").read_text()
-
-    assert asyncio.run(scenario()) == "5,2"
+    confined = LocalLauncher(tmp_path, devices=("5", "2", "7"))
+    await confined.ensure("job", two)
+    await confined.stop("job")
+    assert (tmp_path / "trainers" / "job.port.devices").read_text() == "5,2"
 
 
-def test_a_trainer_of_more_ranks_than_accelerators_is_refused(tmp_path: Path, spec: JobSpec) -> None:
+@pytest.mark.anyio
+async def test_a_trainer_of_more_ranks_than_accelerators_is_refused(tmp_path: Path, spec: JobSpec) -> None:
     two = spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"world_size": 2})})
     with pytest.raises(ValueError, match=r"trainer.world_size = 2: .* 1 accelerators here \(3\).*set it to at most 1"):
-        asyncio.run(LocalLauncher(tmp_path, devices=("3",)).ensure("job", two))
+        await LocalLauncher(tmp_path, devices=("3",)).ensure("job", two)
 
 
-def test_a_rank_that_is_killed_ends_the_trainer_at_once(launcher: LocalLauncher, spec: JobSpec, tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_a_rank_that_is_killed_ends_the_trainer_at_once(
+    launcher: LocalLauncher, spec: JobSpec, tmp_path: Path
+) -> None:
     two = spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"world_size": 2})})
 
     async def scenario() -> None:
@@ -174,13 +184,14 @@ def test_a_rank_that_is_killed_ends_the_trainer_at_once(launcher: LocalLauncher,
         assert time.monotonic() - killed < 2
         assert _gone(first)
 
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    await asyncio.wait_for(scenario(), 30)
     assert "rank 1 was killed by signal 9" in (tmp_path / "logs" / "trainer-job.log").read_text()
     assert (tmp_path / "trainers" / "job.port.world").read_text() == "2"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_trainers_live_on_without_the_process_that_they_were_forked_from(
+@pytest.mark.anyio
+async def test_trainers_live_on_without_the_process_that_they_were_forked_from(
     launcher: LocalLauncher, spec: JobSpec, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     monkeypatch.setattr(nursery, "FORK_S", 0.5)
@@ -195,10 +206,11 @@ def test_trainers_live_on_without_the_process_that_they_were_forked_from(
         assert await launcher.alive("two")
         await launcher.keep_only([])
 
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    await asyncio.wait_for(scenario(), 30)
 
 
-def test_a_stopped_trainer_is_killed_at_once(launcher: LocalLauncher, spec: JobSpec, tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_a_stopped_trainer_is_killed_at_once(launcher: LocalLauncher, spec: JobSpec, tmp_path: Path) -> None:
     async def scenario() -> float:
         await launcher.ensure("job", spec)
         rank = int((tmp_path / "trainers" / "job.port.rank0").read_text())
@@ -209,14 +221,15 @@ def test_a_stopped_trainer_is_killed_at_once(launcher: LocalLauncher, spec: JobS
         assert _gone(rank)
         return time.monotonic() - started
 
-    assert asyncio.run(asyncio.wait_for(scenario(), 30)) < 5
+    assert await asyncio.wait_for(scenario(), 30) < 5
 
 
-def test_a_reused_pid_is_not_taken_for_the_trainer(tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_a_reused_pid_is_not_taken_for_the_trainer(tmp_path: Path) -> None:
     directory = tmp_path / "trainers"
     directory.mkdir()
     (directory / "job.json").write_text(f'{{"pid": {os.getpid()}, "started": "1", "port_file": "x"}}')
-    assert not asyncio.run(LocalLauncher(tmp_path).alive("job"))
+    assert not await LocalLauncher(tmp_path).alive("job")
 
 
 def _pid(directory: Path) -> int:

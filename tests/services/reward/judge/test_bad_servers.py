@@ -66,13 +66,13 @@ class Run:
         return self.registry.get_sample_value(f"flowfleet_reward_judge_{name}", labels) or 0.0
 
 
-def score_once(reply: Reply, **settings: Any) -> tuple[list[Outcome], Server, Run]:
+async def score_once(reply: Reply, **settings: Any) -> tuple[list[Outcome], Server, Run]:
     async def body() -> tuple[list[Outcome], Server, Run]:
         async with serving(reply) as server:
             run = Run([server.url], **settings)
             return await run.score(), server, run
 
-    return asyncio.run(body())
+    return await body()
 
 
 @pytest.mark.parametrize(
@@ -107,27 +107,27 @@ def score_once(reply: Reply, **settings: Any) -> tuple[list[Outcome], Server, Ru
         (says("Yes", ("Yes", {"Yes": math.nan})), 2, r"logprobs holds nan, which is no log-probability"),
     ],
 )
-def test_a_server_that_cannot_score_makes_the_call_fail(reply: Reply, tries: int, message: str) -> None:
-    async def body() -> None:
-        async with serving(reply) as server:
-            run = Run([server.url], timeout_s=2 if reply in (hang, slow_loris) else 20)  # of which connecting is a part
-            with pytest.raises(Unavailable) as caught:
-                await run.score()
-            assert re.search(message, str(caught.value))
-            assert server.url in str(caught.value)
-            assert len(server.asked) == tries
-            assert run.metric("retries_total") == tries - 1
-
-    asyncio.run(body())
+@pytest.mark.anyio
+async def test_a_server_that_cannot_score_makes_the_call_fail(reply: Reply, tries: int, message: str) -> None:
+    async with serving(reply) as server:
+        run = Run([server.url], timeout_s=2 if reply in (hang, slow_loris) else 20)  # of which connecting is a part
+        with pytest.raises(Unavailable) as caught:
+            await run.score()
+        assert re.search(message, str(caught.value))
+        assert server.url in str(caught.value)
+        assert len(server.asked) == tries
+        assert run.metric("retries_total") == tries - 1
 
 
-def test_nobody_listens() -> None:
+@pytest.mark.anyio
+async def test_nobody_listens() -> None:
     with pytest.raises(Unavailable, match=r"http://127.0.0.1:1/v1: cannot connect: .*settings.urls says where"):
-        asyncio.run(Run(["http://127.0.0.1:1/v1"]).score())
+        await Run(["http://127.0.0.1:1/v1"]).score()
 
 
 @pytest.mark.parametrize("case", ["foreign", "plain to tls", "tls to plain", "trusted"])
-def test_tls(case: str, tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_tls(case: str, tmp_path: Path) -> None:
     authority = Authority()
     folder = authority.issue(tmp_path / "tls")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -145,7 +145,7 @@ def test_tls(case: str, tmp_path: Path) -> None:
             return await Run([url], ca=str(ca)).score()
 
     if case == "trusted":
-        assert isinstance(asyncio.run(body())[0], Score)
+        assert isinstance((await body())[0], Score)
         return
     expected = {
         "foreign": r"no TLS: .*settings.ca",
@@ -153,12 +153,13 @@ def test_tls(case: str, tmp_path: Path) -> None:
         "tls to plain": r"no TLS: .*https:// only",
     }
     with pytest.raises(Unavailable, match=expected[case]):
-        asyncio.run(body())
+        await body()
 
 
-def test_a_refused_question_is_the_samples_problem_and_blames_nobody_else() -> None:
+@pytest.mark.anyio
+async def test_a_refused_question_is_the_samples_problem_and_blames_nobody_else() -> None:
     said = b'{"error": {"message": "Requested sample logprobs of 20, which is greater than max allowed: 5"}}'
-    (outcome,), server, run = score_once(status(400, said))
+    (outcome,), server, run = await score_once(status(400, said))
     assert isinstance(outcome, Problem)
     assert outcome.reason == "judge_refused"
     assert "settings.top_logprobs" in outcome.message
@@ -185,24 +186,22 @@ def refuses_logprobs(code: int, body: bytes) -> Reply:
         ),
     ],
 )
-def test_a_server_that_refuses_log_probabilities_is_asked_without_from_then_on(
+@pytest.mark.anyio
+async def test_a_server_that_refuses_log_probabilities_is_asked_without_from_then_on(
     code: int, body: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def score() -> None:
-        async with serving(refuses_logprobs(code, body)) as refusing, serving(says("Yes", YES)) as giving:
-            run = Run([refusing.url], concurrency=4)
-            await run.scorer.start()
-            first = await run.scorer.score(samples(2), ())
-            again = await run.scorer.score(samples(6), ())
-            await run.scorer.close()
-            assert first + again == [Score(1.0, {"by_logprobs": 0.0})] * 8
-            assert [asked.body.get("top_logprobs") for asked in refusing.asked] == [20] * 2 + [None] * 6
-            assert len(caplog.records) == 1
-            assert refusing.url in caplog.text
-            both = await Run([refusing.url, giving.url]).score(samples(8))
-            assert {outcome.components["by_logprobs"] for outcome in both if isinstance(outcome, Score)} == {0.0, 1.0}
-
-    asyncio.run(score())
+    async with serving(refuses_logprobs(code, body)) as refusing, serving(says("Yes", YES)) as giving:
+        run = Run([refusing.url], concurrency=4)
+        await run.scorer.start()
+        first = await run.scorer.score(samples(2), ())
+        again = await run.scorer.score(samples(6), ())
+        await run.scorer.close()
+        assert first + again == [Score(1.0, {"by_logprobs": 0.0})] * 8
+        assert [asked.body.get("top_logprobs") for asked in refusing.asked] == [20] * 2 + [None] * 6
+        assert len(caplog.records) == 1
+        assert refusing.url in caplog.text
+        both = await Run([refusing.url, giving.url]).score(samples(8))
+        assert {outcome.components["by_logprobs"] for outcome in both if isinstance(outcome, Score)} == {0.0, 1.0}
 
 
 @pytest.mark.parametrize(
@@ -213,49 +212,52 @@ def test_a_server_that_refuses_log_probabilities_is_asked_without_from_then_on(
         "Requested sample logprobs of 20, which is greater than max allowed: 5",
     ],
 )
-def test_a_limit_of_log_probabilities_is_no_refusal_of_them(said: str) -> None:
-    (outcome,), server, _ = score_once(status(400, json.dumps({"error": {"message": said}}).encode()))
+@pytest.mark.anyio
+async def test_a_limit_of_log_probabilities_is_no_refusal_of_them(said: str) -> None:
+    (outcome,), server, _ = await score_once(status(400, json.dumps({"error": {"message": said}}).encode()))
     assert isinstance(outcome, Problem)
     assert "settings.top_logprobs" in outcome.message
     assert len(server.asked) == 1
 
 
-def test_a_server_that_fails_without_log_probabilities_too_is_asked_for_them_again() -> None:
+@pytest.mark.anyio
+async def test_a_server_that_fails_without_log_probabilities_too_is_asked_for_them_again() -> None:
     said = b'{"error": {"message": "images are not supported, only text and logprobs"}}'
-
-    async def score() -> None:
-        async with serving(status(400, said)) as server:
-            run = Run([server.url])
-            await run.scorer.start()
-            for _ in range(2):
-                (outcome,) = await run.scorer.score(samples(1), ())
-                assert isinstance(outcome, Problem)
-            await run.scorer.close()
-            assert [asked.body.get("top_logprobs") for asked in server.asked] == [20, None] * 2
-
-    asyncio.run(score())
+    async with serving(status(400, said)) as server:
+        run = Run([server.url])
+        await run.scorer.start()
+        for _ in range(2):
+            (outcome,) = await run.scorer.score(samples(1), ())
+            assert isinstance(outcome, Problem)
+        await run.scorer.close()
+        assert [asked.body.get("top_logprobs") for asked in server.asked] == [20, None] * 2
 
 
-def test_log_probabilities_that_are_required_and_refused_make_the_call_fail() -> None:
+@pytest.mark.anyio
+async def test_log_probabilities_that_are_required_and_refused_make_the_call_fail() -> None:
     reply = refuses_logprobs(422, b'{"detail": "Unsupported fields in the request: {\'logprobs\'}"}')
     with pytest.raises(Unavailable, match=r'gave no log-probabilities .*settings.logprobs be "auto"'):
-        score_once(reply, logprobs="require")
+        await score_once(reply, logprobs="require")
 
 
-def test_scores_come_from_log_probabilities_or_from_the_text() -> None:
-    (outcome,), _, run = score_once(says("Yes", YES))
+@pytest.mark.anyio
+async def test_scores_come_from_log_probabilities_or_from_the_text() -> None:
+    (outcome,), _, run = await score_once(says("Yes", YES))
     assert isinstance(outcome, Score)
     assert outcome.value == pytest.approx(0.75)
     assert outcome.components["mass"] == pytest.approx(0.8)
     assert run.metric("tokens_total", kind="prompt") == 7
-    (outcome,), _, _ = score_once(says("No."))
+    (outcome,), _, _ = await score_once(says("No."))
     assert outcome == Score(0.0, {"by_logprobs": 0.0})
     with pytest.raises(Unavailable, match=r"gave no log-probabilities .*settings.logprobs"):
-        score_once(says("No."), logprobs="require")
+        await score_once(says("No."), logprobs="require")
 
 
 @pytest.mark.parametrize("rubric", ["alignment", "preference", "ranking"])
-def test_one_question_that_the_server_fails_on_makes_the_call_fail_and_the_retry_asks_only_that(rubric: str) -> None:
+@pytest.mark.anyio
+async def test_one_question_that_the_server_fails_on_makes_the_call_fail_and_the_retry_asks_only_that(
+    rubric: str,
+) -> None:
     text = {"alignment": "Yes", "preference": "A", "ranking": "1, 2, 3, 4"}[rubric]
 
     async def reply(asked: Asked, writer: asyncio.StreamWriter) -> None:
@@ -273,10 +275,11 @@ def test_one_question_that_the_server_fails_on_makes_the_call_fail_and_the_retry
             assert [type(outcome) for outcome in outcomes] == [Score] * 4
             assert len(server.asked) == asked + 1
 
-    asyncio.run(body())
+    await body()
 
 
-def test_unreadable_answers_are_problems_until_there_are_too_many() -> None:
+@pytest.mark.anyio
+async def test_unreadable_answers_are_problems_until_there_are_too_many() -> None:
     def reply(bad: int) -> Reply:
         async def answer(asked: Asked, writer: asyncio.StreamWriter) -> None:
             await says("Hm" if asked.number < bad else "Yes")(asked, writer)
@@ -287,67 +290,65 @@ def test_unreadable_answers_are_problems_until_there_are_too_many() -> None:
         async with serving(reply(bad)) as server:
             return await Run([server.url]).score(samples(40))
 
-    outcomes = asyncio.run(body(3))
+    outcomes = await body(3)
     problems = [outcome for outcome in outcomes if isinstance(outcome, Problem)]
     assert len(problems) == 3
     assert "judge: the answer 'Hm' is not on the scale yes/no" in problems[0].message
     with pytest.raises(Unavailable, match=r"20 of the last 40 answers of judge .*settings.max_parse_failures is 0.1"):
-        asyncio.run(body(20))
+        await body(20)
 
 
-def test_a_call_that_failed_for_unreadable_answers_passes_once_they_are_readable() -> None:
-    async def body() -> None:
-        rambles = True
+@pytest.mark.anyio
+async def test_a_call_that_failed_for_unreadable_answers_passes_once_they_are_readable() -> None:
+    rambles = True
 
-        async def reply(asked: Asked, writer: asyncio.StreamWriter) -> None:
-            await says("Hm" if rambles and asked.number < 10 else "Yes")(asked, writer)
+    async def reply(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        await says("Hm" if rambles and asked.number < 10 else "Yes")(asked, writer)
 
-        async with serving(reply) as server:
-            run = Run([server.url])
-            await run.scorer.start()
-            with pytest.raises(Unavailable, match="10 of the last 40 answers"):
-                await run.scorer.score(samples(40), ())
-            assert run.metric("answers_total", outcome="failed") == 10
-            rambles = False
+    async with serving(reply) as server:
+        run = Run([server.url])
+        await run.scorer.start()
+        with pytest.raises(Unavailable, match="10 of the last 40 answers"):
+            await run.scorer.score(samples(40), ())
+        assert run.metric("answers_total", outcome="failed") == 10
+        rambles = False
+        outcomes = await run.scorer.score(samples(40), ())
+        await run.scorer.close()
+        assert outcomes == [Score(1.0, {"by_logprobs": 0.0})] * 40
+        assert len(server.asked) == 50  # what was read was known
+        assert run.metric("answers_total", outcome="parsed") == 40
+
+
+@pytest.mark.anyio
+async def test_asking_again_what_cannot_be_read_makes_the_share_no_worse() -> None:
+    async def reply(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        picture = base64.b64decode(asked.body["messages"][0]["content"][0]["image_url"]["url"].partition(",")[2])
+        await says("Hm" if picture in (b"png 0", b"png 1", b"png 2") else "Yes")(asked, writer)
+
+    async with serving(reply) as server:
+        run = Run([server.url])
+        await run.scorer.start()
+        for _ in range(4):
             outcomes = await run.scorer.score(samples(40), ())
-            await run.scorer.close()
-            assert outcomes == [Score(1.0, {"by_logprobs": 0.0})] * 40
-            assert len(server.asked) == 50  # what was read was known
-            assert run.metric("answers_total", outcome="parsed") == 40
-
-    asyncio.run(body())
+            assert sum(isinstance(outcome, Problem) for outcome in outcomes) == 3
+        await run.scorer.close()
+        assert len(server.asked) == 40 + 3 * 3
 
 
-def test_asking_again_what_cannot_be_read_makes_the_share_no_worse() -> None:
-    async def body() -> None:
-        async def reply(asked: Asked, writer: asyncio.StreamWriter) -> None:
-            picture = base64.b64decode(asked.body["messages"][0]["content"][0]["image_url"]["url"].partition(",")[2])
-            await says("Hm" if picture in (b"png 0", b"png 1", b"png 2") else "Yes")(asked, writer)
-
-        async with serving(reply) as server:
-            run = Run([server.url])
-            await run.scorer.start()
-            for _ in range(4):
-                outcomes = await run.scorer.score(samples(40), ())
-                assert sum(isinstance(outcome, Problem) for outcome in outcomes) == 3
-            await run.scorer.close()
-            assert len(server.asked) == 40 + 3 * 3
-
-    asyncio.run(body())
-
-
-def test_retry_after_is_kept() -> None:
+@pytest.mark.anyio
+async def test_retry_after_is_kept() -> None:
     async def reply(asked: Asked, writer: asyncio.StreamWriter) -> None:
         await (status(429, retry_after="0.4") if asked.number == 0 else says("Yes", YES))(asked, writer)
 
     began = time.monotonic()
-    (outcome,), server, _ = score_once(reply)
+    (outcome,), server, _ = await score_once(reply)
     assert isinstance(outcome, Score)
     assert len(server.asked) == 2
     assert time.monotonic() - began >= 0.4
 
 
-def test_retries_keep_to_their_budget() -> None:
+@pytest.mark.anyio
+async def test_retries_keep_to_their_budget() -> None:
     async def body() -> tuple[int, float]:
         async with serving(status(500)) as server:
             run = Run([server.url], retry_share=0.1, max_retries=5, breaker_failures=10_000)
@@ -355,89 +356,80 @@ def test_retries_keep_to_their_budget() -> None:
                 await run.score(samples(100))
             return len(server.asked), run.metric("retries_refused_total")
 
-    asked, refused = asyncio.run(body())
+    asked, refused = await body()
     assert 100 < asked <= 100 + 10 + 0.1 * 100  # a reserve of ten, and the share
     assert refused > 0
 
 
-def test_the_other_server_answers_and_the_broken_one_is_left_alone() -> None:
-    async def body() -> None:
-        async with serving(status(500)) as bad, serving(says("Yes", YES)) as good:
-            # more retries than calls that the broken one can get: the good one may be full when a question is retried
-            run = Run([bad.url, good.url], breaker_failures=3, retry_share=1.0, concurrency=4, max_retries=3 + 4)
-            outcomes = await run.score(samples(60))
-            assert all(isinstance(outcome, Score) for outcome in outcomes)
-            assert len(bad.asked) <= 3 + 4  # those under way when it opened
-            assert run.metric("breaker", server=bad.url) == 2
-            assert run.metric("breaker", server=good.url) == 0
-
-    asyncio.run(body())
+@pytest.mark.anyio
+async def test_the_other_server_answers_and_the_broken_one_is_left_alone() -> None:
+    async with serving(status(500)) as bad, serving(says("Yes", YES)) as good:
+        # more retries than calls that the broken one can get: the good one may be full when a question is retried
+        run = Run([bad.url, good.url], breaker_failures=3, retry_share=1.0, concurrency=4, max_retries=3 + 4)
+        outcomes = await run.score(samples(60))
+        assert all(isinstance(outcome, Score) for outcome in outcomes)
+        assert len(bad.asked) <= 3 + 4  # those under way when it opened
+        assert run.metric("breaker", server=bad.url) == 2
+        assert run.metric("breaker", server=good.url) == 0
 
 
-def test_where_every_server_is_left_alone_questions_fail_at_once_with_the_reason() -> None:
-    async def body() -> None:
-        async with serving(hang) as server:
-            run = Run([server.url], breaker_failures=2, concurrency=1, max_retries=0, timeout_s=0.3)
-            began = time.monotonic()
-            with pytest.raises(Unavailable, match=r"gave no whole answer"):
-                await run.score(samples(50))
-            assert time.monotonic() - began < 10
-            assert len(server.asked) <= 3
-
-    asyncio.run(body())
+@pytest.mark.anyio
+async def test_where_every_server_is_left_alone_questions_fail_at_once_with_the_reason() -> None:
+    async with serving(hang) as server:
+        run = Run([server.url], breaker_failures=2, concurrency=1, max_retries=0, timeout_s=0.3)
+        began = time.monotonic()
+        with pytest.raises(Unavailable, match=r"gave no whole answer"):
+            await run.score(samples(50))
+        assert time.monotonic() - began < 10
+        assert len(server.asked) <= 3
 
 
-def test_the_deadline_of_a_question_holds_and_the_concurrency_too() -> None:
-    async def body() -> None:
-        async with serving(hang) as server:
-            run = Run([server.url], deadline_s=1.0, timeout_s=5, concurrency=2)
-            began = time.monotonic()
-            call = asyncio.create_task(run.score(samples(8)))
-            await until(lambda: server.most_at_once == 2)
-            with pytest.raises(Unavailable, match=r"within settings.deadline_s = 1"):
-                await call
-            assert time.monotonic() - began < 5
-
-    asyncio.run(body())
+@pytest.mark.anyio
+async def test_the_deadline_of_a_question_holds_and_the_concurrency_too() -> None:
+    async with serving(hang) as server:
+        run = Run([server.url], deadline_s=1.0, timeout_s=5, concurrency=2)
+        began = time.monotonic()
+        call = asyncio.create_task(run.score(samples(8)))
+        await until(lambda: server.most_at_once == 2)
+        with pytest.raises(Unavailable, match=r"within settings.deadline_s = 1"):
+            await call
+        assert time.monotonic() - began < 5
 
 
-def test_equal_questions_are_asked_once() -> None:
-    async def body() -> None:
-        async with serving(says("Yes", YES)) as server:
-            run = Run([server.url])
-            await run.scorer.start()
-            first = await run.scorer.score(samples(3), ())
-            again = await run.scorer.score(samples(4), ())
-            await run.scorer.close()
-            assert again[:3] == first
-            assert len(server.asked) == 4
-            assert run.metric("cache_total", outcome="hit") == 3
-
-    asyncio.run(body())
+@pytest.mark.anyio
+async def test_equal_questions_are_asked_once() -> None:
+    async with serving(says("Yes", YES)) as server:
+        run = Run([server.url])
+        await run.scorer.start()
+        first = await run.scorer.score(samples(3), ())
+        again = await run.scorer.score(samples(4), ())
+        await run.scorer.close()
+        assert again[:3] == first
+        assert len(server.asked) == 4
+        assert run.metric("cache_total", outcome="hit") == 3
 
 
-def test_a_cancelled_call_closes_its_connections_and_frees_its_places() -> None:
-    async def body() -> None:
-        async with serving(hang) as server:
-            run = Run([server.url], timeout_s=30)
-            await run.scorer.start()
-            call = asyncio.create_task(run.scorer.score(samples(3), ()))
-            while len(server.asked) < 3:
-                await asyncio.sleep(0.01)
-            call.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await call
-            await asyncio.sleep(0)
-            assert run.metric("in_flight", server=server.url) == 0
-            assert run.metric("calls_total", server=server.url, outcome="cancelled") == 3
-            await run.scorer.close()
-
-    asyncio.run(body())
+@pytest.mark.anyio
+async def test_a_cancelled_call_closes_its_connections_and_frees_its_places() -> None:
+    async with serving(hang) as server:
+        run = Run([server.url], timeout_s=30)
+        await run.scorer.start()
+        call = asyncio.create_task(run.scorer.score(samples(3), ()))
+        while len(server.asked) < 3:
+            await asyncio.sleep(0.01)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await asyncio.sleep(0)
+        assert run.metric("in_flight", server=server.url) == 0
+        assert run.metric("calls_total", server=server.url, outcome="cancelled") == 3
+        await run.scorer.close()
 
 
-def test_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret")
-    _, server, _ = score_once(says("Yes", YES), api_key_env="JUDGE_KEY", extra={"top_k": 1})
+    _, server, _ = await score_once(says("Yes", YES), api_key_env="JUDGE_KEY", extra={"top_k": 1})
     (asked,) = server.asked
     assert asked.headers["authorization"] == "Bearer secret"
     content = asked.body.pop("messages")[0]["content"]

@@ -157,7 +157,8 @@ def test_an_edit_is_shown_with_its_source() -> None:
         ("", 0.0, {"exact": 0.0, "distance": 4.0}),
     ],
 )
-def test_vlm_ocr_compares_what_was_read(text: str, value: float, components: dict[str, float]) -> None:
+@pytest.mark.anyio
+async def test_vlm_ocr_compares_what_was_read(text: str, value: float, components: dict[str, float]) -> None:
     async def reply(asked: Asked, writer: asyncio.StreamWriter) -> None:
         assert shown(asked)[0] == b"1"
         assert "only the text" in shown(asked)[1]
@@ -173,7 +174,7 @@ def test_vlm_ocr_compares_what_was_read(text: str, value: float, components: dic
             await scorer.close()
             return outcomes
 
-    scored, refused = asyncio.run(body())
+    scored, refused = await body()
     assert scored == Score(value, components)
     assert isinstance(refused, Problem)
     assert refused.reason == "prompt"

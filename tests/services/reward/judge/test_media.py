@@ -28,12 +28,13 @@ def at_most(size_bytes: int) -> Iterator[None]:
         tracemalloc.stop()
 
 
-def test_of_a_video_one_frame_at_a_time_is_in_memory() -> None:
+@pytest.mark.anyio
+async def test_of_a_video_one_frame_at_a_time_is_in_memory() -> None:
     frames = np.stack([np.full((256, 256, 3), 2 * level, np.uint8) for level in range(100)])
     media, media_type = encode_media(frames)
     assert decode_media(media, media_type).nbytes == frames.nbytes  # 20 MB
     with at_most(10 * frames[0].nbytes):
-        shown = asyncio.run(pictures_of(media, media_type, 8, Room(2**24)))
+        shown = await pictures_of(media, media_type, 8, Room(2**24))
     assert len(shown) == 8
 
 
@@ -44,34 +45,30 @@ def test_what_waits_to_be_asked_holds_no_base64() -> None:
     assert pybase64.b64encode(picture.data) in request.body
 
 
-def test_a_room_holds_so_much_and_lets_in_by_turn() -> None:
-    async def body() -> list[int]:
-        room, inside, order = Room(10), [0], []
+@pytest.mark.anyio
+async def test_a_room_holds_so_much_and_lets_in_by_turn() -> None:
+    room, inside, order = Room(10), [0], []
 
-        async def enter(number: int, amount: int) -> None:
-            async with room.take(amount):
-                order.append(number)
-                inside[0] += min(amount, 10)
-                assert inside[0] <= 10
-                await asyncio.sleep(0.001)
-                inside[0] -= min(amount, 10)
+    async def enter(number: int, amount: int) -> None:
+        async with room.take(amount):
+            order.append(number)
+            inside[0] += min(amount, 10)
+            assert inside[0] <= 10
+            await asyncio.sleep(0.001)
+            inside[0] -= min(amount, 10)
 
-        await asyncio.gather(*(enter(number, 1 + (7 * number) % 13) for number in range(40)))
-        return order
-
-    assert asyncio.run(body()) == list(range(40))
+    await asyncio.gather(*(enter(number, 1 + (7 * number) % 13) for number in range(40)))
+    assert order == list(range(40))
 
 
-def test_who_is_cancelled_leaves_the_room_to_others() -> None:
-    async def body() -> None:
-        room = Room(1)
-        async with room.take(1):
-            waiting = asyncio.create_task(room.take(1).__aenter__())
-            await asyncio.sleep(0)
-            waiting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
-        async with asyncio.timeout(10), room.take(1):
-            pass
-
-    asyncio.run(body())
+@pytest.mark.anyio
+async def test_who_is_cancelled_leaves_the_room_to_others() -> None:
+    room = Room(1)
+    async with room.take(1):
+        waiting = asyncio.create_task(room.take(1).__aenter__())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    async with asyncio.timeout(10), room.take(1):
+        pass

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from services.reward.remote.turns import Turns
 
 
-def test_what_follows_a_turn_comes_before_the_next_ones() -> None:
+@pytest.mark.anyio
+async def test_what_follows_a_turn_comes_before_the_next_ones() -> None:
     """Each task takes a turn, then starts another that sends: as a request is sent by a task of its own."""
 
     async def body() -> list[str]:
@@ -24,24 +27,22 @@ def test_what_follows_a_turn_comes_before_the_next_ones() -> None:
         await asyncio.gather(*(work(number) for number in range(4)))
         return log
 
-    assert asyncio.run(body()) == [f"{what} {number}" for number in range(4) for what in ("made", "sent")]
+    assert await body() == [f"{what} {number}" for number in range(4) for what in ("made", "sent")]
 
 
-def test_a_cancelled_one_holds_nobody_up() -> None:
-    async def body() -> list[int]:
-        turns, log = Turns(), list[int]()
+@pytest.mark.anyio
+async def test_a_cancelled_one_holds_nobody_up() -> None:
+    turns, log = Turns(), list[int]()
 
-        async def work(number: int) -> None:
-            await turns.take()
-            log.append(number)
+    async def work(number: int) -> None:
+        await turns.take()
+        log.append(number)
 
-        tasks = [asyncio.create_task(work(number)) for number in range(5)]
-        await asyncio.sleep(0)
-        tasks[1].cancel()
-        tasks[4].cancel()
-        await asyncio.wait(tasks, timeout=20)
-        assert [task.cancelled() for task in tasks] == [False, True, False, False, True]
-        await asyncio.wait_for(work(9), 20)
-        return log
-
-    assert asyncio.run(body()) == [0, 2, 3, 9]
+    tasks = [asyncio.create_task(work(number)) for number in range(5)]
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    tasks[4].cancel()
+    await asyncio.wait(tasks, timeout=20)
+    assert [task.cancelled() for task in tasks] == [False, True, False, False, True]
+    await asyncio.wait_for(work(9), 20)
+    assert log == [0, 2, 3, 9]

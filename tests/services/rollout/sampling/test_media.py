@@ -1,6 +1,5 @@
 """Files that come with a request, from blobs in Redis to what the engine is given."""
 
-import asyncio
 import io
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -72,7 +71,7 @@ def test_too_few_frames_are_refused() -> None:
 # Blobs ----------------------------------------------------------------------------------------------------------------
 
 
-def read(
+async def read(
     redis_url: str,
     images: Sequence[File] = (),
     media: Sequence[File] = (),
@@ -103,11 +102,12 @@ def read(
                 (found,) = (await MediaReader(blobs, pool).read(wire, request)).groups
                 return found
 
-    return asyncio.run(scenario())
+    return await scenario()
 
 
-def test_media_follow_the_indices_and_images_their_own_order(redis_url: str) -> None:
-    group = read(redis_url, images=[png(0), png(1, 30, 20)], media=[png(2), png(3), png(4)])
+@pytest.mark.anyio
+async def test_media_follow_the_indices_and_images_their_own_order(redis_url: str) -> None:
+    group = await read(redis_url, images=[png(0), png(1, 30, 20)], media=[png(2), png(3), png(4)])
     assert group.indices == (3, 4, 5)
     for found, seed in zip(group.media, (4, 3, 2), strict=True):
         assert np.array_equal(found, noise(seed))
@@ -116,16 +116,17 @@ def test_media_follow_the_indices_and_images_their_own_order(redis_url: str) -> 
         assert np.array_equal(np.asarray(image), original[0])
 
 
-def test_every_declared_type_is_read(redis_url: str) -> None:
+@pytest.mark.anyio
+async def test_every_declared_type_is_read(redis_url: str) -> None:
     smooth = np.broadcast_to(np.linspace(0, 255, 32, dtype=np.uint8)[None, :, None], (32, 32, 3))
     for media_type, kind in (("image/png", "PNG"), ("image/jpeg", "JPEG"), ("image/webp", "WEBP")):
         out = io.BytesIO()
         Image.fromarray(smooth).save(out, kind)
-        group = read(redis_url, [(out.getvalue(), media_type)], [(out.getvalue(), media_type)], size=Size(32, 32))
+        group = await read(redis_url, [(out.getvalue(), media_type)], [(out.getvalue(), media_type)], size=Size(32, 32))
         assert np.abs(np.asarray(group.images[0]).astype(int) - smooth).mean() < 3
         assert np.array_equal(group.media[0][0], np.asarray(group.images[0]))
     video = encode_media(np.broadcast_to(smooth, (9, 32, 32, 3)))
-    (frames,) = read(redis_url, media=[video], size=Size(16, 16, 5)).media
+    (frames,) = (await read(redis_url, media=[video], size=Size(16, 16, 5))).media
     assert frames.shape == (5, 16, 16, 3)
 
 
@@ -140,21 +141,24 @@ def test_every_declared_type_is_read(redis_url: str) -> None:
         (encode_media(noise(0, 16, 16, 3)), "condition images must be pictures"),
     ],
 )
-def test_what_is_no_picture_is_refused_by_name(redis_url: str, image: File, message: str) -> None:
+@pytest.mark.anyio
+async def test_what_is_no_picture_is_refused_by_name(redis_url: str, image: File, message: str) -> None:
     with pytest.raises(DataLoss, match=message) as caught:
-        read(redis_url, images=[png(0), image])
+        await read(redis_url, images=[png(0), image])
     assert str(caught.value).startswith("group 2: redis:")
     assert "image:1" in str(caught.value)
 
 
-def test_a_video_that_is_too_short_is_no_fault_of_the_request(redis_url: str) -> None:
+@pytest.mark.anyio
+async def test_a_video_that_is_too_short_is_no_fault_of_the_request(redis_url: str) -> None:
     with pytest.raises(DataLoss, match=r"group 2: redis:.* its 3 frames are fewer than"):
-        read(redis_url, media=[encode_media(noise(0, 16, 16, 3))], size=Size(16, 16, 5))
+        await read(redis_url, media=[encode_media(noise(0, 16, 16, 3))], size=Size(16, 16, 5))
 
 
-def test_a_large_blob_is_refused_unread_and_a_lost_one_is_not_found(redis_url: str) -> None:
+@pytest.mark.anyio
+async def test_a_large_blob_is_refused_unread_and_a_lost_one_is_not_found(redis_url: str) -> None:
     with pytest.raises(NotFound):
-        read(redis_url, images=[png(0)], lose=True)
+        await read(redis_url, images=[png(0)], lose=True)
     blob = common_pb2.BlobRef(uri="redis:nothing", size_bytes=LIMITS.max_bytes + 1)
     group = rollout_pb2.PromptGroup(group=2, indices=[0], images=[common_pb2.Media(blob=blob, media_type=PNG)])
     request = GenerationRequest((PromptGroup(2, "", (0,), (0,)),), Sampling(Size(8, 12), 2), Noise(), "final")
@@ -166,4 +170,4 @@ def test_a_large_blob_is_refused_unread_and_a_lost_one_is_not_found(redis_url: s
                 await reader.read(rollout_pb2.GenerateRequest(groups=[group]), request)
 
     with pytest.raises(DataLoss, match="bytes are more than"):
-        asyncio.run(scenario())
+        await scenario()

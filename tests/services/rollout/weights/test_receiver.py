@@ -70,61 +70,56 @@ def init_request(folder: str, port: int, size: int, timeout_s: float) -> rollout
         (RuntimeError("illegal address"), RuntimeError),
     ],
 )
-def test_only_a_broken_group_makes_a_replica_a_victim(failure: Exception, told: type[Exception], folder: str) -> None:
-    async def scenario() -> None:
-        store = TransferStore("127.0.0.1", 20)
-        receiver = receiver_with(failure)
-        request = init_request(folder, store.port, 2, 20)
-        theirs = rollout_pb2.TransferGroup()
-        theirs.CopyFrom(request.group)
-        theirs.rank = 0
-        trainer, _ = await asyncio.gather(
-            asyncio.to_thread(TransferMember.join, theirs, CPU, store), receiver.init(request)
-        )
-        await receiver.start(rollout_pb2.StartWeightUpdateRequest(job_id="job", version=1))
-        source = rollout_pb2.Broadcast(group_id="g")
-        update = rollout_pb2.UpdateWeightsRequest(job_id="job", version=1, broadcast=source)
-        with pytest.raises(told) as caught:
-            await receiver.update(update)
-        assert type(caught.value) is told
-        trainer.close()
-
-    asyncio.run(scenario())
-
-
-def test_an_absent_peer_and_an_unreachable_store_are_told_apart(folder: str) -> None:
-    async def scenario() -> None:
-        store = TransferStore("127.0.0.1", 1)
-        receiver = receiver_with(ValueError())
-        with pytest.raises(DataLoss, match=r"ranks \[0, 2\] of 3 have not come"):
-            await receiver.init(init_request(folder, store.port, 3, 0.5))
-        with pytest.raises(RuntimeError) as caught:
-            await receiver.init(init_request(folder, 1, 3, 0.5))  # nothing listens there
-        assert not isinstance(caught.value, GroupBroken)
-
-    asyncio.run(scenario())
+@pytest.mark.anyio
+async def test_only_a_broken_group_makes_a_replica_a_victim(
+    failure: Exception, told: type[Exception], folder: str
+) -> None:
+    store = TransferStore("127.0.0.1", 20)
+    receiver = receiver_with(failure)
+    request = init_request(folder, store.port, 2, 20)
+    theirs = rollout_pb2.TransferGroup()
+    theirs.CopyFrom(request.group)
+    theirs.rank = 0
+    trainer, _ = await asyncio.gather(
+        asyncio.to_thread(TransferMember.join, theirs, CPU, store), receiver.init(request)
+    )
+    await receiver.start(rollout_pb2.StartWeightUpdateRequest(job_id="job", version=1))
+    source = rollout_pb2.Broadcast(group_id="g")
+    update = rollout_pb2.UpdateWeightsRequest(job_id="job", version=1, broadcast=source)
+    with pytest.raises(told) as caught:
+        await receiver.update(update)
+    assert type(caught.value) is told
+    trainer.close()
 
 
-def test_a_trainer_that_was_replaced_is_refused_in_every_phase(folder: str) -> None:
+@pytest.mark.anyio
+async def test_an_absent_peer_and_an_unreachable_store_are_told_apart(folder: str) -> None:
+    store = TransferStore("127.0.0.1", 1)
+    receiver = receiver_with(ValueError())
+    with pytest.raises(DataLoss, match=r"ranks \[0, 2\] of 3 have not come"):
+        await receiver.init(init_request(folder, store.port, 3, 0.5))
+    with pytest.raises(RuntimeError) as caught:
+        await receiver.init(init_request(folder, 1, 3, 0.5))  # nothing listens there
+    assert not isinstance(caught.value, GroupBroken)
+
+
+@pytest.mark.anyio
+async def test_a_trainer_that_was_replaced_is_refused_in_every_phase(folder: str) -> None:
     """And the newer one's update continues."""
     model = rollout_pb2.ModelSpec(path=folder, dtype="float32")
-
-    async def scenario() -> None:
-        receiver = receiver_with(ValueError())
-        init = rollout_pb2.InitWeightTransferRequest(job_id="job", model=model)
-        phases: list[tuple[Any, Any]] = [
-            (receiver.init, init),
-            (receiver.start, rollout_pb2.StartWeightUpdateRequest(job_id="job", version=1)),
-            (receiver.update, rollout_pb2.UpdateWeightsRequest(job_id="job", version=1)),
-            (receiver.finish, rollout_pb2.FinishWeightUpdateRequest(job_id="job", version=1)),
-        ]
-        init.attempt = 7
-        await receiver.init(init)
-        for phase, request in phases:
-            request.attempt = 6
-            with pytest.raises(Conflict, match="trainer 6 of job job was replaced by trainer 7"):
-                await phase(request)
-        start = rollout_pb2.StartWeightUpdateRequest(job_id="job", version=1, attempt=7)
-        await receiver.start(start)
-
-    asyncio.run(scenario())
+    receiver = receiver_with(ValueError())
+    init = rollout_pb2.InitWeightTransferRequest(job_id="job", model=model)
+    phases: list[tuple[Any, Any]] = [
+        (receiver.init, init),
+        (receiver.start, rollout_pb2.StartWeightUpdateRequest(job_id="job", version=1)),
+        (receiver.update, rollout_pb2.UpdateWeightsRequest(job_id="job", version=1)),
+        (receiver.finish, rollout_pb2.FinishWeightUpdateRequest(job_id="job", version=1)),
+    ]
+    init.attempt = 7
+    await receiver.init(init)
+    for phase, request in phases:
+        request.attempt = 6
+        with pytest.raises(Conflict, match="trainer 6 of job job was replaced by trainer 7"):
+            await phase(request)
+    start = rollout_pb2.StartWeightUpdateRequest(job_id="job", version=1, attempt=7)
+    await receiver.start(start)

@@ -191,24 +191,22 @@ def test_victims_alone_get_no_endless_attempts(tiny_qwen_image: Any, monkeypatch
     assert [len(victim.groups) for victim in victims] == [broadcast.MAX_ATTEMPTS] * 2
 
 
-def test_a_replica_that_serves_the_same_bits_as_the_other_kind_of_weights_is_published_to_again() -> None:
+@pytest.mark.anyio
+async def test_a_replica_that_serves_the_same_bits_as_the_other_kind_of_weights_is_published_to_again() -> None:
     """The average of version 0 is the trained weights, and has their digest."""
-
-    async def scenario() -> None:
-        client = ReplicaClient(Replica(replica_id="a", address="127.0.0.1:1"), 0.0)
-        for evaluated in (False, True):
-            given = Published(0, {"w": 1}, 4, evaluated=evaluated)
-            client.last_status = RolloutStatus(
-                state=ROLLOUT_STATE_SERVING, job_id="j", evaluated=evaluated, weights_digest=given.digest
-            )
-            assert client.serves("j", given)
-            assert not client.serves("j", replace(given, evaluated=not evaluated))
-        await client.close()
-
-    asyncio.run(scenario())
+    client = ReplicaClient(Replica(replica_id="a", address="127.0.0.1:1"), 0.0)
+    for evaluated in (False, True):
+        given = Published(0, {"w": 1}, 4, evaluated=evaluated)
+        client.last_status = RolloutStatus(
+            state=ROLLOUT_STATE_SERVING, job_id="j", evaluated=evaluated, weights_digest=given.digest
+        )
+        assert client.serves("j", given)
+        assert not client.serves("j", replace(given, evaluated=not evaluated))
+    await client.close()
 
 
-def test_an_adapter_that_no_broadcast_delivers_goes_as_a_blob(
+@pytest.mark.anyio
+async def test_an_adapter_that_no_broadcast_delivers_goes_as_a_blob(
     tiny_qwen_image: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This is the path if NCCL cannot connect."""
@@ -224,6 +222,6 @@ def test_an_adapter_that_no_broadcast_delivers_goes_as_a_blob(
         job_id="j", spec=make_spec(tiny_qwen_image), engine=engine, record=record, checkpoints=checkpoints
     )
     request = PublishWeightsRequest(job_id="j", version=3, replicas=[Replica(replica_id=name) for name in "ab"])
-    response = asyncio.run(Publisher(fleet.worker, fleet.runner, "127.0.0.1").publish(request, 60))
+    response = await Publisher(fleet.worker, fleet.runner, "127.0.0.1").publish(request, 60)
     assert [result.ok for result in response.results] == [True, True]
     assert [len(client.groups) for client in clients] == [broadcast.MAX_ATTEMPTS] * 2  # they were tried first

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -57,32 +56,30 @@ async def events(running: ScriptedFleet, job_id: str, kind: str) -> list[dict[st
     return [dict(event.data) for event in found if event.type == kind]
 
 
-def test_a_trainer_without_any_checkpoint_begins_the_job_anew(
+@pytest.mark.anyio
+async def test_a_trainer_without_any_checkpoint_begins_the_job_anew(
     job: dict[str, Any], redis_url: str, tmp_path: Path
 ) -> None:
     """Its ledger is ahead, and the requests to catch up with are gone with the checkpoint that covered them."""
-
-    async def run() -> None:
-        async with fleet(redis_url, tmp_path) as running:
-            record = await running.submit(job)
-            await running.reached(record.id, lambda found: found.progress.step >= 3)
-            running.trainer.steps.clear()
-            record = await running.reached(record.id, lambda found: found.status.terminal)
-            assert record.status is JobStatus.SUCCEEDED, record.reason
-            assert [request.step for request in running.trainer.steps] == list(range(STEPS))
-            per_step = PROMPTS * GROUP
-            lost = record.results["samples_dropped"]["checkpoint_lost"]
-            assert record.results["samples_trained"] == STEPS * per_step
-            assert 3 * per_step <= lost <= STEPS * per_step
-            (told,) = await events(running, record.id, "rewound")
-            assert told["version"] == 0
-            assert told["from"] == lost // per_step or told["from"] + 1 == -(-lost // per_step)
-            assert [one.step for one in await running.store.checkpoints(record.id)] == [STEPS]
-
-    asyncio.run(run())
+    async with fleet(redis_url, tmp_path) as running:
+        record = await running.submit(job)
+        await running.reached(record.id, lambda found: found.progress.step >= 3)
+        running.trainer.steps.clear()
+        record = await running.reached(record.id, lambda found: found.status.terminal)
+        assert record.status is JobStatus.SUCCEEDED, record.reason
+        assert [request.step for request in running.trainer.steps] == list(range(STEPS))
+        per_step = PROMPTS * GROUP
+        lost = record.results["samples_dropped"]["checkpoint_lost"]
+        assert record.results["samples_trained"] == STEPS * per_step
+        assert 3 * per_step <= lost <= STEPS * per_step
+        (told,) = await events(running, record.id, "rewound")
+        assert told["version"] == 0
+        assert told["from"] == lost // per_step or told["from"] + 1 == -(-lost // per_step)
+        assert [one.step for one in await running.store.checkpoints(record.id)] == [STEPS]
 
 
-def test_what_a_trainer_set_aside_is_an_event_once(
+@pytest.mark.anyio
+async def test_what_a_trainer_set_aside_is_an_event_once(
     job: dict[str, Any], redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However often the trainer is configured and tells it."""
@@ -105,20 +102,17 @@ def test_what_a_trainer_set_aside_is_an_event_once(
 
     monkeypatch.setattr(ScriptedTrainer, "Configure", with_aside)
     monkeypatch.setattr(ScriptedTrainer, "TrainStep", fails_once)
-
-    async def run() -> None:
-        async with fleet(redis_url, tmp_path) as running:
-            record = await running.run(job)
-            assert record.status is JobStatus.SUCCEEDED, record.reason
-            assert len(calls) >= 2
-            told = await events(running, record.id, "checkpoint_set_aside")
-            assert told == [{"step": aside.step, "path": aside.path, "reason": aside.reason}]
-
-    asyncio.run(run())
+    async with fleet(redis_url, tmp_path) as running:
+        record = await running.run(job)
+        assert record.status is JobStatus.SUCCEEDED, record.reason
+        assert len(calls) >= 2
+        told = await events(running, record.id, "checkpoint_set_aside")
+        assert told == [{"step": aside.step, "path": aside.path, "reason": aside.reason}]
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL])
-def test_a_trainer_that_ends_by_its_own_error_fails_the_job_with_its_words(
+@pytest.mark.anyio
+async def test_a_trainer_that_ends_by_its_own_error_fails_the_job_with_its_words(
     code: grpc.StatusCode, job: dict[str, Any], redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether the call broke, or rank 0 still answered that it failed inside."""
@@ -132,14 +126,10 @@ def test_a_trainer_that_ends_by_its_own_error_fails_the_job_with_its_words(
     monkeypatch.setattr(retries, "MAX_FAILURES", 2)
     monkeypatch.setattr(ScriptedLauncher, "last_words", words)
     monkeypatch.setattr(ScriptedTrainer, "Configure", gone)
-
-    async def run() -> None:
-        async with fleet(redis_url, tmp_path) as running:
-            record = await running.run(job)
-            assert record.status is JobStatus.FAILED
-            assert record.reason == "EnsureTrainer: the trainer ended: OutOfMemoryError: tried to allocate 2 GiB"
-
-    asyncio.run(run())
+    async with fleet(redis_url, tmp_path) as running:
+        record = await running.run(job)
+        assert record.status is JobStatus.FAILED
+        assert record.reason == "EnsureTrainer: the trainer ended: OutOfMemoryError: tried to allocate 2 GiB"
 
 
 def test_people_are_waited_for_by_who_needs_them() -> None:
@@ -155,28 +145,27 @@ def test_people_are_waited_for_by_who_needs_them() -> None:
 
 
 @pytest.mark.parametrize("kind", ["snapshot", "event"])
-def test_a_ledger_of_another_version_waits_with_words_and_can_be_cancelled(
+@pytest.mark.anyio
+async def test_a_ledger_of_another_version_waits_with_words_and_can_be_cancelled(
     kind: str, job: dict[str, Any], redis_url: str, tmp_path: Path
 ) -> None:
-    async def run() -> None:
-        async with fleet(redis_url, tmp_path) as running:
-            record, _ = await running.store.create(parse_job(job))
-            if kind == "snapshot":
-                newer = Machine(parse_job(job)).state.model_copy(update={"format": LEDGER_FORMAT + 1})
-                await running.redis.set(keys.job_key(record.id, "state"), newer.model_dump_json())
-            else:
-                await running.redis.rpush(keys.job_key(record.id, "ledger"), b'{"kind": "from_the_future"}')
-            await running.runner.notify()
-            waiting = await running.reached(record.id, lambda found: bool(found.reason))
-            assert not waiting.status.terminal
-            assert "run the version of Flowfleet that wrote it, or cancel the job" in waiting.reason
-            await running.store.request(record.id, "cancel")
-            assert (await running.reached(record.id, lambda found: found.status.terminal)).status == "cancelled"
-
-    asyncio.run(run())
+    async with fleet(redis_url, tmp_path) as running:
+        record, _ = await running.store.create(parse_job(job))
+        if kind == "snapshot":
+            newer = Machine(parse_job(job)).state.model_copy(update={"format": LEDGER_FORMAT + 1})
+            await running.redis.set(keys.job_key(record.id, "state"), newer.model_dump_json())
+        else:
+            await running.redis.rpush(keys.job_key(record.id, "ledger"), b'{"kind": "from_the_future"}')
+        await running.runner.notify()
+        waiting = await running.reached(record.id, lambda found: bool(found.reason))
+        assert not waiting.status.terminal
+        assert "run the version of Flowfleet that wrote it, or cancel the job" in waiting.reason
+        await running.store.request(record.id, "cancel")
+        assert (await running.reached(record.id, lambda found: found.status.terminal)).status == "cancelled"
 
 
-def test_a_ledger_without_a_format_is_of_the_first(redis_url: str) -> None:
+@pytest.mark.anyio
+async def test_a_ledger_without_a_format_is_of_the_first(redis_url: str) -> None:
     async def run() -> Machine:
         redis = connect(redis_url)
         await redis.set(keys.job_key("before", "state"), '{"version": 3, "published": 3}')
@@ -186,22 +175,21 @@ def test_a_ledger_without_a_format_is_of_the_first(redis_url: str) -> None:
         finally:
             await redis.aclose()
 
-    machine = asyncio.run(run())
+    machine = await run()
     assert (machine.state.version, machine.state.checkpointed, machine.state.format) == (3, 2, 1)
 
 
 @pytest.mark.long
-def test_a_local_trainer_leaves_its_words_with_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_a_local_trainer_leaves_its_words_with_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A real one, that finds no device of this name."""
     monkeypatch.setenv("FLOWFLEET_DEVICE", "nonsense")
     launcher = LocalLauncher(tmp_path)
     spec = parse_job(SPEC)
-
-    async def run() -> None:
-        assert await launcher.last_words("job") == ""
-        with pytest.raises(RuntimeError, match=r"while starting: rank 0: \w+: .*nonsense.*; its log is"):
-            await launcher.ensure("job", spec)
-        assert "nonsense" in await launcher.last_words("job")
-        await launcher.stop("job")
-
-    asyncio.run(run())
+    assert await launcher.last_words("job") == ""
+    with pytest.raises(RuntimeError, match=r"while starting: rank 0: \w+: .*nonsense.*; its log is"):
+        await launcher.ensure("job", spec)
+    assert "nonsense" in await launcher.last_words("job")
+    await launcher.stop("job")
