@@ -108,7 +108,7 @@ ctypes.CDLL(None).pthread_exit(None)
 
 
 def half_ended() -> int:
-    """The process whose first thread has ended while another goes on."""
+    """The process whose first thread has ended while another continues."""
     process = subprocess.Popen([sys.executable, "-c", HALF_ENDED], stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdout is not None
     assert process.stdout.readline() == b"up\n"
