@@ -125,6 +125,15 @@ MEASUREMENTS = (
     ),
     Measurement("loop-lora", "loop", 2, 480, f"{LOOP} --images 128 --steps 4", tiny=TINY_LOOP),
     Measurement("loop-lora-cfg", "loop", 2, 500, f"{LOOP} --guidance 4 --images 64 --micro-batch 4", tiny=TINY_LOOP),
+    Measurement(
+        "loop-only",
+        "loop-one",
+        1,
+        480,
+        f"{LOOP} --samples only --rollouts 0 --max-staleness 0 --images 128 --steps 3",
+        tiny=TINY_LOOP,
+    ),
+    Measurement("loop-idle", "loop", 2, 480, f"{LOOP} --samples idle --images 128 --steps 4", tiny=TINY_LOOP),
     Measurement("loop-omni", "loop-omni", 2, 480, f"{LOOP} --engine vllm-omni --images 64 --steps 3", tiny=None),
     Measurement(
         "loop-full",

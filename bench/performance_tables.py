@@ -205,12 +205,12 @@ def published(rows: Rows) -> str:
 
 def loops(rows: Rows) -> str:
     lines = []
-    for name in ("loop-lora", "loop-omni", "loop-lora-cfg", "loop-full"):
+    for name in ("loop-lora", "loop-only", "loop-idle", "loop-omni", "loop-lora-cfg", "loop-full"):
         for it in rows[name]["figures"][:1] if name in rows else ():
             seen, settings = it["services"], it["settings"]
             lines.append(
                 [
-                    f"{settings['mode']}, CFG {settings['guidance']:g}, {settings['engine']}",
+                    f"{settings['mode']}, CFG {settings['guidance']:g}, {_sampler(settings)}",
                     f"{settings['rollouts']} + {settings['trainers']}",
                     str(settings["images"]),
                     f"{seen['step_s']:.1f}",
@@ -225,6 +225,11 @@ def loops(rows: Rows) -> str:
             )
     header = ["job", "rollouts + trainers", "images a step", "step s", PER_GPU, *PHASES, "drain", "paused to verified"]
     return table([*header, "rollouts idle", "trainer idle", "overlap", "trainer MFU"], lines)
+
+
+def _sampler(settings: Mapping[str, Any]) -> str:
+    engine = str(settings["engine"])
+    return {"idle": f"{engine} and idle trainer", "only": "trainer alone"}.get(settings.get("samples", "no"), engine)
 
 
 def compared(rows: Rows) -> str:

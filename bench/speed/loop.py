@@ -1,6 +1,7 @@
 """A whole job as services on this machine's accelerators: images a second and GPU, who waits for whom.
 
     python -m bench.speed.loop --mode lora --rollouts 1 --trainers 1 --images 128 --steps 4 [--guidance 4] [--compile]
+    python -m bench.speed.loop --samples only --rollouts 0 --max-staleness 0 …    the trainer samples for itself
     python -m bench.speed.loop --compare …          then the same functions in one process on the same accelerators
     python -m bench.speed.loop --tiny               everything at a tiny size on the CPU
 
@@ -100,6 +101,7 @@ def job(options: argparse.Namespace, model: Path) -> dict[str, Any]:
         "micro_batch_size": options.micro_batch,
         "gradient_checkpointing": options.checkpointing,
         "compile": options.compile,
+        "samples": options.samples,
         "optimizer": {"lr": 3e-4 if options.mode == "lora" else 3e-5, "state": options.optimizer_state},
     }
     size = {"height": 64, "width": 64} if options.tiny else {}
@@ -256,6 +258,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--guidance", type=float, default=1.0)
     parser.add_argument("--rollouts", type=int, default=1)
     parser.add_argument("--trainers", type=int, default=1)
+    parser.add_argument("--samples", choices=("no", "idle", "only"), default="no", help="trainer.samples")
     parser.add_argument("--engine", choices=("diffusers", "vllm-omni"), default="diffusers")
     parser.add_argument("--images", type=int, default=128, help="a step (128)")
     parser.add_argument("--group-size", type=int, default=16)
