@@ -23,7 +23,7 @@ def advise(spec: JobSpec, facts: Facts, limit: float) -> list[str]:
 def _trainer(spec: JobSpec, facts: Facts, limit: float) -> Iterator[str]:
     if trainer_memory(spec, facts, limit + RESERVE).peak <= limit:
         return
-    options = (_state(spec), _checkpointing(spec), _rows(spec), _sharding(spec), _ranks(spec))
+    options = (_state(spec), _checkpointing(spec), _rows(spec), _sharding(spec), _ranks(spec), _samples(spec))
     enough = [next((change for change in option if _fits(spec, facts, change, limit)), None) for option in options]
     found = [_line(spec, facts, change, limit) for change in enough if change is not None]
     if found:
@@ -62,6 +62,10 @@ def _ranks(spec: JobSpec) -> list[Change]:
 
 def _sharding(spec: JobSpec) -> list[Change]:
     return [{"sharding": "fsdp"}] if _is_lora(spec) and spec.trainer.world_size > 1 else []
+
+
+def _samples(spec: JobSpec) -> list[Change]:
+    return [{"samples": "no"}] if spec.trainer.samples != "no" else []
 
 
 def _is_lora(spec: JobSpec) -> bool:

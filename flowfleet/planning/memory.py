@@ -40,10 +40,12 @@ class TrainerMemory:
     optimizer_peak: float
     host: float
     """Memory of this rank's process."""
+    sampling_peak: float = 0.0
+    """While it samples for its own job; 0 where it never does."""
 
     @property
     def peak(self) -> float:
-        return max(self.update_peak, self.optimizer_peak)
+        return max(self.update_peak, self.optimizer_peak, self.sampling_peak)
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ def trainer_memory(spec: JobSpec, facts: Facts, device_bytes: float | None = Non
     backwards = math.ceil(samples / part.updates_per_step / micro) * num_rounds(spec)
     moments = MOMENTS * facts.trained * _moment_bytes(spec) / ranks
     gradients = FP32 * facts.trained / ranks
+    replica = _replica(spec, facts) if part.samples != "no" else {}
     parts = {
         "frozen base": facts.params * item / ranks if is_lora else 0.0,
         "masters": FP32 * facts.trained / ranks,
@@ -99,23 +102,31 @@ def trainer_memory(spec: JobSpec, facts: Facts, device_bytes: float | None = Non
         "old policy": FP32 * facts.trained / ranks if spec.loss.keeps_old_policy else 0.0,
         "average": FP32 * facts.trained / ranks if spec.averages else 0.0,
         "samples": min(2, part.passes) * samples * _row_bytes(spec, facts),
+        "as a replica": sum(size for name, size in replica.items() if name not in ("transformer", "activations")),
         "activations": facts.activations.peak(part.gradient_checkpointing, micro, passes(spec)),
     }
     only_late = ("gradients", "gradients, whole") if backwards == 1 else ()
-    kept = ("reference", "old policy", "average", "samples")
+    kept = ("reference", "old policy", "average", "samples", "as a replica")
     resident = ("frozen base", "masters", "optimizer state", "gradients", *kept)
     return TrainerMemory(
         parts={name: size for name, size in parts.items() if size},
         update_peak=sum(size for name, size in parts.items() if name not in only_late),
         optimizer_peak=sum(parts[name] for name in resident) + _streamed(spec, facts.trained / ranks),
+        sampling_peak=sum(parts[name] for name in resident) + replica["activations"] if replica else 0.0,
         host=(moments if part.optimizer.state == "host" else 0.0) + samples * _row_bytes(spec, facts),
     )
 
 
 def rollout_memory(spec: JobSpec, facts: Facts) -> RolloutMemory:
-    """Predicts memory with the transformer, text encoder and VAE on one device, as the diffusers engine places them."""
+    """Predicts memory with the transformer, text encoder and VAE on one device, as the diffusers engine places them.
+    Nothing where the trainer alone samples."""
+    parts = _replica(spec, facts) if spec.trainer.samples != "only" else {}
+    return RolloutMemory({name: size for name, size in parts.items() if size})
+
+
+def _replica(spec: JobSpec, facts: Facts) -> dict[str, float]:
     item = item_bytes(spec)
-    parts = {
+    return {
         "transformer": float(facts.params * item),
         "adapter": float(facts.trained * item) if spec.trainer.mode == "lora" else 0.0,
         "text encoder": float(facts.text_encoder_bytes),
@@ -123,7 +134,6 @@ def rollout_memory(spec: JobSpec, facts: Facts) -> RolloutMemory:
         "fp8 copies": float(facts.fp8) if spec.rollout.quantization == "fp8" else 0.0,
         "activations": float(max(facts.sampling_bytes, facts.decode_bytes)),
     }
-    return RolloutMemory({name: size for name, size in parts.items() if size})
 
 
 def checkpoint_bytes(spec: JobSpec, facts: Facts) -> int:

@@ -29,11 +29,14 @@ def show_plan(spec: JobSpec, plan: Plan, console: Console) -> None:
     trainer.add_section()
     trainer.add_row("peak in the update", _gib(plan.trainer.update_peak))
     trainer.add_row("peak in the optimizer's step", _gib(plan.trainer.optimizer_peak))
+    if part.samples != "no":
+        trainer.add_row(f"peak while it samples (batch {rollout.batch_size})", _gib(plan.trainer.sampling_peak))
     trainer.add_row("host memory", _gib(plan.trainer.host))
     replica = _memory("A rollout replica, GiB", plan.rollout.parts, f"batch {rollout.batch_size}")
     replica.add_section()
     replica.add_row("peak", _gib(plan.rollout.peak))
-    console.print(Columns([trainer, replica, _step(plan)], padding=(0, 4)))
+    replicas = [replica] if plan.rollout.parts else []
+    console.print(Columns([trainer, *replicas, _step(plan)], padding=(0, 4)))
     _verdict(plan, console)
 
 

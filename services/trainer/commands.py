@@ -33,6 +33,7 @@ _MESSAGES: dict[Kind, type[Message] | None] = {
     Kind.EXPORT: trainer_pb2.ExportModelRequest,
     Kind.GATHER_ADAPTER: trainer_pb2.PublishWeightsRequest,
     Kind.SEND_WEIGHTS: trainer_pb2.PublishWeightsRequest,
+    Kind.SHARE_ADAPTER: trainer_pb2.PublishWeightsRequest,
 }
 
 

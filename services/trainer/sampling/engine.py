@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from flowfleet.models.base import ModelAdapter
+from flowfleet.models.loading import Component
 from flowfleet.models.registry import ModelFamily
 from flowfleet.process.pulse import Pulse
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
@@ -50,13 +52,16 @@ class SharingEngine(DiffusersEngine):
 
     def _adapter_of(self, model: ModelSpec, family: ModelFamily) -> ModelAdapter:
         dtype, kind = weights.dtype_of(model.dtype), family.load()
-        adapter = kind.load(
-            model.path,
-            dtype=dtype,
-            device=self.device,
-            components=("text_encoder", "vae"),
-            load_format=load_format(model),
-        )
+        parts: tuple[Component, ...] = ("text_encoder", "vae")
+        try:
+            adapter = kind.load(
+                model.path, dtype=dtype, device=self.device, components=parts, load_format=load_format(model)
+            )
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                'the device has no room for text encoder and VAE: set trainer.samples = "no", or what '
+                f"`flowfleet plan` advises ({error})"
+            ) from None
         bare = kind.load(model.path, dtype=dtype, components=("transformer",), load_format="empty")
         for component, expert in bare.experts.items():
             share(self._trained.experts[component], expert)

@@ -236,3 +236,19 @@ def test_a_folder_without_a_configuration_is_named(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text('{"_class_name": "QwenImagePipeline"}')
     with pytest.raises(ValueError, match="cannot be loaded"):
         predict(lora_spec(tmp_path))
+
+
+@pytest.mark.parametrize("samples", ["idle", "only"])
+def test_a_trainer_that_samples_holds_a_replicas_other_models_as_well(
+    eager: tuple[JobSpec, Facts], samples: str
+) -> None:
+    spec, facts = eager
+    sampling = changed(spec, samples=samples)
+    before, after = trainer_memory(spec, facts), trainer_memory(sampling, facts)
+    added = facts.text_encoder_bytes + facts.vae_bytes + 2 * facts.trained
+    assert after.parts["as a replica"] == added == after.update_peak - before.update_peak
+    assert after.optimizer_peak - before.optimizer_peak == added
+    assert before.sampling_peak == 0 < after.sampling_peak < after.update_peak
+    assert (rollout_memory(sampling, facts).peak == 0) == (samples == "only")
+    limit = after.peak - 1
+    assert f'trainer: trainer.samples = "no" needs {before.peak / GIB:.0f} GiB' in advise(sampling, facts, limit)
