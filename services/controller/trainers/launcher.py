@@ -186,8 +186,14 @@ class LocalLauncher:
 
 def _environment() -> dict[str, str]:
     """Environment of the process that trainers are forked from. Its OpenMP has one thread: ranks set their own number,
-    and no thread may run where processes are forked."""
-    return {**PATIENT_THREADS, **trainer_environment(os.environ), "OMP_NUM_THREADS": "1"}
+    and no thread may run where processes are forked. Libraries look for GPUs when they are imported: they must ask
+    NVML, because no process can use CUDA whose parent has asked CUDA itself."""
+    return {
+        **PATIENT_THREADS,
+        **trainer_environment(os.environ),
+        "OMP_NUM_THREADS": "1",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    }
 
 
 def device_problem(spec: JobSpec, devices: Sequence[str]) -> str | None:
