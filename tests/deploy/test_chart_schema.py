@@ -11,6 +11,7 @@ import yaml
 
 from deploy.helm.values_table import README, comments, parts
 from docs.generate.markdown import outdated
+from services.controller.limits import Limits
 from tests.deploy.conftest import CHART, helm
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
@@ -124,3 +125,7 @@ def _keys(values: dict[str, Any], schema: dict[str, Any], path: str = "") -> lis
         if isinstance(values[key], dict):
             wrong += _keys(values[key], schema["properties"][key], f"{path}.{key}")
     return wrong
+
+
+def test_the_schema_knows_every_limit_of_the_controller() -> None:
+    assert SCHEMA["properties"]["controller"]["properties"]["limits"]["properties"].keys() == Limits.model_fields.keys()

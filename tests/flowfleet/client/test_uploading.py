@@ -13,6 +13,7 @@ import pytest
 from flowfleet.client import Client
 from flowfleet.client.types import ApiError
 from flowfleet.prompts.uploads import name_of, parts_of, place_of
+from tests.flowfleet.idle_controller import job_settings
 
 JOB_ID = "01890000-0000-7000-8000-000000000001"
 
@@ -107,3 +108,20 @@ def test_names_are_made_plain(tmp_path: Path) -> None:
         name_of(Path("reward.py"))
     with Controller().client() as client, pytest.raises(ValueError, match="is a folder"):
         client.upload(tmp_path)
+
+
+def test_a_real_controller_takes_uploads_and_refuses_large_ones_at_once(
+    api_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = job_settings(tmp_path)
+    (tmp_path / "mine.csv").write_text("prompt\n" + "".join(f"sign {k}\n" for k in range(300_000)))
+    (tmp_path / "job.json").write_text(json.dumps({**settings, "data": {"train": "mine.csv"}}))
+    with (tmp_path / "large.txt").open("wb") as file:
+        file.truncate(256 * 2**20 + 1)
+    monkeypatch.setattr(Client, "same_files", False)
+    with Client(api_url) as client:
+        job = client.submit(tmp_path / "job.json")
+        assert job.spec["data"]["train"] == client.upload(tmp_path / "mine.csv")
+        with pytest.raises(ApiError, match="--limit upload_bytes") as refused:
+            client.upload(tmp_path / "large.txt")
+        assert refused.value.status == 413
