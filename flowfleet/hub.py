@@ -246,8 +246,8 @@ def _watched(fetch: Callable[[], T], blobs: Path, name: HubName, beat: Callable[
         except BaseException as error:
             done.set_exception(error)
 
-    threading.Thread(target=run, name="hub", daemon=True).start()  # it does not keep a process that must end
     before = size = _size(blobs)
+    threading.Thread(target=run, name="hub", daemon=True).start()  # it does not keep a process that must end
     while not wait([done], LOOK_S).done:
         if (now := _size(blobs)) != size:
             size = now

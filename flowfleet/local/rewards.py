@@ -28,6 +28,7 @@ SCORERS = (
     "hps",
     "aesthetic",
     "geneval",
+    "pyiqa",
     "vlm",
     "vlm_ocr",
 )

@@ -21,6 +21,7 @@ SCORERS: Final[Mapping[str, str]] = {
     "hps": "networks.clip_models",
     "aesthetic": "networks.aesthetic",
     "geneval": "networks.geneval",
+    "pyiqa": "networks.pyiqa_metrics",
     "vlm": "vlm",
     "vlm_ocr": "reading.vlm_ocr",
 }

@@ -96,7 +96,8 @@ annotations:
 {{- define "flowfleet.rewardImage" -}}
 {{- $reward := index . 1 -}}
 {{- $models := include "flowfleet.runsModel" $reward.scorer -}}
-{{- $reward.image | default (include "flowfleet.image" (list (index . 0) (empty $models | ternary "reward" "rewardModels"))) }}
+{{- $image := eq (toString $reward.scorer) "pyiqa" | ternary "rewardPyiqa" (empty $models | ternary "reward" "rewardModels") -}}
+{{- $reward.image | default (include "flowfleet.image" (list (index . 0) $image)) }}
 {{- end }}
 
 {{- define "flowfleet.rewardDir" -}}/etc/flowfleet/reward{{- end }}
