@@ -107,6 +107,17 @@ MEASUREMENTS = (
         tiny=None,
     ),
     Measurement("train-lora-1", "train", 1, 300, "bench.speed.train --compile --batch 8 --micro-batches 4"),
+    Measurement(
+        "rollout-base",
+        "base",
+        1,
+        420,
+        "bench.speed.rollout --compile --quantization fp8_base --lora-rank 64 --images 96 --warm-up 2 --rows service",
+        tiny=None,
+    ),
+    Measurement(
+        "train-base", "base", 1, 300, "bench.speed.train --compile --base fp8 --batch 12 --micro-batches 3", tiny=None
+    ),
     Measurement("train-lora-4", "train4", 4, 240, "bench.speed.train --compile --batch 16 --micro-batches 2", ranks=4),
     Measurement("scaling-2", "scaling", 2, 240, "bench.speed.train --compile --batch 8 --micro-batches 2", ranks=2),
     Measurement("scaling-4", "scaling", 4, 240, "bench.speed.train --compile --batch 8 --micro-batches 1", ranks=4),

@@ -1,7 +1,8 @@
 """How many images a second does one replica make, as a service and as bare diffusers?
 
-    python -m bench.speed.rollout --model DIRECTORY [--engine diffusers|vllm-omni] [--compile] [--quantization fp8]
-        [--guidance 4] [--images 192] [--batch 16] [--lora-rank 64] [--ragged] [--rows service,bare]
+    python -m bench.speed.rollout --model DIRECTORY [--engine diffusers|vllm-omni] [--compile]
+        [--quantization fp8|fp8_base] [--guidance 4] [--images 192] [--batch 16] [--lora-rank 64] [--ragged]
+        [--rows service,bare]
     python -m bench.speed.rollout --tiny
 
 `service`: the replica's process behind gRPC, Redis and blobs, fed as the controller feeds it: two calls at a time of
@@ -43,6 +44,7 @@ from flowfleet.planning.flops import model_flops
 from flowfleet.proto import common_pb2, rollout_pb2, rollout_pb2_grpc
 from flowfleet.redis.client import connect
 from flowfleet.rpc.endpoint import open_channel
+from services.rollout.engines.acceleration import QUANTIZATIONS
 
 CALL_S = 1800.0
 """Longest wait for one call: the first ones compile."""
@@ -260,7 +262,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--device", default="auto")
     flags.add_argument("--dtype", default="bfloat16")
     flags.add_argument("--compile", action="store_true")
-    flags.add_argument("--quantization", choices=("none", "fp8"), default="none")
+    flags.add_argument("--quantization", choices=QUANTIZATIONS, default="none")
     flags.add_argument("--guidance", type=float, default=1.0)
     flags.add_argument("--images", type=int, default=192, help="measured (192)")
     flags.add_argument("--batch", type=int, default=16, help="samples of a call and of a forward (16)")

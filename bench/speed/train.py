@@ -64,7 +64,7 @@ def bench_job(path: Path, options: argparse.Namespace, world_size: int) -> JobSp
     """Flow-GRPO without guidance, as in the recipes for this model."""
     return parse_job(
         {
-            "model": {"path": str(path), "dtype": options.dtype, "load_format": "dummy"},
+            "model": {"path": str(path), "dtype": options.dtype, "load_format": "dummy", "base": options.base},
             "data": {"train": "unused.txt"},
             "rewards": {"ocr": {}},
             "rollout": {
@@ -78,6 +78,8 @@ def bench_job(path: Path, options: argparse.Namespace, world_size: int) -> JobSp
                 "micro_batch_size": options.batch,
                 "gradient_checkpointing": options.checkpointing,
                 "compile": options.compile,
+                "sharding": options.sharding,
+                "base_gradients": options.base_gradients,
                 "optimizer": {"state": options.state, "lr": 1e-5},
             },
         }
@@ -172,6 +174,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="rows of a micro-batch (8)")
     parser.add_argument("--micro-batches", type=int, default=1, help="of an update and rank (1)")
     parser.add_argument("--checkpointing", choices=("none", "selective", "full"), default="none")
+    parser.add_argument("--base", choices=("plain", "fp8"), default="plain")
+    parser.add_argument("--base-gradients", choices=("fp8", "bf16"), default="fp8", help="with --base fp8")
+    parser.add_argument("--sharding", choices=("auto", "replicate", "fsdp"), default="auto")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--state", choices=("device", "host", "8bit"), default="device", help="of the optimizer")
     parser.add_argument("--window", type=int, default=2, help="noisy steps of a sample (2)")

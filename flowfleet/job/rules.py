@@ -39,6 +39,7 @@ def problems(job: JobSpec) -> Iterator[str]:
         _batches,
         _sharding,
         _sampling_trainer,
+        _base,
         _average,
         _optimizer,
         _best,
@@ -482,6 +483,28 @@ def _sampling_trainer(job: JobSpec) -> Iterator[str]:
             f"{setting} is on-policy, and schedule.max_staleness = {job.schedule.max_staleness} is not: set that to 0, "
             'or trainer.samples = "idle"'
         )
+
+
+def _base(job: JobSpec) -> Iterator[str]:
+    if job.model.base == "plain":
+        yield from _unheard(
+            job, ("trainer.base_gradients",), 'with model.base = "plain": leave it out, or set that to "fp8"'
+        )
+        return
+    if job.trainer.mode == "full":
+        yield 'model.base = "fp8" is a frozen base: set trainer.mode = "lora", or leave model.base out'
+    if job.model.dtype != "bfloat16":
+        yield f'model.base = "fp8" works on models in bfloat16, not {job.model.dtype}: set model.dtype'
+    if job.trainer.sharding == "fsdp" and job.trainer.world_size > 1:
+        yield 'model.base = "fp8" is whole on every rank: set trainer.sharding to "auto" or "replicate"'
+    if job.trainer.lora.merge:
+        yield (
+            'model.base = "fp8" exports the adapter alone: leave trainer.lora.merge out, and merge the adapter into '
+            "the plain base after the job"
+        )
+    yield from _unheard(
+        job, ("rollout.quantization",), 'with model.base = "fp8", which rollouts compute with anyway: leave it out'
+    )
 
 
 def _average(job: JobSpec) -> Iterator[str]:

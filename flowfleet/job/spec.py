@@ -61,6 +61,9 @@ class ModelPart(Part):
     diffusers' or PEFT's, or a checkpoint's folder. Unset: a new one, which changes nothing at first."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Data type of the weights while sampling and of the forward pass while training. Latents stay fp32."""
+    base: Literal["plain", "fp8"] = "plain"
+    """fp8: the large linears of the transformer's blocks are held and multiplied in float8 (e4m3, a scale a row), by
+    rollouts and trainer alike: the policy is that base and a bfloat16 adapter. The adapter is exported. LoRA only."""
     load_format: Literal["safetensors", "dummy"] = "safetensors"
     """dummy reads no weights: the folder needs configurations alone, and every process draws the same random ones from
     the parameters' names. For benchmarks."""
@@ -373,6 +376,8 @@ class TrainerPart(Part):
     gradient_checkpointing: Literal["none", "selective", "full"] = "none"
     """Activations that are computed again in the backward: none, all but the costly ones (matrix products and
     attention), or all inside a block."""
+    base_gradients: Literal["fp8", "bf16"] = "fp8"
+    """How the backward multiplies by an fp8 base (`model.base`). bf16 is slower and closer to the exact gradient."""
     compile: bool = False
     """Compile the transformer's blocks; the first update of a shape waits for it."""
     deterministic: bool = False

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +17,9 @@ from flowfleet.planning.activations import Activations, measure
 from flowfleet.planning.flops import ModelFlops, count_model, flops_of, forward
 from flowfleet.planning.live import LiveBytes
 from flowfleet.planning.skeleton import META, MetaRun, blocks, load_skeleton, shortened
+from flowfleet.quantization.layers import large_linears
 from flowfleet.weights.weights import dtype_of
 
-FP8_MIN_SIZE = 1024
-"""Rollouts quantize linears of at least so many rows and columns."""
-FP8_MULTIPLE = 16
-"""Both are a multiple of it."""
-MODULATION = re.compile(r"(^|[._])(mod|modulation|norm\d*(_context)?|adaln\w*)([._]|$)", re.IGNORECASE)
-"""Linears that they do not quantize."""
 DECODED_PIXELS = 2**22
 """Maximum pixels decoded at once: decoding memory does not grow with the rows beyond the adapter's chunk."""
 
@@ -41,7 +36,7 @@ class Facts:
     outside: int
     """Parameters of one expert outside its blocks."""
     fp8: int
-    """Weights that fp8 rollouts have copies of."""
+    """Weights that fp8 rollouts have copies of, and an fp8 base holds in place of others."""
     text_encoder_bytes: int
     vae_bytes: int
     latent: int
@@ -155,12 +150,7 @@ def _outside(expert: nn.Module, own: Iterable[nn.Module]) -> int:
 
 
 def _quantized(expert: nn.Module) -> Iterable[Tensor]:
-    for block in blocks(expert):
-        for name, module in block.named_modules():
-            if isinstance(module, nn.Linear) and not MODULATION.search(name):
-                sides = module.weight.shape
-                if min(sides) >= FP8_MIN_SIZE and all(side % FP8_MULTIPLE == 0 for side in sides):
-                    yield module.weight
+    return (cast(Tensor, linear.weight) for linear in large_linears(blocks(expert)))
 
 
 def _part_bytes(skeleton: ModelAdapter, component: str) -> int:

@@ -63,6 +63,12 @@ def item_bytes(spec: JobSpec) -> int:
     return 4 if spec.model.dtype == "float32" else 2
 
 
+def base_bytes(spec: JobSpec, facts: Facts) -> float:
+    """The transformers, without an adapter: of an fp8 base the large linears have a byte an element."""
+    quantized = facts.fp8 if spec.model.base == "fp8" else 0
+    return float((facts.params - quantized) * item_bytes(spec) + quantized)
+
+
 def num_rounds(spec: JobSpec) -> int:
     """Rows of a sample, at most: the noisy steps that are trained, or the noise levels of a matching loss."""
     if not spec.records_steps:
@@ -82,7 +88,7 @@ def trainer_memory(spec: JobSpec, facts: Facts, device_bytes: float | None = Non
     """
     part, item = spec.trainer, item_bytes(spec)
     is_lora = part.mode == "lora"
-    is_whole = replicates(spec, facts.params * item, device_bytes)
+    is_whole = replicates(spec, base_bytes(spec, facts), device_bytes)
     ranks = 1 if is_whole else part.world_size
     samples = math.ceil(spec.trained_per_step / part.world_size)
     micro = min(part.micro_batch_size, max(1, samples // part.updates_per_step))
@@ -91,7 +97,7 @@ def trainer_memory(spec: JobSpec, facts: Facts, device_bytes: float | None = Non
     gradients = FP32 * facts.trained / ranks
     replica = _replica(spec, facts) if part.samples != "no" else {}
     parts = {
-        "frozen base": facts.params * item / ranks if is_lora else 0.0,
+        "frozen base": base_bytes(spec, facts) / ranks if is_lora else 0.0,
         "masters": FP32 * facts.trained / ranks,
         "optimizer state": 0.0 if part.optimizer.state == "host" else moments,
         "gradients": gradients,
@@ -127,7 +133,7 @@ def rollout_memory(spec: JobSpec, facts: Facts) -> RolloutMemory:
 def _replica(spec: JobSpec, facts: Facts) -> dict[str, float]:
     item = item_bytes(spec)
     return {
-        "transformer": float(facts.params * item),
+        "transformer": base_bytes(spec, facts),
         "adapter": float(facts.trained * item) if spec.trainer.mode == "lora" else 0.0,
         "text encoder": float(facts.text_encoder_bytes),
         "VAE": float(facts.vae_bytes),

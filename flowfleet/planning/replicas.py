@@ -18,7 +18,7 @@ def replicates(spec: JobSpec, base_bytes: float, device_bytes: float | None) -> 
     part = spec.trainer
     if part.mode == "full":
         return False
-    if part.world_size == 1 or part.sharding == "replicate" or part.samples != "no":
+    if part.world_size == 1 or part.sharding == "replicate" or part.samples != "no" or spec.model.base == "fp8":
         return True
     fits = device_bytes is None or base_bytes <= MOST_OF_DEVICE * device_bytes
     return part.sharding == "auto" and fits

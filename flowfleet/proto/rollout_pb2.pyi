@@ -314,7 +314,7 @@ class ModelSpec(_message.Message):
     compile: _builtins.bool
     """the transformer's blocks"""
     quantization: _builtins.str
-    """of the linears in the transformer's blocks: "none" (also when empty), "fp8" """
+    """of the linears in the transformer's blocks: "none" (also when empty), "fp8", "fp8_base" """
     max_sequence_length: _builtins.int
     """tokens of the longest text encoder; 0: the family's default"""
     def __init__(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flowfleet.models.base import ModelAdapter, Schedule, seeded_noise, to_pixels, to_uint8, without_images
 from flowfleet.models.embeds import PromptEmbeds
+from flowfleet.models.families.qwen_image_attention import use_joint_attention
 from flowfleet.models.packing import PATCH, pack, token_grid, unpack
 from flowfleet.models.schedules import flow_match_schedule
 from flowfleet.models.settings import Guidance, Size
@@ -39,6 +40,8 @@ class QwenImageAdapter(ModelAdapter):
         self._latents_mean = torch.tensor(vae_config["latents_mean"]).reshape(1, -1, 1, 1)
         self._latents_std = torch.tensor(vae_config["latents_std"]).reshape(1, -1, 1, 1)
         self._decoder = None if self.vae is None else SingleFrameDecoder(self.vae)
+        for expert in self.experts.values():
+            use_joint_attention(expert)
         self._schedules: dict[tuple[int, int, float | None], Schedule] = {}
 
     def _encode(self, prompts: list[str], images: list[list[Image.Image]] | None) -> PromptEmbeds:

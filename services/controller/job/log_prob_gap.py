@@ -37,6 +37,8 @@ def _remedies(spec: JobSpec) -> Iterator[str]:
     """Settings that make the gap smaller, or that bear it."""
     if spec.rollout.quantization != "none":
         yield 'rollout.quantization = "none"'
+    if spec.model.base != "plain":
+        yield 'model.base = "plain"'
     if spec.algorithm.old_log_probs == "rollout":
         yield 'algorithm.old_log_probs = "recompute"'
     elif spec.algorithm.correction.mode == "none":

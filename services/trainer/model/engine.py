@@ -29,6 +29,7 @@ from flowfleet.models.registry import adapter_for
 from flowfleet.planning.replicas import replicates
 from flowfleet.process.service import usable_cpus
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
+from flowfleet.quantization import layers
 from flowfleet.seeds import derive_seed
 from flowfleet.weights import lora, weights
 from services.trainer.model.gather import Gather
@@ -37,7 +38,7 @@ from services.trainer.model.policies import Policies, Policy
 from services.trainer.model.warm_start import WarmStart, open_adapter
 from services.trainer.optim.adamw import ShardedAdamW
 from services.trainer.optim.loss_scale import LossScale
-from services.trainer.parallel.blocks import checkpoint_blocks, compile_blocks
+from services.trainer.parallel.blocks import blocks_of, checkpoint_blocks, compile_blocks
 from services.trainer.parallel.ranks import Ranks
 from services.trainer.parallel.sharding import allocate, reshard, shard_expert
 
@@ -69,6 +70,8 @@ class Engine:
         self.ranks = ranks
         self.dtype = weights.dtype_of(spec.model.dtype)
         _set_threads(spec, ranks)
+        if self.is_quantized:
+            layers.require_fp8(ranks.device, self.dtype, "model.base = 'fp8'", emulated=True)
         load_dtype = self.dtype if self.is_lora else torch.float32
         self.folder = hub.pipeline(spec.model.path, ranks.beats.beat)
         self.adapter = adapter_for(self.folder).load(
@@ -104,9 +107,12 @@ class Engine:
         and keeps the policies that the job needs besides the trained one."""
         self.replicates = self._all_fit()
         for component, expert in self.experts.items():
+            blocks = blocks_of(expert)  # FSDP renames their classes
             shard_expert(expert, self.ranks, self.dtype, replicates=self.replicates)
             allocate(expert, self.ranks.device)
             fill(expert, self._sources.pop(component), self.ranks)
+            if self.is_quantized:
+                layers.replace_weights(blocks, gradients=self.spec.trainer.base_gradients)
         self.adapter.device, self.adapter.dtype = self.ranks.device, self.dtype
         named = lora.named_adapter_parameters if self.is_lora else weights.full_parameters
         self.trained = dict(named(self.experts))
@@ -124,6 +130,11 @@ class Engine:
     @property
     def is_lora(self) -> bool:
         return self.spec.trainer.mode == "lora"
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the frozen base is held in float8."""
+        return self.spec.model.base == "fp8"
 
     def component(self, timestep: Tensor) -> str:
         """Name of the expert for noise levels (0-d or (B,), 1000 sigma) that are all of one expert."""
@@ -196,7 +207,7 @@ def model_spec(spec: JobSpec) -> ModelSpec:
         dtype=model.dtype,
         load_format="dummy" if model.load_format == "dummy" else "",
         compile=rollout.compile,
-        quantization="" if rollout.quantization == "none" else rollout.quantization,
+        quantization="fp8_base" if model.base == "fp8" else rollout.quantization.replace("none", ""),
         max_sequence_length=0 if is_usual else model.max_sequence_length or 0,
     )
 

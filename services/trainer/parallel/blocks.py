@@ -22,7 +22,12 @@ COMPILED_KINDS = 64
 of block. torch's own limit of 8 falls back to eager without a word."""
 
 _aten: Any = torch.ops.aten
-_PRODUCTS = {_aten.mm.default: (0, 1), _aten.addmm.default: (1, 1), _aten.bmm.default: (0, 2)}
+_PRODUCTS = {
+    _aten.mm.default: (0, 1),
+    _aten.addmm.default: (1, 1),
+    _aten.bmm.default: (0, 2),
+    _aten._scaled_mm.default: (0, 1),
+}
 """Which argument, and which of its dimensions, is the inner one."""
 _ATTENTION = {
     getattr(_aten, name).default

@@ -361,6 +361,36 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         'trainer.sharding = "replicate" with trainer.mode = "full"',
         'set it to "auto" or "fsdp"',
     ),
+    "full weights on a quantized base": (
+        {"model": {"path": "m", "base": "fp8"}, "trainer": {"mode": "full"}},
+        'model.base = "fp8" is a frozen base',
+        'set trainer.mode = "lora"',
+    ),
+    "a quantized base in float32": (
+        {"model": {"path": "m", "base": "fp8", "dtype": "float32"}},
+        'model.base = "fp8" works on models in bfloat16',
+        "set model.dtype",
+    ),
+    "a quantized base in shards": (
+        {"model": {"path": "m", "base": "fp8"}, "trainer": {"sharding": "fsdp", "world_size": 2}},
+        'model.base = "fp8" is whole on every rank',
+        'set trainer.sharding to "auto"',
+    ),
+    "a quantized base with the adapter merged": (
+        {"model": {"path": "m", "base": "fp8"}, "trainer": {"lora": {"merge": True}}},
+        'model.base = "fp8" exports the adapter alone',
+        "leave trainer.lora.merge out",
+    ),
+    "a quantized base in quantized rollouts": (
+        {"model": {"path": "m", "base": "fp8"}, "rollout": {"quantization": "fp8"}},
+        "rollout.quantization has no effect",
+        "leave it out",
+    ),
+    "gradients by a base that is not quantized": (
+        {"trainer": {"base_gradients": "bf16"}},
+        "trainer.base_gradients has no effect",
+        'set that to "fp8"',
+    ),
     "quantized rollouts and deterministic": (
         {"rollout": {"quantization": "fp8"}, "trainer": {"deterministic": True}},
         "trainer.deterministic",

@@ -8,6 +8,7 @@ from torch import nn
 
 from flowfleet.planning import activations, facts, memory
 from flowfleet.planning.skeleton import load_skeleton
+from flowfleet.quantization import layers
 from services.rollout.engines import acceleration
 from services.trainer.optim import moments, quantized
 from services.trainer.parallel import blocks
@@ -56,7 +57,7 @@ def test_fp8_copies_are_of_what_rollouts_quantize(kind: str, full_size: Path) ->
         expert = load_skeleton(full_size, torch.bfloat16, components=("transformer",)).experts["transformer"]
     planned = {id(weight) for weight in facts._quantized(expert)}
 
-    acceleration.quantize({"transformer": expert})
+    layers.add_copies(acceleration.blocks(expert).values())
 
     quantized = {id(module.weight) for module in expert.modules() if "fp8_weight" in module._buffers}
     assert planned == quantized

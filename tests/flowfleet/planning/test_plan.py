@@ -170,6 +170,18 @@ def test_fp8_rollouts_have_a_byte_more_for_each_large_linear_of_the_blocks(eager
     assert rollout_memory(fp8, facts).peak == rollout_memory(spec, facts).peak + layers * 24 * width**2
 
 
+def test_a_quantized_base_takes_a_byte_for_each_large_linear_of_the_blocks(eager: tuple[JobSpec, Facts]) -> None:
+    """27 GB in place of 41, whole on ranks of 80 GB devices too."""
+    spec, facts = eager
+    quantized = changed(spec, world_size=2).model_copy(update={"model": spec.model.model_copy(update={"base": "fp8"})})
+    base = 2 * facts.params - facts.fp8
+    assert base == pytest.approx(27.3e9, rel=0.01)
+    assert trainer_memory(quantized, facts, 80e9).parts["frozen base"] == base
+    parts = rollout_memory(quantized, facts).parts
+    assert parts["transformer"] == base
+    assert "fp8 copies" not in parts
+
+
 def test_best_of_trains_on_fewer_and_a_kl_in_the_reward_samples_more(eager: tuple[JobSpec, Facts]) -> None:
     """4 of a group's 16 samples are trained on; at the 2 noisy steps of 10 the reference computes too."""
     spec, facts = eager

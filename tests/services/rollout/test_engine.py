@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -26,9 +25,10 @@ from flowfleet.models.registry import adapter_for
 from flowfleet.models.settings import Guidance
 from flowfleet.process.pulse import Pulse
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
+from flowfleet.quantization import layers
+from flowfleet.quantization.rows import quantize_rows
 from flowfleet.weights import lora, weights
 from services.rollout.engines import acceleration
-from services.rollout.engines.acceleration import quantize_rows
 from services.rollout.engines.base import Cancelled, GeneratedBatch, GeneratedSample, GenerationRequest, RolloutEngine
 from services.rollout.engines.diffusers import DiffusersEngine
 from services.rollout.engines.vllm_omni.engine import VllmOmniEngine
@@ -556,7 +556,7 @@ def test_a_quantized_model_computes_with_the_weights_that_were_verified_last(
     """Weights twice as large have scales twice as large. They are in use once they are verified, not before, and no
     more when the next job has the base back."""
     monkeypatch.setattr(devices, "has_fp8", lambda device: True)  # the CPU multiplies so as well, slowly
-    monkeypatch.setattr(acceleration, "quantize", partial(acceleration.quantize, min_size=16))
+    monkeypatch.setattr(layers, "MIN_SIZE", 16)
     engine = engine_class(torch.device("cpu"), max_batch=8, threads=1)
     model = ModelSpec(path=str(tiny_qwen_image), dtype="bfloat16", quantization="fp8")
     run(engine.prepare(model, None))

@@ -10,16 +10,12 @@ from torch import Tensor, nn
 
 from flowfleet.models.embeds import PromptEmbeds
 from flowfleet.models.registry import adapter_for
+from flowfleet.quantization.layers import MIN_SIZE, Fp8Linear, add_copies
+from flowfleet.quantization.products import fp8_linear
+from flowfleet.quantization.rows import quantize_rows
 from flowfleet.weights import lora, weights
 from services.rollout.engines import acceleration
-from services.rollout.engines.acceleration import (
-    Fp8Linear,
-    accelerate,
-    compile_blocks,
-    fp8_linear,
-    quantize,
-    quantize_rows,
-)
+from services.rollout.engines.acceleration import accelerate, blocks, compile_blocks
 from tests.services.rollout.conftest import LORA, SIZE
 
 HALF_STEP = 2.0**-4
@@ -30,6 +26,10 @@ SMALLEST = 2.0**-9
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def quantize(experts: Any, *, min_size: int = MIN_SIZE) -> int:
+    return sum(add_copies(blocks(expert).values(), min_size=min_size) for expert in experts.values())
 
 
 def test_rows_are_rounded_to_float8_by_their_own_scale() -> None:
@@ -185,7 +185,7 @@ def test_the_cpu_has_no_float8_kernels() -> None:
 
 
 def test_an_unknown_quantization_and_a_model_without_blocks_are_refused() -> None:
-    with pytest.raises(ValueError, match="give one of none, fp8"):
+    with pytest.raises(ValueError, match="give one of none, fp8, fp8_base"):
         accelerate({"transformer": _Expert()}, compile=False, quantization="int4")
     with pytest.raises(ValueError, match="Linear does not name its blocks"):
         accelerate({"transformer": nn.Linear(2, 2)}, compile=True, quantization="none")

@@ -1,0 +1,88 @@
+"""Qwen-Image's joint attention, as diffusers computes it but for how its parts are multiplied.
+
+The rotary embedding is real arithmetic, which torch.compile fuses with what surrounds it; a product of complex numbers
+stays outside compiled graphs. Queries, keys and values of a stream are projections of one input, which float8 linears
+quantize once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
+from torch import Tensor, nn
+
+from flowfleet.quantization.layers import project
+
+
+def use_joint_attention(transformer: nn.Module) -> None:
+    """Replaces diffusers' processor in every block."""
+    for module in transformer.modules():
+        if type(getattr(module, "processor", None)) is QwenDoubleStreamAttnProcessor2_0:
+            attention: Any = module
+            attention.set_processor(JointAttention())
+
+
+class JointAttention(QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc]
+    """In place of diffusers' processor, with the same arguments."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        encoder_hidden_states_mask: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Outputs (B, S, D) of the image's and of the text's stream; the mask (B, S_text) says which tokens count."""
+        assert attention_mask is None, "the joint mask is made here"
+        assert image_rotary_emb is not None
+        image = _heads(attn, hidden_states, (attn.to_q, attn.to_k, attn.to_v))
+        text = _heads(attn, encoder_hidden_states, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj))
+        for stream, freqs, norms in (
+            (image, image_rotary_emb[0], (attn.norm_q, attn.norm_k)),
+            (text, image_rotary_emb[1], (attn.norm_added_q, attn.norm_added_k)),
+        ):
+            for place, norm in enumerate(norms):
+                stream[place] = rotated(stream[place] if norm is None else norm(stream[place]), freqs)
+        query, key, value = (torch.cat(pair, dim=1) for pair in zip(text, image, strict=True))
+        output = dispatch_attention_fn(
+            query,
+            key,
+            value,
+            attn_mask=_joint_mask(encoder_hidden_states_mask, hidden_states),
+            dropout_p=0.0,
+            is_causal=False,
+            backend=self._attention_backend,
+            parallel_config=self._parallel_config,
+        )
+        output = output.flatten(2, 3).to(query.dtype)
+        num_text = encoder_hidden_states.shape[1]
+        of_text, of_image = output[:, :num_text].contiguous(), output[:, num_text:].contiguous()
+        for layer in attn.to_out:  # the second is dropout
+            of_image = layer(of_image)
+        return of_image, attn.to_add_out(of_text)
+
+
+def rotated(x: Tensor, freqs: Tensor) -> Tensor:
+    """Rotates pairs of channels of x (B, S, H, D), in float32, by complex `freqs` (S, D / 2); the dtype of x."""
+    pairs: Any = x.float()
+    first, second = pairs.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = freqs.real[:, None], freqs.imag[:, None]
+    return torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1).flatten(3).to(x.dtype)
+
+
+def _heads(attn: Any, x: Tensor, linears: tuple[nn.Module, ...]) -> list[Tensor]:
+    """Projections (B, S, H, D)."""
+    width = attn.inner_dim // attn.heads
+    return [part.view(*part.shape[:-1], -1, width) for part in project(x, linears)]
+
+
+def _joint_mask(mask: Tensor | None, image: Tensor) -> Tensor | None:
+    """(B, 1, 1, S) bool: every image token counts."""
+    if mask is None:
+        return None
+    return torch.cat([mask, mask.new_ones(image.shape[:2])], dim=1)[:, None, None, :]

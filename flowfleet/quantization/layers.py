@@ -1,0 +1,150 @@
+"""A transformer's large linears in float8: copies next to weights that are still received, or in place of the weights.
+
+`add_copies` leaves parameters with names, shapes and dtypes, for weights are what an update brings and what is hashed;
+`refresh` derives the copies again. `replace_weights` keeps nothing else: the quantized base is then the model
+(`model.base = "fp8"`). Both work on `nn.Linear`, below PEFT's layers too, and on vLLM's linear layers, which multiply
+by their `quant_method`. Linears of an adapter are left alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from flowfleet.hardware import devices
+from flowfleet.quantization.products import Gradients, fp8_linear
+from flowfleet.quantization.rows import FP8, Rows, quantize_rows
+
+MIN_SIZE = 1024
+"""Smaller linears gain nothing."""
+MULTIPLE = 16
+"""What the kernels want both sides of a weight to be a multiple of."""
+
+_OTHERS = re.compile(r"(^|[._])(mod|modulation|norm\d*(_context)?|adaln\w*|lora_\w+)([._]|$)", re.IGNORECASE)
+"""Linears that make shifts and gates of the time embedding (a row a sample, and what they make is sensitive), and those
+of an adapter."""
+
+
+class Fp8Linear(nn.Linear):
+    """An `nn.Linear` whose product is made in float8, with `fp8_weight`. Made of one by swapping the class."""
+
+    fp8_weight: Tensor
+    fp8_scale: Tensor
+
+    def forward(self, input: Tensor, rows: Rows | None = None) -> Tensor:
+        return fp8_linear(input, self.fp8_weight, self.fp8_scale, self.bias, rows=rows)
+
+
+class Fp8Base(Fp8Linear):
+    """One whose weight is in float8 itself."""
+
+    gradients: Gradients = "fp8"
+
+    def forward(self, input: Tensor, rows: Rows | None = None) -> Tensor:
+        return fp8_linear(input, self.weight, self.fp8_scale, self.bias, rows=rows, gradients=self.gradients)
+
+
+class Fp8Method:
+    """What vLLM's linear layers multiply by, in float8."""
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return fp8_linear(x, layer.fp8_weight, layer.fp8_scale, bias)
+
+
+def project(x: Tensor, linears: Sequence[nn.Module]) -> list[Tensor]:
+    """Products of one input with several linears, adapters included. Float8 ones share its quantized rows."""
+    bases = [getattr(linear, "base_layer", linear) for linear in linears]
+    if not all(isinstance(base, Fp8Linear) for base in bases):
+        return [linear(x) for linear in linears]
+    rows = quantize_rows(x.detach().reshape(-1, x.shape[-1]))
+    return [linear(x, rows=rows) for linear in linears]
+
+
+def add_copies(blocks: Iterable[nn.Module], *, min_size: int | None = None) -> int:
+    """Makes the blocks' large linears compute in float8; returns how many. Asks nothing of the device: the CPU
+    multiplies so as well, slowly. `min_size`: rows and columns of a large one; None: `MIN_SIZE`."""
+    linears = list(large_linears(blocks, min_size))
+    for linear in linears:
+        weight = cast(Tensor, linear.weight)
+        linear.register_buffer("fp8_weight", torch.empty_like(weight, dtype=FP8), persistent=False)
+        _add_scale(linear)
+        _derive(linear)
+        if isinstance(linear, nn.Linear):
+            linear.__class__ = Fp8Linear
+        else:
+            linear.quant_method = cast(Any, Fp8Method())
+    return len(linears)
+
+
+def refresh(modules: Iterable[nn.Module]) -> None:
+    """Derives copies again from the current weights; no effect on modules without."""
+    for module in modules:
+        if "fp8_weight" in module._buffers:
+            _derive(module)
+
+
+@torch.no_grad()
+def replace_weights(blocks: Iterable[nn.Module], *, gradients: Gradients = "fp8", min_size: int | None = None) -> int:
+    """Rounds the large linears' weights to float8, which replaces them, one at a time; returns how many. Layers of vLLM
+    get copies instead."""
+    count = 0
+    for linear in list(large_linears(blocks, min_size)):
+        count += 1
+        if not isinstance(linear, nn.Linear):
+            add_copies([linear], min_size=0)
+            continue
+        _add_scale(linear)
+        quantized, scale = quantize_rows(linear.weight)
+        linear.weight = nn.Parameter(quantized, requires_grad=False)
+        cast(Tensor, linear.fp8_scale).copy_(scale.t())
+        linear.__class__ = Fp8Base
+        cast(Fp8Base, linear).gradients = gradients
+    return count
+
+
+def large_linears(blocks: Iterable[nn.Module], min_size: int | None = None) -> Iterator[nn.Module]:
+    """The blocks' linears that are worth it, modulation and adapters left out."""
+    least = MIN_SIZE if min_size is None else min_size
+    for block in blocks:
+        for name, module in block.named_modules():
+            if _is_linear(module) and not _OTHERS.search(name):
+                sides = cast(Tensor, module.weight).shape
+                if min(sides) >= least and all(side % MULTIPLE == 0 for side in sides):
+                    yield module
+
+
+def require_fp8(device: torch.device, dtype: torch.dtype, setting: str, *, emulated: bool = False) -> None:
+    """Raises ValueError, which begins with `setting`, for a device or a dtype of a model without such products.
+    `emulated`: a CPU will do, slowly."""
+    if not devices.has_fp8(device) and not (emulated and device.type == "cpu"):
+        raise ValueError(
+            f"{setting} needs float8 matrix products with row-wise scales, which {device} here lacks: use NVIDIA GPUs "
+            "of compute capability 8.9 or newer, or leave it out"
+        )
+    if dtype != torch.bfloat16:
+        raise ValueError(f"{setting} works on models in bfloat16, not {dtype}: set model.dtype")
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """torch's, or one of vLLM's: those have a weight (N, K) and a `quant_method` that multiplies."""
+    if isinstance(module, nn.Linear):
+        return True
+    weight = getattr(module, "weight", None)
+    return hasattr(getattr(module, "quant_method", None), "apply") and isinstance(weight, Tensor) and weight.ndim == 2
+
+
+def _add_scale(linear: nn.Module) -> None:
+    weight = cast(Tensor, linear.weight)
+    scale = torch.empty(1, len(weight), dtype=torch.float32, device=weight.device)
+    linear.register_buffer("fp8_scale", scale, persistent=False)
+
+
+@torch.no_grad()
+def _derive(linear: nn.Module) -> None:
+    quantized, scale = quantize_rows(cast(Tensor, linear.weight))
+    cast(Tensor, linear.fp8_weight).copy_(quantized)
+    cast(Tensor, linear.fp8_scale).copy_(scale.t())

@@ -1,0 +1,86 @@
+"""x Wᵀ + b in float8, with gradients to x. The weight is frozen: W = weight * scaleᵀ, a scale an output channel.
+
+The backward's product, g W, sums over output channels, so that their scales do not factor out of it: the gradient takes
+them in before it is rounded itself. The kernels want the summed dimension of both matrices contiguous, so the weight's
+transposed copy is made for that product alone, a layer at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from flowfleet.quantization.rows import Rows, quantize_rows
+
+Gradients = Literal["fp8", "bf16"]
+"""In what the backward multiplies."""
+
+
+def fp8_linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    *,
+    rows: Rows | None = None,
+    gradients: Gradients = "fp8",
+) -> Tensor:
+    """x Wᵀ + b in the dtype of `x`, with x quantized row by row.
+
+    Args:
+        x: (..., K) bfloat16.
+        weight: (N, K) float8_e4m3fn, contiguous.
+        weight_scale: (1, N) float32; weight * weight_scaleᵀ is what was quantized.
+        bias: (N,) of the dtype of `x`, or None.
+        rows: x quantized already, where several linears share it.
+        gradients: of the product for the gradient of `x`.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    quantized, scale = quantize_rows(flat.detach()) if rows is None else rows
+    product: Tensor = _Product.apply(flat, quantized, scale, weight, weight_scale, bias, gradients)  # type: ignore[no-untyped-call]
+    return product.reshape(*x.shape[:-1], len(weight))
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        quantized: Tensor,
+        scale: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None,
+        gradients: Gradients,
+    ) -> Tensor:
+        ctx.save_for_backward(weight, weight_scale)
+        ctx.gradients = gradients
+        return _multiply(quantized, scale, weight, weight_scale, x.dtype, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        weight, weight_scale = ctx.saved_tensors
+        grad = grads[0]
+        if ctx.gradients == "fp8":
+            rows, scale = quantize_rows(grad, weight_scale[0])
+            ones = torch.ones(1, weight.shape[1], device=grad.device)
+            into = _multiply(rows, scale, weight.t().contiguous(), ones, grad.dtype)
+        else:
+            into = (grad * weight_scale).to(grad.dtype) @ weight.to(grad.dtype)
+        return into, None, None, None, None, None, None
+
+
+def _multiply(
+    rows: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    return torch._scaled_mm(
+        rows,
+        weight.t(),
+        scale_a=scale,
+        scale_b=weight_scale,
+        bias=bias,
+        out_dtype=dtype,
+        use_fast_accum=True,
+    )

@@ -1,0 +1,76 @@
+"""Float8 products with gradients, against float64; a base that is float8 alone."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flowfleet.models.registry import adapter_for
+from flowfleet.quantization.layers import Fp8Base, project, replace_weights
+from flowfleet.quantization.products import fp8_linear
+from flowfleet.quantization.rows import formula, quantize_rows
+from flowfleet.weights import lora
+from services.rollout.engines.acceleration import blocks
+from tests.services.rollout.conftest import LORA, SIZE
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def test_columns_may_have_factors() -> None:
+    x, factors = random(5, 48), torch.rand(48) + 0.5
+    rows, scale = quantize_rows(x, factors)
+    expected, expected_scale = formula(x.float() * factors)
+    assert torch.equal(rows.float(), expected.float())
+    assert torch.equal(scale, expected_scale)
+
+
+@pytest.mark.parametrize(("gradients", "closest"), [("fp8", 0.998), ("bf16", 0.99999)])
+def test_the_gradient_is_that_of_the_rounded_weights(gradients: str, closest: float) -> None:
+    x, weight = random(32, 64).requires_grad_(), random(96, 64, seed=1) * torch.logspace(-2, 2, 96)[:, None].bfloat16()
+    w, scale = quantize_rows(weight)
+    out = fp8_linear(x, w, scale.t().contiguous(), None, gradients=gradients)  # type: ignore[arg-type]
+    grad = random(32, 96, seed=2)
+    torch.autograd.backward(out, grad)
+    exact = grad.double() @ (w.double() * scale.double())
+    assert x.grad is not None
+    cosine = torch.nn.functional.cosine_similarity(x.grad.double().flatten(), exact.flatten(), dim=0)
+    assert float(cosine) > closest
+    assert float(x.grad.double().norm() / exact.norm()) == pytest.approx(1, abs=0.01)
+
+
+def test_linears_of_one_input_share_its_rows_and_say_the_same() -> None:
+    block = nn.ModuleDict({name: nn.Linear(32, 48, dtype=torch.bfloat16) for name in "qkv"})
+    x = random(4, 32)
+    assert replace_weights([block], min_size=16) == 3
+    linears = list(block.values())
+    for shared, alone in zip(project(x, linears), [linear(x) for linear in linears], strict=True):
+        assert torch.equal(shared, alone)
+
+
+def test_an_adapter_learns_on_a_base_that_is_float8_alone(tiny_qwen_image: Path) -> None:
+    """The adapter is injected before the weights are replaced (the trainer), or after it (a replica)."""
+    outputs = []
+    for order in ("inject", "replace"):
+        adapter = adapter_for(tiny_qwen_image).load(tiny_qwen_image, dtype=torch.bfloat16)
+        expert = adapter.transformer
+        prompts = adapter.encode(["a sign"])
+        if order == "inject":
+            lora.install_lora(adapter.experts, LORA)
+        replaced = replace_weights(blocks(expert).values(), min_size=16)
+        if order == "replace":
+            lora.install_lora(adapter.experts, LORA)
+        parameters = lora.named_adapter_parameters(adapter.experts)
+        assert {parameter.dtype for parameter in parameters.values()} == {torch.bfloat16}
+        for parameter in parameters.values():
+            parameter.data.normal_(std=0.05, generator=torch.Generator().manual_seed(7))
+        bases = [module for module in expert.modules() if isinstance(module, Fp8Base)]
+        assert len(bases) == replaced > 0
+        assert all(base.weight.dtype == torch.float8_e4m3fn for base in bases)
+        velocity = adapter.velocity(adapter.initial_latents([1, 2], SIZE), torch.tensor(700.0), prompts, size=SIZE)
+        torch.autograd.backward(velocity.square().mean())
+        assert all(parameter.grad is not None for parameter in parameters.values())
+        outputs.append(velocity.detach())
+    assert torch.equal(*outputs)
