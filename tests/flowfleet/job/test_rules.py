@@ -376,6 +376,11 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         'model.base = "fp8" is whole on every rank',
         'set trainer.sharding to "auto"',
     ),
+    "a quantized base in ranks that sample": (
+        {"model": {"path": "m", "base": "fp8"}, "trainer": {"samples": "idle"}},
+        'trainer.samples = "idle" samples with the base in model.dtype',
+        'set trainer.samples = "no"',
+    ),
     "a quantized base with the adapter merged": (
         {"model": {"path": "m", "base": "fp8"}, "trainer": {"lora": {"merge": True}}},
         'model.base = "fp8" exports the adapter alone',
