@@ -53,6 +53,6 @@ def _quantize_rows(x: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
 
 if not _HAS_TRITON:
 
-    @_quantize_rows.register_fake
+    @_quantize_rows.register_fake  # type: ignore[untyped-decorator]
     def _(x: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
         return torch.empty(x.shape, dtype=FP8, device=x.device), torch.empty(len(x), 1, device=x.device)
