@@ -117,7 +117,7 @@ def _descending(one: Shown) -> tuple[bool, float, int]:
 def _group(members: Sequence[Shown], scales: Mapping[str, tuple[float, float]]) -> _Markup:
     first = members[0].sample
     rewards = [one.sample.reward for one in members if one.sample.reward is not None]
-    words = [_step(first), f"group {first.group}", f"{len(members)} shown"]
+    words = [_step(first), f"group {first.group}", *filter(None, [first.source]), f"{len(members)} shown"]
     if rewards:
         words.append(f"reward {number(statistics.fmean(rewards))} ± {number(statistics.pstdev(rewards))}")
     header = tag("header", tag("h2", first.prompt), tag("p", " · ".join(words), class_="soft"), _strip(members, scales))

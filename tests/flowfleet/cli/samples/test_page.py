@@ -171,3 +171,8 @@ def test_two_hundred_samples() -> None:
 @pytest.mark.parametrize(("value", "made"), [(None, "<p>a</p>"), (False, "<p>a</p>"), (True, "<p x>a</p>")])
 def test_attributes_that_are_none_or_false_are_left_out(value: object, made: str) -> None:
     assert tag("p", "a", x=value) == made
+
+
+def test_a_group_names_its_source() -> None:
+    assert "step 3 · group 0 · signs · 1 shown" in " ".join(Read(page(JOB, "", [shown(source="signs")])).words)
+    assert "step 3 · group 0 · 1 shown" in " ".join(Read(page(JOB, "", [shown()])).words)
