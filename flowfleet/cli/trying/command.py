@@ -68,7 +68,7 @@ def try_reward(
                 raise ValueError(f"job {job.id} has no such {purpose} samples")
             name = name or _only_reward(job)
             params = _params(job, name) | params
-            known = _metadata(job, purpose)
+            known = _metadata(job)
             samples = [_of_job(client, job, row, {**known.get(row.prompt, {}), **given}) for row in rows]
         stored = {_name(row): row.scores.get(name) for row in rows}
     with serving(tried, timeout) as address:
@@ -114,18 +114,18 @@ def _params(job: Job, name: str) -> dict[str, str]:
     return dict(job.rewards.active.rewards[name].get("params") or {})
 
 
-def _metadata(job: Job, purpose: str) -> dict[str, Mapping[str, str]]:
+def _metadata(job: Job) -> dict[str, Mapping[str, str]]:
     """Metadata by prompt, of data that can be read from here. Samples carry the prompt alone."""
     from flowfleet.prompts.stores import read_prompts
 
-    spec = parse_job(job.spec)
-    files = [list(source.files(spec.method.data)) for source in spec.data.each]
-    chosen = [file for one in files for file in (one[:1] if purpose == "train" else one[1:])]
-    try:
-        return {one.text: one.metadata for _, place, columns in chosen for one in read_prompts(place, columns)}
-    except ValueError as error:
-        err.print(f"[yellow]note:[/yellow] prompts' metadata is not sent: {escape(str(error))}", highlight=False)
-        return {}
+    known: dict[str, Mapping[str, str]] = {}
+    for setting, place, columns in parse_job(job.spec).data_files:
+        try:
+            known |= {one.text: one.metadata for one in read_prompts(place, columns)}
+        except ValueError as error:
+            text = f"metadata of the prompts of {setting} is not sent: {error}"
+            err.print(f"[yellow]note:[/yellow] {escape(text)}", highlight=False)
+    return known
 
 
 # -- what is shown ---------------------------------------------------------------------------------------------------

@@ -37,8 +37,10 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Result
 def test_files_and_a_jobs_samples_are_scored(
     run: Callable[..., Result], api_url: str, redis_url: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "prompts.csv").write_text("prompt,per\na,40\nb,80\n")
-    settings = job_settings(tmp_path) | {"data": {"train": str(tmp_path / "prompts.csv")}}
+    (tmp_path / "prompts.csv").write_text("prompt,per\na,40\n")
+    (tmp_path / "more.csv").write_text("prompt,per\nb,80\n")
+    sources = [{"name": name, "path": str(tmp_path / f"{name}.csv")} for name in ("prompts", "more")]
+    settings = job_settings(tmp_path) | {"data": {"sources": sources}}
     with Client(api_url) as client:
         job = client.submit(settings)
 
