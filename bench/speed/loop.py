@@ -114,7 +114,7 @@ def job(options: argparse.Namespace, model: Path) -> dict[str, Any]:
         },
         "data": {"train": str(model.resolve() / PROMPTS)},
         "rollout": rollout | size,
-        "rewards": {"ocr": {"params": {"region": "page"}}},
+        "rewards": {options.reward: {"params": {"region": "page"} if options.reward == "ocr" else {}}},
         "algorithm": {"name": "flow_grpo", "clip_range": 1e-5},
         "trainer": trainer,
         "schedule": {"steps": MANY_STEPS, "save_every": MANY_STEPS, "max_staleness": options.max_staleness},
@@ -130,7 +130,7 @@ def run_as_services(options: argparse.Namespace, spec: JobSpec, state_dir: Path)
         replicas=options.rollouts,
         engine=options.engine,
         max_batch=options.batch_size,
-        rewards=("ocr",),
+        rewards=(options.reward,),
     )
     with local_stack(stack_options) as stack, Client(stack.url) as client:
         submitted = client.submit(spec)
@@ -260,6 +260,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trainers", type=int, default=1)
     parser.add_argument("--samples", choices=("no", "idle", "only"), default="no", help="trainer.samples")
     parser.add_argument("--engine", choices=("diffusers", "vllm-omni"), default="diffusers")
+    parser.add_argument("--reward", default="ocr", help="scorer of the only reward (ocr)")
     parser.add_argument("--images", type=int, default=128, help="a step (128)")
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--batch-size", type=int, default=16, help="rows of one forward of a rollout (16)")

@@ -8,6 +8,8 @@ from typing import Final
 POD_PORT: Final = 7000
 """gRPC of rollouts, rewards and the trainer's rank 0 in pods."""
 HEALTH_PORT: Final = 7001
+SAMPLE_PORT: Final = 7100
+"""gRPC of a trainer's ranks that sample: this one and those that follow, a port for each rank of a pod."""
 METRICS_PORT: Final = 9470
 RENDEZVOUS_PORT: Final = 29500
 RENDEZVOUS_TIMEOUT_S: Final = 86_400
@@ -37,6 +39,7 @@ def trainer_pod_command(*, pods: int, ranks_per_pod: int, master: str, drain_s: 
         f"--master-port={RENDEZVOUS_PORT}",
     ]
     ports = ["--port", str(POD_PORT), "--health-port", str(HEALTH_PORT), "--metrics-port", str(METRICS_PORT)]
-    flags = ["--host", "0.0.0.0", *ports, "--transfer-host", "$(POD_IP)", "--drain-s", str(drain_s)]
+    own = ["--sample-port", str(SAMPLE_PORT), "--transfer-host", "$(POD_IP)", "--drain-s", str(drain_s)]
+    flags = ["--host", "0.0.0.0", *ports, *own]
     never = "--max-restarts=0"  # a new trainer resumes from the last checkpoint
     return [*torchrun, never, "-m", "services.trainer", *flags]

@@ -21,13 +21,15 @@ FLOWS = {
     ("controller", "reward", 7000),
     ("controller", "rollout", 7000),
     ("controller", "trainer", 7000),
+    ("controller", "trainer", 7100),
+    ("controller", "trainer", 7107),
     ("rollout", "redis", 6379),
     ("trainer", "redis", 6379),
     ("test", "controller", 8470),
     *((a, b, port) for a in ("rollout", "trainer") for b in ("rollout", "trainer") for port in (7000, 29500, 45678)),
 }
 """Between pods of the release; any other is refused."""
-PORTS = (22, 443, 6379, 7000, 7001, 8470, 8471, 9470, 29500, 45678)
+PORTS = (22, 443, 6379, 7000, 7001, 7100, 7107, 7116, 8470, 8471, 9470, 29500, 45678)
 
 Peer = tuple[dict[str, str], dict[str, str]]
 """Labels of a pod and of its namespace."""

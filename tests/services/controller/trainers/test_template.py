@@ -86,7 +86,7 @@ def test_what_the_launcher_puts_in() -> None:
         "-m",
         "services.trainer",
         *("--host", "0.0.0.0", "--port", "7000", "--health-port", "7001", "--metrics-port", "9470"),
-        *("--transfer-host", "$(POD_IP)", "--drain-s", "20"),
+        *("--sample-port", "7100", "--transfer-host", "$(POD_IP)", "--drain-s", "20"),
     ]
 
 
