@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import unicodedata
 
+from rapidfuzz.distance import Levenshtein
+
 MAX_TARGET_LENGTH = 512
 """Longer targets are refused: no line of text has so many characters."""
 
@@ -36,14 +38,6 @@ def normalize(text: str, alphanumeric: bool = False) -> str:
 
 def text_distance(text: str, target: str) -> int:
     """0 if `target` is contained in `text`, else their Levenshtein distance, at most len(target). Both normalized."""
-    return 0 if target in text else min(levenshtein(text, target), len(target))
-
-
-def levenshtein(first: str, second: str) -> int:
-    """Least number of characters to insert, delete or replace that turns `first` into `second`."""
-    row = list(range(len(second) + 1))
-    for i, a in enumerate(first, 1):
-        diagonal, row[0] = row[0], i
-        for j, b in enumerate(second, 1):
-            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (a != b))
-    return row[-1]
+    if target in text:
+        return 0
+    return min(Levenshtein.distance(text, target, score_cutoff=len(target)), len(target))
