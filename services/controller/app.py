@@ -11,16 +11,16 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from flowfleet.data.blobs import open_blobs
 from flowfleet.redis.client import connect
-from services.controller.api import history as api_history
-from services.controller.api import jobs as api_jobs
-from services.controller.api import models as api_models
 from services.controller.api import openapi, problems
-from services.controller.api import rewards as api_rewards
-from services.controller.api import system as api_system
-from services.controller.api import uploads as api_uploads
 from services.controller.api.auth import Guard
 from services.controller.api.connections import Streams
 from services.controller.api.dependencies import Services
+from services.controller.api.routes import history as api_history
+from services.controller.api.routes import jobs as api_jobs
+from services.controller.api.routes import models as api_models
+from services.controller.api.routes import rewards as api_rewards
+from services.controller.api.routes import system as api_system
+from services.controller.api.routes import uploads as api_uploads
 from services.controller.concurrency import end
 from services.controller.metrics.gauges import count_jobs
 from services.controller.platform import open_platform

@@ -1,1 +1,1 @@
-"""REST: routes by what they are about, and what stands before each of them."""
+"""REST: the routes, and what stands before each of them."""

@@ -56,7 +56,7 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str, str]] = {
     "part is a list": ({"rollout": [1]}, "rollout", "rolloutpart"),
     "absurd size": ({"rollout": {"height": 10**12}}, "rollout.height", "less than or equal to 8192"),
     "absurd float": ({"trainer": {"optimizer": {"lr": 1e300}}}, "trainer.optimizer.lr", "less than 1"),
-    "negative": ({"schedule": {"steps": -1}}, "schedule.steps", "greater than or equal to 1"),
+    "negative": ({"schedule": {"steps": -1}}, "schedule.steps", "greater than or equal to 0"),
     "unknown algorithm": ({"algorithm": {"name": "flow_grp"}}, "algorithm.name", "did you mean flow_grpo?"),
     "unknown loss": ({"algorithm": {"loss": "flow_dpo"}}, "algorithm.loss", "did you mean flow_dppo?"),
     "no noise for a policy loss": ({"rollout": {"noise": {"eta": 0.0}}}, "rollout.noise.eta", "diffusion_nft"),

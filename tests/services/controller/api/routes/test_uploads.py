@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from flowfleet.prompts.uploads import parts_of
-from services.controller.api import uploads as api_uploads
 from services.controller.api.admission import open_job, parse
+from services.controller.api.routes import uploads as api_uploads
 from services.controller.limits import Limits
 from services.controller.prompts.uploads import GRACE_S
 from services.controller.reading.places import NotAllowed

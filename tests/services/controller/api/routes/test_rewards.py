@@ -17,8 +17,8 @@ from flowfleet.media.files import decode_media
 from flowfleet.proto import reward_pb2, reward_pb2_grpc
 from flowfleet.redis import keys
 from services.controller.api import comparisons
-from services.controller.api import rewards as api_rewards
 from services.controller.api.comparisons import Comparisons
+from services.controller.api.routes import rewards as api_rewards
 from services.controller.job.shadow_queue import pair_of
 from services.controller.rewards.comparison import GroupScores, compare
 from services.controller.rewards.trials import refusals

@@ -12,7 +12,7 @@ from fastapi.responses import FileResponse
 from flowfleet.errors import Conflict, NotFound
 from flowfleet.job.model_files import ModelManifest, model_folder, read_manifest
 from services.controller.api.dependencies import KnownJobId, Services, Use
-from services.controller.api.history import MAX_STEP, OTHER_MEDIA
+from services.controller.api.routes.history import MAX_STEP, OTHER_MEDIA
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/model", tags=["models"])
 
