@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
-from flowfleet.client.types import Job, Progress
+from flowfleet.client.client import Client
+from flowfleet.client.types import Job
 from tests.e2e.conftest import Fleet, assert_accounted
 from tests.e2e.test_kills import kill_controller, kill_trainer_agent, kill_trainer_rank
 from tests.waiting import wait_until
@@ -36,7 +38,7 @@ def test_the_trainer_alone_repeats_the_curve_of_rollouts_bit_for_bit_whatever_is
         client = fleet.client
         job = client.submit(small_job(**ONLY))
         for step, kill in ((1, kill_trainer_rank), (2, kill_controller), (3, kill_trainer_agent)):
-            wait_until(lambda step=step: at(client.job(job.id).progress, step))
+            wait_until(partial(is_at, client, job, step))
             made = samples_by_replica(fleet)
             assert step == 1 or set(made) == {f"{job.id}.rank0", f"{job.id}.rank1"}
             kill(fleet, job)
@@ -49,7 +51,8 @@ def samples_by_replica(fleet: Fleet) -> dict[str, int]:
     return {replica.replica_id: replica.samples_total for replica in fleet.client.fleet().replicas}
 
 
-def at(progress: Progress, step: int) -> bool:
+def is_at(client: Client, job: Job, step: int) -> bool:
+    progress = client.job(job.id).progress
     return progress.step >= step and progress.phase == "rollout"
 
 
