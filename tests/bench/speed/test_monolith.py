@@ -47,6 +47,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> JobSpec:
 
 @contextmanager
 def started(spec: JobSpec) -> Iterator[Monolith]:
+    assert spec.data.train is not None
     one = Monolith(spec, Path(spec.data.train).read_text().splitlines(), torch.get_num_threads())
     try:
         yield one
