@@ -68,7 +68,8 @@ def up(
     reward: Annotated[
         list[str] | None,
         typer.Option(
-            help="SCORER[:key=value,…], NAME=FILE.py:FUNCTION, or NAME=HOST:PORT of a service; repeatable (ocr)."
+            help="SCORER[:key=value,…], NAME=FILE.py:FUNCTION (of picture, prompt and metadata), or NAME=HOST:PORT; "
+            "repeatable (ocr)."
         ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="Pipeline directory that the rollouts load at start.")] = None,

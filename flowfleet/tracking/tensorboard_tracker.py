@@ -1,4 +1,4 @@
-"""TensorBoard event files: `DIR/JOB/train` and `DIR/JOB/validation`, each with an x axis of its own.
+"""TensorBoard event files: `DIR/NAME-ID/train` and `DIR/NAME-ID/validation`, each with an x axis of its own.
 
 When a follower resumes, each file begins with the first step that the place does not have. TensorBoard then forgets
 later records of the files before, so what was written in the moment of a kill is not doubled.
@@ -41,10 +41,12 @@ class TensorBoardTracker:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._run = ""
         self._writers: dict[str, Any] = {}
 
     def open(self, job: Job, state: State) -> str:
-        folder = self._folder / (state.run or job.id)
+        self._run = state.run or f"{job.name}-{job.id}"
+        folder = self._folder / self._run
         for name, first in (("train", state.step + 1), ("validation", state.version + 1)):
             self._writers[name] = EventFileWriter(str(folder / name))
             if state.run:
@@ -71,7 +73,7 @@ class TensorBoardTracker:
 
     def model(self, folder: Path, job: Job) -> None:
         """Copies it next to the event files: TensorBoard has no artifacts."""
-        shutil.copytree(folder, self._folder / job.id / "adapter", dirs_exist_ok=True)
+        shutil.copytree(folder, self._folder / self._run / "adapter", dirs_exist_ok=True)
 
     def finish(self, job: Job) -> None:
         self._add("train", max(0, job.progress.step - 1), job.ended_at or job.created_at, [_text("status", job.status)])

@@ -321,8 +321,8 @@ def _work(pipe: Connection[Any, Any], memories: Sequence[SharedMemory], make: Ma
         scorer = make()
         assert isinstance(scorer, Scorer)
         evaluate = Evaluator(scorer, 0)
-    except Exception:
-        log.exception("scoring process could not load its scorer")
+    except Exception as error:
+        log.exception("scoring process could not load its scorer: %s", error)
         sys.exit(1)
     handed: SimpleQueue[_Handed | None] = SimpleQueue()
     threading.Thread(target=_receive, args=(pipe, memories, evaluate, handed), daemon=True).start()

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -100,7 +101,7 @@ class PythonFunction(Scorer[Params]):
         self._function: Callable[..., Any]
 
     def start(self) -> None:
-        """ValueError for a module that has no such function; whatever its import raises."""
+        """ValueError for a module that has no such function, or one of other arguments; whatever its import raises."""
         module, _, name = self._settings.function.partition(":")
         if self._settings.path is not None:
             sys.path.insert(0, str(self._settings.path.resolve()))
@@ -108,6 +109,7 @@ class PythonFunction(Scorer[Params]):
             function = getattr(importlib.import_module(module), name, None)
         if not callable(function):
             raise ValueError(f"settings.function {self._settings.function}: {module} has no function {name}")
+        _check_arguments(function, self._settings)
         self._function = function
 
     def parse(self, params: Mapping[str, str]) -> Params:
@@ -147,6 +149,25 @@ class PythonFunction(Scorer[Params]):
 def make(name: str, settings: Mapping[str, Any], num_threads: int) -> PythonFunction:
     """`python` with `PythonSettings`. ValueError also for a module that is not found."""
     return PythonFunction(PythonSettings.read(settings))
+
+
+def _check_arguments(function: Callable[..., Any], settings: PythonSettings) -> None:
+    """Raises ValueError for a function that does not take what it is called with."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a function in C
+        return
+    try:
+        signature.bind(None, None, None, **dict.fromkeys(settings.params, ""))
+    except TypeError as error:
+        is_single = settings.batch == 1
+        media = "frames" if settings.video else "picture" if is_single else "pictures"
+        taken = [media, "prompt" if is_single else "prompts", "metadata"]
+        name = settings.function.partition(":")[2]
+        raise ValueError(
+            f"settings.function {settings.function}: it takes {signature}, and a call gives it other arguments "
+            f"({error}): write def {name}({', '.join([*taken, *settings.params])})"
+        ) from None
 
 
 def _file_hash(settings: PythonSettings) -> str:

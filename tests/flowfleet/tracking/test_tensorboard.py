@@ -62,7 +62,7 @@ def test_a_follower_outlives_kills_of_itself_and_of_the_controller(
     job.end()
     assert "the job succeeded" in follower.ended()
 
-    train, validation = (read(tmp_path / "tb" / job.id / name) for name in ("train", "validation"))
+    train, validation = (read(tmp_path / "tb" / f"played-{job.id}" / name) for name in ("train", "validation"))
     assert points(train, "critic/rewards/mean") == [(step, reward(step)) for step in range(4)]
     assert points(validation, "val/reward") == [(version, reward(version)) for version in (0, 4)]
     assert "actor/loss" not in train.Tags()["scalars"], "NaN has no place in a curve"
@@ -97,7 +97,7 @@ def test_what_was_written_in_the_moment_of_a_kill_is_not_doubled(api_url: str, r
         place.write(before)
         job.end()
         follow(client, job.id, TensorBoardTracker(tmp_path / "tb"), place, 4)
-    train, validation = (read(tmp_path / "tb" / job.id / name) for name in ("train", "validation"))
+    train, validation = (read(tmp_path / "tb" / f"played-{job.id}" / name) for name in ("train", "validation"))
     assert points(train, "critic/rewards/mean") == [(step, reward(step)) for step in range(3)]
     assert points(validation, "val/reward") == [(2, reward(2))]
 
@@ -125,7 +125,7 @@ def test_the_final_adapter_goes_along(
         write_model(folder / "checkpoints/step-00000004/model", job.id, 4, b"weights")
         job.end()
         follow(client, job.id, TensorBoardTracker(tmp_path / "tb"), Place(tmp_path, job.id), 1)
-    found = read_manifest(tmp_path / "tb" / job.id / "adapter")
+    found = read_manifest(tmp_path / "tb" / f"played-{job.id}" / "adapter")
     assert (found.job_id, found.step) == (job.id, 4)
 
 
@@ -135,7 +135,7 @@ def test_a_video_plays(api_url: str, redis_url: str, tmp_path: Path) -> None:
         job.validate(0)
         job.end()
         follow(client, job.id, TensorBoardTracker(tmp_path), Place(tmp_path, job.id), 1)
-    validation = read(tmp_path / job.id / "validation")
+    validation = read(tmp_path / f"played-{job.id}" / "validation")
     (tag,) = validation.Tags()["images"]
     (shown,) = validation.Images(tag)
     gif = Image.open(io.BytesIO(shown.encoded_image_string))
@@ -162,7 +162,7 @@ def test_events_that_are_gone_are_made_up_for_by_the_metrics(api_url: str, redis
         follower.open()
         follower._take(JobEvent(id="9-9", type="gap", time=datetime.now(UTC), data={"reason": "gone"}))
         tracker.close()
-    assert points(read(tmp_path / job.id / "train"), "critic/rewards/mean") == [
+    assert points(read(tmp_path / f"played-{job.id}" / "train"), "critic/rewards/mean") == [
         (step, reward(step)) for step in range(3)
     ]
-    assert points(read(tmp_path / job.id / "validation"), "val/reward") == [(2, reward(2))]
+    assert points(read(tmp_path / f"played-{job.id}" / "validation"), "val/reward") == [(2, reward(2))]

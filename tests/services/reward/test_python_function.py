@@ -152,6 +152,31 @@ def test_a_name_that_is_no_function_is_said_at_the_start(folder: Path) -> None:
         made(folder, "number").start()
 
 
+@pytest.mark.parametrize(
+    ("code", "changes", "says"),
+    [
+        ("def f(sample): return 1", {}, "it takes (sample), and a call gives it other arguments"),
+        ("def f(sample): return 1", {}, "write def f(picture, prompt, metadata)"),
+        ("def f(a, b, c): return 1", {"params": ["scale"]}, "write def f(picture, prompt, metadata, scale)"),
+        ("def f(): return 1", {"batch": 4, "video": True}, "write def f(frames, prompts, metadata)"),
+    ],
+)
+def test_a_function_of_other_arguments_is_refused_at_the_start(
+    folder: Path, code: str, changes: dict[str, Any], says: str
+) -> None:
+    (folder / "my_reward_functions.py").write_text(code)
+    with pytest.raises(ValueError, match=re.escape(says)):
+        made(folder, "f", **changes).start()
+
+
+@pytest.mark.parametrize(
+    "code", ["def f(*all, **more): return 1", "f = max", "def f(p, q, m, scale='1', more=2): return 1"]
+)
+def test_a_function_that_takes_what_it_gets_starts(folder: Path, code: str) -> None:
+    (folder / "my_reward_functions.py").write_text(code)
+    made(folder, "f", params=["scale"]).start()
+
+
 def test_hangs_and_crashes_cost_their_own_sample(folder: Path) -> None:
     given = settings(folder, time_limit_s=4.0)
     scorer = make("python", given, 1)
