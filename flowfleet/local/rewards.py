@@ -29,6 +29,8 @@ SCORERS = (
     "aesthetic",
     "geneval",
     "pyiqa",
+    "image_reward",
+    "hpsv3",
     "vlm",
     "vlm_ocr",
 )

@@ -92,8 +92,9 @@ def test_the_image_with_torch_is_for_the_scorers_that_import_it() -> None:
     for name, module in scorers.SCORERS.items():
         source = (folder / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
         heavy = re.search(r"^import torch\b", source, re.MULTILINE)
-        assert images[name] == f"flowfleet-reward{'-models' if heavy else ''}:0.1.0", name
-    assert len(set(images.values())) == 2
+        own = re.search(r"\blibrary\(", source) and name.replace("_", "-")
+        assert images[name] == f"flowfleet-reward{f'-{own}' if own else '-models' if heavy else ''}:0.1.0", name
+    assert len(set(images.values())) == 5
 
 
 def test_accelerators_of_a_reward_are_those_of_pools(everything: Rendered) -> None:

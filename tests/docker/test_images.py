@@ -20,7 +20,8 @@ DOCKERFILES = [
     ROOT / "examples/reward-node/Dockerfile",
 ]
 SERVICES = ("controller", "rollout", "trainer", "reward")
-IMAGES = {**{name: name for name in SERVICES}, "reward-models": "reward", "reward-pyiqa": "reward"}
+REWARDS = ("reward-models", "reward-pyiqa", "reward-image-reward", "reward-hpsv3")
+IMAGES = {**{name: name for name in SERVICES}, **dict.fromkeys(REWARDS, "reward")}
 """Each with the service that it runs."""
 USER = "10001:10001"
 
@@ -105,7 +106,7 @@ def test_rewards_with_models_share_torch_with_the_rollout() -> None:
         found = instructions(DOCKER / f"{name}.Dockerfile")
         return found[: [rest for _, rest in found].index("torch AS packages")]
 
-    assert torch("reward-models") == torch("reward-pyiqa") == torch("rollout")
+    assert all(torch(name) == torch("rollout") for name in REWARDS)
 
 
 @pytest.mark.parametrize(("name", "pinned"), {**{name: name for name in IMAGES}, "trainer": "rollout"}.items())
@@ -125,7 +126,7 @@ def test_controller_and_rewards_have_no_torch(name: str) -> None:
 
 def test_torch_is_what_make_installs() -> None:
     (pin,) = re.findall(r"^TORCH\s*\?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    for name in ("rollout", "trainer", "reward-models", "reward-pyiqa"):
+    for name in ("rollout", "trainer", *REWARDS):
         assert ("ARG", f"TORCH={pin}") in instructions(DOCKER / f"{name}.Dockerfile")
 
 

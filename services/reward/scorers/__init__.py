@@ -22,6 +22,8 @@ SCORERS: Final[Mapping[str, str]] = {
     "aesthetic": "networks.aesthetic",
     "geneval": "networks.geneval",
     "pyiqa": "networks.pyiqa_metrics",
+    "image_reward": "networks.image_reward_model",
+    "hpsv3": "networks.hpsv3_model",
     "vlm": "vlm",
     "vlm_ocr": "reading.vlm_ocr",
 }

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.reward.scorers import make
-
-ROOT = Path(__file__).parents[3]
-LIBRARY = Path(os.environ.get("FLOWFLEET_SCORERS", ROOT / ".venv-scorers")) / "pyiqa"
+from tests.services.reward.library_process import told_by
 
 
 @pytest.mark.skipif(sys.modules.get("pyiqa") is not None, reason="the library is here")
@@ -25,15 +19,7 @@ def test_without_the_library_the_extra_is_named() -> None:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    if not LIBRARY.is_dir():
-        pytest.skip(f"needs pyiqa in {LIBRARY}: run tests/packages")
-    folder = tmp_path_factory.mktemp("pyiqa")
-    command = [sys.executable, "-m", "tests.services.reward.pyiqa_process", str(folder)]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{LIBRARY}", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+    return told_by("pyiqa", tmp_path_factory.mktemp("pyiqa"))
 
 
 @pytest.mark.long

@@ -96,7 +96,8 @@ annotations:
 {{- define "flowfleet.rewardImage" -}}
 {{- $reward := index . 1 -}}
 {{- $models := include "flowfleet.runsModel" $reward.scorer -}}
-{{- $image := eq (toString $reward.scorer) "pyiqa" | ternary "rewardPyiqa" (empty $models | ternary "reward" "rewardModels") -}}
+{{- $own := dict "pyiqa" "rewardPyiqa" "image_reward" "rewardImageReward" "hpsv3" "rewardHpsv3" -}}
+{{- $image := get $own (toString $reward.scorer) | default (empty $models | ternary "reward" "rewardModels") -}}
 {{- $reward.image | default (include "flowfleet.image" (list (index . 0) $image)) }}
 {{- end }}
 

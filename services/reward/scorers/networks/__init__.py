@@ -1,1 +1,1 @@
-"""Scorers around networks: CLIP and its kin, detectors, pyiqa's metrics, the files that they are loaded from."""
+"""Scorers around networks: CLIP and its kin, detectors, libraries of others, the files that they are loaded from."""

@@ -9,8 +9,6 @@ at most 8 evenly spaced frames.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import importlib
 import io
 import math
 import os
@@ -28,10 +26,9 @@ from pydantic import Field
 
 from flowfleet.hardware import devices
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
-from services.reward.scorer import Outcome, Problem, Sample, Score, Scorer, ScorerSettings, mean_score, read_params
+from services.reward.scorer import Outcome, Problem, Sample, Score, Scorer, ScorerSettings, read_params
+from services.reward.scorers.networks.libraries import fingerprint_files, library, of_samples
 from services.reward.scorers.networks.torch_models import batches, pick_device, prepare_torch
-
-_BLOCKS, _BLOCK_BYTES = 64, 4096
 
 
 class PyiqaSettings(ScorerSettings):
@@ -58,7 +55,7 @@ class PyiqaScorer(Scorer[None]):
     call_bytes = 0
 
     def __init__(self, settings: PyiqaSettings, num_threads: int) -> None:
-        known = _library("pyiqa.default_model_configs").DEFAULT_CONFIGS
+        known = library("pyiqa.default_model_configs", "pyiqa").DEFAULT_CONFIGS
         chosen = known.get(settings.metric, {})
         if chosen.get("metric_mode") != "NR":
             names = ", ".join(sorted(name for name, one in known.items() if one.get("metric_mode") == "NR"))
@@ -66,7 +63,7 @@ class PyiqaScorer(Scorer[None]):
         if settings.weights is not None and not settings.weights.is_dir():
             raise ValueError(f"settings.weights = {str(settings.weights)!r}: no such folder here")
         self._sign = -1.0 if chosen.get("lower_better") else 1.0
-        files = f" {_fingerprint(settings.weights)}" if settings.weights else ""
+        files = f" {fingerprint_files(settings.weights)}" if settings.weights else ""
         self.version = f"1 (pyiqa {version('pyiqa')} {settings.metric}{files})"
         self._settings = settings
         self._num_threads = num_threads
@@ -78,7 +75,7 @@ class PyiqaScorer(Scorer[None]):
         self._device = pick_device(self._settings.device)
         with _only_files_of(self._settings.weights), contextlib.redirect_stdout(io.StringIO()):
             try:
-                self._metric = _library("pyiqa").create_metric(self._settings.metric, device=self._device)
+                self._metric = library("pyiqa", "pyiqa").create_metric(self._settings.metric, device=self._device)
             except (OSError, RuntimeError, KeyError, pickle.UnpicklingError) as error:
                 reason = str(error).partition("\n")[0][:300]
                 raise ValueError(f"settings.metric = {self._settings.metric!r} cannot be made: {reason}") from error
@@ -88,9 +85,9 @@ class PyiqaScorer(Scorer[None]):
         read_params(params, {})
 
     def score(self, samples: Sequence[Sample], params: None) -> list[Outcome]:
-        pictures = [np.asarray(picture.convert("RGB")) for sample in samples for picture in sample.pictures()]
-        found = iter(self._scores(pictures))
-        return [_of_sample([next(found) for _ in sample.pictures()]) for sample in samples]
+        found = [sample.pictures() for sample in samples]
+        pictures = [np.asarray(picture.convert("RGB")) for some in found for picture in some]
+        return of_samples(self._scores(pictures), [len(some) for some in found])
 
     def _scores(self, pictures: Sequence[np.ndarray[Any, Any]]) -> list[Outcome]:
         """One a picture; those of equal size share forward passes, and their fate."""
@@ -122,22 +119,10 @@ def make(name: str, settings: Mapping[str, Any], num_threads: int) -> PyiqaScore
     return PyiqaScorer(PyiqaSettings.read(settings), num_threads)
 
 
-def _of_sample(found: Sequence[Outcome]) -> Outcome:
-    scores = [one for one in found if isinstance(one, Score)]
-    return mean_score(scores) if len(scores) == len(found) else next(one for one in found if isinstance(one, Problem))
-
-
-def _library(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ValueError(f"scorer pyiqa needs the library ({error}): install flowfleet[reward-pyiqa]") from error
-
-
 @contextlib.contextmanager
 def _only_files_of(weights: Path | None) -> Any:
     """Inside, the library finds its files in `weights` and fetches none; torch unpickles tensors alone."""
-    files, hub = _library("pyiqa.utils.download_util"), _library("torch.hub")
+    files, hub = library("pyiqa.utils.download_util", "pyiqa"), library("torch.hub", "pyiqa")
     aside = tempfile.TemporaryDirectory()  # the library makes the folder that it looks in
     folder = weights or Path(aside.name)
 
@@ -157,16 +142,3 @@ def _only_files_of(weights: Path | None) -> Any:
         files.DEFAULT_CACHE_DIR, files.download_url_to_file, hub.download_url_to_file, folder_before = before
         hub.set_dir(folder_before)
         aside.cleanup()
-
-
-def _fingerprint(folder: Path) -> str:
-    """Digits that change with the files: of each its name, size and 64 evenly spaced blocks."""
-    digest = hashlib.sha256()
-    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-        size = file.stat().st_size
-        digest.update(f"{file.relative_to(folder)} {size} ".encode())
-        with file.open("rb") as stream:
-            for offset in np.linspace(0, max(0, size - _BLOCK_BYTES), _BLOCKS).astype(np.int64):
-                stream.seek(int(offset))
-                digest.update(stream.read(_BLOCK_BYTES))
-    return digest.hexdigest()[:12]

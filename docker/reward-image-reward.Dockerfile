@@ -1,0 +1,54 @@
+# The reward with the scorer image_reward, whose library wants a timm and a transformers of its own (docs/scorers.md).
+# The stage torch is word for word that of rollout.Dockerfile, so that builds, registries and nodes hold it once. The
+# defaults are for NVIDIA GPUs. For Ascend NPUs BASE is an image of CANN, and TORCH has torch-npu too
+# (`DEVICE=ascend docker/build`); that has not been built, for lack of such an image.
+ARG BASE=python:3.11-slim-bookworm
+
+FROM ${BASE} AS torch
+# On CUDA, Triton compiles a launcher of each kernel when it is first used, with a C compiler. Nothing else needs one.
+ARG PACKAGES="gcc libc6-dev"
+RUN echo 'flowfleet:x:10001:' >>/etc/group && echo 'flowfleet:x:10001:10001::/tmp:/usr/sbin/nologin' >>/etc/passwd && \
+    if [ -n "${PACKAGES}" ]; then apt-get update -qq && \
+    apt-get install -qq -y --no-install-recommends ${PACKAGES} >/dev/null && rm -rf /var/lib/apt/lists/*; fi
+ARG TORCH=torch==2.13.0
+ARG TORCH_INDEX
+# pip is gone when the layer ends. Bytecode is made of what services import; at run time none can be written.
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
+    python3 -m venv /opt/pip && python3 -m venv --without-pip /opt/flowfleet && \
+    /opt/pip/bin/pip --python /opt/flowfleet/bin/python install --quiet --no-cache-dir --no-compile \
+        ${TORCH_INDEX:+--index-url ${TORCH_INDEX}} ${TORCH} && \
+    rm -rf /opt/pip /opt/flowfleet/lib/python3.*/site-packages/torch/test && \
+    /opt/flowfleet/bin/python -c "import \
+        torch._dynamo, torch.distributed.checkpoint, torch.distributed.fsdp, torch.distributed.run"
+
+FROM torch AS packages
+WORKDIR /app
+COPY pyproject.toml LICENSE NOTICE requirements/images/reward-image-reward.txt ./
+# torchvision of the same build as torch, the other dependencies as they are pinned, then the project's metadata.
+ARG TORCHVISION=torchvision==0.28.0
+ARG TORCH_INDEX
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
+    python3 -m venv /opt/pip && \
+    mkdir /tmp/flowfleet && cp pyproject.toml LICENSE NOTICE /tmp/flowfleet && touch /tmp/flowfleet/README.md && \
+    pip="/opt/pip/bin/pip --python /opt/flowfleet/bin/python" && \
+    install="install --quiet --no-cache-dir --no-compile --no-deps" && \
+    $pip $install ${TORCH_INDEX:+--index-url ${TORCH_INDEX}} ${TORCHVISION} && \
+    $pip $install --require-hashes --requirement reward-image-reward.txt && \
+    $pip $install /tmp/flowfleet && $pip check && \
+    rm -r /opt/pip /tmp/flowfleet && \
+    /opt/flowfleet/bin/python -c "import \
+        av, fsspec.implementations.local, grpc.aio, grpc_health.v1.health, httpx, numpy, prometheus_client, \
+        pydantic, redis.asyncio, PIL.Image, torchvision, transformers, fairscale.nn.checkpoint, timm"
+
+FROM packages
+ENV PATH=/opt/flowfleet/bin:$PATH PYTHONPATH=/app${PYTHONPATH:+:$PYTHONPATH} \
+    PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp HF_HUB_OFFLINE=1
+USER 10001:10001
+ENTRYPOINT ["python", "-m", "services.reward"]
+ARG VERSION=0.1.0
+LABEL org.opencontainers.image.title="flowfleet-reward-image-reward" \
+      org.opencontainers.image.description="The reward service of Flowfleet with ImageReward" \
+      org.opencontainers.image.version="${VERSION}"
+COPY services/__init__.py services/
+COPY flowfleet flowfleet
+COPY services/reward services/reward
