@@ -63,7 +63,7 @@ class Measurement:
 
 
 LOOP = "bench.speed.loop --compile --logs {work}/{name}"
-PROOF = "bench.speed.proof --engine vllm-omni --seeds 1 2 3"
+PROOF = "bench.learning.proof --engine vllm-omni --seeds 1 2 3"
 TINY_LOOP = "--tiny --images 8 --group-size 4 --batch-size 8 --micro-batch 4 --steps 2 --warm-up 1"
 MEASUREMENTS = (
     Measurement("rollout", "rollout", 1, 420, "bench.speed.rollout --compile --images 96 --warm-up 2"),

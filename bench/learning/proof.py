@@ -1,7 +1,7 @@
 """Does a model learn as well with another rollout engine, and on accelerators? A recipe is trained, and its curve held
 against the seeds in docs/results.md, which the diffusers engine sampled on CPUs.
 
-    python -m bench.speed.proof --recipe tiny_ocr --engine vllm-omni [--seeds 1 2 3] [--cpu]
+    python -m bench.learning.proof --recipe tiny_ocr --engine vllm-omni [--seeds 1 2 3] [--cpu]
 
 On two accelerators the rollout has the first and the trainer the second, and what is trained, be it all weights or an
 adapter, travels by NCCL. With one, or none, all weights go by Gloo and an adapter as a blob. The figures are a line of
@@ -78,7 +78,7 @@ def seeds_after(recipe: str, page: str) -> tuple[float, float, float]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m bench.speed.proof", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench.learning.proof", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--recipe", default="tiny_ocr")
     parser.add_argument("--engine", choices=("diffusers", "vllm-omni"), default="vllm-omni")
