@@ -142,10 +142,11 @@ class Faults(Release):
         )
 
     def helm(self, verb: str, *more: str) -> None:
-        """Also waits until no controller of before is left: it leads, and starts trainers, until its end."""
+        """Also waits until a controller of now leads: before, a trainer's Job starts lost pods again as they were."""
         before = self.names("controller")
         super().helm(verb, *more)
-        self.wait("the end of the controllers of before", lambda: not before & self.names("controller"), 60)
+        self.wait("the end of the controllers of before", lambda: not before & self.all_names(), 60)
+        self.said("became leader", 60)
 
     def upgrade(self) -> None:
         """Upgrades like an operator who wants the new trainer image at once: docs/operations.md, Upgrade."""
@@ -183,8 +184,12 @@ class Faults(Release):
             120,
         )
 
+    def all_names(self) -> set[str]:
+        """Names of all pods, those on their way out included: a controller leads until its end."""
+        return {pod["metadata"]["name"] for pod in self.cluster.get("pods")}
+
     def tags(self, *components: str) -> set[str]:
-        """Tags of the images of their pods, those on their way out included."""
+        """Tags of the images of their pods."""
         images = [pod["spec"]["containers"][0]["image"] for name in components for pod in self.pods(name)]
         return {str(image).rpartition(":")[2] for image in images}
 
