@@ -18,6 +18,7 @@ WORDS = {
     r"\basync (def|with|for)\b": r"\1",
     r"import asyncio\n(import time\n)?": "import time\n",
     r"asyncio\.sleep": "time.sleep",
+    r"asyncio\.to_thread\((\w+), ": r"\1(",
     r"Awaitable\[(\w+)\]": r"\1",
     r"AsyncIterator, Awaitable, Callable": "Callable, Iterator",
     r"AsyncIterator": "Iterator",

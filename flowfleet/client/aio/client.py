@@ -100,7 +100,7 @@ class AsyncClient(AsyncTransport):
         path = Path(path)
         if path.is_dir():
             raise ValueError(f"{path} is a folder: upload one file, such as .parquet")
-        url = f"/v1/uploads/{digest_of(path)}/{name_of(path)}"
+        url = f"/v1/uploads/{await asyncio.to_thread(digest_of, path)}/{name_of(path)}"
         headers = {"content-type": "application/octet-stream", "content-length": str(path.stat().st_size)}
         return read(Upload, (await self._call("PUT", url, content=AsyncPieces(path), headers=headers)).json()).place
 

@@ -45,12 +45,12 @@ async def download(ask: Callable[[], Awaitable[ModelManifest]], fetch: Fetch, fo
 
 async def _fill(folder: Path, manifest: ModelManifest, fetch: Fetch) -> None:
     names = {name: check_name(name) for name in manifest.files}
-    if _is_whole(folder, manifest):
+    if await asyncio.to_thread(_is_whole, folder, manifest):
         return
     _take(folder, manifest)
     for name, file in manifest.files.items():
         path = folder / names[name]
-        if not _is_file(path, file):
+        if not await asyncio.to_thread(_is_file, path, file):
             await _write(path, name, file, fetch)
     (folder / MANIFEST).write_text(manifest.model_dump_json(indent=1), encoding="utf-8")
     (folder / MARK).unlink(missing_ok=True)

@@ -1,6 +1,7 @@
 """The asynchronous client against a real controller, and that the synchronous one is made of it."""
 
 import asyncio
+import hashlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
@@ -10,10 +11,14 @@ import pytest
 from docs.generate import client as generator
 from flowfleet.client import ApiError, AsyncClient
 from flowfleet.client.types import JobStatus
+from flowfleet.job.model_files import read_manifest
 from services.controller.store.jobs import JobStore
+from tests.flowfleet.conftest import IdleController
 from tests.flowfleet.idle_controller import in_store, job_settings
+from tests.models_on_disk import write_model
 
 T = TypeVar("T")
+WEIGHTS = bytes(range(256)) * 20_000
 
 
 @pytest.mark.parametrize("name", generator.NAMES)
@@ -63,3 +68,20 @@ def test_mistakes_are_the_same_errors(api_url: str) -> None:
         asked(api_url, lambda client: client.find("ffff"))
     with pytest.raises(ApiError, match=r"no controller answers at http://127\.0\.0\.1:9"):
         asked("http://127.0.0.1:9", lambda client: client.fleet())
+
+
+@pytest.mark.anyio
+async def test_files_go_and_come(api_url: str, idle_controller: IdleController, tmp_path: Path) -> None:
+    """A prompt file as an upload; a model, whole and once."""
+    prompts = tmp_path / "mine.csv"
+    prompts.write_text("prompt\na sign\n")
+    async with AsyncClient(api_url) as client:
+        place = await client.upload(prompts)
+        digest = hashlib.sha256(b"prompt\na sign\n").hexdigest()
+        assert place == f"upload:{digest}/mine.csv"
+        job = await client.submit({**job_settings(tmp_path), "data": {"train": place}})
+        write_model(idle_controller.state_dir / "jobs" / job.id / "model", job.id, 4, WEIGHTS)
+        found = await client.download_model(job.id, tmp_path / "here")
+        assert found == read_manifest(tmp_path / "here") == await client.download_model(job.id, tmp_path / "here")
+    [weights] = (tmp_path / "here").rglob("*.safetensors")
+    assert weights.read_bytes() == WEIGHTS
