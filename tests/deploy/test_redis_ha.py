@@ -157,6 +157,7 @@ def test_after_a_power_cut_the_last_primary_leads(pods: RedisPods, client: redis
     if pods.primary is pods.pods[0]:
         assert pods.pods[0].run("leave.sh") == 0
     first, primary = pods.pods[0], pods.primary
+    wait_until(lambda: primary.client().info("replication")["min_slaves_good_slaves"] == 2, 60)
     first.kill()
     client.set("ff:newest", "1")
     pods.kill()
