@@ -74,7 +74,7 @@ def name_of(place: str | Path) -> HubName | None:
     """The name, where a place is one: no path that is there, and written as ORG/NAME[@REVISION]."""
     text = str(place)
     match = _NAME.fullmatch(text)
-    if match is None or ".." in text or Path(text).exists():
+    if match is None or ".." in text or os.path.exists(text):
         return None
     return HubName(match[1], match[2] or "")
 

@@ -15,7 +15,8 @@ from rich.text import Text
 from flowfleet.cli.options import out, tell
 from flowfleet.client.progress import duration, number
 from flowfleet.client.types import Fleet, Job, Sample
-from flowfleet.job.spec import JobSpec, parse_job
+from flowfleet.client.uploading import value_at
+from flowfleet.job.spec import JobSpec
 from flowfleet.local.stack import Stack
 
 SHORT_ID = 13
@@ -100,10 +101,8 @@ def show_warnings(warnings: Iterable[str], console: Console) -> None:
 
 def show_uploads(spec: JobSpec, job: Job, console: Console) -> None:
     """Prints which data of a submitted job were uploaded."""
-    sent = [file for source in spec.data.each for file in source.files("prompts")]
-    taken = [file for source in parse_job(job.spec).data.each for file in source.files("prompts")]
-    for (setting, before, _), (_, now, _) in zip(sent, taken, strict=True):
-        if before != now:
+    for setting, before, _ in spec.data_files:
+        if (now := value_at(job.spec, setting)) != before:
             console.print(Text(f"{setting}: uploaded {before} as {now}"), soft_wrap=True)
 
 

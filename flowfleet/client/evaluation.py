@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from flowfleet import hub
 from flowfleet.client.client import Client
 from flowfleet.client.comparison import Evaluated
 from flowfleet.client.types import ApiError, Job, JobStatus
@@ -154,10 +155,18 @@ def _of_job(client: Client, adapter: str, data: Mapping[str, Any], is_here: bool
     if found.kind == "pipeline":
         return Start(adapter, {"model.path": place})
     trained, used = str(job.spec["model"]["path"]), str(data["model"].get("path"))
-    if trained != used and not (is_here and Path(trained).resolve() == Path(used).resolve()):
+    if not _is_same_model(trained, used, is_here):
         say(f"warning: {adapter} was trained on {trained}, and is evaluated on {used}")
     lora = {f"trainer.lora.{name}": job.spec["trainer"]["lora"].get(name) for name in LORA}
     return Start(adapter, {"model.adapter": place, **lora})
+
+
+def _is_same_model(trained: str, used: str, is_here: bool) -> bool:
+    """Whether two places are one model. A Hub name without a commit counts as each of its model's commits."""
+    first, second = hub.origin_of(trained), hub.origin_of(used)
+    if first is not None and second is not None and first.repo == second.repo:
+        return first.revision == second.revision or not (first.is_pinned and second.is_pinned)
+    return trained == used or (is_here and Path(trained).resolve() == Path(used).resolve())
 
 
 def _spec(data: Mapping[str, Any], start: Start) -> JobSpec:

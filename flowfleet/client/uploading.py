@@ -47,7 +47,7 @@ def files_to_upload(
 ) -> dict[str, Path]:
     """Setting to file, of the data files that the controller refused and one of `folders` has."""
     settings = dict.fromkeys(problem.setting for problem in refused if problem.setting.startswith("data."))
-    return {setting: path for setting in settings if (path := _own(_value(dict(job), setting), folders)) is not None}
+    return {setting: path for setting in settings if (path := _own(value_at(dict(job), setting), folders)) is not None}
 
 
 def with_places(job: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def with_places(job: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, 
     changed = copy.deepcopy(dict(job))
     for setting, place in places.items():
         *tables, name = setting.split(".")
-        _value(changed, ".".join(tables))[name] = place
+        value_at(changed, ".".join(tables))[name] = place
     return changed
 
 
@@ -65,7 +65,7 @@ def _own(written: Any, folders: Sequence[Path]) -> Path | None:
     return next((path for folder in folders if (path := folder / written).is_file()), None)
 
 
-def _value(job: Any, setting: str) -> Any:
+def value_at(job: Any, setting: str) -> Any:
     """What a job holds at a dotted setting; None where there is nothing."""
     for name in setting.split("."):
         if isinstance(job, dict):

@@ -502,6 +502,11 @@ def _base(job: JobSpec) -> Iterator[str]:
             f'trainer.samples = "{job.trainer.samples}" samples with the base in model.dtype, and model.base = "fp8" '
             'is another policy: set trainer.samples = "no", or leave model.base out'
         )
+    if job.loss.kind == "policy" and job.algorithm.old_log_probs == "rollout":
+        yield (
+            'algorithm.old_log_probs = "rollout" with model.base = "fp8" would put an unmeasured gap into the ratio of '
+            'the loss: set algorithm.old_log_probs to "first_forward" or "recompute"'
+        )
     if job.trainer.lora.merge:
         yield (
             'model.base = "fp8" exports the adapter alone: leave trainer.lora.merge out, and merge the adapter into '

@@ -68,6 +68,7 @@ class Beats:
         """The job's, from `configure` on."""
         self._world_size = world_size
         self._phase, self._count, self._signs = Phase.IDLE, 0, 0
+        self._is_compiling = False
         self._others: list[RankProgress] = []
         self._store: Any = None
         self._asked_at = float("-inf")
@@ -88,17 +89,21 @@ class Beats:
             self._enter(outer)
 
     def watch_compilations(self) -> None:
-        """Declares every compilation of torch.compile, also those that a backward or another input begins."""
+        """Declares every compilation of torch.compile, also those that a backward or another input begins. A rank that
+        samples compiles in another thread, whatever its working thread does meanwhile."""
         from torch._dynamo.callback import callback_handler  # takes seconds to import
 
-        outer: list[Phase] = []
-
         def begin(_: Any) -> None:
-            outer.append(self._phase)
-            self._enter(Phase.COMPILE)
+            self._is_compiling = True
+            self._count += 1
+            self._make_heard()
+
+        def end(_: Any) -> None:
+            self._is_compiling = False
+            self._count += 1
 
         callback_handler.register_start_callback(begin)
-        callback_handler.register_end_callback(lambda _: self._enter(outer.pop()))
+        callback_handler.register_end_callback(end)
 
     def progress(self) -> list[RankProgress]:
         """What is known of all ranks. The controller asks rank 0 for it."""
@@ -118,8 +123,6 @@ class Beats:
     def _enter(self, phase: Phase) -> None:
         self._phase = phase
         self._count += 1
-        if phase is Phase.COMPILE:
-            self._make_heard()
 
     def _make_heard(self) -> None:
         if self.rank > 0:
@@ -130,8 +133,9 @@ class Beats:
 
     def _sign(self) -> RankProgress:
         self._signs += 1
-        limit = limit_s(self._phase, self.timeouts)
-        return RankProgress(rank=self.rank, phase=self._phase, limit_s=limit, count=self._count, signs=self._signs)
+        phase = Phase.COMPILE if self._is_compiling and self._phase is not Phase.IDLE else self._phase
+        limit = limit_s(phase, self.timeouts)
+        return RankProgress(rank=self.rank, phase=phase, limit_s=limit, count=self._count, signs=self._signs)
 
     def _carry(self) -> None:
         keys = [_key(rank) for rank in range(1, self._world_size)]

@@ -34,6 +34,7 @@ def test_a_name_is_not_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert hub.name_of("Qwen/Qwen-Image@refs/pr/3") == hub.HubName("Qwen/Qwen-Image", "refs/pr/3")
     for path in ("models/mine", "/Qwen/Qwen-Image", "./a/b", "a/b/c", "a", "../a", "a/..", "job:1/2", "s3://a/b"):
         assert hub.name_of(path) is None, path
+    assert hub.name_of(f"models/{'x' * 300}") is not None  # no file can have this name, and asking for it is no error
 
 
 def test_a_pipeline_is_downloaded_as_far_as_it_is_read(site: Site) -> None:

@@ -37,10 +37,10 @@ class Uploads:
         self._file_bytes, self._all_bytes = file_bytes, all_bytes
         self._slots = asyncio.Semaphore(AT_ONCE)
 
-    def check(self, size_bytes: int) -> None:
-        """Raises TooLarge for a file of this size, Full where the uploads have no room for it."""
+    def check(self, digest: str, name: str, size_bytes: int) -> None:
+        """Raises TooLarge for a file of this size, Full where the uploads have no room for it next to the others."""
         self._check_size(size_bytes)
-        if self._total() + size_bytes > self._all_bytes:
+        if self._total(self._folder / digest / name) + size_bytes > self._all_bytes:
             raise Full(
                 f"this controller keeps at most {self._all_bytes} bytes of uploads: delete jobs that are "
                 "not needed, or have the operator raise --limit uploads_bytes"
@@ -54,6 +54,7 @@ class Uploads:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 size = await self._write(part, digest, body)
+                await asyncio.to_thread(self.check, digest, name, size)
                 await asyncio.to_thread(self._keep, part, self._folder / digest, name)
             except OSError as error:
                 raise Full(f"the controller could not write the upload: {error}") from error
@@ -85,7 +86,6 @@ class Uploads:
                 found.update(data)
                 await asyncio.to_thread(file.write, data)
             await asyncio.to_thread(_sync, file)
-        await asyncio.to_thread(self.check, size)
         if found.hexdigest() != digest:
             raise InvalidRequest(f"the body's SHA-256 is {found.hexdigest()}, not the path's: send the file again")
         return size
@@ -102,10 +102,10 @@ class Uploads:
         os.replace(part, folder / name)
         os.utime(folder)
 
-    def _total(self) -> int:
-        """Bytes of whole uploads; parts are bounded by their number."""
+    def _total(self, replaced: Path) -> int:
+        """Bytes of whole uploads but one; parts are bounded by their number."""
         folders = [Path(entry) for entry in self._entries() if entry.is_dir()]
-        return sum(path.stat().st_size for folder in folders for path in folder.iterdir())
+        return sum(path.stat().st_size for folder in folders for path in folder.iterdir() if path != replaced)
 
     def _entries(self) -> Iterator[os.DirEntry[str]]:
         with contextlib.suppress(FileNotFoundError), os.scandir(self._folder) as entries:

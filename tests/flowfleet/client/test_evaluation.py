@@ -149,6 +149,24 @@ def test_an_adapter_of_another_model_is_told(
     ]
 
 
+def test_a_hub_name_without_a_commit_is_the_model_that_a_job_pinned(
+    client: Client, idle_controller: IdleController, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = with_model(client, idle_controller, json.loads(file.read_text()) | {"trainer": {}, "schedule": {}} | {
+        "data": {"train": str(tmp_path / "prompts.txt")}
+    })  # fmt: skip
+    job, trained = client.find(job_id), f"Org/Model@{'a' * 40}"
+    job.spec["model"]["path"] = trained
+    monkeypatch.setattr(client, "find", lambda which: job)
+    told: list[str] = []
+    for used in ("Org/Model", "Org/Model@main", trained, f"/cache/models--Org--Model/snapshots/{'a' * 40}"):
+        specs(client, file, f"job:{job_id}", changes=[f"model.path={used}"], say=told.append)
+        assert told == [], used
+    for used in (f"Org/Model@{'b' * 40}", "Org/Other", "/models/mine"):
+        specs(client, file, f"job:{job_id}", changes=[f"model.path={used}"], say=told.append)
+        assert told.pop() == f"warning: job:{job_id} was trained on {trained}, and is evaluated on {used}"
+
+
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 

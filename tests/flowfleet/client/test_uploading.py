@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from rich.console import Console
 
+from flowfleet.cli.views import show_uploads
 from flowfleet.client import Client
 from flowfleet.client.types import ApiError
+from flowfleet.job.files import prepare_job
 from flowfleet.prompts.uploads import name_of, parts_of, place_of
 from tests.flowfleet.idle_controller import job_settings
 
@@ -71,6 +75,17 @@ def test_a_file_beside_the_job_is_uploaded_and_named(job_file: Path) -> None:
     assert controller.files[place] == b"prompt\na sign\n"
     assert [job["data"]["train"] for job in controller.submitted] == [place]
     assert len(set(controller.keys)) == 1, "both tries are one submit"
+
+
+def test_what_was_uploaded_is_told_also_of_a_newer_controllers_job(job_file: Path) -> None:
+    controller, console = Controller(), Console(file=io.StringIO(), width=200)
+    spec = prepare_job(job_file, same_machine=False)
+    with controller.client() as client:
+        job = client.submit(spec, file=job_file)
+    job.spec["rollout"]["setting_of_tomorrow"] = 1
+    show_uploads(spec, job, console)
+    (place,) = controller.files
+    assert console.file.getvalue() == f"data.train: uploaded train.csv as {place}\n"  # type: ignore[attr-defined]
 
 
 def test_sources_are_uploaded_each_and_urls_stay(job_file: Path) -> None:

@@ -381,6 +381,11 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         'trainer.samples = "idle" samples with the base in model.dtype',
         'set trainer.samples = "no"',
     ),
+    "a quantized base and the rollout's log-probs": (
+        {"model": {"path": "m", "base": "fp8"}, "algorithm": {"old_log_probs": "rollout"}},
+        'algorithm.old_log_probs = "rollout" with model.base = "fp8"',
+        'set algorithm.old_log_probs to "first_forward" or "recompute"',
+    ),
     "a quantized base with the adapter merged": (
         {"model": {"path": "m", "base": "fp8"}, "trainer": {"lora": {"merge": True}}},
         'model.base = "fp8" exports the adapter alone',

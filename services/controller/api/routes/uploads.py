@@ -31,7 +31,7 @@ async def upload(
     """Stores a prompt file, the body, for jobs to name as `place`. Sent again it is stored once. It is deleted with the
     last job that names it, a day after it was last sent at the earliest."""
     length = request.headers.get("content-length", "0")
-    await asyncio.to_thread(use.uploads.check, int(length[:20]) if length.isdecimal() else 0)
+    await asyncio.to_thread(use.uploads.check, sha256, name, int(length[:20]) if length.isdecimal() else 0)
     size = await use.uploads.put(sha256, name, _body(request))
     return Upload(place=place_of(sha256, name), size_bytes=size)
 

@@ -90,6 +90,8 @@ async def test_limits_hold_with_and_without_a_length(settings: ControllerSetting
         full = await put(api, b"b" * 100, "a.txt")
         assert (full.status_code, "--limit uploads_bytes" in full.json()["detail"]) == (507, True)
         assert stored(api) == [f"{sha256(b'a' * 100)}/a.txt"]
+        assert (await put(api, b"a" * 100, "a.txt")).status_code == 201  # what is there needs no room again
+        assert (await put(api, b"a" * 100, "b.txt")).status_code == 507
 
 
 async def test_a_body_that_pauses_is_ended(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
