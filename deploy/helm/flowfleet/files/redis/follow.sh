@@ -25,4 +25,7 @@ while true; do
 done
 echo "masterauth $REDISCLI_AUTH"
 echo "replica-announce-ip $REDIS_SELF"
-if [ "$host" != "$REDIS_SELF" ]; then echo "replicaof $host 6379"; fi
+if [ "$host" != "$REDIS_SELF" ]; then
+  echo "replicaof $host 6379"
+  echo "replica-priority 0" # may not be elected before it has what its primary has: probe.sh
+fi
