@@ -43,6 +43,14 @@ class Desired(StrEnum):
 TERMINAL = tuple(status for status in JobStatus if status.terminal)
 
 
+class Right(StrEnum):
+    """What an API key may do, ascending: each includes those before it."""
+
+    LOOK = "look"  # read everything
+    VOTE = "vote"  # judge samples as well
+    STEER = "steer"  # submit, steer and delete jobs as well
+
+
 class Health(StrEnum):
     """Health of a replica, as the controller sees it."""
 
@@ -309,6 +317,19 @@ class Upload(Answer):
     place: str
     """Names it in a job's data: `upload:SHA256/NAME`."""
     size_bytes: int
+
+
+class Session(Answer):
+    """Who asks, and what they may do."""
+
+    login: bool
+    """Whether the controller asks for an API key."""
+    name: str = ""
+    """Holder of the key."""
+    may: Right | None = None
+    """Null without a valid key or session."""
+    expires_at: datetime | None = None
+    """End of a browser's session."""
 
 
 class ApiError(Exception):

@@ -100,6 +100,11 @@ def demand() -> str:
     return fleet_key("demand")
 
 
+def session(digest: str) -> str:
+    """A browser's session, by the SHA-256 of its token."""
+    return fleet_key("sessions", digest)
+
+
 def changes() -> str:
     """Pub/sub channel on which controllers tell each other to look again: jobs, or demand."""
     return fleet_key("changes")

@@ -31,6 +31,7 @@ def main(argv: Sequence[str], runner_factory: SchedulerFactory = JobScheduler) -
         settings = ControllerSettings.from_command_line(argv)
         configure_logging("controller", settings.log_level)
         certificates = tls.from_env()
+        app = create_app(settings, runner_factory)
     except ValueError as error:
         print(f"services.controller: error: {error}", file=sys.stderr)
         return 2
@@ -39,7 +40,7 @@ def main(argv: Sequence[str], runner_factory: SchedulerFactory = JobScheduler) -
     gc.freeze()
     gc.set_threshold(*COLLECT)
     hide_memory()
-    server = Server(create_app(settings, runner_factory), settings, certificates)
+    server = Server(app, settings, certificates)
     try:
         server.run()
     except SystemExit:  # uvicorn's way to say that it could not start; it has logged why

@@ -15,12 +15,16 @@ from services.controller.api import openapi, problems
 from services.controller.api.auth import Guard
 from services.controller.api.connections import Streams
 from services.controller.api.dependencies import Services
+from services.controller.api.keys import Keys
 from services.controller.api.routes import history as api_history
 from services.controller.api.routes import jobs as api_jobs
 from services.controller.api.routes import models as api_models
+from services.controller.api.routes import page as api_page
 from services.controller.api.routes import rewards as api_rewards
+from services.controller.api.routes import session as api_session
 from services.controller.api.routes import system as api_system
 from services.controller.api.routes import uploads as api_uploads
+from services.controller.api.sessions import Sessions
 from services.controller.concurrency import end
 from services.controller.metrics.gauges import count_jobs
 from services.controller.platform import open_platform
@@ -34,11 +38,12 @@ from services.controller.store.jobs import JobStore
 
 def create_app(settings: ControllerSettings, runner_factory: SchedulerFactory) -> FastAPI:
     """An app that runs jobs while its lifespan lasts."""
+    keys = Keys(settings.api_key.get_secret_value() if settings.api_key else None, settings.keys_file)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            app.state.services = await _start(settings, runner_factory, stack)
+            app.state.services = await _start(settings, keys, runner_factory, stack)
             yield
 
     app = FastAPI(
@@ -50,18 +55,19 @@ def create_app(settings: ControllerSettings, runner_factory: SchedulerFactory) -
         redoc_url=None,
         redirect_slashes=False,
     )
-    rooms = (api_jobs, api_uploads, api_rewards, api_history, api_models, api_system)
+    rooms = (api_session, api_jobs, api_uploads, api_rewards, api_history, api_models, api_system, api_page)
     routers = [room.router for room in rooms]
     for router in routers:
         app.include_router(router)
     problems.install(app, [route for router in routers for route in router.routes])
     openapi.install(app)
-    key = settings.api_key.get_secret_value() if settings.api_key else None
-    app.add_middleware(Guard, api_key=key)
+    app.add_middleware(Guard, keys=keys)
     return app
 
 
-async def _start(settings: ControllerSettings, runner_factory: SchedulerFactory, stack: AsyncExitStack) -> Services:
+async def _start(
+    settings: ControllerSettings, keys: Keys, runner_factory: SchedulerFactory, stack: AsyncExitStack
+) -> Services:
     """What is pushed on the stack is undone in reverse."""
     redis = connect(settings.redis_url.get_secret_value())
     stack.push_async_callback(redis.aclose)
@@ -98,6 +104,8 @@ async def _start(settings: ControllerSettings, runner_factory: SchedulerFactory,
         Memory(redis, settings.keep),
         Streams(settings.max_streams),
         settings.uploads,
+        keys,
+        Sessions(redis, keys),
     )
     leaving = asyncio.create_task(_leave(services), name="hand over at once")
     stack.push_async_callback(end, [leaving])

@@ -58,6 +58,8 @@ class ControllerSettings(BaseModel):
     """More of them, a line each as in ocr-v2 = "127.0.0.1:7012" (TOML); it is read again when it changes."""
     api_key: SecretStr | None = None
     """FLOWFLEET_API_KEY: required of clients when set; must be set beyond loopback."""
+    keys_file: Path | None = None
+    """More keys, a table each with holder, digest and right (api/keys.py); it is read again when it changes."""
     blobs: str = "redis"
     """FLOWFLEET_BLOBS: "redis", or the fsspec URL of the blob store."""
     keep: Keep = Keep()
@@ -155,7 +157,7 @@ class ControllerSettings(BaseModel):
 
     @model_validator(mode="after")
     def _key_beyond_loopback(self) -> ControllerSettings:
-        if not self.local and self.api_key is None:
+        if not self.local and self.api_key is None and self.keys_file is None:
             raise ValueError(
                 f"--host {self.host} can be reached from other machines: set {API_KEY} to a secret that clients must "
                 "send, or bind --host 127.0.0.1"
@@ -279,6 +281,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--reward", action="append", default=[], metavar="NAME=HOST:PORT", help="a reward service")
     parser.add_argument(
         "--rewards-file", type=Path, metavar="FILE", help='more of them, NAME = "HOST:PORT" a line; read as it changes'
+    )
+    parser.add_argument(
+        "--keys-file", type=Path, metavar="FILE", help="more API keys and what each may do (TOML); read as it changes"
     )
     parser.add_argument(
         "--keep",

@@ -1,44 +1,111 @@
-"""Who may speak to the REST API: holders of the API key, or without one, programs of this machine that mean it.
+"""Who may speak to the REST API: holders of an API key, browsers with a session that a key opened, or without keys,
+programs of this machine that mean it.
 
 A loopback address alone keeps no browser out: a page of any site may send requests to it, or rename its own host to
 127.0.0.1 (DNS rebinding). So without a key, requests that name another host, or come from a page of another origin,
-are refused.
+are refused. A browser sends its session's cookie by itself, so what a cookie proves changes nothing unless the
+request comes from our own page.
 """
 
 from __future__ import annotations
 
-import hmac
+import re
+from http.cookies import CookieError, SimpleCookie
 from urllib.parse import urlsplit
 
+from redis.exceptions import RedisError
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from flowfleet.client.types import Right
 from flowfleet.process.service import is_loopback
-from services.controller.api.problems import problem
+from flowfleet.redis.trouble import trouble
+from services.controller.api.keys import ANYONE, Holder, Keys
+from services.controller.api.problems import RETRY_S, problem
+from services.controller.api.sessions import COOKIE
 
-OPEN_PATHS = frozenset({"/healthz", "/readyz"})
+PROBES = frozenset({"/healthz", "/readyz"})
+SESSION = "/v1/session"
+_PAGE = re.compile(r"/|/page/.*")
+_VOTES = re.compile(r"/v1/jobs/[^/]+/votes(/.*)?")
+_SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
+_RANK = {right: rank for rank, right in enumerate(Right)}
+_NO_KEY = "send the API key as X-API-Key, or as Authorization: Bearer, or log in on the page"
 
 
 class Guard:
-    """ASGI middleware."""
+    """ASGI middleware. Handlers find who asks in the request's state, as `holder`."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
         self._app = app
-        self._key = api_key
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or scope["path"] in PROBES:
             return await self._app(scope, receive, send)
         headers = Headers(scope=scope)
-        if self._key is None:
-            if not _from_this_machine(headers):
-                detail = "without FLOWFLEET_API_KEY the controller answers programs of this machine only"
-                return await problem(403, detail, scope["path"])(scope, receive, send)
-        elif not _equal(_presented(headers), self._key):
-            detail = "send the API key as X-API-Key, or as Authorization: Bearer"
-            response = problem(401, detail, scope["path"], headers={"WWW-Authenticate": "Bearer"})
-            return await response(scope, receive, send)
-        return await self._app(scope, receive, send)
+        try:
+            refusal = await self._refusal(scope, headers)
+        except RedisError as error:
+            refusal = problem(503, trouble(error) or str(error), scope["path"], headers={"Retry-After": RETRY_S})
+        return await (refusal or self._app)(scope, receive, send)
+
+    async def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
+        """Answers who may not do what they ask; None: they may."""
+        path, method = scope["path"], scope["method"]
+        if not self._keys.required:
+            _note(scope, ANYONE)
+            detail = "without FLOWFLEET_API_KEY the controller answers programs of this machine only"
+            return None if _from_this_machine(headers) else problem(403, detail, path)
+        key = _presented(headers)
+        if not key and method not in _SAFE and not _from_our_page(headers):
+            if not headers.get("cookie") and path != SESSION:
+                return _unknown(path)
+            return problem(403, "the request does not come from the controller's own page: send an API key", path)
+        holder = self._keys.holder(key) if key else await self._by_cookie(scope, headers)
+        _note(scope, holder)
+        if path == SESSION or (method in _SAFE and _PAGE.fullmatch(path)):
+            return None
+        if holder is None:
+            return _unknown(path)
+        needed = _needed(method, path)
+        if _RANK[holder.may] < _RANK[needed]:
+            detail = f"the key of {holder.name} may {holder.may}; this needs a key that may {needed}"
+            return problem(403, detail, path)
+        return None
+
+    async def _by_cookie(self, scope: Scope, headers: Headers) -> Holder | None:
+        token = session_token(headers)
+        return await scope["app"].state.services.sessions.find(token) if token else None
+
+
+def session_token(headers: Headers) -> str:
+    """The session's token; empty without one."""
+    try:
+        morsel = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+    except CookieError:
+        return ""
+    return morsel.value if morsel else ""
+
+
+def over_tls(scope: Scope, headers: Headers) -> bool:
+    """Whether a browser reached the page by HTTPS, through a proxy that ends TLS as well: its Origin says so."""
+    return scope["scheme"] == "https" or headers.get("origin", "").startswith("https://")
+
+
+def _note(scope: Scope, holder: Holder | None) -> None:
+    scope.setdefault("state", {})["holder"] = holder
+
+
+def _unknown(path: str) -> Response:
+    return problem(401, _NO_KEY, path, headers={"WWW-Authenticate": "Bearer"})
+
+
+def _needed(method: str, path: str) -> Right:
+    if method in _SAFE:
+        return Right.LOOK
+    return Right.VOTE if _VOTES.fullmatch(path) else Right.STEER
 
 
 def _presented(headers: Headers) -> str:
@@ -46,9 +113,15 @@ def _presented(headers: Headers) -> str:
     return headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else "")
 
 
-def _equal(presented: str, key: str) -> bool:
-    """In constant time."""
-    return hmac.compare_digest(presented.encode(), key.encode())
+def _from_our_page(headers: Headers) -> bool:
+    """Whether a browser says that the page is of this very origin. Proxies may rename the host, but not this mark."""
+    if (site := headers.get("sec-fetch-site")) is not None:
+        return site == "same-origin"
+    try:
+        origin = urlsplit(headers.get("origin", ""))
+        return bool(origin.netloc) and origin.netloc.lower() == headers.get("host", "").lower()
+    except ValueError:
+        return False
 
 
 def _from_this_machine(headers: Headers) -> bool:

@@ -16,6 +16,8 @@ from flowfleet.data.blobs import BlobStore
 from flowfleet.errors import NotFound
 from services.controller.api.comparisons import Comparisons
 from services.controller.api.connections import Streams
+from services.controller.api.keys import Holder, Keys
+from services.controller.api.sessions import Sessions
 from services.controller.fleet.directory import Directory
 from services.controller.ports import Scheduler
 from services.controller.prompts.sources import Sources
@@ -41,6 +43,8 @@ class Services:
     memory: Memory
     streams: Streams
     uploads: Uploads
+    keys: Keys
+    sessions: Sessions
     comparisons: Comparisons = field(default_factory=Comparisons)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server shuts down: open streams end."""
@@ -51,6 +55,14 @@ def _services(request: Request) -> Services:
 
 
 Use = Annotated[Services, Depends(_services)]
+
+
+def _holder(request: Request) -> Holder | None:
+    return cast("Holder | None", request.state.holder)
+
+
+MaybeHolder = Annotated[Holder | None, Depends(_holder)]
+"""Who asks; none where a call is open to strangers."""
 
 
 def _job_id(job_id: str) -> str:

@@ -12,6 +12,7 @@ from flowfleet.client.types import Problem
 from flowfleet.job.spec import JobSpec
 from flowfleet.rewards.changes import RewardChange
 from services.controller.api.problems import MEDIA_TYPE
+from services.controller.api.sessions import COOKIE
 
 _REF = "#/components/schemas/{model}"
 _HEADERS = {
@@ -48,6 +49,9 @@ def _exact(page: dict[str, Any]) -> dict[str, Any]:
     change = page["paths"]["/v1/jobs/{job_id}/rewards"]["patch"]
     change["requestBody"] = {"required": True, "content": _content("application/json", "RewardChange")}
     upload = page["paths"]["/v1/uploads/{sha256}/{name}"]["put"]
+    login = page["paths"]["/v1/session"]["post"]
+    key = {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]}
+    login["requestBody"] = {"required": True, "content": {"application/json": {"schema": key}}}
     octets = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
     upload["requestBody"] = {"required": True, "content": octets}
     problem = {"description": "Problem", "headers": _HEADERS, "content": _content(MEDIA_TYPE, "Problem")}
@@ -61,8 +65,9 @@ def _exact(page: dict[str, Any]) -> dict[str, Any]:
     page["components"]["securitySchemes"] = {
         "key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
         "bearer": {"type": "http", "scheme": "bearer"},
+        "session": {"type": "apiKey", "in": "cookie", "name": COOKIE},
     }
-    page["security"] = [{"key": []}, {"bearer": []}, {}]
+    page["security"] = [{"key": []}, {"bearer": []}, {"session": []}, {}]
     return page
 
 
