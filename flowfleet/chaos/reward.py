@@ -30,7 +30,7 @@ from flowfleet.proto.reward_pb2 import (
     ScoreResponse,
 )
 from flowfleet.proto.reward_pb2_grpc import RewardServiceServicer, add_RewardServiceServicer_to_server
-from flowfleet.rewards.requests import CONTRACT, SERVICE_NAME
+from flowfleet.rewards.requests import SERVICE_NAME, contract_of
 from flowfleet.rpc import endpoint as rpc
 
 NAME = "brightness"
@@ -48,7 +48,7 @@ class ChaosReward(RewardServiceServicer):
         return DescribeResponse(
             name=NAME,
             version="1",
-            contract=CONTRACT,
+            contract=contract_of(may_wait=False),
             modalities=[MODALITY_IMAGE],
             max_batch_size=MAX_BATCH,
             score_min=0.0,

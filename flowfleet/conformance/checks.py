@@ -63,10 +63,11 @@ def require_refused(answer: Answer, *codes: grpc.StatusCode) -> str:
 
 
 def require_scores(scores: dict[str, RewardScore], ids: list[str]) -> None:
-    """Fault unless each of these samples has a score."""
+    """Fault unless each of these samples has a score, or one that is pending."""
     for sample_id in ids:
         require(sample_id in scores, f"sample {sample_id!r} is missing in the answer")
-        require(scores[sample_id].WhichOneof("outcome") == "score", f"{sample_id!r}: {outcome(scores[sample_id])}")
+        kind = scores[sample_id].WhichOneof("outcome")
+        require(kind in ("score", "pending"), f"{sample_id!r}: {outcome(scores[sample_id])}")
 
 
 def said(error: grpc.aio.AioRpcError) -> str:
@@ -79,6 +80,8 @@ def outcome(score: RewardScore) -> str:
     kind = score.WhichOneof("outcome")
     if kind == "score":
         return f"score {score.score:g}"
+    if kind == "pending":
+        return f"pending {score.pending!r}"
     return f"error {score.error!r}" if kind == "error" else "neither score nor error"
 
 

@@ -45,7 +45,9 @@ async def one_sample(session: Session) -> str | None:
     scores = by_id(response.scores)
     require(samples[0].sample_id in scores, f"sample {samples[0].sample_id!r} is missing in the answer")
     score = scores[samples[0].sample_id]
-    require(score.WhichOneof("outcome") == "score", f"{outcome(score)}; {_KIND}")
+    require(score.WhichOneof("outcome") in ("score", "pending"), f"{outcome(score)}; {_KIND}")
+    if score.HasField("pending"):
+        raise Remark(f"{outcome(score)}: what is asked of scores is not asked of pending ones")
     return outcome(score)
 
 
@@ -241,6 +243,18 @@ def is_score(*given: RewardScore) -> bool:
     return all(one.WhichOneof("outcome") == "score" and math.isfinite(one.score) for one in given)
 
 
+@check("pending", "a pending score says what it waits for, and Describe names contract 2", ONE)
+async def pending(session: Session) -> str | None:
+    waiting = [given for given in session.given if given.WhichOneof("outcome") == "pending"]
+    if not waiting:
+        raise Skip("no score is pending")
+    silent = [given.sample_id for given in waiting if not given.pending]
+    require(not silent, f"{silent and silent[0]!r}: pending is empty, say what the score waits for")
+    number = session.described.contract
+    require(number >= 2, f"Describe names contract {number}: name 2, so that controllers that cannot wait refuse it")
+    return f"{len(waiting)} of {len(session.given)} scores"
+
+
 CHECKS = (
     one_sample,
     full_batch,
@@ -252,5 +266,5 @@ CHECKS = (
     long_prompt,
     newer_fields,
 )
-LAST = (finite, in_range, components)
+LAST = (finite, in_range, components, pending)
 """Checks of all scores that other checks received."""

@@ -425,8 +425,8 @@ class RewardPart(Part):
     gate: GatePart | None = None
     """Gate on the raw score."""
     on_failure: Literal["pause", "drop", "skip"] = "pause"
-    """When the service has failed for `timeouts.rewards_s`: pause the job, drop the samples (`no_score_NAME`), or
-    continue with the other rewards, which is recorded and counted."""
+    """When the service has failed for `timeouts.rewards_s`, or its scores were pending for `timeouts.pending_s`: pause
+    the job, drop the samples (`no_score_NAME`), or continue with the other rewards, which is recorded and counted."""
 
     @field_validator("clip")
     @classmethod
@@ -482,6 +482,9 @@ class TimeoutPart(Part):
     """Limit on one call to a reward service."""
     rewards_s: Seconds = 1800.0
     """A reward that fails is asked again for so long after its samples were first sent; then `on_failure` decides."""
+    pending_s: Annotated[float, Field(ge=1.0, le=31_536_000.0)] = 72_000.0
+    """A reward whose scores are pending, as people have yet to vote, is asked again for so long after its samples were
+    first sent; then `on_failure` decides. Pictures are kept for 24 h; later ones are sampled again."""
     train_step_s: Seconds = 7200.0
     """The updates of one step."""
     publish_s: Seconds = 600.0

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x66lowfleet/v1/reward.proto\x12\x0c\x66lowfleet.v1\"\x11\n\x0f\x44\x65scribeRequest\"\xea\x01\n\x10\x44\x65scribeResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12*\n\nmodalities\x18\x03 \x03(\x0e\x32\x16.flowfleet.v1.Modality\x12\x11\n\tscore_min\x18\x04 \x01(\x01\x12\x11\n\tscore_max\x18\x05 \x01(\x01\x12\x16\n\x0emax_batch_size\x18\x06 \x01(\r\x12\x13\n\x0bneeds_group\x18\x07 \x01(\x08\x12\x12\n\ncomponents\x18\x08 \x03(\t\x12\x10\n\x08\x63ontract\x18\t \x01(\r\x12\x12\n\ncall_bytes\x18\n \x01(\x04\"\xd3\x01\n\x0cRewardSample\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\r\n\x05media\x18\x02 \x01(\x0c\x12\x12\n\nmedia_type\x18\x03 \x01(\t\x12\x0e\n\x06prompt\x18\x04 \x01(\t\x12:\n\x08metadata\x18\x05 \x03(\x0b\x32(.flowfleet.v1.RewardSample.MetadataEntry\x12\x10\n\x08group_id\x18\x06 \x01(\t\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xa2\x01\n\x0cScoreRequest\x12+\n\x07samples\x18\x01 \x03(\x0b\x32\x1a.flowfleet.v1.RewardSample\x12\x36\n\x06params\x18\x02 \x03(\x0b\x32&.flowfleet.v1.ScoreRequest.ParamsEntry\x1a-\n\x0bParamsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xd3\x01\n\x0bRewardScore\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x0f\n\x05score\x18\x02 \x01(\x01H\x00\x12\x0f\n\x05\x65rror\x18\x03 \x01(\tH\x00\x12=\n\ncomponents\x18\x04 \x03(\x0b\x32).flowfleet.v1.RewardScore.ComponentsEntry\x12\x12\n\nmedia_size\x18\x05 \x01(\x04\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07outcome\"K\n\rScoreResponse\x12)\n\x06scores\x18\x01 \x03(\x0b\x32\x19.flowfleet.v1.RewardScore\x12\x0f\n\x07version\x18\x02 \x01(\t*L\n\x08Modality\x12\x18\n\x14MODALITY_UNSPECIFIED\x10\x00\x12\x12\n\x0eMODALITY_IMAGE\x10\x01\x12\x12\n\x0eMODALITY_VIDEO\x10\x02\x32\x9c\x01\n\rRewardService\x12I\n\x08\x44\x65scribe\x12\x1d.flowfleet.v1.DescribeRequest\x1a\x1e.flowfleet.v1.DescribeResponse\x12@\n\x05Score\x12\x1a.flowfleet.v1.ScoreRequest\x1a\x1b.flowfleet.v1.ScoreResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x66lowfleet/v1/reward.proto\x12\x0c\x66lowfleet.v1\"\x11\n\x0f\x44\x65scribeRequest\"\xea\x01\n\x10\x44\x65scribeResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12*\n\nmodalities\x18\x03 \x03(\x0e\x32\x16.flowfleet.v1.Modality\x12\x11\n\tscore_min\x18\x04 \x01(\x01\x12\x11\n\tscore_max\x18\x05 \x01(\x01\x12\x16\n\x0emax_batch_size\x18\x06 \x01(\r\x12\x13\n\x0bneeds_group\x18\x07 \x01(\x08\x12\x12\n\ncomponents\x18\x08 \x03(\t\x12\x10\n\x08\x63ontract\x18\t \x01(\r\x12\x12\n\ncall_bytes\x18\n \x01(\x04\"\xd3\x01\n\x0cRewardSample\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\r\n\x05media\x18\x02 \x01(\x0c\x12\x12\n\nmedia_type\x18\x03 \x01(\t\x12\x0e\n\x06prompt\x18\x04 \x01(\t\x12:\n\x08metadata\x18\x05 \x03(\x0b\x32(.flowfleet.v1.RewardSample.MetadataEntry\x12\x10\n\x08group_id\x18\x06 \x01(\t\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xa2\x01\n\x0cScoreRequest\x12+\n\x07samples\x18\x01 \x03(\x0b\x32\x1a.flowfleet.v1.RewardSample\x12\x36\n\x06params\x18\x02 \x03(\x0b\x32&.flowfleet.v1.ScoreRequest.ParamsEntry\x1a-\n\x0bParamsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xe6\x01\n\x0bRewardScore\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x0f\n\x05score\x18\x02 \x01(\x01H\x00\x12\x0f\n\x05\x65rror\x18\x03 \x01(\tH\x00\x12\x11\n\x07pending\x18\x06 \x01(\tH\x00\x12=\n\ncomponents\x18\x04 \x03(\x0b\x32).flowfleet.v1.RewardScore.ComponentsEntry\x12\x12\n\nmedia_size\x18\x05 \x01(\x04\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07outcome\"K\n\rScoreResponse\x12)\n\x06scores\x18\x01 \x03(\x0b\x32\x19.flowfleet.v1.RewardScore\x12\x0f\n\x07version\x18\x02 \x01(\t*L\n\x08Modality\x12\x18\n\x14MODALITY_UNSPECIFIED\x10\x00\x12\x12\n\x0eMODALITY_IMAGE\x10\x01\x12\x12\n\x0eMODALITY_VIDEO\x10\x02\x32\x9c\x01\n\rRewardService\x12I\n\x08\x44\x65scribe\x12\x1d.flowfleet.v1.DescribeRequest\x1a\x1e.flowfleet.v1.DescribeResponse\x12@\n\x05Score\x12\x1a.flowfleet.v1.ScoreRequest\x1a\x1b.flowfleet.v1.ScoreResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,8 +37,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCOREREQUEST_PARAMSENTRY']._serialized_options = b'8\001'
   _globals['_REWARDSCORE_COMPONENTSENTRY']._loaded_options = None
   _globals['_REWARDSCORE_COMPONENTSENTRY']._serialized_options = b'8\001'
-  _globals['_MODALITY']._serialized_start=969
-  _globals['_MODALITY']._serialized_end=1045
+  _globals['_MODALITY']._serialized_start=988
+  _globals['_MODALITY']._serialized_end=1064
   _globals['_DESCRIBEREQUEST']._serialized_start=43
   _globals['_DESCRIBEREQUEST']._serialized_end=60
   _globals['_DESCRIBERESPONSE']._serialized_start=63
@@ -52,11 +52,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCOREREQUEST_PARAMSENTRY']._serialized_start=631
   _globals['_SCOREREQUEST_PARAMSENTRY']._serialized_end=676
   _globals['_REWARDSCORE']._serialized_start=679
-  _globals['_REWARDSCORE']._serialized_end=890
-  _globals['_REWARDSCORE_COMPONENTSENTRY']._serialized_start=830
-  _globals['_REWARDSCORE_COMPONENTSENTRY']._serialized_end=879
-  _globals['_SCORERESPONSE']._serialized_start=892
-  _globals['_SCORERESPONSE']._serialized_end=967
-  _globals['_REWARDSERVICE']._serialized_start=1048
-  _globals['_REWARDSERVICE']._serialized_end=1204
+  _globals['_REWARDSCORE']._serialized_end=909
+  _globals['_REWARDSCORE_COMPONENTSENTRY']._serialized_start=849
+  _globals['_REWARDSCORE_COMPONENTSENTRY']._serialized_end=898
+  _globals['_SCORERESPONSE']._serialized_start=911
+  _globals['_SCORERESPONSE']._serialized_end=986
+  _globals['_REWARDSERVICE']._serialized_start=1067
+  _globals['_REWARDSERVICE']._serialized_end=1223
 # @@protoc_insertion_point(module_scope)

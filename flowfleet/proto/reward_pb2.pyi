@@ -78,9 +78,11 @@ class DescribeResponse(_message.Message):
     needs_group: _builtins.bool
     """wants all samples of a group in one call"""
     contract: _builtins.int
-    """of this file: 1; 0 counts as 1. The controller refuses what is newer than it knows"""
+    """of this file: 1; 0 counts as 1; 2 where a score may be pending. The controller"""
     call_bytes: _builtins.int
-    """that a call should have at most, where samples may be sent apart: it scores what"""
+    """refuses what is newer than it knows
+    that a call should have at most, where samples may be sent apart: it scores what
+    """
     @_builtins.property
     def modalities(self) -> _containers.RepeatedScalarFieldContainer[Global___Modality.ValueType]:
         """pictures, videos or both; none counts as pictures"""
@@ -255,6 +257,7 @@ class RewardScore(_message.Message):
     SAMPLE_ID_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    PENDING_FIELD_NUMBER: _builtins.int
     COMPONENTS_FIELD_NUMBER: _builtins.int
     MEDIA_SIZE_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
@@ -262,6 +265,8 @@ class RewardScore(_message.Message):
     """finite, from score_min to score_max"""
     error: _builtins.str
     """why there is none; not empty"""
+    pending: _builtins.str
+    """what the score waits for, as people have yet to judge; not empty. Nothing is wrong,"""
     media_size: _builtins.int
     """bytes of the media that this score was computed from, noted where it is computed."""
     @_builtins.property
@@ -274,14 +279,15 @@ class RewardScore(_message.Message):
         sample_id: _builtins.str = ...,
         score: _builtins.float = ...,
         error: _builtins.str = ...,
+        pending: _builtins.str = ...,
         components: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         media_size: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "outcome", b"outcome", "score", b"score"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "outcome", b"outcome", "pending", b"pending", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["components", b"components", "error", b"error", "media_size", b"media_size", "outcome", b"outcome", "sample_id", b"sample_id", "score", b"score"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["components", b"components", "error", b"error", "media_size", b"media_size", "outcome", b"outcome", "pending", b"pending", "sample_id", b"sample_id", "score", b"score"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["score", "error"]  # noqa: Y015
+    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["score", "error", "pending"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
 

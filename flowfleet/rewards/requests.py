@@ -13,8 +13,13 @@ from flowfleet.proto import reward_pb2
 from flowfleet.proto.reward_pb2 import RewardSample, ScoreRequest, ScoreResponse
 
 SERVICE_NAME: Final[str] = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
-CONTRACT: Final = 1
-"""Version of protos/flowfleet/v1/reward.proto that is spoken."""
+CONTRACT: Final = 2
+"""Newest version of protos/flowfleet/v1/reward.proto that is known: in 2 a score may be pending."""
+
+
+def contract_of(may_wait: bool) -> int:
+    """Version that a service names in Describe; controllers that do not know `pending` refuse 2."""
+    return CONTRACT if may_wait else 1
 
 
 @dataclass(frozen=True, eq=False, slots=True)

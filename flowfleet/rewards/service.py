@@ -8,9 +8,10 @@
 
 The function gets a sample, or with `batch=True` all samples of a call, and gives a score, or a score and components. To
 say why a sample has none it raises ValueError, whose words reach the caller; a batch function may also return such
-an error in a score's place. Any other exception is logged, and costs only what was asked with it. The function may be
-`async`. Requests, ids, media, scores that are not finite, limits, cancelled calls, health, TLS and the drain on SIGTERM
-are dealt with here. For batches across calls, pools of processes and metrics see services/reward.
+an error in a score's place. With `may_wait=True` it raises or returns `Pending` for a score that comes later. Any other
+exception is logged, and costs only what was asked with it. The function may be `async`. Requests, ids, media, scores
+that are not finite, limits, cancelled calls, health, TLS and the drain on SIGTERM are dealt with here. For batches
+across calls, pools of processes and metrics see services/reward.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from flowfleet.proto.reward_pb2 import (
     ScoreResponse,
 )
 from flowfleet.proto.reward_pb2_grpc import RewardServiceServicer, add_RewardServiceServicer_to_server
-from flowfleet.rewards.requests import CONTRACT, SERVICE_NAME, check_ids
+from flowfleet.rewards.requests import SERVICE_NAME, check_ids, contract_of
 from flowfleet.rpc import endpoint as rpc
 
 MAX_WAITING: Final = 8192
@@ -61,6 +62,11 @@ Scored = float | tuple[float, Mapping[str, float]]
 """A score, or a score and its components by name."""
 
 log = logging.getLogger(__name__)
+
+
+class Pending(Exception):
+    """Raised, or returned among a batch's scores, by a function of a reward that `may_wait`: the score comes later. The
+    message says what it waits for. The job asks again for as long as its `timeouts.pending_s`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +133,8 @@ class Reward:
     """The controller sends all samples of a group in one call."""
     max_batch_size: int = 64
     """Samples of a call."""
+    may_wait: bool = False
+    """`score` may raise `Pending`; needs controllers of contract 2."""
     threads: int = 1
     """How many calls of a plain `score` run at once."""
     hang_s: float = HANG_S
@@ -170,8 +178,14 @@ class Reward:
             max_batch_size=self.max_batch_size,
             needs_group=self.needs_group,
             components=self.components,
-            contract=CONTRACT,
+            contract=contract_of(self.may_wait),
         )
+
+    def answer(self, sample_id: str, outcome: Scored | Exception, media_size: int) -> RewardScore:
+        """What the caller gets; a pending score only from a reward that `may_wait`."""
+        if isinstance(outcome, Pending) and self.may_wait:
+            return RewardScore(sample_id=sample_id, pending=str(outcome) or "the score is not there yet")
+        return answer(sample_id, outcome, self.components, media_size)
 
 
 def serve(score: Callable[..., Any], *, argv: Sequence[str] | None = None, **settings: Any) -> int:
@@ -218,7 +232,7 @@ class RewardServicer(RewardServiceServicer):
         with self._admitted(count, sum(len(sample.media) for sample in request.samples)):
             outcomes = await (self._score_batch if reward.batch else self._score_each)(request.samples, params)
         answers = [
-            answer(sample.sample_id, outcome, reward.components, 0 if reward.batch else len(sample.media))
+            reward.answer(sample.sample_id, outcome, 0 if reward.batch else len(sample.media))
             for sample, outcome in zip(request.samples, outcomes, strict=True)
         ]
         return ScoreResponse(scores=answers, version=reward.version)
@@ -298,7 +312,7 @@ class RewardServicer(RewardServiceServicer):
 
     def _told(self, error: Exception) -> Exception:
         """What the caller may know of an exception."""
-        if isinstance(error, ValueError):
+        if isinstance(error, ValueError) or (isinstance(error, Pending) and self._reward.may_wait):
             return error
         log.error("%s failed", self._reward.name, exc_info=error)
         return RuntimeError(

@@ -349,8 +349,14 @@ class JobScheduler:
         return RolloutPool(self._fleet, job_id, spec, shortage=self._directory.shortage)
 
     def _scoring(self, spec: JobSpec, blobs: BlobStore) -> Scoring:
-        calls, patience_s = self._reward_calls, spec.timeouts.rewards_s
-        plane = RewardPlane(self._directory, spec.timeouts.score_s, modality_of(spec), calls, patience_s=patience_s)
+        plane = RewardPlane(
+            self._directory,
+            spec.timeouts.score_s,
+            modality_of(spec),
+            self._reward_calls,
+            patience_s=spec.timeouts.rewards_s,
+            pending_s=spec.timeouts.pending_s,
+        )
         return Scoring(plane, blobs)
 
     async def _fail(self, job_id: str, reason: str) -> None:

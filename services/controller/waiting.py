@@ -7,6 +7,9 @@ class NotYet(Exception):
     """A command cannot be done now and will be asked for again. The message becomes the job's reason when that takes
     long."""
 
+    again_s = 0.5
+    """Seconds until it is asked for again."""
+
 
 class WaitedInVain(NotYet):
     """It has waited for long already: the message becomes the job's reason at once."""

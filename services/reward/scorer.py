@@ -81,7 +81,15 @@ class Problem:
     message: str
 
 
-Outcome = Score | Problem
+@dataclass(frozen=True)
+class Pending:
+    """Says that a sample has no score yet, with what it waits for. The caller asks again. Only of a scorer that
+    `may_wait`."""
+
+    message: str
+
+
+Outcome = Score | Problem | Pending
 
 
 def mean_score(scores: Sequence[Score]) -> Score:
@@ -127,6 +135,8 @@ class _Described(ABC, Generic[Params]):
     components: tuple[str, ...] = ()
     needs_group: bool = False
     """Compares the samples of a group: those of one call with equal `group_id` reach `score` together."""
+    may_wait: bool = False
+    """May answer `Pending`."""
     call_bytes: int = 0
     """Preferred maximum size of a call: scoring begins while the rest is in transfer. 0: large batches gain more."""
 

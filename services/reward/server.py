@@ -9,11 +9,11 @@ import grpc
 
 from flowfleet.errors import InvalidRequest
 from flowfleet.proto.reward_pb2 import DescribeRequest, DescribeResponse, RewardScore, ScoreResponse
-from flowfleet.rewards.requests import CONTRACT, SERVICE_NAME, ScoreCall, check_ids
+from flowfleet.rewards.requests import SERVICE_NAME, ScoreCall, check_ids, contract_of
 from services.reward.execution.batcher import Limits
 from services.reward.execution.engines import Engine
 from services.reward.metrics import RewardMetrics
-from services.reward.scorer import Outcome, Problem
+from services.reward.scorer import Outcome, Pending, Problem
 
 
 class RewardServicer:
@@ -54,7 +54,7 @@ class RewardServicer:
             max_batch_size=self._limits.max_batch,
             needs_group=scorer.needs_group,
             components=scorer.components,
-            contract=CONTRACT,
+            contract=contract_of(scorer.may_wait),
             call_bytes=scorer.call_bytes,
         )
 
@@ -77,5 +77,7 @@ class RewardServicer:
 def _score(sample_id: str, outcome: Outcome) -> RewardScore:
     if isinstance(outcome, Problem):
         return RewardScore(sample_id=sample_id, error=outcome.message)
+    if isinstance(outcome, Pending):
+        return RewardScore(sample_id=sample_id, pending=outcome.message)
     size = outcome.media_size
     return RewardScore(sample_id=sample_id, score=outcome.value, components=outcome.components, media_size=size)

@@ -54,7 +54,6 @@ from services.controller.waiting import NotYet, WaitedInVain
 log = logging.getLogger(__name__)
 
 TICK_S = 0.5
-NOT_YET_S = 0.5
 RENEW_EVERY_S = 3600.0
 AT_ONCE = 256
 """Commands of a kind that run at once for a step, besides two for each replica; more would only wait."""
@@ -147,7 +146,7 @@ class JobDriver:
             self._waits[command] += 1
             tries = MAX_FAILURES if isinstance(waiting, WaitedInVain) else self._waits[command]
             self._explain(command, tries, str(waiting))
-            await asyncio.sleep(NOT_YET_S)
+            await asyncio.sleep(waiting.again_s)
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is None or task.cancelling():
                 raise

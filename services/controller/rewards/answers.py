@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from flowfleet.proto import reward_pb2
 from flowfleet.rewards.requests import EncodedSample
 
-Fault = Literal["", "error", "missing", "duplicated", "empty", "not_finite", "out_of_range", "exchanged"]
-"""Why an answer has no score: "error" is what the service said itself; the others are its mistakes."""
+Fault = Literal["", "error", "missing", "duplicated", "empty", "not_finite", "out_of_range", "exchanged", "pending"]
+"""Why an answer has no score: "error" and "pending" are what the service said itself; the others are its mistakes."""
+
+SAID: Final = ("error", "pending")
 
 MAX_SCORE = 1e100
 """Scores beyond ± this count as not finite: their squares and sums, from which advantages are made, would be."""
@@ -49,16 +51,16 @@ def read_answers(
     exchanged = _exchanged(samples, by_id)
     for sample in samples:
         score, fault, problem = _read(by_id[sample.sample_id], described, unknown)
-        if exchanged and fault != "error":
+        if exchanged and fault not in SAID:
             score, fault, problem = None, "exchanged", exchanged
-        components = dict(by_id[sample.sample_id][0].components) if fault in ("", "error") else {}
+        components = dict(by_id[sample.sample_id][0].components) if fault in ("", *SAID) else {}
         found[sample.sample_id] = Answer(score, problem, fault, components, version, seconds)
     return found
 
 
 def is_rubbish(answers: Sequence[Answer]) -> bool:
     """Whether the service is at fault, not a sample: it gave several answers and none that can be used."""
-    return len(answers) > 1 and all(answer.fault not in ("", "error") for answer in answers)
+    return len(answers) > 1 and all(answer.fault not in ("", *SAID) for answer in answers)
 
 
 def _exchanged(samples: Sequence[EncodedSample], by_id: Mapping[str, Sequence[reward_pb2.RewardScore]]) -> str:
@@ -84,6 +86,8 @@ def _read(
     outcome = scores[0].WhichOneof("outcome")
     if outcome == "error":
         return None, "error", scores[0].error or "an error without a text"
+    if outcome == "pending":
+        return None, "pending", scores[0].pending or "a pending score without a text"
     if outcome is None:
         return None, "empty", "it has neither score nor error"
     score, low, high = scores[0].score, described.score_min, described.score_max

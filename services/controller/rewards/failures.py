@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 
-from services.controller.waiting import NotYet
+from services.controller.waiting import NotYet, WaitedInVain
 
 _CODE = grpc.StatusCode
 
@@ -23,6 +23,14 @@ class RewardFailure(NotYet):
         self.permanent, self.may_heal = permanent, may_heal
 
 
+class RewardPending(WaitedInVain):
+    """Scores of a reward are not there yet, which is not a failure: the job says so and asks again in `again_s`."""
+
+    def __init__(self, message: str, again_s: float) -> None:
+        super().__init__(message)
+        self.again_s = again_s
+
+
 class RewardPause(Exception):
     """The job must pause because a reward failed for too long. The message is the job's reason."""
 
@@ -36,6 +44,24 @@ def of_call(
         f"rewards.{name}: service {service!r} at {address} {_what(code, details, deadline_s)}",
         permanent=code in PERMANENT,
         may_heal=code is _CODE.UNAUTHENTICATED,
+    )
+
+
+def why_failed(name: str, failure: RewardFailure, waited_s: float | None, is_away: bool) -> str:
+    """Why a job pauses for a reward that failed: at once (None), or for so long, on all samples or on the same ones."""
+    of_what = "" if is_away else " on the same samples, while others were scored"
+    waited = "" if waited_s is None else f" It failed for timeouts.rewards_s = {waited_s:g} s{of_what}."
+    return (
+        f'{failure}.{waited} The job is paused as rewards.{name}.on_failure = "pause" says: put it right, then '
+        "resume the job; its samples are kept and asked for again"
+    )
+
+
+def why_pending(name: str, why: str, waited_s: float) -> str:
+    """Why a job pauses for a reward whose scores are pending."""
+    return (
+        f"rewards.{name} gave no scores within timeouts.pending_s = {waited_s:g} s: {why}. The job is paused as "
+        f'rewards.{name}.on_failure = "pause" says: resume it to wait again; its samples are kept'
     )
 
 

@@ -8,8 +8,12 @@ from dataclasses import dataclass, field
 
 from flowfleet.backoff import backoff_s
 from services.controller.rewards.answers import Answer
+from services.controller.rewards.failures import RewardPending
 
 FIRST_DELAY_S, MAX_DELAY_S = 0.2, 5.0
+PENDING_SHARE, FIRST_PENDING_S, MAX_PENDING_S = 0.1, 0.5, 30.0
+"""Pending scores are asked for again after this share of the time that they have been waited for, within these limits:
+calls become rare, and waiting costs little besides."""
 PROBE_EVERY_S = 10.0
 """While a reward counts as failed, one call finds out whether it is back, and so long after its end another; the others
 do not wait."""
@@ -24,6 +28,8 @@ class Attempt:
     """Answers of rewards that are not called again."""
     failures: dict[str, int] = field(default_factory=dict)
     """Consecutive failures by reward."""
+    pending: dict[str, tuple[float, str]] = field(default_factory=dict)
+    """Reward whose scores are pending → when it is asked again, and what it waits for."""
     left_at: float | None = None
     """When its last try ended; None while there is one."""
 
@@ -39,6 +45,17 @@ class Attempt:
     def idle_s(self, now: float) -> float:
         """Seconds since this scoring was last continued."""
         return 0.0 if self.left_at is None else now - self.left_at
+
+    def wait(self, reward: str, why: str, now: float) -> None:
+        """The reward said that its scores are pending."""
+        pause = min(max(PENDING_SHARE * (now - self.started), FIRST_PENDING_S), MAX_PENDING_S)
+        self.pending[reward] = (now + pause, why)
+
+    def check_due(self, reward: str, now: float) -> None:
+        """Raises RewardPending until the reward is to be asked again."""
+        due, why = self.pending.get(reward, (now, ""))
+        if due > now:
+            raise RewardPending(f"rewards.{reward} waits: {why}", due - now)
 
     def delay(self, reward: str) -> float:
         """Before the reward's next call: 0, 0.2, 0.4, … s."""

@@ -1,10 +1,10 @@
 """Asks the rewards of a job and joins their answers: one finite total a sample, or the reason why there is none.
 
-    score ─► every reward at once (reward_service.py) ─► answers (reward_answers.py) ─► total (composition.py)
+    score ─► every reward at once (client.py) ─► answers (answers.py) ─► total (composition.py)
 
-A reward that fails is asked again until `timeouts.rewards_s` has passed since its samples were first sent; then its
-`on_failure` decides. What it is never is a zero. The clock and the answers so far are in memory: a controller that was
-restarted begins again.
+A reward that fails is asked again until `timeouts.rewards_s` has passed since its samples were first sent, one whose
+scores are pending until `timeouts.pending_s` has; then its `on_failure` decides. What it is never is a zero. The clock
+and the answers so far are in memory: a controller that was restarted begins again.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from services.controller.fleet.directory import Directory
 from services.controller.rewards.answers import Answer
 from services.controller.rewards.client import RewardService
 from services.controller.rewards.composition import PREFERENCE, compose
-from services.controller.rewards.failures import RewardFailure, RewardPause
+from services.controller.rewards.failures import RewardFailure, RewardPause, why_failed, why_pending
 from services.controller.rewards.metrics import RewardCalls
-from services.controller.rewards.outages import Attempt, Outage
+from services.controller.rewards.outages import MAX_PENDING_S, Attempt, Outage
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class _Fetched:
 class RewardPlane:
     """The rewards of one job: which there are, each call says.
 
-    `deadline_s` is a call's, `patience_s` is `timeouts.rewards_s`; `clock` gives seconds.
+    `deadline_s` is a call's, `patience_s` is `timeouts.rewards_s`, `pending_s` that timeout; `clock` gives seconds.
     """
 
     def __init__(
@@ -99,13 +99,14 @@ class RewardPlane:
         modality: reward_pb2.Modality.ValueType = reward_pb2.MODALITY_IMAGE,
         calls: RewardCalls | None = None,
         patience_s: float = 1800.0,
+        pending_s: float = 72_000.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._directory = directory
         self._deadline_s = deadline_s
         self._modality = modality
         self._calls = calls or RewardCalls(CollectorRegistry())
-        self._patience_s = patience_s
+        self._patience_s, self._pending_s = patience_s, pending_s
         self._clock = clock
         self._services: dict[str, RewardService] = {}
         self._attempts: dict[tuple[tuple[str, str], ...], Attempt] = {}
@@ -137,7 +138,7 @@ class RewardPlane:
         service = part.service_of(name)
         answers = await self._service(name, part).ask(name, part.params, samples, self._modality)
         for sample_id, answer in answers.items():
-            if answer.score is None:
+            if answer.score is None and answer.fault != "pending":
                 self._calls.rejected(service, answer.fault)
                 log.warning(
                     "reward %s: service %r gave no score: %s",
@@ -157,7 +158,8 @@ class RewardPlane:
         and not if no reward is called.
 
         Raises RewardFailure while a reward fails and the job waits for it: call again, this method sleeps first. Raises
-        RewardPause when one has failed for too long and the job must pause.
+        RewardPending while scores are pending: call again when it says. Raises RewardPause when one of them took too
+        long and the job must pause.
         """
         settings = ((name, part.model_dump_json()) for name, part in sorted(rewards.items()))
         key = (*settings, *digests.items())
@@ -167,11 +169,10 @@ class RewardPlane:
             fetched = _Fetched(fetch)
             tasks = [self._settled(name, rewards[name], len(digests), fetched, attempt) for name in names]
             results = await asyncio.gather(*tasks, return_exceptions=True)
-        for kind in (RewardPause, BaseException):
+        for kind in (RewardPause, RewardFailure, BaseException):
             if failure := next((result for result in results if isinstance(result, kind)), None):
                 raise failure
-        if self._is_current(attempt):
-            del self._attempts[key]
+        self._attempts = {known: one for known, one in self._attempts.items() if one is not attempt}
         answers = {name: result for name, result in zip(names, results, strict=True) if isinstance(result, dict)}
         for name in rewards.keys() - answers.keys():
             self._calls.gave_up(name, rewards[name].on_failure, len(digests))
@@ -185,8 +186,8 @@ class RewardPlane:
 
     def _attempt(self, key: tuple[tuple[str, str], ...]) -> Attempt:
         """Continues a scoring, or begins one. Abandoned ones are forgotten after a while."""
-        now = self._clock()
-        for each in [key for key, one in self._attempts.items() if one.idle_s(now) > 2 * self._patience_s]:
+        now, idle_s = self._clock(), 2 * (self._patience_s + MAX_PENDING_S)
+        for each in [key for key, one in self._attempts.items() if one.idle_s(now) > idle_s]:
             del self._attempts[each]
         return self._attempts.setdefault(key, Attempt(now))
 
@@ -200,6 +201,7 @@ class RewardPlane:
         """Answers of a reward; None if it failed for too long and the samples do without it or are dropped."""
         if name in attempt.answers:
             return attempt.answers[name]
+        attempt.check_due(name, self._clock())
         outage = self._outages[name, part.service_of(name)]
         if outage.may_ask(self._clock()):
             await asyncio.sleep(attempt.delay(name))
@@ -215,8 +217,23 @@ class RewardPlane:
             self._failed(name, part, count, attempt, failure)
             return None
         outage.worked(self._clock())
+        if pending := [answer.problem for answer in answers.values() if answer.fault == "pending"]:
+            self._wait(name, part, count, attempt, pending[0])
+            return None
         attempt.answers[name] = answers
         return answers
+
+    def _wait(self, name: str, part: RewardPart, count: int, attempt: Attempt, why: str) -> None:
+        """Raises RewardPending while the job waits for the scores, RewardPause if the job must pause; else these
+        samples go without."""
+        now = self._clock()
+        if now - attempt.started < self._pending_s or not self._is_current(attempt):
+            attempt.wait(name, why, now)
+            attempt.check_due(name, now)
+        if part.on_failure == "pause":
+            self.reset()
+            self._calls.gave_up(name, "pause", count)
+            raise RewardPause(why_pending(name, why, self._pending_s))
 
     def _failed(self, name: str, part: RewardPart, count: int, attempt: Attempt, failure: RewardFailure) -> None:
         """Raises the failure while the job waits for the reward, RewardPause if the job must pause. It is given
@@ -229,19 +246,11 @@ class RewardPlane:
         if part.on_failure == "pause" and (is_over or (failure.permanent and not failure.may_heal)):
             self.reset()
             self._calls.gave_up(name, "pause", count)
-            raise RewardPause(self._why_paused(name, failure, is_over, is_away))
+            raise RewardPause(why_failed(name, failure, self._patience_s if is_over else None, is_away))
         if not is_over:
             raise failure
         if is_away:
             outage.give_up(now)
-
-    def _why_paused(self, name: str, failure: RewardFailure, is_over: bool, is_away: bool) -> str:
-        of_what = "" if is_away else " on the same samples, while others were scored"
-        waited = f" It failed for timeouts.rewards_s = {self._patience_s:g} s{of_what}." if is_over else ""
-        return (
-            f'{failure}.{waited} The job is paused as rewards.{name}.on_failure = "pause" says: put it right, then '
-            "resume the job; its samples are kept and asked for again"
-        )
 
     def _verdict(
         self, rewards: Mapping[str, RewardPart], step: int, sample_id: str, answers: Mapping[str, Mapping[str, Answer]]

@@ -150,7 +150,7 @@ def unless_all_failed(name: str, outcomes: Sequence[Outcome]) -> None:
 
 def finite(outcome: Outcome) -> Outcome:
     """The outcome itself, or a Problem in place of a score or component that is NaN or infinite."""
-    if isinstance(outcome, Problem):
+    if not isinstance(outcome, Score):
         return outcome
     named = {"the score": outcome.value, **{f"component {name}": value for name, value in outcome.components.items()}}
     broken = [f"{name} is {value}" for name, value in named.items() if not math.isfinite(value)]

@@ -420,3 +420,25 @@ class Dice(Right):
 
     def value(self, sample: RewardSample) -> float:
         return (super().value(sample) + 0.1 * next(self.count)) % 1.0
+
+
+class Waits(Right):
+    """Has no score yet of any picture that it can read."""
+
+    words = "two of four votes"
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "contract": 2}
+
+    def outcome(self, sample: RewardSample) -> RewardScore:
+        found = super().outcome(sample)
+        return found if found.error else RewardScore(sample_id=sample.sample_id, pending=self.words)
+
+
+class WaitsUnannounced(Waits):
+    def describe(self) -> dict[str, Any]:
+        return Right.describe(self)
+
+
+class WaitsInSilence(Waits):
+    words = ""

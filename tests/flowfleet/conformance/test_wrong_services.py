@@ -17,7 +17,7 @@ WRONG: list[tuple[Callable[[], Right], str, str]] = [
     (services.NotServing, "health", "NOT_SERVING"),
     (services.WithoutHealth, "health", "add the standard health service"),
     (describes(version=""), "describe", "version is empty"),
-    (describes(contract=2), "contract", "speaks contract 2, this Flowfleet 1: upgrade Flowfleet"),
+    (describes(contract=3), "contract", "speaks contract 3, this Flowfleet 2: upgrade Flowfleet"),
     (describes(modalities=[1, 9]), "modalities", "modality 9"),
     (describes(score_min=1.0), "score range", "score_min is 1, score_max 1"),
     (describes(components=["mean", "mean"]), "component names", "'mean' is named twice"),
@@ -53,13 +53,15 @@ WRONG: list[tuple[Callable[[], Right], str, str]] = [
     (services.OutOfRange, "in range", "not 0 to 0.25"),
     (services.StrangeComponent, "components", "'surprise' is not among those of Describe: mean"),
     (services.BrokenComponent, "components", "mean is nan"),
+    (services.WaitsUnannounced, "pending", "name 2, so that controllers that cannot wait refuse it"),
+    (services.WaitsInSilence, "pending", "pending is empty"),
 ]
 
 CONTRACT = {
     "reachable": "service RewardService",
     "health": 'grpc.health.v1.Health, which says SERVING for ""',
     "describe": "string name = 1; not empty string version = 2; not empty",
-    "contract": "of this file: 1; 0 counts as 1",
+    "contract": "of this file: 1; 0 counts as 1; 2 where a score may be pending",
     "modalities": "pictures, videos or both; none counts as pictures",
     "score range": "below score_max; -infinity where there is no bound",
     "component names": "names it may return, each once",
@@ -95,6 +97,7 @@ CONTRACT = {
     "finite": "finite, from score_min to score_max",
     "in range": "finite, from score_min to score_max",
     "components": "finite, of the names in Describe",
+    "pending": "what the score waits for, as people have yet to judge; not empty",
     "afterwards": "hundreds of abandoned calls do not hold up the next one",
 }
 
@@ -107,7 +110,8 @@ def right() -> Report:
 def test_a_right_service_passes_everything(right: Report) -> None:
     assert right.failed == []
     assert {result.name: result.detail for result in right.results if result.status is not Status.PASS} == {
-        "jpeg": """error "ValueError('image/jpeg is not read')\""""
+        "jpeg": """error "ValueError('image/jpeg is not read')\"""",
+        "pending": "no score is pending",
     }
 
 
@@ -140,6 +144,14 @@ def test_a_check_that_tested_nothing_is_no_pass() -> None:
         assert found[name][1].startswith("0 of 0")
     assert found["media size"][0] is Status.NOTE
     assert found["components"][0] is Status.SKIP
+
+
+def test_a_service_that_waits_for_people_passes() -> None:
+    report = report_on(services.Waits())
+    assert report.failed == [], report.text()
+    assert report.result("one sample").status is Status.NOTE
+    assert "pending 'two of four votes'" in report.result("one sample").detail
+    assert report.result("pending").status is Status.PASS
 
 
 def test_infinite_scores_fail_and_do_not_crash_the_suite() -> None:
@@ -185,6 +197,6 @@ def test_every_check_has_a_wrong_service(right: Report) -> None:
 
 def test_the_report_reads_and_is_json(right: Report) -> None:
     assert "gray 1, pictures, scores 0 to 1, at most 8 a call, contract 1" in right.text()
-    assert "1 noted, in" in right.text()
+    assert "1 noted, 1 skipped, in" in right.text()
     found = json.loads(right.model_dump_json())
     assert {"name": "describe", "status": "pass"}.items() <= found["results"][2].items()

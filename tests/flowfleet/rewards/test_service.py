@@ -18,7 +18,7 @@ from flowfleet.media.files import encode_media
 from flowfleet.process.pulse import Pulse
 from flowfleet.proto.reward_pb2 import DescribeRequest, RewardSample, ScoreRequest, ScoreResponse
 from flowfleet.proto.reward_pb2_grpc import RewardServiceStub, add_RewardServiceServicer_to_server
-from flowfleet.rewards.service import Params, Reward, RewardServicer, Sample, answer, read_params, serve
+from flowfleet.rewards.service import Params, Pending, Reward, RewardServicer, Sample, answer, read_params, serve
 from flowfleet.rpc import endpoint as rpc
 
 if TYPE_CHECKING:
@@ -62,6 +62,25 @@ async def ask(sent: ScoreRequest, score: Callable[..., Any], **settings: Any) ->
 
 def shown(response: ScoreResponse) -> list[float | str]:
     return [one.error if one.WhichOneof("outcome") == "error" else one.score for one in response.scores]
+
+
+def test_a_score_that_comes_later_is_pending_where_the_reward_says_that_it_may_wait() -> None:
+    def people(sample: Sample) -> float:
+        raise Pending(f"votes on {sample.prompt}")
+
+    def together(samples: list[Sample]) -> list[Any]:
+        return [1.0 if sample.prompt == "a" else Pending("one vote") for sample in samples]
+
+    assert asyncio.run(ask(request("a"), people, may_wait=True)).scores[0].pending == "votes on a"
+    batch = asyncio.run(ask(request("a", "b"), together, may_wait=True, batch=True)).scores
+    assert [one.WhichOneof("outcome") for one in batch] == ["score", "pending"]
+    assert asyncio.run(ask(request("a"), people)).scores[0].error  # callers were not told to expect it
+    assert [
+        Reward(score=people, name="a", version="1", may_wait=waits).describe().contract for waits in (False, True)
+    ] == [
+        1,
+        2,
+    ]
 
 
 def moody(sample: Sample) -> Any:

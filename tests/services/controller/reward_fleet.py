@@ -16,7 +16,7 @@ from services.controller.fleet.directory import StaticDirectory
 from services.controller.rewards.metrics import RewardCalls
 from services.controller.rewards.plane import RewardPlane
 
-PATIENCE_S = 100.0
+PATIENCE_S, PENDING_S = 100.0, 500.0
 
 
 class Service(reward_pb2_grpc.RewardServiceServicer):
@@ -93,7 +93,12 @@ def with_services(
             servers.append(server)
         registry = CollectorRegistry()
         plane = RewardPlane(
-            StaticDirectory(found), 20.0, calls=RewardCalls(registry), patience_s=PATIENCE_S, clock=lambda: fleet.now
+            StaticDirectory(found),
+            20.0,
+            calls=RewardCalls(registry),
+            patience_s=PATIENCE_S,
+            pending_s=PENDING_S,
+            clock=lambda: fleet.now,
         )
         fleet = Fleet(plane, registry)
         try:

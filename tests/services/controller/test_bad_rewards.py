@@ -53,7 +53,7 @@ class Beauty(RewardServiceServicer):
 
 
 class Newer(Beauty):
-    contract = 2
+    contract = 3
 
 
 class Ends(Beauty):
@@ -178,7 +178,7 @@ INTERNAL, INVALID = grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT
         (speaking(HTTP_500), PLACE + r"cannot be reached .*correct its address \(the controller's --reward"),
         (serving(None), PLACE + r"is no flowfleet\.v1\.RewardService .*correct it \(the controller's --reward"),
         (serving(Json()), r"service 'judge' at .* answers, but not with messages of flowfleet\.v1\.RewardService"),
-        (serving(Newer()), r"rewards\.beauty: service 'judge' speaks contract 2 .* this controller knows 1: upgrade"),
+        (serving(Newer()), r"rewards\.beauty: service 'judge' speaks contract 3 .* this controller knows 2: upgrade"),
         (serving(Ends(INTERNAL, "boom")), PLACE + r"failed with INTERNAL \(boom\): its log may have the reason"),
         (serving(Ends(INVALID, "params.x is unknown")), PLACE + "refuses the request: params.x is unknown"),
         (serving(Beauty(), limit=2**19), PLACE + r"takes no more \(.*larger than.*: raise its limit for received"),

@@ -267,7 +267,7 @@ def test_other_servers_are_told_from_reward_services() -> None:
             ("garbage", "not with messages of flowfleet.v1.RewardService", False),
             ("nothing", "is no flowfleet.v1.RewardService", True),
             ("missing", r"at 127\.0\.0\.1:9 cannot be reached .*controller's --reward", False),
-            ("newer", "speaks contract 9 of RewardService, but this controller knows 1: upgrade", True),
+            ("newer", "speaks contract 9 of RewardService, but this controller knows 2: upgrade", True),
             ("film", "does not score pictures: leave it out", True),
             ("unknown", "reward service 'unknown' is gone; there are: film, garbage, missing, newer, nothing", False),
         ]:
