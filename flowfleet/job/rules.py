@@ -497,11 +497,6 @@ def _base(job: JobSpec) -> Iterator[str]:
         yield f'model.base = "fp8" works on models in bfloat16, not {job.model.dtype}: set model.dtype'
     if job.trainer.sharding == "fsdp" and job.trainer.world_size > 1:
         yield 'model.base = "fp8" is whole on every rank: set trainer.sharding to "auto" or "replicate"'
-    if job.trainer.samples != "no":
-        yield (
-            f'trainer.samples = "{job.trainer.samples}" samples with the base in model.dtype, and model.base = "fp8" '
-            'is another policy: set trainer.samples = "no", or leave model.base out'
-        )
     if job.loss.kind == "policy" and job.algorithm.old_log_probs == "rollout":
         yield (
             'algorithm.old_log_probs = "rollout" with model.base = "fp8" would put an unmeasured gap into the ratio of '

@@ -8,6 +8,7 @@ by their `quant_method`. Linears of an adapter are left alone.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
@@ -19,8 +20,8 @@ from flowfleet.hardware import devices
 from flowfleet.quantization.products import Gradients, fp8_linear
 from flowfleet.quantization.rows import FP8, Rows, quantize_rows
 
-MIN_SIZE = 1024
-"""Smaller linears gain nothing."""
+MIN_SIZE = int(os.environ.get("FLOWFLEET_FP8_MIN_SIZE", "1024"))
+"""Smaller linears gain nothing. Benches of tiny models lower it, for all processes of a stack alike."""
 MULTIPLE = 16
 """What the kernels want both sides of a weight to be a multiple of."""
 
@@ -90,9 +91,11 @@ def refresh(modules: Iterable[nn.Module]) -> None:
 @torch.no_grad()
 def replace_weights(blocks: Iterable[nn.Module], *, gradients: Gradients = "fp8", min_size: int | None = None) -> int:
     """Rounds the large linears' weights to float8, which replaces them, one at a time; returns how many. Layers of vLLM
-    get copies instead."""
+    get copies instead. Linears that are a float8 base already stay as they are."""
     count = 0
     for linear in list(large_linears(blocks, min_size)):
+        if isinstance(linear, Fp8Base):
+            continue
         count += 1
         if not isinstance(linear, nn.Linear):
             add_copies([linear], min_size=0)
@@ -104,6 +107,14 @@ def replace_weights(blocks: Iterable[nn.Module], *, gradients: Gradients = "fp8"
         linear.__class__ = Fp8Base
         cast(Fp8Base, linear).gradients = gradients
     return count
+
+
+def adopt(linear: nn.Linear, base: Fp8Base) -> None:
+    """Makes a linear the float8 base that another one is, on the same memory, but for the bias."""
+    linear.weight = nn.Parameter(base.weight.detach(), requires_grad=False)
+    linear.register_buffer("fp8_scale", base.fp8_scale, persistent=False)
+    linear.__class__ = Fp8Base
+    cast(Fp8Base, linear).gradients = base.gradients
 
 
 def large_linears(blocks: Iterable[nn.Module], min_size: int | None = None) -> Iterator[nn.Module]:

@@ -17,6 +17,7 @@ from flowfleet.models.loading import Component
 from flowfleet.models.registry import ModelFamily
 from flowfleet.process.pulse import Pulse
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
+from flowfleet.quantization import layers
 from flowfleet.weights import weights
 from services.rollout.engines.base import GeneratedBatch, GenerationRequest
 from services.rollout.engines.diffusers import DiffusersEngine, load_format
@@ -84,7 +85,13 @@ class SharingEngine(DiffusersEngine):
 
 
 def share(trained: nn.Module, bare: nn.Module) -> None:
-    """Gives a transformer without weights those of a rank's: the same memory, without the adapter."""
+    """Gives a transformer without weights those of a rank's: the same memory, float8 where the rank's base is, without
+    the adapter."""
+    for name, module in trained.named_modules():
+        if isinstance(module, layers.Fp8Base):
+            linear = bare.get_submodule(plain_name(f"{name}.").removesuffix("."))
+            assert isinstance(linear, nn.Linear)
+            layers.adopt(linear, module)
     held = {plain_name(name): local(tensor) for name, tensor in _tensors(trained) if ".lora_" not in name}
     for prefix, module in bare.named_modules():
         for tensors in (module._parameters, module._buffers):

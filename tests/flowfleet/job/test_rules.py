@@ -376,11 +376,6 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         'model.base = "fp8" is whole on every rank',
         'set trainer.sharding to "auto"',
     ),
-    "a quantized base in ranks that sample": (
-        {"model": {"path": "m", "base": "fp8"}, "trainer": {"samples": "idle"}},
-        'trainer.samples = "idle" samples with the base in model.dtype',
-        'set trainer.samples = "no"',
-    ),
     "a quantized base and the rollout's log-probs": (
         {"model": {"path": "m", "base": "fp8"}, "algorithm": {"old_log_probs": "rollout"}},
         'algorithm.old_log_probs = "rollout" with model.base = "fp8"',
@@ -594,6 +589,11 @@ ALLOWED: dict[str, dict[str, Parts]] = {
     "a KL in the reward, DiffusionNFT on an SDE": {
         "algorithm": {"name": "diffusion_nft", "kl_reward": 0.01},
         "rollout": {"noise": {"eta": 0.7}},
+    },
+    "a quantized base in ranks that sample": {
+        "model": {"path": "m", "base": "fp8"},
+        "trainer": {"samples": "only"},
+        "schedule": {"max_staleness": 0},
     },
     "preferences without rewards": {"algorithm": {"name": "dpo"}, "rewards": {}},
 }

@@ -13,6 +13,7 @@ from flowfleet.data.blobs import SyncBlobs
 from flowfleet.job.spec import JobSpec
 from flowfleet.process.pulse import Pulse
 from flowfleet.proto.trainer_pb2 import PublishWeightsRequest
+from flowfleet.quantization import layers
 from flowfleet.weights import weights
 from services.rollout.engines.base import GeneratedSample
 from services.rollout.engines.diffusers import DiffusersEngine
@@ -27,7 +28,7 @@ from tests.services.rollout.test_engine import assert_same, collect, samples_of
 from tests.services.trainer.steps import JOB, make_spec
 from tests.services.trainer.workers import engine_of, make_worker, state_of
 
-SAMPLES = {"trainer": {"samples": "only"}, "model": {"dtype": "bfloat16"}}
+SAMPLES = {"samples": "only"}
 REQUEST = replace(make_request(guidance_scale=2.0), reference_kl=True)
 
 
@@ -39,9 +40,18 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture
-def worker(tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path) -> Worker:
-    worker = make_worker(make_spec(tiny_qwen_image, **SAMPLES), ranks, files, tmp_path)
+@pytest.fixture(params=["plain", "fp8"])
+def worker(
+    request: pytest.FixtureRequest,
+    tiny_qwen_image: Path,
+    ranks: Ranks,
+    files: SyncBlobs,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Worker:
+    monkeypatch.setattr(layers, "MIN_SIZE", 16)
+    model = {"dtype": "bfloat16", "base": request.param}
+    worker = make_worker(make_spec(tiny_qwen_image, model=model, trainer=SAMPLES), ranks, files, tmp_path)
     update(worker)
     return worker
 
@@ -90,6 +100,8 @@ async def check_bits(worker: Worker) -> None:
     own, base = engine._adapter.transformer, trained.adapter.transformer
     name = "transformer_blocks.0.attn.to_q.base_layer.weight"
     assert own.get_parameter(name).data_ptr() == base.get_parameter(name).data_ptr()
+    dtype = {"plain": torch.bfloat16, "fp8": torch.float8_e4m3fn}[spec.model.base]
+    assert own.get_parameter(name).dtype == base.get_parameter(name).dtype == dtype
 
     update(worker)  # changes the masters alone: what was published is sampled until the next version
     for one, other in zip(await sampled(engine), expected, strict=True):
