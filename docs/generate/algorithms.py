@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from docs.generate.markdown import rewrite, table
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, Algorithm, Loss
+from flowfleet.job.sequence import SequencePart
 from flowfleet.job.spec import AlgorithmPart, EmaPart, JobSpec, NoisePart, WindowPart
 
 PAGE = Path("docs/algorithms.md")
@@ -41,6 +42,7 @@ def parts() -> dict[str, str]:
         ),
         "algorithm settings": _settings("algorithm", AlgorithmPart),
         "step settings": _settings("rollout.noise", NoisePart),
+        "sequence settings": _settings("rollout.sequence", SequencePart),
         "window settings": _settings("rollout.window", WindowPart),
         "average settings": _settings("trainer.ema", EmaPart),
         "sampler settings": table(["setting", "default", "what"], map(_setting_row, _SAMPLER_SETTINGS)),
@@ -53,6 +55,8 @@ def _algorithm_row(algorithm: Algorithm) -> list[str]:
     window = f"`{_given(algorithm, 'rollout.window.strategy')}`, {_given(algorithm, 'rollout.window.size')} steps"
     if algorithm.data == "preferences":
         step, window = "nothing is sampled", "–"
+    elif LOSSES[algorithm.loss].kind == "sequence":
+        step, window = "writes tokens", "–"
     elif is_ode:
         step, window = "the ODE (eta 0)", "–"
     loss = LOSSES[algorithm.loss]

@@ -139,8 +139,8 @@ def flow_grpo(rows: PolicyRows, limits: Limits) -> LossOutput:
         limits: uses `clip_range` and `clip_range_low`; see `clip_range_from_nats`.
     """
     log_ratio = rows.log_prob - rows.old_log_prob.detach()
-    loss = _weighted(_clipped(log_ratio, rows.advantages, limits), rows)
-    return LossOutput(loss, ratio_stats(log_ratio, *_beyond(log_ratio, limits)))
+    loss = _weighted(clipped(log_ratio, rows.advantages, limits), rows)
+    return LossOutput(loss, ratio_stats(log_ratio, *beyond(log_ratio, limits)))
 
 
 def grpo_guard(rows: PolicyRows, limits: Limits) -> LossOutput:
@@ -163,8 +163,8 @@ def grpo_guard(rows: PolicyRows, limits: Limits) -> LossOutput:
     assert rows.std is not None
     log_ratio = rows.log_prob - rows.old_log_prob.detach()
     normalized = (log_ratio + _drift(rows)) * rows.std
-    loss = _weighted(_clipped(normalized, rows.advantages, limits) / -rows.dt, rows)
-    return LossOutput(loss, ratio_stats(normalized, *_beyond(normalized, limits), raw=log_ratio))
+    loss = _weighted(clipped(normalized, rows.advantages, limits) / -rows.dt, rows)
+    return LossOutput(loss, ratio_stats(normalized, *beyond(normalized, limits), raw=log_ratio))
 
 
 def flow_dppo(rows: PolicyRows, limits: Limits) -> LossOutput:
@@ -251,7 +251,7 @@ def _drift(rows: PolicyRows) -> Tensor:
     return reference_kl(rows.mean, rows.old_mean, rows.std)
 
 
-def _clipped(log_ratio: Tensor, advantages: Tensor, limits: Limits) -> Tensor:
+def clipped(log_ratio: Tensor, advantages: Tensor, limits: Limits) -> Tensor:
     """PPO's surrogate, (B,): the worse of the ratio's and the clipped ratio's loss.
 
     That is the ratio cut off on the side where it would gain. The logarithm is cut, because float32 has no ratio
@@ -262,7 +262,7 @@ def _clipped(log_ratio: Tensor, advantages: Tensor, limits: Limits) -> Tensor:
     return -advantages * cut.exp()
 
 
-def _beyond(log_ratio: Tensor, limits: Limits) -> tuple[Tensor, Tensor]:
+def beyond(log_ratio: Tensor, limits: Limits) -> tuple[Tensor, Tensor]:
     """(B,) bool each: rows with a ratio above the clip range, and below it."""
     log_ratio = log_ratio.detach()
     return log_ratio > limits.log_high, log_ratio < limits.log_low

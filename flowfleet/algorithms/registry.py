@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+LossKind = Literal["policy", "matching", "sequence"]
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -39,9 +41,11 @@ class Loss:
 
     name: str
     function: str
-    """"module:function", a `PolicyLoss` of flowfleet/algorithms/losses.py or a `MatchingLoss` of matching.py."""
-    kind: Literal["policy", "matching"]
-    """policy: on the log-probs of stored noisy steps. matching: on velocities at new noise over the final latents."""
+    """"module:function", a `PolicyLoss` of flowfleet/algorithms/losses.py, a `MatchingLoss` of matching.py or a
+    `SequenceLoss` of sequences.py."""
+    kind: LossKind
+    """policy: on the log-probs of stored noisy steps. matching: on velocities at new noise over the final latents.
+    sequence: on the log-probs of written tokens, for models that write text."""
     reads: tuple[str, ...] = ()
     """Settings of `algorithm` that only some losses read, and this one does."""
     defaults: Mapping[str, Any] = field(default_factory=dict)

@@ -49,12 +49,12 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         steps = self.num_steps
-        _check("step_indices", self.step_indices, (steps,), torch.int64)
-        _check("latents", self.latents, (steps, *self.latents.shape[1:]), torch.float32)
-        _check("next_latents", self.next_latents, tuple(self.latents.shape), torch.float32)
-        _check("log_probs", self.log_probs.double(), (steps,), torch.float64)
+        check_tensor("step_indices", self.step_indices, (steps,), torch.int64)
+        check_tensor("latents", self.latents, (steps, *self.latents.shape[1:]), torch.float32)
+        check_tensor("next_latents", self.next_latents, tuple(self.latents.shape), torch.float32)
+        check_tensor("log_probs", self.log_probs.double(), (steps,), torch.float64)
         for name in ("sigmas", "sigmas_next", "timesteps"):
-            _check(name, getattr(self, name), (steps,), torch.float32)
+            check_tensor(name, getattr(self, name), (steps,), torch.float32)
         if steps == 0 or self.latents.dim() < 2:
             raise ValueError("a trajectory needs at least one step with a latent of at least one dimension")
         if self.step_indices[0] < 0 or not bool((self.step_indices.diff() > 0).all()):
@@ -78,16 +78,16 @@ class Trajectory:
             tensors["chain"] = torch.cat([self.latents, self.next_latents[-1:]])
         else:
             tensors |= {"latents": self.latents, "next_latents": self.next_latents}
-        return _save(tensors, _TRAJECTORY)
+        return save_blob(tensors, _TRAJECTORY)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Trajectory:
         """On the CPU. DataLoss when it is not a trajectory."""
-        tensors = _load(data, _TRAJECTORY)
+        tensors = load_blob(data, _TRAJECTORY)
         chain = tensors.pop("chain", None)
         if chain is not None:
             tensors |= {"latents": chain[:-1], "next_latents": chain[1:]}
-        return _build(cls, tensors)
+        return build(cls, tensors)
 
 
 @dataclass(frozen=True)
@@ -103,12 +103,12 @@ class FinalLatents:
 
     def to_bytes(self) -> bytes:
         """safetensors."""
-        return _save({"latents": self.latents}, _FINAL)
+        return save_blob({"latents": self.latents}, _FINAL)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> FinalLatents:
         """On the CPU. DataLoss when it is not such a blob."""
-        return _build(cls, _load(data, _FINAL))
+        return build(cls, load_blob(data, _FINAL))
 
 
 @dataclass(frozen=True)
@@ -125,20 +125,20 @@ class EmbedsBlob:
     def __post_init__(self) -> None:
         if self.embeds.dim() != 2 or not self.embeds.is_floating_point():
             raise ValueError(f"embeds must be floating (L, D), not {self.embeds.dtype} {tuple(self.embeds.shape)}")
-        _check("mask", self.mask, (len(self.embeds),), torch.bool)
+        check_tensor("mask", self.mask, (len(self.embeds),), torch.bool)
 
     def to_bytes(self) -> bytes:
         """safetensors."""
         extras = {_EXTRA + name: tensor for name, tensor in self.extras.items()}
-        return _save({"embeds": self.embeds, "mask": self.mask, **extras}, _EMBEDS)
+        return save_blob({"embeds": self.embeds, "mask": self.mask, **extras}, _EMBEDS)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> EmbedsBlob:
         """On the CPU. DataLoss when it is not an embeds blob."""
-        tensors = _load(data, _EMBEDS)
+        tensors = load_blob(data, _EMBEDS)
         extras = {name: tensors.pop(name) for name in list(tensors) if name.startswith(_EXTRA)}
         named: dict[str, Any] = {"extras": {name.removeprefix(_EXTRA): tensor for name, tensor in extras.items()}}
-        return _build(cls, tensors | named)
+        return build(cls, tensors | named)
 
     @classmethod
     def of_row(cls, prompts: PromptEmbeds) -> EmbedsBlob:
@@ -152,7 +152,7 @@ class EmbedsBlob:
         return PromptEmbeds(self.embeds[None], self.mask[None], extras)
 
 
-def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     if tuple(tensor.shape) != shape or tensor.dtype != dtype:
         raise ValueError(f"{name} must be {dtype} {shape}, not {tensor.dtype} {tuple(tensor.shape)}")
 
@@ -162,12 +162,12 @@ def _same_bits(first: Tensor, second: Tensor) -> bool:
     return torch.equal(first.contiguous().view(torch.int32), second.contiguous().view(torch.int32))
 
 
-def _save(tensors: dict[str, Tensor], kind: str) -> bytes:
+def save_blob(tensors: dict[str, Tensor], kind: str) -> bytes:
     ready = {name: tensor.detach().to("cpu", copy=False).contiguous() for name, tensor in tensors.items()}
     return bytes(safetensors.torch.save(ready, metadata={"format": kind}))
 
 
-def _load(data: bytes, kind: str) -> dict[str, Tensor]:
+def load_blob(data: bytes, kind: str) -> dict[str, Tensor]:
     found = _kind(data)
     if found != kind:
         raise DataLoss(f"expected a blob of format {kind}, found {found}")
@@ -186,7 +186,7 @@ def _kind(data: bytes) -> str:
         raise DataLoss(f"not a safetensors blob with a format in its metadata: {type(error).__name__}") from None
 
 
-def _build(cls: type[T], tensors: dict[str, Any]) -> T:
+def build(cls: type[T], tensors: dict[str, Any]) -> T:
     try:
         return cls(**tensors)
     except (ValueError, TypeError, IndexError) as error:

@@ -10,12 +10,14 @@ the user's doing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import reduce
 from math import lcm
 from typing import TYPE_CHECKING
 
 from flowfleet.algorithms.registry import LOSSES, STEPS
 from flowfleet.algorithms.windows import default_end
+from flowfleet.job import sequence_rules
+from flowfleet.job.unheard import is_changed as _is_changed
+from flowfleet.job.unheard import unheard as _unheard
 
 if TYPE_CHECKING:
     from flowfleet.job.spec import JobSpec, RewardPart
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 def problems(job: JobSpec) -> Iterator[str]:
     """Everything that is wrong with a job's combination of settings, the plainest first."""
     for rule in (
+        sequence_rules.problems,
         _evaluation,
         _window,
         _noise,
@@ -200,7 +203,7 @@ def _loss_settings(job: JobSpec) -> Iterator[str]:
     part, loss = job.algorithm, job.loss
     special = {name for known in LOSSES.values() for name in known.reads}
     for name in sorted(special - set(loss.reads)):
-        readers = ", ".join(sorted(known.name for known in LOSSES.values() if name in known.reads))
+        readers = ", ".join(_readers(job, name))
         yield from _unheard(
             job, (f"algorithm.{name}",), f"with algorithm.loss = {loss.name}: leave it out, or use {readers}"
         )
@@ -572,23 +575,11 @@ def window_end(job: JobSpec) -> int:
     return default_end(window.strategy, num_steps=number, size=window.size, low=window.low)
 
 
-def _unheard(job: JobSpec, settings: tuple[str, ...], where: str) -> Iterator[str]:
-    """Problems of those settings, which have no effect `where`, that the job changed."""
-    for name in settings:
-        if _is_changed(job, name):
-            yield f"{name} has no effect {where}"
-
-
-def _is_changed(job: JobSpec, name: str) -> bool:
-    """Whether a dotted setting has a value that neither schema nor algorithm nor loss would have given it.
-
-    By value: a job that is stored and read again names every setting, and must mean the same.
-    """
-    part, *rest = name.split(".")
-    value = reduce(getattr, rest, getattr(job, part))
-    given = [reduce(getattr, rest, type(job).model_fields[part].default)]
-    given += [defaults[name] for defaults in (job.method.defaults, job.loss.settings) if name in defaults]
-    return value not in given
+def _readers(job: JobSpec, name: str) -> list[str]:
+    """Losses that read a setting, those for the job's kind of policy if there are any."""
+    readers = [loss for loss in LOSSES.values() if name in loss.reads]
+    suited = [loss for loss in readers if (loss.kind == "sequence") == job.writes_tokens]
+    return sorted(loss.name for loss in suited or readers)
 
 
 def _names(*, kind: str | None = None, pairs: bool = False) -> str:

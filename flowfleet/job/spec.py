@@ -30,6 +30,7 @@ from flowfleet.job import reference
 from flowfleet.job import rules as combinations
 from flowfleet.job.data import DataPart
 from flowfleet.job.part import Curve, Factor, Part
+from flowfleet.job.sequence import SequencePart
 from flowfleet.job.setting_files import read_extended
 from flowfleet.limits import MAX_PROMPT_BYTES, check_bytes
 from flowfleet.models.settings import Guidance, Size
@@ -54,8 +55,9 @@ Parameter = Annotated[str, BeforeValidator(_as_text)]
 
 class ModelPart(Part):
     path: str = Field(min_length=1)
-    """Directory of a diffusers pipeline, readable by rollouts and trainer; or a model of the Hugging Face Hub as
-    ORG/NAME[@REVISION], where the operator lists it. A job keeps the commit that its submit found."""
+    """Directory of a diffusers pipeline or of a transformers model that writes text, readable by rollouts and trainer;
+    or a pipeline of the Hugging Face Hub as ORG/NAME[@REVISION], where the operator lists it. A job keeps the commit
+    that its submit found."""
     adapter: str | None = Field(default=None, min_length=1)
     """Adapter that a LoRA job starts from, readable by controller and trainer: the folder or file of an export of ours,
     diffusers' or PEFT's, or a checkpoint's folder. Unset: a new one, which changes nothing at first."""
@@ -167,6 +169,7 @@ class RolloutPart(Part):
     """The job pauses when the mean |trainer's - rollout's log-prob| of a step's rows is above this; unset: never."""
     noise: NoisePart = NoisePart()
     window: WindowPart = WindowPart()
+    sequence: SequencePart = SequencePart()
     on_drop: Literal["count", "refill"] = "refill"
     """A sample that could not be scored: ask for another of its group, or train on fewer and count it."""
     max_refills: int = Field(default=2, ge=0, le=100)
@@ -205,8 +208,8 @@ class CorrectionPart(Part):
     joint: bool = False
     """Take the ratio of a step's joint density over all elements, not its geometric mean per element."""
     level: Literal["step", "sequence"] = "step"
-    """What has a ratio of its own: each noisy step of a sample, or the sample by all of them (with `joint` the product
-    of its steps' ratios, else their geometric mean)."""
+    """What has a ratio of its own: each noisy step of a sample or token of a text, or the sample by all of them (with
+    `joint` the product of their ratios, else the geometric mean)."""
     normalize: Literal["none", "batch"] = "none"
     """batch: divide the weights by their mean over the step's rows, before `reject_low` and `reject_high` act."""
     reject_low: float | None = Field(default=None, gt=0.0, le=1.0)
@@ -279,6 +282,12 @@ class AlgorithmPart(Part):
     """Divide centered rewards by the std (ddof 0) of the batch, of the group, or not at all."""
     advantage_clamp: float | None = Field(default=5.0, gt=0.0)
     """Advantages are cut to ± this; null leaves them."""
+    aggregation: Literal["sequence", "token"] = "sequence"
+    """Losses of tokens. sequence: mean over each sequence's tokens, then over sequences. token: mean over all tokens of
+    an update, so that long sequences count for more."""
+    overlong_share: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Last share of `rollout.sequence.max_tokens` in which a sequence's length costs, linearly, up to 1 off its reward
+    at `max_tokens` (DAPO); 0: length costs nothing."""
     best_of: int | None = Field(default=None, ge=2)
     """Samples of each group that are trained on: the best and the worst half each, by advantages that the whole group
     gave (DanceGRPO's best-of-n); null trains on all."""
@@ -372,7 +381,10 @@ class TrainerPart(Part):
     """Number of passes through a step's samples, each of `updates_per_step` updates. The old policy is the one before
     the first."""
     micro_batch_size: int = Field(default=16, ge=1, le=4096)
-    """Rows of one forward and backward on one rank."""
+    """Rows of one forward and backward on one rank. Of sequences: `micro_batch_tokens` counts in its place."""
+    micro_batch_tokens: int = Field(default=8192, ge=1, le=16_777_216)
+    """Tokens of one forward and backward on one rank, prompts counted, that sequences are packed into without padding.
+    A longer sequence is alone."""
     gradient_checkpointing: Literal["none", "selective", "full"] = "none"
     """Activations that are computed again in the backward: none, all but the costly ones (matrix products and
     attention), or all inside a block."""
@@ -556,6 +568,11 @@ class JobSpec(Part):
     def records_steps(self) -> bool:
         """Whether rollouts keep the noisy steps; matching losses want the final latents alone."""
         return self.loss.kind == "policy"
+
+    @property
+    def writes_tokens(self) -> bool:
+        """Whether the policy writes tokens; if not, it is a flow."""
+        return self.loss.kind == "sequence"
 
     @property
     def trainer_pool(self) -> str:

@@ -7,7 +7,7 @@ attributes that no `to_empty` knows of.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,13 @@ def empty_component(index: Mapping[str, Any], path: str | Path, part: str, dtype
     if not issubclass(kind, nn.Module):
         return None
     make = _of_diffusers if library == "diffusers" else _of_transformers
+    return empty_model(lambda: make(kind, path, part, dtype), dtype)
+
+
+def empty_model(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+    """What `make` makes, in evaluation mode, frozen, its parameters of `dtype` on the meta device."""
     with init_empty_weights():
-        module = make(kind, path, part, dtype)
+        module = make()
     for parameter in module.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)

@@ -1,6 +1,8 @@
-"""Which model families there are, by the `_class_name` of a checkpoint's `model_index.json`. Free of torch.
+"""Which model families there are, by the class that a checkpoint names. Free of torch.
 
-A new family is one file with a `ModelAdapter` and one `register` here, or in a plugin (flowfleet/plugins.py). Adapters
+A flow is the folder of a diffusers pipeline and named by `_class_name` in its `model_index.json`. A policy that writes
+text is a folder of transformers and named by the first of `architectures` in its `config.json`. A new family is one
+file with a `ModelAdapter` or `SequenceAdapter` and one `register` here, or in a plugin (flowfleet/plugins.py). Adapters
 are imported when they are first asked for, because diffusers takes seconds.
 """
 
@@ -8,14 +10,16 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from flowfleet import hub, plugins
 
 if TYPE_CHECKING:
     from flowfleet.models.base import ModelAdapter
+    from flowfleet.models.sequences import SequenceAdapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +27,12 @@ class ModelFamily:
     """What a job may ask of a family."""
 
     pipeline: str
-    """diffusers' pipeline class."""
+    """diffusers' pipeline class, or transformers' model class."""
     title: str
     """Common name of the model."""
     adapter: str
-    """"module:class" of the `ModelAdapter`."""
-    modality: Literal["image", "video"] = "image"
+    """"module:class" of the `ModelAdapter`, or of the `SequenceAdapter` where the modality is text."""
+    modality: Literal["image", "video", "text"] = "image"
     takes_images: bool = False
     """Prompts come with condition images."""
     embedded_guidance: bool = False
@@ -41,11 +45,25 @@ class ModelFamily:
     """Where pixels per latent pixel differ between checkpoints: height and width are multiples of this many times the
     `scale_factor_spatial` in the VAE's configuration. None leaves it to the adapter."""
 
-    def load(self) -> type[ModelAdapter]:
-        """Imports the adapter class; needs torch and diffusers."""
+    @property
+    def writes_tokens(self) -> bool:
+        """Whether its policies write tokens; if not, they are flows."""
+        return self.modality == "text"
+
+    def refusal(self, loss_kind: str) -> str:
+        """Why a loss of this kind cannot train it; empty where it can."""
+        if self.writes_tokens == (loss_kind == "sequence"):
+            return ""
+        if self.writes_tokens:
+            return f"{self.title} writes text: choose algorithm.name from gspo, grpo, dapo"
+        return (
+            f"{self.title} is a flow, and this algorithm trains models that write text: choose another algorithm.name"
+        )
+
+    def load(self) -> Any:
+        """Imports the adapter class; needs torch, and diffusers or transformers."""
         module, name = self.adapter.split(":")
-        adapter: type[ModelAdapter] = getattr(importlib.import_module(module), name)
-        return adapter
+        return getattr(importlib.import_module(module), name)
 
 
 FAMILIES: dict[str, ModelFamily] = {}
@@ -93,36 +111,59 @@ for _family in (
         frame_multiple=4,
         vae_multiple=2,
     ),
+    ModelFamily("Qwen3ForCausalLM", "Qwen3", "flowfleet.models.families.qwen3:Qwen3Adapter", modality="text"),
+    ModelFamily("Qwen3MoeForCausalLM", "Qwen3 MoE", "flowfleet.models.families.qwen3:Qwen3MoeAdapter", modality="text"),
 ):
     register(_family)
 
 
 def family_of(path: str | Path) -> ModelFamily:
-    """The family of the diffusers checkpoint folder `path`, or of a name of the Hub; of plugins too.
+    """The family of the checkpoint folder `path`, or of a name of the Hub; of plugins too.
 
     Raises:
-        ValueError: no such folder, no readable `model_index.json` in it, or a pipeline class that is not supported.
+        ValueError: no such folder, no configuration in it that names its class, or a class that is not supported.
     """
     plugins.load()
-    name = _pipeline_class(hub.configurations(path))
+    name = _class_of(hub.configurations(path))
     if name not in FAMILIES:
         raise ValueError(f"model {path} is a {name}, which is not supported: use one of {', '.join(sorted(FAMILIES))}")
     return FAMILIES[name]
 
 
 def adapter_for(path: str | Path) -> type[ModelAdapter]:
-    """The adapter class for a checkpoint folder; see `family_of`."""
-    return family_of(path).load()
+    """The adapter class for the folder of a flow; see `family_of`. Raises ValueError for one that writes text."""
+    family = family_of(path)
+    if family.writes_tokens:
+        raise ValueError(f"model {path} is a {family.title}, which writes text, and a flow is needed here")
+    adapter: type[ModelAdapter] = family.load()
+    return adapter
 
 
-def _pipeline_class(path: Path) -> str:
-    index = path / "model_index.json"
+def sequence_adapter_for(path: str | Path) -> type[SequenceAdapter]:
+    """The adapter class for a folder of transformers; see `family_of`. Raises ValueError for a flow."""
+    family = family_of(path)
+    if not family.writes_tokens:
+        raise ValueError(f"model {path} is a {family.title}, and a model that writes text is needed here")
+    adapter: type[SequenceAdapter] = family.load()
+    return adapter
+
+
+def _class_of(path: Path) -> str:
+    index, config = path / "model_index.json", path / "config.json"
     if not path.is_dir():
-        raise ValueError(f"model path {path} is not a folder: give the folder of a diffusers checkpoint here")
-    if not index.is_file():
-        raise ValueError(f"model path {path} has no model_index.json: give the folder of a whole diffusers pipeline")
+        raise ValueError(f"model path {path} is not a folder: give the folder of a checkpoint here")
+    if index.is_file():
+        return str(_read(index, lambda content: content["_class_name"], "a pipeline class in _class_name"))
+    if config.is_file():
+        return str(_read(config, lambda content: content["architectures"][0], "a model class in architectures"))
+    raise ValueError(
+        f"model path {path} has no model_index.json: give the folder of a whole diffusers pipeline, or one of "
+        "transformers with a config.json"
+    )
+
+
+def _read(file: Path, name_in: Callable[[Any], Any], what: str) -> Any:
     try:
-        name = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{index} does not name a pipeline class in _class_name: {error!r}") from error
-    return str(name)
+        return name_in(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"{file} does not name {what}: {error!r}") from error

@@ -49,6 +49,8 @@ class _RecordEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Record.ValueTy
     """the noisy steps and their log-probs"""
     RECORD_FINAL: _Record.ValueType  # 2
     """the final latents alone"""
+    RECORD_TOKENS: _Record.ValueType  # 3
+    """the tokens of a sequence and their log-probs"""
 
 class Record(_Record, metaclass=_RecordEnumTypeWrapper):
     """What a rollout keeps of a training sample for the trainer."""
@@ -59,6 +61,8 @@ RECORD_STEPS: Record.ValueType  # 1
 """the noisy steps and their log-probs"""
 RECORD_FINAL: Record.ValueType  # 2
 """the final latents alone"""
+RECORD_TOKENS: Record.ValueType  # 3
+"""the tokens of a sequence and their log-probs"""
 Global___Record: _TypeAlias = Record  # noqa: Y015
 
 @_typing.final
@@ -91,14 +95,14 @@ Global___BlobRef: _TypeAlias = BlobRef  # noqa: Y015
 
 @_typing.final
 class Media(_message.Message):
-    """A picture or video that somebody else made."""
+    """A picture, video or sound that somebody else made."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     BLOB_FIELD_NUMBER: _builtins.int
     MEDIA_TYPE_FIELD_NUMBER: _builtins.int
     media_type: _builtins.str
-    """"image/png", "image/jpeg", "image/webp", "video/mp4" """
+    """"image/png", "image/jpeg", "image/webp", "video/mp4", "audio/wav" """
     @_builtins.property
     def blob(self) -> Global___BlobRef: ...
     def __init__(
@@ -172,32 +176,41 @@ class Sample(_message.Message):
     NUM_FRAMES_FIELD_NUMBER: _builtins.int
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     REFERENCE_KL_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    STOP_REASON_FIELD_NUMBER: _builtins.int
     purpose: Global___Purpose.ValueType
     seed: _builtins.int
     policy_version: _builtins.int
     """of the weights that sampled it"""
     media_type: _builtins.str
-    """"image/png", "video/mp4", …"""
+    """"image/png", "video/mp4", "text/plain", …"""
     height: _builtins.int
-    """pixels"""
+    """pixels; 0 for a text"""
     width: _builtins.int
-    """pixels"""
+    """pixels; 0 for a text"""
     replica_id: _builtins.str
     num_frames: _builtins.int
-    """1 for a picture"""
+    """1 for a picture, 0 for a text"""
     weights_digest: _builtins.str
     """of the weights that sampled it, as its request named them"""
     reference_kl: _builtins.float
     """mean over its noisy steps of the KL to the policy without adapter; 0 where it was not asked for"""
+    prompt_tokens: _builtins.int
+    """of a text: tokens of its prompt, those that stand for media included"""
+    num_tokens: _builtins.int
+    """of a text: tokens that were written, with the one that stopped it"""
+    stop_reason: _builtins.str
+    """of a text: "stop", or "length" where max_tokens cut it"""
     @_builtins.property
     def id(self) -> Global___SampleId: ...
     @_builtins.property
     def trajectory(self) -> Global___BlobRef:
-        """safetensors of the kind that was asked for, see flowfleet/data/trajectories.py; absent for validation"""
+        """safetensors of the kind that was asked for, see flowfleet/data/trajectories.py and sequences.py; absent for validation"""
 
     @_builtins.property
     def prompt_embeds(self) -> Global___BlobRef:
-        """safetensors, one blob a group"""
+        """safetensors, one blob a group: embeddings, or a sequence's prompt tokens and what its media became"""
 
     @_builtins.property
     def negative_embeds(self) -> Global___BlobRef:
@@ -205,7 +218,7 @@ class Sample(_message.Message):
 
     @_builtins.property
     def media(self) -> Global___BlobRef:
-        """the picture or video, encoded"""
+        """the picture or video, encoded; or the text, in UTF-8"""
 
     @_builtins.property
     def sde_steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -230,10 +243,13 @@ class Sample(_message.Message):
         num_frames: _builtins.int = ...,
         weights_digest: _builtins.str = ...,
         reference_kl: _builtins.float = ...,
+        prompt_tokens: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        stop_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "media", b"media", "negative_embeds", b"negative_embeds", "prompt_embeds", b"prompt_embeds", "trajectory", b"trajectory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["height", b"height", "id", b"id", "media", b"media", "media_type", b"media_type", "negative_embeds", b"negative_embeds", "num_frames", b"num_frames", "policy_version", b"policy_version", "prompt_embeds", b"prompt_embeds", "purpose", b"purpose", "reference_kl", b"reference_kl", "replica_id", b"replica_id", "sde_steps", b"sde_steps", "seed", b"seed", "trajectory", b"trajectory", "weights_digest", b"weights_digest", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["height", b"height", "id", b"id", "media", b"media", "media_type", b"media_type", "negative_embeds", b"negative_embeds", "num_frames", b"num_frames", "num_tokens", b"num_tokens", "policy_version", b"policy_version", "prompt_embeds", b"prompt_embeds", "prompt_tokens", b"prompt_tokens", "purpose", b"purpose", "reference_kl", b"reference_kl", "replica_id", b"replica_id", "sde_steps", b"sde_steps", "seed", b"seed", "stop_reason", b"stop_reason", "trajectory", b"trajectory", "weights_digest", b"weights_digest", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

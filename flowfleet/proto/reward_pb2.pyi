@@ -28,12 +28,14 @@ class _ModalityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Modality.Val
     MODALITY_UNSPECIFIED: _Modality.ValueType  # 0
     MODALITY_IMAGE: _Modality.ValueType  # 1
     MODALITY_VIDEO: _Modality.ValueType  # 2
+    MODALITY_TEXT: _Modality.ValueType  # 3
 
 class Modality(_Modality, metaclass=_ModalityEnumTypeWrapper): ...
 
 MODALITY_UNSPECIFIED: Modality.ValueType  # 0
 MODALITY_IMAGE: Modality.ValueType  # 1
 MODALITY_VIDEO: Modality.ValueType  # 2
+MODALITY_TEXT: Modality.ValueType  # 3
 Global___Modality: _TypeAlias = Modality  # noqa: Y015
 
 @_typing.final
@@ -85,7 +87,7 @@ class DescribeResponse(_message.Message):
     """
     @_builtins.property
     def modalities(self) -> _containers.RepeatedScalarFieldContainer[Global___Modality.ValueType]:
-        """pictures, videos or both; none counts as pictures"""
+        """pictures, videos, texts; none counts as pictures"""
 
     @_builtins.property
     def components(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -147,12 +149,12 @@ class RewardSample(_message.Message):
     """echoed in the score, byte for byte. Two of one id in a call, or an empty one:"""
     media: _builtins.bytes
     """INVALID_ARGUMENT
-    encoded picture or video. Where it is broken, truncated, huge (a PNG may promise
+    encoded picture or video, or a text in UTF-8. Where it is broken, truncated, huge (a PNG may promise
     """
     media_type: _builtins.str
     """30,000 x 30,000 pixels: read its header before its pixels) or of a modality that
     is not scored, this sample gets an error, and the others of the call their scores
-    "image/png", "image/jpeg", "video/mp4", …; an error for one that is not read
+    "image/png", "image/jpeg", "video/mp4", "text/plain", …; an error for one that is not read
     """
     prompt: _builtins.str
     """any Unicode text; where it is too long, this sample gets an error"""

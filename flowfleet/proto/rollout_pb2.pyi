@@ -64,6 +64,7 @@ class Sampling(_message.Message):
     CONDITION_PIXELS_FIELD_NUMBER: _builtins.int
     SAMPLER_FIELD_NUMBER: _builtins.int
     SHIFT_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
     height: _builtins.int
     """pixels"""
     width: _builtins.int
@@ -83,6 +84,10 @@ class Sampling(_message.Message):
     """of steps without noise: "euler" (also when empty), "dpm_solver_2" """
     shift: _builtins.float
     """static shift of the noise levels; absent: as the checkpoint's scheduler says"""
+    @_builtins.property
+    def sequence(self) -> Global___SequenceSampling:
+        """present for a policy that writes tokens; the fields above are then empty, and so is Noise"""
+
     def __init__(
         self,
         *,
@@ -96,10 +101,11 @@ class Sampling(_message.Message):
         condition_pixels: _builtins.int = ...,
         sampler: _builtins.str = ...,
         shift: _builtins.float | None = ...,
+        sequence: Global___SequenceSampling | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_embedded_guidance", b"_embedded_guidance", "_shift", b"_shift", "embedded_guidance", b"embedded_guidance", "shift", b"shift"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_embedded_guidance", b"_embedded_guidance", "_shift", b"_shift", "embedded_guidance", b"embedded_guidance", "sequence", b"sequence", "shift", b"shift"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_embedded_guidance", b"_embedded_guidance", "_shift", b"_shift", "condition_pixels", b"condition_pixels", "embedded_guidance", b"embedded_guidance", "guidance_scale", b"guidance_scale", "height", b"height", "negative_prompt", b"negative_prompt", "num_frames", b"num_frames", "num_inference_steps", b"num_inference_steps", "sampler", b"sampler", "shift", b"shift", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_embedded_guidance", b"_embedded_guidance", "_shift", b"_shift", "condition_pixels", b"condition_pixels", "embedded_guidance", b"embedded_guidance", "guidance_scale", b"guidance_scale", "height", b"height", "negative_prompt", b"negative_prompt", "num_frames", b"num_frames", "num_inference_steps", b"num_inference_steps", "sampler", b"sampler", "sequence", b"sequence", "shift", b"shift", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__embedded_guidance: _TypeAlias = _typing.Literal["embedded_guidance"]  # noqa: Y015
     _WhichOneofArgType__embedded_guidance: _TypeAlias = _typing.Literal["_embedded_guidance", b"_embedded_guidance"]  # noqa: Y015
@@ -111,6 +117,50 @@ class Sampling(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shift) -> _WhichOneofReturnType__shift | None: ...
 
 Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
+
+@_typing.final
+class SequenceSampling(_message.Message):
+    """How tokens are drawn."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    TEMPERATURE_FIELD_NUMBER: _builtins.int
+    TOP_P_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    MAX_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    ROUTED_EXPERTS_FIELD_NUMBER: _builtins.int
+    max_tokens: _builtins.int
+    """that a sequence has at most, its prompt not counted"""
+    temperature: _builtins.float
+    """logits are divided by it; 0 takes the likeliest token, in validation only"""
+    top_p: _builtins.float
+    """draws from the likeliest tokens of this total probability; 1: from all. Log-probs are those of all tokens"""
+    max_prompt_tokens: _builtins.int
+    """a longer prompt is INVALID_ARGUMENT; 0: no limit"""
+    routed_experts: _builtins.bool
+    """training samples of a mixture of experts record the experts that each token took"""
+    @_builtins.property
+    def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """texts that end a sequence; the tokens that complete one are kept"""
+
+    def __init__(
+        self,
+        *,
+        max_tokens: _builtins.int = ...,
+        temperature: _builtins.float = ...,
+        top_p: _builtins.float = ...,
+        stop: _abc.Iterable[_builtins.str] | None = ...,
+        max_prompt_tokens: _builtins.int = ...,
+        routed_experts: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_prompt_tokens", b"max_prompt_tokens", "max_tokens", b"max_tokens", "routed_experts", b"routed_experts", "stop", b"stop", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SequenceSampling: _TypeAlias = SequenceSampling  # noqa: Y015
 
 @_typing.final
 class Noise(_message.Message):
@@ -185,7 +235,7 @@ class PromptGroup(_message.Message):
 
     @_builtins.property
     def images(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Media]:
-        """condition images, for models that take them"""
+        """condition images, for models that take them; for some that write text also video and sound"""
 
     @_builtins.property
     def media(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Media]:
@@ -306,7 +356,7 @@ class ModelSpec(_message.Message):
     QUANTIZATION_FIELD_NUMBER: _builtins.int
     MAX_SEQUENCE_LENGTH_FIELD_NUMBER: _builtins.int
     path: _builtins.str
-    """directory of a diffusers pipeline"""
+    """directory of a diffusers pipeline, or of a transformers model that writes text"""
     dtype: _builtins.str
     """"float32", "bfloat16", "float16" """
     load_format: _builtins.str

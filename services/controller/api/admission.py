@@ -184,10 +184,11 @@ def _pinned(spec: JobSpec, sources: Sources) -> JobSpec:
 
 def _family(path: str, sources: Sources) -> ModelFamily:
     folder = hub.configurations(sources.places.pipeline(path))
-    if not _is_readable(folder / "model_index.json"):
+    if not any(_is_readable(folder / name) for name in ("model_index.json", "config.json")):
         raise ValueError(
-            f"{path!r} holds no readable model_index.json; give the directory of a diffusers pipeline, as an absolute "
-            "path that controller, rollouts and trainer all see"
+            f"{path!r} holds no readable model_index.json or config.json; give the directory of a diffusers pipeline, "
+            "or of a transformers model that writes text, as an absolute path that controller, rollouts and trainer "
+            "all see"
         )
     return family_of(folder)
 
@@ -201,6 +202,8 @@ def _is_readable(path: Path) -> bool:
 
 def _family_problems(spec: JobSpec, family: ModelFamily) -> Iterator[str]:
     rollout = spec.rollout
+    if kind := family.refusal(spec.loss.kind):
+        yield f"algorithm.loss = {spec.loss.name}: {kind}"
     if rollout.num_frames > 1 and family.modality == "image":
         videos = ", ".join(known.title for known in FAMILIES.values() if known.modality == "video") or "none yet"
         yield (

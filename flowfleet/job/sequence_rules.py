@@ -1,0 +1,103 @@
+"""Which settings go with a policy that writes tokens, and which with a flow: part of rules.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from flowfleet.algorithms.registry import LOSSES
+from flowfleet.job.sequence import SequencePart
+from flowfleet.job.unheard import unheard
+
+if TYPE_CHECKING:
+    from flowfleet.job.spec import JobSpec
+
+_OF_SEQUENCES = (*(f"rollout.sequence.{name}" for name in SequencePart.model_fields), "trainer.micro_batch_tokens")
+"""Settings that only policies that write tokens read."""
+_FLOW_SAMPLING = (
+    "height",
+    "width",
+    "num_frames",
+    "num_inference_steps",
+    "sampler",
+    "tail_steps",
+    "shift",
+    "guidance_scale",
+    "embedded_guidance",
+    "negative_prompt",
+    "condition_pixels",
+    "compile",
+    "quantization",
+)
+_OF_FLOWS = (
+    *(f"rollout.{name}" for name in _FLOW_SAMPLING),
+    "schedule.validation_steps",
+    "schedule.validation_sampler",
+    "algorithm.kl_reward",
+    "trainer.micro_batch_size",
+    "trainer.base_gradients",
+)
+"""Settings that only flows read."""
+_NESTED_OF_FLOWS = ("rollout.noise", "rollout.window")
+
+
+def problems(job: JobSpec) -> Iterator[str]:
+    """What is set for the other kind of policy."""
+    loss = job.loss.name
+    if not job.writes_tokens:
+        known = ", ".join(sorted(other.name for other in LOSSES.values() if other.kind == "sequence"))
+        yield from unheard(
+            job,
+            _OF_SEQUENCES,
+            f"with algorithm.loss = {loss}, which trains a flow: leave it out, or use {known} for a model that writes "
+            "text",
+        )
+        return
+    where = f"with algorithm.loss = {loss}, which trains a model that writes text: leave it out"
+    nested = (
+        f"{part}.{name}" for part in _NESTED_OF_FLOWS for name in type(getattr(job.rollout, part[8:])).model_fields
+    )
+    yield from unheard(job, (*_OF_FLOWS, *nested), where)
+    yield from _model(job)
+    yield from _trainer(job)
+    yield from _algorithm(job)
+
+
+def _model(job: JobSpec) -> Iterator[str]:
+    if job.model.max_sequence_length is not None:
+        yield (
+            f"model.max_sequence_length has no effect with algorithm.loss = {job.loss.name}: use "
+            "rollout.sequence.max_prompt_tokens and rollout.sequence.max_tokens"
+        )
+    if job.model.base != "plain":
+        yield f'model.base = "{job.model.base}" is offered for flows alone: leave it out'
+
+
+def _trainer(job: JobSpec) -> Iterator[str]:
+    part = job.trainer
+    if part.samples != "no":
+        yield f'trainer.samples = "{part.samples}" is offered for flows alone: set trainer.samples = "no"'
+    if part.lora.merge:
+        yield (
+            "trainer.lora.merge is offered for flows alone: leave it out, and merge the exported adapter into its base "
+            "after the job"
+        )
+
+
+def _algorithm(job: JobSpec) -> Iterator[str]:
+    part = job.algorithm
+    if part.correction.mode != "none" and part.correction.normalize == "batch":
+        yield (
+            'algorithm.correction.normalize = "batch" is offered for flows alone: set it to "none"; '
+            "algorithm.correction.level chooses between tokens and sequences"
+        )
+    if part.correction.mode != "none" and part.correction.level == "step" and "aggregation" not in job.loss.reads:
+        yield (
+            f'algorithm.correction.level = "step" weighs tokens, and algorithm.loss = {job.loss.name} has one ratio a '
+            'sequence: set it to "sequence"'
+        )
+    if part.overlong_share and part.reward_combination != "sum":
+        yield (
+            "algorithm.overlong_share is subtracted from the sum of the rewards, which algorithm.reward_combination = "
+            f'"{part.reward_combination}" does not form: set that to "sum", or algorithm.overlong_share to 0'
+        )
