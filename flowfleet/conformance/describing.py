@@ -9,7 +9,7 @@ import grpc.aio
 
 from flowfleet.conformance.checks import Remark, check, require, said
 from flowfleet.conformance.session import Session
-from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
+from flowfleet.proto.reward_pb2 import MODALITY_UNSPECIFIED, Modality
 from flowfleet.rewards.requests import CONTRACT, SERVICE_NAME
 
 _SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
@@ -73,10 +73,11 @@ async def contract(session: Session) -> str | None:
     return f"contract {number}"
 
 
-@check("modalities", "modalities are pictures, videos or both", "describe")
+@check("modalities", "modalities are pictures, videos, texts or several of them", "describe")
 async def modalities(session: Session) -> str | None:
     given = list(session.described.modalities)
-    unknown = [number for number in given if number not in (MODALITY_IMAGE, MODALITY_VIDEO)]
+    known = set(Modality.values()) - {MODALITY_UNSPECIFIED}
+    unknown = [number for number in given if number not in known]
     require(not unknown, f"modality {unknown and unknown[0]} is not known")
     if not given:
         raise Remark("none is named, which counts as pictures: name them")

@@ -1,4 +1,4 @@
-"""The pictures and videos that the suite sends: drawn here, the same each time."""
+"""The pictures, videos and texts that the suite sends: made here, the same each time."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from flowfleet.media.files import PICTURE_TYPES, VIDEO_TYPES, Frames, encode_media
+from flowfleet.media.text import TEXT_TYPE
 
 WORD: Final = "FLOW"
 SIZE: Final = (128, 64)
@@ -29,10 +30,10 @@ Media = tuple[bytes, str]
 
 
 def read(path: Path) -> Media:
-    """A picture or video of the user's. ValueError for another kind of file."""
-    media_type = {**_SUFFIXES, ".mp4": VIDEO_TYPES[0]}.get(path.suffix.lower())
+    """A picture, video or text of the user's. ValueError for another kind of file."""
+    media_type = {**_SUFFIXES, ".mp4": VIDEO_TYPES[0], ".txt": TEXT_TYPE}.get(path.suffix.lower())
     if media_type is None:
-        raise ValueError(f"--image {path}: give a file that ends in {', '.join(_SUFFIXES)} or .mp4")
+        raise ValueError(f"--image {path}: give a file that ends in {', '.join(_SUFFIXES)} or .mp4, .txt")
     return path.read_bytes(), media_type
 
 
@@ -50,6 +51,12 @@ def video(index: int) -> Media:
     still = np.asarray(_drawn(index))
     frames: Frames = np.stack([np.roll(still, _STEP * place, axis=1) for place in range(NUM_FRAMES)])
     return encode_media(frames)
+
+
+def answer(index: int) -> Media:
+    """An answer that reasons first; each index comes to a letter of its own."""
+    reasoning = "I look at the choices one by one. " * (index + 1)
+    return f"{reasoning}\n\nThe answer is {'ABCDEFGH'[index]}".encode(), TEXT_TYPE
 
 
 @functools.cache
@@ -76,8 +83,9 @@ def padded(media: Media, size_bytes: int) -> Media:
 
 
 def garbage(media_type: str) -> Media:
-    """No picture and no video, whatever its media type says."""
-    return b"this is neither a picture nor a video", media_type
+    """No picture, video or text, whatever its media type says."""
+    said = b"this is neither a picture nor a video"
+    return b"\xff" + said if media_type == TEXT_TYPE else said, media_type
 
 
 def truncated(media: Media) -> Media:

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import grpc.aio
 
 from flowfleet.conformance import media
 from flowfleet.conformance.checks import Fault, Remark, Skip, check, outcome, require, require_scores, said
 from flowfleet.conformance.scoring import EACH, ONE
 from flowfleet.conformance.session import Session, by_id
+from flowfleet.media.text import TEXT_TYPE
 from flowfleet.proto.reward_pb2 import RewardSample, RewardScore
 
 _UNKNOWN_TYPE = "application/x-unheard-of"
 
 
-@check("broken media", "what is no picture gets an error of its own, while others of the call are scored", ONE, EACH)
+@check(
+    "broken media",
+    "undecodable media get an error of their own, while others of the call are scored",
+    ONE,
+    EACH,
+)
 async def broken(session: Session) -> str | None:
     return await _one_bad(session, media.garbage(session.sample(0).media_type))
 
 
 @check("truncated media", "a file of which half is missing gets an error of its own", ONE, EACH)
 async def truncated(session: Session) -> str | None:
-    score = await _beside_others(session, media.truncated(session.media(1)))
+    file = session.media(1)
+    if file[1] == TEXT_TYPE:
+        raise Skip("half a text is a text")
+    score = await _beside_others(session, media.truncated(file))
     if score.WhichOneof("outcome") == "score":
         raise Remark(f"it was scored: {outcome(score)}")
     return outcome(score)
@@ -80,15 +91,29 @@ async def large_call(session: Session) -> str | None:
         raise
 
 
-@check("the other modality", "videos are scored where modalities name them, and get an error elsewhere", ONE, EACH)
+@check("the other modality", "each modality is scored where modalities name it, and gets an error elsewhere", ONE, EACH)
 async def other_modality(session: Session) -> str | None:
-    if session.takes_pictures and session.takes_videos:
-        samples = [session.with_media(sample, media.video(place)) for place, sample in _numbered(session)]
-        scores = await session.scores(samples)
-        require_scores(scores, [samples[0].sample_id])
-        return f"a video: {outcome(scores[samples[0].sample_id])}"
-    other = media.video(0) if session.takes_pictures else media.picture(0)
-    return await _one_bad(session, other)
+    others = (
+        ("a picture", session.takes_pictures, media.picture),
+        ("a video", session.takes_videos, media.video),
+        ("a text", session.takes_texts, media.answer),
+    )
+    told = [await _other(session, *other) for other in others if not _is_own(session, other[2])]
+    return "; ".join(told)
+
+
+async def _other(session: Session, name: str, is_taken: bool, make: Callable[[int], media.Media]) -> str:
+    """What a medium of another modality than the suite sends gets."""
+    if not is_taken:
+        return f"{name}: {await _one_bad(session, make(0))}"
+    samples = [session.with_media(sample, make(place)) for place, sample in _numbered(session)]
+    scores = await session.scores(samples)
+    require_scores(scores, [samples[0].sample_id])
+    return f"{name}: {outcome(scores[samples[0].sample_id])}"
+
+
+def _is_own(session: Session, make: Callable[[int], media.Media]) -> bool:
+    return make(0)[1].partition("/")[0] == session.media(0)[1].partition("/")[0]
 
 
 def _numbered(session: Session) -> list[tuple[int, RewardSample]]:

@@ -19,6 +19,7 @@ from flowfleet.conformance.media import Media
 from flowfleet.proto import reward_pb2_grpc
 from flowfleet.proto.reward_pb2 import (
     MODALITY_IMAGE,
+    MODALITY_TEXT,
     MODALITY_VIDEO,
     DescribeRequest,
     DescribeResponse,
@@ -53,7 +54,7 @@ class Options:
     params: Mapping[str, str] = field(default_factory=dict)
     """Parameters of each call, as a job's reward entry has them."""
     images: Sequence[Path] = ()
-    """Pictures, or videos, to send instead of those that the suite draws."""
+    """Pictures, videos or texts to send instead of those that the suite makes."""
     timeout_s: float = 60.0
     """Timeout of each call."""
     allowed_s: float = 2.0
@@ -143,6 +144,10 @@ class Session:
         return MODALITY_VIDEO in self.described.modalities
 
     @property
+    def takes_texts(self) -> bool:
+        return MODALITY_TEXT in self.described.modalities
+
+    @property
     def full_batch(self) -> int:
         return min(self.described.max_batch_size or UNLIMITED_BATCH, self.batch_limit)
 
@@ -171,7 +176,9 @@ class Session:
     def media(self, index: int) -> Media:
         if self._files:
             return self._files[index % len(self._files)]
-        return media.picture(index % 8) if self.takes_pictures else media.video(index % 8)
+        if self.takes_pictures:
+            return media.picture(index % 8)
+        return media.video(index % 8) if self.takes_videos else media.answer(index % 8)
 
     def with_media(self, sample: RewardSample, file: Media) -> RewardSample:
         changed = RewardSample()

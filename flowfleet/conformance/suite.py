@@ -27,7 +27,11 @@ CHECKS: Final[tuple[Check, ...]] = (
 )
 _CALLS_OF_A_CHECK: Final = 4
 """Timeouts of a call that a whole check may take."""
-_KINDS: Final = {Modality.MODALITY_IMAGE: "pictures", Modality.MODALITY_VIDEO: "videos"}
+_KINDS: Final = {
+    Modality.MODALITY_IMAGE: "pictures",
+    Modality.MODALITY_VIDEO: "videos",
+    Modality.MODALITY_TEXT: "texts",
+}
 
 OnResult = Callable[[Result], object]
 

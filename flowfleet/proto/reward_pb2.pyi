@@ -149,20 +149,25 @@ class RewardSample(_message.Message):
     """echoed in the score, byte for byte. Two of one id in a call, or an empty one:"""
     media: _builtins.bytes
     """INVALID_ARGUMENT
-    encoded picture or video, or a text in UTF-8. Where it is broken, truncated, huge (a PNG may promise
+    encoded picture or video, or UTF-8 text. Where it is broken, truncated, huge (a
     """
     media_type: _builtins.str
-    """30,000 x 30,000 pixels: read its header before its pixels) or of a modality that
-    is not scored, this sample gets an error, and the others of the call their scores
-    "image/png", "image/jpeg", "video/mp4", "text/plain", …; an error for one that is not read
+    """PNG may promise 30,000 x 30,000 pixels: read its header before its pixels) or of a
+    modality that is not scored, this sample gets an error, and the others of the call
+    their scores
+    "image/png", "image/jpeg", "video/mp4", "text/plain", …; an error for one that is
     """
     prompt: _builtins.str
-    """any Unicode text; where it is too long, this sample gets an error"""
+    """not read
+    any Unicode text; where it is too long, this sample gets an error
+    """
     group_id: _builtins.str
-    """of the samples of one prompt. A call may have several groups, mixed"""
+    """question; any Unicode text
+    of the samples of one prompt. A call may have several groups, mixed
+    """
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """of the prompt's line in the data set; any Unicode text"""
+        """of the prompt's line in the data set, such as the reference answer of a"""
 
     def __init__(
         self,

@@ -27,9 +27,9 @@ class EncodedSample:
     """A sample with its file as it came. A message would copy the file whenever it is looked at."""
 
     media: bytes
-    """Encoded picture or video."""
+    """Encoded picture or video, or a text in UTF-8."""
     media_type: str
-    """"image/png", "image/jpeg", "image/webp" or "video/mp4"."""
+    """"image/png", "image/jpeg", "image/webp", "video/mp4" or "text/plain"."""
     prompt: str
     metadata: Mapping[str, str] = field(default_factory=dict)
     """Metadata of the prompt's line in the data set."""

@@ -34,10 +34,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from flowfleet.errors import TooLarge
 from flowfleet.media.files import PICTURE_TYPES, VIDEO_TYPES, Frames, OpenedMedia, open_media
+from flowfleet.media.text import TEXT_TYPE, OpenedText, open_text
 from flowfleet.process.pulse import HANG_S, Pulse, add_pulse_arguments
 from flowfleet.process.service import rpc_parser, run_service
 from flowfleet.proto.reward_pb2 import (
     MODALITY_IMAGE,
+    MODALITY_TEXT,
     MODALITY_VIDEO,
     DescribeRequest,
     DescribeResponse,
@@ -56,7 +58,11 @@ MAX_WAITING_BYTES: Final = 2**30
 """Maximum size of the waiting samples' media."""
 GRACE_S: Final = 60.0
 """Time that running calls have after SIGTERM."""
-_MODALITIES: Final = {"image": (MODALITY_IMAGE, tuple(PICTURE_TYPES)), "video": (MODALITY_VIDEO, VIDEO_TYPES)}
+_MODALITIES: Final = {
+    "image": (MODALITY_IMAGE, tuple(PICTURE_TYPES)),
+    "video": (MODALITY_VIDEO, VIDEO_TYPES),
+    "text": (MODALITY_TEXT, (TEXT_TYPE,)),
+}
 
 Scored = float | tuple[float, Mapping[str, float]]
 """A score, or a score and its components by name."""
@@ -80,7 +86,7 @@ class Sample:
     """Metadata of the prompt's line in the data set."""
     group_id: str
     """Equal for the samples of one prompt in one step."""
-    opened: OpenedMedia
+    opened: OpenedMedia | OpenedText
 
     @property
     def media(self) -> bytes:
@@ -94,8 +100,17 @@ class Sample:
 
     @cached_property
     def frames(self) -> Frames:
-        """(F, H, W, 3) uint8 RGB; F is 1 for a picture."""
+        """(F, H, W, 3) uint8 RGB; F is 1 for a picture. ValueError for a text."""
+        if isinstance(self.opened, OpenedText):
+            raise ValueError("a text has no frames: `text` has the answer")
         return self.opened.decode()
+
+    @property
+    def text(self) -> str:
+        """The answer of a policy that writes. ValueError for a picture or video."""
+        if isinstance(self.opened, OpenedText):
+            return self.opened.text
+        raise ValueError(f"{self.media_type} is not a text: `image` and `frames` have its pixels")
 
     @cached_property
     def image(self) -> Image.Image:
@@ -122,7 +137,7 @@ class Reward:
     score_range: tuple[float, float] = (-math.inf, math.inf)
     """Least and greatest score; ±infinity where there is no bound."""
     modalities: Sequence[str] = ("image",)
-    """Modalities among "image" and "video"."""
+    """Modalities among "image", "video" and "text"."""
     components: Sequence[str] = ()
     """Names of all components that `score` may give."""
     params: type[Params] | None = None
@@ -323,7 +338,8 @@ class RewardServicer(RewardServiceServicer):
         types = self._reward.media_types
         if sample.media_type not in types:
             raise ValueError(f"media_type {sample.media_type!r} is not read here: send {', '.join(types)}")
-        opened = open_media(sample.media, sample.media_type)
+        is_text = sample.media_type == TEXT_TYPE
+        opened = open_text(sample.media) if is_text else open_media(sample.media, sample.media_type)
         return Sample(sample.sample_id, sample.prompt, dict(sample.metadata), sample.group_id, opened)
 
 

@@ -1,4 +1,4 @@
-"""What a scorer is: a class that gives each picture or video of a batch a score, or says why there is none.
+"""What a scorer is: a class that gives each picture, video or text of a batch a score, or says why there is none.
 
 There are two kinds. A `Scorer` computes: it gets decoded frames, in a worker thread or in processes of a pool, one
 batch at a time. An `AsyncScorer` asks somebody else: it gets the encoded bytes on the event loop, many calls at once.
@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Final, Generic, Self, TypeVar
 
 import numpy as np
 from PIL import Image
@@ -28,24 +28,34 @@ from flowfleet.rewards.requests import EncodedSample
 Params = TypeVar("Params")
 
 
+NO_FRAMES: Final[Frames] = np.empty((0, 1, 1, 3), np.uint8)
+"""What a text has in place of frames."""
+
 MAX_PICTURES = 8
 """Pictures that a scorer of pictures looks at in a video."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """What a scorer sees: decoded RGB frames, of which a picture has one, its prompt, and the metadata of the prompt's
-    line in the data set."""
+    """What a scorer sees: decoded RGB frames, of which a picture has one, or a text; its prompt, and the metadata of
+    the prompt's line in the data set."""
 
     frames: Frames
-    """(F, H, W, 3) uint8."""
+    """(F, H, W, 3) uint8; a text has none."""
     prompt: str
     metadata: Mapping[str, str] = field(default_factory=dict)
     group_id: str = ""
     """Id shared by the samples of one prompt, which are compared with one another."""
     sample_id: str = ""
     media_size: int = 0
-    """Bytes of the file that the frames were decoded from."""
+    """Bytes of the file that the frames or the text were decoded from."""
+    text: str = ""
+    """The answer, for scorers of `MODALITY_TEXT`."""
+
+    @classmethod
+    def of_text(cls, text: str, prompt: str, metadata: Mapping[str, str] | None = None) -> Sample:
+        """Makes a sample of one answer."""
+        return cls(NO_FRAMES, prompt, metadata or {}, text=text)
 
     @classmethod
     def of_picture(cls, image: Image.Image, prompt: str, metadata: Mapping[str, str] | None = None) -> Sample:

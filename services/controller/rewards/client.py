@@ -39,7 +39,11 @@ REPLICA_SAMPLES = 32
 """Samples that fill a replica, or two of its largest calls where those are fewer: one is scored, the next waits."""
 
 _AWAY = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
-_KIND = {reward_pb2.MODALITY_IMAGE: "pictures", reward_pb2.MODALITY_VIDEO: "videos"}
+_KIND = {
+    reward_pb2.MODALITY_IMAGE: "pictures",
+    reward_pb2.MODALITY_VIDEO: "videos",
+    reward_pb2.MODALITY_TEXT: "texts",
+}
 
 Samples = Sequence[EncodedSample]
 

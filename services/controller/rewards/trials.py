@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from flowfleet.job.data import Source
 from flowfleet.job.spec import JobSpec, RewardPart
 from flowfleet.media.files import Frames, encode_media
+from flowfleet.media.text import TEXT_TYPE
 from flowfleet.prompts.prompt import Prompt
 from flowfleet.proto import reward_pb2
 from flowfleet.rewards.requests import EncodedSample
@@ -51,7 +52,7 @@ async def _refusal(spec: JobSpec, name: str, part: RewardPart, directory: Direct
         async with asyncio.timeout(TRIAL_S):
             await service.check(name, modality)
             count = spec.rollout.group_size if service.needs_group else 1
-            samples = await asyncio.to_thread(_samples, prompt, count, modality == reward_pb2.MODALITY_VIDEO)
+            samples = await asyncio.to_thread(_samples, prompt, count, modality)
             await service.ask(name, part.params, samples, modality)
     except RewardFailure as failure:
         return str(failure) if failure.permanent else ""
@@ -81,11 +82,11 @@ def _first(spec: JobSpec, source: Source, sources: Sources) -> Prompt:
         return Prompt("")
 
 
-def _samples(prompt: Prompt, count: int, is_video: bool) -> list[EncodedSample]:
-    """A group of drawn pictures or videos, each another."""
+def _samples(prompt: Prompt, count: int, modality: reward_pb2.Modality.ValueType) -> list[EncodedSample]:
+    """A group of drawn pictures or videos, or of written answers, each another."""
     found = []
     for index in range(count):
-        data, media_type = encode_media(_drawn(index, NUM_FRAMES if is_video else 1))
+        data, media_type = _medium(index, modality)
         found.append(
             EncodedSample(
                 sample_id=f"trial/{index}",
@@ -97,6 +98,12 @@ def _samples(prompt: Prompt, count: int, is_video: bool) -> list[EncodedSample]:
             )
         )
     return found
+
+
+def _medium(index: int, modality: reward_pb2.Modality.ValueType) -> tuple[bytes, str]:
+    if modality == reward_pb2.MODALITY_TEXT:
+        return f"The answer is {index}.".encode(), TEXT_TYPE
+    return encode_media(_drawn(index, NUM_FRAMES if modality == reward_pb2.MODALITY_VIDEO else 1))
 
 
 def _drawn(index: int, num_frames: int) -> Frames:

@@ -6,9 +6,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from flowfleet.media.files import PICTURE_TYPES, VIDEO_TYPES, MediaError, MediaLimits, OpenedMedia, open_media
-from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO, Modality
+from flowfleet.media.text import TEXT_TYPE, OpenedText, open_text
+from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_TEXT, MODALITY_VIDEO, Modality
 from flowfleet.rewards.requests import EncodedSample
-from services.reward.scorer import Problem, Sample
+from services.reward.scorer import NO_FRAMES, Problem, Sample
 
 LIMITS = MediaLimits()
 MAX_PIXELS = LIMITS.max_pixels
@@ -17,9 +18,9 @@ MAX_SIDE = LIMITS.max_side
 
 @dataclass(frozen=True)
 class Opened:
-    """A picture or video of which only the header has been read."""
+    """A picture or video of which only the header has been read, or a text."""
 
-    media: OpenedMedia
+    media: OpenedMedia | OpenedText
     sample: EncodedSample
 
     @property
@@ -34,23 +35,26 @@ def open_sample(sample: EncodedSample, modalities: Collection[Modality.ValueType
     if sample.media_type not in types:
         return Problem("media_type", f"media_type {sample.media_type!r} is not read here: send {', '.join(types)}")
     try:
+        if sample.media_type == TEXT_TYPE:
+            return Opened(open_text(sample.media), sample)
         return Opened(open_media(sample.media, sample.media_type, LIMITS), sample)
     except MediaError as error:
         return Problem(error.reason, str(error))
 
 
 def decode(opened: Opened) -> Sample | Problem:
-    """Decodes the pixels. Alpha is dropped; of an animated picture the first frame counts."""
+    """Decodes the text or the pixels. Alpha is dropped; of an animated picture the first frame counts."""
+    media, sample = opened.media, opened.sample
     try:
-        frames = opened.media.decode()
+        frames, text = (NO_FRAMES, media.text) if isinstance(media, OpenedText) else (media.decode(), "")
     except MediaError as error:
         return Problem(error.reason, str(error))
-    sample = opened.sample
     size = len(sample.media)
-    return Sample(frames, sample.prompt, dict(sample.metadata), sample.group_id, sample.sample_id, size)
+    return Sample(frames, sample.prompt, dict(sample.metadata), sample.group_id, sample.sample_id, size, text)
 
 
 def media_types(modalities: Collection[Modality.ValueType]) -> tuple[str, ...]:
     """What a scorer of these modalities is sent."""
     pictures = tuple(PICTURE_TYPES) if MODALITY_IMAGE in modalities else ()
-    return pictures + (VIDEO_TYPES if MODALITY_VIDEO in modalities else ())
+    videos = VIDEO_TYPES if MODALITY_VIDEO in modalities else ()
+    return pictures + videos + ((TEXT_TYPE,) if MODALITY_TEXT in modalities else ())

@@ -25,8 +25,17 @@ from services.reward.judge.comparisons import (
     win_rates,
 )
 from services.reward.judge.errors import CallFailed
-from services.reward.judge.media import MAX_FRAME_PIXELS, Picture, Room, digest_of, pictures_of, source_picture
-from services.reward.judge.messages import Part, chat_request, filled
+from services.reward.judge.media import (
+    MAX_FRAME_PIXELS,
+    Part,
+    Picture,
+    Room,
+    digest_of,
+    parts_of,
+    pictures_of,
+    source_picture,
+)
+from services.reward.judge.messages import chat_request, filled
 from services.reward.judge.metrics import JudgeMetrics
 from services.reward.judge.rubrics import SOURCE, Mode, Rubric
 from services.reward.judge.scale import Reading
@@ -71,6 +80,11 @@ class Questions:
         self._frames = Room(MAX_FRAME_PIXELS)
         self.samples = Room(2 * settings.max_concurrency * len(settings.urls))
         """Samples that are prepared or judged at a time: the others have only their encoded media in memory."""
+
+    async def parts_of(self, sample: EncodedSample, num_frames: int) -> list[Part]:
+        """Prepares samples one by one, like `media.parts_of`. Raises MediaError."""
+        await self._turns.take()
+        return await parts_of(sample.media, sample.media_type, num_frames, self._frames)
 
     async def pictures_of(self, sample: EncodedSample, num_frames: int) -> list[Picture]:
         """Prepares pictures sample by sample, like `media.pictures_of`. Raises MediaError."""
@@ -140,12 +154,13 @@ class Prepared:
     """A sample as its slots see it."""
 
     texts: Mapping[str, str]
-    pictures: Sequence[Picture]
+    shown: Sequence[Part]
+    """The sample itself: pictures, or a text."""
     source: Mapping[str, Sequence[Picture]]
 
     @property
     def digest(self) -> bytes:
-        return digest_of(self.pictures)
+        return digest_of(self.shown)
 
 
 class Judge:
@@ -170,7 +185,7 @@ class Judge:
         try:
             async with self._questions.samples.take(1):
                 prepared = await self._prepare(sample)
-                reading = await self._read({"image": prepared.pictures, **prepared.source}, prepared.texts)
+                reading = await self._read({self._rubric.slots[0]: prepared.shown, **prepared.source}, prepared.texts)
         except Refused as refused:
             return refused.problem
         if reading.mass is None or reading.entropy is None:
@@ -221,15 +236,15 @@ class Judge:
     async def _prepare(self, sample: EncodedSample) -> Prepared:
         texts = {"prompt": sample.prompt, **{f"metadata.{name}": text for name, text in sample.metadata.items()}}
         try:
-            pictures = await self._questions.pictures_of(sample, self._rubric.num_frames)
+            shown = await self._questions.parts_of(sample, self._rubric.num_frames)
             if not self._shows_source:
-                return Prepared(texts, pictures, {})
+                return Prepared(texts, shown, {})
             source = await asyncio.to_thread(source_picture, sample.metadata, self._settings.media_root)
         except MediaError as error:
             raise Refused(error.reason, str(error)) from error
         except ValueError as error:
             raise Refused(SOURCE_MISSING, str(error)) from error
-        return Prepared(texts, pictures, {SOURCE: [source]})
+        return Prepared(texts, shown, {SOURCE: [source]})
 
     async def _pairs(self, group: Sequence[Prepared]) -> list[Outcome]:
         count = len(group)
@@ -263,8 +278,8 @@ class Judge:
         """How far the one first shown is better, with `one` first and with `other` first."""
         orders = ((one, other), (other, one))
         asked = [
-            self._read({"first": first.pictures, "second": second.pictures, **one.source}, one.texts)
-            for first, second in orders
+            self._read({**dict(zip(self._rubric.slots, shown, strict=True)), **one.source}, one.texts)
+            for shown in ((first.shown, second.shown) for first, second in orders)
         ]
         found = await asyncio.gather(*asked, return_exceptions=True)
         for failure in found:
@@ -303,13 +318,13 @@ class Judge:
         ]
 
     async def _rank(self, shown: Sequence[Prepared]) -> list[int] | Problem:
-        pictures: list[Part] = []
+        parts: list[Part] = []
         for number, one in enumerate(shown, 1):
-            pictures += [f"\n{number}: ", *one.pictures]
+            parts += [f"\n{number}: ", *one.shown]
         texts = {**shown[0].texts, "count": str(len(shown))}
         try:
             return await self._ask(
-                {"images": pictures, **shown[0].source},
+                {self._rubric.slots[0]: parts, **shown[0].source},
                 texts,
                 lambda answer: parse_ranking(answer.text, len(shown)),
                 logprobs=False,
@@ -317,7 +332,7 @@ class Judge:
         except Refused as refused:
             return refused.problem
 
-    async def _read(self, pictures: Mapping[str, Sequence[Picture]], texts: Mapping[str, str]) -> Reading:
+    async def _read(self, shown: Mapping[str, Sequence[Part]], texts: Mapping[str, str]) -> Reading:
         rubric, settings = self._rubric, self._settings
 
         def read(answer: Answer) -> Reading:
@@ -329,7 +344,7 @@ class Judge:
                 )
             return rubric.answers.read(answer, rubric.take, rubric.min_mass)
 
-        return await self._ask(pictures, {**texts, "count": "2"}, read, logprobs=settings.logprobs != "never")
+        return await self._ask(shown, {**texts, "count": "2"}, read, logprobs=settings.logprobs != "never")
 
     async def _ask(
         self,

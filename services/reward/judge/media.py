@@ -15,6 +15,7 @@ import pybase64
 from PIL import Image
 
 from flowfleet.media.files import PICTURE_TYPES, MediaError, OpenedMedia, open_media
+from flowfleet.media.text import TEXT_TYPE, open_text
 
 FRAME_QUALITY = 95
 """JPEG quality of a video's frames."""
@@ -43,9 +44,14 @@ class Picture:
         return b"data:" + self.media_type.encode() + b";base64," + pybase64.b64encode(self.data)
 
 
-def digest_of(pictures: Sequence[Picture]) -> bytes:
-    """Digest of several pictures in order."""
-    return hashlib.sha256(b"".join(picture.digest for picture in pictures)).digest()
+Part = str | Picture
+"""Part of a question."""
+
+
+def digest_of(parts: Sequence[Part]) -> bytes:
+    """Digest of several pictures or texts in order."""
+    digests = (hashlib.sha256(part.encode()).digest() if isinstance(part, str) else part.digest for part in parts)
+    return hashlib.sha256(b"".join(digests)).digest()
 
 
 class Room:
@@ -70,6 +76,13 @@ class Room:
         finally:
             self._free += amount
             self._left.set()
+
+
+async def parts_of(data: bytes, media_type: str, num_frames: int, room: Room) -> list[Part]:
+    """The text, or the same pictures as `pictures_of`. Raises MediaError."""
+    if media_type == TEXT_TYPE:
+        return [open_text(data).text]
+    return [*await pictures_of(data, media_type, num_frames, room)]
 
 
 async def pictures_of(data: bytes, media_type: str, num_frames: int, room: Room) -> list[Picture]:

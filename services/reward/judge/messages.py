@@ -13,15 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from services.reward.judge.media import Picture
+from services.reward.judge.media import Part, Picture
 from services.reward.judge.rubrics import Rubric
 
 _MARK: Final = f"<picture-{secrets.token_hex(8)}-"
 """Stands for a picture while the JSON is made; no text of a data set can hold it."""
 _MARKS: Final = re.compile(re.escape(_MARK).encode() + rb"(\d+)>")
-
-
-Part = str | Picture
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -1,8 +1,9 @@
 """Rubrics: files that say what a judge is asked and how its answer becomes a score.
 
 A question is text with slots in braces: {prompt}; {metadata.NAME} of the prompt's line in the data set; {image}, the
-sample ({first} and {second} in pairs, {images} in rankings), of which a video is several frames; {source}, the picture
-that was edited; {count} of a ranking's pictures. {{ and }} are braces.
+sample ({first} and {second} in pairs, {images} in rankings), of which a video is several frames; {answer}, a sample
+that is a text ({first_answer} and {second_answer}, {answers}); {source}, the picture that was edited; {count} of a
+ranking's samples. {{ and }} are braces.
 """
 
 from __future__ import annotations
@@ -22,6 +23,12 @@ from services.reward.judge.scale import Scale, Take
 FOLDER: Final = Path(__file__).parent / "rubrics"
 Mode = Literal["pointwise", "pairwise", "listwise"]
 MEDIA_SLOTS: Final = {"pointwise": ("image",), "pairwise": ("first", "second"), "listwise": ("images",)}
+ANSWER_SLOTS: Final = {
+    "pointwise": ("answer",),
+    "pairwise": ("first_answer", "second_answer"),
+    "listwise": ("answers",),
+}
+"""What a rubric names in place of `MEDIA_SLOTS` to judge texts."""
 TEXT_SLOTS: Final = ("prompt", "count")
 SOURCE: Final = "source"
 
@@ -67,9 +74,9 @@ class Rubric(BaseModel):
         names = [name for kind, name in self.pieces if kind == "slot"]
         for name in names:
             if not self._is_slot(name):
-                known = [*MEDIA_SLOTS[self.mode], SOURCE, *TEXT_SLOTS, "metadata.NAME"]
+                known = [*MEDIA_SLOTS[self.mode], *ANSWER_SLOTS[self.mode], SOURCE, *TEXT_SLOTS, "metadata.NAME"]
                 raise ValueError(f"question: no slot {{{name}}} in a {self.mode} rubric; there are {', '.join(known)}")
-        for name in MEDIA_SLOTS[self.mode]:
+        for name in self.slots:
             if names.count(name) != 1:
                 raise ValueError(f"question: a {self.mode} rubric must name {{{name}}} once")
         scale = self.answers
@@ -78,7 +85,17 @@ class Rubric(BaseModel):
         return self
 
     def _is_slot(self, name: str) -> bool:
-        return name in (*MEDIA_SLOTS[self.mode], SOURCE, *TEXT_SLOTS) or bool(name.removeprefix("metadata.") != name)
+        return name in (*self.slots, SOURCE, *TEXT_SLOTS) or bool(name.removeprefix("metadata.") != name)
+
+    @property
+    def judges_text(self) -> bool:
+        """Whether the samples are texts."""
+        return any(name in ANSWER_SLOTS[self.mode] for kind, name in self.pieces if kind == "slot")
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Slots of the samples."""
+        return (ANSWER_SLOTS if self.judges_text else MEDIA_SLOTS)[self.mode]
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:

@@ -24,6 +24,9 @@ SCORERS: Final[Mapping[str, str]] = {
     "pyiqa": "networks.pyiqa_metrics",
     "image_reward": "networks.image_reward_model",
     "hpsv3": "networks.hpsv3_model",
+    "exact_match": "answers.exact_match",
+    "multiple_choice": "answers.multiple_choice",
+    "math": "answers.math_answers",
     "vlm": "vlm",
     "vlm_ocr": "reading.vlm_ocr",
 }

@@ -1,7 +1,8 @@
 """`python`: a function of yours as a reward, by its import path, in a process of its own.
 
-The function gets decoded media, in order: a picture (PIL, RGB) or the frames of a video ((F, H, W, 3) uint8), the
-prompt, and the metadata of the prompt's line; `params` that the settings name come as keyword arguments of text.
+The function gets decoded media, in order: a picture (PIL, RGB), the frames of a video ((F, H, W, 3) uint8) or a
+text, the prompt, and the metadata of the prompt's line; `params` that the settings name come as keyword arguments of
+text.
 
     def redness(picture, prompt, metadata):             # one at a time
         return picture.resize((1, 1)).getpixel((0, 0))[0] / 255
@@ -25,11 +26,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
-from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
+from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_TEXT, MODALITY_VIDEO
 from services.reward.execution.evaluator import FAILED
 from services.reward.scorer import (
     Outcome,
@@ -51,6 +52,14 @@ log = logging.getLogger(__name__)
 Params = tuple[tuple[str, str], ...]
 
 
+_MODALITY: Final = {"picture": MODALITY_IMAGE, "frames": MODALITY_VIDEO, "text": MODALITY_TEXT}
+_MEDIUM: Final[Mapping[str, Callable[[Sample], Any]]] = {
+    "picture": lambda sample: sample.image,
+    "frames": lambda sample: sample.frames,
+    "text": lambda sample: sample.text,
+}
+
+
 class PythonSettings(ScorerSettings):
     function: str
     """module:function, as "my_rewards.colour:redness"."""
@@ -60,6 +69,8 @@ class PythonSettings(ScorerSettings):
     """Samples of one call. 1: the function gets one sample; more: lists of at most so many."""
     video: bool = False
     """Gets the frames of videos, instead of pictures."""
+    text: bool = False
+    """Gets texts, instead of pictures."""
     time_limit_s: float = Field(default=30.0, gt=0.0, le=3600.0)
     """Limit on one call, including decoding that was not done ahead. Beyond it the process is killed, and each sample
     is scored once more by itself."""
@@ -74,6 +85,18 @@ class PythonSettings(ScorerSettings):
     """Parameters that a job may give: keyword arguments of the function, of text. Any other is refused."""
     components: tuple[str, ...] = ()
     """Names that the function returns besides the score."""
+
+    @property
+    def media(self) -> str:
+        """Name of the function's first argument."""
+        return "frames" if self.video else "text" if self.text else "picture"
+
+    @field_validator("text")
+    @classmethod
+    def _one_kind(cls, text: bool, info: ValidationInfo) -> bool:
+        if text and info.data.get("video"):
+            raise ValueError("set video or text, not both")
+        return text
 
     @field_validator("function")
     @classmethod
@@ -93,7 +116,7 @@ class PythonFunction(Scorer[Params]):
         self._settings = settings
         self.name = settings.name
         self.version = settings.version or _file_hash(settings)
-        self.modalities = (MODALITY_VIDEO,) if settings.video else (MODALITY_IMAGE,)
+        self.modalities = (_MODALITY[settings.media],)
         self.score_range = score_range(settings.score_min, settings.score_max)
         self.components = settings.components
         self.call_bytes = Scorer.call_bytes if settings.batch == 1 else 0
@@ -125,7 +148,7 @@ class PythonFunction(Scorer[Params]):
         return [self._outcome(result) for result in results]
 
     def _call(self, samples: Sequence[Sample], params: Mapping[str, str]) -> list[Any]:
-        media = [sample.frames if self._settings.video else sample.image for sample in samples]
+        media = [_MEDIUM[self._settings.media](sample) for sample in samples]
         prompts, metadata = [sample.prompt for sample in samples], [dict(sample.metadata) for sample in samples]
         if self._settings.batch == 1:
             return [self._function(*one, **params) for one in zip(media, prompts, metadata, strict=True)]
@@ -161,7 +184,7 @@ def _check_arguments(function: Callable[..., Any], settings: PythonSettings) -> 
         signature.bind(None, None, None, **dict.fromkeys(settings.params, ""))
     except TypeError as error:
         is_single = settings.batch == 1
-        media = "frames" if settings.video else "picture" if is_single else "pictures"
+        media = settings.media if is_single or settings.video else f"{settings.media}s"
         taken = [media, "prompt" if is_single else "prompts", "metadata"]
         name = settings.function.partition(":")[2]
         raise ValueError(

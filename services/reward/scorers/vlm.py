@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
+from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_TEXT, MODALITY_VIDEO
 from flowfleet.rewards.requests import EncodedSample
 from services.reward.judge.judging import COMPONENTS, Judge, Questions
 from services.reward.judge.metrics import JudgeMetrics
@@ -25,11 +25,11 @@ class VlmScorer(AsyncScorer[NoParams]):
     """Scores by a rubric; takes no parameters of the job."""
 
     name = "vlm"
-    modalities = (MODALITY_IMAGE, MODALITY_VIDEO)
 
     def __init__(self, settings: VlmSettings, metrics: JudgeMetrics | None = None) -> None:
         rubric = load_rubric(settings.rubric)
         self.version = f"1 ({settings.model}, {settings.rubric} {rubric.digest})"
+        self.modalities = (MODALITY_TEXT,) if rubric.judges_text else (MODALITY_IMAGE, MODALITY_VIDEO)
         self.score_range = rubric.score_range
         self.components = COMPONENTS[rubric.mode]
         self.needs_group = rubric.mode != "pointwise"

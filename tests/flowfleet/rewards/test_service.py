@@ -117,6 +117,34 @@ OUTCOMES = [
 ]
 
 
+def length(sample: Sample) -> float:
+    return float(len(sample.text))
+
+
+@pytest.mark.anyio
+async def test_a_reward_of_texts_gets_the_text() -> None:
+    media = ((b"four", "text/plain"), (b"\xff", "text/plain"), (PNG, "image/png"))
+    sent = ScoreRequest(
+        samples=[
+            RewardSample(sample_id=str(place), media=data, media_type=media_type)
+            for place, (data, media_type) in enumerate(media)
+        ]
+    )
+    right, broken, picture = shown(await ask(sent, length, modalities=["text"]))
+    assert right == 4.0
+    assert "not UTF-8" in str(broken)
+    assert picture == "media_type 'image/png' is not read here: send text/plain"
+
+
+@pytest.mark.anyio
+async def test_a_text_has_no_frames_and_a_picture_no_text() -> None:
+    text = RewardSample(sample_id="0", media=b"four", media_type="text/plain")
+    response = await ask(ScoreRequest(samples=[text]), lambda sample: sample.frames.mean(), modalities=["text"])
+    assert shown(response) == ["a text has no frames: `text` has the answer"]
+    response = await ask(request("a"), length)
+    assert shown(response) == ["image/png is not a text: `image` and `frames` have its pixels"]
+
+
 @pytest.mark.parametrize("score", [moody, moody_later])
 @pytest.mark.anyio
 async def test_each_sample_has_an_outcome_of_its_own(score: Callable[..., Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,3 +53,24 @@ def test_a_scorer_keeps_the_contract(name: str, settings: dict[str, Any], tmp_pa
     noted = [result.name for result in report.results if result.status is conformance.Status.NOTE]
     blind = ["order and company", "large call in order", "media size", "truncated media"]
     assert noted == (blind if name in ASKING else []), report.text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "answer", "params"),
+    [("exact_match", "a", {"after": "answer is"}), ("multiple_choice", "A", {}), ("math", "7", {})],
+)
+def test_a_scorer_of_answers_keeps_the_contract(name: str, answer: str, params: dict[str, str], tmp_path: Path) -> None:
+    if name == "math":
+        pytest.importorskip("math_verify")
+    numbers = [tmp_path / f"{number}.txt" for number in (7, 8)]
+    for file in numbers:
+        file.write_text(f"The sum is \\boxed{{{file.stem}}}")
+    options = replace(OPTIONS, metadata={"answer": answer}, params=params, images=numbers if name == "math" else ())
+    with reward_process(tmp_path, "--scorer", name, "--threads", "1") as service:
+        report = conformance.run(f"grpc://{service.address}", options)
+    assert report.failed == [], report.text()
+    noted = [result.name for result in report.results if result.status is conformance.Status.NOTE]
+    assert noted == [], report.text()
+    assert report.service is not None
+    assert report.service.modalities == ["texts"]

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 from prometheus_client import CollectorRegistry
 
-from flowfleet.proto.reward_pb2 import MODALITY_VIDEO
+from flowfleet.proto.reward_pb2 import MODALITY_TEXT, MODALITY_VIDEO
 from flowfleet.rewards.requests import EncodedSample
 from services.reward.execution.pool import ProcessPool
 from services.reward.metrics import RewardMetrics
@@ -113,6 +113,18 @@ def test_videos_come_as_frames(folder: Path) -> None:
     assert scorer.modalities == (MODALITY_VIDEO,)
     scorer.start()
     assert scorer.score([Sample(np.zeros((5, 2, 2, 3), np.uint8), "")], ()) == [Score(5.0)]
+
+
+def test_answers_come_as_text(folder: Path) -> None:
+    (folder / "my_reward_functions.py").write_text(
+        "def f(texts, prompts, metadata): return [len(one) for one in texts]"
+    )
+    scorer = made(folder, "f", text=True, batch=4)
+    assert scorer.modalities == (MODALITY_TEXT,)
+    scorer.start()
+    assert scorer.score([Sample.of_text("four", ""), Sample.of_text("", "")], ()) == [Score(4.0), Score(0.0)]
+    with pytest.raises(ValueError, match=r"settings\.text: set video or text, not both"):
+        made(folder, "f", text=True, video=True)
 
 
 def test_what_is_raised_or_no_number_is_said(folder: Path) -> None:

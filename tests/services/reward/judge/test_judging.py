@@ -22,7 +22,7 @@ from PIL import Image
 from prometheus_client import CollectorRegistry
 
 from flowfleet.media.files import encode_media
-from flowfleet.proto.reward_pb2 import DescribeRequest, RewardSample, ScoreRequest
+from flowfleet.proto.reward_pb2 import MODALITY_TEXT, DescribeRequest, RewardSample, ScoreRequest
 from flowfleet.proto.reward_pb2_grpc import RewardServiceStub
 from flowfleet.rewards.requests import EncodedSample
 from services.reward.judge.comparisons import bradley_terry
@@ -50,7 +50,9 @@ def shown(asked: Asked) -> list[Any]:
     ]
 
 
-def run(say: Say, rubric: str, samples: list[EncodedSample], **settings: Any) -> list[Outcome]:
+def run(
+    say: Say, rubric: str, samples: list[EncodedSample], needs_group: bool = False, **settings: Any
+) -> list[Outcome]:
     async def reply(asked: Asked, writer: asyncio.StreamWriter) -> None:
         await status(200, say(shown(asked)))(asked, writer)
 
@@ -58,7 +60,7 @@ def run(say: Say, rubric: str, samples: list[EncodedSample], **settings: Any) ->
         async with serving(reply) as server:
             given = {"urls": server.url, "model": "judge", "rubric": rubric} | settings
             scorer = VlmScorer(VlmSettings.read(given), JudgeMetrics(CollectorRegistry()))
-            assert scorer.needs_group == (rubric in ("preference", "ranking"))
+            assert scorer.needs_group == (needs_group or rubric in ("preference", "ranking"))
             await scorer.start()
             try:
                 return await scorer.score(samples, ())
@@ -114,6 +116,44 @@ def test_rankings_of_shuffled_lists() -> None:
     values = [outcome.value for outcome in many if isinstance(outcome, Score)]
     assert (values[0], values[-1]) == (0.0, 1.0)
     assert np.corrcoef(values, range(20))[0, 1] > 0.8
+
+
+def answer(text: bytes, group: str = "g") -> EncodedSample:
+    return EncodedSample(text, "text/plain", "What is 2 + 2?", {"answer": "4"}, group, text.decode(errors="replace"))
+
+
+def test_answers_are_judged_against_the_reference() -> None:
+    asked: list[str] = []
+
+    def say(parts: list[Any]) -> bytes:
+        asked.extend(parts)
+        return completion("Yes" if "Answer to grade: 4" in parts[0] else "No")
+
+    found = run(say, "answer", [answer(b"4"), answer(b"5"), answer(b"\xff")])
+    assert found[:2] == [Score(1.0, {"by_logprobs": 0.0}), Score(0.0, {"by_logprobs": 0.0})]
+    assert isinstance(found[2], Problem)
+    assert "not UTF-8" in found[2].message
+    assert all("Question: What is 2 + 2?\nReference answer: 4\n" in one for one in asked)
+    assert VlmScorer(VlmSettings.read({"urls": "http://x/v1", "model": "m", "rubric": "answer"})).modalities == (
+        MODALITY_TEXT,
+    )
+
+
+def test_answers_are_compared_in_pairs(tmp_path: Path) -> None:
+    orders: list[str] = []
+    rubric = tmp_path / "pairs.toml"
+    question = "{prompt} First: {first_answer} Second: {second_answer} Which is better?"
+    rubric.write_text(f'mode = "pairwise"\nquestion = "{question}"\nscale = {{ A = 1.0, B = 0.0 }}\n')
+
+    def say(parts: list[Any]) -> bytes:
+        orders.append("".join(parts))
+        return completion("A" if "First: 4" in parts[0] else "B")
+
+    found = run(say, str(rubric), [answer(b"4"), answer(b"5")], needs_group=True)
+    assert [one.components["win_rate"] for one in found if isinstance(one, Score)] == [1.0, 0.0]
+    pairs = ("45", "54")
+    asked = [question.format(prompt="What is 2 + 2?", first_answer=one, second_answer=two) for one, two in pairs]
+    assert sorted(orders) == asked
 
 
 def test_a_video_is_shown_as_evenly_spaced_frames() -> None:

@@ -19,15 +19,17 @@ PICTURE = Picture.of(b"bytes", "image/png")
 def test_a_shipped_rubric_can_be_asked(name: str) -> None:
     rubric = load_rubric(name)
     media = {key: [PICTURE] for key in ("image", "source", "first", "second", "images")}
-    parts = filled(rubric, {"prompt": "a {sign}", "count": "3"}, media)
+    answers = {key: ["an {answer}"] for key in ("answer", "first_answer", "second_answer", "answers")}
+    texts = {"prompt": "a {sign}", "count": "3", "metadata.answer": "B"}
+    parts = filled(rubric, texts, media | answers)
     assert "a {sign}" in "".join(part for part in parts if isinstance(part, str)) or name == "quality"
-    assert PICTURE in parts
+    assert ("an {answer}" in "".join(map(str, parts))) if rubric.judges_text else (PICTURE in parts)
     low, high = rubric.score_range
     assert low < high
 
 
 def test_the_shipped_rubrics() -> None:
-    names = ["alignment", "edit", "preference", "quality", "ranking", "text_rendering", "video_alignment"]
+    names = ["alignment", "answer", "edit", "preference", "quality", "ranking", "text_rendering", "video_alignment"]
     assert shipped() == names == sorted(path.stem for path in FOLDER.iterdir())
 
 
@@ -51,6 +53,9 @@ def test_toml_and_yaml_say_the_same(tmp_path: Path) -> None:
         ('question = "{image}"\nscale = "5-1"', "scale = '5-1'"),
         ('question = "{image}"\nscales = "1-5"', "scales: Extra inputs"),
         ('question = "{first} {second}"\nmode = "pairwise"\nscale = "1-5"', "from 0 to 1"),
+        ('question = "{answer} {image}"', r"no slot \{image\}"),
+        ('question = "{answer}"\nmode = "pairwise"\nscale = {A = 1.0, B = 0.0}', r"no slot \{answer\}"),
+        ('question = "{first_answer}"\nmode = "pairwise"\nscale = {A = 1.0, B = 0.0}', r"\{second_answer\} once"),
         ("question = [", "TOML|Invalid"),
     ],
 )
