@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from docs.generate.markdown import table
-from flowfleet.algorithms.registry import ALGORITHMS
+from flowfleet.algorithms.registry import ALGORITHMS, LOSSES
 from flowfleet.algorithms.windows import default_end
 
 TARGET = 0.85
@@ -163,12 +163,16 @@ def _algorithm_of(settings: Mapping[str, Any]) -> str:
         "flow_dppo": ("kl_threshold", "kl_threshold_nats"),
         "diffusion_nft": ("beta", "num_noise_levels"),
         "dpo": ("beta", "num_noise_levels"),
+        "awm": ("clip_range", "old_kl_coef", "num_noise_levels"),
+        "elbo_pg": ("beta", "num_noise_levels"),
+        "dgpo": ("beta", "clip_range", "num_noise_levels"),
+        "crd": ("beta", "num_noise_levels"),
     }
     shown = [f"`{name}` {algorithm[name]:g}" for name in names[algorithm["loss"]] if algorithm[name] is not None]
-    if algorithm["loss"] == "diffusion_nft":
-        shown.append(
-            "`old_policy` " + ", ".join(f"{name} {value:g}" for name, value in algorithm["old_policy"].items())
-        )
+    if LOSSES[algorithm["loss"]].keeps_old_policy:
+        old = {name: value for name, value in algorithm["old_policy"].items() if name != "samples"}
+        idle = "" if algorithm["old_policy"].get("samples", True) else ", does not sample"
+        shown.append("`old_policy` " + ", ".join(f"{name} {value:g}" for name, value in old.items()) + idle)
     if algorithm["name"] == "online_dpo":
         shown.append(f"`pairs_per_group` {algorithm['pairs_per_group']}")
     if algorithm["kl_coef"]:

@@ -29,6 +29,8 @@ _SAMPLER_SETTINGS = (
     "schedule.validation_steps",
     "schedule.validation_sampler",
 )
+_SAMPLES = {"policy": "the policy's noisy steps", "matching": "any sampler's", "sequence": "the policy's tokens"}
+"""What a kind of loss trains on. Those of any sampler need no correction."""
 _SCHEMA: dict[str, type[BaseModel]] = {"rollout.noise": NoisePart, "rollout.window": WindowPart}
 
 
@@ -38,7 +40,8 @@ def parts() -> dict[str, str]:
     return {
         "algorithms": table(names, map(_algorithm_row, ALGORITHMS.values())),
         "losses": table(
-            ["`algorithm.loss`", "kind", "reads of its own", "brings", "needs"], map(_loss_row, LOSSES.values())
+            ["`algorithm.loss`", "kind", "samples", "reads of its own", "brings", "needs"],
+            map(_loss_row, LOSSES.values()),
         ),
         "algorithm settings": _settings("algorithm", AlgorithmPart),
         "step settings": _settings("rollout.noise", NoisePart),
@@ -71,13 +74,15 @@ def _loss_row(loss: Loss) -> list[str]:
         "the old policy's means: no bypass": loss.needs_old_mean,
         "Gaussian log-probs: not `cps`": loss.needs_gaussian,
         "pairs": loss.needs_pairs,
+        "whole groups in a micro-batch": loss.needs_groups,
         "the model before training": loss.needs_reference,
-        "an old policy that samples": loss.keeps_old_policy,
+        "an old policy": loss.keeps_old_policy,
     }
     reads = ", ".join(f"`{name}`" for name in loss.reads)
     return [
         f"`{loss.name}`",
         loss.kind,
+        _SAMPLES[loss.kind],
         reads or "–",
         _listed(loss.defaults),
         ", ".join(text for text, is_needed in needs.items() if is_needed) or "–",

@@ -34,8 +34,9 @@ class Limits:
 
     @property
     def log_low(self) -> float:
-        """The least log-ratio that counts, below 0."""
-        return math.log1p(-(self.clip_range if self.clip_range_low is None else self.clip_range_low))
+        """The least log-ratio that counts, below 0; a range of 1 lets every ratio count."""
+        low = self.clip_range if self.clip_range_low is None else self.clip_range_low
+        return math.log1p(-low) if low < 1 else -math.inf
 
     @property
     def log_high(self) -> float:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from flowfleet.algorithms.losses import RatioStats
+
 if TYPE_CHECKING:
     from flowfleet.job.spec import AlgorithmPart, OldPolicyPart
 
@@ -39,9 +41,11 @@ class MatchingRows:
     advantages: Tensor
     """(B,)"""
     old_velocity: Tensor | None = None
-    """(B, ...) of the policy that sampled."""
+    """(B, ...) of the old policy, which sampled unless `old_policy.samples` is false."""
     reference_velocity: Tensor | None = None
     """(B, ...) of the model before training."""
+    groups: Tensor | None = None
+    """(B,) number of each row's group; whole groups, for losses that need them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,8 @@ class MatchingOutput:
     """(B,) with gradient."""
     sums: dict[str, Tensor]
     """Metric name to its 0-d sum over the rows, without gradient."""
+    ratios: RatioStats | None = None
+    """Statistics of the ratio to the old policy, of losses that have one."""
 
 
 MatchingLoss = Callable[[MatchingRows, "AlgorithmPart"], MatchingOutput]
@@ -60,7 +66,7 @@ MatchingLoss = Callable[[MatchingRows, "AlgorithmPart"], MatchingOutput]
 
 def noisy(clean: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
     """(B, ...) x_s = (1 - s) x0 + s e: the forward process of flow matching at `sigma` (B,)."""
-    scale = _per_row(sigma, clean)
+    scale = per_row(sigma, clean)
     return (1 - scale) * clean + scale * noise.to(clean)
 
 
@@ -79,10 +85,10 @@ def diffusion_nft(rows: MatchingRows, part: AlgorithmPart) -> MatchingOutput:
         part: uses `beta`, `kl_coef`, `advantage_mode` and `advantage_clamp`, which is a (5 if it is null).
     """
     assert rows.old_velocity is not None
-    target, sigma = _target(rows), _per_row(rows.sigma, rows.clean)
+    target, sigma = target_velocity(rows), per_row(rows.sigma, rows.clean)
     current, old = rows.velocity.to(target), rows.old_velocity.detach().to(target)
-    positive = _x0_loss(sigma * (target - torch.lerp(old, current, part.beta)))
-    negative = _x0_loss(sigma * (target - torch.lerp(old, current, -part.beta)))
+    positive = normalized(sigma * (target - torch.lerp(old, current, part.beta)))
+    negative = normalized(sigma * (target - torch.lerp(old, current, -part.beta)))
     clamp = DEFAULT_CLAMP if part.advantage_clamp is None else part.advantage_clamp
     advantages = _ADVANTAGE_MODES[part.advantage_mode](rows.advantages.detach().to(target))
     share = advantages.clamp(-clamp, clamp) / (2 * clamp) + 0.5
@@ -90,11 +96,11 @@ def diffusion_nft(rows: MatchingRows, part: AlgorithmPart) -> MatchingOutput:
     sums = {
         "actor/nft_positive_loss": positive,
         "actor/nft_negative_loss": negative,
-        "actor/old_deviation": _mean_square(current - old),
+        "actor/old_deviation": mean_square(current - old),
     }
     if part.kl_coef > 0:
         assert rows.reference_velocity is not None
-        distance = _mean_square(current - rows.reference_velocity.detach().to(target))
+        distance = mean_square(current - rows.reference_velocity.detach().to(target))
         loss = loss + part.kl_coef * distance
         sums["actor/kl_loss"] = distance
     return MatchingOutput(loss, {name: value.detach().sum() for name, value in sums.items()})
@@ -121,7 +127,7 @@ def dpo(rows: MatchingRows, part: AlgorithmPart) -> MatchingOutput:
     """
     assert rows.reference_velocity is not None
     assert len(rows.clean) % 2 == 0, "a pair is never split"
-    target = _target(rows)
+    target = target_velocity(rows)
     current, reference = rows.velocity.to(target), rows.reference_velocity.detach().to(target)
     excess = ((current - reference) * (current + reference - 2 * target)).flatten(1).mean(dim=1)
     margin = -0.5 * part.beta * (excess[0::2] - excess[1::2])
@@ -151,21 +157,22 @@ def old_policy_decay(part: OldPolicyPart, num_updates: int) -> float:
     return min(part.max, part.rate * max(0, num_updates - part.delay))
 
 
-def _target(rows: MatchingRows) -> Tensor:
+def target_velocity(rows: MatchingRows) -> Tensor:
     """(B, ...) the velocity of the forward process, in the dtype of the clean latents."""
     return rows.noise.to(rows.clean) - rows.clean
 
 
-def _x0_loss(residual: Tensor) -> Tensor:
-    """(B,) from the errors of a predicted x0 (B, ...): their mean square over their mean size, which is a constant."""
+def normalized(residual: Tensor) -> Tensor:
+    """(B,) from errors (B, ...): their mean square over their mean size, which is a constant."""
     weight = residual.detach().abs().flatten(1).mean(dim=1).clamp(min=MIN_WEIGHT)
-    return _mean_square(residual) / weight
+    return mean_square(residual) / weight
 
 
-def _mean_square(values: Tensor) -> Tensor:
+def mean_square(values: Tensor) -> Tensor:
+    """(B,) over the elements of each row."""
     return values.square().flatten(1).mean(dim=1)
 
 
-def _per_row(values: Tensor, like: Tensor) -> Tensor:
+def per_row(values: Tensor, like: Tensor) -> Tensor:
     """(B,) to a shape that broadcasts over the rows of `like`."""
     return values.to(like).reshape(-1, *[1] * (like.ndim - 1))

@@ -59,10 +59,16 @@ class Loss:
     """Its formula holds for Gaussian log-probs alone, so not with `cps`."""
     needs_pairs: bool = False
     """Trains on pairs of a better and a worse sample, by one noise each."""
+    needs_groups: bool = False
+    """Compares the samples of a group: each micro-batch holds whole groups."""
+    shares_noise: bool = False
+    """Trains the samples of a group at one noise level by one noise."""
     needs_reference: bool = False
     """Compares with the model before training."""
+    takes_kl: bool = True
+    """Reads `algorithm.kl_coef`."""
     keeps_old_policy: bool = False
-    """An old policy samples, and follows the trained one by `algorithm.old_policy`."""
+    """Compares with an old policy, which follows the trained one by `algorithm.old_policy` and usually samples."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -130,6 +136,8 @@ def _imported(path: str) -> Callable[..., Any]:
 _SDE = "flowfleet.algorithms.sde"
 _LOSSES = "flowfleet.algorithms.losses"
 _MATCHING = "flowfleet.algorithms.matching"
+_LIKELIHOOD = "flowfleet.algorithms.likelihood"
+_GROUPS = "flowfleet.algorithms.group_matching"
 
 for _step in (
     Step("sde", f"{_SDE}:sde_scales"),
@@ -139,6 +147,7 @@ for _step in (
     register_step(_step)
 
 _CLIP = ("clip_range", "clip_range_low", "clip_nats", "clip_nats_low")
+_LEVELS = ("num_noise_levels", "sigma_sampling", "sigma_low", "sigma_high")
 _TWO_UPDATES = {"trainer.updates_per_step": 2}
 """Losses with limits want two updates: in a step's only update the ratio to the old policy is 1 and no limit acts."""
 
@@ -165,15 +174,7 @@ for _loss in (
         "diffusion_nft",
         f"{_MATCHING}:diffusion_nft",
         "matching",
-        reads=(
-            "beta",
-            "num_noise_levels",
-            "sigma_sampling",
-            "sigma_low",
-            "sigma_high",
-            "old_policy",
-            "advantage_mode",
-        ),
+        reads=("beta", *_LEVELS, "old_policy", "advantage_mode"),
         defaults={"beta": 0.1},
         at_most={"beta": 1.0},
         keeps_old_policy=True,
@@ -182,10 +183,54 @@ for _loss in (
         "dpo",
         f"{_MATCHING}:dpo",
         "matching",
-        reads=("beta", "num_noise_levels", "sigma_sampling", "sigma_low", "sigma_high", "pairs_per_group"),
+        reads=("beta", *_LEVELS, "pairs_per_group"),
         defaults={"beta": 500.0},
         needs_pairs=True,
         needs_reference=True,
+        takes_kl=False,
+    ),
+    Loss(
+        "awm",
+        f"{_LIKELIHOOD}:awm",
+        "matching",
+        reads=("likelihood", "clip_range", "clip_range_low", "old_kl_coef", "old_policy", *_LEVELS),
+        defaults={"likelihood": "huber", "clip_range": 1.0, "old_kl_coef": 1.0, "algorithm.old_policy.max": 0.3},
+        keeps_old_policy=True,
+    ),
+    Loss(
+        "elbo_pg",
+        f"{_LIKELIHOOD}:elbo_pg",
+        "matching",
+        reads=("likelihood", "beta", "proximal", "old_policy", *_LEVELS),
+        defaults={"likelihood": "normalized_x0", "beta": 10.0, "advantage_std": "none"},
+        keeps_old_policy=True,
+    ),
+    Loss(
+        "dgpo",
+        f"{_GROUPS}:dgpo",
+        "matching",
+        reads=("beta", "clip_range", "clip_range_low", "old_policy", *_LEVELS),
+        defaults={"beta": 100.0, "clip_range": 0.01, "advantage_std": "group", "algorithm.old_policy.max": 0.3},
+        needs_groups=True,
+        shares_noise=True,
+        needs_reference=True,
+        keeps_old_policy=True,
+    ),
+    Loss(
+        "crd",
+        f"{_GROUPS}:crd",
+        "matching",
+        reads=("likelihood", "beta", "old_policy", *_LEVELS),
+        defaults={
+            "likelihood": "normalized_velocity",
+            "beta": 1.0,
+            "kl_coef": 0.1,
+            "algorithm.old_policy.samples": False,
+            "algorithm.old_policy.rate": 0.005,
+            "algorithm.old_policy.max": 0.999,
+        },
+        needs_groups=True,
+        keeps_old_policy=True,
     ),
 ):
     register_loss(_loss)
@@ -256,6 +301,38 @@ for _algorithm in (
         "https://arxiv.org/abs/2509.16117",
         "Flow matching towards the better samples and away from the worse, by any sampler and without log-probs.",
         loss="diffusion_nft",
+        defaults={**_ODE, "trainer.ema.decay": 0.9},
+    ),
+    Algorithm(
+        "awm",
+        "AWM",
+        "https://arxiv.org/abs/2509.25050",
+        "Flow matching weighted by advantages, as the clipped surrogate of PPO.",
+        loss="awm",
+        defaults={**_ODE, "trainer.ema.decay": 0.99},
+    ),
+    Algorithm(
+        "elbo_pg",
+        "ELBO policy gradient",
+        "https://arxiv.org/abs/2602.04663",
+        "The proximal exact policy gradient of a likelihood that finished samples give.",
+        loss="elbo_pg",
+        defaults={**_ODE, "trainer.ema.decay": 0.9},
+    ),
+    Algorithm(
+        "dgpo",
+        "DGPO",
+        "https://arxiv.org/abs/2510.08425",
+        "Prefers the better samples of each group to the worse ones, all at one noise.",
+        loss="dgpo",
+        defaults={**_ODE, "trainer.ema.decay": 0.9},
+    ),
+    Algorithm(
+        "crd",
+        "CRD",
+        "https://arxiv.org/abs/2603.14128",
+        "Makes the model's own reward follow the given one, both centered in their group.",
+        loss="crd",
         defaults={**_ODE, "trainer.ema.decay": 0.9},
     ),
     Algorithm(

@@ -54,11 +54,19 @@ def warnings(job: JobSpec) -> Iterator[str]:
     """Settings that are valid but probably not intended, one sentence each."""
     idle = [name for name in _LIMITS if name in job.loss.reads and getattr(job.algorithm, name) is not None]
     idle = [name for name in idle if name not in _replaced(job)]
-    if job.most_updates_per_step == 1 and job.algorithm.old_log_probs != "rollout" and idle:
+    has_ratio = job.loss.kind != "matching"  # to the policy before the step
+    if has_ratio and job.most_updates_per_step == 1 and job.algorithm.old_log_probs != "rollout" and idle:
         settings = " and ".join(f"algorithm.{name}" for name in idle)
         yield (
             f"{settings} {'have' if len(idle) > 1 else 'has'} no effect with one update a step, in which the policy is "
             "still the old one: set trainer.updates_per_step or trainer.passes to 2 or more"
+        )
+    is_guarded = job.algorithm.correction.mode != "none" or job.rollout.max_log_prob_gap is not None
+    if job.rollout.quantization != "none" and job.loss.kind == "policy" and not is_guarded:
+        yield (
+            f'rollout.quantization = "{job.rollout.quantization}" samples another policy than the one whose ratio '
+            f"algorithm.loss = {job.loss.name} limits: set algorithm.correction.mode or rollout.max_log_prob_gap, or "
+            f"choose a loss that takes samples of any sampler: {_names(kind='matching')}"
         )
 
 
@@ -228,7 +236,7 @@ def _loss_settings(job: JobSpec) -> Iterator[str]:
             )
     elif loss.kind == "matching" and part.sigma_low >= part.sigma_high:
         yield f"algorithm.sigma_low = {part.sigma_low} must lie below algorithm.sigma_high = {part.sigma_high}"
-    if part.kl_coef > 0 and loss.needs_reference:
+    if part.kl_coef > 0 and not loss.takes_kl:
         yield f"algorithm.kl_coef has no effect with algorithm.loss = {loss.name}, which holds to the reference by beta"
 
 
@@ -433,6 +441,8 @@ def _batches(job: JobSpec) -> Iterator[str]:
     number, what = job.trained_per_step, "samples"
     if job.loss.needs_pairs:
         number, what = number // 2, "pairs"
+    elif job.loss.needs_groups:
+        number, what = job.rollout.prompts_per_step, "groups"
     if number < part.updates_per_step and _is_changed(job, "trainer.updates_per_step"):
         yield (
             f"trainer.updates_per_step = {part.updates_per_step} is more than the {number} {what} that a step trains "
@@ -440,6 +450,11 @@ def _batches(job: JobSpec) -> Iterator[str]:
         )
     if job.loss.needs_pairs and part.micro_batch_size < 2:
         yield f"trainer.micro_batch_size = 1 cannot hold a pair, which algorithm.loss = {job.loss.name} needs: give 2"
+    if job.loss.needs_groups and part.micro_batch_size < job.rollout.group_size:
+        yield (
+            f"trainer.micro_batch_size = {part.micro_batch_size} cannot hold a group, which algorithm.loss = "
+            f"{job.loss.name} needs: raise it to rollout.group_size = {job.rollout.group_size}, or lower that"
+        )
     if part.deterministic and job.loss.kind == "policy" and job.algorithm.best_of is not None:
         yield (
             "trainer.deterministic repeats the rollout's batches, of which algorithm.best_of leaves samples out: set "

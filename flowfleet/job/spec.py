@@ -224,9 +224,11 @@ class CorrectionPart(Part):
 
 
 class OldPolicyPart(Part):
-    """The policy that samples for DiffusionNFT. After a training step that brings the job to n optimizer updates it
-    keeps the share min(max, rate · (n − delay)) of itself and takes the rest from the trained one; 0 is on-policy."""
+    """The old policy of matching losses. After a training step that brings the job to n optimizer updates it keeps the
+    share min(max, rate · (n − delay)) of itself and takes the rest from the trained one; 0 is on-policy."""
 
+    samples: bool = True
+    """It samples. false: the trained policy samples, and this one is only compared with."""
     rate: float = Field(default=0.001, ge=0.0, le=1.0)
     """Growth of the share an update. 1 makes it constant: `max` from the first update after `delay` on."""
     max: float = Field(default=0.5, ge=0.0, lt=1.0)
@@ -244,8 +246,8 @@ class AlgorithmPart(Part):
     """Fills in what the job leaves out."""
     loss: str = "flow_grpo"
     """Unset: the algorithm's."""
-    clip_range: float = Field(default=1e-5, gt=0.0, lt=1.0)
-    """Limit on the ratio of mean log-probs per latent element."""
+    clip_range: float = Field(default=1e-5, gt=0.0, le=1.0)
+    """Limit on the ratio of mean log-probs per latent element, or of AWM's and DGPO's likelihoods."""
     clip_nats: float | None = Field(default=None, gt=0.0)
     """The same limit in nats of the joint ratio; replaces `clip_range` and serves every resolution."""
     clip_range_low: float | None = Field(default=None, gt=0.0, lt=1.0)
@@ -257,7 +259,15 @@ class AlgorithmPart(Part):
     kl_threshold_nats: float | None = Field(default=None, gt=0.0)
     """The same limit in nats of the whole step; replaces `kl_threshold` and serves every resolution."""
     beta: float = Field(default=0.1, gt=0.0)
-    """DiffusionNFT: share of the trained policy in the two that are matched. DPO: how close to the reference."""
+    """DiffusionNFT: share of the trained policy in the two that are matched. DPO and DGPO: how close to the reference.
+    ELBO policy gradient: how close to the old policy. CRD: factor of the model's own reward."""
+    likelihood: Literal["velocity", "normalized_velocity", "x0", "normalized_x0", "huber"] = "velocity"
+    """The error at a noise level that stands for minus a log-likelihood: the mean square of the velocity's or of the
+    predicted x0's, each also over its mean size; or AWM's generalized Huber error."""
+    proximal: bool = True
+    """ELBO policy gradient: take the log-ratio to the old policy from the advantage (PEPG), or not (EPG)."""
+    old_kl_coef: float = Field(default=0.0, ge=0.0)
+    """AWM: weight of the squared distance to the old policy."""
     num_noise_levels: int = Field(default=4, ge=1, le=1000)
     """Noise levels at which a matching loss trains each sample of a step."""
     sigma_sampling: Literal["shifted", "uniform", "schedule"] = "shifted"
@@ -292,7 +302,7 @@ class AlgorithmPart(Part):
     """Samples of each group that are trained on: the best and the worst half each, by advantages that the whole group
     gave (DanceGRPO's best-of-n); null trains on all."""
     kl_coef: float = Field(default=0.0, ge=0.0)
-    """Weight of the KL (policy losses) or of the squared distance (DiffusionNFT) to the model before training. With
+    """Weight of the KL (policy losses) or of the squared distance (matching losses) to the model before training. With
     `trainer.mode = "full"` this keeps a second copy of the weights."""
     kl_reward: float = Field(default=0.0, ge=0.0)
     """What a sample's KL to the model before training costs of its reward: the mean over its noisy steps, measured by
@@ -595,6 +605,11 @@ class JobSpec(Part):
     def is_evaluation(self) -> bool:
         """Whether the job only validates the weights that it starts from."""
         return self.schedule.steps == 0
+
+    @property
+    def samples_old_policy(self) -> bool:
+        """Whether samples come from the old policy, not from the trained one."""
+        return self.loss.keeps_old_policy and self.algorithm.old_policy.samples
 
     @property
     def data_files(self) -> Iterator[tuple[str, str, Columns]]:

@@ -114,7 +114,7 @@ def exported_weights(spec: JobSpec) -> Weights:
     """Which of a job's weights are exported; see `Policies.weights`."""
     if spec.averages:
         return "average"
-    return "old policy" if spec.loss.keeps_old_policy else "trained"
+    return "old policy" if spec.samples_old_policy else "trained"
 
 
 def _describe(engine: Engine, folder: Path, about: About, kind: Kind) -> dict[str, str]:

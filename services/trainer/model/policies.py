@@ -2,8 +2,8 @@
 average of the trained weights for jobs that ask for it.
 
 With LoRA the reference is the base without its adapter and costs nothing. With full weights it is a copy of the base in
-`model.dtype`, which the forward casts to anyway. The old policy (DiffusionNFT) is a copy of what is trained, in fp32:
-it samples, follows the trained one after the steps, and is part of every checkpoint. So is the average
+`model.dtype`, which the forward casts to anyway. The old policy (DiffusionNFT and others) is a copy of what is trained,
+in fp32: it usually samples, follows the trained one after the steps, and is part of every checkpoint. So is the average
 (`trainer.ema`), which follows after the updates and is what is validated and exported. Copies are of this rank's shards
 and lie on its device. A policy serves by its shards being written into the model's own.
 """
@@ -23,7 +23,7 @@ from flowfleet.weights import lora
 from services.trainer.parallel.sharding import exchanged, like, local, reshard
 
 Policy = Literal["reference", "old"]
-"""reference: the model before training. old: the one that samples for a loss that keeps it."""
+"""reference: the model before training. old: the one that follows the trained one, for a loss that keeps it."""
 
 
 class Policies:
@@ -80,11 +80,11 @@ class Policies:
     def weights(self, *, evaluated: bool) -> dict[str, Tensor]:
         """What is published, by name, spread as the trained weights are.
 
-        Those that sample are the old policy's if there is one, for it makes the samples that its loss learns from, else
-        the trained ones. Those that are evaluated (validated and exported) are the average if the job has one, else
-        those that sample.
+        Those that sample are the old policy's where it samples (`old_policy.samples`), else the trained ones. Those
+        that are evaluated (validated and exported) are the average if the job has one, else those that sample.
         """
-        sampling = {name: parameter.detach() for name, parameter in self._trained.items()} | self._spread(self._old)
+        sampling = {name: parameter.detach() for name, parameter in self._trained.items()}
+        sampling |= self._spread(self._old if self._spec.samples_old_policy else None)
         return sampling | self._spread(self._average) if evaluated else sampling
 
     def state(self) -> dict[str, Tensor]:

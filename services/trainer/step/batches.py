@@ -7,7 +7,8 @@ nothing.
 
 A rank keeps its samples in all passes, which deal them to other updates: what it knows of them holds for every pass.
 
-The two samples of a pair stay together in one micro-batch, the winner first.
+The two samples of a pair stay together in one micro-batch, the winner first. So do all samples of a group, for losses
+that compare them.
 
 Deterministic, for losses that recompute the rollout's log-probs: a micro-batch is what one Generate call held (whole
 groups up to `rollout.batch_size` rows, by group number), cut at `micro_batch_size` rows. With both sizes equal its
@@ -17,7 +18,7 @@ forward repeats the rollout's bit for bit.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, pairwise
 from math import ceil
@@ -33,7 +34,7 @@ Key = tuple[int, int]
 Pair = tuple[int, int]
 """The winner's and the loser's index into the step's samples."""
 Unit = tuple[int, ...]
-"""Samples that no batch may part: one, or a pair."""
+"""Samples that no batch may part: one, a pair, or a group."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ def plan_step(
     if spec.trainer.deterministic and spec.records_steps:
         parts = _shuffled(_rollout_batches(order, keys, spec), spec, step)
         return tuple(_dealt(share, world_size) for share in split(parts, _num_updates(parts, spec)))
-    units: list[Unit] = sorted(pairs, key=lambda pair: keys[pair[0]]) if pairs else [(row,) for row in order]
-    size = spec.trainer.micro_batch_size // len(units[0])
+    units = _units(keys, spec, pairs)
+    size = max(1, spec.trainer.micro_batch_size // max(map(len, units)))
     shares = split(_shuffled(units, spec, step), _num_updates(units, spec))
     return tuple(_divided(sorted(share, key=lambda unit: keys[unit[0]]), size, world_size) for share in shares)
 
@@ -75,13 +76,24 @@ def plan_passes(
     in each update, drawn again from the rank's."""
     first = plan_step(keys, spec, step, world_size, pairs=pairs)
     later = range(1, spec.trainer.passes)
-    return (first, *(_redealt(first, keys, spec, (step, number), is_paired=bool(pairs)) for number in later))
+    unit_of = {row: unit for unit in _units(keys, spec, pairs) for row in unit} if later else {}
+    return (first, *(_redealt(first, keys, spec, (step, number), unit_of) for number in later))
 
 
 def split(items: Sequence[T], num_parts: int) -> list[list[T]]:
     """Consecutive parts whose lengths differ by one at most; empty ones where there are too few items."""
     bounds = [len(items) * part // num_parts for part in range(num_parts + 1)]
     return [list(items[start:end]) for start, end in pairwise(bounds)]
+
+
+def _units(keys: Sequence[Key], spec: JobSpec, pairs: Sequence[Pair]) -> list[Unit]:
+    """In the order of their first sample's key."""
+    if pairs:
+        return sorted(pairs, key=lambda pair: keys[pair[0]])
+    order = sorted(range(len(keys)), key=lambda row: keys[row])
+    if spec.loss.needs_groups:
+        return [tuple(group) for _, group in groupby(order, key=lambda row: keys[row][0])]
+    return [(row,) for row in order]
 
 
 def _num_updates(items: Sequence[object], spec: JobSpec) -> int:
@@ -106,7 +118,11 @@ def _shuffled(items: list[T], spec: JobSpec, step: int) -> list[T]:
 
 
 def _redealt(
-    updates: Sequence[Update], keys: Sequence[Key], spec: JobSpec, path: tuple[int, int], *, is_paired: bool
+    updates: Sequence[Update],
+    keys: Sequence[Key],
+    spec: JobSpec,
+    path: tuple[int, int],
+    unit_of: Mapping[int, Unit],
 ) -> tuple[Update, ...]:
     """The same numbers of each rank's units in each update. `path`: step and pass."""
     keeps_batches = spec.trainer.deterministic and spec.records_steps
@@ -114,7 +130,7 @@ def _redealt(
     for rank in range(len(updates[0].by_rank)):
         before = [update.by_rank[rank] for update in updates]
         dealt = [[batch for batch in batches if not batch.is_padding] for batches in before]
-        units = [_units(batches, is_whole=keeps_batches, is_paired=is_paired) for batches in dealt]
+        units = [_dealt_units(batches, None if keeps_batches else unit_of) for batches in dealt]
         pool = list(chain(*units))
         random.Random(derive_seed(spec.seed, "passes", *path, rank)).shuffle(pool)
         after = []
@@ -126,11 +142,11 @@ def _redealt(
     return tuple(_update(batches) for batches in zip(*by_rank, strict=True))
 
 
-def _units(batches: Sequence[MicroBatch], *, is_whole: bool, is_paired: bool) -> list[Unit]:
-    if is_whole:
+def _dealt_units(batches: Sequence[MicroBatch], unit_of: Mapping[int, Unit] | None) -> list[Unit]:
+    """Whole micro-batches without `unit_of`."""
+    if unit_of is None:
         return [batch.rows for batch in batches]
-    rows, size = list(chain(*(batch.rows for batch in batches))), 2 if is_paired else 1
-    return [tuple(rows[start : start + size]) for start in range(0, len(rows), size)]
+    return list(dict.fromkeys(unit_of[row] for batch in batches for row in batch.rows))
 
 
 def _update(by_rank: tuple[tuple[MicroBatch, ...], ...]) -> Update:

@@ -62,7 +62,7 @@ class FinalBatch(Batch):
     clean: Tensor
     """(B, *latent) float32."""
     places: tuple[tuple[int, int], ...]
-    """What a row's noise is drawn from besides the step: its group and its index, or its pair's number."""
+    """What a row's noise is drawn from besides the step: its group and its index, or its pair's number, or 0."""
 
 
 class StepReader:
@@ -128,7 +128,8 @@ class StepReader:
         self._samples, self._records, self._embeds = (), {}, {}
 
     def _place(self, item: TrainSample) -> tuple[int, int]:
-        return item.sample.id.group, item.pair if self._spec.loss.needs_pairs else item.sample.id.index
+        loss, own = self._spec.loss, item.sample.id
+        return own.group, item.pair if loss.needs_pairs else 0 if loss.shares_noise else own.index
 
     def _negative(self, items: Sequence[TrainSample]) -> PromptEmbeds | None:
         """One row where all share it, for then it is no matter of the batch."""

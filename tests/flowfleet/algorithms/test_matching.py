@@ -65,7 +65,7 @@ def draw(seed: int, rows: int, inner: list[int], dtype: torch.dtype, distance: f
 
 
 def seen_by(rows: MatchingRows) -> Inputs:
-    fields = (getattr(rows, name) for name in MatchingRows.__slots__)
+    fields = (getattr(rows, name) for name in MatchingRows.__slots__ if name != "groups")
     return Inputs(*(as_float64(field) for field in fields))
 
 

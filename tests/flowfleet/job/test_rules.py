@@ -209,7 +209,7 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
     "an ODE for a policy loss": (
         {"rollout": {"noise": {"eta": 0.0}}},
         "rollout.noise.eta = 0",
-        "choose algorithm.loss from diffusion_nft, dpo",
+        "choose algorithm.loss from awm, crd, dgpo, diffusion_nft, dpo, elbo_pg",
     ),
     "one sample in many copies": (
         {"algorithm": {"name": "diffusion_nft"}, "rollout": {"noise": {"share_initial_noise": True}}},
@@ -251,18 +251,22 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
     "clip range of a trust region": (
         {"algorithm": {"name": "flow_dppo", "clip_range": 1e-3}},
         "algorithm.clip_range has no effect",
-        "use flow_grpo, grpo_guard",
+        "use awm, dgpo, flow_grpo, grpo_guard",
     ),
     "trust region of a clipped ratio": (
         {"algorithm": {"kl_threshold_nats": 0.5}},
         "algorithm.kl_threshold_nats has no effect",
         "use flow_dppo",
     ),
-    "beta of a policy loss": ({"algorithm": {"beta": 0.5}}, "algorithm.beta has no effect", "use diffusion_nft, dpo"),
+    "beta of a policy loss": (
+        {"algorithm": {"beta": 0.5}},
+        "algorithm.beta has no effect",
+        "use crd, dgpo, diffusion_nft",
+    ),
     "schedule of no old policy": (
         {"algorithm": {"name": "online_dpo", "old_policy": {"rate": 0.5}}},
         "algorithm.old_policy has no effect",
-        "use diffusion_nft",
+        "use awm, crd, dgpo, diffusion_nft, elbo_pg",
     ),
     "beta of another loss": (
         {"algorithm": {"name": "diffusion_nft", "beta": 500.0}},
@@ -297,7 +301,22 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
     "noise levels of a policy loss": (
         {"algorithm": {"sigma_sampling": "uniform"}},
         "algorithm.sigma_sampling has no effect",
-        "use diffusion_nft, dpo",
+        "use awm, crd, dgpo, diffusion_nft, dpo, elbo_pg",
+    ),
+    "likelihood of a loss without one": (
+        {"algorithm": {"name": "diffusion_nft", "likelihood": "x0"}},
+        "algorithm.likelihood has no effect",
+        "use awm, crd, elbo_pg",
+    ),
+    "a micro-batch that cannot hold a group": (
+        {"algorithm": {"name": "dgpo"}, "trainer": {"micro_batch_size": 8}},
+        "trainer.micro_batch_size = 8 cannot hold a group",
+        "raise it to rollout.group_size = 16",
+    ),
+    "more updates than groups": (
+        {"algorithm": {"name": "crd"}, "rollout": {"prompts_per_step": 2}, "trainer": {"updates_per_step": 3}},
+        "trainer.updates_per_step = 3 is more than the 2 groups",
+        "lower it",
     ),
     "two ties to the reference": (
         {"algorithm": {"name": "online_dpo", "kl_coef": 0.1}},
@@ -643,6 +662,18 @@ def test_one_update_a_step_is_warned_of_where_a_limit_would_never_act() -> None:
     assert warning.startswith("algorithm.clip_range_low and algorithm.clip_nats have no effect")
     (warning,) = spec_of(trainer=one, algorithm={"name": "flow_dppo"}).warnings
     assert warning.startswith("algorithm.kl_threshold has no effect")
+
+
+def test_a_loss_on_ratios_is_warned_of_samples_that_another_sampler_made() -> None:
+    """A matching loss takes them as they are."""
+    fp8: dict[str, Any] = {"quantization": "fp8"}
+    (warning,) = spec_of(rollout=fp8).warnings
+    assert warning.startswith('rollout.quantization = "fp8" samples another policy')
+    assert warning.endswith("any sampler: awm, crd, dgpo, diffusion_nft, dpo, elbo_pg")
+    assert spec_of(rollout=fp8 | {"max_log_prob_gap": 1e-3}).warnings == []
+    assert spec_of(rollout=fp8, algorithm={"correction": {"mode": "truncated"}}).warnings == []
+    for name in ("awm", "elbo_pg", "dgpo", "crd", "diffusion_nft"):
+        assert spec_of(rollout=fp8, algorithm={"name": name}).warnings == []
 
 
 def test_a_default_of_two_updates_gives_way_to_too_few_samples() -> None:

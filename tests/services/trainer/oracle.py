@@ -143,7 +143,10 @@ class Oracle:
         """(B,), or a pair's (B / 2,)."""
         part, shape = self.part, self.adapter.latent_shape(self.spec.rollout.size)
         clean = torch.stack([FinalLatents.from_bytes(self.files.get(item.sample.trajectory)).latents for item in items])
-        places = [(item.sample.id.group, item.pair if part.loss == "dpo" else item.sample.id.index) for item in items]
+        number = {"dpo": lambda item: item.pair, "dgpo": lambda item: 0}.get(
+            part.loss, lambda item: item.sample.id.index
+        )
+        places = [(item.sample.id.group, number(item)) for item in items]
         seeds = [derive_seed(self.spec.seed, "match/noise", step, *place, k) for place in places]
         noise = torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
         flat = torch.tensor([self._sigma(place, step, update, k) for place in places], dtype=torch.float32)
@@ -156,6 +159,8 @@ class Oracle:
             current, _, reference = (_mean((velocity - (noise - clean)) ** 2) for velocity in velocities)
             excess = current - reference
             return -torch.log(torch.sigmoid(-0.5 * part.beta * (excess[0::2] - excess[1::2])))
+        if part.loss != "diffusion_nft":
+            return self._by_errors(items, velocities, noise - clean, flat)
         return self._nft(items, [noisy - sigma * velocity for velocity in velocities], clean, velocities)
 
     def _nft(
@@ -170,6 +175,41 @@ class Oracle:
             distance = _mean((mixture.detach() - clean).abs()).clamp(min=1e-5)
             total = total + 5 / part.beta * weight * _mean((mixture - clean) ** 2) / distance
         return total
+
+    def _by_errors(
+        self, items: Sequence[TrainSample], velocities: Sequence[Tensor], target: Tensor, sigma: Tensor
+    ) -> Tensor:
+        """Losses on the matching errors of the current policy, the old one and the reference."""
+        part, groups = self.part, torch.tensor([item.sample.id.group for item in items])
+        advantages = torch.tensor([item.advantage for item in items])
+        error, old, reference = (self._error(velocity - target, sigma) for velocity in velocities)
+        tie, kl = _mean((velocities[0] - velocities[2]) ** 2), part.kl_coef
+        if part.loss == "awm":
+            scaled, ratio = advantages.clamp(-5, 5) / 5, (old - error).exp()
+            loss = torch.maximum(-scaled * ratio, -scaled * ratio.clamp(1 - part.clip_range, 1 + part.clip_range))
+            return loss + part.old_kl_coef * _mean((velocities[0] - velocities[1]) ** 2) + kl * tie
+        if part.loss == "elbo_pg":
+            log_ratio = (old - error).detach()
+            return log_ratio.exp() * (advantages / part.beta - log_ratio) * error + kl * tie
+        whole = (groups[:, None] == groups).to(error)
+        whole = whole / whole.sum(dim=1, keepdim=True)  # (B, B): times values, the mean of each row's group
+        if part.loss == "dgpo":
+            weight = torch.sigmoid(part.beta * whole @ (advantages * (error - reference))).detach()
+            ratio = (old - error).exp()
+            is_cut = torch.where(advantages > 0, ratio > 1 + part.clip_range, ratio < 1 - part.clip_range)
+            return weight * advantages * torch.where(is_cut, error.detach(), error) + kl * tie
+        share, own = advantages.clamp(-5, 5) / 10 + 0.5, old - error
+        gap = part.beta * (own - whole @ own.detach()) - (share - whole @ share)
+        return 5 / part.beta * gap**2 + (1e-4 + share * (kl - 1e-4)) * tie
+
+    def _error(self, residual: Tensor, sigma: Tensor) -> Tensor:
+        """(B,) by `algorithm.likelihood`, of a velocity's errors."""
+        if self.part.likelihood == "huber":
+            return sigma / 0.25 * ((_mean(residual**2) + 1e-10) ** 0.25 - 1e-10**0.25)
+        if self.part.likelihood == "normalized_x0":
+            residual = sigma.reshape(-1, *[1] * (residual.ndim - 1)) * residual
+        square = _mean(residual**2)
+        return square if self.part.likelihood == "velocity" else square / _mean(residual.detach().abs()).clamp(min=1e-5)
 
     def _sigma(self, place: tuple[int, int], step: int, update: int, k: int) -> float:
         """The noise level of a round, among all or those of the expert that was drawn."""

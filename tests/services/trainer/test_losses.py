@@ -18,6 +18,10 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo_guard": {"name": "grpo_guard", "clip_range": 1e-4},
     "flow_dppo": {"name": "flow_dppo", "kl_threshold": 1e-6},
     "diffusion_nft": {"name": "diffusion_nft", "num_noise_levels": 2, "old_policy": {"rate": 0.5, "max": 0.5}},
+    "awm": {"name": "awm", "num_noise_levels": 2, "clip_range": 0.01},
+    "elbo_pg": {"name": "elbo_pg", "num_noise_levels": 2, "beta": 1.0},
+    "dgpo": {"name": "dgpo", "num_noise_levels": 2, "old_policy": {"rate": 0.5, "max": 0.5}},
+    "crd": {"name": "crd", "num_noise_levels": 2},
     "dpo": {"name": "online_dpo", "num_noise_levels": 2, "beta": 10.0},
 }
 """Settings by loss."""
@@ -32,7 +36,7 @@ def test_two_steps_equal_plain_pytorch(
     loss: str, mode: str, tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
 ) -> None:
     """Covers guidance, and a tie to the reference where the loss has one."""
-    algorithm = ALGORITHMS[loss] | ({} if LOSSES[loss].needs_reference else {"kl_coef": 0.01})
+    algorithm = ALGORITHMS[loss] | ({"kl_coef": 0.01} if LOSSES[loss].takes_kl else {})
     spec = make_spec(
         tiny_qwen_image,
         algorithm=algorithm,
@@ -66,6 +70,7 @@ def test_every_loss_is_here() -> None:
         ("grpo_guard", {}),
         ("diffusion_nft", {}),
         ("diffusion_nft", {"sigma_sampling": "schedule", "num_noise_levels": 3}),  # six rounds, four levels
+        ("dgpo", {}),
     ],
 )
 def test_passes_and_a_schedule_equal_plain_pytorch(

@@ -33,6 +33,10 @@ DPO: dict[str, Any] = {
     "algorithm": {"name": "online_dpo", "num_noise_levels": 2, "beta": 10.0, "pairs_per_group": 1},
     "trainer": {"mode": "full", "micro_batch_size": 2},
 }
+DGPO: dict[str, Any] = {
+    "algorithm": {"name": "dgpo", "num_noise_levels": 2, "old_policy": {"rate": 0.5, "max": 0.5}, "kl_coef": 0.1},
+    "trainer": {"micro_batch_size": 2},
+}
 STEPS = 3
 
 
@@ -57,8 +61,13 @@ def torchrun(*folders: Path) -> None:
 
 @pytest.mark.long
 def test_two_ranks_make_the_update_of_one(tiny_qwen_image: Path, ranks: Ranks, tmp_path: Path) -> None:
-    """NFT on two experts with an adapter, and pairs with full weights; three pairs leave one rank with padding."""
-    jobs = {"nft": (make_tiny("wan_two_experts", tmp_path / "wan"), NFT), "dpo": (tiny_qwen_image, DPO)}
+    """NFT on two experts with an adapter, pairs with full weights, and groups; three pairs or groups leave one rank
+    with padding."""
+    jobs = {
+        "nft": (make_tiny("wan_two_experts", tmp_path / "wan"), NFT),
+        "dpo": (tiny_qwen_image, DPO),
+        "dgpo": (tiny_qwen_image, DGPO),
+    }
     alone: dict[str, Any] = {}
     for name, (model, parts) in jobs.items():
         one, two = worlds(model, parts)

@@ -1,8 +1,9 @@
 """Noise levels and noise of the matching losses, from the job's seed alone: no batch, rank or order changes them.
 
-A sample's draws hang on its step, its group and its place there: its index, or its pair's number, so that both of a
-pair share them. With two experts all rows of one forward, on all ranks, must lie on one side of the experts' boundary:
-the side is drawn for each (step, update, round), as likely as its share of the noise levels, and rows inside it.
+A sample's draws hang on its step, its group and its place there: its index; or its pair's number, so that both of a
+pair share them; or 0, so that a group shares them. With two experts all rows of one forward, on all ranks, must lie on
+one side of the experts' boundary: the side is drawn for each (step, update, round), as likely as its share of the noise
+levels, and rows inside it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from flowfleet.models.base import ModelAdapter, seeded_noise
 from flowfleet.seeds import derive_seed
 
 Place = tuple[int, int]
-"""Group, and index or number of the pair."""
+"""Group, and index, number of the pair or 0."""
 Interval = tuple[float, float]
 """Noise levels from and to."""
 

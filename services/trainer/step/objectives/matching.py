@@ -94,9 +94,12 @@ class MatchingObjective:
             advantages=item.batch.advantages,
             old_velocity=None if old is None else old[k],
             reference_velocity=None if reference is None else reference[k],
+            groups=torch.tensor([group for group, _ in item.batch.places], device=item.batch.clean.device),
         )
         output = self._loss(rows, self._part)
         self._totals.add_sums(item.batch, output.sums)
+        if output.ratios is not None:
+            self._totals.add_ratios(item.batch, output.ratios)
         loss: Tensor = output.loss
         return loss
 

@@ -106,6 +106,18 @@ def test_the_old_policy_follows_and_is_what_is_published(
     assert not same(published, trained)
 
 
+def test_an_old_policy_that_does_not_sample_is_only_compared_with(
+    tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
+) -> None:
+    spec = nft_spec(tiny_qwen_image, "lora", old_policy={"rate": 1.0, "max": 0.9, "samples": False})
+    worker, drawer = make_worker(spec, ranks, files, tmp_path), Drawer(spec)
+    curve(worker, drawer, files, range(2))
+    trained = trained_of(worker)
+    assert same(state_of(worker), trained)
+    with engine_of(worker).policy("old"):
+        assert not same(trained_of(worker), trained)
+
+
 @MODES
 def test_a_resumed_job_goes_on_with_its_old_policy_bit_for_bit(
     mode: str, tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path

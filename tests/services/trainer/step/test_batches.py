@@ -191,3 +191,30 @@ def test_passes_mix_updates_by_seed_step_and_pass() -> None:
     assert plans[0] == plans[1]
     dealt = [tuple(sorted(real_rows(update))) for plan in (plans[0], plans[2]) for part in plan for update in part]
     assert len(set(dealt)) == len(dealt)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5),
+    updates=st.integers(1, 3),
+    world_size=st.integers(1, 3),
+    passes=st.integers(1, 2),
+    micro=st.integers(4, 9),
+)
+def test_losses_that_compare_groups_get_them_whole(
+    sizes: list[int], updates: int, world_size: int, passes: int, micro: int
+) -> None:
+    """Also where samples were dropped; every pass trains on every sample once."""
+    spec = make_spec(
+        Path("model"),
+        algorithm={"name": "dgpo"},
+        rollout={"prompts_per_step": 5, "group_size": 4},
+        trainer={"updates_per_step": updates, "micro_batch_size": micro, "passes": passes},
+    )
+    keys = [(group, index) for group, size in enumerate(sizes) for index in range(size)][::-1]
+    for plan in plan_passes(keys, spec, step=1, world_size=world_size):
+        assert sorted(row for update in plan for row in real_rows(update)) == list(range(len(keys)))
+        for update in plan:
+            for batch in (batch for rank in update.by_rank for batch in rank):
+                assert len(batch.rows) <= micro
+                groups = {keys[row][0] for row in batch.rows}
+                assert len(batch.rows) == sum(sizes[group] for group in groups)
