@@ -36,6 +36,7 @@ vllm-omni: $(VENV)/.vllm-omni  ## add the vLLM-Omni engine, for CPUs
 vllm-omni-cuda: $(VENV)/.vllm-omni-cuda  ## add the vLLM-Omni engine, for NVIDIA GPUs
 
 test: $(VENV)/.dev $(VENV)/.vllm-omni  ## run the tests, without the long ones
+	@tests/browser
 	$(PYTEST) -m "not long and not cluster" $(PYTEST_FLAGS)
 
 # The same target in an environment of its own, where pip takes what requirements/lowest.txt pins.
@@ -48,6 +49,7 @@ test-cluster: $(VENV)/.dev  ## run the demo, and faults, in the Kubernetes clust
 
 test-all: $(VENV)/.dev $(VENV)/.vllm-omni  ## run all tests: kills, matrices and learning too
 	@tests/packages
+	@tests/browser
 	@start=$$(date +%s); $(PYTEST) -m "not cluster" $(PYTEST_FLAGS); status=$$?; took=$$(($$(date +%s) - start)); \
 	echo "test-all took $$((took / 60)) min $$((took % 60)) s; it stays below 40 min on two cores"; exit $$status
 

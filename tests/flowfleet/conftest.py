@@ -16,8 +16,8 @@ from flowfleet.local.ports import free_ports
 class IdleController:
     """Start, kill and start again on the same port."""
 
-    def __init__(self, redis_url: str, directory: Path) -> None:
-        self.redis_url = redis_url
+    def __init__(self, redis_url: str, directory: Path, *flags: str) -> None:
+        self.redis_url, self._flags = redis_url, flags
         self.port = free_ports(1)[0]
         self.url = f"http://127.0.0.1:{self.port}"
         self._root = str(directory.parent)
@@ -27,7 +27,7 @@ class IdleController:
 
     def start(self) -> None:
         flags = ["--port", str(self.port), "--reward", "ocr=a:1", "--data-root", self._root]
-        flags += ["--state-dir", str(self.state_dir)]
+        flags += ["--state-dir", str(self.state_dir), *self._flags]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.flowfleet.idle_controller", *flags],
             env={**os.environ, "FLOWFLEET_REDIS_URL": self.redis_url},

@@ -27,11 +27,11 @@ async def test_the_page_and_its_files_are_open_and_guarded(settings: ControllerS
 async def test_files_are_named_by_their_digest(api: Api) -> None:
     digest = page.page_files().digest
     text = (await api.client.get("/")).text
-    assert f'"/page/{digest}/page.css"' in text
+    assert f'"/page/{digest}/css/base.css"' in text
     for place, caching in (
-        (f"/page/{digest}/page.css", page.FOREVER),
-        ("/page/0123456789abcdef/page.css", page.AGAIN),  # another release's
-        ("/page/page.css", page.AGAIN),
+        (f"/page/{digest}/css/base.css", page.FOREVER),
+        ("/page/0123456789abcdef/css/base.css", page.AGAIN),  # another release's
+        ("/page/css/base.css", page.AGAIN),
     ):
         answer = await api.client.get(place)
         assert (answer.status_code, answer.headers["cache-control"]) == (200, caching)
