@@ -32,7 +32,7 @@ BANNED: Final = {
 SUFFIXES: Final = frozenset({".py", ".md", ".toml", ".yaml", ".yml", ".tpl", ".sh", ".ts", ".proto", ".txt", ""})
 SKIPPED: Final = re.compile(
     r"LICENSE|NOTICE|docs/lint/|tests/docs/test_words\.py|flowfleet/proto/|recipes/data/|bench/results/"
-    r"|recipes/.*/prompts/|requirements/|examples/reward-node/package"
+    r"|recipes/.*/prompts/|requirements/|examples/reward-node/package|services/controller/page/static/vendor/"
 )
 _GAP: Final = r"[\s#*/]+"
 """Words of a phrase may be parted by a line's end and the next comment's mark."""
