@@ -282,6 +282,20 @@ for _algorithm in (
         loss="flow_dppo",
     ),
     Algorithm(
+        "temp_flow_grpo",
+        "TempFlow-GRPO",
+        "https://arxiv.org/abs/2508.04324",
+        "One noisy step a training step, all samples of a group from one initial noise; a step counts as its noise.",
+        loss="flow_grpo",
+        defaults={
+            "rollout.noise.type": "sde",
+            "rollout.noise.share_initial_noise": True,
+            "rollout.window.strategy": "random",
+            "rollout.window.size": 1,
+            "algorithm.step_weights": "noise",
+        },
+    ),
+    Algorithm(
         "dance_grpo",
         "DanceGRPO",
         "https://arxiv.org/abs/2505.07818",

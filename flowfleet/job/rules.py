@@ -215,6 +215,12 @@ def _loss_settings(job: JobSpec) -> Iterator[str]:
         yield from _unheard(
             job, (f"algorithm.{name}",), f"with algorithm.loss = {loss.name}: leave it out, or use {readers}"
         )
+    if loss.kind != "policy":
+        yield from _unheard(
+            job,
+            ("algorithm.step_weights",),
+            f"with algorithm.loss = {loss.name}, which trains on no noisy steps: leave it out",
+        )
     for name, greatest in sorted(loss.at_most.items()):
         value = getattr(part, name)
         if value > greatest:

@@ -254,6 +254,9 @@ class AlgorithmPart(Part):
     """How far the ratio counts below 1; unset: as far as above."""
     clip_nats_low: float | None = Field(default=None, gt=0.0)
     """The same limit in nats of the joint ratio; replaces `clip_range_low`."""
+    step_weights: Literal["uniform", "noise"] = "uniform"
+    """How much each noisy step counts in a policy loss. noise: as its std, over the mean of all steps that may carry
+    noise (TempFlow-GRPO)."""
     kl_threshold: float = Field(default=1e-5, gt=0.0)
     """Flow-DPPO's trust region: KL of a step to the old policy's, mean over its elements."""
     kl_threshold_nats: float | None = Field(default=None, gt=0.0)

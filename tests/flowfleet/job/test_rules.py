@@ -308,6 +308,11 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         "algorithm.likelihood has no effect",
         "use awm, crd, elbo_pg",
     ),
+    "weights of steps that a loss does not train on": (
+        {"algorithm": {"name": "awm", "step_weights": "noise"}},
+        "algorithm.step_weights has no effect",
+        "leave it out",
+    ),
     "a micro-batch that cannot hold a group": (
         {"algorithm": {"name": "dgpo"}, "trainer": {"micro_batch_size": 8}},
         "trainer.micro_batch_size = 8 cannot hold a group",

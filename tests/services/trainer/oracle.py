@@ -97,14 +97,15 @@ class Oracle:
         """Mean over samples and rounds. `past`: rounds of noise drawn in earlier passes."""
         if self.spec.loss.kind == "policy":
             steps = items[0].sample.sde_steps
-            return torch.stack([self._policy_loss(items, k, step) for k, step in enumerate(steps)]).mean()
+            return torch.stack([self._policy_loss(items, steps, k) for k in range(len(steps))]).mean()
         rounds = range(past, past + self.part.num_noise_levels)
         return torch.stack([self._matching_loss(items, step, update, k) for k in rounds]).mean()
 
     # Policy losses ----------------------------------------------------------------------------------------------------
 
-    def _policy_loss(self, items: Sequence[TrainSample], k: int, step: int) -> Tensor:
-        """(B,)"""
+    def _policy_loss(self, items: Sequence[TrainSample], steps: Sequence[int], k: int) -> Tensor:
+        """(B,) of the k-th of the noisy steps, which are the same in every training step."""
+        step = steps[k]
         advantages = torch.tensor([item.advantage for item in items])
         log_prob, mean, std, dt = self._step(self.adapter, items, k, step)
         with torch.no_grad():
@@ -121,6 +122,9 @@ class Oracle:
             ratio, clip = log_ratio.exp(), part.clip_range
             loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip, 1 + clip))
             loss = loss / -dt if part.loss == "grpo_guard" else loss
+        if part.step_weights == "noise":
+            stds = {number: self._step(self.old, items, place, number)[2] for place, number in enumerate(steps)}
+            loss = loss * stds[step] * len(stds) / sum(stds.values())
         return loss + part.kl_coef * _mean((mean - reference) ** 2 / (2 * std**2))
 
     def _step(self, model: ModelAdapter, items: Sequence[TrainSample], k: int, step: int) -> Step:

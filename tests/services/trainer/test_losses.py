@@ -68,6 +68,7 @@ def test_every_loss_on_latents_is_here() -> None:
     [
         ("flow_grpo", {}),
         ("grpo_guard", {}),
+        ("flow_grpo", {"step_weights": "noise"}),
         ("diffusion_nft", {}),
         ("diffusion_nft", {"sigma_sampling": "schedule", "num_noise_levels": 3}),  # six rounds, four levels
         ("dgpo", {}),

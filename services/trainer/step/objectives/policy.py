@@ -17,6 +17,7 @@ from torch import Tensor
 from flowfleet.algorithms.correction import Correction, correct, reject, weigh
 from flowfleet.algorithms.losses import PolicyRows, limits, reference_kl
 from flowfleet.algorithms.sde import StepResult, reverse_step
+from flowfleet.algorithms.step_weights import step_weights
 from flowfleet.hardware import devices
 from flowfleet.process.telemetry import Timings
 from services.trainer.model.engine import Engine
@@ -55,6 +56,7 @@ class PolicyObjective:
         self._part, self._noise = spec.algorithm, spec.rollout.noise
         self._kind, self._loss = spec.loss, spec.loss.load()
         self._schedule = engine.schedule
+        self._weights = step_weights(spec, engine.schedule)
         self._num_elements = math.prod(engine.adapter.latent_shape(spec.rollout.size))
         self._limits = limits(spec.algorithm, self._num_elements)
         totals.limits = self._limits if "clip_range" in spec.loss.reads else None
@@ -146,7 +148,7 @@ class PolicyObjective:
             self._totals.add_gap(batch, k, result.log_prob)
         output = self._loss(self._rows(batch, k, result), self._limits)
         self._totals.add_ratios(batch, output.stats)
-        loss: Tensor = output.loss
+        loss: Tensor = output.loss * self._weights[self._steps[k]]
         reference_mean = self._known.of("reference_mean", batch, k)
         if reference_mean is None:
             return loss
