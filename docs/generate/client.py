@@ -12,20 +12,20 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "flowfleet" / "client"
-NAMES = ("transport.py", "download.py", "client.py")
+NAMES = ("transport.py", "download.py", "voting.py", "client.py")
 WORDS = {
     r"\bawait ": "",
     r"\basync (def|with|for)\b": r"\1",
     r"import asyncio\n(import time\n)?": "import time\n",
     r"asyncio\.sleep": "time.sleep",
-    r"asyncio\.to_thread\((\w+), ": r"\1(",
+    r"asyncio\.to_thread\(([\w.]+), ": r"\1(",
     r"Awaitable\[(\w+)\]": r"\1",
     r"AsyncIterator, Awaitable, Callable": "Callable, Iterator",
     r"AsyncIterator": "Iterator",
     r"AbstractAsyncContextManager": "AbstractContextManager",
     r"asynccontextmanager": "contextmanager",
     r"AsyncBaseTransport": "BaseTransport",
-    r"Async(Client|Transport|Pieces)": r"\1",
+    r"Async(Client|Transport|Pieces|Voting)": r"\1",
     r"__a(enter|exit)__": r"__\1__",
     r"\ba(close|read|iter_text|iter_bytes)\b": r"\1",
     r"flowfleet\.client\.aio\.": "flowfleet.client.",
@@ -41,7 +41,7 @@ def synchronous(name: str) -> str:
     text = (FOLDER / "aio" / name).read_text(encoding="utf-8")
     for pattern, word in WORDS.items():
         text = re.sub(pattern, word, text)
-    for command in (["check", "--fix-only", "--quiet", "--select", "I,UP,SIM117"], ["format", "--quiet"]):
+    for command in (["check", "--fix-only", "--quiet", "--select", "I,UP,SIM117,F401"], ["format", "--quiet"]):
         argv = [sys.executable, "-m", "ruff", *command, "--stdin-filename", str(FOLDER / name), "-"]
         text = subprocess.run(argv, input=text, capture_output=True, text=True, check=True).stdout
     return HEAD.format(name=name) + text

@@ -13,6 +13,7 @@ import typer
 
 from flowfleet.cli import evaluation, models, views
 from flowfleet.cli import rewards as cli_rewards
+from flowfleet.cli import votes as cli_votes
 from flowfleet.cli.chaos import chaos
 from flowfleet.cli.check_reward import check_reward
 from flowfleet.cli.doctor.command import doctor
@@ -53,6 +54,7 @@ def _main(
 
 
 app.add_typer(cli_rewards.app, name="rewards")
+app.add_typer(cli_votes.app, name="votes")
 
 StackDir = Annotated[Path, typer.Option(help="Directory of the stack: addresses, logs, data.")]
 

@@ -21,15 +21,15 @@ from flowfleet.job.setting_files import put
 WAIT_S = 600.0
 
 
-class _Group(typer.core.TyperGroup):
-    """`flowfleet rewards ID` is `flowfleet rewards show ID`."""
+class ShowGroup(typer.core.TyperGroup):
+    """Reads `flowfleet rewards ID` as `flowfleet rewards show ID`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = not args or args[0].startswith("-") or args[0] in self.commands
         return super().parse_args(ctx, args if known else ["show", *args])
 
 
-app = typer.Typer(cls=_Group, no_args_is_help=True, help="Show, compare and change the rewards of a running job.")
+app = typer.Typer(cls=ShowGroup, no_args_is_help=True, help="Show, compare and change the rewards of a running job.")
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of an active reward.")]
 Shadow = Annotated[str, typer.Argument(metavar="NAME", help="Name of a shadow.")]

@@ -1,7 +1,7 @@
 """Archives of ended jobs, below any fsspec URL: written by the controller, read here.
 
 URL/JOB/job.json             the job as the REST API showed it
-URL/JOB/events.jsonl         metrics.jsonl, samples.jsonl, checkpoints.jsonl, rewards.jsonl: a line each
+URL/JOB/events.jsonl         metrics.jsonl, samples.jsonl, checkpoints.jsonl, rewards.jsonl, votes.jsonl: a line each
 URL/JOB/media/PURPOSE/STEP-GROUP-INDEX.EXT   pictures and videos that were still kept
 URL/JOB/complete.json        written last, with the number of lines and media: without it the archive is not whole
 

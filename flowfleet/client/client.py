@@ -28,7 +28,7 @@ import httpx
 from flowfleet.client.connection import AWAY, POLL_S, RETRY_DELAYS_S, unreachable
 from flowfleet.client.download import download
 from flowfleet.client.frames import metrics_frame, picture, samples_frame
-from flowfleet.client.transport import Query, Transport
+from flowfleet.client.transport import Query
 from flowfleet.client.types import (
     ApiError,
     Checkpoint,
@@ -42,6 +42,7 @@ from flowfleet.client.types import (
     read,
 )
 from flowfleet.client.uploading import Pieces, digest_of, files_to_upload, with_places
+from flowfleet.client.voting import Voting
 from flowfleet.filesystem import filesystem_id
 from flowfleet.job.files import find_job_file, prepare_job
 from flowfleet.job.model_files import ModelManifest
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-class Client(Transport):
+class Client(Voting):
     """One connection pool, closed at the end of an `with` block. Without a URL it is that of FLOWFLEET_URL, else
     of this machine's stack. Of https URLs `ca` (else FLOWFLEET_CA) is the PEM file of a private CA, trusted in place of
     the system's.

@@ -170,6 +170,16 @@ def shadow(job_id: str, pair: str, part: str) -> str:
     return job_key(job_id, "shadow", pair, part)
 
 
+def vote_groups(job_id: str, state: str) -> str:
+    """Hash: `<step>/<group>` → a group that people vote on; `state` is "waiting" or "complete"."""
+    return job_key(job_id, "votes", state)
+
+
+def votes(job_id: str, step: int, group: int) -> str:
+    """List of the votes on a group."""
+    return job_key(job_id, "votes", step, group)
+
+
 def tombstone(job_id: str) -> str:
     """What a deleted job was, while its `Idempotency-Key` lives."""
     return fleet_key("deleted", job_id)

@@ -24,6 +24,7 @@ from services.controller.api.routes import rewards as api_rewards
 from services.controller.api.routes import session as api_session
 from services.controller.api.routes import system as api_system
 from services.controller.api.routes import uploads as api_uploads
+from services.controller.api.routes import votes as api_votes
 from services.controller.api.sessions import Sessions
 from services.controller.concurrency import end
 from services.controller.metrics.gauges import count_jobs
@@ -55,7 +56,7 @@ def create_app(settings: ControllerSettings, runner_factory: SchedulerFactory) -
         redoc_url=None,
         redirect_slashes=False,
     )
-    rooms = (api_session, api_jobs, api_uploads, api_rewards, api_history, api_models, api_system, api_page)
+    rooms = (api_session, api_jobs, api_uploads, api_rewards, api_votes, api_history, api_models, api_system, api_page)
     routers = [room.router for room in rooms]
     for router in routers:
         app.include_router(router)

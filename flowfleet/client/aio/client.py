@@ -26,7 +26,8 @@ from urllib.parse import quote
 import httpx
 
 from flowfleet.client.aio.download import download
-from flowfleet.client.aio.transport import AsyncTransport, Query
+from flowfleet.client.aio.transport import Query
+from flowfleet.client.aio.voting import AsyncVoting
 from flowfleet.client.connection import AWAY, POLL_S, RETRY_DELAYS_S, unreachable
 from flowfleet.client.frames import metrics_frame, picture, samples_frame
 from flowfleet.client.types import (
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-class AsyncClient(AsyncTransport):
+class AsyncClient(AsyncVoting):
     """One connection pool, closed at the end of an `async with` block. Without a URL it is that of FLOWFLEET_URL, else
     of this machine's stack. Of https URLs `ca` (else FLOWFLEET_CA) is the PEM file of a private CA, trusted in place of
     the system's.

@@ -6,15 +6,24 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from flowfleet.client.types import Problem
+from flowfleet.client.votes import Asked, Ballot
 from flowfleet.job.spec import JobSpec
 from flowfleet.rewards.changes import RewardChange
 from services.controller.api.problems import MEDIA_TYPE
 from services.controller.api.sessions import COOKIE
 
 _REF = "#/components/schemas/{model}"
+_BODIES: dict[tuple[str, str], type[BaseModel]] = {
+    ("/v1/jobs", "post"): JobSpec,
+    ("/v1/jobs/{job_id}/rewards", "patch"): RewardChange,
+    ("/v1/jobs/{job_id}/votes/groups/{step}/{group}", "put"): Asked,
+    ("/v1/jobs/{job_id}/votes", "post"): Ballot,
+}
+"""Bodies that handlers read by themselves."""
 _HEADERS = {
     name: {"description": description, "schema": {"type": "string"}}
     for name, description in (
@@ -38,16 +47,16 @@ def install(app: FastAPI) -> None:
 
 def _exact(page: dict[str, Any]) -> dict[str, Any]:
     schemas = page["components"]["schemas"]
-    bodies = [(JobSpec, "validation"), (RewardChange, "validation"), (Problem, "serialization")]
+    sent = ((model, "validation") for model in _BODIES.values())
+    bodies = [*sent, (Problem, "serialization")]
     _, ours = models_json_schema(bodies, ref_template=_REF)  # type: ignore[arg-type]
     schemas.update(ours["$defs"])
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
     schemas["JobRecord"]["properties"]["spec"] = {"$ref": _REF.format(model="JobSpec")}
-    submit = page["paths"]["/v1/jobs"]["post"]
-    submit["requestBody"] = {"required": True, "content": _content("application/json", "JobSpec")}
-    change = page["paths"]["/v1/jobs/{job_id}/rewards"]["patch"]
-    change["requestBody"] = {"required": True, "content": _content("application/json", "RewardChange")}
+    for (path, method), model in _BODIES.items():
+        body = {"required": True, "content": _content("application/json", model.__name__)}
+        page["paths"][path][method]["requestBody"] = body
     upload = page["paths"]["/v1/uploads/{sha256}/{name}"]["put"]
     login = page["paths"]["/v1/session"]["post"]
     key = {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]}

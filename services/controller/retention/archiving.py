@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from flowfleet.client.archive import Archive, media_name
 from flowfleet.client.types import JobEvent, MetricsRow, Purpose
+from flowfleet.client.votes import VoteGroup
 from flowfleet.data.blobs import BlobStore
 from flowfleet.errors import DataLoss, NotFound
 from services.controller.store.jobs import JobStore
@@ -29,6 +30,7 @@ async def archive_job(store: JobStore, blobs: BlobStore, archive: Archive, job_i
         "metrics": await _write(archive, job_id, "metrics", _metrics(store, job_id)),
         "checkpoints": await _write(archive, job_id, "checkpoints", _page(await store.checkpoints(job_id))),
         "rewards": await _write(archive, job_id, "rewards", _page(await store.reward_history(job_id))),
+        "votes": await _write(archive, job_id, "votes", _votes(store, job_id)),
         "samples": await _write(archive, job_id, "samples", _samples(store, job_id)),
         "media": 0,
     }
@@ -80,6 +82,13 @@ async def _metrics(store: JobStore, job_id: str) -> AsyncIterator[Sequence[Metri
     while page := await store.metrics(job_id, after, PAGE):
         yield page
         after = page[-1].step
+
+
+async def _votes(store: JobStore, job_id: str) -> AsyncIterator[Sequence[VoteGroup]]:
+    after = None
+    while page := await store.vote_groups(job_id, after, PAGE):
+        yield page
+        after = (page[-1].step, page[-1].group)
 
 
 async def _samples(store: JobStore, job_id: str) -> AsyncIterator[Sequence[SampleRecord]]:

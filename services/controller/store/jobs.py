@@ -25,6 +25,7 @@ from services.controller.store.records import Action, JobRecord, from_epoch, nex
 from services.controller.store.removal import Removal, leave
 from services.controller.store.rewards import REVISION, RewardRevisions, rewards_of
 from services.controller.store.samples import SampleRecords
+from services.controller.store.votes import Votes
 
 _STEPS = "steps.asked"
 IDEMPOTENCY_TTL_S = 7 * 24 * 3600
@@ -33,7 +34,7 @@ if redis.call('HGET', KEYS[1], 'desired') == ARGV[1] then redis.call('HSET', KEY
 """
 
 
-class JobStore(History, SampleRecords, RewardRevisions, Removal):
+class JobStore(History, SampleRecords, RewardRevisions, Votes, Removal):
     """`redis` decodes no responses; `clock` gives seconds since the epoch."""
 
     def __init__(self, redis: Redis, clock: Callable[[], float] = steady_time, lease: Lease | None = None) -> None:

@@ -47,6 +47,11 @@ class SampleRefs:
         values = await self._redis.hmget(self._key(step), names) if names else []
         return [common_pb2.Sample.FromString(value) for value in values]
 
+    async def find(self, step: int, group: int, index: int) -> common_pb2.Sample | None:
+        """One sample's reference, if the step is held."""
+        value = await self._redis.hget(self._key(step), f"{group}/{index}")
+        return None if value is None else common_pb2.Sample.FromString(value)
+
     # -- requests of training steps ------------------------------------------------------------------------------
 
     async def put_request(self, request: trainer_pb2.TrainStepRequest, pipe: Any) -> None:

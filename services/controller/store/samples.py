@@ -6,7 +6,7 @@ For each purpose one hash (reference → record) and two sorted sets: by referen
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flowfleet.client.types import Purpose
@@ -78,6 +78,10 @@ class SampleRecords:
         if row is None:
             raise NotFound(f"job {job_id} has no {purpose} sample {step}/{group}/{index}")
         return SampleRecord.model_validate_json(row)
+
+    async def find_samples(self, job_id: str, places: Sequence[tuple[int, int, int]]) -> list[SampleRecord]:
+        """Training samples (step, group, index) that are kept, in order."""
+        return await self._records(job_id, "train", [_reference(*place).encode() for place in places])
 
     async def samples(
         self,

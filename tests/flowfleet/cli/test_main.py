@@ -301,6 +301,8 @@ def test_the_surface_is_what_users_know() -> None:
         "rewards shadow": ["--ca", "--for", "--param", "--service", "--url", "--wait"],
         "rewards promote": ["--ca", "--url", "--wait"],
         "rewards remove": ["--ca", "--url", "--wait"],
+        "votes show": ["--ca", "--url"],
+        "votes export": ["--ca", "--out", "--url"],
         "check-reward": [
             "--allowed",
             "--ca",

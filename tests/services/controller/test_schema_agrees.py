@@ -40,6 +40,10 @@ include-name = "PATCH /v1/jobs/{{job_id}}/rewards"
 checks.positive_data_acceptance.expected-statuses = ["2xx", 409, 422]
 
 [[operations]]
+include-path-regex = "/votes(/groups/[^/]+/[^/]+)?$"  # about samples that wait
+checks.positive_data_acceptance.expected-statuses = ["2xx", 400, 404]
+
+[[operations]]
 include-path-regex = "/samples$"
 checks.positive_data_acceptance.expected-statuses = ["2xx", 400]
 

@@ -28,7 +28,7 @@ _STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}},
     204: {"description": "The stream has ended: do not come back"},
 }
-_MEDIA: dict[int | str, dict[str, Any]] = {
+MEDIA_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The picture or video",
         "content": {kind: {"schema": {"type": "string", "format": "binary"}} for kind in sorted(MEDIA_TYPES)}
@@ -113,7 +113,7 @@ async def samples(
     return Page(items=[_sample(job_id, item) for item in items], next_cursor=following)
 
 
-@router.get("/samples/{step}/{group}/{index}/media", response_class=Response, responses=_MEDIA)
+@router.get("/samples/{step}/{group}/{index}/media", response_class=Response, responses=MEDIA_RESPONSES)
 async def media(
     job_id: KnownJobId, step: int, group: int, index: int, use: Use, purpose: Purpose = "train"
 ) -> Response:
