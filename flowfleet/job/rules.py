@@ -43,6 +43,7 @@ def problems(job: JobSpec) -> Iterator[str]:
         _sharding,
         _sampling_trainer,
         _base,
+        _merged,
         _average,
         _optimizer,
         _best,
@@ -534,6 +535,24 @@ def _base(job: JobSpec) -> Iterator[str]:
     yield from _unheard(
         job, ("rollout.quantization",), 'with model.base = "fp8", which rollouts compute with anyway: leave it out'
     )
+
+
+def _merged(job: JobSpec) -> Iterator[str]:
+    if job.trainer.mode == "full":
+        yield from _unheard(job, ("rollout.adapter",), 'with trainer.mode = "full", which has no adapter: leave it out')
+        return
+    if job.rollout.adapter == "separate" or job.loss.kind != "policy":
+        return
+    if job.algorithm.old_log_probs == "rollout":
+        yield (
+            'algorithm.old_log_probs = "rollout" with rollout.adapter = "merged" would put an unmeasured gap into the '
+            'ratio of the loss: set algorithm.old_log_probs to "first_forward" or "recompute"'
+        )
+    if job.trainer.deterministic:
+        yield (
+            "trainer.deterministic recomputes the rollout's log-probs bit for bit, which a merged adapter does not "
+            'allow: set rollout.adapter = "separate", or trainer.deterministic = false'
+        )
 
 
 def _average(job: JobSpec) -> Iterator[str]:

@@ -165,6 +165,9 @@ class RolloutPart(Part):
     """Compile the transformer's blocks while sampling; the first batch of a shape waits for it."""
     quantization: Literal["none", "fp8"] = "none"
     """fp8: the linears of the transformer's blocks compute in float8 (e4m3, a scale a row) while sampling."""
+    adapter: Literal["separate", "merged"] = "separate"
+    """How a LoRA adapter is sampled with. separate: by products of its own. merged: each version is rounded into copies
+    of the weights, which saves those products and replaces an early adapter's change by rounding noise."""
     max_log_prob_gap: float | None = Field(default=None, gt=0.0)
     """The job pauses when the mean |trainer's - rollout's log-prob| of a step's rows is above this; unset: never."""
     noise: NoisePart = NoisePart()

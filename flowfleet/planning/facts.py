@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
 import torch
+from peft.tuners.lora import Linear as PeftLinear
 from torch import Tensor, nn
 
 from flowfleet.algorithms.coarse import check_noise
@@ -37,6 +38,8 @@ class Facts:
     """Parameters of one expert outside its blocks."""
     fp8: int
     """Weights that fp8 rollouts have copies of, and an fp8 base holds in place of others."""
+    merged_bytes: int
+    """Weights that have an adapter, in the model's dtype: rollouts with a merged adapter have copies of them."""
     text_encoder_bytes: int
     vae_bytes: int
     latent: int
@@ -73,7 +76,8 @@ def gather(spec: JobSpec, text_tokens: int, *, compiled: bool) -> Facts:
         expert.requires_grad_(True)
     own = blocks(expert)
     with shortened(expert) as stands_for:
-        adapter = _adapter_numel(expert, stands_for) * len(experts)
+        adapter = _of_all_blocks(_adapter_numel, expert, stands_for) * len(experts)
+        merged = _of_all_blocks(_adapted_bytes, expert, stands_for) * len(experts)
         activations = _training(skeleton, spec, expert, stands_for, text_tokens, compiled=compiled)
         sampling = _sampling(skeleton, spec, text_tokens)
         block = max(_numel(kept.parameters()) for kept in stands_for)
@@ -85,6 +89,7 @@ def gather(spec: JobSpec, text_tokens: int, *, compiled: bool) -> Facts:
         block=block,
         outside=_outside(expert, own),
         fp8=fp8,
+        merged_bytes=merged,
         text_encoder_bytes=_part_bytes(skeleton, "text_encoder"),
         vae_bytes=_part_bytes(skeleton, "vae"),
         latent=latent,
@@ -135,13 +140,19 @@ def _decoding(skeleton: ModelAdapter, spec: JobSpec) -> tuple[int, float]:
     return live.peak, flops / rows
 
 
-def _adapter_numel(expert: nn.Module, stands_for: Mapping[nn.Module, int]) -> int:
-    """LoRA's, for all blocks."""
-    whole = _numel(parameter for name, parameter in expert.named_parameters() if ".lora_" in name)
-    for block, count in stands_for.items():
-        own = _numel(parameter for name, parameter in block.named_parameters() if ".lora_" in name)
-        whole += (count - 1) * own
-    return whole
+def _of_all_blocks(count: Callable[[nn.Module], int], expert: nn.Module, stands_for: Mapping[nn.Module, int]) -> int:
+    """What a whole transformer counts of which few blocks are kept."""
+    return count(expert) + sum((number - 1) * count(block) for block, number in stands_for.items())
+
+
+def _adapter_numel(module: nn.Module) -> int:
+    return _numel(parameter for name, parameter in module.named_parameters() if ".lora_" in name)
+
+
+def _adapted_bytes(module: nn.Module) -> int:
+    """Weights that have an adapter, in the model's dtype."""
+    bases = [cast(nn.Linear, part.base_layer) for part in module.modules() if isinstance(part, PeftLinear)]
+    return sum(_nbytes(base.weight) for base in bases)
 
 
 def _outside(expert: nn.Module, own: Iterable[nn.Module]) -> int:

@@ -137,9 +137,17 @@ def _replica(spec: JobSpec, facts: Facts) -> dict[str, float]:
         "adapter": float(facts.trained * item) if spec.trainer.mode == "lora" else 0.0,
         "text encoder": float(facts.text_encoder_bytes),
         "VAE": float(facts.vae_bytes),
+        "merged weights": _merged_bytes(spec, facts) if spec.rollout.adapter == "merged" else 0.0,
         "fp8 copies": float(facts.fp8) if spec.rollout.quantization == "fp8" else 0.0,
         "activations": float(max(facts.sampling_bytes, facts.decode_bytes)),
     }
+
+
+def _merged_bytes(spec: JobSpec, facts: Facts) -> float:
+    """Copies of the weights that have an adapter; of float8 ones, as large as those, a byte an element."""
+    is_quantized = spec.model.base == "fp8" or spec.rollout.quantization == "fp8"
+    quantized = min(facts.fp8, facts.merged_bytes // item_bytes(spec)) if is_quantized else 0
+    return float(facts.merged_bytes - quantized * (item_bytes(spec) - 1))
 
 
 def checkpoint_bytes(spec: JobSpec, facts: Facts) -> int:

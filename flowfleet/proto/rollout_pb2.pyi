@@ -392,8 +392,11 @@ class LoraSpec(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     ALPHA_FIELD_NUMBER: _builtins.int
     TARGET_MODULES_FIELD_NUMBER: _builtins.int
+    MERGED_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     alpha: _builtins.float
+    merged: _builtins.bool
+    """rounded into copies of the base's weights, in place of products of its own"""
     @_builtins.property
     def target_modules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -402,10 +405,11 @@ class LoraSpec(_message.Message):
         rank: _builtins.int = ...,
         alpha: _builtins.float = ...,
         target_modules: _abc.Iterable[_builtins.str] | None = ...,
+        merged: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "rank", b"rank", "target_modules", b"target_modules"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "merged", b"merged", "rank", b"rank", "target_modules", b"target_modules"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

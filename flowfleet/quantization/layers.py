@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flowfleet.hardware import devices
+from flowfleet.quantization import adapted
 from flowfleet.quantization.products import Gradients, fp8_linear
 from flowfleet.quantization.rows import FP8, Rows, quantize_rows
 
@@ -57,12 +58,15 @@ class Fp8Method:
 
 
 def project(x: Tensor, linears: Sequence[nn.Module]) -> list[Tensor]:
-    """Products of one input with several linears, adapters included. Float8 ones share its quantized rows."""
-    bases = [getattr(linear, "base_layer", linear) for linear in linears]
-    if not all(isinstance(base, Fp8Linear) for base in bases):
-        return [linear(x) for linear in linears]
-    rows = quantize_rows(x.detach().reshape(-1, x.shape[-1]))
-    return [linear(x, rows=rows) for linear in linears]
+    """Products of one input with several linears, adapters included. Float8 ones share its quantized rows, and compiled
+    rollouts one product with all A matrices."""
+    shared: dict[str, Any] = {}
+    if all(isinstance(getattr(linear, "base_layer", linear), Fp8Linear) for linear in linears):
+        shared["rows"] = quantize_rows(x.detach().reshape(-1, x.shape[-1]))
+    downs = adapted.shared_down(x, linears)
+    if downs is None:
+        return [linear(x, **shared) for linear in linears]
+    return [linear(x, **shared, down=down) for linear, down in zip(linears, downs, strict=True)]
 
 
 def add_copies(blocks: Iterable[nn.Module], *, min_size: int | None = None) -> int:

@@ -37,6 +37,8 @@ def _remedies(spec: JobSpec) -> Iterator[str]:
     """Settings that make the gap smaller, or that bear it."""
     if spec.rollout.quantization != "none":
         yield 'rollout.quantization = "none"'
+    if spec.rollout.adapter != "separate":
+        yield 'rollout.adapter = "separate"'
     if spec.model.base != "plain":
         yield 'model.base = "plain"'
     if spec.algorithm.old_log_probs == "rollout":

@@ -1,6 +1,6 @@
 """Faster forwards of the live transformers, in place: blocks compiled, their large linears in float8.
 
-    load → accelerate → install LoRA → receive weights → refresh → …
+    load → accelerate → install LoRA → adapt → receive weights → refresh → …
 
 `compile` makes each block compile itself at its first forward. All blocks share the compiled code, and from the second
 text width or batch size on these are dynamic, so a run compiles a handful of times.
@@ -8,6 +8,9 @@ text width or batch size on these are dynamic, so a run compiles a handful of ti
 Quantization is flowfleet/quantization's, and meant to go with `compile`. `fp8` keeps bfloat16 weights, which are what
 an update brings and what is hashed, and derives float8 copies from them, again by `refresh` after each update.
 `fp8_base` keeps float8 weights alone, for jobs that train an adapter on them (`model.base`).
+
+An adapter is multiplied by itself, in fewer passes where blocks are compiled, or merged into copies of the weights
+(flowfleet/quantization/adapted.py).
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import torch
 from torch import nn
 
 from flowfleet.process.pulse import Pulse
-from flowfleet.quantization import layers
+from flowfleet.quantization import adapted, layers
 
 Experts = Mapping[str, nn.Module]
 
@@ -55,6 +58,22 @@ def accelerate(experts: Experts, *, compile: bool, quantization: str) -> None:
             layers.replace_weights(blocks(expert).values())
     if compile:
         compile_blocks(experts)
+
+
+def adapt(experts: Experts, *, compile: bool, merged: bool) -> None:
+    """Prepares installed LoRA layers in place. Eager ones stay PEFT's, as the trainer's are, unless they are merged."""
+    for expert in experts.values():
+        if merged:
+            adapted.put_merged(expert.modules())
+        elif compile:
+            adapted.put_separate(expert.modules())
+    merge(experts)
+
+
+def merge(experts: Experts) -> None:
+    """Rounds the adapter as it is into the copies of the weights; no effect unless it is merged."""
+    for expert in experts.values():
+        adapted.merge(expert.modules())
 
 
 def refresh(experts: Experts) -> None:

@@ -136,6 +136,7 @@ class DiffusersEngine(RolloutEngine):
         if lora is not None:
             try:
                 adapters.install_lora(experts, lora)
+                acceleration.adapt(experts, compile=self._model is not None and self._model.compile, merged=lora.merged)
             except BaseException:
                 self._model = None  # Half an adapter may be in it.
                 raise
@@ -155,6 +156,7 @@ class DiffusersEngine(RolloutEngine):
 
     def _load_adapter(self, state: Mapping[str, Tensor]) -> None:
         adapters.load_adapter(self._loaded().experts, state)
+        acceleration.merge(self._loaded().experts)
 
     def _receive(self, member: weights.Member, buckets: Sequence[Bucket]) -> None:
         live = self._live_weights()
@@ -171,8 +173,8 @@ class DiffusersEngine(RolloutEngine):
 
     def _verify(self, hashes: Mapping[str, int]) -> str:
         digest = weights.verify(self._live_weights(), hashes)
-        if self._lora is None:
-            acceleration.refresh(self._loaded().experts)
+        derive = acceleration.refresh if self._lora is None else acceleration.merge
+        derive(self._loaded().experts)
         return digest
 
     def _live_weights(self) -> Mapping[str, Tensor]:

@@ -214,9 +214,9 @@ def model_spec(spec: JobSpec) -> ModelSpec:
 
 def lora_spec(spec: JobSpec) -> LoraSpec:
     """LoRA settings, with the family's target modules if the job names none."""
-    part = spec.trainer.lora
+    part, merged = spec.trainer.lora, spec.rollout.adapter == "merged"
     targets = part.target_modules or adapter_for(spec.model.path).lora_targets
-    return LoraSpec(rank=part.rank, alpha=part.alpha, target_modules=targets)
+    return LoraSpec(rank=part.rank, alpha=part.alpha, target_modules=targets, merged=merged)
 
 
 def num_threads(spec: JobSpec, ranks: Ranks) -> int:

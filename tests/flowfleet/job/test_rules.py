@@ -415,6 +415,21 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         "rollout.quantization has no effect",
         "leave it out",
     ),
+    "a merged adapter of full weights": (
+        {"rollout": {"adapter": "merged"}, "trainer": {"mode": "full"}},
+        "rollout.adapter has no effect",
+        "leave it out",
+    ),
+    "a merged adapter and the rollout's log-probs": (
+        {"rollout": {"adapter": "merged"}, "algorithm": {"old_log_probs": "rollout"}},
+        'algorithm.old_log_probs = "rollout" with rollout.adapter = "merged"',
+        'set algorithm.old_log_probs to "first_forward" or "recompute"',
+    ),
+    "a merged adapter and deterministic": (
+        {"rollout": {"adapter": "merged"}, "trainer": {"deterministic": True}},
+        "trainer.deterministic",
+        'set rollout.adapter = "separate"',
+    ),
     "gradients by a base that is not quantized": (
         {"trainer": {"base_gradients": "bf16"}},
         "trainer.base_gradients has no effect",
@@ -618,6 +633,10 @@ ALLOWED: dict[str, dict[str, Parts]] = {
         "model": {"path": "m", "base": "fp8"},
         "trainer": {"samples": "only"},
         "schedule": {"max_staleness": 0},
+    },
+    "a merged adapter on a quantized base": {
+        "model": {"path": "m", "base": "fp8"},
+        "rollout": {"adapter": "merged", "compile": True},
     },
     "preferences without rewards": {"algorithm": {"name": "dpo"}, "rewards": {}},
 }

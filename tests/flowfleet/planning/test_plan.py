@@ -182,6 +182,16 @@ def test_a_quantized_base_takes_a_byte_for_each_large_linear_of_the_blocks(eager
     assert "fp8 copies" not in parts
 
 
+def test_a_merged_adapter_takes_copies_of_the_weights_that_it_changes(eager: tuple[JobSpec, Facts]) -> None:
+    """In bfloat16 two bytes each, of float8 ones one. Qwen-Image's targets are its large linears."""
+    spec, facts = eager
+    merged = spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"adapter": "merged"})})
+    assert rollout_memory(merged, facts).parts["merged weights"] == 2 * facts.fp8 == 2 * 60 * 24 * 3072**2
+    quantized = merged.model_copy(update={"model": spec.model.model_copy(update={"base": "fp8"})})
+    assert rollout_memory(quantized, facts).parts["merged weights"] == facts.fp8
+    assert "merged weights" not in rollout_memory(spec, facts).parts
+
+
 def test_best_of_trains_on_fewer_and_a_kl_in_the_reward_samples_more(eager: tuple[JobSpec, Facts]) -> None:
     """4 of a group's 16 samples are trained on; at the 2 noisy steps of 10 the reference computes too."""
     spec, facts = eager

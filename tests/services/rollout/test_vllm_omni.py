@@ -245,6 +245,29 @@ def test_adapted_layers_compile_whole(engine: VllmOmniEngine, model: ModelSpec) 
         assert eager.abs().max() > 0
 
 
+def test_a_merged_adapter_samples_as_the_diffusers_engine_merges_it(
+    engine: VllmOmniEngine, other: DiffusersEngine, model: ModelSpec
+) -> None:
+    """The adapter's reference is the base without it, and the next adapter replaces this one."""
+    merged = LoraSpec(rank=LORA.rank, alpha=LORA.alpha, target_modules=LORA.target_modules, merged=True)
+    request = replace(make_request(), reference_kl=True)
+    drawn = []
+    for seed in (5, 6):
+        for spec in (LORA, merged):
+            for it in (engine, other):
+                run(it.prepare(model, spec))
+                run(it.load_adapter(published(model, spec, seed)))
+            ours, theirs = of_both(engine, other, request)[0]
+            assert gap(path_of(ours).log_probs, path_of(theirs).log_probs) <= 1e-4
+            assert ours.reference_kl == pytest.approx(theirs.reference_kl, rel=1e-2)
+            assert ours.reference_kl > 0
+            drawn.append(path_of(ours).next_latents)
+    separate, merged_one, second, merged_second = drawn
+    assert gap(separate, merged_one) <= 1e-3
+    assert gap(second, merged_second) <= 1e-3
+    assert gap(merged_one, merged_second) > 0.01
+
+
 def sent(tensors: dict[str, torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
     """Buckets, and the bytes that a trainer would broadcast."""
     buckets = weights.make_buckets(weights.specs_of(tensors), bucket_bytes=100_000)

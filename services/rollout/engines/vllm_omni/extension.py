@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 
 from flowfleet.models.loading import LoadFormat
@@ -22,7 +22,7 @@ from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.prompts import Encoded
 from services.rollout.engines.vllm_omni import parameters
 from services.rollout.engines.vllm_omni.adapter import LiveAdapter
-from services.rollout.engines.vllm_omni.compiled_lora import make_compilable
+from services.rollout.engines.vllm_omni.compiled_lora import merge, prepare_layers
 from services.rollout.engines.vllm_omni.pipelines.base import RolloutPipeline
 from services.rollout.engines.vllm_omni.task import Task
 
@@ -71,7 +71,8 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         if lora is not None:
             try:
                 self._adapter = LiveAdapter(self._pipeline, self._lora_manager(), lora, self._base())
-                make_compilable(self._lora_manager()._lora_modules.values())
+                prepare_layers(self._lora_layers(), merged=lora.merged)
+                merge(self._lora_layers())
             except BaseException:
                 self._renew_lora_manager()
                 raise
@@ -84,7 +85,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         """A whole adapter, as published."""
         assert self._adapter is not None, "install comes first"
         copy_adapter(self._adapter.published, state)
-        self._adapter.bind()
+        self._bind(self._adapter)
 
     def expect(self, buckets: Sequence[Bucket]) -> None:
         """Raises ValueError unless the buckets hold every weight of an update once."""
@@ -100,7 +101,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
 
         weights.receive(member, buckets, into)
         if self._adapter is not None:
-            self._adapter.bind()
+            self._bind(self._adapter)
 
     def verify(self, hashes: Mapping[str, int]) -> str:
         """Verifies the weights that the forward uses before their float8 copies are made; see
@@ -110,6 +111,10 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         digest = weights.verify(self._base(), hashes)
         acceleration.refresh(self._pipeline.experts)
         return digest
+
+    def _bind(self, adapter: LiveAdapter) -> None:
+        adapter.bind()
+        merge(self._lora_layers())
 
     def _fill(self, model: ModelSpec) -> None:
         if model.load_format == "dummy":
@@ -130,6 +135,9 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         worker: Any = self
         pipeline: RolloutPipeline = worker.model_runner.pipeline
         return pipeline
+
+    def _lora_layers(self) -> list[nn.Module]:
+        return list(self._lora_manager()._lora_modules.values())
 
     def _lora_manager(self) -> Any:
         worker: Any = self
