@@ -76,7 +76,9 @@ def up(
     ] = None,
     model: Annotated[str | None, typer.Option(help="Pipeline directory that the rollouts load at start.")] = None,
     dtype: Annotated[str, typer.Option(help="Data type of --model.")] = "float32",
-    engine: Annotated[Literal["diffusers", "vllm-omni"], typer.Option(help="Engine of the rollouts.")] = "diffusers",
+    engine: Annotated[
+        Literal["diffusers", "transformers", "vllm-omni"], typer.Option(help="Engine of the rollouts.")
+    ] = "diffusers",
     max_batch: Annotated[int | None, typer.Option(help="Maximum rows of a rollout's forward.")] = None,
     data_root: Annotated[
         list[Path] | None,

@@ -68,6 +68,8 @@ def preference(index: int) -> SampleScore:
 
 def modality_of(spec: JobSpec) -> reward_pb2.Modality.ValueType:
     """What the rewards of a job must be able to score."""
+    if spec.writes_tokens:
+        return reward_pb2.MODALITY_TEXT
     return reward_pb2.MODALITY_VIDEO if spec.rollout.num_frames > 1 else reward_pb2.MODALITY_IMAGE
 
 

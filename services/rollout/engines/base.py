@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import ClassVar, Final, Literal
 
 import numpy as np
 import torch
@@ -20,19 +20,25 @@ from PIL import Image
 from torch import Tensor
 
 from flowfleet.algorithms.samplers import SamplerName
+from flowfleet.data.sequences import TokenTrajectory
 from flowfleet.data.trajectories import FinalLatents, Trajectory
 from flowfleet.models.embeds import PromptEmbeds
+from flowfleet.models.sequences import EncodedPrompt, PromptMedia
 from flowfleet.models.settings import NO_GUIDANCE, Guidance, Size
 from flowfleet.process.pulse import Pulse
 from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
 from flowfleet.weights.weights import Member
 
-Record = Literal["none", "steps", "final"]
-"""What is kept of each sample: nothing, the noisy steps, or the final latents."""
+Record = Literal["none", "steps", "final", "tokens"]
+"""What is kept of each sample: nothing, the noisy steps, the final latents, or the tokens."""
+
+
+NO_FRAMES: Final = np.empty((0, 1, 1, 3), np.uint8)
+"""Frames of a text."""
 
 
 class Cancelled(Exception):
-    """The caller is gone; raised between two denoising steps."""
+    """The caller is gone; raised between two denoising steps or tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,21 @@ class Sampling:
     """The sampler of the steps without noise."""
     shift: float | None = None
     """Static shift of the noise levels; None is the checkpoint's."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSampling:
+    """How tokens are drawn."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    """0 takes the likeliest token."""
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    """Texts that end a sequence."""
+    max_prompt_tokens: int | None = None
+    routed_experts: bool = False
+    """Whether records hold the experts that each token took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +106,8 @@ class PromptGroup:
     """One an index, (F, H, W, 3) uint8: encoded to final latents in place of sampling."""
     negative_prompt: str | None = None
     """In place of the sampling's."""
+    inputs: tuple[PromptMedia, ...] = ()
+    """What a prompt of a policy that writes tokens brings: pictures, sounds and films."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +115,13 @@ class GenerationRequest:
     groups: tuple[PromptGroup, ...]
     """In rising order."""
     sampling: Sampling
+    """Without effect where `sequence` is set."""
     noise: Noise
     record: Record
     reference_kl: bool = False
     """Whether each noisy step is compared with that of the policy without its adapter."""
+    sequence: SequenceSampling | None = None
+    """Set for a policy that writes tokens."""
 
     @property
     def num_samples(self) -> int:
@@ -107,11 +133,16 @@ class GeneratedSample:
     group: int
     index: int
     seed: int
-    frames: np.ndarray
-    """(F, H, W, 3) uint8; one frame for pictures."""
-    record: Trajectory | FinalLatents | None
+    record: Trajectory | FinalLatents | TokenTrajectory | None
+    frames: np.ndarray = field(default_factory=lambda: NO_FRAMES)
+    """(F, H, W, 3) uint8; one frame for pictures, none for a text."""
     reference_kl: float = 0.0
     """Mean over the noisy steps, if the request asked for it."""
+    text: str | None = None
+    """What a policy that writes tokens wrote."""
+    prompt_tokens: int = 0
+    num_tokens: int = 0
+    stop_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +150,13 @@ class GeneratedBatch:
     """Samples of one forward. Embeds are on the CPU and padded to the width that the forward saw."""
 
     samples: tuple[GeneratedSample, ...]
-    embeds: Mapping[int, PromptEmbeds]
-    """Group to its prompt, one row."""
+    embeds: Mapping[int, PromptEmbeds | EncodedPrompt]
+    """Group to its prompt, one row; of a policy that writes tokens as its tokens."""
     negative: Mapping[int, PromptEmbeds]
     """Group to its negative prompt, one row (the same object for all that share the sampling's, unless images condition
     it); empty without guidance."""
     seconds: Mapping[str, float]
-    """Engine time by part: "encode", "denoise", "decode"."""
+    """Engine time by part: "encode", "denoise", "decode"; of tokens "decode", "log_probs"."""
     prompts: Mapping[str, int]
     """Prompts whose first sample is in the batch, by where their embeds came from: "cache", "encoder"."""
 

@@ -99,7 +99,7 @@ class Sampler:
         prompts = encoded.of([row.prompt for row in rows])
         made = self._given(request, media, checkpoint) if media else self._drawn(request, prompts, rows, checkpoint)
         samples = tuple(
-            GeneratedSample(row.group, row.index, row.seed, frames, record, reference_kl)
+            GeneratedSample(row.group, row.index, row.seed, record, frames, reference_kl)
             for row, frames, record, reference_kl in zip(
                 rows, made.frames, made.records, made.reference_kls, strict=True
             )

@@ -18,10 +18,13 @@ from typing import ParamSpec, TypeVar
 import redis.asyncio
 
 from flowfleet.data.blobs import WORKING_TTL_S, BlobStore
+from flowfleet.data.sequences import PromptBlob
 from flowfleet.data.streams import TrajectoryStream
 from flowfleet.data.trajectories import EmbedsBlob
 from flowfleet.media.files import encode_media
+from flowfleet.media.text import TEXT_TYPE
 from flowfleet.models.embeds import PromptEmbeds
+from flowfleet.models.sequences import EncodedPrompt
 from flowfleet.proto.common_pb2 import PURPOSE_TRAIN, BlobRef, Media, Sample, SampleId
 from flowfleet.proto.rollout_pb2 import GenerateRequest, Noise
 from flowfleet.redis import keys
@@ -106,13 +109,17 @@ class Publisher:
         return found
 
     async def _put_embeds(
-        self, request: GenerateRequest, kind: str, place: Sequence[int], prompt: PromptEmbeds
+        self, request: GenerateRequest, kind: str, place: Sequence[int], prompt: PromptEmbeds | EncodedPrompt
     ) -> BlobRef:
         """One row."""
-        return await self._put(request.job_id, kind, place, await self._in_pool(EmbedsBlob.of_row(prompt).to_bytes))
+        blob = PromptBlob.of(prompt) if isinstance(prompt, EncodedPrompt) else EmbedsBlob.of_row(prompt)
+        return await self._put(request.job_id, kind, place, await self._in_pool(blob.to_bytes))
 
     async def _put_media(self, request: GenerateRequest, generated: GeneratedSample) -> Media:
-        data, media_type = await self._in_pool(encode_media, generated.frames)
+        if generated.text is not None:
+            data, media_type = generated.text.encode("utf-8", "replace"), TEXT_TYPE
+        else:
+            data, media_type = await self._in_pool(encode_media, generated.frames)
         return Media(blob=await self._put_own(request, "media", generated, data), media_type=media_type)
 
     async def _put_own(self, request: GenerateRequest, kind: str, sample: GeneratedSample, data: bytes) -> BlobRef:
@@ -141,6 +148,9 @@ class Publisher:
             num_frames=len(generated.frames),
             replica_id=self._replica_id,
             reference_kl=generated.reference_kl,
+            prompt_tokens=generated.prompt_tokens,
+            num_tokens=generated.num_tokens,
+            stop_reason=generated.stop_reason,
         )
 
 

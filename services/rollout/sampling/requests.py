@@ -12,17 +12,22 @@ from flowfleet.limits import MAX_IMAGES, MAX_PROMPT_BYTES, check_bytes
 from flowfleet.models.settings import Guidance, Size
 from flowfleet.proto import common_pb2, rollout_pb2
 from flowfleet.redis.keys import check_job_id
-from services.rollout.engines.base import GenerationRequest, Noise, PromptGroup, Record, Sampling
+from services.rollout.engines.base import GenerationRequest, Noise, PromptGroup, Record, Sampling, SequenceSampling
 
 MAX_SAMPLES = 65_536
 MAX_STEPS = 1000
 MAX_SIDE = 8192
 MAX_FRAMES = 1025
+MAX_TOKENS = 2**20
+NO_SAMPLING = Sampling(Size(0, 0, 1), 0)
+"""What a request for a policy that writes tokens has in its place."""
 
 
 def generation_request(request: rollout_pb2.GenerateRequest) -> GenerationRequest:
     """The engine's view of a request, rows in (group, index) order. Raises ValueError with what to change."""
     check_job_id(request.job_id)
+    if request.sampling.HasField("sequence"):
+        return _of_tokens(request)
     groups = _groups(request.groups, is_guided=request.sampling.guidance_scale > 1)
     sampling = _sampling(request.sampling)
     noise = _noise(request.noise, sampling.num_steps)
@@ -30,6 +35,44 @@ def generation_request(request: rollout_pb2.GenerateRequest) -> GenerationReques
     if request.reference_kl and (record == "none" or not noise.steps or any(group.media for group in groups)):
         raise ValueError("reference_kl is measured at noisy steps: give PURPOSE_TRAIN, and sde_steps with eta > 0")
     return GenerationRequest(groups, sampling, noise, record, request.reference_kl)
+
+
+def _of_tokens(request: rollout_pb2.GenerateRequest) -> GenerationRequest:
+    """The same of a policy that writes tokens."""
+    groups = _groups(request.groups, is_guided=False)
+    if any(message.media for message in request.groups):
+        raise ValueError("groups.media: a policy that writes tokens takes no finished media, remove them")
+    if request.reference_kl or request.noise.sde_steps:
+        raise ValueError("noise, reference_kl: a policy that writes tokens has no denoising steps, remove them")
+    if request.purpose not in (common_pb2.PURPOSE_TRAIN, common_pb2.PURPOSE_VALIDATE):
+        raise ValueError("purpose: give PURPOSE_TRAIN or PURPOSE_VALIDATE")
+    is_training = request.purpose == common_pb2.PURPOSE_TRAIN
+    if is_training and request.record != common_pb2.RECORD_TOKENS:
+        raise ValueError("record: training samples of a policy that writes tokens need RECORD_TOKENS")
+    sequence = sequence_sampling(request.sampling.sequence, is_training=is_training)
+    return GenerationRequest(groups, NO_SAMPLING, Noise(), "tokens" if is_training else "none", sequence=sequence)
+
+
+def sequence_sampling(message: rollout_pb2.SequenceSampling, *, is_training: bool) -> SequenceSampling:
+    """How tokens are drawn. Raises ValueError that names the field to change."""
+    if not 0 < message.max_tokens <= MAX_TOKENS:
+        raise ValueError(f"sampling.sequence.max_tokens = {message.max_tokens}: give 1 to {MAX_TOKENS}")
+    if not (math.isfinite(message.temperature) and message.temperature >= 0):
+        raise ValueError(f"sampling.sequence.temperature = {message.temperature}: give a finite number of at least 0")
+    if is_training and message.temperature == 0:
+        raise ValueError("sampling.sequence.temperature = 0 draws nothing: training samples need one above 0")
+    if not 0 < message.top_p <= 1:
+        raise ValueError(f"sampling.sequence.top_p = {message.top_p}: give a number above 0, at most 1")
+    if not all(message.stop):
+        raise ValueError("sampling.sequence.stop: an empty text would end every sequence, remove it")
+    return SequenceSampling(
+        message.max_tokens,
+        message.temperature,
+        message.top_p,
+        tuple(message.stop),
+        message.max_prompt_tokens or None,
+        message.routed_experts,
+    )
 
 
 def _record(request: rollout_pb2.GenerateRequest, noise: Noise) -> Record:

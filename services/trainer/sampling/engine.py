@@ -20,7 +20,8 @@ from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
 from flowfleet.quantization import layers
 from flowfleet.weights import weights
 from services.rollout.engines.base import GeneratedBatch, GenerationRequest
-from services.rollout.engines.diffusers import DiffusersEngine, load_format
+from services.rollout.engines.diffusers import DiffusersEngine
+from services.rollout.engines.local import load_format
 from services.rollout.engines.prompts import Encoded
 from services.rollout.engines.sampler import Row
 from services.trainer.model.engine import Engine, lora_spec, model_spec, num_threads
@@ -55,7 +56,7 @@ class SharingEngine(DiffusersEngine):
         dtype, kind = weights.dtype_of(model.dtype), family.load()
         parts: tuple[Component, ...] = ("text_encoder", "vae")
         try:
-            adapter = kind.load(
+            adapter: ModelAdapter = kind.load(
                 model.path, dtype=dtype, device=self.device, components=parts, load_format=load_format(model)
             )
         except torch.OutOfMemoryError as error:

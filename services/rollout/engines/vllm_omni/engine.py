@@ -25,7 +25,8 @@ from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
 from flowfleet.weights import weights
 from services.rollout.engines import acceleration
 from services.rollout.engines.base import Cancelled, GeneratedBatch, GenerationRequest, RolloutEngine
-from services.rollout.engines.diffusers import check_request, copied, load_of
+from services.rollout.engines.diffusers import check_request, load_of
+from services.rollout.engines.local import copied
 from services.rollout.engines.prompts import Encoded
 from services.rollout.engines.sampler import Row, batches
 from services.rollout.engines.vllm_omni import launch

@@ -1,0 +1,239 @@
+"""What engines that hold a model of their own have in common: one device, driven by one thread.
+
+Everything that touches the model runs on that thread in the order asked for, so batches of several requests take turns
+and a weight change never meets a forward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Generic, ParamSpec, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from flowfleet.hardware import devices
+from flowfleet.models.loading import LoadFormat
+from flowfleet.models.registry import ModelFamily, family_of
+from flowfleet.process.pulse import Pulse
+from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
+from flowfleet.weights import lora as adapters
+from flowfleet.weights import weights
+from services.rollout.engines import acceleration
+from services.rollout.engines.base import Cancelled, GeneratedBatch, GenerationRequest, RolloutEngine
+
+log = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Held(Protocol):
+    """An adapter of a model family."""
+
+    @property
+    def experts(self) -> dict[str, nn.Module]:
+        """What is trained, by component name."""
+
+
+Adapter = TypeVar("Adapter", bound=Held)
+
+
+class LocalEngine(RolloutEngine, Generic[Adapter]):
+    """`max_batch` is the most rows of one forward; `threads` the CPU threads of torch, None for its default."""
+
+    writes_tokens: ClassVar[bool]
+    """Whether its models write text."""
+
+    def __init__(
+        self, device: torch.device, *, max_batch: int, threads: int | None = None, pulse: Pulse | None = None
+    ) -> None:
+        self.device = device
+        self.pulse = pulse or Pulse(shared=True)
+        self._max_batch = max_batch
+        self._threads = threads
+        self._thread = ThreadPoolExecutor(1, "engine", initializer=self._set_up_thread)
+        self._model: ModelSpec | None = None
+        self._lora: LoraSpec | None = None
+        self._family: ModelFamily | None = None
+        self._adapter: Adapter | None = None
+        self._sampler: Any = None
+        """Samples with the adapter."""
+
+    async def prepare(self, model: ModelSpec, lora: LoraSpec | None) -> None:
+        await self._run(self.pulse.work("prepare", patient=True), self._prepare, model, lora)
+
+    async def generate(
+        self, request: GenerationRequest, cancelled: Callable[[], bool]
+    ) -> AsyncGenerator[GeneratedBatch, None]:
+        def checkpoint() -> None:
+            self.pulse.beat()
+            if cancelled():
+                raise Cancelled
+
+        work = self.pulse.work("encode", len(request.groups))
+        encoded = await self._run(work, self._encode, request)
+        waiting = self._cut(request, encoded)
+        running: asyncio.Future[GeneratedBatch] | None = None
+        try:
+            while waiting or running:
+                finished = await running if running else None
+                if waiting:
+                    rows = waiting.pop(0)
+                    work = self.pulse.work(*self._load_of(request, len(rows)))
+                    running = self._run(work, self._sample, request, encoded, rows, checkpoint)
+                else:
+                    running = None
+                if finished is not None:
+                    yield finished
+        finally:
+            if running is not None:
+                running.cancel()
+
+    async def load_adapter(self, state: Mapping[str, Tensor]) -> None:
+        await self._run(self.pulse.work("adapter"), self._load_adapter, state)
+
+    async def receive(self, member: weights.Member, buckets: Sequence[Bucket]) -> None:
+        """The group's own deadline ends it, so it is given its time here."""
+        await self._run(self.pulse.work("receive", patient=True), self._receive, member, buckets)
+
+    async def verify(self, hashes: Mapping[str, int]) -> str:
+        return await self._run(self.pulse.work("verify"), self._verify, hashes)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
+
+    # On the engine's thread -------------------------------------------------------------------------------------------
+
+    def _set_up_thread(self) -> None:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        if self.device.index is not None:
+            devices.bind(self.device)
+
+    def _prepare(self, model: ModelSpec, lora: LoraSpec | None) -> None:
+        if self._adapter is None or self._model != model:
+            self._load(model)
+        if self._lora != lora:
+            self._install(lora)
+
+    def _load(self, model: ModelSpec) -> None:
+        self._model = self._lora = self._adapter = self._sampler = None
+        self.pulse.reset()
+        log.info("loading %s in %s on %s", model.path, model.dtype, self.device)
+        self._family = family_of(model.path)
+        if self._family.writes_tokens != self.writes_tokens:
+            other = "transformers" if self._family.writes_tokens else "diffusers"
+            raise ValueError(
+                f"model {model.path} is a {self._family.title}, which the engine {self.name} of this replica cannot "
+                f"sample: start rollouts with --engine {other}"
+            )
+        adapter = self._adapter_of(model, self._family)
+        self._set_up(adapter, model)
+        self._model, self._adapter = copied(model), adapter
+
+    def _adapter_of(self, model: ModelSpec, family: ModelFamily) -> Adapter:
+        """All components of the model, on the engine's device."""
+        adapter: Adapter = family.load().load(
+            model.path, dtype=weights.dtype_of(model.dtype), device=self.device, load_format=load_format(model)
+        )
+        return adapter
+
+    def _install(self, lora: LoraSpec | None) -> None:
+        experts = self._loaded().experts
+        if self._lora is not None:
+            adapters.remove_lora(experts)
+            self._lora = None
+        if lora is not None:
+            try:
+                adapters.install_lora(experts, lora)
+                acceleration.adapt(experts, compile=self._model is not None and self._model.compile, merged=lora.merged)
+            except BaseException:
+                self._model = None  # Half an adapter may be in it.
+                raise
+            self._lora = copied(lora)
+
+    @abstractmethod
+    def _set_up(self, adapter: Adapter, model: ModelSpec) -> None:
+        """Makes an adapter that was loaded ready to sample."""
+
+    @abstractmethod
+    def _encode(self, request: GenerationRequest) -> Any:
+        """The prompts of a request as `_sample` takes them. Raises ValueError for a request that does not fit."""
+
+    @abstractmethod
+    def _cut(self, request: GenerationRequest, encoded: Any) -> list[Sequence[Any]]:
+        """The rows of a request in batches."""
+
+    @abstractmethod
+    def _load_of(self, request: GenerationRequest, num_rows: int) -> tuple[str, float]:
+        """Kind and weight of a batch for a `Pulse`."""
+
+    @abstractmethod
+    def _sample(
+        self, request: GenerationRequest, encoded: Any, rows: Sequence[Any], checkpoint: Callable[[], None]
+    ) -> GeneratedBatch:
+        """Samples one batch; `checkpoint` is called before every step."""
+
+    def _load_adapter(self, state: Mapping[str, Tensor]) -> None:
+        adapters.load_adapter(self._loaded().experts, state)
+        acceleration.merge(self._loaded().experts)
+
+    def _receive(self, member: weights.Member, buckets: Sequence[Bucket]) -> None:
+        live = self._live_weights()
+        weights.require_every_weight(live, buckets)
+        if self._lora is None:
+            self._model = None  # The base differs from the disk: the next job loads it again.
+        copy = weights.copy_into(live)
+
+        def into(name: str, value: Tensor) -> None:
+            self.pulse.beat()
+            copy(name, value)
+
+        weights.receive(member, buckets, into)
+
+    def _verify(self, hashes: Mapping[str, int]) -> str:
+        digest = weights.verify(self._live_weights(), hashes)
+        derive = acceleration.refresh if self._lora is None else acceleration.merge
+        derive(self._loaded().experts)
+        return digest
+
+    def _live_weights(self) -> Mapping[str, Tensor]:
+        """What an update brings, by the names that it travels under."""
+        experts = self._loaded().experts
+        if self._lora is not None:
+            return adapters.named_adapter_parameters(experts)
+        return weights.full_parameters(experts)
+
+    def _loaded(self) -> Adapter:
+        assert self._adapter is not None, "prepare comes first"
+        return self._adapter
+
+    # The thread itself ------------------------------------------------------------------------------------------------
+
+    def _run(
+        self, work: AbstractContextManager[None], function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> asyncio.Future[T]:
+        """Calls a function there, inside `work`."""
+
+        def watched() -> T:
+            with work:
+                return function(*args, **kwargs)
+
+        return asyncio.get_running_loop().run_in_executor(self._thread, watched)
+
+
+def load_format(model: ModelSpec) -> LoadFormat:
+    """Where the weights of a model come from."""
+    return "dummy" if model.load_format == "dummy" else "safetensors"
+
+
+def copied(message: T) -> T:
+    """A protobuf message of its own."""
+    own = type(message)()
+    own.CopyFrom(message)  # type: ignore[attr-defined]
+    return own

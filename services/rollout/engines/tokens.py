@@ -1,0 +1,247 @@
+"""Sampling tokens with a sequence adapter. Synchronous.
+
+A prompt goes through the model once for its whole group, without padding; its samples then continue with copies of its
+keys and values. Rows of one prompt length share a batch, and a row that has ended leaves it. Every row draws one number
+per token from its own seed, whatever else is in the batch. Afterwards the trainer's own function computes the log-probs
+of each sequence alone, so that a trainer which does the same gets equal bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from flowfleet.data.sequences import StopReason, TokenTrajectory
+from flowfleet.models.sequences import EncodedPrompt, SequenceAdapter, Tokens
+from services.rollout.engines.base import GeneratedBatch, GeneratedSample, GenerationRequest, SequenceSampling
+from services.rollout.engines.prompts import timed
+
+EncodedPrompts = Mapping[int, EncodedPrompt]
+"""Prompts by group."""
+_SMALL: Final = 256
+"""Fewer experts than this are recorded as uint8."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """One sample to write."""
+
+    group: int
+    index: int
+    seed: int
+
+
+@dataclass(slots=True)
+class _Written:
+    """What a row has written so far."""
+
+    token_ids: list[int]
+    stop_reason: StopReason = "length"
+
+
+def batches(request: GenerationRequest, prompts: EncodedPrompts, max_batch: int) -> list[Sequence[TokenRow]]:
+    """Cuts the rows, in (group, index) order, at `max_batch` and wherever the prompt's length changes."""
+    found: list[list[TokenRow]] = []
+    length = -1
+    for group in request.groups:
+        if len(prompts[group.group].token_ids) != length:
+            length = len(prompts[group.group].token_ids)
+            found.append([])
+        for index, seed in zip(group.indices, group.seeds, strict=True):
+            if len(found[-1]) == max_batch:
+                found.append([])
+            found[-1].append(TokenRow(group.group, index, seed))
+    return [*filter(None, found)]
+
+
+class TokenSampler:
+    """Samples with one adapter."""
+
+    def __init__(self, adapter: SequenceAdapter) -> None:
+        self._adapter = adapter
+
+    def encode(self, request: GenerationRequest) -> EncodedPrompts:
+        """Raises ValueError for a prompt that the family does not take, or that is too long."""
+        limit = _sequence(request).max_prompt_tokens
+        prompts = {}
+        for group in request.groups:
+            prompt = prompts[group.group] = self._adapter.encode(group.prompt, group.inputs)
+            if limit is not None and len(prompt.token_ids) > limit:
+                raise ValueError(
+                    f"group {group.group}: its prompt has {len(prompt.token_ids)} tokens, more than "
+                    f"rollout.sequence.max_prompt_tokens = {limit}: raise the limit or shorten the prompt"
+                )
+        return prompts
+
+    @torch.no_grad()
+    def sample(
+        self,
+        request: GenerationRequest,
+        prompts: EncodedPrompts,
+        rows: Sequence[TokenRow],
+        checkpoint: Callable[[], None],
+    ) -> GeneratedBatch:
+        """Writes one batch. `checkpoint` is called before every token."""
+        settings = _sequence(request)
+        with timed(self._adapter.device) as decode:
+            written = self._write(settings, prompts, rows, checkpoint)
+        with timed(self._adapter.device) as log_probs:
+            records = [
+                self._record(settings, prompts[row.group], one) if request.record == "tokens" else None
+                for row, one in zip(rows, written, strict=True)
+            ]
+        samples = tuple(
+            GeneratedSample(
+                group=row.group,
+                index=row.index,
+                seed=row.seed,
+                record=record,
+                text=self._adapter.text(torch.tensor(one.token_ids)),
+                prompt_tokens=len(prompts[row.group].token_ids),
+                num_tokens=len(one.token_ids),
+                stop_reason=one.stop_reason,
+            )
+            for row, one, record in zip(rows, written, records, strict=True)
+        )
+        groups = dict.fromkeys(row.group for row in rows)
+        first = sum(row.index == min(_indices(request, row.group)) for row in rows)
+        seconds = {"decode": decode[0], "log_probs": log_probs[0]}
+        return GeneratedBatch(samples, {group: prompts[group] for group in groups}, {}, seconds, {"encoder": first})
+
+    def _write(
+        self,
+        settings: SequenceSampling,
+        prompts: EncodedPrompts,
+        rows: Sequence[TokenRow],
+        checkpoint: Callable[[], None],
+    ) -> list[_Written]:
+        written = [_Written([]) for _ in rows]
+        draws = torch.stack([draws_of(row.seed, settings.max_tokens) for row in rows])
+        checkpoint()
+        cache, logits, positions = self._read([prompts[row.group] for row in rows])
+        live = list(range(len(rows)))
+        for step in range(settings.max_tokens):
+            chosen = choose(logits, draws[live, step].to(logits.device), settings.temperature, settings.top_p)
+            kept = [
+                place
+                for place, (row, token) in enumerate(zip(live, chosen.tolist(), strict=True))
+                if not self._ends(written[row], token, settings.stop)
+            ]
+            if not kept or step + 1 == settings.max_tokens:
+                break
+            if len(kept) < len(live):
+                live = [live[place] for place in kept]
+                chosen, positions = chosen[kept], positions[:, kept]
+                cache.batch_select_indices(torch.tensor(kept, device=logits.device))
+            checkpoint()
+            logits = self._step(cache, chosen, positions)
+            positions = positions + 1
+        return written
+
+    def _ends(self, written: _Written, token: int, stop: Sequence[str]) -> bool:
+        """Adds a token; whether it was the last one."""
+        written.token_ids.append(token)
+        is_stop = token in self._adapter.stop_ids or (
+            bool(stop) and any(text in self._adapter.text(torch.tensor(written.token_ids)) for text in stop)
+        )
+        if is_stop:
+            written.stop_reason = "stop"
+        return is_stop
+
+    def _read(self, prompts: Sequence[EncodedPrompt]) -> tuple[DynamicCache, Tensor, Tensor]:
+        """Keys and values, logits (B, V) and the next positions (axes, B) of prompts of one length. Each different
+        prompt is read once; equal ones stand together."""
+        read: list[tuple[DynamicCache, Tensor, Tensor]] = []
+        counts: list[int] = []
+        for place, prompt in enumerate(prompts):
+            if place and prompt is prompts[place - 1]:
+                counts[-1] += 1
+                continue
+            read.append(self._read_one(prompt))
+            counts.append(1)
+        repeats = torch.tensor(counts, device=self._adapter.device)
+        cache = DynamicCache()
+        for number, layers in enumerate(zip(*(one.layers for one, _, _ in read), strict=True)):
+            keys = torch.cat([layer.keys for layer in layers]).repeat_interleave(repeats, dim=0)
+            values = torch.cat([layer.values for layer in layers]).repeat_interleave(repeats, dim=0)
+            cache.update(keys, values, number)
+        logits = torch.cat([one for _, one, _ in read]).repeat_interleave(repeats, dim=0)
+        positions = torch.cat([one for _, _, one in read], dim=1).repeat_interleave(repeats, dim=1)
+        return cache, logits, positions
+
+    def _read_one(self, prompt: EncodedPrompt) -> tuple[DynamicCache, Tensor, Tensor]:
+        inputs = self._adapter.model_inputs([Tokens(prompt, prompt.token_ids[:1])])
+        self._adapter.routing.replay([], [])
+        cache = DynamicCache()
+        output: Any = self._adapter.transformer(**inputs, past_key_values=cache, use_cache=True)
+        places: Tensor = inputs["position_ids"]
+        axes = places.shape[0] if places.dim() == 3 else 1
+        return cache, output.logits[:, -1], (places.max() + 1).expand(axes, 1)
+
+    def _step(self, cache: DynamicCache, chosen: Tensor, positions: Tensor) -> Tensor:
+        """The logits after one more token in every row."""
+        shaped = positions[:, :, None] if len(positions) > 1 else positions[0][:, None]
+        output: Any = self._adapter.transformer(
+            input_ids=chosen[:, None], position_ids=shaped, past_key_values=cache, use_cache=True
+        )
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def _record(self, settings: SequenceSampling, prompt: EncodedPrompt, written: _Written) -> TokenTrajectory:
+        tokens = torch.tensor(written.token_ids)
+        sequence = [Tokens(prompt, tokens)]
+        with self._adapter.routing.recording() as layers:
+            log_probs = self._adapter.log_probs(sequence, temperature=settings.temperature)
+        return TokenTrajectory(
+            token_ids=tokens,
+            log_probs=log_probs.float().cpu(),
+            mask=torch.ones(len(tokens), dtype=torch.bool),
+            stop_reason=written.stop_reason,
+            routed_experts=_experts(layers) if settings.routed_experts and layers else None,
+        )
+
+
+def draws_of(seed: int, count: int) -> Tensor:
+    """(count,) float64 numbers from 0 to 1 that a sample draws its tokens by, one each."""
+    return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def choose(logits: Tensor, draws: Tensor, temperature: float, top_p: float) -> Tensor:
+    """(B,) int64 tokens, by inversion of the distribution function in the order of token ids.
+
+    Args:
+        logits: (B, V).
+        draws: (B,) float64, from 0 to 1.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_p: draws from the fewest likeliest tokens that together have this probability.
+    """
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    probabilities = torch.softmax(logits.double() / temperature, dim=-1)
+    if top_p < 1:
+        ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+        before = ordered.cumsum(dim=-1) - ordered
+        probabilities = torch.zeros_like(probabilities).scatter(-1, order, ordered * (before < top_p))
+    sums = probabilities.cumsum(dim=-1)
+    places = torch.searchsorted(sums, draws[:, None] * sums[:, -1:], right=True)
+    return places[:, 0].clamp(max=logits.shape[-1] - 1)
+
+
+def _experts(layers: Sequence[Sequence[Tensor]]) -> Tensor:
+    """(tokens, layers, top_k) in the smallest type."""
+    stacked = torch.stack([torch.cat([*forwards]) for forwards in layers], dim=1).cpu()
+    return stacked.to(torch.uint8 if int(stacked.max()) < _SMALL else torch.int16)
+
+
+def _sequence(request: GenerationRequest) -> SequenceSampling:
+    assert request.sequence is not None, "checked before"
+    return request.sequence
+
+
+def _indices(request: GenerationRequest, number: int) -> tuple[int, ...]:
+    return next(group.indices for group in request.groups if group.group == number)
