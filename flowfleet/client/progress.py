@@ -53,7 +53,7 @@ class JobView:
             held_out = f"{number(self.first_held_out)} → {held_out}"
         return [
             ("step", f"{shown.step}/{shown.steps}"),
-            ("phase", shown.phase or self.status),
+            ("phase", f"{shown.phase or self.status}{done_of(shown)}"),
             ("reward", number(shown.reward)),
             ("held out", held_out),
             ("images/s", "–" if shown.images_per_second is None else f"{shown.images_per_second:.1f}"),
@@ -63,7 +63,8 @@ class JobView:
     def line(self) -> str | None:
         """One plain line, None while it would only repeat what the last one said."""
         shown = self.progress
-        key = f"{shown.step} {shown.held_out_reward} {self.status} {self.reason}"
+        tenth = 10 * (shown.samples_sampled + shown.samples_scored) // max(1, 2 * shown.samples)
+        key = f"{shown.step} {tenth if done_of(shown) else ''} {shown.held_out_reward} {self.status} {self.reason}"
         if key == self._last_line:
             return None
         self._last_line = key
@@ -98,6 +99,13 @@ def follow(job: Job, events: Iterable[JobEvent], console: Console) -> JobView:
         for event in events:
             view.update(event)
     return view
+
+
+def done_of(progress: Progress) -> str:
+    """How far the step at work is, to follow its phase; empty once it has all its scores."""
+    if progress.phase not in ("rollout", "score") or not progress.samples:
+        return ""
+    return f": {progress.samples_sampled} of {progress.samples} samples, {progress.samples_scored} scored"
 
 
 def number(value: float | None) -> str:

@@ -91,6 +91,12 @@ class Progress(Answer):
     """Training steps of the whole job."""
     phase: str = ""
     """rollout, score, advantage, train, publish, checkpoint, validate; empty before the first."""
+    samples: int = 0
+    """Samples of the step at work, without those that were dropped."""
+    samples_sampled: int = 0
+    """How many of them are made."""
+    samples_scored: int = 0
+    """How many of them have their scores."""
     reward: FiniteOrNone = None
     """Mean training reward of the last step."""
     held_out_reward: FiniteOrNone = None
@@ -138,6 +144,8 @@ class JobFields(Answer):
 
     id: str
     name: str
+    owner: str = ""
+    """Holder of the key that submitted it; empty where the controller has no keys."""
     status: JobStatus
     desired: Desired
     """What was asked for last. The runner brings the job there. A job that pauses itself asks for it too."""

@@ -100,6 +100,11 @@ def demand() -> str:
     return fleet_key("demand")
 
 
+def notices() -> str:
+    """Stream of ids of jobs that changed, for those who watch."""
+    return fleet_key("notices")
+
+
 def session(digest: str) -> str:
     """A browser's session, by the SHA-256 of its token."""
     return fleet_key("sessions", digest)

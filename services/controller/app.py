@@ -15,16 +15,19 @@ from services.controller.api import openapi, problems
 from services.controller.api.auth import Guard
 from services.controller.api.connections import Streams
 from services.controller.api.dependencies import Services
+from services.controller.api.feed import Feed
 from services.controller.api.keys import Keys
 from services.controller.api.routes import history as api_history
 from services.controller.api.routes import jobs as api_jobs
 from services.controller.api.routes import models as api_models
+from services.controller.api.routes import overview as api_overview
 from services.controller.api.routes import page as api_page
 from services.controller.api.routes import rewards as api_rewards
 from services.controller.api.routes import session as api_session
 from services.controller.api.routes import system as api_system
 from services.controller.api.routes import uploads as api_uploads
 from services.controller.api.routes import votes as api_votes
+from services.controller.api.routes.system import seen_of_fleet
 from services.controller.api.sessions import Sessions
 from services.controller.concurrency import end
 from services.controller.metrics.gauges import count_jobs
@@ -56,7 +59,18 @@ def create_app(settings: ControllerSettings, runner_factory: SchedulerFactory) -
         redoc_url=None,
         redirect_slashes=False,
     )
-    rooms = (api_session, api_jobs, api_uploads, api_rewards, api_votes, api_history, api_models, api_system, api_page)
+    rooms = (
+        api_session,
+        api_overview,
+        api_jobs,
+        api_uploads,
+        api_rewards,
+        api_votes,
+        api_history,
+        api_models,
+        api_system,
+        api_page,
+    )
     routers = [room.router for room in rooms]
     for router in routers:
         app.include_router(router)
@@ -93,6 +107,9 @@ async def _start(
     blobs = open_blobs(redis, settings.blobs, registry)
     sources = settings.sources
     stack.callback(sources.close)
+    sessions, closing = Sessions(redis, keys), asyncio.Event()
+    feed = Feed(store, sessions, lambda: seen_of_fleet(runner, platform.directory), closing)
+    stack.push_async_callback(end, feed.tasks())
     services = Services(
         settings,
         redis,
@@ -106,7 +123,9 @@ async def _start(
         Streams(settings.max_streams),
         settings.uploads,
         keys,
-        Sessions(redis, keys),
+        sessions,
+        feed,
+        closing,
     )
     leaving = asyncio.create_task(_leave(services), name="hand over at once")
     stack.push_async_callback(end, [leaving])

@@ -16,6 +16,7 @@ from flowfleet.data.blobs import BlobStore
 from flowfleet.errors import NotFound
 from services.controller.api.comparisons import Comparisons
 from services.controller.api.connections import Streams
+from services.controller.api.feed import Feed
 from services.controller.api.keys import Holder, Keys
 from services.controller.api.sessions import Sessions
 from services.controller.fleet.directory import Directory
@@ -45,9 +46,10 @@ class Services:
     uploads: Uploads
     keys: Keys
     sessions: Sessions
-    comparisons: Comparisons = field(default_factory=Comparisons)
-    closing: asyncio.Event = field(default_factory=asyncio.Event)
+    feed: Feed
+    closing: asyncio.Event
     """Set when the server shuts down: open streams end."""
+    comparisons: Comparisons = field(default_factory=Comparisons)
 
 
 def _services(request: Request) -> Services:
@@ -63,20 +65,23 @@ def _holder(request: Request) -> Holder | None:
 
 MaybeHolder = Annotated[Holder | None, Depends(_holder)]
 """Who asks; none where a call is open to strangers."""
+Who = Annotated[Holder, Depends(_holder)]
+"""Who asks, where the guard lets no stranger in."""
 
 
-def _job_id(job_id: str) -> str:
+def job_id_of(job_id: str) -> str:
+    """The id, if it is one. Raises NotFound."""
     if not _JOB_ID.fullmatch(job_id):
         raise NotFound(f"no job {job_id}")
     return job_id
 
 
-async def _existing(job_id: Annotated[str, Depends(_job_id)], use: Use) -> str:
+async def _existing(job_id: Annotated[str, Depends(job_id_of)], use: Use) -> str:
     await use.store.status(job_id)
     return job_id
 
 
-JobId = Annotated[str, Depends(_job_id)]
+JobId = Annotated[str, Depends(job_id_of)]
 """Well-formed, so it can be part of a key; the store raises NotFound if there is none."""
 KnownJobId = Annotated[str, Depends(_existing)]
 Limit = Annotated[int, Query(ge=1, le=500, description="Rows of a page at most.")]

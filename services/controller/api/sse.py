@@ -1,48 +1,56 @@
-"""A job's events as server-sent events, each with its id in the event stream, so that a client can resume."""
+"""Server-sent events: a job's own, each with its id so that a client can resume, and all that the page shows in one."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import time
 from collections.abc import AsyncIterator
+from typing import Final
 
-from flowfleet.client.types import JobEvent
-from services.controller.store.jobs import JobStore
+from flowfleet.process.clock import steady_time
+from services.controller.api.feed import Feed, message_of
+from services.controller.api.keys import Holder
+from services.controller.store.records import from_epoch
 
-POLL_S = 0.2
-"""Polling needs no connection to Redis for each watcher, as a blocking read would."""
 HEARTBEAT_S = 15.0
 """Silence after which a comment shows that the connection lives."""
 RETRY_MS = 1000
-PAGE = 200
+HEADERS: Final = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+ALIVE: Final = ": alive\n\n"
+_RETRY: Final = f"retry: {RETRY_MS}\n\n"
 
 
-async def stream(store: JobStore, job_id: str, after: str | None, closing: asyncio.Event) -> AsyncIterator[str]:
-    """Events after an id (None: from the oldest kept). Ends after the job's last event, or when `closing` is set."""
-    yield f"retry: {RETRY_MS}\n\n"
-    spoke = time.monotonic()
-    while not closing.is_set():
-        ended = (await store.status(job_id)).terminal  # asked before reading: its event is then there to be read
-        page = await store.events(job_id, after, PAGE)
-        for event in page:
-            yield _encode(event)
-            after, spoke = event.id, time.monotonic()
-            if event.final:
+async def stream(feed: Feed, holder: Holder, job_id: str, after: str | None) -> AsyncIterator[str]:
+    """Events after an id (None: from the oldest kept). Ends after the job's last event, when the server closes, and
+    when the caller's key is revoked."""
+    yield _RETRY
+    with feed.watching(holder, job_id) as watcher:
+        while not watcher.why_ended:
+            tail = await feed.tail(job_id, after)
+            if tail.events:
+                after = tail.events[-1].id
+                yield tail.text
+            if tail.ended:
                 return
-        if ended and not page:
-            return
-        if time.monotonic() - spoke > HEARTBEAT_S:
-            yield ": alive\n\n"
-            spoke = time.monotonic()
-        if len(page) < PAGE:
-            await _pause(closing)
+            if not tail.events and not await watcher.wait(HEARTBEAT_S):
+                yield ALIVE
 
 
-def _encode(event: JobEvent) -> str:
-    return f"id: {event.id}\nevent: {event.type}\ndata: {event.model_dump_json()}\n\n"
-
-
-async def _pause(closing: asyncio.Event) -> None:
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(closing.wait(), POLL_S)
+async def page(feed: Feed, holder: Holder, job_id: str | None, after: str | None) -> AsyncIterator[str]:
+    """What a page shows as it changes: jobs, the fleet, and one job's events after an id."""
+    with feed.watching(holder, job_id, page=True) as watcher:
+        yield _RETRY
+        await feed.ready()
+        yield message_of("hello", {"time": from_epoch(steady_time()).isoformat()})
+        follows = job_id is not None
+        while not watcher.why_ended:
+            while watcher.messages:
+                yield watcher.messages.popleft()
+            if follows and job_id is not None:
+                tail = await feed.tail(job_id, after)
+                follows = not tail.ended
+                if tail.events:
+                    after = tail.events[-1].id
+                    yield "".join(message_of("event", event.model_dump(mode="json")) for event in tail.events)
+                    continue
+            if not await watcher.wait(HEARTBEAT_S):
+                yield ALIVE
+        yield message_of("end", {"reason": watcher.why_ended})

@@ -35,6 +35,7 @@ from services.controller.job.ledger import Also, Ledger
 from services.controller.job.recovery import losses
 from services.controller.job.recovery.retries import MAX_FAILURES, TRAINER_COMMANDS, Decision, FailureAction, decide
 from services.controller.job.recovery.trainer_watch import TrainerWatch
+from services.controller.job.reporting.counts import ProgressTold, counts_of
 from services.controller.job.requests import misfit
 from services.controller.job.state import Status
 from services.controller.job.state_machine import (
@@ -82,7 +83,8 @@ class JobDriver:
         self._renewed = float("-inf")
         self._wake = asyncio.Event()
         self._reopens = False
-        self._reported: tuple[str, str, str] = ("", "", "")
+        self._reported: tuple[str, str] = ("", "")
+        self._told = ProgressTold()
         self.machine = machine
         self.job = make(machine, self.emit, self._changes)
         self._loop = TrainingStep(self.job)
@@ -370,15 +372,18 @@ class JobDriver:
         self.job.pool.verified(self.machine.published_as)
 
     async def _report_status(self) -> None:
-        state = self.machine.state
-        status, phase, reason = str(state.status), str(self.machine.phase), state.reason or self._reason()
-        if (status, phase, reason) == self._reported or self.machine.finished:
+        """Tells a new status, reason or phase at once, and how far the step is now and then."""
+        if self.machine.finished:
             return
-        if (status, reason) != (self._reported[0], self._reported[2]):
+        state, phase = self.machine.state, str(self.machine.phase)
+        status, reason = str(state.status), state.reason or self._reason()
+        if (status, reason) != self._reported:
             await self.job.store.set_status(self.job.job_id, JobStatus(status), reason)
-        if phase != self._reported[1]:
-            await self.job.store.update_progress(self.job.job_id, phase=phase, steps=self.machine.steps)
-        self._reported = (status, phase, reason)
+            self._reported = (status, reason)
+        counts = counts_of(state.batches.get(state.version))
+        if (announce := self._told.tells(phase, counts)) is not None:
+            facts = {"phase": phase, "steps": self.machine.steps, **counts._asdict()}
+            await self.job.store.update_progress(self.job.job_id, announce=announce, **facts)
 
     def _reason(self) -> str:
         """Why a command keeps failing. Commands no longer wanted are forgotten, but not those that only wait for

@@ -9,6 +9,7 @@ from typing import Any
 from flowfleet.client.types import Checkpoint, JobEvent, MetricsRow
 from flowfleet.redis import keys
 from services.controller.store.records import Validation, from_epoch
+from services.controller.store.rows import notice
 
 Pipe = Any
 """A redis.asyncio Pipeline. redis-py's hints do not know that replies are bytes here, so they are not used."""
@@ -60,6 +61,11 @@ class History:
         found = [_event(*entry) for entry in following]
         gap = _gap(after, _event(*oldest[0])) if oldest else None
         return found if gap is None else [gap, *found][:limit]
+
+    async def last_event(self, job_id: str) -> str:
+        """Id of the newest event."""
+        found = await self._redis.xrevrange(keys.events(job_id), count=1)
+        return str(found[0][0].decode()) if found else "0-0"
 
     async def metrics_put(self, job_id: str, step: int, values: Mapping[str, float]) -> None:
         """Adds to the row of a step, last writer wins: doing it again changes nothing."""
@@ -121,6 +127,7 @@ class History:
 def add_event(pipe: Pipe, job_id: str, type: str, data: Mapping[str, Any]) -> None:
     """Makes the event a part of a transaction."""
     pipe.xadd(keys.events(job_id), {"type": type, "data": encode(data)}, maxlen=MAX_EVENTS, approximate=True)
+    notice(pipe, job_id)
 
 
 def encode(value: Any) -> str:

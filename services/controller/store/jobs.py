@@ -24,6 +24,7 @@ from services.controller.store.leadership import Lease
 from services.controller.store.records import Action, JobRecord, from_epoch, next_desired
 from services.controller.store.removal import Removal, leave
 from services.controller.store.rewards import REVISION, RewardRevisions, rewards_of
+from services.controller.store.rows import JobRows, brief_of, notice
 from services.controller.store.samples import SampleRecords
 from services.controller.store.votes import Votes
 
@@ -34,7 +35,7 @@ if redis.call('HGET', KEYS[1], 'desired') == ARGV[1] then redis.call('HSET', KEY
 """
 
 
-class JobStore(History, SampleRecords, RewardRevisions, Votes, Removal):
+class JobStore(History, JobRows, SampleRecords, RewardRevisions, Votes, Removal):
     """`redis` decodes no responses; `clock` gives seconds since the epoch."""
 
     def __init__(self, redis: Redis, clock: Callable[[], float] = steady_time, lease: Lease | None = None) -> None:
@@ -52,10 +53,10 @@ class JobStore(History, SampleRecords, RewardRevisions, Votes, Removal):
             await self._lease.confirm()
 
     async def create(
-        self, spec: JobSpec, idempotency_key: str | None = None, *, asked: JobSpec | None = None
+        self, spec: JobSpec, idempotency_key: str | None = None, *, asked: JobSpec | None = None, owner: str = ""
     ) -> tuple[JobRecord, bool]:
         """Queues a job. The same key with the same job gives the first one and False; with another job, Conflict.
-        `asked`: the job as its user wrote it, where that is not `spec`; the key belongs to it."""
+        `asked`: the job as its user wrote it, where that is not `spec`; the key belongs to it. `owner`: who submits."""
         job_id = new_job_id()
         key = keys.idempotency(idempotency_key) if idempotency_key else keys.job(job_id)
 
@@ -68,7 +69,7 @@ class JobStore(History, SampleRecords, RewardRevisions, Votes, Removal):
             if idempotency_key:
                 pipe.set(key, json.dumps({"job": job_id, "digest": _digest(asked or spec)}), ex=IDEMPOTENCY_TTL_S)
                 pipe.hset(keys.job(job_id), "idempotency", key)
-            pipe.hset(keys.job(job_id), mapping=self._first_fields(spec))
+            pipe.hset(keys.job(job_id), mapping=self._first_fields(spec, owner))
             for index in (keys.jobs(), keys.jobs_with_status(JobStatus.QUEUED)):
                 pipe.zadd(index, {job_id: 0})
             add_event(pipe, job_id, "status", {"status": JobStatus.QUEUED, "previous": "", "reason": ""})
@@ -186,6 +187,8 @@ class JobStore(History, SampleRecords, RewardRevisions, Votes, Removal):
             pipe.hset(keys.job(job_id), "desired", target)
             if target != Desired.DELETED:  # the last status was the last event
                 add_event(pipe, job_id, "request", {"action": action})
+            else:
+                notice(pipe, job_id)
 
         await self.status(job_id)
         await self._transaction(attempt, keys.job(job_id))
@@ -229,6 +232,8 @@ class JobStore(History, SampleRecords, RewardRevisions, Votes, Removal):
             pipe.hset(keys.job(job_id), mapping={f"progress.{name}": encode(value) for name, value in values.items()})
             if announce:
                 add_event(pipe, job_id, "progress", values)
+            else:
+                notice(pipe, job_id)
             await pipe.execute()
 
     async def set_results(self, job_id: str, results: dict[str, Any]) -> None:
@@ -240,9 +245,9 @@ class JobStore(History, SampleRecords, RewardRevisions, Votes, Removal):
             return await self._lease.transaction(attempt, watched)
         return await self._redis.transaction(attempt, watched, value_from_callable=True)
 
-    def _first_fields(self, spec: JobSpec) -> dict[str, str]:
+    def _first_fields(self, spec: JobSpec, owner: str) -> dict[str, str]:
         state = {"name": spec.name, "status": JobStatus.QUEUED, "desired": Desired.RUNNING, "reason": ""}
-        progress = {"progress.steps": encode(spec.schedule.steps)}
+        progress = {"progress.steps": encode(spec.schedule.steps), "owner": owner, "brief": encode(brief_of(spec))}
         return {**state, **progress, "created_at": repr(self._clock()), "spec": spec.model_dump_json()}
 
     def _status_fields(self, status: JobStatus, reason: str, first_run: bool) -> dict[str, str]:
@@ -309,6 +314,7 @@ def _record(job_id: str, row: dict[bytes, bytes]) -> JobRecord:
     return JobRecord(
         id=job_id,
         name=fields["name"],
+        owner=fields.get("owner", ""),
         status=JobStatus(fields["status"]),
         desired=Desired(fields["desired"]),
         reason=fields["reason"],

@@ -17,6 +17,7 @@ from typing import Any
 
 from flowfleet.client.types import Desired, JobStatus, Purpose
 from flowfleet.redis import keys
+from services.controller.store.rows import notice
 
 LATE_S = 600.0
 """Seconds after which leftovers are cleared again."""
@@ -128,6 +129,7 @@ class Removal:
             for index in (keys.jobs(), *map(keys.jobs_with_status, _TERMINAL)):
                 pipe.zrem(index, job_id)
             leave(pipe, job_id, self._clock())
+            notice(pipe, job_id)
             if left_ms > 0:
                 pipe.set(keys.tombstone(job_id), json.dumps({"reason": f"job {job_id} {why}{where}"}), px=left_ms)
 

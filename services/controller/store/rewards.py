@@ -19,6 +19,7 @@ from flowfleet.redis import keys
 from services.controller.rewards.comparison import GroupScores
 from services.controller.store.history import MAX_EVENTS, Pipe, add_event, encode
 from services.controller.store.records import from_epoch
+from services.controller.store.rows import notice
 
 REVISION = "rewards.revision"
 _ACTIVE, _PENDING = "rewards.active", "rewards.pending"
@@ -75,6 +76,7 @@ class RewardRevisions:
         told = applied.model_dump(mode="json", include={"number", "from_step", "changes", "rewards", "shadows"})
         names = keys.job(job_id), keys.rewards(job_id), keys.events(job_id)
         pipe.eval(_APPLY, 3, *names, applied.number, applied.model_dump_json(), encode(told), MAX_EVENTS)
+        notice(pipe, job_id)
 
     async def reward_history(self, job_id: str) -> list[RewardRevision]:
         """What took effect, ascending, without what was submitted."""

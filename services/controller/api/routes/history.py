@@ -13,7 +13,8 @@ from flowfleet.client import types
 from flowfleet.client.types import Checkpoint, JobEvent, MetricsRow, Purpose
 from flowfleet.errors import InvalidRequest, NotFound
 from services.controller.api import sse
-from services.controller.api.dependencies import KnownJobId, Limit, Page, Services, Use
+from services.controller.api.dependencies import KnownJobId, Limit, Page, Services, Use, Who
+from services.controller.api.keys import Holder
 from services.controller.store.records import Order, SampleRecord
 from services.controller.store.samples import media_ref
 
@@ -53,6 +54,7 @@ async def events(
     request: Request,
     job_id: KnownJobId,
     use: Use,
+    who: Who,
     cursor: Annotated[str | None, Query(description="Id of the last event seen.", json_schema_extra=EVENT_ID)] = None,
     limit: Limit = 100,
     last_event_id: Annotated[
@@ -63,17 +65,16 @@ async def events(
     seen, asked = _event_id(last_event_id), _event_id(cursor)
     after = seen or asked
     if "text/event-stream" in request.headers.get("accept", ""):
-        return await _stream(job_id, use, after)
+        return await _stream(job_id, use, who, after)
     items = await use.store.events(job_id, after, limit)
     return Page(items=items, next_cursor=items[-1].id if len(items) == limit else None)
 
 
-async def _stream(job_id: str, use: Services, after: str | None) -> Response:
+async def _stream(job_id: str, use: Services, who: Holder, after: str | None) -> Response:
     if after and (await use.store.status(job_id)).terminal and not await use.store.events(job_id, after, 1):
         return Response(status_code=204)  # tells an EventSource not to come back
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    content = use.streams.counted(sse.stream(use.store, job_id, after, use.closing))
-    return StreamingResponse(content, media_type="text/event-stream", headers=headers)
+    content = use.streams.counted(sse.stream(use.feed, who, job_id, after))
+    return StreamingResponse(content, media_type="text/event-stream", headers=sse.HEADERS)
 
 
 @router.get("/metrics")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Request, Response
 
+from flowfleet.client.overview import JobRow
 from flowfleet.client.types import JobStatus
 from flowfleet.errors import Unavailable
 from services.controller.api import admission as checks
 from services.controller.api.body import read_object
-from services.controller.api.dependencies import JobId, Limit, Page, Services, Use
+from services.controller.api.dependencies import JobId, Limit, Page, Services, Use, Who
 from services.controller.store.records import Action, JobRecord
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -22,7 +24,9 @@ IdempotencyKey = Annotated[
 
 
 @router.post("", status_code=202, responses={202: {"headers": {"Location": {"schema": {"type": "string"}}}}})
-async def submit(request: Request, response: Response, use: Use, idempotency_key: IdempotencyKey = None) -> JobRecord:
+async def submit(
+    request: Request, response: Response, use: Use, who: Who, idempotency_key: IdempotencyKey = None
+) -> JobRecord:
     """Queues a job: the job file's settings as JSON."""
     spec = checks.parse(await read_object(request))
     record = await use.store.find_submitted(spec, idempotency_key) if idempotency_key else None
@@ -33,7 +37,7 @@ async def submit(request: Request, response: Response, use: Use, idempotency_key
         devices = use.settings.trainer_devices
         checked = await checks.check(spec, use.directory, use.sources, use.settings.limits, devices)
         use.settings.limits.check_room(spec, await use.store.unended())
-        record, _ = await use.store.create(checked, idempotency_key, asked=spec)
+        record, _ = await use.store.create(checked, idempotency_key, asked=spec, owner=who.name)
     await use.runner.notify()
     response.headers["Location"] = f"/v1/jobs/{record.id}"
     return record
@@ -48,12 +52,12 @@ async def list_jobs(
 ) -> Page[JobRecord]:
     """Newest first."""
     items, following = await use.store.jobs(cursor, limit, status)
-    return Page(items=[_shown(item, use) for item in items], next_cursor=following)
+    return Page(items=await _shown(items, use), next_cursor=following)
 
 
 @router.get("/{job_id}")
 async def show_job(job_id: JobId, use: Use) -> JobRecord:
-    return _shown(await use.store.get(job_id), use)
+    return (await _shown([await use.store.get(job_id)], use))[0]
 
 
 @router.delete("/{job_id}", status_code=202)
@@ -108,8 +112,17 @@ async def _request(job_id: str, use: Use, action: Action) -> JobRecord:
     return record
 
 
-def _shown(record: JobRecord, use: Services) -> JobRecord:
-    """The job as stored, except that a wait for Redis is added: Redis cannot store that it accepts no writes."""
-    if not use.runner.trouble or record.status.terminal:
+async def _shown(records: Sequence[JobRecord], use: Services) -> list[JobRecord]:
+    """The jobs as stored, except for two reasons that Redis does not hold: it accepts no writes, and a job waits behind
+    others of its pool."""
+    queued = any(record.status is JobStatus.QUEUED for record in records)
+    rows = await use.feed.waiting() if queued else {}
+    return [_with_reason(record, use.runner.trouble, rows.get(record.id)) for record in records]
+
+
+def _with_reason(record: JobRecord, trouble: str, row: JobRow | None) -> JobRecord:
+    if record.status.terminal:
         return record
-    return record.model_copy(update={"reason": f"the job waits: {use.runner.trouble}"})
+    if trouble:
+        return record.model_copy(update={"reason": f"the job waits: {trouble}"})
+    return record.model_copy(update={"reason": row.waits}) if row is not None and row.place else record

@@ -12,6 +12,7 @@ from flowfleet.errors import Unavailable
 from flowfleet.filesystem import filesystem_id
 from services.controller.api.dependencies import Services, Use
 from services.controller.fleet.directory import Directory
+from services.controller.ports import Scheduler
 
 router = APIRouter(tags=["system"])
 
@@ -37,6 +38,11 @@ async def fleet(use: Use) -> Fleet:
     if use.runner.trouble:
         shortages.append(Shortage(component="redis", name="primary", reason=use.runner.trouble))
     return Fleet(replicas=replicas, rewards=rewards, pools=pools, shortages=shortages)
+
+
+def seen_of_fleet(runner: Scheduler, directory: Directory) -> object:
+    """Equal as long as `fleet` would answer the same."""
+    return tuple(runner.fleet_view()), directory.rewards, _shortages(directory), runner.trouble
 
 
 def _shortages(directory: Directory) -> list[Shortage]:

@@ -111,7 +111,9 @@ class Reports:
         await asyncio.to_thread(self._file.append, "step", step, row)
         await job.store.append_event(job.job_id, "trained", {"step": step, **spread}, once=f"trained-{step}")
         self._metrics.observe(job.job_id, row)
-        await self._progress(step + 1, batch, row["critic/rewards/mean"] if num_scored else None)
+        reward = row["critic/rewards/mean"] if num_scored else None
+        await job.store.add_point(job.job_id, step, reward)
+        await self._progress(step + 1, batch, reward)
 
     async def validated(self, version: int, parts: Sequence[ValidationPart]) -> float | None:
         """The row of a validation: mean reward, and image statistics as a guard against reward hacking; of videos those

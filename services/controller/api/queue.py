@@ -1,0 +1,43 @@
+"""The queue of each rollout pool, as people see it: a job's place, and in words why it waits. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from flowfleet.client.overview import JobRow
+from flowfleet.client.types import Desired, JobStatus
+
+
+def placed(rows: Iterable[JobRow]) -> list[JobRow]:
+    """Rows of all jobs that have not ended, oldest first, with their places: the first of a pool runs, others wait."""
+    first: dict[str, JobRow] = {}
+    ahead: dict[str, int] = {}
+    found = []
+    for row in rows:
+        place = None
+        if row.status is JobStatus.QUARANTINED:
+            waits = row.reason or "it stopped the controller several times; resume it to try again"
+        elif row.pool in first:
+            place, waits = ahead[row.pool], _behind(first[row.pool], ahead[row.pool])
+        else:
+            first[row.pool], ahead[row.pool] = row, 0
+            place, waits = (
+                (0, "the controller takes it up next") if row.status is JobStatus.QUEUED else (None, _own(row))
+            )
+        if row.status is not JobStatus.QUARANTINED:
+            ahead[row.pool] += 1
+        found.append(row.model_copy(update={"place": place, "waits": waits}))
+    return found
+
+
+def _behind(first: JobRow, ahead: int) -> str:
+    others = f", and {ahead - 1} more come before it" if ahead > 1 else ""
+    doing = f"holds it, {first.status}" if first.status is JobStatus.PAUSED else "runs there"
+    return f"pool {first.pool} runs one job at a time: {first.name} {doing}{others}"
+
+
+def _own(row: JobRow) -> str:
+    """Why the job that has its pool does not advance."""
+    if row.status is JobStatus.PAUSED:
+        return row.reason or ("it was paused; resume it" if row.desired is Desired.PAUSED else "it resumes")
+    return row.reason

@@ -1,0 +1,57 @@
+"""REST: what the page shows first, jobs in a row each, and the one stream that tells it of every change."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Response
+from fastapi.responses import StreamingResponse
+
+from flowfleet.client.overview import JobRow
+from flowfleet.client.types import JobStatus
+from services.controller.api import sse
+from services.controller.api.dependencies import Limit, Page, Services, Use, Who, job_id_of
+
+router = APIRouter(prefix="/v1", tags=["page"])
+
+MAX_TEXT = 100
+BATCH = 500
+_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+
+
+@router.get("/overview")
+async def overview(
+    use: Use,
+    cursor: Annotated[str | None, Query(pattern=r"^[0-9a-f-]{36}$")] = None,
+    limit: Limit = 500,
+    status: JobStatus | None = None,
+    text: Annotated[str, Query(max_length=MAX_TEXT, description="Part of a name, an id, an owner or a pool.")] = "",
+) -> Page[JobRow]:
+    """Rows of jobs, newest first."""
+    waiting = await use.feed.waiting()
+    found: list[JobRow] = []
+    while len(found) <= limit and (ids := await use.store.ids(cursor, BATCH)):
+        rows = await use.feed.rows(ids)
+        found += [waiting.get(row.id, row) for row in rows if _fits(row, status, text.strip().lower())]
+        cursor = ids[-1]
+    return Page(items=found[:limit], next_cursor=found[limit - 1].id if len(found) > limit else None)
+
+
+@router.get("/stream", response_class=Response, responses=_STREAM)
+async def stream(
+    use: Use, who: Who, job: Annotated[str | None, Query(description="The job whose events come too.")] = None
+) -> Response:
+    """Server-sent events: `hello`, `jobs`, `fleet`, `event`, `reset`, and `end`."""
+    after = None if job is None else await _newest(use, job_id_of(job))
+    content = use.streams.counted(sse.page(use.feed, who, job, after))
+    return StreamingResponse(content, media_type="text/event-stream", headers=sse.HEADERS)
+
+
+async def _newest(use: Services, job_id: str) -> str:
+    await use.store.status(job_id)
+    return await use.store.last_event(job_id)
+
+
+def _fits(row: JobRow, status: JobStatus | None, text: str) -> bool:
+    named = not text or any(text in part.lower() for part in (row.name, row.id, row.owner, row.pool))
+    return named and status in (None, row.status)

@@ -1,0 +1,86 @@
+"""Rows of jobs: what a list shows, also of jobs of earlier releases, and their curves in few points."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+from redis.asyncio import Redis
+
+from flowfleet.client.overview import Curve
+from flowfleet.job.spec import parse_job
+from flowfleet.redis import keys
+from flowfleet.redis.client import connect
+from services.controller.store.jobs import JobStore
+from services.controller.store.rows import MAX_NOTICES, MAX_POINTS, with_point
+
+pytestmark = pytest.mark.anyio
+SPEC = parse_job(
+    {
+        "name": "signs",
+        "model": {"path": "/m/tiny/"},
+        "data": {"train": "p"},
+        "rewards": {"ocr": {}},
+        "rollout": {"pool": "big"},
+    }
+)
+
+
+@pytest.fixture
+async def redis(redis_url: str) -> AsyncIterator[Redis]:
+    client = connect(redis_url)
+    yield client
+    await client.aclose()
+
+
+async def test_a_row_has_what_the_record_has(redis: Redis) -> None:
+    store = JobStore(redis)
+    record, _ = await store.create(SPEC, owner="ann")
+    await store.update_progress(record.id, announce=False, samples=8, samples_sampled=3)
+    for step, reward in enumerate((0.25, None, 0.5)):
+        await store.add_point(record.id, step, reward)
+    (row,) = await store.rows([record.id, "not-there"])
+    assert (row.name, row.owner, row.pool, row.model, row.algorithm) == ("signs", "ann", "big", "tiny", "flow_grpo")
+    assert (row.progress.samples, row.progress.samples_sampled, row.progress.steps) == (8, 3, SPEC.schedule.steps)
+    assert row.curve == Curve(stride=1, values=(0.25, None, 0.5))
+    shown = await store.get(record.id)
+    assert (row.created_at, row.status, row.progress, row.owner) == (
+        shown.created_at,
+        shown.status,
+        shown.progress,
+        shown.owner,
+    )
+    await redis.hdel(keys.job(record.id), "brief", "owner", "curve")  # as an earlier release stored it
+    (old,) = await store.rows([record.id])
+    assert old == row.model_copy(update={"owner": "", "curve": Curve()})
+
+
+@pytest.mark.parametrize("steps", [1, 63, 64, 65, 1000, 4097])
+def test_a_curve_of_any_length_has_few_points_at_its_steps(steps: int) -> None:
+    curve = Curve()
+    for step in range(steps):
+        curve = with_point(curve, step, float(step))
+        curve = with_point(curve, step, float(step))  # a step that is done again
+    assert len(curve.values) <= MAX_POINTS
+    assert list(curve.values) == [float(i * curve.stride) for i in range(len(curve.values))]
+    assert (len(curve.values) - 1) * curve.stride + curve.stride >= steps
+
+
+def test_steps_that_are_missing_are_gaps() -> None:
+    assert with_point(Curve(), 2, 1.0).values == (None, None, 1.0)
+
+
+async def test_notices_are_few_and_name_every_change(redis: Redis) -> None:
+    store = JobStore(redis)
+    record, _ = await store.create(SPEC)
+    after = await store.last_notice()
+    await store.append_event(record.id, "phase", {})
+    await store.update_progress(record.id, announce=False, samples=1)
+    await store.set_status(record.id, "cancelled")
+    await store.request(record.id, "delete")
+    await store.remove(record.id, "was deleted")
+    assert [job_id for _, job_id in await store.notices(after, 0.1)] == [record.id] * 5
+    assert await store.notices(await store.last_notice(), 0.01) == []
+    for _ in range(MAX_NOTICES + 500):
+        await store.append_event("any", "phase", {})
+    assert await redis.xlen(keys.notices()) < MAX_NOTICES + 200
