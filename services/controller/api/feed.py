@@ -149,7 +149,7 @@ class Feed:
 
     async def waiting(self) -> dict[str, JobRow]:
         """Rows of all jobs that have not ended, with their places."""
-        return {row.id: row for row in placed(await self.rows(await self._store.active()))}
+        return {row.id: row for row in placed(await self.rows(await self._store.unended_ids()))}
 
     def check_soon(self) -> None:
         """Has sessions and keys checked at the next turn."""

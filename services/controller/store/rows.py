@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flowfleet.client.overview import Curve, JobRow
-from flowfleet.client.types import Progress
+from flowfleet.client.types import JobStatus, Progress
 from flowfleet.job.spec import JobSpec
 from flowfleet.redis import keys
 from services.controller.store.records import from_epoch
@@ -43,6 +43,14 @@ class JobRows:
         """Ids of jobs before one (None: from the newest), newest first."""
         found = await self._redis.zrevrangebylex(keys.jobs(), f"({cursor}" if cursor else "+", "-", 0, limit)
         return [job_id.decode() for job_id in found]
+
+    async def unended_ids(self) -> list[str]:
+        """Ids of the jobs that have not ended, oldest first; a full Redis gives them too."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for status in JobStatus:
+                if not status.terminal:
+                    pipe.zrange(keys.jobs_with_status(status), 0, -1)
+            return sorted({job_id.decode() for found in await pipe.execute() for job_id in found})
 
     async def add_point(self, job_id: str, step: int, value: float | None) -> None:
         """Adds a step's reward to the job's curve. Added again it changes nothing."""

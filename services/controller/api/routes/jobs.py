@@ -40,7 +40,7 @@ async def submit(
         record, _ = await use.store.create(checked, idempotency_key, asked=spec, owner=who.name)
     await use.runner.notify()
     response.headers["Location"] = f"/v1/jobs/{record.id}"
-    return record
+    return (await _shown([record], use))[0]
 
 
 @router.get("")
