@@ -134,6 +134,29 @@ def combined_advantages(
     return advantages, _stats(_checked(total, group_ids), advantages, _group_indices(group_ids), ddof)
 
 
+def shaped_by_diversity(
+    advantages: ArrayLike, diversity: ArrayLike, group_ids: Sequence[Hashable], *, clamp: float | None = None
+) -> NDArray[np.float64]:
+    """GARDO's advantages (https://arxiv.org/abs/2512.24138): those above 0 times the sample's diversity.
+
+    Diversity is divided by its mean over the group, as in the authors' code, so its scale does not matter. The paper's
+    equation 8 leaves that out. A group without any, and samples whose diversity is NaN, keep their advantages.
+
+    Args:
+        advantages: (N,).
+        diversity: (N,) at least 0; NaN where a sample has none.
+        group_ids: N ids, as in `group_advantages`.
+        clamp: as there; it is last.
+    """
+    values, scores = np.asarray(advantages, dtype=np.float64).copy(), np.asarray(diversity, dtype=np.float64)
+    for rows in _group_indices(group_ids):
+        known = rows[np.isfinite(scores[rows])]
+        if known.size and (mean := scores[known].mean()) > 0:
+            better = known[values[known] > 0]
+            values[better] *= scores[better] / mean
+    return _clamped(values, clamp)
+
+
 def weighted_total(
     rewards: Mapping[str, ArrayLike],
     weights: Mapping[str, ArrayLike],

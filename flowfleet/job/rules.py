@@ -323,11 +323,14 @@ def _advantages(job: JobSpec) -> Iterator[str]:
                 "algorithm.advantage_clamp",
                 "algorithm.reward_combination",
                 "algorithm.best_of",
+                "algorithm.diversity",
             ),
             f"with algorithm.loss = {loss.name}, whose pairs go by the weighted sum of the rewards: leave it out",
         )
     elif job.rollout.group_size < 2:
         yield "rollout.group_size = 1 gives every sample the advantage 0, so nothing is learnt: set it to 2 or more"
+    if part.diversity is not None:
+        yield from _watching(job, "algorithm.diversity", part.diversity)
     if part.reward_combination == "normalized" and part.advantage_std == "none":
         yield (
             'algorithm.advantage_std = "none" has no effect with algorithm.reward_combination = "normalized", which '
@@ -343,6 +346,14 @@ def _advantages(job: JobSpec) -> Iterator[str]:
             f"algorithm.best_of = {part.best_of} leaves out no sample of a group of {job.rollout.group_size}: lower "
             "it, raise rollout.group_size, or leave it out"
         )
+
+
+def _watching(job: JobSpec, setting: str, name: str) -> Iterator[str]:
+    """Problems of a setting that names a reward which must not count itself."""
+    if name not in job.rewards:
+        yield f'{setting} names "{name}", which is no reward of the job: give [rewards.{name}] with weight = 0'
+    elif job.rewards[name].has_influence:
+        yield f"{setting} names rewards.{name}, which counts in the sum as well: set rewards.{name}.weight = 0"
 
 
 def _kl_reward(job: JobSpec) -> Iterator[str]:

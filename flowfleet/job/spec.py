@@ -304,6 +304,9 @@ class AlgorithmPart(Part):
     overlong_share: float = Field(default=0.0, ge=0.0, le=1.0)
     """Last share of `rollout.sequence.max_tokens` in which a sequence's length costs, linearly, up to 1 off its reward
     at `max_tokens` (DAPO); 0: length costs nothing."""
+    diversity: str | None = Field(default=None, min_length=1)
+    """Reward of weight 0, such as one by the scorer `diversity`, that multiplies the advantages above 0: a sample's
+    score over the mean of its group's (GARDO)."""
     best_of: int | None = Field(default=None, ge=2)
     """Samples of each group that are trained on: the best and the worst half each, by advantages that the whole group
     gave (DanceGRPO's best-of-n); null trains on all."""

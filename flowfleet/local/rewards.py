@@ -21,12 +21,14 @@ SCORERS = (
     "jpeg_incompressibility",
     "motion",
     "image_quality",
+    "diversity",
     "http",
     "python",
     "clip",
     "pickscore",
     "hps",
     "aesthetic",
+    "feature_diversity",
     "geneval",
     "pyiqa",
     "image_reward",
@@ -35,7 +37,7 @@ SCORERS = (
     "vlm_ocr",
 )
 """Scorers that the reward service has."""
-WITHOUT_SETTINGS = ("ocr", "jpeg_compressibility", "jpeg_incompressibility", "motion", "image_quality")
+WITHOUT_SETTINGS = ("ocr", "jpeg_compressibility", "jpeg_incompressibility", "motion", "image_quality", "diversity")
 """Scorers that need no settings."""
 _SCORER = re.compile(rf"(?P<scorer>{'|'.join(SCORERS)})(?::(?P<settings>.+))?")
 _FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<function>[A-Za-z_]\w*)")

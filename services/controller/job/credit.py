@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from flowfleet.algorithms.advantages import AdvantageStats, combined_advantages
+from flowfleet.algorithms.advantages import AdvantageStats, combined_advantages, shaped_by_diversity
 from flowfleet.algorithms.preferences import make_pairs
 from flowfleet.job.drop_reasons import DropReason
 from flowfleet.job.spec import JobSpec, RewardPart
@@ -55,6 +56,10 @@ def credits_of(
         clamp=part.advantage_clamp,
         present=counted.present,
     )
+    if part.diversity is not None:
+        found = [sample.scores.get(part.diversity, math.nan) for sample in scored]
+        values = shaped_by_diversity(values, found, groups, clamp=part.advantage_clamp)
+        stats = _with_advantages(stats, values.tolist())
     if not spec.loss.needs_pairs:
         credits = [_credit(sample, value) for sample, value in zip(scored, values.tolist(), strict=True)]
         return best_and_worst(credits, part.best_of), stats

@@ -10,7 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowfleet.algorithms.advantages import AdvantageStd, combined_advantages, group_advantages
+from flowfleet.algorithms.advantages import (
+    AdvantageStd,
+    combined_advantages,
+    group_advantages,
+    shaped_by_diversity,
+)
 
 rewards_and_groups = st.lists(
     st.tuples(st.floats(-100, 100, allow_nan=False).map(lambda value: round(value, 3)), st.integers(0, 4)),
@@ -229,3 +234,21 @@ def test_the_controllers_modules_are_free_of_torch() -> None:
     imports = ", ".join(f"flowfleet.{room}.{module}" for room, names in rooms.items() for module in names.split())
     code = f"import sys, {imports}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_diversity_shapes_what_is_better_than_the_group() -> None:
+    """GARDO's code: A d / mean of the group's d where A > 0."""
+    rng = np.random.default_rng(5)
+    advantages, diversity, groups = rng.normal(size=12), rng.uniform(size=12), [0, 1, 2] * 4
+    means = {
+        group: np.mean([d for d, other in zip(diversity, groups, strict=True) if other == group]) for group in range(3)
+    }
+    wanted = [
+        value * d / means[group] if value > 0 else value
+        for value, d, group in zip(advantages, diversity, groups, strict=True)
+    ]
+    np.testing.assert_allclose(shaped_by_diversity(advantages, diversity, groups), wanted, rtol=1e-12)
+    limited = shaped_by_diversity(advantages, diversity, groups, clamp=0.5)
+    np.testing.assert_allclose(limited, np.clip(wanted, -0.5, 0.5), rtol=1e-12)
+    equal = shaped_by_diversity(advantages, np.zeros(12), groups)
+    np.testing.assert_array_equal(equal, advantages)

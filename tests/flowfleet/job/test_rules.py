@@ -308,6 +308,16 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         "algorithm.likelihood has no effect",
         "use awm, crd, elbo_pg",
     ),
+    "diversity by no reward": (
+        {"algorithm": {"diversity": "far"}},
+        'algorithm.diversity names "far", which is no reward of the job',
+        "give [rewards.far] with weight = 0",
+    ),
+    "diversity by a reward that counts": (
+        {"algorithm": {"diversity": "ocr"}},
+        "algorithm.diversity names rewards.ocr, which counts",
+        "set rewards.ocr.weight = 0",
+    ),
     "weights of steps that a loss does not train on": (
         {"algorithm": {"name": "awm", "step_weights": "noise"}},
         "algorithm.step_weights has no effect",

@@ -29,6 +29,7 @@ PYTHON = {"function": "bench.rewards.reward:redness", "path": str(Path(__file__)
     ("name", "settings"),
     [
         ("image_quality", {}),
+        ("diversity", {}),
         ("jpeg_compressibility", {}),
         ("jpeg_incompressibility", {}),
         ("motion", {}),

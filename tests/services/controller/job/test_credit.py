@@ -181,3 +181,19 @@ def test_the_largest_score_that_is_taken_gives_finite_advantages() -> None:
     rows = [(0, 0, MAX_SCORE), (0, 1, -MAX_SCORE), (1, 0, MAX_SCORE), (1, 1, 1.0)]
     credits, _ = credits_of(spec_of({}, {"ocr": {}}), scored(*rows))
     assert all(math.isfinite(credit.advantage) for credit in credits)
+
+
+def test_diversity_multiplies_the_advantages_above_zero() -> None:
+    """GARDO's: over the mean of the group; a sample without such a score keeps its advantage."""
+    rewards = {"ocr": {}, "far": {"weight": 0.0}}
+    algorithm = {"advantage_std": "none", "advantage_clamp": 4.0}
+    far = [(0, 0, 4.0, 0.1), (0, 1, 0.0, 0.9), (0, 2, 2.0, 0.2), (0, 3, 6.0, None), (1, 0, 9.0, 0.6), (1, 1, 1.0, 0.2)]
+    rows = [
+        Scored(group, index, score, {"ocr": score} | ({} if value is None else {"far": value}))
+        for group, index, score, value in far
+    ]
+    plain, _ = credits_of(spec_of(algorithm, rewards), rows)
+    shaped, stats = credits_of(spec_of(algorithm | {"diversity": "far"}, rewards), rows)
+    assert [one.advantage for one in plain] == [1.0, -3.0, -1.0, 3.0, 4.0, -4.0]
+    assert [one.advantage for one in shaped] == pytest.approx([1.0 * 0.1 / 0.4, -3.0, -1.0, 3.0, 4.0, -4.0])
+    assert stats.advantage_mean == pytest.approx(np.mean([one.advantage for one in shaped]))
