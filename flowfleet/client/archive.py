@@ -23,7 +23,13 @@ from flowfleet.client.types import Answer, Checkpoint, Job, JobEvent, MetricsRow
 from flowfleet.errors import NotFound
 
 COMPLETE: Final = "complete.json"
-EXTENSIONS: Final = {"image/png": "png", "image/jpeg": "jpg", "image/webp": "webp", "video/mp4": "mp4"}
+EXTENSIONS: Final = {
+    "image/png": "png",
+    "image/jpeg": "jpg",
+    "image/webp": "webp",
+    "video/mp4": "mp4",
+    "text/plain": "txt",
+}
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]+")
 
 T = TypeVar("T", bound=Answer)

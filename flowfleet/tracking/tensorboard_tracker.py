@@ -66,7 +66,7 @@ class TensorBoardTracker:
         shown = [
             Summary.Value(tag=f"pictures/{picture.name} {picture.prompt[:80]}", image=_image(picture))
             for picture in pictures
-            if picture.media is not None
+            if picture.media is not None and picture.text is None
         ]
         table = [_text("pictures", _markdown(version, pictures))] if pictures else []
         self._add("validation", version, at, [*_scalars(values), *shown, *table])

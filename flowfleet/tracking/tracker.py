@@ -17,8 +17,10 @@ SUFFIXES: Final[Mapping[str, str]] = {
     "image/jpeg": ".jpg",
     "image/webp": ".webp",
     "video/mp4": ".mp4",
+    "text/plain": ".txt",
 }
 VIDEO: Final = "video/mp4"
+TEXT: Final = "text/plain"
 COLUMNS: Final = ("version", "prompt", "picture", "reward")
 """First columns of the table of a validation; a column for each score follows."""
 
@@ -67,6 +69,12 @@ class Picture:
     def name(self) -> str:
         """Stays the same for every version."""
         return f"{self.group:04d}-{self.index}"
+
+    @property
+    def text(self) -> str | None:
+        """The answer of a policy that writes text; None for other media."""
+        is_text = self.media is not None and self.media_type == TEXT
+        return (self.media or b"").decode("utf-8", "replace") if is_text else None
 
     def write(self, folder: Path) -> Path:
         """Writes the file; `media` must be there."""

@@ -83,5 +83,7 @@ class TrackioTracker:
 def _media(picture: Picture, folder: Path) -> Any:
     if picture.media is None:
         return None
+    if picture.text is not None:
+        return picture.text
     path = str(picture.write(folder))
     return trackio.Video(path) if picture.media_type == VIDEO else trackio.Image(path)

@@ -104,5 +104,7 @@ class WandbTracker:
 def _media(picture: Picture, folder: Path) -> Any:
     if picture.media is None:
         return None
+    if picture.text is not None:
+        return picture.text
     path = str(picture.write(folder))
     return wandb.Video(path, format="mp4") if picture.media_type == VIDEO else wandb.Image(path)

@@ -12,6 +12,7 @@ import typer
 
 from flowfleet.cli import views
 from flowfleet.cli.options import Ca, JobId, Json, Url, connect, out, tell
+from flowfleet.client.archive import EXTENSIONS
 from flowfleet.client.client import Client
 from flowfleet.client.types import ApiError, Job, Sample
 
@@ -88,7 +89,7 @@ def _download(client: Client, job: Job, found: Sequence[Sample], directory: Path
 
 def _save(picture: bytes, sample: Sample, directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
-    suffix = sample.media_type.rpartition("/")[2].replace("jpeg", "jpg")
+    suffix = EXTENSIONS.get(sample.media_type) or sample.media_type.rpartition("/")[2]
     path = directory / f"{sample.purpose}-{sample.step:05d}-{sample.group:03d}-{sample.index:03d}.{suffix}"
     path.write_bytes(picture)
     return path

@@ -22,6 +22,9 @@ from flowfleet.client.types import Job, Sample
 _STYLE: Final = Path(__file__).with_name("page.css")
 _POLICY: Final = "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'"
 _MEDIA_TYPES: Final = frozenset({"image/png", "image/jpeg", "image/webp", "video/mp4"})
+TEXT: Final = "text/plain"
+MAX_CHARACTERS: Final = 20_000
+"""Characters that are shown of an answer."""
 _VOID: Final = frozenset({"meta", "img", "input"})
 
 
@@ -176,6 +179,8 @@ def _media(one: Shown) -> _Markup:
     media_type = one.sample.media_type
     if one.media is None:
         return tag("div", "no longer kept", class_="gone")
+    if media_type == TEXT:
+        return tag("pre", one.media.decode("utf-8", "replace")[:MAX_CHARACTERS], class_="answer")
     if media_type not in _MEDIA_TYPES:
         return tag("div", f"{media_type} is not shown", class_="gone")
     source = f"data:{media_type};base64,{base64.b64encode(one.media).decode()}"

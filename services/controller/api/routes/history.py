@@ -20,7 +20,7 @@ from services.controller.store.samples import media_ref
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["history"])
 
-MEDIA_TYPES = frozenset({"image/png", "image/jpeg", "image/webp", "video/mp4"})
+MEDIA_TYPES = frozenset({"image/png", "image/jpeg", "image/webp", "video/mp4", "text/plain"})
 OTHER_MEDIA = "application/octet-stream"
 EVENT_ID = {"pattern": r"^[0-9]{1,19}(-[0-9]{1,19})?$"}
 """Documented; the handler refuses others in words."""
@@ -118,7 +118,7 @@ async def samples(
 async def media(
     job_id: KnownJobId, step: int, group: int, index: int, use: Use, purpose: Purpose = "train"
 ) -> Response:
-    """The picture's bytes."""
+    """The bytes of the picture, video or text."""
     found = await use.store.get_sample(job_id, step, group, index, purpose)
     try:
         content = await use.blobs.get(media_ref(found))

@@ -162,6 +162,15 @@ def test_what_cannot_be_shown_is_told() -> None:
     assert {"no longer kept", "image/tiff is not shown"} <= set(words)
 
 
+def test_an_answer_is_shown_as_text() -> None:
+    made = page(JOB, "", [shown(media=HOSTILE.encode(), media_type="text/plain")])
+    read = Read(made)
+    assert read.all("pre", **{"class": "answer"})
+    assert HOSTILE in "".join(read.words)
+    assert not read.all("script")
+    assert not read.all("img")
+
+
 def test_two_hundred_samples() -> None:
     text = page(JOB, "Worst", [shown(i, i + 1, bytes(2000), group=i // 12) for i in range(200)])
     assert len(Read(text).all("article")) == 200

@@ -1,4 +1,4 @@
-// A sample's picture or video. Small pictures keep their pixels sharp; videos play by themselves while in sight.
+// A sample's picture, video or text. Small pictures keep their pixels sharp; videos play by themselves while in sight.
 
 import { html, useEffect, useRef, useState } from "../lib/html.js";
 
@@ -12,8 +12,25 @@ export function Media({ sample, alt = sample.prompt, play = true, controls = fal
   useEffect(() => setGone(false), [sample.media]);
   if (gone) return html`<span class="gone">No longer kept</span>`;
   if (sample.media_type.startsWith("video/")) return html`<${Film} ...${{ sample, alt, play, controls, failed }} />`;
+  if (sample.media_type === "text/plain") return html`<${Answer} ...${{ sample, failed }} />`;
   if (!sample.media_type.startsWith("image/")) return html`<span class="gone">${sample.media_type}</span>`;
   return html`<img src=${sample.media} alt=${alt} decoding="async" onLoad=${sharpen} onError=${failed} />`;
+}
+
+/** What a policy that writes text answered. */
+function Answer({ sample, failed }) {
+  const [text, setText] = useState("");
+  useEffect(() => {
+    let wanted = true;
+    fetch(sample.media)
+      .then((answer) => (answer.ok ? answer.text() : Promise.reject(new Error(answer.statusText))))
+      .then((found) => wanted && setText(found))
+      .catch(() => wanted && failed());
+    return () => {
+      wanted = false;
+    };
+  }, [sample.media]);
+  return html`<pre class="answer">${text}</pre>`;
 }
 
 function Film({ sample, alt, play, controls, failed }) {
