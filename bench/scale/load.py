@@ -40,6 +40,8 @@ class Load:
     """Number of processes that simulate replicas."""
     kill_after_s: float = 0.0
     """Time into the measurement after which the controller is killed and restarted. 0: never."""
+    traces: int = 0
+    """1: the controller sends traces to a collector."""
     net: int = 64
     """Second byte of the addresses: rehearsals side by side need their own."""
 

@@ -53,6 +53,11 @@ def fleet(
             start(f"replicas-{number}", "bench.scale.replicas", load.to_json(), str(number), notes)
         for child in children.values():
             wait_for_line(child, folder)
+        if load.traces:
+            collector = folder / "collector.port"
+            start("collector", "bench.scale.collector", str(collector))
+            wait_for_line(children["collector"], folder)
+            env["OTEL_EXPORTER_OTLP_ENDPOINT"] = f"http://{collector.read_text()}"
         start("probe", "bench.scale.probe", str(port_file), str(folder / "healthz.json"))
         flags = ["--port-file", str(port_file), "--state-dir", str(folder / "state")]
         flags += ["--data-root", str(folder)]

@@ -79,7 +79,8 @@ class Replica(rollout_pb2_grpc.RolloutServiceServicer):
         self._running += 1
         try:
             await asyncio.sleep(self._load.duration_s(self._load.generate_s, request.job_id, request.step, groups))
-            for sample in await self._publish(request):
+            sent = dict(context.invocation_metadata() or ()).get("traceparent", "")
+            for sample in await self._publish(request, sent):
                 yield rollout_pb2.GenerateEvent(sample=sample)
         finally:
             self._running -= 1
@@ -117,7 +118,7 @@ class Replica(rollout_pb2_grpc.RolloutServiceServicer):
             device_id=f"GPU-{self.index}",
         )
 
-    async def _publish(self, request: rollout_pb2.GenerateRequest) -> list[common_pb2.Sample]:
+    async def _publish(self, request: rollout_pb2.GenerateRequest, traceparent: str) -> list[common_pb2.Sample]:
         """One pipeline, where a real replica takes its time for each command: the simulation is to be cheap."""
         pipe = self._redis.pipeline(transaction=False)
 
@@ -145,6 +146,7 @@ class Replica(rollout_pb2_grpc.RolloutServiceServicer):
                     width=request.sampling.width,
                     replica_id=self.replica_id,
                     num_frames=1,
+                    traceparent=traceparent,
                 )
                 pipe.xadd(keys.trajectories(request.job_id), {b"sample": sample.SerializeToString()})
                 samples.append(sample)

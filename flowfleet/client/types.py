@@ -162,6 +162,9 @@ class JobFields(Answer):
     """Name → path or figure, written when the job ends."""
     archive: str = ""
     """Folder of its archive, once that is complete."""
+    trace_url: str = ""
+    """Path that leads to a step's trace, with the step in place of {step}; empty where the controller has no address of
+    traces."""
     rewards: JobRewards = JobRewards(active=RewardRevision(number=0, rewards={}))
     """Current rewards, and the requested ones."""
 

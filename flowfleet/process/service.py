@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from flowfleet.errors import FlowfleetError
-from flowfleet.process import telemetry
+from flowfleet.process import telemetry, traces
 
 RPC_TOKEN: Final = "FLOWFLEET_RPC_TOKEN"
 RPC_ACCEPT: Final = "FLOWFLEET_RPC_ACCEPT"
@@ -116,6 +116,7 @@ def run_service(
     options = parser.parse_args(argv)
     keep_freed_memory()
     telemetry.configure_logging(name, options.log_level)
+    traces.start(name)
     try:
         require_secret(options.host, secret)
         if options.port_file is not None:
@@ -134,6 +135,8 @@ def run_service(
     except Exception:
         log.exception("service failed")
         return 1
+    finally:
+        traces.stop()
     return 0
 
 

@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x66lowfleet/v1/common.proto\x12\x0c\x66lowfleet.v1\":\n\x07\x42lobRef\x12\x0b\n\x03uri\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\t\"@\n\x05Media\x12#\n\x04\x62lob\x18\x01 \x01(\x0b\x32\x15.flowfleet.v1.BlobRef\x12\x12\n\nmedia_type\x18\x02 \x01(\t\"F\n\x08SampleId\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\r\n\x05group\x18\x03 \x01(\r\x12\r\n\x05index\x18\x04 \x01(\r\"\x85\x04\n\x06Sample\x12\"\n\x02id\x18\x01 \x01(\x0b\x32\x16.flowfleet.v1.SampleId\x12&\n\x07purpose\x18\x02 \x01(\x0e\x32\x15.flowfleet.v1.Purpose\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x04\x12)\n\ntrajectory\x18\x05 \x01(\x0b\x32\x15.flowfleet.v1.BlobRef\x12,\n\rprompt_embeds\x18\x06 \x01(\x0b\x32\x15.flowfleet.v1.BlobRef\x12.\n\x0fnegative_embeds\x18\x07 \x01(\x0b\x32\x15.flowfleet.v1.BlobRef\x12$\n\x05media\x18\x08 \x01(\x0b\x32\x15.flowfleet.v1.BlobRef\x12\x12\n\nmedia_type\x18\t \x01(\t\x12\x11\n\tsde_steps\x18\n \x03(\r\x12\x0e\n\x06height\x18\x0b \x01(\r\x12\r\n\x05width\x18\x0c \x01(\r\x12\x12\n\nreplica_id\x18\r \x01(\t\x12\x12\n\nnum_frames\x18\x0e \x01(\r\x12\x16\n\x0eweights_digest\x18\x10 \x01(\t\x12\x14\n\x0creference_kl\x18\x0f \x01(\x01\x12\x15\n\rprompt_tokens\x18\x11 \x01(\r\x12\x12\n\nnum_tokens\x18\x12 \x01(\r\x12\x13\n\x0bstop_reason\x18\x13 \x01(\t*K\n\x07Purpose\x12\x17\n\x13PURPOSE_UNSPECIFIED\x10\x00\x12\x11\n\rPURPOSE_TRAIN\x10\x01\x12\x14\n\x10PURPOSE_VALIDATE\x10\x02*W\n\x06Record\x12\x16\n\x12RECORD_UNSPECIFIED\x10\x00\x12\x10\n\x0cRECORD_STEPS\x10\x01\x12\x10\n\x0cRECORD_FINAL\x10\x02\x12\x11\n\rRECORD_TOKENS\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x66lowfleet/v1/common.proto\x12\x0c\x66lowfleet.v1\":\n\x07\x42lobRef\x12\x0b\n\x03uri\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\t\"@\n\x05Media\x12#\n\x04\x62lob\x18\x01 \x01(\x0b\x32\x15.flowfleet.v1.BlobRef\x12\x12\n\nmedia_type\x18\x02 \x01(\t\"F\n\x08SampleId\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\r\n\x05group\x18\x03 \x01(\r\x12\r\n\x05index\x18\x04 \x01(\r\"\x9a\x04\n\x06Sample\x12\"\n\x02id\x18\x01 \x01(\x0b\x32\x16.flowfleet.v1.SampleId\x12&\n\x07purpose\x18\x02 \x01(\x0e\x32\x15.flowfleet.v1.Purpose\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x04\x12)\n\ntrajectory\x18\x05 \x01(\x0b\x32\x15.flowfleet.v1.BlobRef\x12,\n\rprompt_embeds\x18\x06 \x01(\x0b\x32\x15.flowfleet.v1.BlobRef\x12.\n\x0fnegative_embeds\x18\x07 \x01(\x0b\x32\x15.flowfleet.v1.BlobRef\x12$\n\x05media\x18\x08 \x01(\x0b\x32\x15.flowfleet.v1.BlobRef\x12\x12\n\nmedia_type\x18\t \x01(\t\x12\x11\n\tsde_steps\x18\n \x03(\r\x12\x0e\n\x06height\x18\x0b \x01(\r\x12\r\n\x05width\x18\x0c \x01(\r\x12\x12\n\nreplica_id\x18\r \x01(\t\x12\x12\n\nnum_frames\x18\x0e \x01(\r\x12\x16\n\x0eweights_digest\x18\x10 \x01(\t\x12\x14\n\x0creference_kl\x18\x0f \x01(\x01\x12\x15\n\rprompt_tokens\x18\x11 \x01(\r\x12\x12\n\nnum_tokens\x18\x12 \x01(\r\x12\x13\n\x0bstop_reason\x18\x13 \x01(\t\x12\x13\n\x0btraceparent\x18\x14 \x01(\t*K\n\x07Purpose\x12\x17\n\x13PURPOSE_UNSPECIFIED\x10\x00\x12\x11\n\rPURPOSE_TRAIN\x10\x01\x12\x14\n\x10PURPOSE_VALIDATE\x10\x02*W\n\x06Record\x12\x16\n\x12RECORD_UNSPECIFIED\x10\x00\x12\x10\n\x0cRECORD_STEPS\x10\x01\x12\x10\n\x0cRECORD_FINAL\x10\x02\x12\x11\n\rRECORD_TOKENS\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'flowfleet.proto.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PURPOSE']._serialized_start=761
-  _globals['_PURPOSE']._serialized_end=836
-  _globals['_RECORD']._serialized_start=838
-  _globals['_RECORD']._serialized_end=925
+  _globals['_PURPOSE']._serialized_start=782
+  _globals['_PURPOSE']._serialized_end=857
+  _globals['_RECORD']._serialized_start=859
+  _globals['_RECORD']._serialized_end=946
   _globals['_BLOBREF']._serialized_start=43
   _globals['_BLOBREF']._serialized_end=101
   _globals['_MEDIA']._serialized_start=103
@@ -42,5 +42,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLEID']._serialized_start=169
   _globals['_SAMPLEID']._serialized_end=239
   _globals['_SAMPLE']._serialized_start=242
-  _globals['_SAMPLE']._serialized_end=759
+  _globals['_SAMPLE']._serialized_end=780
 # @@protoc_insertion_point(module_scope)

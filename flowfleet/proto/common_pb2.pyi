@@ -179,6 +179,7 @@ class Sample(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     STOP_REASON_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     purpose: Global___Purpose.ValueType
     seed: _builtins.int
     policy_version: _builtins.int
@@ -202,6 +203,8 @@ class Sample(_message.Message):
     """of a text: tokens that were written, with the one that stopped it"""
     stop_reason: _builtins.str
     """of a text: "stop", or "length" where max_tokens cut it"""
+    traceparent: _builtins.str
+    """W3C trace context of the call that made it; empty without traces"""
     @_builtins.property
     def id(self) -> Global___SampleId: ...
     @_builtins.property
@@ -246,10 +249,11 @@ class Sample(_message.Message):
         prompt_tokens: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
         stop_reason: _builtins.str = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "media", b"media", "negative_embeds", b"negative_embeds", "prompt_embeds", b"prompt_embeds", "trajectory", b"trajectory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["height", b"height", "id", b"id", "media", b"media", "media_type", b"media_type", "negative_embeds", b"negative_embeds", "num_frames", b"num_frames", "num_tokens", b"num_tokens", "policy_version", b"policy_version", "prompt_embeds", b"prompt_embeds", "prompt_tokens", b"prompt_tokens", "purpose", b"purpose", "reference_kl", b"reference_kl", "replica_id", b"replica_id", "sde_steps", b"sde_steps", "seed", b"seed", "stop_reason", b"stop_reason", "trajectory", b"trajectory", "weights_digest", b"weights_digest", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["height", b"height", "id", b"id", "media", b"media", "media_type", b"media_type", "negative_embeds", b"negative_embeds", "num_frames", b"num_frames", "num_tokens", b"num_tokens", "policy_version", b"policy_version", "prompt_embeds", b"prompt_embeds", "prompt_tokens", b"prompt_tokens", "purpose", b"purpose", "reference_kl", b"reference_kl", "replica_id", b"replica_id", "sde_steps", b"sde_steps", "seed", b"seed", "stop_reason", b"stop_reason", "traceparent", b"traceparent", "trajectory", b"trajectory", "weights_digest", b"weights_digest", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

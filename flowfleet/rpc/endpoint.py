@@ -24,7 +24,7 @@ from grpc_health.v1.health import aio as health_aio
 
 from flowfleet.errors import Unavailable
 from flowfleet.process import service
-from flowfleet.rpc import kinds, tls
+from flowfleet.rpc import calls, kinds, tls
 from flowfleet.rpc.guard import Guard, text
 from flowfleet.rpc.kinds import Callers
 
@@ -81,7 +81,7 @@ def open_channel(address: str, *, token: str | None = None) -> grpc.aio.Channel:
     """
     service.check_address(address)
     token, certificates = token or service.secret(service.RPC_TOKEN), tls.from_env()
-    interceptors: list[Any] = [_UnaryRules(token, address, certificates), _StreamRules(token)]
+    interceptors = [_UnaryRules(token, address, certificates), _StreamRules(token), *calls.of_client(address)]
     if certificates is None:
         return grpc.aio.insecure_channel(address, options=_CLIENT_OPTIONS, interceptors=interceptors)
     options = [*_CLIENT_OPTIONS, ("grpc.ssl_target_name_override", certificates.name)]
@@ -111,7 +111,8 @@ def make_server(interceptors: Sequence[Any] = (), *, token: str | None = None, g
     callers = (Callers(token) if token else kinds.callers_from_env()) if guarded else Callers()
     guard = Guard(callers, name)
     options = _SERVER_OPTIONS if guarded else _OPEN_OPTIONS
-    return grpc.aio.server(interceptors=[guard, *interceptors], options=options)
+    traced = calls.of_server() if guarded else []
+    return grpc.aio.server(interceptors=[guard, *traced, *interceptors], options=options)
 
 
 class HealthState:

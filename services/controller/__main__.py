@@ -9,6 +9,7 @@ import gc
 import sys
 from collections.abc import Sequence
 
+from flowfleet.process import traces
 from flowfleet.process.service import keep_freed_memory
 from flowfleet.process.telemetry import configure_logging
 from flowfleet.rpc import tls
@@ -31,6 +32,7 @@ def main(argv: Sequence[str], runner_factory: SchedulerFactory = JobScheduler) -
         settings = ControllerSettings.from_command_line(argv)
         configure_logging("controller", settings.log_level)
         certificates = tls.from_env()
+        traces.start("controller")
         app = create_app(settings, runner_factory)
     except ValueError as error:
         print(f"services.controller: error: {error}", file=sys.stderr)
@@ -45,6 +47,8 @@ def main(argv: Sequence[str], runner_factory: SchedulerFactory = JobScheduler) -
         server.run()
     except SystemExit:  # uvicorn's way to say that it could not start; it has logged why
         return 1
+    finally:
+        traces.stop()
     return 0
 
 

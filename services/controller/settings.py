@@ -68,6 +68,8 @@ class ControllerSettings(BaseModel):
     """How much one job, and all jobs together, may ask for."""
     archive: str = ""
     """FLOWFLEET_ARCHIVE: fsspec URL to which ended jobs are copied before they are removed. Empty: no archive."""
+    trace_url: str = ""
+    """FLOWFLEET_TRACE_URL: where people look at traces, with {trace_id} in it. Empty: jobs have no links to traces."""
     trainer_python: str = sys.executable
     """Interpreter that starts trainers; it has torch, the controller's own need not."""
     trainer_devices: tuple[str, ...] = ()
@@ -148,6 +150,16 @@ class ControllerSettings(BaseModel):
             )
         return url
 
+    @field_validator("trace_url")
+    @classmethod
+    def _trace_is_named(cls, url: str) -> str:
+        if url and not (url.startswith(("http://", "https://")) and "{trace_id}" in url):
+            raise ValueError(
+                "FLOWFLEET_TRACE_URL: give an http(s) URL with {trace_id} in it, as in "
+                "https://jaeger.example.com/trace/{trace_id}"
+            )
+        return url
+
     @field_validator("trainer_devices")
     @classmethod
     def _devices(cls, devices: tuple[str, ...]) -> tuple[str, ...]:
@@ -225,6 +237,7 @@ class ControllerSettings(BaseModel):
                 api_key=SecretStr(env[API_KEY].strip()) if env.get(API_KEY) else None,
                 blobs=env.get("FLOWFLEET_BLOBS") or "redis",
                 archive=env.get("FLOWFLEET_ARCHIVE", ""),
+                trace_url=env.get("FLOWFLEET_TRACE_URL", "").strip(),
                 keep=_named("keep", flags.pop("keep"), Keep),
                 limits=_named("limit", flags.pop("limit"), Limits),
                 namespace=env.get("POD_NAMESPACE", ""),

@@ -23,7 +23,7 @@ from typing import NoReturn, Protocol
 
 from flowfleet.data.blobs import SyncBlobs, open_blobs_sync
 from flowfleet.errors import FlowfleetError
-from flowfleet.process import telemetry
+from flowfleet.process import telemetry, traces
 from flowfleet.process.service import end_soon, end_with_parent, rpc_parser, run_service
 from flowfleet.proto import trainer_pb2_grpc
 from flowfleet.redis import client as redis_client
@@ -121,6 +121,7 @@ async def lead(options: argparse.Namespace) -> None:
 def follow(options: argparse.Namespace) -> int:
     """Any other rank: does what rank 0 says until it says stop."""
     telemetry.configure_logging(f"trainer-rank{os.environ['RANK']}", options.log_level)
+    traces.start("trainer")
     _stop_after_signals(options.drain_s + _STOP_S)
     ranks = Ranks()
     worker = Worker(ranks, _blobs())
@@ -134,6 +135,7 @@ def follow(options: argparse.Namespace) -> int:
         if command.kind is Kind.STOP:
             replica.leaves()
             ranks.close()
+            traces.stop()
             return 0
         with contextlib.suppress(FlowfleetError):  # all ranks raised it, and rank 0 tells the caller
             worker.execute(command)

@@ -145,6 +145,25 @@ def test_names_are_asked_for_by_those_who_use_names() -> None:
     assert not calling.lets_out("redis", ({}, DNS), 53)
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "port"),
+    [
+        ("http://collector.monitoring:4317", 4317),
+        ("https://collector.monitoring:4318/v1/traces", 4318),
+        ("https://collector.monitoring", 443),
+        ("http://collector.monitoring/otlp", 80),
+    ],
+)
+def test_traces_go_to_their_collector_alone(endpoint: str, port: int) -> None:
+    ports, exporting = {*PORTS, 80, 4317, 4318}, ("controller", "rollout", "reward", "trainer")
+    network = Network(Rendered("nvidia", f'traces.endpoint="{endpoint}"'))
+    reached = {(c, p) for c in COMPONENTS for p in ports if network.lets_out(c, ({}, MONITORING), p)}
+    assert reached == {(component, port) for component in exporting}
+    assert network.lets_out("reward", ({}, DNS), 53)
+    without = Network(Rendered("nvidia"))
+    assert not any(without.lets_out(c, ({}, MONITORING), p) for c in COMPONENTS for p in ports)
+
+
 def test_the_api_server_is_for_the_controller() -> None:
     network = Network(Rendered("everything"))
     assert [c for c in COMPONENTS if network.lets_out_to_address(c, "10.0.0.1/32", 443)] == ["controller"]

@@ -56,6 +56,9 @@ VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
         ("podSecurity.runAsUser=0", "/podSecurity/runAsUser", "minimum"),
         ('redis.persistence.size="ten"', "/redis/persistence/size", "pattern"),
         ('env=[{"name":"A","valu":"b"}]', "/env/0", "valu"),
+        ('traces.endpoint="collector:4317"', "/traces/endpoint", "pattern"),
+        ('traces.protocol="http/json"', "/traces/protocol", "'grpc'"),
+        ('traces.url="https://jaeger/trace/"', "/traces/url", "pattern"),
     ],
 )
 def test_the_error_names_the_key(setting: str, place: str, what: str) -> None:

@@ -375,6 +375,22 @@ def test_limits_and_archive_reach_the_controller() -> None:
     assert environment(pod)["FLOWFLEET_ARCHIVE"] == "s3://bucket/jobs"
 
 
+def test_traces_reach_all_services_of_the_fleet_and_no_judge_or_redis() -> None:
+    rendered = Rendered("everything")
+    tracing = {name: env for name, pod in rendered.pods() if "OTEL_EXPORTER_OTLP_ENDPOINT" in (env := environment(pod))}
+    kinds = ("controller", "rollout", "reward")
+    assert {name.split("-")[2] for name in tracing if name.startswith(FULLNAME)} == set(kinds)
+    trainer = environment(rendered.trainer["spec"]["template"])
+    for env in (*tracing.values(), trainer):
+        assert env["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://collector.observability.svc:4317"
+        assert env["OTEL_EXPORTER_OTLP_PROTOCOL"] == "grpc"
+        assert env["OTEL_TRACES_SAMPLER_ARG"] == "0.1"
+    (controller,) = (env for name, env in tracing.items() if "FLOWFLEET_TRACE_URL" in env)
+    assert controller["FLOWFLEET_TRACE_URL"] == "https://jaeger.example.com/trace/{trace_id}"
+    off = [environment(pod) for _, pod in Rendered("nvidia").pods()]
+    assert not any(name.startswith("OTEL_") for env in off for name in env)
+
+
 def test_the_api_key_is_given_to_none_but_the_controller_and_the_test(any_profile: Rendered) -> None:
     have = {name for name, pod in any_profile.pods() if "FLOWFLEET_API_KEY" in environment(pod)}
     assert have == {f"{FULLNAME}-controller", "test"}

@@ -49,6 +49,7 @@ from services.controller.job.state_machine import (
     Validate,
 )
 from services.controller.job.step import TrainingStep
+from services.controller.job.tracing import traced
 from services.controller.store.records import reward_set
 from services.controller.waiting import NotYet, WaitedInVain
 
@@ -141,7 +142,8 @@ class JobDriver:
         """One try of a command. After a failure it stays `running` for the delay, so that it is not started at once."""
         self._watch.accusation(command)  # of an earlier try that did not fail by it
         try:
-            await self._loop.run(command)
+            with traced(self.job.job_id, self.machine, command):
+                await self._loop.run(command)
             self._went_well(command)
         except NotYet as waiting:
             log.info("%s: %s", command, waiting, extra={"job": self.job.job_id})

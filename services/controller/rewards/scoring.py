@@ -9,6 +9,7 @@ from functools import partial
 from flowfleet.data.blobs import BlobStore
 from flowfleet.data.samples import sample_name
 from flowfleet.job.spec import RewardPart
+from flowfleet.process import traces
 from flowfleet.prompts.prompt import Prompt
 from flowfleet.proto import common_pb2
 from flowfleet.rewards.requests import EncodedSample
@@ -36,6 +37,7 @@ class Scoring:
         """Asks every reward, as `RewardPlane.score`, and fetches the pictures when one is asked. One verdict a sample,
         in order. Waits its turn: no more than `MAX_SCORING` run at once, so that a call's deadline is not spent
         behind the rest of its step."""
+        traces.link(samples)
         async with self._budget.take(len(samples)):
             digests = {sample_name(sample.id): sample.media.sha256 for sample in samples}
             fetch = partial(self._fetch, samples, prompts)

@@ -55,6 +55,10 @@ class SampleRefs:
     # -- requests of training steps ------------------------------------------------------------------------------
 
     async def put_request(self, request: trainer_pb2.TrainStepRequest, pipe: Any) -> None:
+        """Stores it without the samples' trace contexts: these differ between runs, and versions' lineage is of all the
+        rest."""
+        for item in request.samples:
+            item.sample.ClearField("traceparent")
         pipe.set(self._request_key(request.step), request.SerializeToString())
         self._hold({request.step}, pipe)
 

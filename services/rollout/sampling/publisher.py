@@ -25,6 +25,7 @@ from flowfleet.media.files import encode_media
 from flowfleet.media.text import TEXT_TYPE
 from flowfleet.models.embeds import PromptEmbeds
 from flowfleet.models.sequences import EncodedPrompt
+from flowfleet.process import traces
 from flowfleet.proto.common_pb2 import PURPOSE_TRAIN, BlobRef, Media, Sample, SampleId
 from flowfleet.proto.rollout_pb2 import GenerateRequest, Noise
 from flowfleet.redis import keys
@@ -151,6 +152,7 @@ class Publisher:
             prompt_tokens=generated.prompt_tokens,
             num_tokens=generated.num_tokens,
             stop_reason=generated.stop_reason,
+            traceparent=traces.traceparent(),
         )
 
 

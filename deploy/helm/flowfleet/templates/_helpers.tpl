@@ -258,6 +258,16 @@ imagePullSecrets:
 - name: FLOWFLEET_TLS_NAME
   value: {{ .Values.tls.name }}
 {{- end }}
+{{- with .Values.traces }}
+{{- if .endpoint }}
+- {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: {{ quote .endpoint }}}
+- {name: OTEL_EXPORTER_OTLP_PROTOCOL, value: {{ quote .protocol }}}
+- {name: OTEL_RESOURCE_ATTRIBUTES, value: "k8s.pod.name=$(POD_NAME),k8s.namespace.name=$(POD_NAMESPACE)"}
+{{- with .env }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+{{- end }}
 {{- end }}
 
 {{/* Whether a Secret has an entry for each kind of service: "true" or "". Generated ones have. (its values) */}}

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import APIRouter, Header, Path, Query, Request, Response
+from fastapi.responses import RedirectResponse
 
 from flowfleet.client.overview import JobRow
 from flowfleet.client.types import JobStatus
-from flowfleet.errors import Unavailable
+from flowfleet.errors import NotFound, Unavailable
+from flowfleet.process.traces import StepIds
 from services.controller.api import admission as checks
 from services.controller.api.body import read_object
-from services.controller.api.dependencies import JobId, Limit, Page, Services, Use, Who
+from services.controller.api.dependencies import JobId, KnownJobId, Limit, Page, Services, Use, Who
 from services.controller.store.records import Action, JobRecord
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -58,6 +60,14 @@ async def list_jobs(
 @router.get("/{job_id}")
 async def show_job(job_id: JobId, use: Use) -> JobRecord:
     return (await _shown([await use.store.get(job_id)], use))[0]
+
+
+@router.get("/{job_id}/steps/{step}/trace", status_code=307, response_class=RedirectResponse)
+async def trace(job_id: KnownJobId, step: Annotated[int, Path(ge=0, le=10_000_000)], use: Use) -> str:
+    """Leads to the trace of a training step, in the tool that the operator named."""
+    if not use.settings.trace_url:
+        raise NotFound("this controller has no address of traces: set FLOWFLEET_TRACE_URL")
+    return use.settings.trace_url.replace("{trace_id}", StepIds.of(job_id, step).trace_hex)
 
 
 @router.delete("/{job_id}", status_code=202)
@@ -113,11 +123,14 @@ async def _request(job_id: str, use: Use, action: Action) -> JobRecord:
 
 
 async def _shown(records: Sequence[JobRecord], use: Services) -> list[JobRecord]:
-    """The jobs as stored, except for two reasons that Redis does not hold: it accepts no writes, and a job waits behind
-    others of its pool."""
+    """The jobs as stored, with the places of their traces, except for two reasons that Redis does not hold: it accepts
+    no writes, and a job waits behind others of its pool."""
     queued = any(record.status is JobStatus.QUEUED for record in records)
     rows = await use.feed.waiting() if queued else {}
-    return [_with_reason(record, use.runner.trouble, rows.get(record.id)) for record in records]
+    told = [_with_reason(record, use.runner.trouble, rows.get(record.id)) for record in records]
+    if not use.settings.trace_url:
+        return told
+    return [one.model_copy(update={"trace_url": f"/v1/jobs/{one.id}/steps/{{step}}/trace"}) for one in told]
 
 
 def _with_reason(record: JobRecord, trouble: str, row: JobRow | None) -> JobRecord:
