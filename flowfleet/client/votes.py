@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -47,6 +48,16 @@ class Vote(Ballot):
     def better(self) -> int | None:
         """Index of the better sample; None for a tie, and where neither is good."""
         return {"left": self.left, "right": self.right}.get(self.choice)
+
+
+def counted(votes: Sequence[Vote]) -> list[Vote]:
+    """The votes without those by which a voter repeats a pair, which measure the voter alone."""
+    seen, found = set[tuple[str, tuple[int, int]]](), list[Vote]()
+    for vote in votes:
+        if (vote.voter, vote.pair) not in seen:
+            seen.add((vote.voter, vote.pair))
+            found.append(vote)
+    return found
 
 
 class VoteSample(Answer):

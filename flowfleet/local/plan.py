@@ -160,7 +160,9 @@ def make_plan(
     rollouts = [
         _rollout(index, options, free, env["rollout"], placement.of_rollout(index)) for index in range(options.replicas)
     ]
-    rewards = [_reward(reward, options, free, env["reward"]) for reward in _own_rewards(options)]
+    url = f"http://{HOST}:{options.port or controller_port}"
+    of_rewards = env["reward"] | {"FLOWFLEET_URL": url}
+    rewards = [_reward(reward, options, free, of_rewards) for reward in _own_rewards(options)]
     addresses = {reward.name.removeprefix("reward-"): reward.address for reward in rewards}
     addresses |= {reward.name: reward.address for reward in map(parse_reward, options.rewards) if reward.address}
     controller = _controller(options, options.port or controller_port, addresses, placement.trainer, env["controller"])

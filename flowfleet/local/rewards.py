@@ -24,6 +24,7 @@ SCORERS = (
     "diversity",
     "http",
     "python",
+    "human",
     "clip",
     "pickscore",
     "hps",
@@ -33,6 +34,9 @@ SCORERS = (
     "pyiqa",
     "image_reward",
     "hpsv3",
+    "exact_match",
+    "multiple_choice",
+    "math",
     "vlm",
     "vlm_ocr",
 )

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from flowfleet.client.votes import Vote, VoteGroup
+from flowfleet.client.votes import Vote, VoteGroup, counted
 
 CHECK_SHARE = 0.1
 """Share of pairs that are shown again to measure voters."""
@@ -29,16 +29,6 @@ class Shown:
     group: VoteGroup
     left: int
     right: int
-
-
-def counted(votes: Sequence[Vote]) -> list[Vote]:
-    """The votes without those by which a voter repeats a pair, which measure the voter alone."""
-    seen, found = set[tuple[str, Pair]](), []
-    for vote in votes:
-        if (vote.voter, vote.pair) not in seen:
-            seen.add((vote.voter, vote.pair))
-            found.append(vote)
-    return found
 
 
 def is_complete(samples: Sequence[int], votes: Sequence[Vote], wanted: int) -> bool:

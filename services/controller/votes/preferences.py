@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from flowfleet.client.votes import VoteGroup
-from services.controller.votes.pairing import Pair, counted
+from flowfleet.client.votes import VoteGroup, counted
+from services.controller.votes.pairing import Pair
 
 
 def preferred(group: VoteGroup) -> Iterator[tuple[int, int, int]]:

@@ -6,8 +6,8 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from flowfleet.client.votes import RewardAgreement, Vote, VoteGroup, Voter, VoteReport
-from services.controller.votes.pairing import counted, lacking
+from flowfleet.client.votes import RewardAgreement, Vote, VoteGroup, Voter, VoteReport, counted
+from services.controller.votes.pairing import lacking
 
 LOW, ENOUGH = 0.6, 10
 """A voter with a consistency below `LOW` over `ENOUGH` repeats is named: by chance two equal answers of three come in a

@@ -17,6 +17,7 @@ SCORERS: Final[Mapping[str, str]] = {
     "diversity": "diversity",
     "http": "http_scorer",
     "python": "python_function",
+    "human": "human",
     "clip": "networks.clip_models",
     "pickscore": "networks.clip_models",
     "hps": "networks.clip_models",

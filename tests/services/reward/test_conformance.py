@@ -57,6 +57,15 @@ def test_a_scorer_keeps_the_contract(name: str, settings: dict[str, Any], tmp_pa
 
 
 @pytest.mark.long
+def test_the_reward_of_people_keeps_the_contract_while_all_scores_are_pending(tmp_path: Path) -> None:
+    with reward_process(tmp_path, "--scorer", "human", "--set", "url=http://127.0.0.1:1") as service:
+        report = conformance.run(f"grpc://{service.address}", OPTIONS)
+    assert report.failed == [], report.text()
+    assert report.result("pending").status is conformance.Status.PASS
+    assert report.result("broken media").status is conformance.Status.PASS
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "answer", "params"),
     [("exact_match", "a", {"after": "answer is"}), ("multiple_choice", "A", {}), ("math", "7", {})],

@@ -23,6 +23,7 @@ from flowfleet.client.votes import (
     VoteQueue,
     VoteReport,
     VoteSide,
+    counted,
 )
 from flowfleet.data.blobs import BlobStore
 from flowfleet.errors import Conflict, InvalidRequest, NotFound
@@ -36,7 +37,7 @@ from services.controller.rewards.composition import weight_at
 from services.controller.store.records import from_epoch, reward_set
 from services.controller.store.sample_refs import SampleRefs
 from services.controller.store.samples import media_ref
-from services.controller.votes.pairing import Shown, counted, lacking, next_pairs
+from services.controller.votes.pairing import Shown, lacking, next_pairs
 from services.controller.votes.preferences import preferred
 from services.controller.votes.report import Scores, report
 
