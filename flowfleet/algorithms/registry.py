@@ -57,6 +57,8 @@ class Loss:
     """Reads the old policy's means, which rollouts do not store."""
     needs_gaussian: bool = False
     """Its formula holds for Gaussian log-probs alone, so not with `cps`."""
+    by_sequence: bool = False
+    """Has one ratio for all tokens of a sequence."""
     needs_pairs: bool = False
     """Trains on pairs of a better and a worse sample, by one noise each."""
     needs_groups: bool = False

@@ -18,6 +18,7 @@ for _loss in (
         "sequence",
         reads=_READS,
         defaults={"clip_range": 4e-4, "clip_range_low": 3e-4, "algorithm.correction.level": "sequence", **_COMMON},
+        by_sequence=True,
     ),
     Loss(
         "grpo",

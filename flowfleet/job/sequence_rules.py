@@ -91,7 +91,7 @@ def _algorithm(job: JobSpec) -> Iterator[str]:
             'algorithm.correction.normalize = "batch" is offered for flows alone: set it to "none"; '
             "algorithm.correction.level chooses between tokens and sequences"
         )
-    if part.correction.mode != "none" and part.correction.level == "step" and "aggregation" not in job.loss.reads:
+    if part.correction.mode != "none" and part.correction.level == "step" and job.loss.by_sequence:
         yield (
             f'algorithm.correction.level = "step" weighs tokens, and algorithm.loss = {job.loss.name} has one ratio a '
             'sequence: set it to "sequence"'

@@ -36,7 +36,8 @@ USUAL_PARTS: Parts = {
     "vae": ("vae",),
 }
 
-_FILE = "diffusion_pytorch_model.safetensors"
+WEIGHTS_STEM = "diffusion_pytorch_model"
+"""Name of a component's weights, before the number of a file and its suffix."""
 _PICKLES = ("*pytorch_model*.bin", "*pytorch_model*.pt", "*.pth", "*.ckpt")
 _DTYPE_KEYWORD = "dtype" if Version(diffusers.__version__) >= Version("0.42") else "torch_dtype"
 
@@ -153,16 +154,17 @@ def component_config(component_class: Any, path: str | Path, folder: str) -> dic
     return defaults | config
 
 
-def weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path, stem: str = WEIGHTS_STEM) -> list[Path]:
     """The safetensors files of a component in a checkpoint: one, or those that its index names. They may be missing.
+    `stem` is "model" in folders of transformers.
 
     Raises:
         ValueError: an index that cannot be read, or weights that are pickles.
     """
     refuse_pickles([folder])
-    index = folder / f"{_FILE}.index.json"
+    index = folder / f"{stem}.safetensors.index.json"
     if not index.is_file():
-        return [folder / _FILE]
+        return [folder / f"{stem}.safetensors"]
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         return [folder / name for name in sorted(names)]

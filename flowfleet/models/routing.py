@@ -42,7 +42,7 @@ class Routing:
         if len(given) < len(lengths):
             raise ValueError("some sequences have routed_experts and some have none: record those of all or of none")
         for experts, length in zip(given, lengths, strict=True):
-            self._check(experts, length)
+            self.check(experts, length)
         device = self._routers[0].weight.device
         self._replayed = torch.cat(given).long().to(device)
 
@@ -55,7 +55,8 @@ class Routing:
         finally:
             self._records = None
 
-    def _check(self, experts: Tensor, length: int) -> None:
+    def check(self, experts: Tensor, length: int) -> None:
+        """Raises ValueError for experts that do not fit the model or `length` input tokens."""
         if not self._routers:
             raise ValueError("the trajectory has routed_experts, and this model has no experts")
         router = self._routers[0]

@@ -74,6 +74,9 @@ class SequenceAdapter(ABC):
     lora_targets: ClassVar[tuple[str, ...]]
     """Module names that a LoRA adapts by default, as PEFT's `target_modules`."""
 
+    max_sequence_length: ClassVar[None] = None
+    """Prompts keep their own length; `rollout.sequence.max_prompt_tokens` limits it."""
+
     dtype: torch.dtype
     device: torch.device
 
@@ -164,6 +167,11 @@ class SequenceAdapter(ABC):
     def text(self, token_ids: Tensor) -> str:
         """What was written, without special tokens."""
         return str(self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Tokens that the model knows; ids are below."""
+        return int(self.transformer.get_input_embeddings().num_embeddings)
 
     def log_probs(self, sequences: Sequence[Tokens], *, temperature: float) -> Tensor:
         """(sum of all T,) float32 on the device, with gradient: log-probs of the written tokens, sequence after

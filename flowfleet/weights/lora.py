@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from diffusers.utils import recurse_remove_peft_layers
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError
@@ -81,7 +82,12 @@ def remove_lora(experts: Experts) -> None:
     """Takes the adapter out again."""
     for transformer in experts.values():
         adapted: Any = transformer
-        adapted.unload_lora()
+        if hasattr(adapted, "unload_lora"):
+            adapted.unload_lora()
+            continue
+        recurse_remove_peft_layers(adapted)  # a model of transformers, which has no such method
+        del adapted.peft_config
+        adapted._hf_peft_config_loaded = False
 
 
 def named_adapter_parameters(experts: Experts) -> dict[str, nn.Parameter]:

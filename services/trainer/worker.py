@@ -38,8 +38,9 @@ from services.trainer.model.engine import Engine
 from services.trainer.model.gather import Gather
 from services.trainer.parallel.ranks import Ranks
 from services.trainer.record import Record
-from services.trainer.step.batches import Update, plan_passes
-from services.trainer.step.inputs import Batch, StepReader
+from services.trainer.step.batches import Update
+from services.trainer.step.inputs import Batch
+from services.trainer.step.kinds import Reader, step_kind
 from services.trainer.step.mfu import Mfu
 from services.trainer.step.requests import check_request, pairs_of
 from services.trainer.step.update import StepTrainer
@@ -87,7 +88,7 @@ class Job:
     job_id: str
     spec: JobSpec
     engine: Engine
-    reader: StepReader
+    reader: Reader
     checkpoints: Checkpoints
     record: Record
     mfu: Mfu
@@ -161,7 +162,8 @@ class Worker:
             if not sample_keys:
                 return self._passed_over(job, request)
             pairs = pairs_of(request, job.spec)
-            plan = plan_passes(sample_keys, job.spec, request.step, self.ranks.world_size, pairs=pairs)
+            place = request.step, self.ranks.world_size
+            plan = step_kind(job.spec).plan(request.samples, sample_keys, pairs, job.spec, place)
             with self.ranks.beats.phase(Phase.OUTSIDE):
                 job.reader.read(request, plan[0], self.ranks.rank)
             batches = self._batches(job, plan[0])
@@ -285,7 +287,7 @@ class Worker:
             if not name and engine.spec.trainer.resume is not None:
                 checkpoints.start_from(engine, Path(engine.spec.trainer.resume))
         log.info("configured at version %d", record.applied, extra={"job": request.job_id})
-        reader = StepReader(engine.adapter, engine.spec, self._blobs, self.ranks.beats.beat)
+        reader = step_kind(engine.spec).reader(engine.adapter, engine.spec, self._blobs, self.ranks.beats.beat)
         mfu = Mfu(engine.spec, self.ranks)
         return Job(request.job_id, engine.spec, engine, reader, checkpoints, record, mfu, name)
 

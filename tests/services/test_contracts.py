@@ -7,28 +7,37 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from flowfleet.algorithms.registry import ALGORITHMS
+from flowfleet.algorithms.registry import ALGORITHMS, LOSSES
 from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.prompts.prompt import Prompt
-from flowfleet.proto import common_pb2
+from flowfleet.proto import common_pb2, rollout_pb2
+from flowfleet.redis import keys
+from flowfleet.seeds import sample_seed
+from services.controller.job import events as ev
 from services.controller.job import requests
 from services.controller.job.batch import Scored
 from services.controller.job.credit import credits_of
 from services.controller.rewards.composition import PREFERENCE
+from services.controller.rewards.plane import SampleScore
 from services.rollout.sampling.requests import generation_request
 from services.trainer.step.requests import check_request, pairs_of
 
+FLOWS = sorted(name for name, known in ALGORITHMS.items() if LOSSES[known.loss].kind != "sequence")
+SEQUENCES = sorted(ALGORITHMS.keys() - set(FLOWS))
 SIZE: dict[str, Any] = {"height": 32, "width": 48, "num_frames": 5}
 BLOB = common_pb2.BlobRef(uri="redis:x", size_bytes=1, sha256="00")
 
 
 def spec_of(name: str) -> JobSpec:
     group_size = 2 if ALGORITHMS[name].data == "preferences" else 4
-    rollout = {**SIZE, "prompts_per_step": 3, "group_size": group_size, "guidance_scale": 2.0}
+    rollout: dict[str, Any] = {"prompts_per_step": 3, "group_size": group_size}
+    if name in FLOWS:
+        rollout |= {**SIZE, "guidance_scale": 2.0, "embedded_guidance": 0.0}
     job = {"model": {"path": "m"}, "rewards": {"ocr": {}}, "data": {"train": "t.jsonl"}}
-    return parse_job({**job, "algorithm": {"name": name}, "rollout": rollout | {"embedded_guidance": 0.0}})
+    return parse_job({**job, "algorithm": {"name": name}, "rollout": rollout})
 
 
 class Samples:
@@ -39,8 +48,9 @@ class Samples:
 
     def _sample(self, group: int, index: int) -> common_pb2.Sample:
         place = common_pb2.SampleId(job_id="job", step=2, group=group, index=index)
+        tokens: dict[str, Any] = {"num_tokens": 5, "prompt_tokens": 3}
         return common_pb2.Sample(
-            id=place, sde_steps=[1, 2], trajectory=BLOB, prompt_embeds=BLOB, negative_embeds=BLOB, **SIZE
+            **tokens, id=place, sde_steps=[1, 2], trajectory=BLOB, prompt_embeds=BLOB, negative_embeds=BLOB, **SIZE
         )
 
 
@@ -49,7 +59,7 @@ def context(spec: JobSpec) -> Any:
     return SimpleNamespace(job_id="job", spec=spec, prompts=lambda step: prompts, refs=Samples())
 
 
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+@pytest.mark.parametrize("name", FLOWS)
 def test_a_rollout_takes_what_the_controller_asks_for(name: str) -> None:
     spec = spec_of(name)
     wanted = {group: list(range(spec.rollout.group_size)) for group in (0, 2)}
@@ -75,6 +85,71 @@ def test_more_samples_of_a_held_out_prompt_leave_the_first_as_it_was() -> None:
     (three,) = generation_request(requests.validate(context(parse_job(data)), 0, 4, [Prompt("a")])).groups
     assert (three.indices, three.seeds[0]) == ((0, 1, 2), one.seeds[0])
     assert len(set(three.seeds)) == 3
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_a_model_that_writes_text_is_asked_for_tokens_and_for_nothing_of_a_flow(name: str) -> None:
+    data = spec_of(name).model_dump(mode="json")
+    asked = {"max_tokens": 9, "temperature": 0.5, "top_p": 0.9, "stop": ["END"], "max_prompt_tokens": 7}
+    data["rollout"]["sequence"] = {**asked, "validation_temperature": 0.25, "routed_experts": True}
+    spec = parse_job(data)
+    wire = requests.generate(context(spec), 2, {0: [0, 1], 2: [3]})
+    assert wire.record == common_pb2.RECORD_TOKENS
+    assert wire.sampling == rollout_pb2.Sampling(
+        sequence=rollout_pb2.SequenceSampling(**asked, routed_experts=True)  # type: ignore[arg-type]
+    )
+    assert (wire.HasField("noise"), wire.reference_kl) == (False, False)
+    assert [(group.group, [*group.indices]) for group in wire.groups] == [(0, [0, 1]), (2, [3])]
+    held_out = requests.validate(context(spec), 2, 5, [Prompt("a")])
+    assert held_out.sampling.sequence == rollout_pb2.SequenceSampling(**{**asked, "temperature": 0.25})  # type: ignore[arg-type]
+    assert held_out.record == common_pb2.RECORD_UNSPECIFIED
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, ""),
+        ({"num_tokens": 10}, "its number of tokens is 10, asked for was 9"),
+        ({"num_tokens": 0}, "its number of tokens is 0, asked for was 1"),
+        ({"prompt_tokens": 8}, "its number of prompt tokens is 8, asked for was 7"),
+        ({"media_type": "image/png"}, "its media type is image/png, asked for was text/plain"),
+    ],
+)
+def test_a_text_that_is_not_as_it_was_asked_for_is_told(changes: dict[str, Any], problem: str) -> None:
+    data = spec_of("gspo").model_dump(mode="json")
+    data["rollout"]["sequence"] = {"max_tokens": 9, "max_prompt_tokens": 7}
+    spec = parse_job(data)
+    job = context(spec)
+    job.machine, job.blobs = SimpleNamespace(steps=9), SimpleNamespace(uri=lambda key: f"redis:{key}")
+    blob = common_pb2.BlobRef(uri=f"redis:{keys.blob('job')}x", size_bytes=1)
+    place = common_pb2.SampleId(job_id="job", step=2, group=0, index=1)
+    facts = {"num_tokens": 9, "prompt_tokens": 7, "media_type": "text/plain", **changes}
+    sample = common_pb2.Sample(
+        id=place, seed=sample_seed(spec.seed, 2, 0, 1), trajectory=blob, prompt_embeds=blob, media=blob, **facts
+    )
+    assert requests.misfit(job, sample) == problem
+
+
+def test_length_costs_only_where_it_is_asked_for() -> None:
+    """DAPO's penalty is subtracted before advantages are taken: equal rewards differ by their lengths."""
+    data = spec_of("dapo").model_dump(mode="json")
+    data["rollout"]["sequence"] = {"max_tokens": 100}
+    spec = parse_job(data)
+    verdict = SampleScore(1.0, rewards={"ocr": 1.0})
+    scored = []
+    for index, num_tokens in enumerate((10, 80, 90, 100)):
+        sample = common_pb2.Sample(id=common_pb2.SampleId(index=index), num_tokens=num_tokens)
+        fact = requests.scored_or_dropped(spec, sample, verdict)
+        assert isinstance(fact, ev.Scored)
+        scored.append(Scored(0, index, fact.score, fact.scores))
+    credits, _ = credits_of(spec, spec.rewards, 0, scored)
+    rewards = np.array([1.0, 1.0, 0.5, 0.0])
+    expected = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+    np.testing.assert_allclose([credit.advantage for credit in credits], expected, rtol=1e-6)
+    assert [credit.reward for credit in credits] == [1.0] * 4
+    fact = requests.scored_or_dropped(spec_of("gspo"), sample, verdict)
+    assert isinstance(fact, ev.Scored)
+    assert fact.scores == {"ocr": 1.0}
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))

@@ -12,6 +12,7 @@ from flowfleet.algorithms.preferences import make_pairs
 from flowfleet.job.drop_reasons import DropReason
 from flowfleet.job.spec import JobSpec, RewardPart
 from services.controller.job.batch import Scored
+from services.controller.job.policies import OVERLONG
 from services.controller.prompts.mixture import Mixture
 from services.controller.rewards.composition import PREFERENCE, Columns, columns
 
@@ -47,6 +48,8 @@ def credits_of(
     counted = _columns(spec, rewards, step, scored)
     if part.kl_reward:
         counted = counted.with_column(_KL, [sample.reference_kl for sample in scored], -part.kl_reward)
+    if part.overlong_share:
+        counted = counted.with_column(OVERLONG, [sample.scores.get(OVERLONG, 0.0) for sample in scored], -1.0)
     values, stats = combined_advantages(
         counted.values,
         counted.weights,

@@ -150,7 +150,7 @@ class TrainingStep:
         else:
             verdicts = await self.job.scoring.score(samples, [prompt] * len(samples), rewards, step)
         await self.job.reports.scored(samples, [prompt] * len(samples), verdicts)
-        facts = [requests.scored_or_dropped(*pair) for pair in zip(samples, verdicts, strict=True)]
+        facts = [requests.scored_or_dropped(self.job.spec, *pair) for pair in zip(samples, verdicts, strict=True)]
         if any(isinstance(fact, ev.Dropped) for fact in facts) and await self.job.scoring.group_rewards(rewards):
             # disables refilling: a replacement would be scored outside its group
             facts = [f.model_copy(update={"refill": False}) if isinstance(f, ev.Dropped) else f for f in facts]

@@ -9,7 +9,6 @@ the adapters or everything, has fp32 masters that FSDP casts to `model.dtype` fo
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -19,13 +18,11 @@ import torch
 from torch import Tensor
 
 from flowfleet import hub
-from flowfleet.algorithms.coarse import check_noise
-from flowfleet.algorithms.losses import limits
 from flowfleet.hardware import devices
 from flowfleet.job.spec import JobSpec
 from flowfleet.models.base import ModelAdapter, Schedule
 from flowfleet.models.empty import cast_persistent_buffers
-from flowfleet.models.registry import adapter_for
+from flowfleet.models.registry import family_of
 from flowfleet.planning.replicas import replicates
 from flowfleet.process.service import usable_cpus
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
@@ -33,7 +30,8 @@ from flowfleet.quantization import layers
 from flowfleet.seeds import derive_seed
 from flowfleet.weights import lora, weights
 from services.trainer.model.gather import Gather
-from services.trainer.model.loading import CheckpointSource, DummySource, Source, fill, fill_parameter
+from services.trainer.model.kinds import model_kind
+from services.trainer.model.loading import DummySource, Source, fill, fill_parameter
 from services.trainer.model.policies import Policies, Policy
 from services.trainer.model.warm_start import WarmStart, open_adapter
 from services.trainer.optim.adamw import ShardedAdamW
@@ -74,14 +72,13 @@ class Engine:
             layers.require_fp8(ranks.device, self.dtype, "model.base = 'fp8'", emulated=True)
         load_dtype = self.dtype if self.is_lora else torch.float32
         self.folder = hub.pipeline(spec.model.path, ranks.beats.beat)
-        self.adapter = adapter_for(self.folder).load(
-            self.folder, dtype=load_dtype, device="cpu", components=("transformer",), load_format="empty"
+        self.adapter = (
+            family_of(self.folder)
+            .load()
+            .load(self.folder, dtype=load_dtype, device="cpu", components=("transformer",), load_format="empty")
         )
-        self.adapter.limit_tokens(spec.model.max_sequence_length)
-        num_elements = math.prod(self.adapter.latent_shape(spec.rollout.size))
-        limits(spec.algorithm, num_elements)
-        self.loss_scale = LossScale(num_elements, is_on=self.dtype == torch.float16)
-        check_noise(spec, self.schedule)
+        self._kind = model_kind(spec)
+        self.loss_scale = LossScale(self._kind.check(spec, self.adapter), is_on=self.dtype == torch.float16)
         self.experts = dict(self.adapter.experts)
         self._sources = {component: self.source(component) for component in self.experts}
         for component, expert in self.experts.items():
@@ -183,7 +180,7 @@ class Engine:
         model = self.spec.model
         if model.load_format == "dummy":
             return DummySource(component, self.ranks.device)
-        return CheckpointSource(self.folder / component)
+        return self._kind.source(self.adapter, self.folder, component)
 
     def _start_adapter(self) -> None:
         """What the job starts from; or every rank draws all of it and keeps its shards."""
@@ -201,7 +198,7 @@ def model_spec(spec: JobSpec) -> ModelSpec:
     """What replicas load. What is at its default is left out, so that a replica which has loaded the folder at its
     start has loaded the job's model."""
     model, rollout = spec.model, spec.rollout
-    is_usual = model.max_sequence_length == adapter_for(model.path).max_sequence_length
+    is_usual = model.max_sequence_length == family_of(model.path).load().max_sequence_length
     return ModelSpec(
         path=model.path,
         dtype=model.dtype,
@@ -215,7 +212,7 @@ def model_spec(spec: JobSpec) -> ModelSpec:
 def lora_spec(spec: JobSpec) -> LoraSpec:
     """LoRA settings, with the family's target modules if the job names none."""
     part, merged = spec.trainer.lora, spec.rollout.adapter == "merged"
-    targets = part.target_modules or adapter_for(spec.model.path).lora_targets
+    targets = part.target_modules or family_of(spec.model.path).load().lora_targets
     return LoraSpec(rank=part.rank, alpha=part.alpha, target_modules=targets, merged=merged)
 
 

@@ -64,7 +64,7 @@ class SharingEngine(DiffusersEngine):
                 'the device has no room for text encoder and VAE: set trainer.samples = "no", or what '
                 f"`flowfleet plan` advises ({error})"
             ) from None
-        bare = kind.load(model.path, dtype=dtype, components=("transformer",), load_format="empty")
+        bare: ModelAdapter = kind.load(model.path, dtype=dtype, components=("transformer",), load_format="empty")
         for component, expert in bare.experts.items():
             share(self._trained.experts[component], expert)
             setattr(adapter.pipeline, component, expert)

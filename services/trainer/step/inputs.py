@@ -25,7 +25,8 @@ from flowfleet.proto.common_pb2 import BlobRef, Sample
 from flowfleet.proto.trainer_pb2 import TrainSample, TrainStepRequest
 from services.trainer.step.batches import MicroBatch, Update
 
-_READERS = 8
+READERS = 8
+"""Threads that read blobs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,12 @@ class Batch:
     is_padding: bool
     advantages: Tensor
     """(B,) float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowBatch(Batch):
+    """What every forward of a flow takes."""
+
     prompts: PromptEmbeds
     """B rows."""
     negative: PromptEmbeds | None
@@ -44,7 +51,7 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepsBatch(Batch):
+class StepsBatch(FlowBatch):
     """Inputs with the W noisy steps of each sample, for policy losses."""
 
     latents: Tensor
@@ -56,7 +63,7 @@ class StepsBatch(Batch):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinalBatch(Batch):
+class FinalBatch(FlowBatch):
     """Inputs with each sample's final latents, for matching losses."""
 
     clean: Tensor
@@ -87,7 +94,7 @@ class StepReader:
         """Raises NotFound or DataLoss naming the first sample whose blob is gone or broken."""
         self._samples = request.samples
         rows = sorted({row for update in updates for batch in update.by_rank[rank] for row in batch.rows})
-        with ThreadPoolExecutor(_READERS, "blobs") as pool:
+        with ThreadPoolExecutor(READERS, "blobs") as pool:
             self._records = {}
             for row, record in zip(rows, pool.map(self._record, rows), strict=True):
                 self._records[row] = record
@@ -146,7 +153,7 @@ class StepReader:
 
     def _record(self, row: int) -> Trajectory | FinalLatents:
         sample = self._samples[row].sample
-        with _naming(sample):
+        with naming(sample):
             data = self._blobs.get(sample.trajectory)
             if not self._spec.records_steps:
                 final = FinalLatents.from_bytes(data)
@@ -177,12 +184,12 @@ class StepReader:
 
     def _text(self, wanted: tuple[int, BlobRef]) -> PromptEmbeds:
         row, ref = wanted
-        with _naming(self._samples[row].sample):
+        with naming(self._samples[row].sample):
             return EmbedsBlob.from_bytes(self._blobs.get(ref)).row()
 
 
 @contextmanager
-def _naming(sample: Sample) -> Iterator[None]:
+def naming(sample: Sample) -> Iterator[None]:
     """Puts the sample's name before the message of an error."""
     name = sample_name(sample.id)
     try:

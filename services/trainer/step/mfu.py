@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import torch
 
@@ -12,7 +13,7 @@ from flowfleet.job.spec import JobSpec
 from flowfleet.planning.flops import ModelFlops, model_flops
 from services.trainer.model.policies import needs_reference
 from services.trainer.parallel.ranks import Ranks
-from services.trainer.step.inputs import Batch
+from services.trainer.step.inputs import Batch, FlowBatch
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class Mfu:
     def _forwards(self, batches: Sequence[Batch], flops: Callable[[float], float]) -> float:
         """Forwards of this rank's rows, guidance included."""
         total = 0.0
-        for batch in batches:
+        for batch in cast(Sequence[FlowBatch], batches):
             if batch.is_padding:
                 continue
             each = flops(batch.prompts.embeds.shape[1])

@@ -10,12 +10,11 @@ from pathlib import Path
 from flowfleet.data.samples import sample_name
 from flowfleet.errors import InvalidRequest
 from flowfleet.job.spec import JobSpec
-from flowfleet.models.settings import Size
 from flowfleet.process.service import STATE_DIR
-from flowfleet.proto.common_pb2 import Sample
 from flowfleet.proto.trainer_pb2 import TrainSample, TrainStepRequest
 from flowfleet.redis.keys import check_job_id
 from services.trainer.step.batches import Key, Pair
+from services.trainer.step.kinds import step_kind
 
 
 def check_directory(directory: str, job_id: str) -> None:
@@ -70,29 +69,11 @@ def _pair(rows: list[int], samples: Sequence[TrainSample]) -> Pair:
 
 def _problem(item: TrainSample, request: TrainStepRequest, spec: JobSpec) -> str | None:
     """Why a sample cannot be trained on; None when it can."""
-    sample, rollout = item.sample, spec.rollout
+    sample = item.sample
     if sample.id.job_id != request.job_id:
         return f"it belongs to another job than {request.job_id}"
     if not math.isfinite(item.advantage):
         return f"its advantage is {item.advantage}: drop it"
     if not sample.HasField("trajectory") or not sample.HasField("prompt_embeds"):
         return "it carries no trajectory and prompt embeds: only samples for training do"
-    if rollout.guidance.is_on and not sample.HasField("negative_embeds"):
-        return "it carries no negative embeds, but the job samples with guidance"
-    size = Size(sample.height, sample.width, sample.num_frames)
-    if size != rollout.size:
-        return f"it has {_text(size)}, this job's have {_text(rollout.size)}"
-    return _steps_problem(sample, request.samples[0].sample, spec) if spec.records_steps else None
-
-
-def _steps_problem(sample: Sample, first: Sample, spec: JobSpec) -> str | None:
-    """Why the noisy steps of a sample cannot be trained on together with the first one's."""
-    steps, num_steps = list(sample.sde_steps), spec.rollout.num_inference_steps
-    if not steps or steps != list(first.sde_steps):
-        return f"noise entered at steps {steps}, at {list(first.sde_steps)} in the first: all must share them"
-    return None if steps[-1] < num_steps else f"noise entered at steps {steps} of {num_steps}"
-
-
-def _text(size: Size) -> str:
-    frames = "" if size.num_frames == 1 else f" in {size.num_frames} frames"
-    return f"{size.width}×{size.height} pixels{frames}"
+    return step_kind(spec).problem(sample, request.samples[0].sample, spec)

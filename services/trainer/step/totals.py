@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +14,19 @@ from flowfleet.algorithms.losses import Limits, RatioStats
 from flowfleet.process.telemetry import LOG_PROB_NOT_FINITE
 from services.trainer.optim.adamw import UpdateOutcome
 from services.trainer.parallel.ranks import Ranks
-from services.trainer.step.inputs import Batch, StepsBatch
+from services.trainer.step.inputs import Batch
+
+
+class Measured(Protocol):
+    """A batch whose log-probs the rollout stored."""
+
+    @property
+    def rows(self) -> tuple[int, ...]: ...
+    @property
+    def is_padding(self) -> bool: ...
+    @property
+    def rollout_log_probs(self) -> Tensor:
+        """(W, B)"""
 
 
 class Totals:
@@ -22,7 +35,7 @@ class Totals:
     def __init__(self, ranks: Ranks, num_steps: int, num_samples: int) -> None:
         """`num_steps`: noisy ones, 0 for losses that read none; `num_samples`: of the step, over all ranks."""
         self._ranks = ranks
-        self._shape = num_steps, num_samples
+        self.num_steps, self._num_samples = num_steps, num_samples
         self.limits: Limits | None = None
         """Limits of the loss on the ratio of log-probs; none if it limits something else."""
         self._gaps: list[tuple[int | slice, list[int], Tensor]] = []
@@ -32,7 +45,7 @@ class Totals:
         self._ratios: RatioStats | None = None
         self._outcomes: list[UpdateOutcome] = []
 
-    def add_gap(self, batch: StepsBatch, k: int | slice, log_probs: Tensor) -> None:
+    def add_gap(self, batch: Measured, k: int | slice, log_probs: Tensor) -> None:
         """Trainer's log-probs, (B,) or (W, B), of the policy before the step: how far are they from the rollout's?"""
         if batch.is_padding:
             return
@@ -90,9 +103,11 @@ class Totals:
     def _agreement(self) -> dict[str, float]:
         """exp(trainer - rollout) of every row that was measured; in deterministic mode exactly 1. Rows where it is no
         finite number are counted, and left out of the rest."""
-        if self._shape[0] == 0:
+        if self.num_steps == 0:
             return {}
-        gaps = torch.zeros(2, *self._shape, dtype=torch.float64)  # value, and whether it was measured
+        gaps = torch.zeros(
+            2, self.num_steps, self._num_samples, dtype=torch.float64
+        )  # value, and whether it was measured
         for k, columns, gap in self._gaps:
             gaps[0, k, columns] = gap.cpu().double()
             gaps[1, k, columns] = 1.0

@@ -16,9 +16,7 @@ from services.trainer.model.engine import Engine
 from services.trainer.step.batches import Update
 from services.trainer.step.inputs import Batch
 from services.trainer.step.learning_rate import learning_rate
-from services.trainer.step.objectives.base import Objective
-from services.trainer.step.objectives.matching import MatchingObjective
-from services.trainer.step.objectives.policy import PolicyObjective
+from services.trainer.step.objectives.registry import objective_of
 from services.trainer.step.totals import Totals
 
 Pass = tuple[Sequence[Update], Sequence[Sequence[Batch]]]
@@ -34,11 +32,7 @@ class StepTrainer:
         self._step = step
         self._totals = Totals(engine.ranks, len(sde_steps), num_samples)
         self._num_updates = 0
-        self._objective: Objective = (
-            PolicyObjective(engine, sde_steps, self._totals)
-            if engine.spec.records_steps
-            else MatchingObjective(engine, step, self._totals)
-        )
+        self._objective = objective_of(engine, step, sde_steps, self._totals)
 
     @property
     def num_rounds(self) -> int:

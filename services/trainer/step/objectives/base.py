@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flowfleet.process.telemetry import Timings
 from services.trainer.model.engine import Engine
-from services.trainer.step.inputs import Batch
+from services.trainer.step.inputs import Batch, FlowBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Objective(Protocol):
         """The forwards of an update of this pass, in order. They go through the same experts on every rank."""
 
 
-def velocity(engine: Engine, latents: Tensor, timestep: Tensor, batch: Batch) -> Tensor:
+def velocity(engine: Engine, latents: Tensor, timestep: Tensor, batch: FlowBatch) -> Tensor:
     """(B, *latent) float32 of the active policy, guided as the rollout's: it is the guided model that samples."""
     rollout = engine.spec.rollout
     engine.ranks.beats.beat()

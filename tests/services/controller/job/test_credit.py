@@ -168,11 +168,11 @@ def test_an_old_ledger_knows_sums_alone() -> None:
 @pytest.mark.parametrize("kl", [float("inf"), float("nan"), 1e300])
 def test_a_kl_that_no_variance_can_be_made_of_drops_its_sample(kl: float) -> None:
     sample = common_pb2.Sample(id=common_pb2.SampleId(step=3, group=1, index=2), reference_kl=kl)
-    fact = requests.scored_or_dropped(sample, SampleScore(1.0))
+    fact = requests.scored_or_dropped(spec_of({}, {"ocr": {}}), sample, SampleScore(1.0))
     assert isinstance(fact, ev.Dropped)
     assert (fact.step, fact.group, fact.index, fact.reason) == (3, 1, 2, "non_finite_reference_kl")
     sample.reference_kl = 0.5
-    fact = requests.scored_or_dropped(sample, SampleScore(1.0))
+    fact = requests.scored_or_dropped(spec_of({}, {"ocr": {}}), sample, SampleScore(1.0))
     assert isinstance(fact, ev.Scored)
     assert fact.reference_kl == 0.5
 

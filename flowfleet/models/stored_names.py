@@ -1,0 +1,45 @@
+"""Names of a transformers model's tensors in its files, where they differ from those of its parameters.
+
+A mixture's experts are stored one by one and are two tensors a layer in the model: `gate_up_proj` (experts, 2 width,
+hidden) and `down_proj` (experts, hidden, width). An output layer that is tied to the embeddings is not stored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from torch import Tensor
+
+_FUSED: Final = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
+_PARTS: Final = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A parameter of all experts of a layer."""
+
+    prefix: str
+    parts: tuple[str, ...]
+
+    def of(self, expert: int) -> list[str]:
+        """Stored names of an expert's tensors, in the order in which its rows have them."""
+        return [f"{self.prefix}.{expert}.{part}.weight" for part in self.parts]
+
+
+def fused(name: str) -> Fused | None:
+    """How a parameter's experts are stored; None for any other parameter."""
+    found = _FUSED.fullmatch(name)
+    return Fused(found[1], _PARTS[found[2]]) if found else None
+
+
+def stored(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A parameter as it is written to files."""
+    layout = fused(name)
+    if layout is None:
+        yield name, tensor
+        return
+    for expert, rows in enumerate(tensor):
+        yield from zip(layout.of(expert), rows.chunk(len(layout.parts)), strict=True)

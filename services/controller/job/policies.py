@@ -1,0 +1,142 @@
+"""What a job asks of rollouts, by the kind of its policy: a flow, or a model that writes text. Pure.
+
+`requests.py` puts it into whole requests, the same for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from flowfleet.algorithms.overlong import overlong_penalty
+from flowfleet.algorithms.registry import LossKind
+from flowfleet.algorithms.windows import noisy_steps, trained_steps
+from flowfleet.job.spec import JobSpec
+from flowfleet.proto import common_pb2, rollout_pb2
+
+OVERLONG = "/overlong"
+"""Name of a text's length penalty among its scores; no reward can have this name."""
+
+Fact = tuple[str, object, object]
+"""What it is of, what a sample says, and what was asked for."""
+
+
+class Policy(Protocol):
+    """One kind."""
+
+    def trained(self, spec: JobSpec, step: int) -> rollout_pb2.GenerateRequest:
+        """How training samples of a step are drawn and what is kept of them; the rest is left empty."""
+
+    def validated(self, spec: JobSpec) -> rollout_pb2.GenerateRequest:
+        """How held-out samples are drawn."""
+
+    def facts(self, spec: JobSpec, sample: common_pb2.Sample) -> list[Fact]:
+        """What a training sample must be like."""
+
+    def costs(self, spec: JobSpec, sample: common_pb2.Sample) -> dict[str, float]:
+        """What is kept among a sample's scores besides those of its rewards."""
+
+
+class FlowPolicy:
+    """See `Policy`. Noise enters at some steps of a schedule."""
+
+    def trained(self, spec: JobSpec, step: int) -> rollout_pb2.GenerateRequest:
+        noise = spec.rollout.noise
+        return rollout_pb2.GenerateRequest(
+            sampling=self._sampling(spec, spec.rollout.num_inference_steps, spec.rollout.sampler),
+            noise=rollout_pb2.Noise(
+                step_type=noise.type,
+                eta=noise.eta,
+                sde_steps=noisy_steps(spec, step),
+                recorded_steps=trained_steps(spec, step),
+                share_initial_noise=noise.share_initial_noise,
+                tail_steps=spec.rollout.tail_steps or 0,
+            ),
+            record=common_pb2.RECORD_STEPS if spec.records_steps else common_pb2.RECORD_FINAL,
+            reference_kl=spec.algorithm.kl_reward > 0,
+        )
+
+    def validated(self, spec: JobSpec) -> rollout_pb2.GenerateRequest:
+        steps = spec.schedule.validation_steps or spec.rollout.num_inference_steps
+        return rollout_pb2.GenerateRequest(
+            sampling=self._sampling(spec, steps, spec.schedule.validation_sampler or spec.rollout.sampler),
+            noise=rollout_pb2.Noise(step_type=spec.rollout.noise.type, eta=0.0),
+        )
+
+    def facts(self, spec: JobSpec, sample: common_pb2.Sample) -> list[Fact]:
+        rollout = spec.rollout
+        facts: list[Fact] = [("height", sample.height, rollout.height), ("width", sample.width, rollout.width)]
+        if spec.records_steps:
+            facts.append(("noisy steps", [*sample.sde_steps], [*trained_steps(spec, sample.id.step)]))
+        if spec.method.data == "prompts":
+            facts.append(("number of frames", sample.num_frames, rollout.num_frames))
+        return facts
+
+    def costs(self, spec: JobSpec, sample: common_pb2.Sample) -> dict[str, float]:
+        return {}
+
+    def _sampling(self, spec: JobSpec, num_inference_steps: int, sampler: str) -> rollout_pb2.Sampling:
+        return rollout_pb2.Sampling(
+            height=spec.rollout.height,
+            width=spec.rollout.width,
+            num_inference_steps=num_inference_steps,
+            guidance_scale=spec.rollout.guidance_scale,
+            negative_prompt=spec.rollout.negative_prompt,
+            num_frames=spec.rollout.num_frames,
+            embedded_guidance=spec.rollout.embedded_guidance,
+            condition_pixels=spec.rollout.condition_pixels or 0,
+            sampler="" if sampler == "euler" else sampler,
+            shift=spec.rollout.shift,
+        )
+
+
+class SequencePolicy:
+    """See `Policy`. Tokens are drawn one after the other."""
+
+    def trained(self, spec: JobSpec, step: int) -> rollout_pb2.GenerateRequest:
+        part = spec.rollout.sequence
+        sampling = self._sampling(spec, part.temperature)
+        sampling.sequence.routed_experts = part.routed_experts
+        return rollout_pb2.GenerateRequest(sampling=sampling, record=common_pb2.RECORD_TOKENS)
+
+    def validated(self, spec: JobSpec) -> rollout_pb2.GenerateRequest:
+        return rollout_pb2.GenerateRequest(sampling=self._sampling(spec, spec.rollout.sequence.validation_temperature))
+
+    def facts(self, spec: JobSpec, sample: common_pb2.Sample) -> list[Fact]:
+        """Lengths are within limits, since the trainer packs by them."""
+        part = spec.rollout.sequence
+        return [
+            ("number of tokens", sample.num_tokens, min(max(sample.num_tokens, 1), part.max_tokens)),
+            ("number of prompt tokens", sample.prompt_tokens, self._allowed(sample.prompt_tokens, spec)),
+            ("media type", sample.media_type, "text/plain"),
+        ]
+
+    def costs(self, spec: JobSpec, sample: common_pb2.Sample) -> dict[str, float]:
+        share = spec.algorithm.overlong_share
+        penalty = overlong_penalty(sample.num_tokens, spec.rollout.sequence.max_tokens, share)
+        return {OVERLONG: penalty} if share else {}
+
+    def _allowed(self, num_tokens: int, spec: JobSpec) -> int:
+        most = spec.rollout.sequence.max_prompt_tokens
+        return max(1, num_tokens if most is None else min(num_tokens, most))
+
+    def _sampling(self, spec: JobSpec, temperature: float) -> rollout_pb2.Sampling:
+        part = spec.rollout.sequence
+        return rollout_pb2.Sampling(
+            sequence=rollout_pb2.SequenceSampling(
+                max_tokens=part.max_tokens,
+                temperature=temperature,
+                top_p=part.top_p,
+                stop=part.stop,
+                max_prompt_tokens=part.max_prompt_tokens or 0,
+            )
+        )
+
+
+_FLOW = FlowPolicy()
+_KINDS: Mapping[LossKind, Policy] = {"policy": _FLOW, "matching": _FLOW, "sequence": SequencePolicy()}
+
+
+def policy_of(spec: JobSpec) -> Policy:
+    """The kind that the job's loss trains."""
+    return _KINDS[spec.loss.kind]

@@ -1,0 +1,116 @@
+"""What the engine does differently for a flow and for a model that writes text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from flowfleet.algorithms.coarse import check_noise
+from flowfleet.algorithms.losses import limits
+from flowfleet.algorithms.registry import LossKind
+from flowfleet.job.spec import JobSpec
+from flowfleet.models.base import ModelAdapter
+from flowfleet.models.sequences import SequenceAdapter
+from flowfleet.models.stored_names import fused
+from services.trainer.model.loading import CheckpointSource, persistent
+
+
+class ModelKind(Protocol):
+    """One kind."""
+
+    def check(self, spec: JobSpec, adapter: Any) -> int:
+        """Elements that a log-prob is a mean over. Raises ValueError for settings that do not fit the model."""
+
+    def source(self, adapter: Any, folder: Path, component: str) -> CheckpointSource:
+        """The stored weights of a component."""
+
+
+class FlowModel:
+    """See `ModelKind`. The folder is a pipeline of diffusers."""
+
+    def check(self, spec: JobSpec, adapter: ModelAdapter) -> int:
+        adapter.limit_tokens(spec.model.max_sequence_length)
+        num_elements = math.prod(adapter.latent_shape(spec.rollout.size))
+        limits(spec.algorithm, num_elements)
+        rollout = spec.rollout
+        check_noise(spec, adapter.schedule(rollout.num_inference_steps, rollout.size, rollout.shift))
+        return num_elements
+
+    def source(self, adapter: ModelAdapter, folder: Path, component: str) -> CheckpointSource:
+        return CheckpointSource(folder / component)
+
+
+class SequenceModel:
+    """See `ModelKind`. The folder is a model of transformers."""
+
+    def check(self, spec: JobSpec, adapter: SequenceAdapter) -> int:
+        """Refuses to train an output layer that is tied to the embeddings, because it is a tensor of its own here."""
+        if spec.trainer.mode == "full" and adapter.transformer.config.get_text_config().tie_word_embeddings:
+            raise ValueError(
+                'trainer.mode = "full" would pull the output layer of this model apart from its embeddings, to which '
+                'it is tied (tie_word_embeddings): set trainer.mode = "lora"'
+            )
+        if spec.rollout.sequence.routed_experts and not adapter.routing.num_layers:
+            raise ValueError("rollout.sequence.routed_experts: this model has no experts: leave it out")
+        return 1
+
+    def source(self, adapter: SequenceAdapter, folder: Path, component: str) -> CheckpointSource:
+        return TransformersSource(folder)
+
+
+class TransformersSource(CheckpointSource):
+    """The safetensors of a transformers model; see flowfleet/models/stored_names.py."""
+
+    STEM = "model"
+
+    def check(self, expert: nn.Module) -> None:
+        """See `Source`."""
+        missing = [name for name, _ in persistent(expert) if ".lora_" not in name and not self._names(name)]
+        if missing:
+            raise ValueError(f"{self._folder} has no weights for {len(missing)} tensors, the first is {missing[0]}")
+        for name, tensor in persistent(expert):
+            if ".lora_" not in name and (shape := self._shape(name, tensor)) != tuple(tensor.shape):
+                raise ValueError(
+                    f"{name} in {self._folder} has shape {shape}, its configuration says {(*tensor.shape,)}"
+                )
+
+    def rows(self, name: str, shape: Sequence[int], rows: slice) -> Tensor:
+        """See `Source`. Of experts that are stored one by one, those of `rows` alone are read."""
+        layout = fused(name)
+        if name in self._places or layout is None:
+            return super().rows(self._names(name)[0], shape, rows)
+        experts = range(shape[0])[rows]
+        read = [torch.cat([self._tensor(part) for part in layout.of(expert)]) for expert in experts]
+        return torch.stack(read)
+
+    def _tensor(self, name: str) -> Tensor:
+        whole: Tensor = self._places[name].get_tensor(name)
+        return whole
+
+    def _names(self, name: str) -> list[str]:
+        """Stored names of a parameter, of one that all experts share those of the first; none where it is absent."""
+        layout = fused(name)
+        candidates = [name] if layout is None or name in self._places else layout.of(0)
+        if name == "lm_head.weight" and name not in self._places:  # tied: the embeddings
+            candidates = ["model.embed_tokens.weight"]
+        return candidates if all(one in self._places for one in candidates) else []
+
+    def _shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
+        shapes = [tuple(self._places[one].get_slice(one).get_shape()) for one in self._names(name)]
+        if name in self._places or fused(name) is None:
+            return shapes[0]
+        return (len(tensor), sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+
+_FLOW = FlowModel()
+_KINDS: Mapping[LossKind, ModelKind] = {"policy": _FLOW, "matching": _FLOW, "sequence": SequenceModel()}
+
+
+def model_kind(spec: JobSpec) -> ModelKind:
+    """That of the job's loss."""
+    return _KINDS[spec.loss.kind]

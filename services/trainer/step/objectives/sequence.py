@@ -1,0 +1,147 @@
+"""The objective of losses on tokens: on the log-probs of what the rollout wrote.
+
+Every forward is the adapter's `log_probs` on a packed row; one forward has all tokens of its sequences, so a correction
+at the level of sequences needs no pass of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+from flowfleet.algorithms.correction import Correction, correct
+from flowfleet.algorithms.losses import limits
+from flowfleet.algorithms.sequences import SequenceRows, divisors, reference_kl_k3
+from flowfleet.hardware import devices
+from flowfleet.models.sequences import MODEL, SequenceAdapter
+from flowfleet.process.telemetry import Timings
+from services.trainer.model.engine import Engine
+from services.trainer.model.policies import needs_reference
+from services.trainer.step.inputs import Batch
+from services.trainer.step.objectives.base import Forward
+from services.trainer.step.sequences import SequenceBatch
+from services.trainer.step.totals import Totals
+
+_Name = Literal["old", "reference"]
+
+
+class SequenceObjective:
+    """See `Objective`. A row is a sequence, in one round."""
+
+    num_rounds = 1
+
+    def __init__(self, engine: Engine, totals: Totals) -> None:
+        spec = engine.spec
+        self._engine, self._totals, self._spec, self._part = engine, totals, spec, spec.algorithm
+        self._adapter = cast(SequenceAdapter, engine.adapter)
+        self._loss = spec.loss.load()
+        self._limits = limits(spec.algorithm, 1)
+        totals.num_steps = 1
+        totals.limits = self._limits if spec.loss.by_sequence else None
+        self._batches: list[list[SequenceBatch]] = []
+        self._mean_lengths: list[float] = []
+        """Trained tokens per sequence of each update, over all ranks."""
+        self._known: dict[tuple[_Name, int], Tensor] = {}
+        """Log-probs of a row's trained tokens, computed before the step's first optimizer update."""
+        self._num_passes = 0
+
+    def prepare(self, batches: Sequence[Sequence[Batch]], timings: Timings) -> None:
+        """See `Objective`: log-probs of the reference, and old ones where an update's first forward does not give them.
+        A rank's sequences are the same in every pass, so that all is known after the first."""
+        self._batches = [[cast(SequenceBatch, batch) for batch in part] for part in batches]
+        self._mean_lengths = self._lengths()
+        self._num_passes += 1
+        if self._num_passes > 1:
+            return
+        if needs_reference(self._spec):
+            with timings("ref"), self._engine.policy("reference"):
+                self._add("reference", [batch for part in self._batches for batch in part])
+        late = [batch for number, part in enumerate(self._batches) for batch in part if self._needs_pass(number)]
+        if late:
+            with timings("old_log_prob"):
+                self._add("old", late)
+                self._engine.reshard()
+
+    def forwards(self, update: int) -> list[Forward]:
+        is_first = update == 0 and self._num_passes == 1
+        return [
+            Forward(batch, MODEL, partial(self._losses, batch, self._mean_lengths[update], is_first=is_first))
+            for batch in self._batches[update]
+        ]
+
+    def _lengths(self) -> list[float]:
+        """Collective."""
+        own = [[batch for batch in part if not batch.is_padding] for part in self._batches]
+        mine = [
+            [float(sum(sum(batch.lengths) for batch in part)), float(sum(len(batch.rows) for batch in part))]
+            for part in own
+        ]
+        return [tokens / rows for tokens, rows in self._engine.ranks.sum(torch.tensor(mine).double()).tolist()]
+
+    def _needs_pass(self, update: int) -> bool:
+        """An update's first forward is the old policy's only until the optimizer has moved the weights."""
+        return self._spec.recomputes_all or (self._part.old_log_probs == "first_forward" and update > 0)
+
+    @torch.no_grad()
+    def _add(self, name: _Name, batches: Sequence[SequenceBatch]) -> None:
+        for batch in batches:
+            values = self._log_probs(batch)
+            for row, own in zip(batch.rows, batch.split(values), strict=True):
+                self._known[name, row] = own
+            if name == "old":
+                self._totals.add_gap(batch, 0, batch.means(values))
+        devices.synchronize(self._engine.ranks.device)
+
+    def _of(self, name: _Name, batch: SequenceBatch) -> Tensor | None:
+        """(N,); None where it was not computed."""
+        if (name, batch.rows[0]) not in self._known:
+            return None
+        return torch.cat([self._known[name, row] for row in batch.rows])
+
+    def _log_probs(self, batch: SequenceBatch) -> Tensor:
+        """(N,) of the active policy's trained tokens."""
+        self._engine.ranks.beats.beat()
+        found = self._adapter.log_probs(batch.sequences, temperature=self._spec.rollout.sequence.temperature)
+        return found[batch.mask]
+
+    def _losses(self, batch: SequenceBatch, mean_length: float, *, is_first: bool) -> Tensor:
+        """(B,) with gradient. `is_first`: the weights are those before the step."""
+        log_prob, known = self._log_probs(batch), self._of("old", batch)
+        current = log_prob.detach() if known is None else known
+        if is_first and known is None:
+            self._totals.add_gap(batch, 0, batch.means(log_prob.detach()))
+        bypass = self._part.old_log_probs == "rollout"
+        rows = SequenceRows(
+            log_prob=log_prob,
+            old_log_prob=batch.rollout_tokens if bypass else current,
+            advantages=batch.advantages,
+            owners=batch.owners,
+            divisors=divisors(torch.tensor(batch.lengths, device=log_prob.device), self._part.aggregation, mean_length),
+            weights=self._weights(batch, current, bypass=bypass),
+        )
+        output = self._loss(rows, self._limits)
+        self._totals.add_ratios(batch, output.stats)
+        loss: Tensor = output.loss
+        reference = self._of("reference", batch)
+        if reference is None:
+            return loss
+        kl = rows.aggregated(reference_kl_k3(log_prob, reference))
+        self._totals.add_sums(batch, {"actor/kl_loss": kl.detach().sum()})
+        return loss + self._part.kl_coef * kl
+
+    def _weights(self, batch: SequenceBatch, log_prob: Tensor, *, bypass: bool) -> Tensor | None:
+        """(N,) of the correction; `log_prob` (N,): the old policy's, or the current one's when bypassing."""
+        part = self._part.correction
+        if part.mode == "none":
+            return None
+        found: list[Correction] = [
+            correct(part, own[:, None], rollout[:, None], num_elements=1, bypass=bypass)
+            for own, rollout in zip(batch.split(log_prob), batch.split(batch.rollout_tokens), strict=True)
+        ]
+        means = [{name: value / len(one.log_ratio) for name, value in one.sums().items()} for one in found]
+        self._totals.add_sums(batch, {name: torch.stack([one[name] for one in means]).sum() for name in means[0]})
+        return torch.cat([cast(Tensor, one.weights)[:, 0] for one in found])
