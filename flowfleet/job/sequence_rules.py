@@ -28,6 +28,7 @@ _FLOW_SAMPLING = (
     "condition_pixels",
     "compile",
     "quantization",
+    "adapter",
 )
 _OF_FLOWS = (
     *(f"rollout.{name}" for name in _FLOW_SAMPLING),

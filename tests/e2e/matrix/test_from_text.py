@@ -24,4 +24,4 @@ def test_the_matrix_has_every_family(checkpoint_of: Callable[[str], Path]) -> No
     """Cheap, so run always: a family without a tiny checkpoint would be left out unseen."""
     kinds = FROM_TEXT + EDITS_AND_VIDEOS
     assert {kind: family_of(checkpoint_of(kind)).pipeline for kind in kinds} == PIPELINES
-    assert set(PIPELINES.values()) == set(FAMILIES)
+    assert set(PIPELINES.values()) == {name for name, family in FAMILIES.items() if not family.writes_tokens}

@@ -9,7 +9,8 @@ import torch
 from flowfleet.models.base import ModelAdapter, seeded_noise
 from flowfleet.models.embeds import PromptEmbeds, concat_embeds, pad_embeds
 from flowfleet.models.families.qwen_image import QwenImageAdapter
-from flowfleet.models.registry import FAMILIES, adapter_for
+from flowfleet.models.registry import FAMILIES, adapter_for, sequence_adapter_for
+from flowfleet.models.sequences import SequenceAdapter
 
 
 def prompts(*lengths: int) -> PromptEmbeds:
@@ -71,12 +72,21 @@ def test_the_adapter_is_found_by_the_pipelines_class(tiny_qwen_image: Path) -> N
     assert adapter_for(str(tiny_qwen_image)) is QwenImageAdapter
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize("name", sorted(name for name, family in FAMILIES.items() if not family.writes_tokens))
 def test_every_registered_adapter_exists_and_is_complete(name: str, tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": name}))
     adapter = adapter_for(tmp_path)
     assert issubclass(adapter, ModelAdapter)
     assert not adapter.__abstractmethods__
+    assert adapter.lora_targets
+
+
+@pytest.mark.parametrize("name", sorted(name for name, family in FAMILIES.items() if family.writes_tokens))
+def test_every_registered_adapter_that_writes_text_is_complete(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
+    adapter = sequence_adapter_for(tmp_path)
+    assert issubclass(adapter, SequenceAdapter)
+    assert adapter.model_class.__name__ == name
     assert adapter.lora_targets
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from flowfleet.algorithms.advantages import group_advantages
-from flowfleet.algorithms.registry import ALGORITHMS
+from flowfleet.algorithms.registry import ALGORITHMS, LOSSES
 from flowfleet.client.types import Desired, JobStatus
 from flowfleet.job.spec import parse_job
 from flowfleet.process.telemetry import LOG_PROB_GAP, LOG_PROB_NOT_FINITE
@@ -147,7 +147,12 @@ def test_a_job_of_no_steps_only_validates(run: Run, job: Callable[..., dict[str,
     run(use, ocr=ScriptedReward(by_index), whole=ScriptedReward(by_index, needs_group=True))
 
 
-@pytest.mark.parametrize("name", [name for name, known in ALGORITHMS.items() if known.data == "prompts"])
+SAMPLING_FLOWS = [
+    name for name, known in ALGORITHMS.items() if known.data == "prompts" and LOSSES[known.loss].kind != "sequence"
+]
+
+
+@pytest.mark.parametrize("name", SAMPLING_FLOWS)
 def test_every_algorithm_runs_to_its_end(run: Run, job: Callable[..., dict[str, Any]], name: str) -> None:
     """What is recorded goes with the loss, noise enters where there is an eta, and all samples are accounted for."""
     settings = job(algorithm={"name": name}, rewards={"ocr": {}}, schedule={"steps": 2, "max_staleness": 1})
