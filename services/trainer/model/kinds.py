@@ -112,5 +112,5 @@ _KINDS: Mapping[LossKind, ModelKind] = {"policy": _FLOW, "matching": _FLOW, "seq
 
 
 def model_kind(spec: JobSpec) -> ModelKind:
-    """That of the job's loss."""
+    """Kind of the job's loss."""
     return _KINDS[spec.loss.kind]

@@ -107,7 +107,7 @@ _KINDS: Mapping[LossKind, StepKind] = {"policy": StepsKind(), "matching": FlowKi
 
 
 def step_kind(spec: JobSpec) -> StepKind:
-    """That of the job's loss."""
+    """Kind of the job's loss."""
     return _KINDS[spec.loss.kind]
 
 

@@ -69,7 +69,7 @@ def _dealt(rows: Sequence[int], sizes: Sequence[int], world_size: int) -> list[l
 
 
 def _redealt(updates: Sequence[Sequence[int]], spec: JobSpec, path: tuple[int, ...]) -> list[list[int]]:
-    """As many of a rank's sequences in each update, drawn again. `path`: step, pass and rank."""
+    """Draws a rank's sequences again, as many for each update. `path`: step, pass and rank."""
     pool = list(chain(*updates))
     random.Random(derive_seed(spec.seed, "passes", *path)).shuffle(pool)
     dealt = []

@@ -20,5 +20,5 @@ _KINDS: Mapping[LossKind, Callable[[Engine, int, Sequence[int], Totals], Objecti
 
 
 def objective_of(engine: Engine, step: int, sde_steps: Sequence[int], totals: Totals) -> Objective:
-    """That of the job's loss, for one training step; `sde_steps` as in `StepTrainer`."""
+    """Objective of the job's loss for one training step; `sde_steps` as in `StepTrainer`."""
     return _KINDS[engine.spec.loss.kind](engine, step, sde_steps, totals)
