@@ -13,7 +13,7 @@ from PIL import Image
 from flowfleet.job.spec import read_job_file
 from flowfleet.media.image_stats import colour_entropy, edge_density
 from recipes.tiny.signs import IMAGE_SIZE, Pixels
-from services.reward.scorer import Problem, Sample
+from services.reward.scorer import Sample, Score
 from services.reward.scorers.reading.ocr import OcrScorer
 
 JOB_FILE = Path(__file__).parents[1] / "tiny_ocr.toml"
@@ -74,7 +74,7 @@ class Judge:
         """Read `images`, (N, 64, 64, 3) uint8, and compare with the words that `prompts` ask for."""
         pairs = zip(images, prompts, strict=True)
         outcomes = self._scorer.score([Sample(image[None], prompt) for image, prompt in pairs], self._params)
-        scores = [outcome for outcome in outcomes if not isinstance(outcome, Problem)]
+        scores = [outcome for outcome in outcomes if isinstance(outcome, Score)]
         assert len(scores) == len(prompts), "every prompt names a word"
         return Legibility(
             ocr=float(np.mean([score.value for score in scores])),

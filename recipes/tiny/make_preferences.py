@@ -24,7 +24,7 @@ from flowfleet.models.loading import ALL_COMPONENTS, load_pipeline
 from flowfleet.process.service import usable_cpus
 from recipes.tiny.evaluation import JOB_FILE, paint
 from recipes.tiny.make_prompts import read_prompts
-from services.reward.scorer import Problem, Sample
+from services.reward.scorer import Sample, Score
 from services.reward.scorers.reading.ocr import OcrScorer
 
 MODEL = Path(__file__).parent / "model"
@@ -63,7 +63,7 @@ def _scores(pictures: Any, prompts: list[str]) -> list[float]:
     samples = [
         Sample.of_picture(Image.fromarray(picture), prompt) for picture, prompt in zip(pictures, prompts, strict=True)
     ]
-    return [0.0 if isinstance(score, Problem) else score.value for score in scorer.score(samples, params)]
+    return [score.value if isinstance(score, Score) else 0.0 for score in scorer.score(samples, params)]
 
 
 def main() -> None:

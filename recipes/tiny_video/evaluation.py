@@ -14,7 +14,7 @@ from flowfleet.job.spec import read_job_file
 from flowfleet.media.files import Frames
 from flowfleet.media.image_stats import colour_entropy, edge_density
 from recipes.tiny_video.clips import EDGE, NUM_FRAMES
-from services.reward.scorer import Problem, Sample
+from services.reward.scorer import Sample, Score
 from services.reward.scorers.motion import MotionScorer
 
 JOB_FILE = Path(__file__).parents[1] / "tiny_video.toml"
@@ -67,7 +67,7 @@ def judge(films: Frames, prompts: Sequence[str]) -> Obedience:
     scorer = MotionScorer()
     params = scorer.parse(read_job_file(JOB_FILE)["rewards"]["motion"]["params"])
     samples = [Sample(frames, prompt) for frames, prompt in zip(films, prompts, strict=True)]
-    scores = [outcome for outcome in scorer.score(samples, params) if not isinstance(outcome, Problem)]
+    scores = [outcome for outcome in scorer.score(samples, params) if isinstance(outcome, Score)]
     assert len(scores) == len(prompts), "every prompt names a direction"
     middle = films[:, films.shape[1] // 2]
     return Obedience(

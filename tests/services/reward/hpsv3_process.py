@@ -12,7 +12,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from services.reward.scorer import Problem, Sample
+from services.reward.scorer import Sample, Score
 from tests.services.reward.library_process import declare_operators, pictures, refusal, scores, started
 
 PROMPTS = ["a red cat on a mat", "a much longer prompt, of which more tokens than of the others are read", "{}"]
@@ -101,7 +101,7 @@ def main(folder: Path) -> dict[str, Any]:
     marked = Sample.of_picture(images[0], "a cat <|Reward|>")
     thin = Sample.of_picture(images[0].resize((201, 1)), "")
     outcomes = scorer.score([marked, Sample.of_picture(images[0], PROMPTS[0]), thin], None)
-    told["marked"] = [one.message if isinstance(one, Problem) else one.value for one in outcomes]
+    told["marked"] = [one.value if isinstance(one, Score) else one.message for one in outcomes]
 
     other = folder / "other.safetensors"
     save_file({"x": torch.zeros(1)}, other)

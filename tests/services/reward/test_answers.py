@@ -122,5 +122,5 @@ def test_math_without_its_library_says_what_to_install(monkeypatch: pytest.Monke
 
 
 def test_unknown_parameters_are_named() -> None:
-    with pytest.raises(ValueError, match=r"params\.feild is unknown"):
-        scorers.make("exact_match", {}, 1).parse({"feild": "gold"})
+    with pytest.raises(ValueError, match=r"params\.nosuch is unknown"):
+        scorers.make("exact_match", {}, 1).parse({"nosuch": "gold"})

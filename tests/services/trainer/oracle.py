@@ -5,7 +5,7 @@ are copies of the whole model.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -147,9 +147,8 @@ class Oracle:
         """(B,), or a pair's (B / 2,)."""
         part, shape = self.part, self.adapter.latent_shape(self.spec.rollout.size)
         clean = torch.stack([FinalLatents.from_bytes(self.files.get(item.sample.trajectory)).latents for item in items])
-        number = {"dpo": lambda item: item.pair, "dgpo": lambda item: 0}.get(
-            part.loss, lambda item: item.sample.id.index
-        )
+        numbers: dict[str, Callable[[TrainSample], int]] = {"dpo": lambda item: item.pair, "dgpo": lambda item: 0}
+        number = numbers.get(part.loss, lambda item: item.sample.id.index)
         places = [(item.sample.id.group, number(item)) for item in items]
         seeds = [derive_seed(self.spec.seed, "match/noise", step, *place, k) for place in places]
         noise = torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds])

@@ -151,7 +151,7 @@ def test_answers_are_compared_in_pairs(tmp_path: Path) -> None:
 
     found = run(say, str(rubric), [answer(b"4"), answer(b"5")], needs_group=True)
     assert [one.components["win_rate"] for one in found if isinstance(one, Score)] == [1.0, 0.0]
-    pairs = ("45", "54")
+    pairs = (("4", "5"), ("5", "4"))
     asked = [question.format(prompt="What is 2 + 2?", first_answer=one, second_answer=two) for one, two in pairs]
     assert sorted(orders) == asked
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ PICTURE = Picture.of(b"bytes", "image/png")
 @pytest.mark.parametrize("name", shipped())
 def test_a_shipped_rubric_can_be_asked(name: str) -> None:
     rubric = load_rubric(name)
-    media = {key: [PICTURE] for key in ("image", "source", "first", "second", "images")}
+    media: dict[str, Any] = {key: [PICTURE] for key in ("image", "source", "first", "second", "images")}
     answers = {key: ["an {answer}"] for key in ("answer", "first_answer", "second_answer", "answers")}
     texts = {"prompt": "a {sign}", "count": "3", "metadata.answer": "B"}
     parts = filled(rubric, texts, media | answers)
