@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 DIRECTORY: Final = Path("runs/samples")
 LIMIT: Final = 16
 LOOKED_AT: Final = 4096
-"""Newest samples that are compared for --disagree."""
+"""Newest samples that a page is made from."""
 ROOM_BYTES: Final = 48 * 2**20
 """Maximum bytes of media on a page before the requested samples' neighbors are left out."""
 NOT_FOUND: Final = 404
@@ -39,10 +39,10 @@ def samples(
     order: Annotated[str | None, typer.Option(help="newest (default), oldest, best or worst.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help=f"At most so many ({LIMIT}).")] = None,
     worst: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Write a page of the N samples with the lowest reward.")
+        int | None, typer.Option(min=1, metavar="N", help="Write a page of N low rewards, newest first.")
     ] = None,
     best: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Write a page of the N samples with the highest reward.")
+        int | None, typer.Option(min=1, metavar="N", help="Write a page of N high rewards, newest first.")
     ] = None,
     disagree: Annotated[
         int | None,
@@ -104,9 +104,13 @@ def _page(client: Client, job: Job, kind: str, num: int, purpose: str, step: int
         heading = f"Where the scorers disagree most{where}"
         remark, picked = _disagreeing(client, job, num, purpose, step)
     else:
-        heading = f"The {'lowest' if kind == 'worst' else 'highest'} rewards{where}"
-        found = client.samples(job.id, purpose=purpose, step=step, order=kind)
-        remark, picked = "", [(sample, "") for sample in islice(found, num)]
+        from flowfleet.cli.samples.picks import picks
+
+        extreme = "lowest" if kind == "worst" else "highest"
+        heading = f"The {extreme} rewards{where}"
+        newest = islice(client.samples(job.id, purpose=purpose, step=step), LOOKED_AT)
+        picked = [(sample, "") for sample in picks(newest, num, best=kind == "best")]
+        remark = f"The {extreme} of each prompt, the newest step first."
     if not picked:
         raise ValueError(f"job {job.id} has no {purpose} samples{where} that fit")
     return page(job, heading, list(_with_groups(client, job, picked)), remark)

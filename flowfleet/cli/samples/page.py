@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import html
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,10 @@ _MEDIA_TYPES: Final = frozenset({"image/png", "image/jpeg", "image/webp", "video
 TEXT: Final = "text/plain"
 MAX_CHARACTERS: Final = 20_000
 """Characters that are shown of an answer."""
-_VOID: Final = frozenset({"meta", "img", "input"})
+_VOID: Final = frozenset({"meta", "img", "input", "wbr"})
+_SMALL: Final = 160
+"""Pictures of at most so many pixels keep their pixels sharp when they are enlarged."""
+_PNG: Final = b"\x89PNG\r\n\x1a\n"
 
 
 @dataclass(frozen=True)
@@ -67,16 +71,24 @@ def page(job: Job, heading: str, shown: Sequence[Shown], remark: str = "") -> st
     groups = _by_group(shown)
     scales = _scales([one.sample for one in shown])
     picked = sum(one.rank is not None for one in shown)
+    scorers = _common_versions(shown)
     facts = f"{job.name} · job {job.id} · samples: {picked} of {len(shown)} shown · groups: {len(groups)}"
+    if scorers:
+        facts += f" · scored by {scorers}"
     views = _choice("view", "View", ("ranked", "By rank", True), ("grouped", "By group", False))
-    return _document(f"{heading} · {job.name}", heading, facts, remark, [views], [_group(m, scales) for m in groups])
+    return _document(
+        f"{heading} · {job.name}", heading, facts, remark, [views], [_group(m, scales, scorers) for m in groups]
+    )
 
 
 def side_by_side(title: str, facts: str, remark: str, prompts: Sequence[Sequence[Shown]]) -> str:
     """The whole file of a page with a row of cards for each prompt, in the order given; a card's note names its
     model."""
     scales = _scales([one.sample for shown in prompts for one in shown])
-    return _document(title, title, facts, remark, [], [_group(shown, scales) for shown in prompts])
+    scorers = _common_versions([one for shown in prompts for one in shown])
+    if scorers:
+        facts += f" · scored by {scorers}"
+    return _document(title, title, facts, remark, [], [_group(shown, scales, scorers) for shown in prompts])
 
 
 def _document(
@@ -117,14 +129,27 @@ def _descending(one: Shown) -> tuple[bool, float, int]:
     return reward is None, -(reward or 0.0), one.sample.index
 
 
-def _group(members: Sequence[Shown], scales: Mapping[str, tuple[float, float]]) -> _Markup:
+def _common_versions(shown: Sequence[Shown]) -> str:
+    """Scorers of all samples; empty where samples differ, which then name their own."""
+    found = {_versions(one.sample) for one in shown if one.sample.versions}
+    return found.pop() if len(found) == 1 else ""
+
+
+def _versions(sample: Sample) -> str:
+    return " · ".join(
+        version if version.startswith(name) else f"{name}: {version}"
+        for name, version in sorted(sample.versions.items())
+    )
+
+
+def _group(members: Sequence[Shown], scales: Mapping[str, tuple[float, float]], scorers: str) -> _Markup:
     first = members[0].sample
     rewards = [one.sample.reward for one in members if one.sample.reward is not None]
     words = [_step(first), f"group {first.group}", *filter(None, [first.source]), f"{len(members)} shown"]
     if rewards:
         words.append(f"reward {number(statistics.fmean(rewards))} ± {number(statistics.pstdev(rewards))}")
     header = tag("header", tag("h2", first.prompt), tag("p", " · ".join(words), class_="soft"), _strip(members, scales))
-    cards = tag("div", *(_card(one, scales) for one in members), class_="cards")
+    cards = tag("div", *(_card(one, scales, scorers) for one in members), class_="cards")
     return tag("section", header, cards, class_="group")
 
 
@@ -141,7 +166,8 @@ def _strip(members: Sequence[Shown], scales: Mapping[str, tuple[float, float]]) 
     return tag("svg", base, *ticks, class_="strip", viewBox="0 0 200 18", preserveAspectRatio="none", **what)
 
 
-def _card(one: Shown, scales: Mapping[str, tuple[float, float]]) -> _Markup:
+def _card(one: Shown, scales: Mapping[str, tuple[float, float]], scorers: str) -> _Markup:
+    """`scorers` are named once on the page already."""
     sample = one.sample
     rank = [] if one.rank is None else [tag("span", f"#{one.rank}", class_="rank", title="place in what was asked for")]
     reward = tag("span", number(sample.reward) if sample.reward is not None else "no reward", class_="reward")
@@ -153,14 +179,10 @@ def _card(one: Shown, scales: Mapping[str, tuple[float, float]]) -> _Markup:
     if sample.gated_by:
         body.append(tag("p", f"gated by {sample.gated_by}", class_="drop"))
     body.append(_scores(sample, scales))
-    facts = f"{_step(sample)} · group {sample.group} · sample {sample.index} · policy {sample.policy_version}"
-    body.append(tag("div", f"{facts} · seed {sample.seed}", class_="facts"))
-    if sample.versions:
-        scorers = " · ".join(
-            version if version.startswith(name) else f"{name}: {version}"
-            for name, version in sorted(sample.versions.items())
-        )
-        body.append(tag("div", scorers, class_="scorers"))
+    facts = [f"group {sample.group} · sample {sample.index} · policy {sample.policy_version} · seed {sample.seed}"]
+    facts += [versions for versions in [_versions(sample)] if versions and versions != scorers]
+    lines = (tag("div", fact) for fact in facts)
+    body.append(tag("details", tag("summary", _step(sample)), *lines, class_="facts"))
     style = None if one.rank is None else f"--rank: {one.rank}"
     return tag(
         "article",
@@ -185,9 +207,22 @@ def _media(one: Shown) -> _Markup:
         return tag("div", f"{media_type} is not shown", class_="gone")
     source = f"data:{media_type};base64,{base64.b64encode(one.media).decode()}"
     if media_type.startswith("video/"):
-        plays = {"controls": True, "loop": True, "muted": True, "playsinline": True, "preload": "metadata"}
+        plays = {
+            "autoplay": True,
+            "controls": True,
+            "loop": True,
+            "muted": True,
+            "playsinline": True,
+            "preload": "auto",
+        }
         return tag("video", src=source, aria_label=one.sample.prompt, **plays)
-    return tag("img", src=source, alt=one.sample.prompt, loading="lazy", decoding="async")
+    return tag("img", src=source, alt=one.sample.prompt, class_=_sharpness(one.media), loading="lazy", decoding="async")
+
+
+def _sharpness(media: bytes) -> str | None:
+    """Class of a small PNG, which smoothing would blur."""
+    width = int.from_bytes(media[16:20], "big") if media.startswith(_PNG) else 0
+    return "pixels" if 0 < width <= _SMALL else None
 
 
 def _scores(sample: Sample, scales: Mapping[str, tuple[float, float]]) -> _Markup:
@@ -212,7 +247,12 @@ def _row(name: str, value: float | None, scale: tuple[float, float], kind: str |
         zero, end = (100 * _fraction(at, scale) for at in (0.0, value))
         bar = [tag("i", style=f"left: {min(zero, end):.1f}%; width: {abs(end - zero):.1f}%")]
     cells = tag("td", tag("div", *bar, class_="bar")), tag("td", "none" if value is None else number(value))
-    return tag("tr", tag("th", name, scope="row"), *cells, class_=kind)
+    return tag("tr", tag("th", *_breakable(name), scope="row"), *cells, class_=kind)
+
+
+def _breakable(name: str) -> list[str]:
+    """A name that breaks after its marks and not inside of words."""
+    return [part for piece in re.findall(r"[^_.-]*[_.-]?", name) if piece for part in (piece, tag("wbr"))][:-1]
 
 
 def _scales(samples: Iterable[Sample]) -> dict[str, tuple[float, float]]:

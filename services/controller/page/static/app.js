@@ -25,16 +25,35 @@ function App() {
     stream.open();
     return stream.close;
   }, [isIn]);
-  if (failure) return html`<main class="center"><h1>Flowfleet</h1><p role="alert">${failure.message}</p></main>`;
-  if (!session) return html`<main class="center" aria-busy="true"><h1 class="soft">Flowfleet</h1></main>`;
-  if (!isIn) return html`<${Login} entered=${setSession} />`;
+  if (failure)
+    return html`
+      <main class="center">
+        <h1>Flowfleet</h1>
+        <p role="alert">${failure.message}</p>
+      </main>
+    `;
+  if (!session)
+    return html`
+      <main class="center" aria-busy="true"><h1 class="soft">Flowfleet</h1></main>
+    `;
+  if (!isIn)
+    return html`
+      <${Login} entered=${setSession} />
+    `;
   const logOut = () => remove("/v1/session").finally(ask);
   const { View, section } = viewOf(route);
-  return html`<${Session.Provider} value=${session}>
-    <${Shell} section=${section} session=${session} logOut=${logOut}>
-      <${View} key=${section} parts=${route.parts} query=${route.query} />
+  return html`
+    <${Session.Provider} value=${session}>
+      <${Shell} section=${section} session=${session} logOut=${logOut}>
+        <${View} key=${section} parts=${route.parts} query=${route.query} />
+      <//>
     <//>
-  <//>`;
+  `;
 }
 
-render(html`<${App} />`, document.getElementById("app"));
+render(
+  html`
+    <${App} />
+  `,
+  document.getElementById("app"),
+);

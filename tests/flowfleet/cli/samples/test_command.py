@@ -81,7 +81,7 @@ def test_the_worst_with_the_others_of_their_group(run: Run, job: Job) -> None:
     file = Path("runs/samples") / job.id[:13] / "worst.html"
     assert result.stdout.startswith(str(file))
     page = file.read_text()
-    assert pictures(page) == [f"3/{index}" for index in reversed(range(GROUP))]
+    assert pictures(page) == [f"4/{index}" for index in (4, 3, 2, 1, 0)]  # not the first step's, which are always low
     assert ranks(page) == ["#2", "#1"]
     assert "a &lt;b&gt; sign" in page
 

@@ -31,7 +31,7 @@ class Read(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
-        if tag not in ("meta", "img", "input"):
+        if tag not in ("meta", "img", "input", "wbr"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -152,7 +152,7 @@ def test_groups_stand_together_by_their_best_rank_and_members_by_reward() -> Non
     read = Read(page(JOB, "", cards))
     assert [have.get("style") for have in read.all("article")] == ["--rank: 1", "--rank: 2", "--rank: 3", None, None]
     assert [word for word in read.words if " sample " in word] == [
-        f"step 3 · group {group} · sample {index} · policy 0 · seed 0"
+        f"group {group} · sample {index} · policy 0 · seed 0"
         for group, index in ((5, 0), (1, 1), (1, 3), (1, 0), (1, 2))
     ]
 
@@ -185,3 +185,28 @@ def test_attributes_that_are_none_or_false_are_left_out(value: object, made: str
 def test_a_group_names_its_source() -> None:
     assert "step 3 · group 0 · signs · 1 shown" in " ".join(Read(page(JOB, "", [shown(source="signs")])).words)
     assert "step 3 · group 0 · 1 shown" in " ".join(Read(page(JOB, "", [shown()])).words)
+
+
+def test_what_all_samples_share_is_said_once() -> None:
+    same, other = {"ocr": "ocr 1.2"}, {"ocr": "ocr 1.3"}
+    text = page(JOB, "", [shown(index, versions=same) for index in range(4)])
+    assert text.count("ocr 1.2") == 1
+    text = page(JOB, "", [shown(0, versions=same), shown(1, versions=other)])
+    assert (text.count("ocr 1.2"), text.count("ocr 1.3")) == (1, 1)
+
+
+def test_names_break_after_their_marks_alone() -> None:
+    text = page(JOB, "", [shown(scores={"jpeg_compressibility": -2.0})])
+    assert '<th scope="row">jpeg_<wbr>compressibility</th>' in text
+    assert "anywhere" not in text
+
+
+def test_small_pictures_stay_sharp_and_videos_play() -> None:
+    def png(width: int) -> bytes:
+        return b"\x89PNG\r\n\x1a\n" + b"\0\0\0\rIHDR" + width.to_bytes(4, "big") + b"\0\0\0@"
+
+    pages = [page(JOB, "", [shown(media=png(width))]) for width in (64, 512)]
+    assert [Read(text).all("img")[0].get("class") for text in pages] == ["pixels", None]
+    (video,) = Read(page(JOB, "", [shown(media_type="video/mp4", media=b"film")])).all("video")
+    assert {"autoplay", "muted", "loop", "playsinline"} <= video.keys()
+    assert video["preload"] == "auto"

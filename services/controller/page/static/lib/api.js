@@ -22,7 +22,12 @@ export async function call(method, path, body, signal) {
   if (body !== undefined) headers["content-type"] = "application/json";
   let answer;
   try {
-    answer = await fetch(path, { method, headers, body: body === undefined ? undefined : JSON.stringify(body), signal });
+    answer = await fetch(path, {
+      method,
+      headers,
+      body: body === undefined ? undefined : JSON.stringify(body),
+      signal,
+    });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Refusal(0, { detail: "The controller cannot be reached." });

@@ -11,7 +11,11 @@ export function number(value) {
   return String(Number(value.toFixed(digits)));
 }
 
-const UNITS = [["d", 86400], ["h", 3600], ["min", 60]];
+const UNITS = [
+  ["d", 86400],
+  ["h", 3600],
+  ["min", 60],
+];
 
 /** "2 h 5 min", "41 s", "0.4 s". */
 export function duration(seconds) {

@@ -4,7 +4,7 @@
 export function ranks(values) {
   const order = values.map((_, index) => index).sort((a, b) => values[a] - values[b]);
   const found = new Array(values.length);
-  for (let start = 0; start < order.length; ) {
+  for (let start = 0; start < order.length;) {
     let end = start;
     while (end + 1 < order.length && values[order[end + 1]] === values[order[start]]) end += 1;
     for (let at = start; at <= end; at += 1) found[order[at]] = (start + end) / 2 + 1;
@@ -25,7 +25,9 @@ export function spearman(a, b) {
 
 /** Rewards and shadows of samples, without components. */
 export function scorersOf(samples) {
-  const names = new Set(samples.flatMap(({ scores, shadow }) => [...Object.keys(scores), ...Object.keys(shadow ?? {})]));
+  const names = new Set(
+    samples.flatMap(({ scores, shadow }) => [...Object.keys(scores), ...Object.keys(shadow ?? {})]),
+  );
   return [...names].filter((name) => ![...names].some((other) => name.startsWith(`${other}.`)));
 }
 
@@ -41,8 +43,13 @@ export function disagreements(samples, most = 6) {
       if (both.length < 2) return [];
       const [x, y] = [a, b].map((name) => both.map((sample) => scoreOf(sample, name)));
       const [places, others] = [ranks(x), ranks(y)];
-      const gaps = both.map((sample, index) => ({ sample, gap: Math.abs(places[index] - others[index]) / (both.length - 1) }));
-      return [{ a, b, correlation: spearman(x, y), samples: gaps.sort((one, two) => two.gap - one.gap).slice(0, most) }];
+      const gaps = both.map((sample, index) => ({
+        sample,
+        gap: Math.abs(places[index] - others[index]) / (both.length - 1),
+      }));
+      return [
+        { a, b, correlation: spearman(x, y), samples: gaps.sort((one, two) => two.gap - one.gap).slice(0, most) },
+      ];
     }),
   );
 }

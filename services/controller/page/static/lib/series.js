@@ -18,22 +18,60 @@ export function panels(rewards) {
         line(`val-core/rewards/${name}/mean`, "held out", "points", "validate"),
       ],
     })),
-    { title: "KL", lines: [line("actor/ppo_kl", "to the sampling policy"), line("actor/kl_loss", "to the reference, as a loss", "dashed"), line("critic/reference_kl/mean", "to the reference", "dotted")] },
-    { title: "Clip fraction", lines: [line("actor/pg_clipfrac", "clipped rows"), line("rollout_corr/beyond_clip", "beyond at the start", "dashed")] },
+    {
+      title: "KL",
+      lines: [
+        line("actor/ppo_kl", "to the sampling policy"),
+        line("actor/kl_loss", "to the reference, as a loss", "dashed"),
+        line("critic/reference_kl/mean", "to the reference", "dotted"),
+      ],
+    },
+    {
+      title: "Clip fraction",
+      lines: [
+        line("actor/pg_clipfrac", "clipped rows"),
+        line("rollout_corr/beyond_clip", "beyond at the start", "dashed"),
+      ],
+    },
     {
       title: "Ratio",
-      lines: [line("actor/ratio_mean", "mean"), line("actor/ratio_min", "least", "dotted"), line("actor/ratio_max", "greatest", "dotted"), line("rollout_corr/ratio_mean", "trainer over rollout", "dashed")],
+      lines: [
+        line("actor/ratio_mean", "mean"),
+        line("actor/ratio_min", "least", "dotted"),
+        line("actor/ratio_max", "greatest", "dotted"),
+        line("rollout_corr/ratio_mean", "trainer over rollout", "dashed"),
+      ],
     },
-    { title: "Spread in groups", lines: [line("critic/rewards/std_mean", "std of the reward"), line("critic/rewards/zero_std_ratio", "groups without a spread", "dashed")] },
-    { title: "Image statistics", note: "held out", lines: [line("val/edge_density", "edge density", "points", "validate"), line("val/colour_entropy", "color entropy", "hollow", "validate")] },
+    {
+      title: "Spread in groups",
+      lines: [
+        line("critic/rewards/std_mean", "std of the reward"),
+        line("critic/rewards/zero_std_ratio", "groups without a spread", "dashed"),
+      ],
+    },
+    {
+      title: "Image statistics",
+      note: "held out",
+      lines: [
+        line("val/edge_density", "edge density", "points", "validate"),
+        line("val/colour_entropy", "color entropy", "hollow", "validate"),
+      ],
+    },
     { title: "Loss", lines: [line("actor/loss", "loss")] },
     { title: "Gradient norm", lines: [line("actor/grad_norm", "before clipping")] },
     { title: "Throughput", note: "images/s per accelerator", lines: [line("perf/throughput", "throughput")] },
-    { title: "Seconds per step", lines: [line("timing_s/step", "step"), line("timing_s/gen", "sampling", "dashed"), line("timing_s/train", "training", "dotted")] },
+    {
+      title: "Seconds per step",
+      lines: [
+        line("timing_s/step", "step"),
+        line("timing_s/gen", "sampling", "dashed"),
+        line("timing_s/train", "training", "dotted"),
+      ],
+    },
   ];
 }
 
-/** Lines of a panel over several jobs: [{ job, metric, label, style, kind, color, points: Map(step → value) }]. */
+/** Lines of a panel over several jobs: those of the panel with job, name, color and points: Map(step → value). */
 export function linesOf(panel, jobs) {
   return jobs.flatMap((job, at) =>
     panel.lines.flatMap((line, within) => {
@@ -43,8 +81,7 @@ export function linesOf(panel, jobs) {
         if (value !== null && value !== undefined) points.set(step, value);
       }
       if (!points.size) return [];
-      const label = jobs.length > 1 ? `${job.name}: ${line.label}` : line.label;
-      return [{ ...line, job: job.id, label, color: jobs.length > 1 ? at : within, points }];
+      return [{ ...line, job: job.id, name: job.name, color: jobs.length > 1 ? at : within, points }];
     }),
   );
 }

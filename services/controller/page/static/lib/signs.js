@@ -22,7 +22,9 @@ export function drift(points) {
   const [from, to] = [median(values.slice(0, few)), median(values.slice(-few))];
   const noise = median(values.slice(1).map((value, index) => Math.abs(value - values[index])));
   const change = to - from;
-  const isClear = Math.abs(change) > NOISE * noise * Math.sqrt(1 / few) && Math.abs(change) > SHARE * Math.max(Math.abs(from), Math.abs(to));
+  const isClear =
+    Math.abs(change) > NOISE * noise * Math.sqrt(1 / few) &&
+    Math.abs(change) > SHARE * Math.max(Math.abs(from), Math.abs(to));
   return { from, to, change, isClear, since: turn(points, from, change) };
 }
 
@@ -42,7 +44,9 @@ function pointsOf(rows, metric) {
 
 /** What only watches: rewards without weight, and what image statistics say. */
 function watched(rewards) {
-  const silent = Object.entries(rewards).filter(([, part]) => !part.weight).map(([name]) => name);
+  const silent = Object.entries(rewards)
+    .filter(([, part]) => !part.weight)
+    .map(([name]) => name);
   return [
     ...silent.flatMap((name) => [
       { name, by: name, purpose: "train", metric: `critic/rewards/${name}/mean` },
@@ -54,7 +58,11 @@ function watched(rewards) {
 }
 
 /** Metrics that `signs` reads for these rewards. */
-export const signMetrics = (rewards) => ["critic/rewards/mean", "val/reward", ...watched(rewards).map(({ metric }) => metric)];
+export const signMetrics = (rewards) => [
+  "critic/rewards/mean",
+  "val/reward",
+  ...watched(rewards).map(({ metric }) => metric),
+];
 
 /** [{ name, from, to, since, purpose, by }], the steepest fall first; empty where the reward does not rise. */
 export function signs(rows, rewards) {

@@ -19,5 +19,14 @@ export function Announcer() {
     };
     return () => clearTimeout(timer);
   }, []);
-  return html`<div class="announcer" role="status">${said && html`<p class=${said.tone}>${said.text}</p>`}</div>`;
+  return html`
+    <div class="announcer" role="status">
+      ${
+        said &&
+        html`
+          <p class=${said.tone}>${said.text}</p>
+        `
+      }
+    </div>
+  `;
 }

@@ -39,18 +39,69 @@ export function Chart({ title, note, lines, range, open }) {
   useEffect(() => plot.current?.setData(data), [data, range[0], range[1]]);
   const index = at ?? data[0].length - 1;
   const step = data[0][index];
-  return html`<figure class="chart">
-    <figcaption><h3>${title}</h3>${note && html`<span class="soft">${note}</span>`}<span class="soft end">step ${step ?? "–"}</span></figcaption>
-    <ul class="legend">
-      ${lines.map(
-        (line, which) => html`<li><i class=${`swatch c${line.color % 8} ${line.style}`} aria-hidden="true"></i>${line.label}
-          <b>${number(valueAt(data, which, index, at === null))}</b></li>`,
+  return html`
+    <figure class="chart">
+      <figcaption>
+        <h3>${title}</h3>
+        ${
+          note &&
+          html`
+            <span class="soft">${note}</span>
+          `
+        }
+        <span class="soft end">step ${step ?? "–"}</span>
+      </figcaption>
+      <ul class="legend">
+        ${kindsOf(lines).map(
+          (kind) => html`
+            <${Kind} ...${kind} value=${(which) => valueAt(data, which, index, at === null)} />
+          `,
+        )}
+      </ul>
+      <div
+        ref=${place}
+        class="plot"
+        tabindex="0"
+        role="application"
+        aria-roledescription="chart"
+        aria-label=${`${title}: arrow keys choose a step, Enter shows its samples`}
+        onKeyDown=${(event) => steer(event, plot.current, newest.current)}
+      ></div>
+      <details class="figures">
+        <summary>Figures</summary>
+        <div class="scroll" tabindex="0" role="region" aria-label=${`Figures of ${title}`}>
+          <${Figures} ...${{ lines, data, open }} />
+        </div>
+      </details>
+    </figure>
+  `;
+}
+
+/** Lines of several jobs that show the same metric share a place in the legend: { label, style, shown }. */
+function kindsOf(lines) {
+  const kinds = new Map();
+  lines.forEach((line, which) => {
+    const kind = kinds.get(line.metric) ?? { label: line.label, style: line.style, shown: [] };
+    kind.shown.push({ which, color: line.color % 8, name: line.name });
+    kinds.set(line.metric, kind);
+  });
+  return [...kinds.values()];
+}
+
+function Kind({ label, style, shown, value }) {
+  const isShared = new Set(shown.map(({ color }) => color)).size > 1;
+  return html`
+    <li>
+      <i class=${`swatch ${isShared ? "" : `c${shown[0].color}`} ${style}`} aria-hidden="true"></i>
+      ${label}
+      ${shown.map(
+        ({ which, color, name }) => html`
+          ${" "}
+          <b class=${isShared ? `c${color}` : ""} title=${name}>${number(value(which))}</b>
+        `,
       )}
-    </ul>
-    <div ref=${place} class="plot" tabindex="0" role="application" aria-roledescription="chart"
-      aria-label=${`${title}: arrow keys choose a step, Enter shows its samples`} onKeyDown=${(event) => steer(event, plot.current, newest.current)}></div>
-    <details class="figures"><summary>Figures</summary><div class="scroll" tabindex="0" role="region" aria-label=${`Figures of ${title}`}><${Figures} ...${{ lines, data, open }} /></div></details>
-  </figure>`;
+    </li>
+  `;
 }
 
 /** The value there; of a line with gaps, while nothing is chosen, its last one. */
@@ -61,18 +112,54 @@ function valueAt(data, which, index, isLast) {
 
 function Figures({ lines, data, open }) {
   const [shown, setShown] = useState(false);
+  const isOne = new Set(lines.map(({ job }) => job)).size === 1;
   const rows = data[0].slice(-500);
   const from = data[0].length - rows.length;
-  const see = (element) => element && !shown && element.closest("details").addEventListener("toggle", () => setShown(true), { once: true });
-  if (!shown) return html`<span ref=${see}></span>`;
-  return html`<table>
-    <thead><tr><th scope="col">Step</th>${lines.map((line) => html`<th scope="col">${line.label}</th>`)}</tr></thead>
-    <tbody>${rows.map((step, row) => html`<tr key=${step}><th scope="row">${step}</th>
-      ${lines.map((line, which) => {
-        const value = data[which + 1][from + row];
-        return html`<td>${value === null ? "" : html`<button type="button" class="link" onClick=${() => open(line, step)}>${number(value)}</button>`}</td>`;
-      })}</tr>`)}</tbody>
-  </table>`;
+  const see = (element) =>
+    element && !shown && element.closest("details").addEventListener("toggle", () => setShown(true), { once: true });
+  if (!shown)
+    return html`
+      <span ref=${see}></span>
+    `;
+  return html`
+    <table>
+      <thead>
+        <tr>
+          <th scope="col">Step</th>
+          ${lines.map(
+            (line) => html`
+              <th scope="col">${isOne ? line.label : `${line.name}, ${line.label}`}</th>
+            `,
+          )}
+        </tr>
+      </thead>
+      <tbody>
+        ${rows.map(
+          (step, row) => html`
+            <tr key=${step}>
+              <th scope="row">${step}</th>
+              ${lines.map((line, which) => {
+                const value = data[which + 1][from + row];
+                return html`
+                  <td>
+                    ${
+                      value === null
+                        ? ""
+                        : html`
+                            <button type="button" class="link" onClick=${() => open(line, step)}>
+                              ${number(value)}
+                            </button>
+                          `
+                    }
+                  </td>
+                `;
+              })}
+            </tr>
+          `,
+        )}
+      </tbody>
+    </table>
+  `;
 }
 
 /** The line that has a value at or next to a step and lies nearest to the pointer. */
@@ -108,7 +195,12 @@ function steer(event, plot, now) {
 function options(place, newest, setAt) {
   const style = getComputedStyle(place);
   const color = (name) => style.getPropertyValue(name).trim();
-  const axis = { stroke: color("--soft"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false }, font: `11px ${style.fontFamily}` };
+  const axis = {
+    stroke: color("--soft"),
+    grid: { stroke: color("--line"), width: 1 },
+    ticks: { show: false },
+    font: `11px ${style.fontFamily}`,
+  };
   return {
     width: place.clientWidth,
     height: HEIGHT,
@@ -121,9 +213,17 @@ function options(place, newest, setAt) {
       y: false,
       bind: { click: (plot) => () => choose(plot, newest.current, plot.cursor.top) },
     },
-    scales: { x: { time: false, range: () => newest.current.range }, y: { range: (plot, low, high) => room(low, high) } },
+    scales: {
+      x: { time: false, range: () => newest.current.range },
+      y: { range: (plot, low, high) => room(low, high) },
+    },
     axes: [
-      { ...axis, size: 24, space: 60, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000] },
+      {
+        ...axis,
+        size: 24,
+        space: 60,
+        incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000],
+      },
       { ...axis, size: 52, space: 28, values: (plot, ticks) => ticks.map(number) },
     ],
     series: [{}, ...newest.current.lines.map((line) => drawn(line, color))],
@@ -135,7 +235,13 @@ function drawn(line, color) {
   const stroke = color(`--c${line.color % 8}`);
   const isPoints = line.style === "points" || line.style === "hollow";
   const fill = line.style === "points" ? stroke : color("--card");
-  return { stroke, width: 1.5, dash: DASHES[line.style], spanGaps: true, points: { show: isPoints || line.points.size < 2, size: 6, fill, stroke } };
+  return {
+    stroke,
+    width: 1.5,
+    dash: DASHES[line.style],
+    spanGaps: true,
+    points: { show: isPoints || line.points.size < 2, size: 6, fill, stroke },
+  };
 }
 
 /** Some air above and below; a flat line gets a range of its own. */

@@ -14,7 +14,12 @@ export function Act({ label, title, follows, act, fields = [], tone = "", done =
   if (!useMaySteer()) return null;
   return html`
     <button type="button" class=${tone} onClick=${() => setOpen(true)}>${label}</button>
-    ${open && html`<${Question} ...${{ label, title, follows, act, fields, tone, done, close: () => setOpen(false) }} />`}
+    ${
+      open &&
+      html`
+        <${Question} ...${{ label, title, follows, act, fields, tone, done, close: () => setOpen(false) }} />
+      `
+    }
   `;
 }
 
@@ -41,21 +46,44 @@ function Question({ label, title, follows, act, fields, tone, done, close }) {
       setBusy(false);
     }
   };
-  return html`<dialog ref=${dialog} aria-labelledby="question" onClose=${close} class="question">
-    <form onSubmit=${submit}>
-      <h2 id="question">${title}</h2>
-      <p>${follows}</p>
-      ${fields.map(({ name, label: text, options, ...rest }) =>
-        html`<label class="field"><span>${text}</span>
-          ${options
-            ? html`<select name=${name}>${options.map((option) => html`<option>${option}</option>`)}</select>`
-            : html`<input name=${name} required ...${rest} />`}</label>`,
-      )}
-      ${refused && html`<p class="bad" role="alert">${refused}</p>`}
-      <div class="row end">
-        <button type="button" onClick=${() => dialog.current.close()}>Keep as it is</button>
-        <button type="submit" class=${`primary ${tone}`} disabled=${busy}>${label}</button>
-      </div>
-    </form>
-  </dialog>`;
+  return html`
+    <dialog ref=${dialog} aria-labelledby="question" onClose=${close} class="question">
+      <form onSubmit=${submit}>
+        <h2 id="question">${title}</h2>
+        <p>${follows}</p>
+        ${fields.map(
+          ({ name, label: text, options, ...rest }) => html`
+            <label class="field">
+              <span>${text}</span>
+              ${
+                options
+                  ? html`
+                      <select name=${name}>
+                        ${options.map(
+                          (option) => html`
+                            <option>${option}</option>
+                          `,
+                        )}
+                      </select>
+                    `
+                  : html`
+                      <input name=${name} required ...${rest} />
+                    `
+              }
+            </label>
+          `,
+        )}
+        ${
+          refused &&
+          html`
+            <p class="bad" role="alert">${refused}</p>
+          `
+        }
+        <div class="row end">
+          <button type="button" onClick=${() => dialog.current.close()}>Keep as it is</button>
+          <button type="submit" class=${`primary ${tone}`} disabled=${busy}>${label}</button>
+        </div>
+      </form>
+    </dialog>
+  `;
 }

@@ -10,11 +10,25 @@ export function Media({ sample, alt = sample.prompt, play = true, controls = fal
   const [gone, setGone] = useState(false);
   const failed = () => setGone(true);
   useEffect(() => setGone(false), [sample.media]);
-  if (gone) return html`<span class="gone">No longer kept</span>`;
-  if (sample.media_type.startsWith("video/")) return html`<${Film} ...${{ sample, alt, play, controls, failed }} />`;
-  if (sample.media_type === "text/plain") return html`<${Answer} ...${{ sample, failed }} />`;
-  if (!sample.media_type.startsWith("image/")) return html`<span class="gone">${sample.media_type}</span>`;
-  return html`<img src=${sample.media} alt=${alt} decoding="async" onLoad=${sharpen} onError=${failed} />`;
+  if (gone)
+    return html`
+      <span class="gone">No longer kept</span>
+    `;
+  if (sample.media_type.startsWith("video/"))
+    return html`
+      <${Film} ...${{ sample, alt, play, controls, failed }} />
+    `;
+  if (sample.media_type === "text/plain")
+    return html`
+      <${Answer} ...${{ sample, failed }} />
+    `;
+  if (!sample.media_type.startsWith("image/"))
+    return html`
+      <span class="gone">${sample.media_type}</span>
+    `;
+  return html`
+    <img src=${sample.media} alt=${alt} decoding="async" onLoad=${sharpen} onError=${failed} />
+  `;
 }
 
 /** What a policy that writes text answered. */
@@ -45,8 +59,20 @@ function Film({ sample, alt, play, controls, failed }) {
     watch.observe(element);
     return () => watch.disconnect();
   }, [play, sample.media]);
-  return html`<video ref=${film} src=${sample.media} aria-label=${alt} muted loop playsinline preload="auto"
-    controls=${controls || !play || calm.matches} onLoadedMetadata=${sharpen} onError=${failed}></video>`;
+  return html`
+    <video
+      ref=${film}
+      src=${sample.media}
+      aria-label=${alt}
+      muted
+      loop
+      playsinline
+      preload="auto"
+      controls=${controls || !play || calm.matches}
+      onLoadedMetadata=${sharpen}
+      onError=${failed}
+    ></video>
+  `;
 }
 
 /** Scaled up by smoothing, a picture of 64 pixels is a blur. */

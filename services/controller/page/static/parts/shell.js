@@ -20,17 +20,28 @@ export function Shell({ section, session, logOut, children }) {
   return html`
     <button type="button" class="skip" onClick=${() => main.current.focus()}>Skip to the content</button>
     <header class="top">
-      <a class="brand" href=${link([])}><img src=${new URL("../icon.svg", import.meta.url).pathname} alt="" width="20" height="20" />Flowfleet</a>
+      <a class="brand" href=${link([])}>
+        <img src=${new URL("../icon.svg", import.meta.url).pathname} alt="" width="20" height="20" />
+        Flowfleet
+      </a>
       <nav aria-label="Views">
         ${VIEWS.filter(({ title }) => title).map(
-          (view) => html`<a href=${link([view.section])} aria-current=${view.section === section ? "page" : undefined}>${view.title}</a>`,
+          (view) => html`
+            <a href=${link([view.section])} aria-current=${view.section === section ? "page" : undefined}>
+              ${view.title}
+            </a>
+          `,
         )}
       </nav>
       <div class="top-end">
         <${Connection} />
-        ${session.login &&
-        html`<span class="who" title="Key that is logged in">${session.name}</span>
-          <button type="button" class="quiet" onClick=${logOut}>Log out</button>`}
+        ${
+          session.login &&
+          html`
+            <span class="who" title="Key that is logged in">${session.name}</span>
+            <button type="button" class="quiet" onClick=${logOut}>Log out</button>
+          `
+        }
       </div>
     </header>
     <main ref=${main} tabindex="-1">${children}</main>
@@ -41,5 +52,10 @@ export function Shell({ section, session, logOut, children }) {
 function Connection() {
   const [state, setState] = useState("closed");
   useEffect(() => onState(setState), []);
-  return html`<span class="live" data-state=${state} role="status"><i aria-hidden="true"></i>${STATES[state]}</span>`;
+  return html`
+    <span class="live" data-state=${state} role="status">
+      <i aria-hidden="true"></i>
+      ${STATES[state]}
+    </span>
+  `;
 }

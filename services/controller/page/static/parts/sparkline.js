@@ -8,7 +8,10 @@ const HEIGHT = 28;
 /** `values` with null for gaps. */
 export function Sparkline({ values, label }) {
   const known = values.filter((value) => value !== null);
-  if (known.length < 2) return html`<span class="spark none" aria-hidden="true"></span>`;
+  if (known.length < 2)
+    return html`
+      <span class="spark none" aria-hidden="true"></span>
+    `;
   const low = Math.min(...known);
   const span = Math.max(...known) - low || 1;
   const x = (index) => 2 + ((WIDTH - 4) * index) / Math.max(1, values.length - 1);
@@ -16,7 +19,10 @@ export function Sparkline({ values, label }) {
   const points = values.flatMap((value, index) => (value === null ? [] : [[x(index), y(value)]]));
   const path = points.map(([a, b], index) => `${index ? "L" : "M"}${a.toFixed(1)} ${b.toFixed(1)}`).join("");
   const [lastX, lastY] = points.at(-1);
-  return html`<svg class="spark" viewBox=${`0 0 ${WIDTH} ${HEIGHT}`} role="img" aria-label=${label}>
-    <path d=${path} /><circle cx=${lastX} cy=${lastY} r="2" />
-  </svg>`;
+  return html`
+    <svg class="spark" viewBox=${`0 0 ${WIDTH} ${HEIGHT}`} role="img" aria-label=${label}>
+      <path d=${path} />
+      <circle cx=${lastX} cy=${lastY} r="2" />
+    </svg>
+  `;
 }

@@ -6,14 +6,27 @@ import { html } from "../lib/html.js";
 export function Await({ of, what, children }) {
   const data = of.data ?? of.stale;
   if (of.error) {
-    const again = html`<button type="button" onClick=${of.reload}>Try again</button>`;
-    if (!data) return html`<div class="notice bad" role="alert"><p>${of.error.message}</p>${again}</div>`;
+    const again = html`
+      <button type="button" onClick=${of.reload}>Try again</button>
+    `;
+    if (!data)
+      return html`
+        <div class="notice bad" role="alert">
+          <p>${of.error.message}</p>
+          ${again}
+        </div>
+      `;
   }
-  if (!data) return html`<p class="loading" aria-busy="true">Loading ${what} …</p>`;
+  if (!data)
+    return html`
+      <p class="loading" aria-busy="true">Loading ${what} …</p>
+    `;
   return children(data);
 }
 
-export const Empty = ({ children }) => html`<p class="empty">${children}</p>`;
+export const Empty = ({ children }) => html`
+  <p class="empty">${children}</p>
+`;
 
 const TONES = {
   running: "good",
@@ -26,9 +39,13 @@ const TONES = {
   cancelled: "soft",
 };
 
-export const Status = ({ of }) => html`<span class=${`badge ${TONES[of] ?? "soft"}`}>${of}</span>`;
+export const Status = ({ of }) => html`
+  <span class=${`badge ${TONES[of] ?? "soft"}`}>${of}</span>
+`;
 
 export function Meter({ value, of, label }) {
   const share = of ? Math.min(1, value / of) : 0;
-  return html`<span class="meter" role="img" aria-label=${label}><i style=${{ width: `${100 * share}%` }}></i></span>`;
+  return html`
+    <span class="meter" role="img" aria-label=${label}><i style=${{ width: `${100 * share}%` }}></i></span>
+  `;
 }

@@ -28,9 +28,12 @@ export function WindowRows({ items, size, row, ...attributes }) {
       removeEventListener("resize", look);
     };
   }, [items.length, size]);
-  return html`<div ref=${list} style=${{ height: `${items.length * size}px` }} class="virtual" ...${attributes}>
-    ${items.slice(from, to).map((item, offset) => row(item, from + offset, { top: `${(from + offset) * size}px`, height: `${size}px` }))}
-  </div>`;
+  const placed = (index) => ({ top: `${index * size}px`, height: `${size}px` });
+  return html`
+    <div ref=${list} style=${{ height: `${items.length * size}px` }} class="virtual" ...${attributes}>
+      ${items.slice(from, to).map((item, offset) => row(item, from + offset, placed(from + offset)))}
+    </div>
+  `;
 }
 
 /** Scroll position and size of a box, as state: { top, left, width, height }. */
@@ -40,7 +43,12 @@ export function useScrolled(box) {
     const element = box.current;
     if (!element) return undefined;
     const look = () =>
-      setSeen({ top: element.scrollTop, left: element.scrollLeft, width: element.clientWidth, height: element.clientHeight });
+      setSeen({
+        top: element.scrollTop,
+        left: element.scrollLeft,
+        width: element.clientWidth,
+        height: element.clientHeight,
+      });
     const sized = new ResizeObserver(look);
     look();
     sized.observe(element);

@@ -7,6 +7,14 @@ import { link } from "../lib/router.js";
 import { Await, Empty } from "../parts/states.js";
 import { Alerts } from "./rewards.js";
 
+const REPLICA_HEADS = [
+  ["Replica"], ["Pool"], ["Health"], ["Job"], ["Version", 1], ["Behind", 1], ["At work", 1], ["Samples made", 1],
+  ["Device"],
+];
+const REWARD_HEADS = [
+  ["Reward"], ["Ready", 1], ["Waiting samples", 1], ["Samples/s", 1], ["Median latency", 1],
+  ["99 % latency", 1], ["Failures", 1],
+];
 const TONES = { serving: "good", updating: "warn", draining: "warn", lost: "bad", unknown: "bad", idle: "soft" };
 
 export function Fleet() {
@@ -14,52 +22,164 @@ export function Fleet() {
   const soon = useThrottled(loaded.reload, 1000);
   useEvent("fleet", soon);
   useResync(soon);
-  return html`<div class="head"><h1>Fleet</h1></div>
+  return html`
+    <div class="head"><h1>Fleet</h1></div>
     <${Alerts} />
-    <${Await} of=${loaded} what="the fleet">${(fleet) => html`
-      ${fleet.shortages.map(({ component, name, reason }) => html`<p class="notice warn"><b>${component} ${name}:</b> ${reason}</p>`)}
-      <${Replicas} replicas=${fleet.replicas} />
-      <${Trainers} trainers=${fleet.trainers ?? []} />
-      <${Services} fleet=${fleet} />`}<//>`;
+    <${Await} of=${loaded} what="the fleet">
+      ${(fleet) => html`
+        ${fleet.shortages.map(
+          ({ component, name, reason }) => html`
+            <p class="notice warn">
+              <b>${component} ${name}:</b>
+              ${" "}${reason}
+            </p>
+          `,
+        )}
+        <${Replicas} replicas=${fleet.replicas} />
+        <${Trainers} trainers=${fleet.trainers ?? []} />
+        <${Services} fleet=${fleet} />
+      `}
+    <//>
+  `;
 }
 
-const Table = ({ label, heads, children }) => html`<div class="scroll" tabindex="0" role="region" aria-label=${label}><table class="grid">
-  <thead><tr>${heads.map(([title, isNumber]) => html`<th scope="col" class=${isNumber ? "num" : ""}>${title}</th>`)}</tr></thead>
-  <tbody>${children}</tbody></table></div>`;
+const Table = ({ label, heads, children }) => html`
+  <div class="scroll" tabindex="0" role="region" aria-label=${label}>
+    <table class="grid">
+      <thead>
+        <tr>
+          ${heads.map(
+            ([title, isNumber]) => html`
+              <th scope="col" class=${isNumber ? "num" : ""}>${title}</th>
+            `,
+          )}
+        </tr>
+      </thead>
+      <tbody>${children}</tbody>
+    </table>
+  </div>
+`;
 
 function Replicas({ replicas }) {
   const serving = replicas.filter(({ health }) => health === "serving").length;
-  return html`<section class="card"><div class="row"><h2>Replicas</h2><span class="soft">${serving} of ${plural(replicas.length, "replica")} serving</span></div>
-    ${replicas.length
-      ? html`<${Table} label="Replicas" heads=${[["Replica"], ["Pool"], ["Health"], ["Job"], ["Version", 1], ["Behind", 1], ["At work", 1], ["Samples made", 1], ["Device"]]}>
-        ${replicas.map((one) => html`<tr key=${one.replica_id}><th scope="row" title=${one.address}>${one.replica_id}</th><td>${one.pool}</td>
-          <td><span class=${`badge ${TONES[one.health] ?? "soft"}`}>${one.health}</span></td>
-          <td>${one.job_id ? html`<a href=${link(["jobs", one.job_id])}>${short(one.job_id)}</a>` : ""}</td>
-          <td class="num">${one.version ?? "–"}</td><td class="num">${lagWords(one.lag)}</td>
-          <td class="num">${number(one.outstanding)}</td><td class="num">${number(one.samples_total)}</td><td>${one.device}</td></tr>`)}<//>`
-      : html`<${Empty}>No replica has registered.<//>`}</section>`;
+  return html`
+    <section class="card">
+      <div class="row">
+        <h2>Replicas</h2>
+        <span class="soft">${serving} of ${plural(replicas.length, "replica")} serving</span>
+      </div>
+      ${
+        replicas.length
+          ? html`
+              <${Table}
+                label="Replicas"
+                heads=${REPLICA_HEADS}
+              >
+                ${replicas.map(
+                  (one) => html`
+                    <tr key=${one.replica_id}>
+                      <th scope="row" title=${one.address}>${one.replica_id}</th>
+                      <td>${one.pool}</td>
+                      <td><span class=${`badge ${TONES[one.health] ?? "soft"}`}>${one.health}</span></td>
+                      <td>
+                        ${
+                          one.job_id
+                            ? html`
+                                <a href=${link(["jobs", one.job_id])}>${short(one.job_id)}</a>
+                              `
+                            : ""
+                        }
+                      </td>
+                      <td class="num">${one.version ?? "–"}</td>
+                      <td class="num">${lagWords(one.lag)}</td>
+                      <td class="num">${number(one.outstanding)}</td>
+                      <td class="num">${number(one.samples_total)}</td>
+                      <td>${one.device}</td>
+                    </tr>
+                  `,
+                )}
+              <//>
+            `
+          : html`
+              <${Empty}>No replica has registered.<//>
+            `
+      }
+    </section>
+  `;
 }
 
 const lagWords = (lag) => (lag === null || lag === undefined ? "–" : lag === 0 ? "current" : plural(lag, "version"));
 
 function Trainers({ trainers }) {
-  return html`<section class="card"><h2>Trainers</h2>${trainers.length
-    ? html`<${Table} label="Trainers" heads=${[["Job"], ["Ranks", 1], ["Step", 1], ["Phase"]]}>${trainers.map((one) => html`<tr key=${one.job_id}>
-        <th scope="row"><a href=${link(["jobs", one.job_id])}>${one.name}</a></th><td class="num">${one.ranks}</td><td class="num">${one.step}</td><td>${phaseName(one.phase)}</td></tr>`)}<//>`
-    : html`<p class="soft">No job trains now.</p>`}</section>`;
+  return html`
+    <section class="card">
+      <h2>Trainers</h2>
+      ${
+        trainers.length
+          ? html`
+              <${Table} label="Trainers" heads=${[["Job"], ["Ranks", 1], ["Step", 1], ["Phase"]]}>
+                ${trainers.map(
+                  (one) => html`
+                    <tr key=${one.job_id}>
+                      <th scope="row"><a href=${link(["jobs", one.job_id])}>${one.name}</a></th>
+                      <td class="num">${one.ranks}</td>
+                      <td class="num">${one.step}</td>
+                      <td>${phaseName(one.phase)}</td>
+                    </tr>
+                  `,
+                )}
+              <//>
+            `
+          : html`
+              <p class="soft">No job trains now.</p>
+            `
+      }
+    </section>
+  `;
 }
 
 function Services({ fleet }) {
   const calls = new Map((fleet.reward_calls ?? []).map((one) => [one.name, one]));
   const names = [...new Set([...Object.keys(fleet.rewards), ...calls.keys()])].sort();
-  return html`<section class="card"><h2>Reward services</h2>${names.length
-    ? html`<${Table} label="Reward services" heads=${[["Reward"], ["Ready", 1], ["Waiting samples", 1], ["Samples/s", 1], ["Median latency", 1], ["99 % latency", 1], ["Failures", 1]]}>
-      ${names.map((name) => {
-        const one = calls.get(name) ?? {};
-        const ready = one.ready ?? fleet.rewards[name]?.length ?? 0;
-        const seconds = (value) => (value === null || value === undefined ? "–" : `${number(value)} s`);
-        return html`<tr key=${name}><th scope="row">${name}</th><td class="num">${ready || html`<span class="badge bad">none</span>`}</td><td class="num">${number(one.waiting)}</td>
-          <td class="num">${number(one.scored_per_s)}</td><td class="num">${seconds(one.latency_p50_s)}</td><td class="num">${seconds(one.latency_p99_s)}</td><td class="num">${number(one.failures)}</td></tr>`;
-      })}<//>`
-    : html`<p class="soft">This controller knows no reward service.</p>`}</section>`;
+  return html`
+    <section class="card">
+      <h2>Reward services</h2>
+      ${
+        names.length
+          ? html`
+              <${Table}
+                label="Reward services"
+                heads=${REWARD_HEADS}
+              >
+                ${names.map((name) => {
+                  const one = calls.get(name) ?? {};
+                  const ready = one.ready ?? fleet.rewards[name]?.length ?? 0;
+                  const seconds = (value) => (value === null || value === undefined ? "–" : `${number(value)} s`);
+                  return html`
+                    <tr key=${name}>
+                      <th scope="row">${name}</th>
+                      <td class="num">
+                        ${
+                          ready ||
+                          html`
+                            <span class="badge bad">none</span>
+                          `
+                        }
+                      </td>
+                      <td class="num">${number(one.waiting)}</td>
+                      <td class="num">${number(one.scored_per_s)}</td>
+                      <td class="num">${seconds(one.latency_p50_s)}</td>
+                      <td class="num">${seconds(one.latency_p99_s)}</td>
+                      <td class="num">${number(one.failures)}</td>
+                    </tr>
+                  `;
+                })}
+              <//>
+            `
+          : html`
+              <p class="soft">This controller knows no reward service.</p>
+            `
+      }
+    </section>
+  `;
 }

@@ -30,9 +30,13 @@ export function Job({ parts, query }) {
   useEvent("jobs", ({ items }) => items.some((job) => job.id === id) && soon());
   useEvent("event", soon);
   useResync(soon);
-  return html`<${Await} of=${{ ...loaded, stale: loaded.stale?.id === id ? loaded.stale : null }} what="the job">
-    ${(job) => html`<${Loaded} ...${{ job, parts, query, reload: loaded.reload }} />`}
-  <//>`;
+  return html`
+    <${Await} of=${{ ...loaded, stale: loaded.stale?.id === id ? loaded.stale : null }} what="the job">
+      ${(job) => html`
+        <${Loaded} ...${{ job, parts, query, reload: loaded.reload }} />
+      `}
+    <//>
+  `;
 }
 
 function Loaded({ job, parts, query, reload }) {
@@ -45,17 +49,45 @@ function Loaded({ job, parts, query, reload }) {
   const isTrace = tab === "samples" && place.length === 3;
   return html`
     <div class="head job-head">
-      <p class="crumbs"><a href=${link(["jobs"])}>Jobs</a> / <code title=${job.id}>${short(job.id)}</code></p>
-      <h1>${job.name}</h1><${Status} of=${job.status} />
+      <p class="crumbs">
+        <a href=${link(["jobs"])}>Jobs</a>
+        ${" / "}
+        <code title=${job.id}>${short(job.id)}</code>
+      </p>
+      <h1>${job.name}</h1>
+      <${Status} of=${job.status} />
       <div class="row end"><${Buttons} job=${job} done=${reload} /></div>
     </div>
     <${Facts} job=${job} />
-    ${job.reason && html`<p class=${`notice ${job.status === "failed" || job.status === "quarantined" ? "bad" : ""}`}>${job.reason}</p>`}
-    ${(job.warnings ?? []).map((text) => html`<p class="notice">${text}</p>`)}
+    ${
+      job.reason &&
+      html`
+        <p class=${`notice ${job.status === "failed" || job.status === "quarantined" ? "bad" : ""}`}>${job.reason}</p>
+      `
+    }
+    ${(job.warnings ?? []).map(
+      (text) => html`
+        <p class="notice">${text}</p>
+      `,
+    )}
     <nav class="tabs" aria-label="Parts of the job">
-      ${TABS.map(([path, title]) => html`<a href=${link(["jobs", job.id, path].filter(Boolean))} aria-current=${path === tab ? "page" : undefined}>${title}</a>`)}
+      ${TABS.map(
+        ([path, title]) => html`
+          <a href=${link(["jobs", job.id, path].filter(Boolean))} aria-current=${path === tab ? "page" : undefined}>
+            ${title}
+          </a>
+        `,
+      )}
     </nav>
-    ${isTrace ? html`<${Trace} ...${{ job, place, query }} />` : html`<${View} ...${{ job, query }} />`}
+    ${
+      isTrace
+        ? html`
+            <${Trace} ...${{ job, place, query }} />
+          `
+        : html`
+            <${View} ...${{ job, query }} />
+          `
+    }
   `;
 }
 
@@ -63,16 +95,40 @@ function Facts({ job }) {
   const { progress } = job;
   const cost = useFetched(jobPath(job.id, "cost"));
   const facts = [
-    ["Steps", html`${progress.step} of ${progress.steps} <${Meter} value=${progress.step} of=${progress.steps} label="Share of the steps" />`],
+    [
+      "Steps",
+      html`
+        ${progress.step} of ${progress.steps}
+        <${Meter} value=${progress.step} of=${progress.steps} label="Share of the steps" />
+      `,
+    ],
     ["Now", (!job.ended_at && phaseWords(progress)) || null],
     ["Reward", number(progress.reward)],
     ["Held out", number(progress.held_out_reward)],
     ["Left", !job.ended_at && progress.eta_s ? duration(progress.eta_s) : null],
-    ["Dropped", Object.entries(progress.samples_dropped ?? {}).map(([why, count]) => `${count} ${why}`).join(", ") || null],
+    [
+      "Dropped",
+      Object.entries(progress.samples_dropped ?? {})
+        .map(([why, count]) => `${count} ${why}`)
+        .join(", ") || null,
+    ],
     ["Cost", cost.data ? `${number(cost.data.gpu_hours)} GPU h` : null],
     ["Owner", job.owner || null],
     ["Started", moment(job.started_at ?? job.created_at)],
     ["Ended", job.ended_at ? moment(job.ended_at) : null],
   ];
-  return html`<dl class="facts">${facts.filter(([, value]) => value !== null).map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`;
+  return html`
+    <dl class="facts">
+      ${facts
+        .filter(([, value]) => value !== null)
+        .map(
+          ([name, value]) => html`
+            <div>
+              <dt>${name}</dt>
+              <dd>${value}</dd>
+            </div>
+          `,
+        )}
+    </dl>
+  `;
 }

@@ -11,7 +11,7 @@ import { Await, Empty, Meter, Status } from "../parts/states.js";
 import { WindowRows } from "../parts/virtual.js";
 
 const ENDED = new Set(["succeeded", "failed", "cancelled"]);
-const ROW = 64;
+const ROW = 66;
 const FILTERS = { all: () => true, "at work": (job) => !ENDED.has(job.status), ended: (job) => ENDED.has(job.status) };
 
 export function Jobs() {
@@ -20,7 +20,13 @@ export function Jobs() {
   const again = useThrottled(loaded.reload, 1000);
   useEvent("jobs", ({ items }) => setChanged((before) => new Map([...before, ...items.map((job) => [job.id, job])])));
   useResync(again);
-  return html`<${Await} of=${loaded} what="jobs">${(jobs) => html`<${List} jobs=${merged(jobs, changed)} />`}<//>`;
+  return html`
+    <${Await} of=${loaded} what="jobs">
+      ${(jobs) => html`
+        <${List} jobs=${merged(jobs, changed)} />
+      `}
+    <//>
+  `;
 }
 
 /** Rows as last heard of; jobs that were not listed yet come first. */
@@ -39,48 +45,125 @@ function List({ jobs }) {
     const text = (job) => [job.name, job.id, job.owner, job.status, job.pool, job.algorithm].join(" ").toLowerCase();
     return jobs.filter((job) => FILTERS[kind](job) && wanted.every((word) => text(job).includes(word)));
   }, [jobs, words, kind]);
-  const pick = (id) => setPicked((before) => (before.has(id) ? new Set([...before].filter((one) => one !== id)) : new Set([...before, id])));
+  const pick = (id) =>
+    setPicked((before) =>
+      before.has(id) ? new Set([...before].filter((one) => one !== id)) : new Set([...before, id]),
+    );
   const working = jobs.filter(({ status }) => !ENDED.has(status)).length;
   const [first, ...others] = picked;
   return html`
     <div class="head">
-      <h1>Jobs</h1><span class="soft">${plural(jobs.length, "job")}, ${working} at work</span>
+      <h1>Jobs</h1>
+      <span class="soft">${plural(jobs.length, "job")}, ${working} at work</span>
       <div class="row end">
         <div class="segments" role="group" aria-label="Which jobs">
-          ${Object.keys(FILTERS).map((name) => html`<button type="button" aria-pressed=${name === kind} onClick=${() => setKind(name)}>${name}</button>`)}
+          ${Object.keys(FILTERS).map(
+            (name) => html`
+              <button type="button" aria-pressed=${name === kind} onClick=${() => setKind(name)}>${name}</button>
+            `,
+          )}
         </div>
-        <input type="search" placeholder="Name, owner, pool …" aria-label="Filter jobs" value=${words} onInput=${(event) => setWords(event.target.value)} />
-        <button type="button" class="primary" disabled=${picked.size < 2} onClick=${() => go(link(["jobs", first], { with: others.join(",") }))}>
+        <input
+          type="search"
+          placeholder="Name, owner, pool …"
+          aria-label="Filter jobs"
+          value=${words}
+          onInput=${(event) => setWords(event.target.value)}
+        />
+        <button
+          type="button"
+          class="primary"
+          disabled=${picked.size < 2}
+          onClick=${() => go(link(["jobs", first], { with: others.join(",") }))}
+        >
           Compare${picked.size ? ` ${picked.size}` : ""}
         </button>
       </div>
     </div>
-    ${shown.length
-      ? html`<div class="jobs" role="table" aria-label="Jobs" aria-rowcount=${shown.length + 1}>
-          <div role="rowgroup"><div role="row" class="job-row heads" aria-rowindex="1">
-            ${["", "Job", "State", "Reward", "Held out", "Steps", "Started"].map((title) => html`<span role="columnheader">${title || html`<span class="hidden">Compare</span>`}</span>`)}
-          </div></div>
-          <${WindowRows} items=${shown} size=${ROW} role="rowgroup"
-            row=${(job, index, style) => html`<${Row} key=${job.id} ...${{ job, index, style, isPicked: picked.has(job.id), pick }} />`} />
-        </div>`
-      : html`<${Empty}>${jobs.length ? "No job fits the filter." : html`No job yet: submit one with <code>flowfleet submit JOB.toml</code>.`}<//>`}
+    ${
+      shown.length
+        ? html`
+            <div class="jobs" role="table" aria-label="Jobs" aria-rowcount=${shown.length + 1}>
+              <div role="rowgroup">
+                <div role="row" class="job-row heads" aria-rowindex="1">
+                  ${["", "Job", "State", "Reward", "Held out", "Steps", "Started"].map(
+                    (title) => html`
+                      <span role="columnheader">
+                        ${
+                          title ||
+                          html`
+                            <span class="hidden">Compare</span>
+                          `
+                        }
+                      </span>
+                    `,
+                  )}
+                </div>
+              </div>
+              <${WindowRows}
+                items=${shown}
+                size=${ROW}
+                role="rowgroup"
+                row=${(job, index, style) => html`
+                  <${Row} key=${job.id} ...${{ job, index, style, isPicked: picked.has(job.id), pick }} />
+                `}
+              />
+            </div>
+          `
+        : html`
+            <${Empty}>
+              ${
+                jobs.length
+                  ? "No job fits the filter."
+                  : html`
+                      No job yet: submit one with${" "}
+                      <code>flowfleet submit JOB.toml</code>
+                      .
+                    `
+              }
+            <//>
+          `
+    }
   `;
 }
 
 function Row({ job, index, style, isPicked, pick }) {
   const { progress } = job;
-  return html`<div role="row" class="job-row" style=${style} aria-rowindex=${index + 2}>
-    <span role="cell"><input type="checkbox" aria-label=${`Compare ${job.name}`} checked=${isPicked} onChange=${() => pick(job.id)} /></span>
-    <span role="cell" class="name"><a href=${link(["jobs", job.id])}>${job.name}</a><small>${[job.owner, short(job.id)].filter(Boolean).join(" · ")}</small></span>
-    <span role="cell" class="state"><span><${Status} of=${job.status} /> <${Sign} job=${job} /></span><small>${stateWords(job)}</small></span>
-    <span role="cell" class="curve"><${Sparkline} values=${job.spark?.values ?? []} label="" /><b>${number(progress.reward)}</b></span>
-    <span role="cell" class="figure">${number(progress.held_out_reward)}</span>
-    <span role="cell" class="steps"><span>${progress.step} of ${progress.steps}</span>
-      <${Meter} value=${progress.step} of=${progress.steps} label=${`${progress.step} of ${progress.steps} steps`} />
-      <small>${!ENDED.has(job.status) && progress.eta_s ? `${duration(progress.eta_s)} left` : ""}</small></span>
-    <span role="cell" class="when"><small>${ago(job.started_at ?? job.created_at)}</small></span>
-  </div>`;
+  const words = stateWords(job);
+  return html`
+    <div role="row" class="job-row" style=${style} aria-rowindex=${index + 2}>
+      <span role="cell">
+        <input type="checkbox" aria-label=${`Compare ${job.name}`} checked=${isPicked} onChange=${() => pick(job.id)} />
+      </span>
+      <span role="cell" class="name">
+        <a href=${link(["jobs", job.id])}>${job.name}</a>
+        <small>${[job.owner, short(job.id)].filter(Boolean).join(" · ")}</small>
+      </span>
+      <span role="cell" class="state">
+        <span>
+          <${Status} of=${job.status} />
+          <${Sign} job=${job} />
+        </span>
+        <small title=${words}>${words}</small>
+      </span>
+      <span role="cell" class="curve">
+        <${Sparkline} values=${job.curve?.values ?? []} label="Training reward" />
+        <b>${number(progress.reward)}</b>
+      </span>
+      <span role="cell" class="figure">${number(progress.held_out_reward)}</span>
+      <span role="cell" class="steps">
+        <span>
+          ${progress.step} of ${progress.steps}${" "}
+          <small>${left(job)}</small>
+        </span>
+        <${Meter} value=${progress.step} of=${progress.steps} label=${`${progress.step} of ${progress.steps} steps`} />
+      </span>
+      <span role="cell" class="when"><small>${ago(job.started_at ?? job.created_at)}</small></span>
+    </div>
+  `;
 }
+
+const left = ({ status, progress }) => (!ENDED.has(status) && progress.eta_s ? `${duration(progress.eta_s)} left` : "");
 
 /** Why it waits and at which place, else what it does, else why it ended. */
 function stateWords(job) {
@@ -103,8 +186,15 @@ function Sign({ job }) {
   }, [job.id, job.progress.step]);
   if (!found.length) return null;
   const [first] = found;
-  return html`<a class="badge warn" href=${link(["jobs", job.id])} title=${`${first.name} falls from ${number(first.from)} to ${number(first.to)} while the reward rises`}>
-    ${first.name} falls since ${first.since}</a>`;
+  return html`
+    <a
+      class="badge warn"
+      href=${link(["jobs", job.id])}
+      title=${`${first.name} falls from ${number(first.from)} to ${number(first.to)} while the reward rises`}
+    >
+      ${first.name} falls since ${first.since}
+    </a>
+  `;
 }
 
 async function look(job, signal) {

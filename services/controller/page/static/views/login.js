@@ -14,15 +14,32 @@ export function Login({ entered }) {
       setRefused(error.message);
     }
   };
-  return html`<main class="center">
-    <form class="login" onSubmit=${submit}>
-      <h1>Flowfleet</h1>
-      <label class="field"><span>API key</span>
-        <input name="key" type="password" autocomplete="current-password" required autofocus aria-describedby="login-note" />
-      </label>
-      ${refused && html`<p class="bad" role="alert">${refused}</p>`}
-      <button type="submit" class="primary">Log in</button>
-      <p id="login-note" class="soft small">The key becomes a session of this browser. It never appears in an address.</p>
-    </form>
-  </main>`;
+  return html`
+    <main class="center">
+      <form class="login" onSubmit=${submit}>
+        <h1>Flowfleet</h1>
+        <label class="field">
+          <span>API key</span>
+          <input
+            name="key"
+            type="password"
+            autocomplete="current-password"
+            required
+            autofocus
+            aria-describedby="login-note"
+          />
+        </label>
+        ${
+          refused &&
+          html`
+            <p class="bad" role="alert">${refused}</p>
+          `
+        }
+        <button type="submit" class="primary">Log in</button>
+        <p id="login-note" class="soft small">
+          The key becomes a session of this browser. It never appears in an address.
+        </p>
+      </form>
+    </main>
+  `;
 }

@@ -12,14 +12,30 @@ const MOST = 40;
 const AT_WORK = new Set(["running", "paused", "starting", "quarantined"]);
 
 export function Rewards({ parts }) {
-  return parts[1] ? html`<${OneJob} id=${parts[1]} />` : html`<${Overview} />`;
+  return parts[1]
+    ? html`
+        <${OneJob} id=${parts[1]} />
+      `
+    : html`
+        <${Overview} />
+      `;
 }
 
 function OneJob({ id }) {
   const loaded = useFetched(jobPath(id));
-  return html`<${Await} of=${loaded} what="the job">
-    ${(job) => html`<div class="head"><h1>Rewards of <a href=${link(["jobs", id])}>${job.name}</a></h1></div><${JobRewards} job=${job} />`}
-  <//>`;
+  return html`
+    <${Await} of=${loaded} what="the job">
+      ${(job) => html`
+        <div class="head">
+          <h1>
+            Rewards of${" "}
+            <a href=${link(["jobs", id])}>${job.name}</a>
+          </h1>
+        </div>
+        <${JobRewards} job=${job} />
+      `}
+    <//>
+  `;
 }
 
 function Overview() {
@@ -30,13 +46,31 @@ function Overview() {
     <div class="head"><h1>Rewards</h1></div>
     <${Alerts} />
     <${Await} of=${loaded} what="rewards">
-      ${(jobs) => jobs.length
-        ? html`<div class="scroll" tabindex="0" role="region" aria-label="Rewards of jobs"><table class="grid">
-            <thead><tr><th scope="col">Job</th><th scope="col">Reward</th><th scope="col" class="num">Weight</th><th scope="col" class="num">Last mean</th>
-              <th scope="col" class="num">No score</th><th scope="col">Shadows</th><th scope="col">State</th></tr></thead>
-            <tbody>${jobs.flatMap(rowsOf)}</tbody></table></div>`
-        : html`<${Empty}>No job is at work.<//>`}
-    <//>`;
+      ${(jobs) =>
+        jobs.length
+          ? html`
+              <div class="scroll" tabindex="0" role="region" aria-label="Rewards of jobs">
+                <table class="grid">
+                  <thead>
+                    <tr>
+                      <th scope="col">Job</th>
+                      <th scope="col">Reward</th>
+                      <th scope="col" class="num">Weight</th>
+                      <th scope="col" class="num">Last mean</th>
+                      <th scope="col" class="num">No score</th>
+                      <th scope="col">Shadows</th>
+                      <th scope="col">State</th>
+                    </tr>
+                  </thead>
+                  <tbody>${jobs.flatMap(rowsOf)}</tbody>
+                </table>
+              </div>
+            `
+          : html`
+              <${Empty}>No job is at work.<//>
+            `}
+    <//>
+  `;
 }
 
 async function load(signal) {
@@ -58,15 +92,44 @@ function rowsOf({ id, name, rewards, values }) {
   const parts = Object.entries(rewards.active.rewards);
   return parts.map(([reward, part], at) => {
     const shadows = Object.entries(rewards.comparison).filter(([, comparison]) => comparison.beside === reward);
-    return html`<tr key=${`${id}/${reward}`} class=${at ? "" : "first"}>
-      ${at === 0 && html`<th scope="rowgroup" rowspan=${parts.length}><a href=${link(["rewards", id])}>${name}</a></th>`}
-      <th scope="row">${reward}</th>
-      <td class="num">${part.weight ? number(part.weight) : html`<span class="soft">watches</span>`}</td>
-      <td class="num">${number(values[`critic/rewards/${reward}/mean`])}</td>
-      <td class="num">${number(values[`critic/rewards/${reward}/missing`] ?? 0)}</td>
-      <td>${shadows.map(([shadow, { train }]) => html`${shadow}: rank correlation ${number(train.spearman)} `)}</td>
-      <td>${rewards.pending && at === 0 ? html`<span class="badge warn">change pending</span>` : ""}</td>
-    </tr>`;
+    return html`
+      <tr key=${`${id}/${reward}`} class=${at ? "" : "first"}>
+        ${
+          at === 0 &&
+          html`
+            <th scope="rowgroup" rowspan=${parts.length}><a href=${link(["rewards", id])}>${name}</a></th>
+          `
+        }
+        <th scope="row">${reward}</th>
+        <td class="num">
+          ${
+            part.weight
+              ? number(part.weight)
+              : html`
+                  <span class="soft">watches</span>
+                `
+          }
+        </td>
+        <td class="num">${number(values[`critic/rewards/${reward}/mean`])}</td>
+        <td class="num">${number(values[`critic/rewards/${reward}/missing`] ?? 0)}</td>
+        <td>
+          ${shadows.map(
+            ([shadow, { train }]) => html`
+              ${shadow}: rank correlation ${number(train.spearman)}
+            `,
+          )}
+        </td>
+        <td>
+          ${
+            rewards.pending && at === 0
+              ? html`
+                  <span class="badge warn">change pending</span>
+                `
+              : ""
+          }
+        </td>
+      </tr>
+    `;
   });
 }
 
@@ -78,9 +141,44 @@ export function Alerts() {
   const items = (loaded.data ?? loaded.stale)?.items ?? [];
   const firing = items.filter(({ state }) => state === "firing");
   if (!items.length) return null;
-  return html`<section class=${`card alerts ${firing.length ? "warn" : ""}`} aria-label="Alerts">
-    <h2>${firing.length ? `${plural(firing.length, "alert")} of ${items.length} firing` : `All ${items.length} alerts are quiet`}</h2>
-    <ul>${firing.map(({ name, text, job_id: job }) => html`<li><b>${name}</b> ${text} ${job && html`<a href=${link(["jobs", job])}>Open the job</a>`}</li>`)}</ul>
-    <details><summary>What is watched</summary><ul>${items.filter(({ state }) => state !== "firing").map(({ name, text }) => html`<li><b>${name}</b> ${text}</li>`)}</ul></details>
-  </section>`;
+  const quiet = `All ${items.length} alerts are quiet`;
+  const heading = firing.length ? `${plural(firing.length, "alert")} of ${items.length} firing` : quiet;
+  return html`
+    <section class=${`card alerts ${firing.length ? "warn" : ""}`} aria-label="Alerts">
+      <h2>
+        ${heading}
+      </h2>
+      <ul>
+        ${firing.map(
+          ({ name, text, job_id: job }) => html`
+            <li>
+              <b>${name}</b>
+              ${" "}${text}${" "}
+              ${
+                job &&
+                html`
+                  <a href=${link(["jobs", job])}>Open the job</a>
+                `
+              }
+            </li>
+          `,
+        )}
+      </ul>
+      <details>
+        <summary>What is watched</summary>
+        <ul>
+          ${items
+            .filter(({ state }) => state !== "firing")
+            .map(
+              ({ name, text }) => html`
+                <li>
+                  <b>${name}</b>
+                  ${" "}${text}
+                </li>
+              `,
+            )}
+        </ul>
+      </details>
+    </section>
+  `;
 }

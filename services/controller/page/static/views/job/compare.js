@@ -17,7 +17,8 @@ export function Compare({ job, versions, prompts, first, group: start, version, 
   const samples = useMemo(() => new HeldOut(job.id, () => setTurn((turn) => turn + 1)), [job.id]);
   useEffect(() => dialog.current.showModal(), []);
   useEffect(() => samples.want([before, after], group, group + 1), [before, after, group]);
-  const at = (which) => samples.at(which, group) ?? { ...first, media: mediaPath(job.id, which, group), prompt: "", reward: undefined };
+  const at = (which) =>
+    samples.at(which, group) ?? { ...first, media: mediaPath(job.id, which, group), prompt: "", reward: undefined };
   const step = (by) => setGroup(Math.max(0, Math.min(prompts - 1, group + by)));
   const keys = (event) => {
     const by = { ArrowUp: -1, ArrowDown: 1 }[event.key];
@@ -26,34 +27,60 @@ export function Compare({ job, versions, prompts, first, group: start, version, 
     step(by);
   };
   const [left, right] = [at(before), at(after)];
-  return html`<dialog ref=${dialog} class="compare" aria-labelledby="compared" onClose=${close} onKeyDown=${keys}>
-    <div class="row">
-      <h2 id="compared">Before and after</h2>
-      <div class="row end">
-        <button type="button" onClick=${() => step(-1)} disabled=${group === 0}>Prompt before</button>
-        <button type="button" onClick=${() => step(1)} disabled=${group === prompts - 1}>Next prompt</button>
-        <button type="button" onClick=${() => dialog.current.close()}>Close</button>
+  return html`
+    <dialog ref=${dialog} class="compare" aria-labelledby="compared" onClose=${close} onKeyDown=${keys}>
+      <div class="row">
+        <h2 id="compared">Before and after</h2>
+        <div class="row end">
+          <button type="button" onClick=${() => step(-1)} disabled=${group === 0}>Prompt before</button>
+          <button type="button" onClick=${() => step(1)} disabled=${group === prompts - 1}>Next prompt</button>
+          <button type="button" onClick=${() => dialog.current.close()}>Close</button>
+        </div>
       </div>
-    </div>
-    <p class="prompt">${right.prompt || left.prompt || "…"}</p>
-    <div class="over" style=${{ "--share": `${share}%` }}>
-      <${Media} sample=${right} alt=${`version ${after}`} />
-      <div class="before"><${Media} sample=${left} alt=${`version ${before}`} /></div>
-      <span class="edge" aria-hidden="true"></span>
-    </div>
-    <input type="range" min="0" max="100" value=${share} aria-label="Share of the version before" onInput=${(event) => setShare(Number(event.target.value))} />
-    <div class="row sides">
-      <${Side} name="Before" ...${{ versions, value: before, set: setBefore, sample: left }} />
-      <${Side} name="After" ...${{ versions, value: after, set: setAfter, sample: right }} />
-    </div>
-  </dialog>`;
+      <p class="prompt">${right.prompt || left.prompt || "…"}</p>
+      <div class="over" style=${{ "--share": `${share}%` }}>
+        <${Media} sample=${right} alt=${`version ${after}`} />
+        <div class="before"><${Media} sample=${left} alt=${`version ${before}`} /></div>
+        <span class="edge" aria-hidden="true"></span>
+      </div>
+      <input
+        type="range"
+        min="0"
+        max="100"
+        value=${share}
+        aria-label="Share of the version before"
+        onInput=${(event) => setShare(Number(event.target.value))}
+      />
+      <div class="row sides">
+        <${Side} name="Before" ...${{ versions, value: before, set: setBefore, sample: left }} />
+        <${Side} name="After" ...${{ versions, value: after, set: setAfter, sample: right }} />
+      </div>
+    </dialog>
+  `;
 }
 
 function Side({ name, versions, value, set, sample }) {
   const scores = Object.entries(sample.scores ?? {}).filter(([score]) => !score.includes("."));
-  return html`<div>
-    <label class="inline">${name}: version <select value=${value} onChange=${(event) => set(Number(event.target.value))}>
-      ${versions.map((version) => html`<option value=${version} selected=${version === value}>${version}</option>`)}</select></label>
-    <span class="scores"><b>${number(sample.reward)}</b> ${scores.map(([score, figure]) => html`<span>${score} ${number(figure)}</span>`)}</span>
-  </div>`;
+  return html`
+    <div>
+      <label class="inline">
+        ${name}: version
+        <select value=${value} onChange=${(event) => set(Number(event.target.value))}>
+          ${versions.map(
+            (version) => html`
+              <option value=${version} selected=${version === value}>${version}</option>
+            `,
+          )}
+        </select>
+      </label>
+      <span class="scores">
+        <b>${number(sample.reward)}</b>
+        ${scores.map(
+          ([score, figure]) => html`
+            <span>${score} ${number(figure)}</span>
+          `,
+        )}
+      </span>
+    </div>
+  `;
 }

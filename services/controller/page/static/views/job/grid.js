@@ -43,21 +43,71 @@ export function Grid({ job, versions, prompts, first, size, compare }) {
   });
   const rows = Array.from({ length: bottom - top }, (_, offset) => top + offset);
   const columns = versions.slice(left, right).map((version, offset) => ({ version, column: left + offset }));
-  return html`<div ref=${box} class="gallery" role="grid" aria-label="Held-out samples: prompts by versions" aria-rowcount=${prompts + 1}
-      aria-colcount=${versions.length + 1} onKeyDown=${(event) => steer(event, active, { move, prompts, versions, high, seen, compare, samples, job })}>
-    <div class="canvas" style=${{ width: `${PROMPT + versions.length * wide}px`, height: `${HEADS + prompts * high}px` }}>
-      <div role="row" class="heads" aria-rowindex="1" style=${{ height: `${HEADS}px` }}>
-        <span role="columnheader" class="prompt" aria-colindex="1" style=${{ width: `${PROMPT}px` }}>Prompt</span>
-        ${columns.map(({ version, column }) => html`<span key=${version} role="columnheader" aria-colindex=${column + 2} class="version"
-          style=${{ left: `${PROMPT + column * wide}px`, width: `${size}px` }}>version ${version}</span>`)}
+  return html`
+    <div
+      ref=${box}
+      class="gallery"
+      role="grid"
+      aria-label="Held-out samples: prompts by versions"
+      aria-rowcount=${prompts + 1}
+      aria-colcount=${versions.length + 1}
+      onKeyDown=${(event) => steer(event, active, { move, prompts, versions, high, seen, compare, samples, job })}
+    >
+      <div
+        class="canvas"
+        style=${{ width: `${PROMPT + versions.length * wide}px`, height: `${HEADS + prompts * high}px` }}
+      >
+        <div role="row" class="heads" aria-rowindex="1" style=${{ height: `${HEADS}px` }}>
+          <span role="columnheader" class="prompt" aria-colindex="1" style=${{ width: `${PROMPT}px` }}>Prompt</span>
+          ${columns.map(
+            ({ version, column }) => html`
+              <span
+                key=${version}
+                role="columnheader"
+                aria-colindex=${column + 2}
+                class="version"
+                style=${{ left: `${PROMPT + column * wide}px`, width: `${size}px` }}
+              >
+                version ${version}
+              </span>
+            `,
+          )}
+        </div>
+        ${rows.map(
+          (row) => html`
+            <div
+              key=${row}
+              role="row"
+              class="line"
+              aria-rowindex=${row + 2}
+              style=${{ top: `${HEADS + row * high}px`, height: `${high}px` }}
+            >
+              <span
+                role="rowheader"
+                class="prompt"
+                aria-colindex="1"
+                style=${{ width: `${PROMPT}px`, height: `${high - GAP}px` }}
+              >
+                ${promptOf(samples, versions, row, left, right)}
+              </span>
+              ${columns.map(
+                ({ version, column }) => html`
+                  <${Cell}
+                    key=${version}
+                    ...${{ job, version, row, column, first, size }}
+                    sample=${samples.at(version, row)}
+                    left=${PROMPT + column * wide}
+                    isActive=${active.row === row && active.column === column}
+                    choose=${() => setActive({ row, column })}
+                  />
+                `,
+              )}
+            </div>
+          `,
+        )}
       </div>
-      ${rows.map((row) => html`<div key=${row} role="row" class="line" aria-rowindex=${row + 2} style=${{ top: `${HEADS + row * high}px`, height: `${high}px` }}>
-        <span role="rowheader" class="prompt" aria-colindex="1" style=${{ width: `${PROMPT}px`, height: `${high - GAP}px` }}>${promptOf(samples, versions, row, left, right)}</span>
-        ${columns.map(({ version, column }) => html`<${Cell} key=${version} ...${{ job, version, row, column, first, size }} sample=${samples.at(version, row)}
-          left=${PROMPT + column * wide} isActive=${active.row === row && active.column === column} choose=${() => setActive({ row, column })} />`)}
-      </div>`)}
     </div>
-  </div>`;
+  `;
 }
 
 const clamp = (value, count) => Math.max(0, Math.min(count - 1, value));
@@ -74,11 +124,21 @@ function Cell({ job, version, row, column, sample, first, size, left, isActive, 
   const known = sample ?? { ...first, step: version, group: row, index: 0, reward: undefined, prompt: "" };
   const shown = { ...known, media: sample?.media ?? mediaPath(job.id, version, row) };
   const words = `version ${version}, reward ${number(sample?.reward)}`;
-  return html`<a role="gridcell" aria-colindex=${column + 2} class="cell" href=${tracePlace(job, shown)} tabindex=${isActive ? 0 : -1} onFocus=${choose}
-      aria-label=${words} style=${{ left: `${left}px`, width: `${size}px` }}>
-    <span class="frame" style=${{ height: `${size}px` }}><${Media} sample=${shown} alt="" /></span>
-    <span class="score">${sample ? number(sample.reward) : ""}</span>
-  </a>`;
+  return html`
+    <a
+      role="gridcell"
+      aria-colindex=${column + 2}
+      class="cell"
+      href=${tracePlace(job, shown)}
+      tabindex=${isActive ? 0 : -1}
+      onFocus=${choose}
+      aria-label=${words}
+      style=${{ left: `${left}px`, width: `${size}px` }}
+    >
+      <span class="frame" style=${{ height: `${size}px` }}><${Media} sample=${shown} alt="" /></span>
+      <span class="score">${sample ? number(sample.reward) : ""}</span>
+    </a>
+  `;
 }
 
 /** Scrolls as little as shows the cell. */

@@ -16,20 +16,46 @@ export function Timeline({ job }) {
   if (!steps.length) return null;
   const length = (step) => step.phases.reduce((sum, { seconds }) => sum + seconds, 0);
   const longest = Math.max(...steps.map(length)) || 1;
-  const present = [...PHASES, ...other(steps)].filter((phase) => steps.some((step) => step.phases.some((one) => one.phase === phase)));
-  return html`<section class="card timeline" aria-labelledby="timeline">
-    <h2 id="timeline">Phases of the last ${steps.length} steps</h2>
-    <ul class="legend">${present.map((phase) => html`<li><i class=${`block ${shade(phase)}`} aria-hidden="true"></i>${phaseName(phase)}</li>`)}</ul>
-    <ol class="bars">${steps.map((step) => html`<li key=${step.step}>
-      <span class="step">${step.step}</span>
-      <span class="bar" role="img" aria-label=${`Step ${step.step}: ${words(step)}`} title=${words(step)}>
-        ${step.phases.map(({ phase, seconds }) => html`<i class=${`block ${shade(phase)}`} style=${{ width: `${(100 * seconds) / longest}%` }}></i>`)}
-      </span>
-      <span class="seconds">${duration(length(step))}</span>
-    </li>`)}</ol>
-  </section>`;
+  const present = [...PHASES, ...other(steps)].filter((phase) =>
+    steps.some((step) => step.phases.some((one) => one.phase === phase)),
+  );
+  return html`
+    <section class="card timeline" aria-labelledby="timeline">
+      <h2 id="timeline">Phases of the last ${steps.length} steps</h2>
+      <ul class="legend">
+        ${present.map(
+          (phase) => html`
+            <li>
+              <i class=${`block ${shade(phase)}`} aria-hidden="true"></i>
+              ${phaseName(phase)}
+            </li>
+          `,
+        )}
+      </ul>
+      <ol class="bars">
+        ${steps.map(
+          (step) => html`
+            <li key=${step.step}>
+              <span class="step">${step.step}</span>
+              <span class="bar" role="img" aria-label=${`Step ${step.step}: ${words(step)}`} title=${words(step)}>
+                ${step.phases.map(
+                  ({ phase, seconds }) => html`
+                    <i class=${`block ${shade(phase)}`} style=${{ width: `${(100 * seconds) / longest}%` }}></i>
+                  `,
+                )}
+              </span>
+              <span class="seconds">${duration(length(step))}</span>
+            </li>
+          `,
+        )}
+      </ol>
+    </section>
+  `;
 }
 
-const other = (steps) => [...new Set(steps.flatMap((step) => step.phases.map(({ phase }) => phase)))].filter((phase) => !PHASES.includes(phase));
+const other = (steps) =>
+  [...new Set(steps.flatMap((step) => step.phases.map(({ phase }) => phase)))].filter(
+    (phase) => !PHASES.includes(phase),
+  );
 const shade = (phase) => `p${Math.max(0, PHASES.indexOf(phase))}`;
 const words = (step) => step.phases.map(({ phase, seconds }) => `${phaseName(phase)} ${duration(seconds)}`).join(", ");

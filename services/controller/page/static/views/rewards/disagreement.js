@@ -20,14 +20,33 @@ export function Disagreement({ job }) {
   const samples = loaded.data ?? loaded.stale ?? [];
   const pairs = disagreements(samples);
   if (!pairs.length) return null;
-  return html`<section class="card"><h2>Disagreement in step ${samples[0].step}</h2>
-    ${pairs.map(({ a, b, correlation, samples: shown }) => html`<div class="pair" key=${`${a}/${b}`}>
-      <h3>${a} and ${b}: ${words(correlation)}</h3>
-      <ul class="cards small">${shown.map(({ sample }) => html`<li class="sample"><a href=${tracePlace(job, sample)}>
-        <${Media} sample=${sample} />
-        <span class="scores"><${Score} name=${a} value=${scoreOf(sample, a)} /><${Score} name=${b} value=${scoreOf(sample, b)} /></span>
-      </a></li>`)}</ul></div>`)}
-  </section>`;
+  return html`
+    <section class="card">
+      <h2>Disagreement in step ${samples[0].step}</h2>
+      ${pairs.map(
+        ({ a, b, correlation, samples: shown }) => html`
+          <div class="pair" key=${`${a}/${b}`}>
+            <h3>${a} and ${b}: ${words(correlation)}</h3>
+            <ul class="cards small">
+              ${shown.map(
+                ({ sample }) => html`
+                  <li class="sample">
+                    <a href=${tracePlace(job, sample)}>
+                      <${Media} sample=${sample} />
+                      <span class="scores">
+                        <${Score} name=${a} value=${scoreOf(sample, a)} />
+                        <${Score} name=${b} value=${scoreOf(sample, b)} />
+                      </span>
+                    </a>
+                  </li>
+                `,
+              )}
+            </ul>
+          </div>
+        `,
+      )}
+    </section>
+  `;
 }
 
 function words(correlation) {
