@@ -6,13 +6,15 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from services.controller.store.jobs import JobStore
 from tests.flowfleet.conftest import IdleController
 from tests.flowfleet.idle_controller import in_store
 from tests.services.controller.page.stage import Stage, set_stage
@@ -35,8 +37,18 @@ class Site:
     stage: Stage
 
 
-@pytest.fixture(scope="session")
+T = TypeVar("T")
+
+
+def in_stage(redis_url: str, act: Callable[[JobStore], Awaitable[T]]) -> T:
+    """`in_store` in a thread of its own: the browser's loop runs in this one."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(in_store, redis_url, act).result()
+
+
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """Ends with its module: while it lives, no other event loop can run in this thread."""
     path = os.environ.get("FLOWFLEET_CHROMIUM") or next(filter(None, map(shutil.which, PROGRAMS)), None)
     if path is None:
         pytest.skip(MISSING)
@@ -55,7 +67,7 @@ def site(_redis_of_session: str, tmp_path_factory: pytest.TempPathFactory) -> It
         f'[{may}]\nsha256 = "{hashlib.sha256(key.encode()).hexdigest()}"\nmay = "{may}"\n' for may, key in KEYS.items()
     )
     keys.write_text("".join(lines))
-    stage = in_store(_redis_of_session, lambda store: set_stage(store, directory))
+    stage = in_stage(_redis_of_session, lambda store: set_stage(store, directory))
     more = ("--reward", "jpeg_compressibility=a:2", "--keys-file", str(keys))
     controller = IdleController(_redis_of_session, directory, *more)
     controller.start()

@@ -8,12 +8,11 @@ from pathlib import Path
 import httpx
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Locator, Page, expect
 
 from services.controller.store.jobs import JobStore
 from services.controller.store.records import SampleRecord
-from tests.flowfleet.idle_controller import in_store
-from tests.services.controller.page.conftest import KEYS, Site, Visit
+from tests.services.controller.page.conftest import KEYS, Site, Visit, in_stage
 from tests.services.controller.page.stage import create, settings
 
 HOSTILE = """</title><script>document.title = "run"</script><img src=x onerror="document.title = 'run'"> & ä 猫"""
@@ -23,6 +22,10 @@ def findings(page: Page) -> list[str]:
     """What axe finds, a line each."""
     found = Axe().run(page).response["violations"]
     return [f"{one['id']}: {one['help']}: {one['nodes'][0]['html'][:200]}" for one in found]
+
+
+def row_of(page: Page, job: str) -> Locator:
+    return page.get_by_role("row").filter(has=page.get_by_role("link", name=job, exact=True))
 
 
 def test_a_key_opens_the_page_and_logging_out_closes_it(browser: Browser, site: Site) -> None:
@@ -46,23 +49,23 @@ def test_a_key_opens_the_page_and_logging_out_closes_it(browser: Browser, site: 
 
 def test_jobs_say_what_they_do_and_where_to_look(visit: Visit, site: Site) -> None:
     page = visit("jobs")
-    row = page.get_by_role("row").filter(has_text="signs-small-files")
+    row = row_of(page, "signs-small-files")
     expect(row).to_contain_text("running")
     expect(row).to_contain_text("11 of 12")
     expect(row.get_by_role("link", name=re.compile("ocr.* falls since 4|ocr.* falls since 5"))).to_be_visible()
-    guarded = page.get_by_role("row").filter(has_text="signs-guarded")
+    guarded = row_of(page, "signs-guarded")
     expect(guarded).to_contain_text("running")
     expect(guarded.locator(".badge.warn")).to_have_count(0)
-    expect(page.get_by_role("row").filter(has_text="signs-longer")).to_contain_text("queued")
+    expect(row_of(page, "signs-longer")).to_contain_text("queued")
     page.get_by_label("Filter jobs").fill("guarded")
     expect(page.get_by_role("row")).to_have_count(2)
 
 
 def test_what_changes_is_seen_without_a_reload(visit: Visit, site: Site) -> None:
     page = visit("jobs")
-    row = page.get_by_role("row").filter(has_text="signs-longer")
+    row = row_of(page, "signs-longer")
     expect(page.locator(".live")).to_contain_text("Live")
-    in_store(site.redis_url, lambda store: store.update_progress(site.stage.queued, phase="validate", reward=0.4321))
+    in_stage(site.redis_url, lambda store: store.update_progress(site.stage.queued, phase="validate", reward=0.4321))
     expect(row).to_contain_text("0.4321")
 
 
@@ -85,7 +88,7 @@ def test_the_keyboard_alone_reaches_a_sample_of_a_curve(visit: Visit, site: Site
     expect(page).to_have_url(re.compile("step=2"))
     page.locator(".sample a").first.focus()
     page.keyboard.press("Enter")
-    expect(page.get_by_text("Policy version")).to_be_visible()
+    expect(page).to_have_url(re.compile(r"/samples/2/\d/\d"))
 
 
 def test_the_gallery_moves_by_keys_and_compares(visit: Visit, site: Site) -> None:
@@ -141,10 +144,12 @@ def test_hostile_text_stays_text(visit: Visit, site: Site, tmp_path: Path) -> No
         job = await create(store, settings(tmp_path, "hostile"))
         await store.set_status(job, "failed", HOSTILE)
         scores = {"ocr": 0.5, HOSTILE: 0.5}
-        await store.put_sample(job, SampleRecord(step=0, group=0, index=0, prompt=HOSTILE, scores=scores, reward=0.5))
+        await store.put_sample(
+            job, SampleRecord(step=0, group=0, index=0, prompt=HOSTILE, scores=scores, media_type="text/odd")
+        )
         return job
 
-    job = in_store(site.redis_url, fill)
+    job = in_stage(site.redis_url, fill)
     for place in (f"jobs/{job}/samples", f"jobs/{job}/samples/0/0/0", "jobs"):
         page = visit(place)
         expect(page.get_by_text("</title>").first).to_be_visible()
@@ -164,7 +169,7 @@ def test_axe_finds_nothing(visit: Visit, site: Site, size: str) -> None:
     found = {}
     for place in PLACES:
         page.goto(f"{site.url}/#/{place.format(hacked=site.stage.hacked)}")
-        page.wait_for_load_state("networkidle") if False else page.wait_for_timeout(400)
+        page.wait_for_timeout(300)
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{place} is wider than the screen"
         if problems := findings(page):
             found[place] = problems

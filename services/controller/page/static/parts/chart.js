@@ -26,8 +26,9 @@ export function Chart({ title, note, lines, range, open }) {
       plot.current = new uPlot(options(place.current, newest, setAt), newest.current.data, place.current);
     };
     draw();
-    const sized = new ResizeObserver(() => plot.current.setSize({ width: place.current.clientWidth, height: HEIGHT }));
-    sized.observe(place.current);
+    const box = place.current;
+    const sized = new ResizeObserver(() => plot.current?.setSize({ width: box.clientWidth, height: HEIGHT }));
+    sized.observe(box);
     dark.addEventListener("change", draw);
     return () => {
       sized.disconnect();
@@ -42,7 +43,7 @@ export function Chart({ title, note, lines, range, open }) {
   return html`
     <figure class="chart">
       <figcaption>
-        <h3>${title}</h3>
+        <h2>${title}</h2>
         ${
           note &&
           html`
@@ -211,7 +212,6 @@ function options(place, newest, setAt) {
       drag: { x: false, y: false },
       points: { size: 7 },
       y: false,
-      bind: { click: (plot) => () => choose(plot, newest.current, plot.cursor.top) },
     },
     scales: {
       x: { time: false, range: () => newest.current.range },
@@ -227,7 +227,10 @@ function options(place, newest, setAt) {
       { ...axis, size: 52, space: 28, values: (plot, ticks) => ticks.map(number) },
     ],
     series: [{}, ...newest.current.lines.map((line) => drawn(line, color))],
-    hooks: { setCursor: [(plot) => setAt(plot.cursor.idx ?? null)] },
+    hooks: {
+      ready: [(plot) => plot.over.addEventListener("click", () => choose(plot, newest.current, plot.cursor.top))],
+      setCursor: [(plot) => setAt(plot.cursor.idx ?? null)],
+    },
   };
 }
 

@@ -64,7 +64,7 @@ export function Buttons({ job, done }) {
       label="Extend"
       title=${`Extend ${job.name}?`}
       done=${done}
-      fields=${[{ name: "steps", label: "Training steps in all", type: "number", min: step + 1, value: steps }]}
+      fields=${[{ name: "steps", label: "Training steps in all", type: "number", min: step + 1, defaultValue: steps }]}
       act=${async ({ steps: wanted }) => ask("extend", `${job.name} has ${wanted} steps now.`, { steps: wanted })()}
       follows=${`It has ${steps} steps and has done ${step}. With more it trains longer, with fewer it ends earlier.`}
     />

@@ -125,19 +125,20 @@ function Cell({ job, version, row, column, sample, first, size, left, isActive, 
   const shown = { ...known, media: sample?.media ?? mediaPath(job.id, version, row) };
   const words = `version ${version}, reward ${number(sample?.reward)}`;
   return html`
-    <a
+    <div
       role="gridcell"
       aria-colindex=${column + 2}
       class="cell"
-      href=${tracePlace(job, shown)}
       tabindex=${isActive ? 0 : -1}
       onFocus=${choose}
       aria-label=${words}
       style=${{ left: `${left}px`, width: `${size}px` }}
     >
-      <span class="frame" style=${{ height: `${size}px` }}><${Media} sample=${shown} alt="" /></span>
-      <span class="score">${sample ? number(sample.reward) : ""}</span>
-    </a>
+      <a href=${tracePlace(job, shown)} tabindex="-1" aria-label=${words}>
+        <span class="frame" style=${{ height: `${size}px` }}><${Media} sample=${shown} alt="" /></span>
+        <span class="score">${sample ? number(sample.reward) : ""}</span>
+      </a>
+    </div>
   `;
 }
 
