@@ -4,11 +4,13 @@ import { Fleet } from "./fleet.js";
 import { Job } from "./job.js";
 import { Jobs } from "./jobs.js";
 import { Rewards } from "./rewards.js";
+import { Vote } from "./vote.js";
 
 export const VIEWS = [
   { section: "jobs", title: "Jobs", View: Jobs },
   { section: "rewards", title: "Rewards", View: Rewards },
   { section: "fleet", title: "Fleet", View: Fleet },
+  { section: "vote", View: Vote },
 ];
 
 /** The view of a route; what is unknown shows the jobs. */

@@ -78,6 +78,12 @@ function Loaded({ job, parts, query, reload }) {
           </a>
         `,
       )}
+      ${
+        takesVotes(job) &&
+        html`
+          <a href=${link(["vote", job.id])}>Vote</a>
+        `
+      }
     </nav>
     ${
       isTrace
@@ -90,6 +96,9 @@ function Loaded({ job, parts, query, reload }) {
     }
   `;
 }
+
+/** Whether people's votes are one of the job's rewards. */
+const takesVotes = (job) => Object.entries(job.rewards.active.rewards).some(([name, part]) => (part.service ?? name) === "human");
 
 function Facts({ job }) {
   const { progress } = job;
