@@ -7,7 +7,8 @@ LoRA, for each transformer: diffusers' file, with rank, alpha and targets in its
     pytorch_lora_weights_transformer_2.safetensors     transformer_2/ with the same two, for a second expert
 
 Full: a whole pipeline for `from_pretrained`; what was not trained is linked to the base where the file system can, else
-copied. LoRA with `trainer.lora.merge`: at its end such a pipeline too, its transformers' weights read from the base
+copied. A model that writes text is a folder of transformers, and its adapter PEFT's two files. LoRA with
+`trainer.lora.merge`: at its end such a pipeline too, its transformers' weights read from the base
 once more and written with scale · B A added, shard by shard.
 
 Everything is in `model.dtype`: what the rollouts served when the job was validated. So a job that averages its weights
@@ -21,7 +22,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,12 +42,11 @@ from flowfleet.proto.rollout_pb2 import Bucket
 from flowfleet.weights import weights
 from services.trainer.checkpoints.fence import Fence
 from services.trainer.checkpoints.files import digest_of
-from services.trainer.model.card import model_card
+from services.trainer.model.card import Loaded, model_card
 from services.trainer.model.engine import Engine, lora_spec
 from services.trainer.model.loading import persistent
 
 SHARD_BYTES = 4 * 2**30
-_WEIGHTS = "diffusion_pytorch_model"
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def write_model(engine: Engine, folder: Path, about: About, *, as_pipeline: bool
         if is_writer:
             folder.mkdir(parents=True)
             if as_pipeline:
-                _link_base(engine.folder, folder, engine.experts)
+                _link_base(engine, folder)
     linked = _files_in(folder) if is_writer else set()
     tensors = engine.full_tensors(evaluated=True)
     with engine.ranks.together():
@@ -120,8 +120,8 @@ def exported_weights(spec: JobSpec) -> Weights:
 def _describe(engine: Engine, folder: Path, about: About, kind: Kind) -> dict[str, str]:
     """Writes the card and the manifest. Returns file → digest, of all files."""
     spec, names = engine.spec, list(engine.experts)
-    pipeline = engine.adapter.pipeline_class.__name__
-    text = model_card(spec, kind, exported_weights(spec), pipeline, names, about.job_id, about.step, about.card)
+    made = Loaded(engine.kind.library, engine.kind.loaded_by(engine.adapter).__name__, tuple(names))
+    text = model_card(spec, kind, exported_weights(spec), made, about.job_id, about.step, about.card)
     (folder / CARD).write_text(text, encoding="utf-8")
     digests = {}
     for name in sorted(_files_in(folder)):
@@ -147,19 +147,20 @@ def _files_in(folder: Path) -> set[str]:
 
 
 def _write_adapters(engine: Engine, state: dict[str, Tensor], path: Path) -> None:
-    """Two files a transformer. diffusers names the only one it knows `transformer`, in the second's file as well."""
-    pipeline = engine.adapter.pipeline_class
+    """PEFT's file of each transformer, and diffusers' where the model is of diffusers, which names the only transformer
+    that it knows `transformer`, in the second's file as well."""
     part = lora_spec(engine.spec)
     config = {"r": part.rank, "lora_alpha": part.alpha, "target_modules": list(part.target_modules)}
     stem = Path(DIFFUSERS_FILE).stem
     for number, component in enumerate(engine.experts):
         layers = _of_component(component, state)
-        name = DIFFUSERS_FILE if number == 0 else f"{stem}_{component}.safetensors"
-        with _disk_errors():
-            pipeline.save_lora_weights(
-                path, transformer_lora_layers=layers, transformer_lora_adapter_metadata=config, weight_name=name
-            )
-        _share(path / name)
+        if engine.kind.library == "diffusers":
+            name = DIFFUSERS_FILE if number == 0 else f"{stem}_{component}.safetensors"
+            with _disk_errors():
+                engine.adapter.pipeline_class.save_lora_weights(
+                    path, transformer_lora_layers=layers, transformer_lora_adapter_metadata=config, weight_name=name
+                )
+            _share(path / name)
         _write_peft(engine, path if number == 0 else path / component, layers)
 
 
@@ -225,14 +226,14 @@ def _write_experts(engine: Engine, path: Path, tensors: Iterator[tuple[str, Tens
             if name.startswith(f"{component}.")
         }
         specs = weights.specs_of(of_component, engine.dtype)
-        _write_transformer(path / component, weights.make_buckets(specs, SHARD_BYTES), tensors)
+        _write_transformer(engine, component, path, weights.make_buckets(specs, SHARD_BYTES), tensors)
 
 
 def _write_merged(engine: Engine, path: Path, adapter: Mapping[str, Tensor]) -> None:
     for component, expert in engine.experts.items():
         base = {name: tensor for name, tensor in persistent(expert) if ".lora_" not in name}
         shards = weights.make_buckets(weights.specs_of(base), SHARD_BYTES)
-        _write_transformer(path / component, shards, _merged(engine, component, base, adapter))
+        _write_transformer(engine, component, path, shards, _merged(engine, component, base, adapter))
 
 
 def _merged(
@@ -254,33 +255,38 @@ def _merged(
         yield name, weight.to(tensor.dtype)
 
 
-def _write_transformer(path: Path, shards: list[Bucket], tensors: Iterator[tuple[str, Tensor]]) -> None:
+def _write_transformer(
+    engine: Engine, component: str, path: Path, shards: list[Bucket], tensors: Iterator[tuple[str, Tensor]]
+) -> None:
     """Shards of at most `SHARD_BYTES`, so that host memory never holds the whole model."""
-    names = [_shard_name(number, len(shards)) for number in range(len(shards))]
-    for shard, file in zip(shards, names, strict=True):
-        state = {spec.name: next(tensors)[1].cpu().contiguous() for spec in shard.parameters}
-        _save(state, path / file)
+    kind, folder = engine.kind, path / engine.kind.place(component)
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards):
+        state: dict[str, Tensor] = {}
+        for spec in shard.parameters:
+            state |= {name: part.cpu().contiguous() for name, part in kind.stored(spec.name, next(tensors)[1])}
+        file = _shard_name(kind.stem, number, len(shards))
+        places |= dict.fromkeys(state, file)
+        _save(state, folder / file)
     if len(shards) > 1:
-        (path / f"{_WEIGHTS}.safetensors.index.json").write_text(json.dumps(_index(shards, names)), encoding="utf-8")
+        total = sum(weights.spec_bytes(spec) for shard in shards for spec in shard.parameters)
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / f"{kind.stem}.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
 
 
-def _shard_name(number: int, count: int) -> str:
-    return f"{_WEIGHTS}.safetensors" if count == 1 else f"{_WEIGHTS}-{number + 1:05d}-of-{count:05d}.safetensors"
+def _shard_name(stem: str, number: int, count: int) -> str:
+    return f"{stem}.safetensors" if count == 1 else f"{stem}-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _index(shards: list[Bucket], names: list[str]) -> dict[str, Any]:
-    total = sum(weights.spec_bytes(spec) for shard in shards for spec in shard.parameters)
-    places = {spec.name: file for shard, file in zip(shards, names, strict=True) for spec in shard.parameters}
-    return {"metadata": {"total_size": total}, "weight_map": places}
-
-
-def _link_base(base: Path, path: Path, experts: Iterable[str]) -> None:
-    """Everything of the base but the transformers' weights."""
-    trained = {(base / component).resolve() for component in experts}
+def _link_base(engine: Engine, path: Path) -> None:
+    """Everything of the base but the trained weights."""
+    kind, base = engine.kind, engine.folder
+    trained = {(base / kind.place(component)).resolve() for component in engine.experts}
 
     def skip(folder: str, names: list[str]) -> list[str]:
         inside = Path(folder).resolve() in trained
-        return [name for name in names if name.startswith(".") or (inside and name.startswith(_WEIGHTS))]
+        own = (f"{kind.stem}-", f"{kind.stem}.safetensors")
+        return [name for name in names if name.startswith(".") or (inside and name.startswith(own))]
 
     shutil.copytree(base, path, ignore=skip, copy_function=_link_or_copy, dirs_exist_ok=True)
 

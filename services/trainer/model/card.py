@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from flowfleet.hub import HubName, origin_of
 from flowfleet.job.adapter_files import DIFFUSERS_FILE
@@ -10,22 +11,32 @@ from flowfleet.job.model_files import Kind, Weights
 from flowfleet.job.spec import JobSpec
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """What loads an export."""
+
+    library: str
+    name: str
+    """Its class there."""
+    components: tuple[str, ...]
+    """Names of the trained transformers."""
+
+
 def model_card(
     spec: JobSpec,
     kind: Kind,
     weights: Weights,
-    pipeline: str,
-    components: Sequence[str],
+    loaded: Loaded,
     job_id: str,
     step: int,
     training: str,
 ) -> str:
-    """Markdown with the metadata that model hubs read. `components`: the names of the trained transformers."""
+    """Markdown with the metadata that model hubs read."""
     base = origin_of(spec.model.path)
     metadata = [
         "---",
         *([f"base_model: {base.repo}"] if base else []),
-        "library_name: diffusers",
+        f"library_name: {loaded.library}",
         "tags:",
         *(f"- {tag}" for tag in ("flowfleet", "reinforcement-learning", *(["lora"] if kind == "adapter" else []))),
         "---",
@@ -41,7 +52,7 @@ def model_card(
         "## Load it",
         "",
         "```python",
-        *_lines(spec, kind, pipeline, components, base),
+        *(_lines if loaded.library == "diffusers" else _text_lines)(spec, kind, loaded, base),
         "```",
         "",
         training,
@@ -57,7 +68,25 @@ def _told(spec: JobSpec, weights: Weights) -> str:
     return "the trained weights"
 
 
-def _lines(spec: JobSpec, kind: Kind, pipeline: str, components: Sequence[str], base: HubName | None) -> Iterator[str]:
+def _text_lines(spec: JobSpec, kind: Kind, loaded: Loaded, base: HubName | None) -> Iterator[str]:
+    yield "import torch"
+    yield f"from transformers import {loaded.name}"
+    yield ""
+    yield 'folder = "."  # this folder, or ORG/NAME once it is on a hub'
+    place = "folder" if kind == "pipeline" else _place(spec, base)
+    yield f"model = {loaded.name}.from_pretrained({place}, dtype=torch.{spec.model.dtype})"
+    if kind == "adapter":
+        yield "model.load_adapter(folder)"
+
+
+def _place(spec: JobSpec, base: HubName | None) -> str:
+    """Arguments that name the base."""
+    place = f'"{base.repo if base else spec.model.path}"'
+    return f'{place}, revision="{base.revision}"' if base and base.revision else place
+
+
+def _lines(spec: JobSpec, kind: Kind, loaded: Loaded, base: HubName | None) -> Iterator[str]:
+    pipeline, components = loaded.name, loaded.components
     yield "import torch"
     yield f"from diffusers import {pipeline}"
     yield ""
@@ -65,9 +94,7 @@ def _lines(spec: JobSpec, kind: Kind, pipeline: str, components: Sequence[str], 
     if kind == "pipeline":
         yield f"pipe = {pipeline}.from_pretrained(folder, torch_dtype=torch.{spec.model.dtype})"
         return
-    place = f'"{base.repo if base else spec.model.path}"'
-    if base and base.revision:
-        place += f', revision="{base.revision}"'
+    place = _place(spec, base)
     yield f"pipe = {pipeline}.from_pretrained({place}, torch_dtype=torch.{spec.model.dtype})"
     yield (
         "pipe.load_lora_weights(folder)"

@@ -20,7 +20,7 @@ from torch import Tensor
 from flowfleet import hub
 from flowfleet.hardware import devices
 from flowfleet.job.spec import JobSpec
-from flowfleet.models.base import ModelAdapter, Schedule
+from flowfleet.models.base import Schedule
 from flowfleet.models.empty import cast_persistent_buffers
 from flowfleet.models.registry import family_of
 from flowfleet.planning.replicas import replicates
@@ -30,7 +30,7 @@ from flowfleet.quantization import layers
 from flowfleet.seeds import derive_seed
 from flowfleet.weights import lora, weights
 from services.trainer.model.gather import Gather
-from services.trainer.model.kinds import model_kind
+from services.trainer.model.kinds import ModelKind, model_kind
 from services.trainer.model.loading import DummySource, Source, fill, fill_parameter
 from services.trainer.model.policies import Policies, Policy
 from services.trainer.model.warm_start import WarmStart, open_adapter
@@ -48,7 +48,9 @@ class Engine:
 
     folder: Path
     """The checkpoint's, on this machine."""
-    adapter: ModelAdapter
+    adapter: Any
+    """`ModelAdapter`, or `SequenceAdapter` of a model that writes text."""
+    kind: ModelKind
     experts: dict[str, Any]
     """`adapter.experts`, sharded: transformers by component name."""
     trained: dict[str, Any]
@@ -77,8 +79,8 @@ class Engine:
             .load()
             .load(self.folder, dtype=load_dtype, device="cpu", components=("transformer",), load_format="empty")
         )
-        self._kind = model_kind(spec)
-        self.loss_scale = LossScale(self._kind.check(spec, self.adapter), is_on=self.dtype == torch.float16)
+        self.kind = model_kind(spec)
+        self.loss_scale = LossScale(self.kind.check(spec, self.adapter), is_on=self.dtype == torch.float16)
         self.experts = dict(self.adapter.experts)
         self._sources = {component: self.source(component) for component in self.experts}
         for component, expert in self.experts.items():
@@ -122,7 +124,8 @@ class Engine:
     def schedule(self) -> Schedule:
         """What rollouts sample with."""
         rollout = self.spec.rollout
-        return self.adapter.schedule(rollout.num_inference_steps, rollout.size, rollout.shift)
+        schedule: Schedule = self.adapter.schedule(rollout.num_inference_steps, rollout.size, rollout.shift)
+        return schedule
 
     @property
     def is_lora(self) -> bool:
@@ -180,7 +183,7 @@ class Engine:
         model = self.spec.model
         if model.load_format == "dummy":
             return DummySource(component, self.ranks.device)
-        return self._kind.source(self.adapter, self.folder, component)
+        return self.kind.source(self.adapter, self.folder, component)
 
     def _start_adapter(self) -> None:
         """What the job starts from; or every rank draws all of it and keeps its shards."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,28 @@ from flowfleet.algorithms.losses import limits
 from flowfleet.algorithms.registry import LossKind
 from flowfleet.job.spec import JobSpec
 from flowfleet.models.base import ModelAdapter
+from flowfleet.models.loading import WEIGHTS_STEM
 from flowfleet.models.sequences import SequenceAdapter
-from flowfleet.models.stored_names import fused
+from flowfleet.models.stored_names import fused, stored
 from services.trainer.model.loading import CheckpointSource, persistent
 
 
 class ModelKind(Protocol):
     """One kind."""
+
+    library: Literal["diffusers", "transformers"]
+    """What loads its folders."""
+    stem: str
+    """Name of its files of weights, before a number and the suffix."""
+
+    def place(self, component: str) -> str:
+        """Folder of a component's weights inside the model's; "" for that itself."""
+
+    def stored(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """A parameter as it is written to files."""
+
+    def loaded_by(self, adapter: Any) -> type:
+        """The library's class that loads the folder."""
 
     def check(self, spec: JobSpec, adapter: Any) -> int:
         """Elements that a log-prob is a mean over. Raises ValueError for settings that do not fit the model."""
@@ -32,6 +47,19 @@ class ModelKind(Protocol):
 
 class FlowModel:
     """See `ModelKind`. The folder is a pipeline of diffusers."""
+
+    library: Literal["diffusers", "transformers"] = "diffusers"
+    stem = WEIGHTS_STEM
+
+    def place(self, component: str) -> str:
+        return component
+
+    def stored(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+        return [(name, tensor)]
+
+    def loaded_by(self, adapter: ModelAdapter) -> type:
+        found: type = adapter.pipeline_class
+        return found
 
     def check(self, spec: JobSpec, adapter: ModelAdapter) -> int:
         adapter.limit_tokens(spec.model.max_sequence_length)
@@ -47,6 +75,19 @@ class FlowModel:
 
 class SequenceModel:
     """See `ModelKind`. The folder is a model of transformers."""
+
+    library: Literal["diffusers", "transformers"] = "transformers"
+    stem = "model"
+
+    def place(self, component: str) -> str:
+        return ""
+
+    def stored(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+        return stored(name, tensor)
+
+    def loaded_by(self, adapter: SequenceAdapter) -> type:
+        found: type = adapter.model_class
+        return found
 
     def check(self, spec: JobSpec, adapter: SequenceAdapter) -> int:
         """Refuses to train an output layer that is tied to the embeddings, because it is a tensor of its own here."""
