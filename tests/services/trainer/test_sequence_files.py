@@ -1,4 +1,4 @@
-"""What a trainer of sequences writes: transformers and PEFT load it; checkpoints go on with the same bits."""
+"""What a trainer of sequences writes: transformers and PEFT load it; a checkpoint continues bit for bit."""
 
 from pathlib import Path
 from typing import Any
