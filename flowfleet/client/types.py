@@ -244,6 +244,8 @@ class Sample(Answer):
     drop_reason: str = ""
     """Why the sample was not trained on; empty when it was."""
     media_type: str = "image/png"
+    replica: str = ""
+    """Replica that made it."""
 
     _shown: _Shown = PrivateAttr(default_factory=lambda: _Shown())
 

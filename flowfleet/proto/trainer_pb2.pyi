@@ -285,6 +285,7 @@ class TrainStepResponse(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     REPLAYED_FIELD_NUMBER: _builtins.int
+    RATIOS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     policy_version: _builtins.int
     """step + 1"""
@@ -294,6 +295,10 @@ class TrainStepResponse(_message.Message):
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """names of docs/metrics.md: "actor/loss", "timing_s/update_actor", …"""
 
+    @_builtins.property
+    def ratios(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """in the order of the request's samples: exp of the mean change of a sample's log-prob while it was trained on; none where the loss has no ratio, or replayed"""
+
     def __init__(
         self,
         *,
@@ -301,10 +306,11 @@ class TrainStepResponse(_message.Message):
         policy_version: _builtins.int = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         replayed: _builtins.bool = ...,
+        ratios: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics", "policy_version", b"policy_version", "replayed", b"replayed", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics", "policy_version", b"policy_version", "ratios", b"ratios", "replayed", b"replayed", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -172,10 +172,13 @@ class Worker:
         later = ((updates, self._batches(job, updates)) for updates in plan[1:])
         with self._turn():
             metrics = trainer.train(chain([(plan[0], batches)], later), timings)
+            ratios = trainer.sample_ratios()
         metrics |= job.mfu.metrics(batches, trainer.num_rounds, timings.seconds)
         job.reader.clear()
         self._recorded(job, request, metrics, sum(map(len, plan)), timings)
-        return step_response(job.record, request.step, replayed=False)
+        response = step_response(job.record, request.step, replayed=False)
+        response.ratios.extend(ratios)
+        return response
 
     def save(self, request: trainer_pb2.SaveCheckpointRequest) -> trainer_pb2.SaveCheckpointResponse:
         job = self._configured(request.job_id)

@@ -183,7 +183,7 @@ class TrainingStep:
         request = await job.load_train_request(step)
         result = await job.trainer.stub().TrainStep(request, timeout=job.spec.timeouts.train_step_s)
         if step == job.machine.state.version:
-            await job.reports.trained(step, dict(result.metrics))
+            await job.reports.trained(request, result)
         trained = ev.Trained(
             step=step,
             log_prob_gap=result.metrics.get(LOG_PROB_GAP),

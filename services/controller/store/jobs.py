@@ -18,6 +18,7 @@ from flowfleet.errors import Conflict, Gone, NotFound
 from flowfleet.job.spec import JobSpec
 from flowfleet.process.clock import steady_time
 from flowfleet.redis import keys
+from services.controller.store.credits import SampleCredits
 from services.controller.store.history import History, Pipe, add_event, encode
 from services.controller.store.ids import new_job_id
 from services.controller.store.leadership import Lease
@@ -35,7 +36,7 @@ if redis.call('HGET', KEYS[1], 'desired') == ARGV[1] then redis.call('HSET', KEY
 """
 
 
-class JobStore(History, JobRows, SampleRecords, RewardRevisions, Votes, Removal):
+class JobStore(History, JobRows, SampleRecords, SampleCredits, RewardRevisions, Votes, Removal):
     """`redis` decodes no responses; `clock` gives seconds since the epoch."""
 
     def __init__(self, redis: Redis, clock: Callable[[], float] = steady_time, lease: Lease | None = None) -> None:

@@ -55,6 +55,7 @@ class Removal:
     _redis: Any
     _clock: Callable[[], float]
     _transaction: Callable[[Callable[[Any], Awaitable[Any]], str], Awaitable[Any]]
+    forget_credits: Callable[[str], Awaitable[None]]
 
     async def ended(self) -> list[EndedJob]:
         """All jobs that have ended, the one that ended first first."""
@@ -110,6 +111,7 @@ class Removal:
         for purpose in purposes:
             while gone := await self._oldest(keys.samples(job_id, purpose, "order"), samples):
                 await self._write(partial(_drop_samples, job_id=job_id, purpose=purpose, references=gone))
+        await self.forget_credits(job_id)
         newest = max(1, events)  # the last status stays
         await self._write(lambda pipe: pipe.xtrim(keys.events(job_id), maxlen=newest, approximate=False))
         await self._set(job_id, "thinned", "1")

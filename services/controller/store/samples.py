@@ -28,6 +28,10 @@ return 1
 FOREIGN_CURSOR = "cursor: take it from `next_cursor` of the page before, with the same order and step"
 
 
+_GROUP = len("0000000000/00000")
+"""Length of a reference without the index."""
+
+
 class _Names:
     def __init__(self, job_id: str, purpose: Purpose) -> None:
         self.records = keys.samples(job_id, purpose, "records")
@@ -89,26 +93,72 @@ class SampleRecords:
         *,
         purpose: Purpose = "train",
         step: int | None = None,
+        groups: tuple[int, int] | None = None,
         order: Order = "newest",
+        by: str = "",
+        one_a_group: bool = False,
         cursor: str | None = None,
         limit: int = 50,
     ) -> tuple[list[SampleRecord], str | None]:
         """A page and the cursor of the next one (None: there is none).
 
         `best` and `worst` go by reward and leave out samples without one; their pages may shift while the job runs.
-        Raises ValueError for a cursor that is none of ours.
+        `groups`: of a step those from the first to before the second; `by`: best and worst of a step by this reward's
+        own score; `one_a_group`: of newest and oldest one sample of each group. Raises ValueError for a cursor that is
+        none of ours, and for filters that do not go together.
         """
+        _check_filters(step, groups, order, by, one_a_group)
+        if by and step is not None:
+            return await self._by_score(job_id, purpose, step, by, order == "best", cursor, limit)
         if order in ("best", "worst"):
             return await self._by_reward(job_id, purpose, step, order == "best", cursor, limit)
         _check_reference(cursor, step)
-        low, high = ("-", "+") if step is None else (f"[{step:010d}/", f"[{step:010d}0")
-        name = _Names(job_id, purpose).order
-        if order == "newest":
-            found = await self._redis.zrevrangebylex(name, f"({cursor}" if cursor else high, low, 0, limit + 1)
-        else:
-            found = await self._redis.zrangebylex(name, f"({cursor}" if cursor else low, high, 0, limit + 1)
+        bounds = _bounds(step, groups)
+        found = await self._references(job_id, purpose, bounds, order == "newest", cursor, limit + 1, one_a_group)
         following = found[limit - 1].decode() if len(found) > limit else None
         return await self._records(job_id, purpose, found[:limit]), following
+
+    async def _references(
+        self,
+        job_id: str,
+        purpose: Purpose,
+        bounds: tuple[str, str],
+        is_newest: bool,
+        cursor: str | None,
+        limit: int,
+        one_a_group: bool,
+    ) -> list[bytes]:
+        """References after a cursor, in order; of each group the first that comes, where one is wanted."""
+        name, (low, high) = _Names(job_id, purpose).order, bounds
+        seen = cursor[:_GROUP].encode() if cursor and one_a_group else b""
+        found: list[bytes] = []
+        while True:
+            count = PAGE if one_a_group else limit
+            if is_newest:
+                page = await self._redis.zrevrangebylex(name, f"({cursor}" if cursor else high, low, 0, count)
+            else:
+                page = await self._redis.zrangebylex(name, f"({cursor}" if cursor else low, high, 0, count)
+            for reference in page:
+                if not one_a_group or reference[:_GROUP] != seen:
+                    found.append(reference)
+                seen = reference[:_GROUP]
+            if len(found) >= limit or len(page) < count:
+                return found[:limit]
+            cursor = page[-1].decode()
+
+    async def _by_score(
+        self, job_id: str, purpose: Purpose, step: int, by: str, best: bool, cursor: str | None, limit: int
+    ) -> tuple[list[SampleRecord], str | None]:
+        """Samples of a step by one reward's own score; those without one are left out."""
+        start = _offset(cursor)
+        references = await self._redis.zrangebylex(_Names(job_id, purpose).order, *_bounds(step, None))
+        scored = []
+        for place in range(0, len(references), PAGE):
+            records = await self._records(job_id, purpose, references[place : place + PAGE])
+            scored += [(score, record) for record in records if (score := record.scores.get(by)) is not None]
+        scored.sort(key=lambda pair: pair[0], reverse=best)
+        following = str(start + limit) if len(scored) > start + limit else None
+        return [record for _, record in scored[start : start + limit]], following
 
     async def media_beyond(self, job_id: str, newest: int) -> list[BlobRef]:
         """Pictures and videos of the samples beyond the newest of each purpose."""
@@ -183,6 +233,24 @@ def _check_reference(cursor: str | None, step: int | None) -> None:
     known = cursor is None or re.fullmatch(r"\d{10}/\d{5}/\d{5}", cursor, re.ASCII)
     if not known or (cursor and step is not None and int(cursor[:10]) != step):
         raise ValueError(FOREIGN_CURSOR)
+
+
+def _bounds(step: int | None, groups: tuple[int, int] | None) -> tuple[str, str]:
+    if step is None:
+        return "-", "+"
+    if groups is None:
+        return f"[{step:010d}/", f"[{step:010d}0"
+    return f"[{step:010d}/{groups[0]:05d}/", f"({step:010d}/{groups[1]:05d}/"
+
+
+def _check_filters(step: int | None, groups: tuple[int, int] | None, order: Order, by: str, one_a_group: bool) -> None:
+    by_reward = order in ("best", "worst")
+    if groups is not None and (step is None or by_reward):
+        raise ValueError("group_from and group_to: give a step as well, and order newest or oldest")
+    if by and (step is None or not by_reward):
+        raise ValueError("by: give a step as well, and order best or worst")
+    if one_a_group and by_reward:
+        raise ValueError("each: give order newest or oldest")
 
 
 def _offset(cursor: str | None) -> int:

@@ -44,6 +44,7 @@ class Totals:
         self._num_rows = 0
         self._ratios: RatioStats | None = None
         self._outcomes: list[UpdateOutcome] = []
+        self._changes: list[tuple[list[int], Tensor]] = []
 
     def add_gap(self, batch: Measured, k: int | slice, log_probs: Tensor) -> None:
         """Trainer's log-probs, (B,) or (W, B), of the policy before the step: how far are they from the rollout's?"""
@@ -65,6 +66,24 @@ class Totals:
     def add_ratios(self, batch: Batch, stats: RatioStats) -> None:
         if not batch.is_padding:
             self._ratios = stats if self._ratios is None else self._ratios + stats
+
+    def add_changes(self, batch: Batch, changes: Tensor) -> None:
+        """(B,): how far each row's log-prob is from the old policy's. They stay on the device until the step's end."""
+        if not batch.is_padding:
+            self._changes.append((list(batch.rows), changes.detach()))
+
+    def sample_ratios(self) -> list[float]:
+        """Collective. For each sample of the step exp of its mean change; empty where the loss has none."""
+        sums = torch.zeros(2, self._shape[1], dtype=torch.float64)  # of changes, and how many
+        if self._changes:
+            rows = torch.tensor([row for rows, _ in self._changes for row in rows])
+            changes = torch.cat([changes for _, changes in self._changes]).cpu().double()
+            sums[0].index_add_(0, rows, changes)
+            sums[1].index_add_(0, rows, torch.ones_like(changes))
+        total, count = self._ranks.sum(sums)
+        if not count.any():
+            return []
+        return (total / count).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().tolist()  # type: ignore[no-any-return]
 
     def add_outcome(self, outcome: UpdateOutcome) -> None:
         self._outcomes.append(outcome)

@@ -39,6 +39,10 @@ class StepTrainer:
         """Rows of a sample."""
         return self._objective.num_rounds
 
+    def sample_ratios(self) -> list[float]:
+        """Collective. After `train`: by sample how far the policy moved while it was trained on (totals.py)."""
+        return self._totals.sample_ratios()
+
     def train(self, passes: Iterable[Pass], timings: Timings) -> dict[str, float]:
         """Collective. Runs all updates; metrics are equal on every rank."""
         for updates, batches in passes:

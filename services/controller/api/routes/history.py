@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import ConfigDict
 
 from flowfleet.client import types
-from flowfleet.client.types import Checkpoint, JobEvent, MetricsRow, Purpose
+from flowfleet.client.types import Answer, Checkpoint, FiniteOrNone, JobEvent, MetricsRow, Purpose
 from flowfleet.errors import InvalidRequest, NotFound
 from services.controller.api import sse
 from services.controller.api.dependencies import KnownJobId, Limit, Page, Services, Use, Who
 from services.controller.api.keys import Holder
-from services.controller.store.records import Order, SampleRecord
+from services.controller.store.credits import Trained
+from services.controller.store.records import Order, SampleRecord, Validation
 from services.controller.store.samples import media_ref
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["history"])
@@ -37,6 +39,8 @@ MEDIA_RESPONSES: dict[int | str, dict[str, Any]] = {
     }
 }
 MAX_STEP = 10_000_000
+MAX_GROUP = 99_999
+MAX_SIBLINGS = 500
 Number = Annotated[int, Query(ge=0, le=MAX_STEP)]
 
 
@@ -47,6 +51,36 @@ class Sample(types.Sample):
 
     media: str
     """Where the picture is served, while it is kept."""
+
+
+class Sibling(Answer):
+    """Another sample of the group, or the sample itself."""
+
+    index: int
+    reward: FiniteOrNone
+    drop_reason: str
+    advantage: FiniteOrNone
+    """Null where it was not trained on, or is no longer known."""
+    media: str
+    media_type: str
+
+
+class SampleTrace(Answer):
+    """What became of one sample."""
+
+    sample: Sample
+    advantage: FiniteOrNone
+    """Relative to its group, as the update had it; of pairs 1 or -1. Null where it was not trained on."""
+    ratio: FiniteOrNone
+    """exp of the mean change of its log-prob while the update trained on it; null where the loss has none."""
+    trained_as: int | None
+    """First version that was trained on it."""
+    checkpoint: Checkpoint | None
+    """Oldest kept checkpoint that has it."""
+    group: list[Sibling]
+
+
+_SHOWN = set(Sibling.model_fields) - {"advantage"}
 
 
 @router.get("/events", response_model=Page[JobEvent], responses=_STREAM)
@@ -89,6 +123,12 @@ async def metrics(
     return Page(items=items, next_cursor=str(items[-1].step) if len(items) == limit else None)
 
 
+@router.get("/validations")
+async def validations(job_id: KnownJobId, use: Use) -> Page[Validation]:
+    """What the held-out prompts gave, ascending by version."""
+    return Page(items=await use.store.validations(job_id))
+
+
 @router.get("/checkpoints")
 async def checkpoints(job_id: KnownJobId, use: Use) -> Page[Checkpoint]:
     """Stored checkpoints, ascending by step."""
@@ -101,17 +141,61 @@ async def samples(
     use: Use,
     purpose: Purpose = "train",
     step: Number | None = None,
+    group_from: Annotated[int | None, Query(ge=0, le=MAX_GROUP, description="First group of a step.")] = None,
+    group_to: Annotated[int | None, Query(ge=0, le=MAX_GROUP, description="Group after the last one.")] = None,
     order: Annotated[Order, Query(description="best and worst go by reward.")] = "newest",
+    by: Annotated[
+        str, Query(max_length=200, description="Reward, or reward.component: best and worst of a step go by it.")
+    ] = "",
+    each: Annotated[Literal["sample", "group"], Query(description="group: one sample of each.")] = "sample",
     cursor: Annotated[str | None, Query(json_schema_extra=SAMPLE_CURSOR)] = None,
     limit: Limit = 50,
 ) -> Page[Sample]:
     try:
         items, following = await use.store.samples(
-            job_id, purpose=purpose, step=step, order=order, cursor=cursor, limit=limit
+            job_id,
+            purpose=purpose,
+            step=step,
+            groups=None if group_from is group_to is None else (group_from or 0, group_to or MAX_GROUP),
+            order=order,
+            by=by,
+            one_a_group=each == "group",
+            cursor=cursor,
+            limit=limit,
         )
     except ValueError as error:
         raise InvalidRequest(str(error)) from None
     return Page(items=[_sample(job_id, item) for item in items], next_cursor=following)
+
+
+@router.get("/samples/{step}/{group}/{index}")
+async def trace(
+    job_id: KnownJobId, step: int, group: int, index: int, use: Use, purpose: Purpose = "train"
+) -> SampleTrace:
+    """One sample, what it counted for, and the checkpoint that has it."""
+    found = await use.store.get_sample(job_id, step, group, index, purpose)
+    siblings, _ = await use.store.samples(
+        job_id, purpose=purpose, step=step, groups=(group, group + 1), order="oldest", limit=MAX_SIBLINGS
+    )
+    credits = await use.store.trained(job_id, step) if purpose == "train" else {}
+    own = credits.get((group, index))
+    kept = [one for one in await use.store.checkpoints(job_id) if own and one.step > step]
+    return SampleTrace(
+        sample=_sample(job_id, found),
+        advantage=own.advantage if own else None,
+        ratio=own.ratio if own else None,
+        trained_as=step + 1 if own else None,
+        checkpoint=kept[0] if kept else None,
+        group=[
+            Sibling(**_sample(job_id, one).model_dump(include=_SHOWN), advantage=_advantage(credits, one))
+            for one in siblings
+        ],
+    )
+
+
+def _advantage(credits: Mapping[tuple[int, int], Trained], sample: SampleRecord) -> float | None:
+    credit = credits.get((sample.group, sample.index))
+    return credit.advantage if credit else None
 
 
 @router.get("/samples/{step}/{group}/{index}/media", response_class=Response, responses=MEDIA_RESPONSES)

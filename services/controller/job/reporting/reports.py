@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from itertools import zip_longest
 from typing import Any
 
 from flowfleet.algorithms.advantages import AdvantageStats
@@ -31,6 +32,7 @@ from services.controller.job.shadow_queue import ShadowQueue
 from services.controller.prompts.mixture import Mixture
 from services.controller.rewards.plane import SampleScore
 from services.controller.rewards.rows import source_rows
+from services.controller.store.credits import Trained
 from services.controller.store.records import SampleRecord, Validation
 
 RECENT_STEPS = 20
@@ -89,16 +91,16 @@ class Reports:
         record = Checkpoint(step=version, path=path, created_at=datetime.now(UTC))
         await job.store.add_checkpoint(job.job_id, record, keep_last=job.spec.schedule.keep_last, keep=keep)
 
-    async def trained(self, step: int, trainer: Mapping[str, float]) -> None:
+    async def trained(self, request: trainer_pb2.TrainStepRequest, result: trainer_pb2.TrainStepResponse) -> None:
         """The row of a step, after its update and before the version counts up."""
-        job, state = self._job, self._job.machine.state
+        job, state, step = self._job, self._job.machine.state, request.step
         batch, now = state.batches[step], steady_time()
         duration = max(1e-3, now - (state.trained_at or batch.opened_at))  # another controller may have stamped those
         self._durations.append(duration)
         num_scored, rewards = batch.count("scored"), job.machine.rewards_at(step)
         figures, spread = await asyncio.to_thread(_reward_metrics, job.spec, rewards, batch)
         row = {
-            **trainer,
+            **result.metrics,
             **figures,
             **_timings(batch, now, duration),
             **self._publish,
@@ -111,6 +113,7 @@ class Reports:
         await asyncio.to_thread(self._file.append, "step", step, row)
         await job.store.append_event(job.job_id, "trained", {"step": step, **spread}, once=f"trained-{step}")
         self._metrics.observe(job.job_id, row)
+        await job.store.put_trained(job.job_id, step, _trained(request, result))
         reward = row["critic/rewards/mean"] if num_scored else None
         await job.store.add_point(job.job_id, step, reward)
         await self._progress(step + 1, batch, reward)
@@ -171,6 +174,13 @@ class Reports:
             samples_trained=state.samples_trained + batch.num_trained,
             samples_dropped=with_dropped(state.samples_dropped, left_out_reason(job.spec), batch.num_left_out),
         )
+
+
+def _trained(request: trainer_pb2.TrainStepRequest, result: trainer_pb2.TrainStepResponse) -> list[Trained]:
+    """Samples of an update with advantage and ratio. A replayed result and some losses have no ratios."""
+    ratios: Sequence[float | None] = result.ratios if len(result.ratios) == len(request.samples) else []
+    rows = zip_longest(request.samples, ratios)
+    return [Trained(one.sample.id.group, one.sample.id.index, one.advantage, ratio) for one, ratio in rows]
 
 
 def best_steps(saved: Collection[int], validations: Sequence[Validation], number: int) -> list[int]:
@@ -288,4 +298,5 @@ def _sample_record(sample: common_pb2.Sample, prompt: Prompt, verdict: SampleSco
         media_size_bytes=sample.media.size_bytes,
         media_sha256=sample.media.sha256,
         media_type=sample.media_type,
+        replica=sample.replica_id,
     )

@@ -146,8 +146,10 @@ class PolicyObjective:
         result = self._forward(batch, k)
         if is_first and self._known.of("old_log_prob", batch, k) is None:
             self._totals.add_gap(batch, k, result.log_prob)
-        output = self._loss(self._rows(batch, k, result), self._limits)
+        rows = self._rows(batch, k, result)
+        output = self._loss(rows, self._limits)
         self._totals.add_ratios(batch, output.stats)
+        self._totals.add_changes(batch, result.log_prob.detach() - rows.old_log_prob)
         loss: Tensor = output.loss * self._weights[self._steps[k]]
         reference_mean = self._known.of("reference_mean", batch, k)
         if reference_mean is None:

@@ -163,7 +163,8 @@ async def test_a_deleted_job_leaves_nothing_but_its_tombstone(
     keeper = Keeper(store, blobs, Keep(), clock=clock)
     await keeper.look()
     left = await all_keys(redis) - before
-    assert left == {name.encode() for name in (keys.idempotency("key"), keys.tombstone(job_id), keys.leftovers())}
+    fleet = (keys.idempotency("key"), keys.tombstone(job_id), keys.leftovers(), keys.notices())
+    assert left == {name.encode() for name in fleet}
     assert 0 < await redis.pttl(keys.tombstone(job_id)) <= await redis.pttl(keys.idempotency("key")) + 1000
     for ask in (store.get, store.status):
         with pytest.raises(Gone, match=f"job {job_id} was deleted"):
@@ -351,7 +352,7 @@ async def test_a_controller_that_dies_in_between_is_continued(store: JobStore, b
     await store.set_status(job_id, JobStatus.SUCCEEDED)
     await store.remove(job_id, "was deleted")  # and nothing after that
     await Keeper(store, blobs, Keep()).look()
-    assert await all_keys(redis) - before == {keys.leftovers().encode()}
+    assert await all_keys(redis) - before == {keys.leftovers().encode(), keys.notices().encode()}
 
 
 async def test_what_only_a_running_job_needs_goes_from_a_store_of_files(

@@ -9,6 +9,7 @@ import pytest
 from flowfleet.errors import NotFound
 from flowfleet.redis.client import connect
 from services.controller.store import samples as shelf
+from services.controller.store.credits import Trained
 from services.controller.store.ids import new_job_id
 from services.controller.store.jobs import JobStore
 from services.controller.store.records import Order, SampleRecord
@@ -88,3 +89,59 @@ async def test_a_foreign_cursor_is_refused(store: JobStore, order: Order) -> Non
         await store.samples(JOB, order=order, cursor="zzz")
     with pytest.raises(ValueError, match="cursor"):
         await store.samples(JOB, order="oldest", step=3, cursor="0000000004/00000/00000")
+
+
+async def test_a_range_of_groups_of_a_step(store: JobStore) -> None:
+    await store.put_samples(
+        JOB, [SampleRecord(step=4, group=g, index=i, prompt="p") for g in range(12) for i in (0, 1)]
+    )
+    await store.put_samples(JOB, [SampleRecord(step=5, group=2, index=0, prompt="p")])
+    page, following = await store.samples(JOB, step=4, groups=(2, 5), order="oldest", limit=4)
+    assert [(one.group, one.index) for one in page] == [(2, 0), (2, 1), (3, 0), (3, 1)]
+    page, following = await store.samples(JOB, step=4, groups=(2, 5), order="oldest", limit=4, cursor=following)
+    assert ([(one.group, one.index) for one in page], following) == ([(4, 0), (4, 1)], None)
+    for wrong in ({"groups": (2, 5)}, {"groups": (2, 5), "step": 4, "order": "best"}, {"by": "ocr"}):
+        with pytest.raises(ValueError, match="give a step"):
+            await store.samples(JOB, **wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("order", ["newest", "oldest"])
+async def test_one_sample_a_group_on_any_page(store: JobStore, order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shelf, "PAGE", 3)  # groups are larger than what is read at once
+    places = [(step, group, index) for step in (0, 1) for group in range(3) for index in range(5)]
+    await store.put_samples(JOB, [SampleRecord(step=s, group=g, index=i, prompt="p") for s, g, i in places])
+    seen, cursor = [], None
+    while True:
+        page, cursor = await store.samples(JOB, order=order, one_a_group=True, cursor=cursor, limit=2)
+        seen += [(one.step, one.group) for one in page]
+        if cursor is None:
+            break
+    assert seen == sorted({(s, g) for s, g, _ in places}, reverse=order == "newest")
+    page, _ = await store.samples(JOB, step=1, order=order, one_a_group=True)
+    assert [one.group for one in page] == sorted(range(3), reverse=order == "newest")
+
+
+async def test_a_step_by_one_reward(store: JobStore) -> None:
+    scores = {0: {"ocr": 0.5, "a.b": 1.0}, 1: {"ocr": 0.9}, 2: {"other": 1.0}, 3: {"ocr": -1.0}}
+    records = [
+        SampleRecord(step=1, group=0, index=i, prompt="p", reward=1.0 - i, scores=dict(s)) for i, s in scores.items()
+    ]
+    await store.put_samples(JOB, records)
+    page, following = await store.samples(JOB, step=1, order="best", by="ocr", limit=2)
+    assert ([one.index for one in page], following) == ([1, 0], "2")
+    page, following = await store.samples(JOB, step=1, order="best", by="ocr", limit=2, cursor=following)
+    assert ([one.index for one in page], following) == ([3], None)
+    assert [one.index for one in (await store.samples(JOB, step=1, order="worst", by="ocr"))[0]] == [3, 0, 1]
+    assert [one.index for one in (await store.samples(JOB, step=1, order="best", by="a.b"))[0]] == [0]
+
+
+async def test_what_samples_counted_for_is_kept_as_long_as_they_are(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shelf, "MAX_SAMPLES", 2)
+    for step in range(3):
+        await store.put_samples(JOB, [SampleRecord(step=step, group=0, index=0, prompt="p")])
+        await store.put_trained(JOB, step, [Trained(0, 0, 0.5 + step, 1.25), Trained(3, 7, -1.0, None)])
+    assert await store.trained(JOB, 0) == {}
+    assert await store.trained(JOB, 2) == {(0, 0): Trained(0, 0, 2.5, 1.25), (3, 7): Trained(3, 7, -1.0, None)}
+    assert await store.trained(JOB, 9) == {}
