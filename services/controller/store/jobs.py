@@ -304,7 +304,7 @@ def _record(job_id: str, row: dict[bytes, bytes]) -> JobRecord:
     fields = {name.decode(): value.decode() for name, value in row.items()}
     if "status" not in fields:
         raise NotFound(f"no job {job_id}")
-    times = {
+    times: dict[str, Any] = {
         name: from_epoch(float(fields[name])) for name in ("created_at", "started_at", "ended_at") if name in fields
     }
     progress = {

@@ -74,7 +74,7 @@ class Totals:
 
     def sample_ratios(self) -> list[float]:
         """Collective. For each sample of the step exp of its mean change; empty where the loss has none."""
-        sums = torch.zeros(2, self._shape[1], dtype=torch.float64)  # of changes, and how many
+        sums = torch.zeros(2, self._num_samples, dtype=torch.float64)  # of changes, and how many
         if self._changes:
             rows = torch.tensor([row for rows, _ in self._changes for row in rows])
             changes = torch.cat([changes for _, changes in self._changes]).cpu().double()

@@ -125,6 +125,7 @@ class SequenceObjective:
         )
         output = self._loss(rows, self._limits)
         self._totals.add_ratios(batch, output.stats)
+        self._totals.add_changes(batch, batch.means(log_prob.detach() - rows.old_log_prob))
         loss: Tensor = output.loss
         reference = self._of("reference", batch)
         if reference is None:

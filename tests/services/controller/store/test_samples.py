@@ -102,7 +102,7 @@ async def test_a_range_of_groups_of_a_step(store: JobStore) -> None:
     assert ([(one.group, one.index) for one in page], following) == ([(4, 0), (4, 1)], None)
     for wrong in ({"groups": (2, 5)}, {"groups": (2, 5), "step": 4, "order": "best"}, {"by": "ocr"}):
         with pytest.raises(ValueError, match="give a step"):
-            await store.samples(JOB, **wrong)  # type: ignore[arg-type]
+            await store.samples(JOB, **wrong)
 
 
 @pytest.mark.parametrize("order", ["newest", "oldest"])
