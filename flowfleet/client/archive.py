@@ -19,17 +19,20 @@ from typing import Final, TypeVar
 
 import fsspec
 
-from flowfleet.client.types import Answer, Checkpoint, Job, JobEvent, MetricsRow, RewardRevision, Sample, read
+from flowfleet.client.types import (
+    EXTENSIONS,
+    Answer,
+    Checkpoint,
+    Job,
+    JobEvent,
+    MetricsRow,
+    RewardRevision,
+    Sample,
+    read,
+)
 from flowfleet.errors import NotFound
 
 COMPLETE: Final = "complete.json"
-EXTENSIONS: Final = {
-    "image/png": "png",
-    "image/jpeg": "jpg",
-    "image/webp": "webp",
-    "video/mp4": "mp4",
-    "text/plain": "txt",
-}
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]+")
 
 T = TypeVar("T", bound=Answer)

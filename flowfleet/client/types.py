@@ -11,11 +11,19 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from html import escape
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
 Purpose = Literal["train", "validate"]
+EXTENSIONS: Final = {
+    "image/png": "png",
+    "image/jpeg": "jpg",
+    "image/webp": "webp",
+    "video/mp4": "mp4",
+    "text/plain": "txt",
+}
+"""Media type of a sample → ending of its file's name."""
 
 
 class JobStatus(StrEnum):

@@ -12,9 +12,8 @@ import typer
 
 from flowfleet.cli import views
 from flowfleet.cli.options import Ca, JobId, Json, Url, connect, out, tell
-from flowfleet.client.archive import EXTENSIONS
 from flowfleet.client.client import Client
-from flowfleet.client.types import ApiError, Job, Sample
+from flowfleet.client.types import EXTENSIONS, ApiError, Job, Sample
 
 if TYPE_CHECKING:
     from flowfleet.cli.disagreement import Disagreement
