@@ -35,6 +35,8 @@ class ModelFamily:
     modality: Literal["image", "video", "text"] = "image"
     takes_images: bool = False
     """Prompts come with condition images."""
+    takes_media: bool = False
+    """Prompts may come with pictures, sounds and films, in any number and size."""
     embedded_guidance: bool = False
     """Guidance is an input of the transformer: `rollout.embedded_guidance` has an effect."""
     max_sequence_length: int | None = None
@@ -113,6 +115,20 @@ for _family in (
     ),
     ModelFamily("Qwen3ForCausalLM", "Qwen3", "flowfleet.models.families.qwen3:Qwen3Adapter", modality="text"),
     ModelFamily("Qwen3MoeForCausalLM", "Qwen3 MoE", "flowfleet.models.families.qwen3:Qwen3MoeAdapter", modality="text"),
+    ModelFamily(
+        "Qwen3OmniMoeThinkerForConditionalGeneration",
+        "Qwen3-Omni Thinker",
+        "flowfleet.models.families.qwen3_omni:Qwen3OmniThinkerAdapter",
+        modality="text",
+        takes_media=True,
+    ),
+    ModelFamily(
+        "Qwen3OmniMoeForConditionalGeneration",
+        "Qwen3-Omni",
+        "flowfleet.models.families.qwen3_omni:Qwen3OmniThinkerAdapter",
+        modality="text",
+        takes_media=True,
+    ),
 ):
     register(_family)
 

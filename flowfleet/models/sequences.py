@@ -12,8 +12,9 @@ from abc import ABC
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final, Literal, Self
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -31,10 +32,13 @@ PARTS: Final[tuple[Component, ...]] = ("transformer", "text_encoder")
 
 @dataclass(frozen=True, slots=True)
 class PromptMedia:
-    """A picture, a sound or a film that a prompt brings."""
+    """A picture, a sound or a film that a prompt brings, decoded."""
 
-    data: bytes
-    media_type: str
+    kind: Literal["picture", "sound", "film"]
+    content: np.ndarray
+    """(H, W, 3) uint8 RGB, (samples,) float32 of one channel at 16 kHz, or (F, H, W, 3) uint8."""
+    rate: float = 0.0
+    """Frames of a film per second; 0: not known."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +153,11 @@ class SequenceAdapter(ABC):
             found = self._tokenizer.eos_token_id
         return frozenset([found] if isinstance(found, int) else found or ())
 
+    @property
+    def undrawn_ids(self) -> frozenset[int]:
+        """Tokens that are never drawn: those that stand for media."""
+        return frozenset()
+
     def encode(self, prompt: str, media: Sequence[PromptMedia] = ()) -> EncodedPrompt:
         """A prompt in the model's chat template where it has one. Needs the tokenizer. Raises ValueError for media that
         this family does not take, and for a prompt without tokens."""
@@ -191,6 +200,10 @@ class SequenceAdapter(ABC):
             "input_ids": torch.cat(rows)[None].to(self.device),
             "position_ids": positions[None].to(self.device),
         }
+
+    def next_positions(self, position_ids: Tensor) -> Tensor:
+        """(axes, 1): where the token after a row of one sequence stands; `position_ids` are the row's."""
+        return position_ids.max().reshape(1, 1) + 1
 
     def hidden_states(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
         """(1, N, width): the last hidden states of a packed row."""

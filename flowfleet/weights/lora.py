@@ -166,4 +166,6 @@ def _inject(transformer: nn.Module, lora: LoraSpec) -> None:
     device = next(transformer.parameters()).device
     with torch.random.fork_rng(), device if device.type == "meta" else nullcontext():
         adapted: Any = transformer
-        adapted.add_adapter(lora_config(lora), adapter_name=ADAPTER)
+        config = lora_config(lora)
+        config.exclude_modules = getattr(transformer, "lora_excluded", None)
+        adapted.add_adapter(config, adapter_name=ADAPTER)

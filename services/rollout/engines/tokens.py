@@ -125,7 +125,10 @@ class TokenSampler:
         checkpoint()
         cache, logits, positions = self._read([prompts[row.group] for row in rows])
         live = list(range(len(rows)))
+        undrawn = torch.tensor(sorted(self._adapter.undrawn_ids), dtype=torch.int64, device=logits.device)
         for step in range(settings.max_tokens):
+            if len(undrawn):
+                logits = logits.index_fill(-1, undrawn, -torch.inf)
             chosen = choose(logits, draws[live, step].to(logits.device), settings.temperature, settings.top_p)
             kept = [
                 place
@@ -179,9 +182,7 @@ class TokenSampler:
         self._adapter.routing.replay([], [])
         cache = DynamicCache()
         output: Any = self._adapter.transformer(**inputs, past_key_values=cache, use_cache=True)
-        places: Tensor = inputs["position_ids"]
-        axes = places.shape[0] if places.dim() == 3 else 1
-        return cache, output.logits[:, -1], (places.max() + 1).expand(axes, 1)
+        return cache, output.logits[:, -1], self._adapter.next_positions(inputs["position_ids"])
 
     def _step(self, cache: DynamicCache, chosen: Tensor, positions: Tensor) -> Tensor:
         """The logits after one more token in every row."""
