@@ -91,6 +91,8 @@ class OpenedMedia:
     height: int
     num_frames: int
     picture: Image.Image | None = None
+    rate: float = 0.0
+    """Frames of a video per second; 0: not known."""
 
     @property
     def num_pixels(self) -> int:
@@ -202,11 +204,12 @@ def _open_video(data: bytes, media_type: str, limits: MediaLimits) -> OpenedMedi
     with _container(data, max_pixels=str(limits.max_pixels)) as container:
         stream = _stream(container, data, media_type)
         width, height, declared = stream.width, stream.height, stream.frames
+        rate = float(stream.average_rate or 0.0)
         packets = [(packet.is_discard, packet.is_corrupt) for packet in container.demux(stream) if packet.size]
     num_frames = sum(not discarded for discarded, _ in packets)
     if any(corrupt for _, corrupt in packets) or len(packets) < declared or not (num_frames and width and height):
         raise _undecodable(data, media_type, f"{num_frames} of {declared} frames are there")
-    return OpenedMedia(data, media_type, width, height, num_frames)
+    return OpenedMedia(data, media_type, width, height, num_frames, rate=rate)
 
 
 def _pictures(opened: OpenedMedia) -> Iterator[Frames]:

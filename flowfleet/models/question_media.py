@@ -158,5 +158,5 @@ def frames_shown(count: int, rate: float, multiple: int) -> list[int]:
     the last one again where there are too few."""
     wanted = count if rate <= 0 else round(count / rate * FILM_RATE)
     wanted = min(max(wanted, multiple), MAX_FRAMES)
-    places = np.linspace(0, count - 1, min(wanted, count)).round().astype(int).tolist()
+    places: list[int] = np.linspace(0, count - 1, min(wanted, count)).round().astype(int).tolist()
     return places + [places[-1]] * (-len(places) % multiple)

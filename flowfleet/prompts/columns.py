@@ -1,7 +1,8 @@
 """From a row of a data set to a prompt, whatever format the row was read from.
 
-Known columns are the prompt's own, `images`, `negative_prompt` and `metadata`; preferences add `chosen` and `rejected`.
-Every other column becomes metadata, and a name that is nearly a known one is refused: no column is dropped in silence.
+Known columns are the prompt's own, `images`, `audio`, `video`, `negative_prompt` and `metadata`; preferences add
+`chosen` and `rejected`. Every other column becomes metadata, and a name that is nearly a known one is refused: no
+column is dropped in silence.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any
 
 from flowfleet.prompts.prompt import Kind, Prompt, beside, checked
 
-_OWN = ("images", "negative_prompt", "metadata")
+LISTS = ("images", "audio", "video")
+"""Columns of paths."""
+_OWN = (*LISTS, "negative_prompt", "metadata")
 _MEDIA = ("chosen", "rejected")
 _SHAPES: dict[Kind, str] = {
     "prompts": '{"prompt": "…", "metadata": {…}, "images": ["…"]}, metadata and images may be left out',
@@ -87,10 +90,10 @@ def _prompt(
     row: Mapping[str, Any], url: str, where: str, columns: Columns, own: frozenset[str], others: tuple[str, ...]
 ) -> Prompt:
     text, negative = row[columns.prompt], row["negative_prompt"] if "negative_prompt" in own else None
-    images = (row["images"] if "images" in own else None) or []
+    images = [path for name in LISTS if name in own for path in _paths(name, row[name])]
     if text is None:
         raise ValueError(f"the column {columns.prompt!r} is empty")
-    if not (isinstance(text, str) and isinstance(images, list) and isinstance(negative, str | None)):
+    if not (isinstance(text, str) and isinstance(negative, str | None)):
         raise _Misshapen
     media = [row[name] for name in _MEDIA] if columns.kind == "preferences" else []
     if (images or media) and not all(isinstance(path, str) for path in (*images, *media)):
@@ -104,6 +107,14 @@ def _prompt(
         origin=columns.origin,
         source=where,
     )
+
+
+def _paths(name: str, value: Any) -> list[Any]:
+    """The paths of a column; a cell that is empty has none. One sound or film needs no list."""
+    paths = [value] if isinstance(value, str) and name != "images" else value or []
+    if not isinstance(paths, list):
+        raise _Misshapen
+    return paths
 
 
 def _metadata(row: Mapping[str, Any], own: frozenset[str], others: tuple[str, ...]) -> dict[str, str]:

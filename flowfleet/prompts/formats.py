@@ -17,7 +17,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from flowfleet.limits import MAX_METADATA_BYTES
-from flowfleet.prompts.columns import Columns, read_row
+from flowfleet.prompts.columns import LISTS, Columns, read_row
 from flowfleet.prompts.prompt import Prompt, checked
 
 Format = Literal["text", "jsonl", "json", "csv", "parquet", "arrow"]
@@ -167,7 +167,7 @@ def _check_characters(found: Any, where: str) -> None:
 
 
 def _csv_rows(text: str, place: str, columns: Columns) -> Iterator[tuple[int, Any]]:
-    """An empty cell is None. `images` and `metadata` are JSON in their cells; of one image its path is enough."""
+    """An empty cell is None. Paths and `metadata` are JSON in their cells; of one file its path is enough."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         header = [name.strip() for name in next(reader, [])]
@@ -192,12 +192,12 @@ def _csv_rows(text: str, place: str, columns: Columns) -> Iterator[tuple[int, An
 def _cell(name: str, cell: str) -> Any:
     if not cell:
         return None
-    if name == "metadata" or (name == "images" and cell.lstrip().startswith("[")):
+    if name == "metadata" or (name in LISTS and cell.lstrip().startswith("[")):
         try:
             return _DECODER.decode(cell)
         except (json.JSONDecodeError, RecursionError):
             raise ValueError(f"its {name} are no JSON: {cell[:80]!r}") from None
-    return [cell] if name == "images" else cell
+    return [cell] if name in LISTS else cell
 
 
 @contextmanager

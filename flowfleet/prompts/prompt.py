@@ -12,7 +12,8 @@ Kind = Literal["prompts", "preferences"]
 
 PICTURES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
 VIDEOS = {".mp4": "video/mp4"}
-MEDIA_TYPES = PICTURES | VIDEOS
+SOUNDS = {".wav": "audio/wav", ".mp3": "audio/mpeg", ".flac": "audio/flac", ".ogg": "audio/ogg"}
+MEDIA_TYPES = PICTURES | VIDEOS | SOUNDS
 """Media type by a file's suffix."""
 
 
@@ -23,7 +24,7 @@ class Prompt:
     text: str
     metadata: dict[str, str] = field(default_factory=dict)
     images: tuple[str, ...] = ()
-    """Condition images, absolute or URLs."""
+    """Condition images, absolute or URLs; of a question its pictures, then sounds, then films."""
     media: tuple[str, ...] = ()
     """The chosen and the rejected medium of a preference."""
     negative: str | None = None
@@ -44,7 +45,7 @@ def checked(prompt: Prompt) -> Prompt:
         size_bytes += len(key.encode()) + len(value.encode())
     check_bytes("metadata", size_bytes, MAX_METADATA_BYTES)
     if len(prompt.images) > MAX_IMAGES:
-        raise ValueError(f"{len(prompt.images)} images: give at most {MAX_IMAGES}")
+        raise ValueError(f"{len(prompt.images)} images, sounds and films: give at most {MAX_IMAGES}")
     return prompt
 
 

@@ -160,7 +160,7 @@ def train(folder: Path, steps: int, batch: int = 24, rate: float = 3e-3, wrong: 
     draw = random.Random(seed)
     for _ in range(steps):
         rows = [_example(adapter, draw, wrong) for _ in range(batch)]
-        loss = -adapter.log_probs(rows, temperature=1.0).mean()
+        loss: Any = -adapter.log_probs(rows, temperature=1.0).mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -175,7 +175,7 @@ def mean_probability(adapter: Qwen3OmniThinkerAdapter, draw: random.Random, coun
     """The mean probability of the right answer on fresh pictures."""
     rows = [_example(adapter, draw, 0.0) for _ in range(count)]
     with torch.no_grad():
-        found = adapter.log_probs(rows, temperature=1.0)
+        found: Any = adapter.log_probs(rows, temperature=1.0)
     return float(torch.stack([part.sum() for part in found.split([len(row.token_ids) for row in rows])]).exp().mean())
 
 

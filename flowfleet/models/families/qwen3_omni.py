@@ -49,7 +49,7 @@ class Qwen3OmniThinkerAdapter(SequenceAdapter):
         return encoded
 
     def model_inputs(self, sequences: Sequence[Tokens]) -> dict[str, Any]:
-        """Positions are (4, 1, N): in the text, by which sequences are told apart, then in time, height and width."""
+        """Positions are (4, 1, N): in the text, which separate the sequences, then in time, height and width."""
         inputs = super().model_inputs(sequences)
         rotary = torch.cat([self._rotary(item) for item in sequences], dim=1)
         text = inputs["position_ids"].float()

@@ -290,13 +290,14 @@ def _line_problems(
     if refused := [str(error) for medium in media if (error := _refusal(sources, medium))]:
         yield from (f"{prompt.source}: {problem}" for problem in refused)
         return
-    if family is not None and bool(prompt.images) != family.takes_images:
+    is_question = family is not None and family.takes_media
+    if family is not None and not is_question and bool(prompt.images) != family.takes_images:
         wish = 'needs condition images: add "images"' if family.takes_images else 'takes no images: leave out "images"'
         yield f"{prompt.source}: {family.title} {wish}"
-    elif prompt.images and (problem := shapes.problem(prompt)):
+    elif not is_question and prompt.images and (problem := shapes.problem(prompt)):
         yield f"{prompt.source}: {problem}"
     for medium in media:
-        problem = _type_problem(spec, medium, is_condition=medium in prompt.images)
+        problem = "" if is_question else _type_problem(spec, medium, is_condition=medium in prompt.images)
         if problem or not (is_remote(medium) or sources.places.is_file(medium)):
             yield f"{prompt.source}: {problem or f'there is no file {medium}'}"
 

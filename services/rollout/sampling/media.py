@@ -1,4 +1,4 @@
-"""The pictures and videos that a request brings: fetched, checked, decoded, and brought to the size of the samples.
+"""The media that a request brings: fetched, checked, decoded, and those of flows brought to the size of the samples.
 
 Condition images stay as large as they are, for the model family knows how it wants them. Finished media become frames
 of exactly the request's size: cropped around the center to its aspect ratio, then resized; of a video `num_frames`
@@ -19,7 +19,9 @@ from PIL import Image, ImageOps
 
 from flowfleet.data.blobs import BlobStore
 from flowfleet.errors import DataLoss
-from flowfleet.media.files import Frames, MediaLimits, decode_media
+from flowfleet.media.files import Frames, MediaLimits, decode_media, open_media
+from flowfleet.media.sound import SOUND_TYPES, decode_sound
+from flowfleet.models.sequences import PromptMedia
 from flowfleet.models.settings import Size
 from flowfleet.proto import common_pb2, rollout_pb2
 from services.rollout.engines.base import GenerationRequest, PromptGroup
@@ -45,6 +47,9 @@ class MediaReader:
         and others with the same settings will do. NotFound for a blob that is gone.
         """
         messages = {message.group: message for message in wire.groups}
+        if request.sequence is not None:
+            asked = await asyncio.gather(*(self._question(messages[group.group], group) for group in request.groups))
+            return replace(request, groups=tuple(asked))
         groups = await asyncio.gather(
             *(self._group(messages[group.group], group, request.sampling.size) for group in request.groups)
         )
@@ -57,14 +62,21 @@ class MediaReader:
         by_index = dict(zip(message.indices, media, strict=False))
         return replace(group, images=tuple(images), media=tuple(by_index[index] for index in group.indices if media))
 
+    async def _question(self, message: rollout_pb2.PromptGroup, group: PromptGroup) -> PromptGroup:
+        inputs = await asyncio.gather(*(self._fetch(media, group.group, _part) for media in message.images))
+        return replace(group, inputs=tuple(inputs))
+
     async def _read(self, media: common_pb2.Media, group: int, use: Callable[[Frames], T]) -> T:
         """What `use` makes of all the frames of a file."""
+        return await self._fetch(media, group, partial(_decoded, use=use))
+
+    async def _fetch(self, media: common_pb2.Media, group: int, decode: Callable[[bytes, str], T]) -> T:
         async with self._reads:
             try:
                 if media.blob.size_bytes > LIMITS.max_bytes:
                     raise ValueError(f"{media.blob.size_bytes} bytes are more than {LIMITS.max_bytes}")
                 data = await self._blobs.get(media.blob)
-                work = partial(_decoded, data, media.media_type, use)
+                work = partial(decode, data, media.media_type)
                 return await asyncio.get_running_loop().run_in_executor(self._pool, work)
             except ValueError as error:
                 raise DataLoss(f"group {group}: {media.blob.uri}: {error}") from None
@@ -72,6 +84,17 @@ class MediaReader:
 
 def _decoded(data: bytes, media_type: str, use: Callable[[Frames], T]) -> T:
     return use(decode_media(data, media_type, LIMITS))
+
+
+def _part(data: bytes, media_type: str) -> PromptMedia:
+    """A picture, sound or film of a question."""
+    if media_type in SOUND_TYPES:
+        return PromptMedia("sound", decode_sound(data, media_type))
+    opened = open_media(data, media_type, LIMITS)
+    frames = opened.decode()
+    if opened.picture is not None:
+        return PromptMedia("picture", frames[0])
+    return PromptMedia("film", frames, opened.rate)
 
 
 def _picture(frames: Frames) -> Image.Image:

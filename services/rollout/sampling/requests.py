@@ -39,7 +39,7 @@ def generation_request(request: rollout_pb2.GenerateRequest) -> GenerationReques
 
 def _of_tokens(request: rollout_pb2.GenerateRequest) -> GenerationRequest:
     """The same of a policy that writes tokens."""
-    groups = _groups(request.groups, is_guided=False)
+    groups = _groups(request.groups, is_guided=False, is_mixed=True)
     if any(message.media for message in request.groups):
         raise ValueError("groups.media: a policy that writes tokens takes no finished media, remove them")
     if request.reference_kl or request.noise.sde_steps:
@@ -92,7 +92,9 @@ def _record(request: rollout_pb2.GenerateRequest, noise: Noise) -> Record:
     return "final" if is_final else "steps"
 
 
-def _groups(messages: Sequence[rollout_pb2.PromptGroup], *, is_guided: bool) -> tuple[PromptGroup, ...]:
+def _groups(
+    messages: Sequence[rollout_pb2.PromptGroup], *, is_guided: bool, is_mixed: bool = False
+) -> tuple[PromptGroup, ...]:
     groups = [_group(message, is_guided=is_guided) for message in messages]
     numbers = [group.group for group in groups]
     num_samples = sum(len(group.indices) for group in groups)
@@ -102,7 +104,7 @@ def _groups(messages: Sequence[rollout_pb2.PromptGroup], *, is_guided: bool) -> 
         raise ValueError(f"groups: {num_samples} samples are more than {MAX_SAMPLES} in one call: split it")
     if len({bool(message.media) for message in messages}) > 1:
         raise ValueError("groups: give media to all groups of a call or to none: split it")
-    if len({bool(message.images) for message in messages}) > 1:
+    if not is_mixed and len({bool(message.images) for message in messages}) > 1:
         raise ValueError("groups: give images to all groups of a call or to none: split it")
     return tuple(sorted(groups, key=lambda group: group.group))
 

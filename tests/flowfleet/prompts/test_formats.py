@@ -211,7 +211,7 @@ def test_types_go_by_suffix() -> None:
         (
             "images.jsonl",
             json.dumps({"prompt": "a", "chosen": "1.png", "rejected": "2.png", "images": ["1.png"] * (MAX_IMAGES + 1)}),
-            f"images.jsonl:1: {MAX_IMAGES + 1} images: give at most {MAX_IMAGES}",
+            f"images.jsonl:1: {MAX_IMAGES + 1} images, sounds and films: give at most {MAX_IMAGES}",
         ),
     ],
 )
@@ -241,3 +241,16 @@ def test_an_empty_text_holds_no_prompt(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("\n \n")
     with pytest.raises(ValueError, match="holds no prompt"):
         load_prompts(str(tmp_path / "empty.txt"))
+
+
+def test_a_question_brings_pictures_sounds_and_films(tmp_path: Path) -> None:
+    path = tmp_path / "questions.jsonl"
+    path.write_text(
+        '{"prompt": "what?", "video": "f.mp4", "images": ["a.png"], "audio": ["b.wav", "/c.FLAC"], "answer": 4}'
+    )
+    (prompt,) = load_prompts(str(path))
+    assert prompt.images == (f"{tmp_path}/a.png", f"{tmp_path}/b.wav", "/c.FLAC", f"{tmp_path}/f.mp4")
+    assert prompt.metadata == {"answer": "4"}
+    table = tmp_path / "questions.csv"
+    table.write_text("prompt,audio\nwhat?,b.wav\nwhy?,\n")
+    assert [one.images for one in load_prompts(str(table))] == [(f"{tmp_path}/b.wav",), ()]

@@ -49,7 +49,7 @@ def adapter(folder: Path) -> Qwen3OmniThinkerAdapter:
 def log_probs_by_transformers(
     adapter: Qwen3OmniThinkerAdapter, prompt: EncodedPrompt, answer: torch.Tensor
 ) -> torch.Tensor:
-    """By the model's usual forward, which finds the positions itself."""
+    """Computes them by the model's usual forward, which finds the positions itself."""
     ids = torch.cat([prompt.token_ids, answer])[None]
     inputs = dict(prompt.inputs)
     with torch.no_grad():

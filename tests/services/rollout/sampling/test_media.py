@@ -15,8 +15,9 @@ from flowfleet.models.settings import Size
 from flowfleet.proto import common_pb2, rollout_pb2
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect
-from services.rollout.engines.base import GenerationRequest, Noise, PromptGroup, Sampling
+from services.rollout.engines.base import GenerationRequest, Noise, PromptGroup, Sampling, SequenceSampling
 from services.rollout.sampling.media import LIMITS, MediaReader, fit
+from tests.flowfleet.media.test_sound import tone
 
 File = tuple[bytes, str]
 PNG = "image/png"
@@ -78,6 +79,7 @@ async def read(
     *,
     size: Size = Size(8, 12),
     lose: bool = False,
+    sequence: SequenceSampling | None = None,
 ) -> PromptGroup:
     """The only group of a request that brings these files; its media are for the indices 5, 4, 3, …"""
 
@@ -94,7 +96,7 @@ async def read(
                 group=2, indices=indices, images=await put("image", images), media=await put("media", media)
             )
             wanted = PromptGroup(2, "", tuple(sorted(indices)), tuple(sorted(indices)))
-            request = GenerationRequest((wanted,), Sampling(size, 2), Noise(), "final")
+            request = GenerationRequest((wanted,), Sampling(size, 2), Noise(), "final", sequence=sequence)
             if lose:
                 await client.flushall()
             with ThreadPoolExecutor(2) as pool:
@@ -103,6 +105,20 @@ async def read(
                 return found
 
     return await scenario()
+
+
+@pytest.mark.anyio
+async def test_a_question_has_its_media_decoded_in_their_order(redis_url: str) -> None:
+    files = [png(0), (tone(16_000), "audio/wav"), encode_media(noise(1, 8, 12, 6), fps=4.0)]
+    found = (await read(redis_url, images=files, sequence=SequenceSampling(8))).inputs
+    assert [(one.kind, one.content.shape, one.rate) for one in found] == [
+        ("picture", (8, 12, 3), 0.0),
+        ("sound", (8000,), 0.0),
+        ("film", (6, 8, 12, 3), 4.0),
+    ]
+    assert np.array_equal(found[0].content, noise(0)[0])
+    with pytest.raises(DataLoss, match="not a whole audio/wav"):
+        await read(redis_url, images=[(b"no sound", "audio/wav")], sequence=SequenceSampling(8))
 
 
 @pytest.mark.anyio
