@@ -36,6 +36,16 @@ export function WindowRows({ items, size, row, ...attributes }) {
   `;
 }
 
+/** False from a change of `place` on until it has rested for `ms`. */
+export function useRested(place, ms = 120) {
+  const [rested, setRested] = useState("");
+  useEffect(() => {
+    const timer = setTimeout(() => setRested(place), ms);
+    return () => clearTimeout(timer);
+  }, [place]);
+  return rested === place;
+}
+
 /** Scroll position and size of a box, as state: { top, left, width, height }. */
 export function useScrolled(box) {
   const [seen, setSeen] = useState({ top: 0, left: 0, width: 0, height: 0 });

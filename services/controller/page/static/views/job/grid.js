@@ -1,11 +1,12 @@
-// The scrolled grid of the gallery.
+// The scrolled grid of the gallery. While it scrolls, only the pictures in sight and one column of records load, so that
+// nothing else takes their connections; the rest follows once it rests.
 
 import { HeldOut, mediaPath } from "../../lib/held_out.js";
 import { number } from "../../lib/format.js";
 import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "../../lib/html.js";
 import { go } from "../../lib/router.js";
 import { Media } from "../../parts/media.js";
-import { inSight, useScrolled } from "../../parts/virtual.js";
+import { inSight, useRested, useScrolled } from "../../parts/virtual.js";
 import { tracePlace } from "./samples.js";
 
 const SCORE = 22;
@@ -20,11 +21,12 @@ export function Grid({ job, versions, prompts, first, size, compare }) {
   const [, setTurn] = useState(0);
   const samples = useMemo(() => new HeldOut(job.id, () => setTurn((turn) => turn + 1)), [job.id]);
   const [wide, high] = [size + GAP, size + SCORE + GAP];
-  const [top, bottom] = inSight(seen.top, seen.height - HEADS, high, prompts, 2);
-  const [left, right] = inSight(seen.left, seen.width - PROMPT, wide, versions.length, 1);
+  const isRested = useRested(`${seen.top} ${seen.left}`);
+  const [top, bottom] = inSight(seen.top, seen.height - HEADS, high, prompts, isRested ? 2 : 0);
+  const [left, right] = inSight(seen.left, seen.width - PROMPT, wide, versions.length, isRested ? 1 : 0);
   useEffect(() => {
-    if (seen.height) samples.want(versions.slice(left, right), top, bottom);
-  }, [samples, top, bottom, left, right, versions.length, Boolean(seen.height)]);
+    if (seen.height) samples.want(versions.slice(left, isRested ? right : left + 1), top, bottom);
+  }, [samples, top, bottom, left, right, versions.length, isRested, Boolean(seen.height)]);
 
   const moved = useRef(false);
   const move = (to) => {

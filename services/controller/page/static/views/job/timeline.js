@@ -36,7 +36,7 @@ export function Timeline({ job }) {
         ${steps.map(
           (step) => html`
             <li key=${step.step}>
-              <span class="step">${step.step}</span>
+              <span class="step">${linked(job, step.step)}</span>
               <span class="bar" role="img" aria-label=${`Step ${step.step}: ${words(step)}`} title=${words(step)}>
                 ${step.phases.map(
                   ({ phase, seconds }) => html`
@@ -52,6 +52,16 @@ export function Timeline({ job }) {
     </section>
   `;
 }
+
+/** Where the operator's tool shows the calls of a step. */
+export const spansOf = (job, step) => job.trace_url.replace("{step}", step);
+
+const linked = (job, step) =>
+  job.trace_url
+    ? html`
+        <a href=${spansOf(job, step)} target="_blank" rel="noopener">${step}</a>
+      `
+    : step;
 
 const other = (steps) =>
   [...new Set(steps.flatMap((step) => step.phases.map(({ phase }) => phase)))].filter(

@@ -7,6 +7,7 @@ import { html, useEffect } from "../../lib/html.js";
 import { go, link } from "../../lib/router.js";
 import { Media } from "../../parts/media.js";
 import { Await } from "../../parts/states.js";
+import { spansOf } from "./timeline.js";
 import { tracePlace } from "./samples.js";
 
 export function Trace({ job, place, query }) {
@@ -78,9 +79,9 @@ function Loaded({ job, sample }) {
             )}
         </dl>
         ${
-          sample.trace_url &&
+          job.trace_url &&
           html`
-            <p><a href=${sample.trace_url} rel="noreferrer">Spans of its step</a></p>
+            <p><a href=${spansOf(job, sample.step)} target="_blank" rel="noopener">Calls of its step</a></p>
           `
         }
       </div>
