@@ -1,6 +1,6 @@
 // All that is known of one sample, from its prompt to the checkpoint that has learned from it.
 
-import { jobPath } from "../../lib/api.js";
+import { jobPath, withQuery } from "../../lib/api.js";
 import { useFetched } from "../../lib/data.js";
 import { moment, number } from "../../lib/format.js";
 import { html, useEffect } from "../../lib/html.js";
@@ -12,20 +12,14 @@ import { tracePlace } from "./samples.js";
 
 export function Trace({ job, place, query }) {
   const purpose = query.purpose ?? "train";
-  const loaded = useFetched(jobPath(job.id, "samples", ...place, "").replace(/\/$/, `?purpose=${purpose}`));
+  const loaded = useFetched(withQuery(jobPath(job.id, "samples", ...place), { purpose }));
   return html`
-    <${Await} of=${loaded} what="the sample">
-      ${(sample) => html`
-        <${Loaded} ...${{ job, sample: { ...sample, media: sample.media ?? mediaOf(job, place, purpose) } }} />
-      `}
-    <//>
+    <${Await} of=${loaded} what="the sample">${(trace) => html`<${Loaded} job=${job} ...${trace} />`}<//>
   `;
 }
 
-const mediaOf = (job, place, purpose) => jobPath(job.id, "samples", ...place, `media?purpose=${purpose}`);
-
-function Loaded({ job, sample }) {
-  const siblings = sample.group_samples ?? [];
+function Loaded({ job, sample: recorded, group: siblings, ...credit }) {
+  const sample = { ...recorded, ...credit };
   const at = siblings.findIndex(({ index }) => index === sample.index);
   const to = (offset) =>
     siblings[at + offset] && go(tracePlace(job, { ...sample, index: siblings[at + offset].index }), true);
@@ -50,7 +44,7 @@ function Loaded({ job, sample }) {
               ? html`
                   <span class="badge bad">not trained on: ${sample.drop_reason}</span>
                 `
-              : sample.trained &&
+              : sample.trained_as !== null &&
                 html`
                   <span class="badge good">trained on</span>
                 `
@@ -99,7 +93,7 @@ function Loaded({ job, sample }) {
                     href=${tracePlace(job, { ...sample, index: one.index })}
                     aria-current=${one.index === sample.index ? "true" : undefined}
                   >
-                    <${Media} sample=${{ ...sample, media: one.media }} alt=${`sample ${one.index}`} />
+                    <${Media} sample=${{ ...sample, media: one.media, media_type: one.media_type }} alt=${`sample ${one.index}`} />
                     <span class="scores">
                       <b>${number(one.reward)}</b>
                       ${
