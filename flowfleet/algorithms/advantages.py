@@ -157,6 +157,34 @@ def shaped_by_diversity(
     return _clamped(values, clamp)
 
 
+def uncertain(total: ArrayLike, auxiliary: Sequence[ArrayLike], share: float) -> NDArray[np.bool_]:
+    """The samples whose reward other rewards trust least, of GARDO (https://arxiv.org/abs/2512.24138).
+
+    A sample's uncertainty is its win rate by `total` less the mean of its win rates by the auxiliary rewards. A win
+    rate is the share of the batch that a sample beats. Of the uncertainties that are not negative, those from the
+    (1 - share) quantile on are taken, but none of 0. The authors' code leaves out the quantile itself, so that of
+    equals at the top none is left, and ranks from the greatest reward on, which turns the sign round.
+
+    Args:
+        total: (N,) what is trained on.
+        auxiliary: at least one, (N,) each. A sample without a score (NaN) beats none.
+        share: from 0 to 1.
+    """
+    doubt = _win_rates(total) - np.mean([_win_rates(values) for values in auxiliary], axis=0)
+    least = np.quantile(doubt[doubt >= 0], 1 - share)
+    found: NDArray[np.bool_] = (doubt >= least) & (doubt > 0)
+    return found
+
+
+def _win_rates(values: ArrayLike) -> NDArray[np.float64]:
+    """(N,) the share of all N that each beats."""
+    scores = np.asarray(values, dtype=np.float64)
+    known = np.sort(scores[np.isfinite(scores)])
+    wins = np.where(np.isfinite(scores), np.searchsorted(known, np.nan_to_num(scores), side="left"), 0)
+    rates: NDArray[np.float64] = wins / len(scores)
+    return rates
+
+
 def weighted_total(
     rewards: Mapping[str, ArrayLike],
     weights: Mapping[str, ArrayLike],

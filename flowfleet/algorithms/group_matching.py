@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flowfleet.algorithms.likelihood import log_likelihood_ratio, with_reference
+from flowfleet.algorithms.likelihood import log_likelihood_ratio
 from flowfleet.algorithms.losses import Limits, beyond, ratio_stats
 from flowfleet.algorithms.matching import (
     DEFAULT_CLAMP,
@@ -15,6 +15,7 @@ from flowfleet.algorithms.matching import (
     MatchingRows,
     mean_square,
     target_velocity,
+    with_reference,
 )
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ from flowfleet.algorithms.matching import (
     normalized,
     per_row,
     target_velocity,
+    with_reference,
 )
 
 if TYPE_CHECKING:
@@ -84,15 +85,6 @@ def log_likelihood_ratio(rows: MatchingRows, part: AlgorithmPart) -> tuple[Tenso
     error = ERRORS[part.likelihood]
     log_prob = -error(rows, rows.velocity)
     return log_prob, log_prob + error(rows, rows.old_velocity.detach())
-
-
-def with_reference(loss: Tensor, rows: MatchingRows, weight: float | Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Adds the squared distance to the model before training, times `weight` (0, or (B,)); and its metric."""
-    if isinstance(weight, float) and weight == 0:
-        return loss, {}
-    assert rows.reference_velocity is not None
-    distance = mean_square(rows.velocity.to(loss) - rows.reference_velocity.detach().to(loss))
-    return loss + weight * distance, {"actor/kl_loss": distance.detach().sum()}
 
 
 def _residual(rows: MatchingRows, velocity: Tensor) -> Tensor:

@@ -44,6 +44,8 @@ class MatchingRows:
     """(B, ...) of the old policy, which sampled unless `old_policy.samples` is false."""
     reference_velocity: Tensor | None = None
     """(B, ...) of the model before training."""
+    ties: Tensor | None = None
+    """(B,) 1 where the distance to the reference counts, else 0; None: everywhere."""
     groups: Tensor | None = None
     """(B,) number of each row's group; whole groups, for losses that need them."""
 
@@ -98,12 +100,8 @@ def diffusion_nft(rows: MatchingRows, part: AlgorithmPart) -> MatchingOutput:
         "actor/nft_negative_loss": negative,
         "actor/old_deviation": mean_square(current - old),
     }
-    if part.kl_coef > 0:
-        assert rows.reference_velocity is not None
-        distance = mean_square(current - rows.reference_velocity.detach().to(target))
-        loss = loss + part.kl_coef * distance
-        sums["actor/kl_loss"] = distance
-    return MatchingOutput(loss, {name: value.detach().sum() for name, value in sums.items()})
+    loss, tie = with_reference(loss, rows, part.kl_coef)
+    return MatchingOutput(loss, {name: value.detach().sum() for name, value in sums.items()} | tie)
 
 
 def dpo(rows: MatchingRows, part: AlgorithmPart) -> MatchingOutput:
@@ -135,6 +133,16 @@ def dpo(rows: MatchingRows, part: AlgorithmPart) -> MatchingOutput:
     seen = margin.detach()
     sums = {"actor/dpo_accuracy": (seen.sign() + 1) / 2, "actor/dpo_margin": seen}
     return MatchingOutput(loss.repeat_interleave(2), {name: 2 * value.sum() for name, value in sums.items()})
+
+
+def with_reference(loss: Tensor, rows: MatchingRows, weight: float | Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Adds the squared distance to the reference, times `weight` and the row's tie; and its metric."""
+    if isinstance(weight, float) and weight == 0:
+        return loss, {}
+    assert rows.reference_velocity is not None
+    distance = mean_square(rows.velocity.to(loss) - rows.reference_velocity.detach().to(loss))
+    tied = distance if rows.ties is None else rows.ties.to(distance) * distance
+    return loss + weight * tied, {"actor/kl_loss": distance.detach().sum()}
 
 
 _ADVANTAGE_MODES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -243,6 +243,21 @@ def _loss_settings(job: JobSpec) -> Iterator[str]:
             )
     elif loss.kind == "matching" and part.sigma_low >= part.sigma_high:
         yield f"algorithm.sigma_low = {part.sigma_low} must lie below algorithm.sigma_high = {part.sigma_high}"
+    if part.kl_coef == 0 or not loss.takes_kl:
+        yield from _unheard(
+            job,
+            ("algorithm.kl_gate", "algorithm.kl_reference"),
+            "without algorithm.kl_coef: give that a value above 0 and a loss that reads it, or leave it out",
+        )
+    if part.kl_gate.rewards and loss.kind == "sequence":
+        yield f"algorithm.kl_gate has no effect with algorithm.loss = {loss.name}: leave it out"
+    for name in part.kl_gate.rewards:
+        yield from _watching(job, "algorithm.kl_gate.rewards", name)
+    if part.kl_reference.moves and loss.needs_reference:
+        yield (
+            f"algorithm.kl_reference moves what algorithm.loss = {loss.name} prefers samples by: leave it out, or "
+            "choose another loss"
+        )
     if part.kl_coef > 0 and not loss.takes_kl:
         yield f"algorithm.kl_coef has no effect with algorithm.loss = {loss.name}, which holds to the reference by beta"
 

@@ -242,6 +242,29 @@ class OldPolicyPart(Part):
     """Training steps from one move of the old policy to the next."""
 
 
+class KlGatePart(Part):
+    """GARDO's gate: `kl_coef` counts for the samples alone whose total other rewards doubt most."""
+
+    rewards: tuple[str, ...] = ()
+    """Rewards of weight 0 that doubt the total; none: `kl_coef` counts for all samples."""
+    share: float = Field(default=0.1, gt=0.0, le=1.0)
+    """Share of the doubted samples for which it counts."""
+
+
+class KlReferencePart(Part):
+    """GARDO's moving reference: what `kl_coef` holds to becomes the trained policy as it is. Unset: it stays the model
+    before training."""
+
+    every: int | None = Field(default=None, ge=1)
+    """Training steps from one move to the next."""
+    threshold: float | None = Field(default=None, gt=0.0)
+    """It also moves after a step whose mean distance to it (`actor/kl_loss`) is above this."""
+
+    @property
+    def moves(self) -> bool:
+        return self.every is not None or self.threshold is not None
+
+
 class AlgorithmPart(Part):
     """`name` fills in what the job leaves out: step, window, loss, advantage (docs/algorithms.md)."""
 
@@ -313,6 +336,8 @@ class AlgorithmPart(Part):
     kl_coef: float = Field(default=0.0, ge=0.0)
     """Weight of the KL (policy losses) or of the squared distance (matching losses) to the model before training. With
     `trainer.mode = "full"` this keeps a second copy of the weights."""
+    kl_gate: KlGatePart = KlGatePart()
+    kl_reference: KlReferencePart = KlReferencePart()
     kl_reward: float = Field(default=0.0, ge=0.0)
     """What a sample's KL to the model before training costs of its reward: the mean over its noisy steps, measured by
     the rollouts with the adapter off. LoRA only."""

@@ -151,8 +151,9 @@ def _merged_bytes(spec: JobSpec, facts: Facts) -> float:
 
 
 def checkpoint_bytes(spec: JobSpec, facts: Facts) -> int:
-    """Masters, both moments as they are kept, the old policy and the average, over all ranks."""
-    each = FP32 + MOMENTS * _moment_bytes(spec) + FP32 * (spec.loss.keeps_old_policy + spec.averages)
+    """Masters, both moments as they are kept, old policy, average and moving reference, over all ranks."""
+    moves = spec.algorithm.kl_coef > 0 and spec.algorithm.kl_reference.moves
+    each = FP32 + MOMENTS * _moment_bytes(spec) + FP32 * (spec.loss.keeps_old_policy + spec.averages + moves)
     return int(facts.trained * each)
 
 
@@ -168,7 +169,9 @@ def _streamed(spec: JobSpec, trained: float) -> float:
 
 
 def _reference(spec: JobSpec, facts: Facts) -> float:
-    """A copy of the base, which LoRA does without."""
+    """A copy of the base, which LoRA does without, or of what is trained, where the reference moves."""
+    if spec.algorithm.kl_coef > 0 and spec.algorithm.kl_reference.moves:
+        return FP32 * facts.trained
     is_needed = spec.loss.needs_reference or spec.algorithm.kl_coef > 0
     return facts.params * item_bytes(spec) if is_needed and spec.trainer.mode == "full" else 0.0
 

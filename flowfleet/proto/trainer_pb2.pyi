@@ -209,10 +209,13 @@ class TrainSample(_message.Message):
     ADVANTAGE_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
     PAIR_FIELD_NUMBER: _builtins.int
+    WITHOUT_KL_FIELD_NUMBER: _builtins.int
     advantage: _builtins.float
     reward: _builtins.float
     pair: _builtins.int
     """for losses on pairs: number of its pair inside the group; the winner's advantage is 1, the loser's -1"""
+    without_kl: _builtins.bool
+    """algorithm.kl_coef counts nothing for it"""
     @_builtins.property
     def sample(self) -> _common_pb2.Sample: ...
     def __init__(
@@ -222,10 +225,11 @@ class TrainSample(_message.Message):
         advantage: _builtins.float = ...,
         reward: _builtins.float = ...,
         pair: _builtins.int = ...,
+        without_kl: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sample", b"sample"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "pair", b"pair", "reward", b"reward", "sample", b"sample"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "pair", b"pair", "reward", b"reward", "sample", b"sample", "without_kl", b"without_kl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

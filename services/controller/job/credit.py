@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from flowfleet.algorithms.advantages import AdvantageStats, combined_advantages, shaped_by_diversity
+from flowfleet.algorithms.advantages import AdvantageStats, combined_advantages, shaped_by_diversity, uncertain
 from flowfleet.algorithms.preferences import make_pairs
 from flowfleet.job.drop_reasons import DropReason
 from flowfleet.job.spec import JobSpec, RewardPart
@@ -32,6 +32,8 @@ class Credit:
     """Relative to its group; of pairs 1 for the winner and -1 for the loser."""
     pair: int = 0
     """Number of its pair inside the group."""
+    without_kl: bool = False
+    """The KL to the reference counts nothing for it."""
 
 
 def credits_of(
@@ -65,9 +67,19 @@ def credits_of(
         stats = _with_advantages(stats, values.tolist())
     if not spec.loss.needs_pairs:
         credits = [_credit(sample, value) for sample, value in zip(scored, values.tolist(), strict=True)]
-        return best_and_worst(credits, part.best_of), stats
+        return best_and_worst(_gated(credits, spec, scored, counted), part.best_of), stats
     credits = _paired(scored, counted.totals().tolist(), part.pairs_per_group)
     return credits, _with_advantages(stats, [credit.advantage for credit in credits] or [0.0])
+
+
+def _gated(credits: Sequence[Credit], spec: JobSpec, scored: Sequence[Scored], counted: Columns) -> list[Credit]:
+    """Those that no reward of `algorithm.kl_gate` doubts go without the KL."""
+    gate = spec.algorithm.kl_gate
+    if not gate.rewards:
+        return list(credits)
+    auxiliary = [[sample.scores.get(name, math.nan) for sample in scored] for name in gate.rewards]
+    doubted = uncertain(counted.totals(), auxiliary, gate.share).tolist()
+    return [replace(credit, without_kl=not is_doubted) for credit, is_doubted in zip(credits, doubted, strict=True)]
 
 
 def left_out_reason(spec: JobSpec) -> str:

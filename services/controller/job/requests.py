@@ -81,7 +81,13 @@ async def train_step(job: JobContext, step: int, credits: Sequence[Credit]) -> t
         part = credits[start : start + SLICE]
         samples = await job.refs.get(step, [(credit.group, credit.index) for credit in part])
         for sample, credit in zip(samples, part, strict=True):
-            request.samples.add(sample=sample, advantage=credit.advantage, reward=credit.reward, pair=credit.pair)
+            request.samples.add(
+                sample=sample,
+                advantage=credit.advantage,
+                reward=credit.reward,
+                pair=credit.pair,
+                without_kl=credit.without_kl,
+            )
     return request
 
 

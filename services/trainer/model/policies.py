@@ -2,10 +2,11 @@
 average of the trained weights for jobs that ask for it.
 
 With LoRA the reference is the base without its adapter and costs nothing. With full weights it is a copy of the base in
-`model.dtype`, which the forward casts to anyway. The old policy (DiffusionNFT and others) is a copy of what is trained,
-in fp32: it usually samples, follows the trained one after the steps, and is part of every checkpoint. So is the average
-(`trainer.ema`), which follows after the updates and is what is validated and exported. Copies are of this rank's shards
-and lie on its device. A policy serves by its shards being written into the model's own.
+`model.dtype`, which the forward casts to anyway. One that moves (`kl_reference`) is a copy of what is trained, in fp32.
+So is the old policy (DiffusionNFT and others): it usually samples and follows the trained one after the steps. Both are
+part of every checkpoint. So is the average (`trainer.ema`), which follows after the updates and is what is validated
+and exported. Copies are of this rank's shards and lie on its device. A policy serves by its shards being written into
+the model's own.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from flowfleet.weights import lora
 from services.trainer.parallel.sharding import exchanged, like, local, reshard
 
 Policy = Literal["reference", "old"]
-"""reference: the model before training. old: the one that follows the trained one, for a loss that keeps it."""
+"""reference: the model before training, or what it moved to. old: the one that follows the trained one, for a loss
+that keeps it."""
 
 
 class Policies:
@@ -44,7 +46,9 @@ class Policies:
             self._old = self._copies(torch.float32)
         if spec.averages:
             self._average = self._copies(torch.float32)
-        if needs_reference(spec) and spec.trainer.mode == "full":
+        if reference_moves(spec):
+            self._reference = self._copies(torch.float32)
+        elif needs_reference(spec) and spec.trainer.mode == "full":
             self._reference = self._copies(model_dtype)
 
     @contextmanager
@@ -77,6 +81,16 @@ class Policies:
         self._move(self._old, decay)
         return decay
 
+    def move_reference(self, step: int, distance: float) -> None:
+        """Makes a moving reference the trained policy as it is after training step `step` (from 0), where it is its
+        turn. `distance`: the mean of the step's rows to it."""
+        part = self._spec.algorithm.kl_reference
+        if self._reference is None or not part.moves:
+            return
+        is_due = part.every is not None and (step + 1) % part.every == 0
+        if is_due or (part.threshold is not None and distance > part.threshold):
+            self._move(self._reference, 0.0)
+
     def weights(self, *, evaluated: bool) -> dict[str, Tensor]:
         """What is published, by name, spread as the trained weights are.
 
@@ -88,8 +102,10 @@ class Policies:
         return sampling | self._spread(self._average) if evaluated else sampling
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold, as DTensors on the shards' memory: `old.<name>` and `ema.<name>`."""
-        kept = {"old": self._old, "ema": self._average}
+        """What a checkpoint must hold, as DTensors on the shards' memory: `old.<name>`, `ema.<name>`, and of a
+        reference that moves `reference.<name>`."""
+        moving = self._reference if reference_moves(self._spec) else None
+        kept = {"old": self._old, "ema": self._average, "reference": moving}
         return {
             f"{kind}.{name}": tensor for kind, shards in kept.items() for name, tensor in self._spread(shards).items()
         }
@@ -108,10 +124,10 @@ class Policies:
         if policy == "old":
             assert self._old is not None, "the loss keeps no old policy"
             return exchanged(self._trained, self._old)
-        if self._spec.trainer.mode == "lora":
-            return lora.adapter_disabled(self._experts)
-        assert self._reference is not None, "the job needs no reference"
-        return exchanged(self._trained, self._reference)
+        if self._reference is not None:
+            return exchanged(self._trained, self._reference)
+        assert self._spec.trainer.mode == "lora", "the job needs no reference"
+        return lora.adapter_disabled(self._experts)
 
     def _copies(self, dtype: torch.dtype) -> dict[str, Tensor]:
         return {name: local(parameter).to(dtype, copy=True) for name, parameter in self._trained.items()}
@@ -125,6 +141,11 @@ def average_decay(part: EmaPart, num_updates: int) -> float:
     which warms up, as in the authors' code of Flow-GRPO and DiffusionNFT."""
     assert part.decay is not None, "the job has no average"
     return min(part.decay, (1 + num_updates) / (10 + num_updates))
+
+
+def reference_moves(spec: JobSpec) -> bool:
+    """Whether what `kl_coef` holds to follows the trained policy, and so is no longer the model before training."""
+    return spec.algorithm.kl_coef > 0 and spec.algorithm.kl_reference.moves
 
 
 def needs_reference(spec: JobSpec) -> bool:

@@ -44,6 +44,8 @@ class Batch:
 class FlowBatch(Batch):
     """What every forward of a flow takes."""
 
+    ties: Tensor
+    """(B,) float32: 1 where the KL to the reference counts, else 0."""
     prompts: PromptEmbeds
     """B rows."""
     negative: PromptEmbeds | None
@@ -115,6 +117,7 @@ class StepReader:
             "rows": micro.rows,
             "is_padding": micro.is_padding,
             "advantages": torch.tensor([item.advantage for item in items], dtype=torch.float32, device=device),
+            "ties": torch.tensor([float(not item.without_kl) for item in items], device=device),
             "prompts": self._prompts([item.sample.prompt_embeds for item in items]),
             "negative": self._negative(items),
         }

@@ -53,6 +53,7 @@ class StepTrainer:
         with timings("update_actor"):
             decay = self._engine.policies.follow(self._step)
         metrics = self._totals.metrics()
+        self._engine.policies.move_reference(self._step, metrics["actor/kl_loss"])
         return metrics if decay is None else metrics | {"training/old_policy_decay": decay}
 
     def _update(self, number: int, update: Update) -> None:

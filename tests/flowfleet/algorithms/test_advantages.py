@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from flowfleet.algorithms.advantages import (
     AdvantageStd,
     combined_advantages,
     group_advantages,
     shaped_by_diversity,
+    uncertain,
 )
 
 rewards_and_groups = st.lists(
@@ -252,3 +254,22 @@ def test_diversity_shapes_what_is_better_than_the_group() -> None:
     np.testing.assert_allclose(limited, np.clip(wanted, -0.5, 0.5), rtol=1e-12)
     equal = shaped_by_diversity(advantages, np.zeros(12), groups)
     np.testing.assert_array_equal(equal, advantages)
+
+
+def test_the_most_doubted_samples_win_by_the_total_and_lose_by_the_others() -> None:
+    """GARDO's equation 7, pair by pair, and the quantile of what is not negative."""
+    rng = np.random.default_rng(8)
+    total, first, second = (rng.integers(0, 6, size=30).astype(float) for _ in range(3))
+
+    def wins(values: NDArray[np.float64]) -> list[float]:
+        return [sum(own > other for other in values) / len(values) for own in values]
+
+    doubt = np.array(wins(total)) - (np.array(wins(first)) + np.array(wins(second))) / 2
+    for share in (0.1, 0.5):
+        wanted = (doubt >= np.quantile(doubt[doubt >= 0], 1 - share)) & (doubt > 0)
+        np.testing.assert_array_equal(uncertain(total, [first, second], share), wanted)
+        assert 0 < wanted.sum() < 15
+    assert not uncertain(total, [total], 0.1).any()  # no doubt anywhere
+    best = np.argmax(total)
+    second[best] = np.nan  # beats none: doubted
+    assert uncertain(total, [second], 0.2)[best]

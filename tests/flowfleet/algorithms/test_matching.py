@@ -65,7 +65,7 @@ def draw(seed: int, rows: int, inner: list[int], dtype: torch.dtype, distance: f
 
 
 def seen_by(rows: MatchingRows) -> Inputs:
-    fields = (getattr(rows, name) for name in MatchingRows.__slots__ if name != "groups")
+    fields = (getattr(rows, name) for name in MatchingRows.__slots__ if name not in ("ties", "groups"))
     return Inputs(*(as_float64(field) for field in fields))
 
 
@@ -279,6 +279,21 @@ def test_what_the_modes_read_of_an_advantage(mode: Any, shares: list[float]) -> 
     positive, negative = (sums[f"actor/nft_{name}_loss"].item() for name in ("positive", "negative"))
     got = [(output.loss.item() * 0.1 / 5 - negative) / (positive - negative) for output in seen]
     assert got == pytest.approx(shares)
+
+
+def test_a_row_without_a_tie_does_not_feel_the_reference() -> None:
+    """Loss and gradient are then those without `kl_coef`; the charted distance is of all rows."""
+    tied, free = draw(6, 3, [4], torch.float64), draw(6, 3, [4], torch.float64)
+    whole, part = draw(6, 3, [4], torch.float64), AlgorithmPart(kl_coef=0.5)
+    output = diffusion_nft(replace(tied, ties=torch.tensor([1.0, 0.0, 1.0]).double()), part)
+    with_all, without = diffusion_nft(whole, part), diffusion_nft(free, AlgorithmPart())
+    for found in (output, with_all, without):
+        backward(found.loss)
+    gradients = torch.stack([gradient(batch.velocity) for batch in (whole, free, whole)], 1)
+    wanted = torch.stack([gradients[0, 0], gradients[1, 1], gradients[2, 2]])
+    assert torch.equal(gradient(tied.velocity), wanted)
+    assert torch.equal(output.loss, torch.stack([with_all.loss[0], without.loss[1], with_all.loss[2]]))
+    assert torch.equal(output.sums["actor/kl_loss"], with_all.sums["actor/kl_loss"])
 
 
 def test_old_policy_decay_follows_the_published_schedules() -> None:

@@ -308,6 +308,21 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         "algorithm.likelihood has no effect",
         "use awm, crd, elbo_pg",
     ),
+    "a moving reference without a KL": (
+        {"algorithm": {"kl_reference": {"every": 15}}},
+        "algorithm.kl_reference has no effect without algorithm.kl_coef",
+        "give that a value above 0",
+    ),
+    "a moving reference of a loss that prefers by it": (
+        {"algorithm": {"name": "dgpo", "kl_coef": 0.1, "kl_reference": {"every": 15}}},
+        "algorithm.kl_reference moves what algorithm.loss = dgpo prefers samples by",
+        "choose another loss",
+    ),
+    "a gate by no reward": (
+        {"algorithm": {"kl_coef": 0.1, "kl_gate": {"rewards": ["taste"]}}},
+        'algorithm.kl_gate.rewards names "taste"',
+        "give [rewards.taste] with weight = 0",
+    ),
     "diversity by no reward": (
         {"algorithm": {"diversity": "far"}},
         'algorithm.diversity names "far", which is no reward of the job',

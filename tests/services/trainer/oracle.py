@@ -125,7 +125,8 @@ class Oracle:
         if part.step_weights == "noise":
             stds = {number: self._step(self.old, items, place, number)[2] for place, number in enumerate(steps)}
             loss = loss * stds[step] * len(stds) / sum(stds.values())
-        return loss + part.kl_coef * _mean((mean - reference) ** 2 / (2 * std**2))
+        ties = torch.tensor([0.0 if item.without_kl else 1.0 for item in items])
+        return loss + part.kl_coef * ties * _mean((mean - reference) ** 2 / (2 * std**2))
 
     def _step(self, model: ModelAdapter, items: Sequence[TrainSample], k: int, step: int) -> Step:
         """The step type `sde`."""
@@ -172,7 +173,8 @@ class Oracle:
         """`predicted`: x0 by the current and the old policy; a mixture's x0 is the mixture of both."""
         part, (current, old, _) = self.part, predicted
         share = torch.tensor([min(max(item.advantage, -5), 5) / 10 + 0.5 for item in items])
-        total = part.kl_coef * _mean((velocities[0] - velocities[2]) ** 2)
+        ties = torch.tensor([0.0 if item.without_kl else 1.0 for item in items])
+        total = part.kl_coef * ties * _mean((velocities[0] - velocities[2]) ** 2)
         for weight, beta in ((share, part.beta), (1 - share, -part.beta)):
             mixture = beta * current + (1 - beta) * old
             distance = _mean((mixture.detach() - clean).abs()).clamp(min=1e-5)
@@ -186,7 +188,8 @@ class Oracle:
         part, groups = self.part, torch.tensor([item.sample.id.group for item in items])
         advantages = torch.tensor([item.advantage for item in items])
         error, old, reference = (self._error(velocity - target, sigma) for velocity in velocities)
-        tie, kl = _mean((velocities[0] - velocities[2]) ** 2), part.kl_coef
+        ties = torch.tensor([0.0 if item.without_kl else 1.0 for item in items])
+        tie, kl = ties * _mean((velocities[0] - velocities[2]) ** 2), part.kl_coef
         if part.loss == "awm":
             scaled, ratio = advantages.clamp(-5, 5) / 5, (old - error).exp()
             loss = torch.maximum(-scaled * ratio, -scaled * ratio.clamp(1 - part.clip_range, 1 + part.clip_range))

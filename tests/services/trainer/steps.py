@@ -105,7 +105,8 @@ class Drawer:
             if self._spec.loss.needs_pairs:
                 item = TrainSample(sample=sample, advantage=sign, reward=0.5, pair=sample.id.index // 2)
             else:
-                item = TrainSample(sample=sample, advantage=sign * size, reward=0.5)
+                without_kl = bool(self._spec.algorithm.kl_gate.rewards) and number % 3 > 0
+                item = TrainSample(sample=sample, advantage=sign * size, reward=0.5, without_kl=without_kl)
             request.samples.append(item)
         return request
 

@@ -63,10 +63,15 @@ def test_every_loss_on_latents_is_here() -> None:
     assert sorted(ALGORITHMS) == sorted(name for name, loss in LOSSES.items() if loss.kind != "sequence")
 
 
+GARDO = {"kl_gate": {"rewards": ["taste"]}, "kl_coef": 0.5}
+
+
 @pytest.mark.parametrize(
     ("loss", "changes"),
     [
         ("flow_grpo", {}),
+        ("flow_grpo", GARDO),
+        ("crd", GARDO),
         ("grpo_guard", {}),
         ("flow_grpo", {"step_weights": "noise"}),
         ("diffusion_nft", {}),
@@ -78,10 +83,12 @@ def test_passes_and_a_schedule_equal_plain_pytorch(
     loss: str, changes: dict[str, object], tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
 ) -> None:
     """Old policy and reference are those before the step in every pass; noise is new in each."""
+    rewards: dict[str, Any] = {"ocr": {}, "taste": {"weight": 0.0}}
     optimizer = OPTIMIZER | {"lr_schedule": "linear", "warmup_updates": 3}
     spec = make_spec(
         tiny_qwen_image,
         algorithm=ALGORITHMS[loss] | {"kl_coef": 0.01} | changes,
+        rewards=rewards,
         schedule={"steps": 3},
         trainer={"optimizer": optimizer, "updates_per_step": 2, "passes": 2, "deterministic": loss == "flow_grpo"},
     )

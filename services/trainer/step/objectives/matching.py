@@ -94,6 +94,7 @@ class MatchingObjective:
             advantages=item.batch.advantages,
             old_velocity=None if old is None else old[k],
             reference_velocity=None if reference is None else reference[k],
+            ties=item.batch.ties,
             groups=torch.tensor([group for group, _ in item.batch.places], device=item.batch.clean.device),
         )
         output = self._loss(rows, self._part)

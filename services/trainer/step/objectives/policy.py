@@ -156,7 +156,7 @@ class PolicyObjective:
             return loss
         kl = reference_kl(result.mean, reference_mean, result.std)
         self._totals.add_sums(batch, {"actor/kl_loss": kl.detach().sum()})
-        return loss + self._part.kl_coef * kl
+        return loss + self._part.kl_coef * batch.ties * kl
 
     def _rows(self, batch: StepsBatch, k: int, result: StepResult) -> PolicyRows:
         """What the loss may read. Without an old log-prob the old policy is the current one, or the rollout."""

@@ -197,3 +197,13 @@ def test_diversity_multiplies_the_advantages_above_zero() -> None:
     assert [one.advantage for one in plain] == [1.0, -3.0, -1.0, 3.0, 4.0, -4.0]
     assert [one.advantage for one in shaped] == pytest.approx([1.0 * 0.1 / 0.4, -3.0, -1.0, 3.0, 4.0, -4.0])
     assert stats.advantage_mean == pytest.approx(np.mean([one.advantage for one in shaped]))
+
+
+def test_the_kl_counts_for_doubted_samples_alone() -> None:
+    """Best by the total and worst by the other reward; without a gate it counts for all."""
+    rows = [Scored(0, index, float(index), {"ocr": float(index), "taste": float(-index)}) for index in range(5)]
+    rewards = {"ocr": {}, "taste": {"weight": 0.0}}
+    gated, _ = credits_of(spec_of({"kl_coef": 0.1, "kl_gate": {"rewards": ["taste"], "share": 0.5}}, rewards), rows)
+    assert [one.without_kl for one in gated] == [True, True, True, False, False]  # doubts 0, 0.4 and 0.8: from 0.4 on
+    plain, _ = credits_of(spec_of({"kl_coef": 0.1}, rewards), rows)
+    assert not any(one.without_kl for one in plain)

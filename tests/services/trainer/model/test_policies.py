@@ -119,6 +119,28 @@ def test_an_old_policy_that_does_not_sample_is_only_compared_with(
 
 
 @MODES
+def test_a_moving_reference_is_the_policy_after_its_turn_and_is_resumed(
+    mode: str, tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
+) -> None:
+    """Every second step; or where the distance is above the threshold, as it is once the policy has left it."""
+    cases = (({"every": 2}, {1}), ({"threshold": 1e9}, set()), ({"threshold": 1e-9}, {1}))
+    for number, (part, turns) in enumerate(cases):
+        folder = tmp_path / str(number)
+        spec = nft_spec(tiny_qwen_image, mode, kl_coef=0.1, kl_reference=part)
+        worker, drawer = make_worker(spec, ranks, files, folder), Drawer(spec)
+        reference = trained_of(worker)
+        for step in range(3):
+            curve(worker, drawer, files, range(step, step + 1))
+            reference = trained_of(worker) if step in turns else reference
+            with engine_of(worker).policy("reference"):
+                assert same(trained_of(worker), reference)
+        worker.save(trainer_pb2.SaveCheckpointRequest(job_id=JOB))
+        resumed = make_worker(spec, ranks, files, folder)
+        with engine_of(resumed).policy("reference"):
+            assert same(trained_of(resumed), reference)
+
+
+@MODES
 def test_a_resumed_job_goes_on_with_its_old_policy_bit_for_bit(
     mode: str, tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
 ) -> None:
