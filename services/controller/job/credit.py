@@ -73,7 +73,7 @@ def credits_of(
 
 
 def _gated(credits: Sequence[Credit], spec: JobSpec, scored: Sequence[Scored], counted: Columns) -> list[Credit]:
-    """Those that no reward of `algorithm.kl_gate` doubts go without the KL."""
+    """Takes the KL off samples that no reward of `algorithm.kl_gate` doubts."""
     gate = spec.algorithm.kl_gate
     if not gate.rewards:
         return list(credits)

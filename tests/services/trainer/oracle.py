@@ -5,7 +5,7 @@ are copies of the whole model.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -148,9 +148,9 @@ class Oracle:
         """(B,), or a pair's (B / 2,)."""
         part, shape = self.part, self.adapter.latent_shape(self.spec.rollout.size)
         clean = torch.stack([FinalLatents.from_bytes(self.files.get(item.sample.trajectory)).latents for item in items])
-        numbers: dict[str, Callable[[TrainSample], int]] = {"dpo": lambda item: item.pair, "dgpo": lambda item: 0}
-        number = numbers.get(part.loss, lambda item: item.sample.id.index)
-        places = [(item.sample.id.group, number(item)) for item in items]
+        numbers = {"dpo": [item.pair for item in items], "dgpo": [0] * len(items)}
+        own = numbers.get(part.loss, [item.sample.id.index for item in items])
+        places = [(item.sample.id.group, number) for item, number in zip(items, own, strict=True)]
         seeds = [derive_seed(self.spec.seed, "match/noise", step, *place, k) for place in places]
         noise = torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
         flat = torch.tensor([self._sigma(place, step, update, k) for place in places], dtype=torch.float32)
