@@ -144,7 +144,7 @@ class VoteReport(Answer):
     warnings: list[str] = Field(default=[])
 
 
-SUFFIXES = {"image/png": ".png", "image/jpeg": ".jpg", "image/webp": ".webp", "video/mp4": ".mp4"}
+SUFFIXES = {"image/png": ".png", "image/jpeg": ".jpg", "image/webp": ".webp", "video/mp4": ".mp4", "text/plain": ".txt"}
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,22 @@ def warnings(job: JobSpec) -> Iterator[str]:
             f"choose a loss that takes samples of any sampler: {_names(kind='matching')}"
         )
 
+    yield from _lone_votes(job)
 
+
+def _lone_votes(job: JobSpec) -> Iterator[str]:
+    """Warns where nothing but people's votes holds the policy."""
+    votes = [name for name, part in job.rewards.items() if part.service_of(name) == VOTES]
+    others = [part for name, part in job.rewards.items() if name not in votes]
+    if votes and not job.algorithm.kl_coef and not any(part.gate or part.has_influence for part in others):
+        yield (
+            f"rewards.{votes[0]}: people's votes are the only guard of this job: add a reward with a gate, such as "
+            "image_quality, or set algorithm.kl_coef"
+        )
+
+
+VOTES = "human"
+"""Name of the reward service that people's votes are for."""
 _NATS = {"clip_range": "clip_nats", "clip_range_low": "clip_nats_low", "kl_threshold": "kl_threshold_nats"}
 """Limits to the same ones in nats, which replace them."""
 _LIMITS = (*_NATS, *_NATS.values())

@@ -25,7 +25,7 @@ from flowfleet.client.aio.client import AsyncClient
 from flowfleet.client.types import ApiError
 from flowfleet.client.votes import Asked, Vote, VoteGroup, VoteSample, counted
 from flowfleet.errors import Unavailable
-from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
+from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_TEXT, MODALITY_VIDEO
 from flowfleet.rewards.requests import EncodedSample
 from services.reward.execution.groups import together
 from services.reward.scorer import AsyncScorer, Outcome, Pending, Problem, Score, ScorerSettings, read_params
@@ -55,7 +55,7 @@ class HumanParams:
 class HumanScorer(AsyncScorer[HumanParams]):
     name = "human"
     version = "1"
-    modalities = (MODALITY_IMAGE, MODALITY_VIDEO)
+    modalities = (MODALITY_IMAGE, MODALITY_VIDEO, MODALITY_TEXT)
     score_range = (-math.inf, math.inf)
     components = ("win_rate", "votes")
     needs_group = True

@@ -773,3 +773,12 @@ def test_an_evaluation_needs_prompts_and_no_training() -> None:
     several = spec_of(schedule={"validation_samples": 3}, data=data, rollout={"batch_size": 7})
     assert several.held_out_per_request == 2
     assert spec_of(schedule={"validation_samples": 99}, data=data).held_out_per_request == 1
+
+
+def test_votes_without_another_guard_are_warned_of() -> None:
+    (warning,) = spec_of(rewards={"taste": {"service": "human"}, "watched": {"weight": 0.0}}).warnings
+    assert warning.startswith("rewards.taste: people's votes are the only guard")
+    gate = {"weight": 0.0, "gate": {"below": 0.1}}
+    assert spec_of(rewards={"human": {}, "image_quality": gate}).warnings == []
+    assert spec_of(rewards={"human": {}, "ocr": {}}).warnings == []
+    assert spec_of(rewards={"human": {}}, algorithm={"kl_coef": 0.01}).warnings == []
