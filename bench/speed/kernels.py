@@ -1,6 +1,7 @@
 """Where does the time of a forward of Qwen-Image's blocks go, kernel by kernel?
 
-    python -m bench.speed.kernels [--base plain|fp8] [--rank 64] [--batch 16] [--layers 6] [--backward]
+    python -m bench.speed.kernels [--base plain|fp8] [--rank 64] [--adapter separate|merged|peft] [--unfused]
+        [--batch 16] [--layers 6] [--backward]
 
 A transformer of `--layers` real blocks, compiled, with an adapter of random factors on all of the family's targets.
 Prints milliseconds an image, as of all 60 blocks, then the kernels that take most of them.
@@ -23,8 +24,9 @@ from flowfleet.hardware import devices
 from flowfleet.models.registry import adapter_for
 from flowfleet.models.settings import Size
 from flowfleet.proto.rollout_pb2 import LoraSpec
+from flowfleet.quantization import fused
 from flowfleet.weights import lora
-from services.rollout.engines.acceleration import accelerate
+from services.rollout.engines.acceleration import accelerate, adapt
 
 REAL_LAYERS = 60
 
@@ -39,10 +41,13 @@ def main() -> None:
         )
     quantization = "fp8_base" if options.base == "fp8" else "none"
     accelerate(adapter.experts, compile=not options.eager, quantization=quantization)
+    fused.ALLOWED = not options.unfused
     if options.rank:
         part = LoraSpec(rank=options.rank, alpha=2.0 * options.rank, target_modules=adapter.lora_targets)
         for parameter in lora.install_lora(adapter.experts, part).values():
             parameter.data.normal_(std=0.01)
+        if options.adapter != "peft":
+            adapt(adapter.experts, compile=True, merged=options.adapter == "merged")
     size = Size(options.size, options.size)
     latents = torch.randn(options.batch, *adapter.latent_shape(size), device=device)
     prompts = adapter.blank_prompts(options.batch, options.text)
@@ -89,6 +94,10 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--base", choices=("plain", "fp8"), default="plain")
     parser.add_argument("--rank", type=int, default=64, help="of the adapter; 0: none (64)")
+    parser.add_argument(
+        "--adapter", choices=("separate", "merged", "peft"), default="separate", help="peft: its own layers, as trained"
+    )
+    parser.add_argument("--unfused", action="store_true", help="quantize by kernels of its own")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--size", type=int, default=512, help="pixels of a side (512)")

@@ -57,12 +57,17 @@ class Fp8Method:
         return fp8_linear(x, layer.fp8_weight, layer.fp8_scale, bias)
 
 
-def project(x: Tensor, linears: Sequence[nn.Module]) -> list[Tensor]:
+def is_quantized(linear: nn.Module) -> bool:
+    """Whether a linear, or the one that has an adapter, multiplies in float8 and takes quantized rows."""
+    return isinstance(getattr(linear, "base_layer", linear), Fp8Linear)
+
+
+def project(x: Tensor, linears: Sequence[nn.Module], rows: Rows | None = None) -> list[Tensor]:
     """Products of one input with several linears, adapters included. Float8 ones share its quantized rows, and compiled
-    rollouts one product with all A matrices."""
+    rollouts one product with all A matrices. `rows`: x quantized already, for float8 linears."""
     shared: dict[str, Any] = {}
-    if all(isinstance(getattr(linear, "base_layer", linear), Fp8Linear) for linear in linears):
-        shared["rows"] = quantize_rows(x.detach().reshape(-1, x.shape[-1]))
+    if all(map(is_quantized, linears)):
+        shared["rows"] = rows or quantize_rows(x.detach().reshape(-1, x.shape[-1]))
     downs = adapted.shared_down(x, linears)
     if downs is None:
         return [linear(x, **shared) for linear in linears]

@@ -14,6 +14,7 @@ from torch import Tensor
 from flowfleet.models.base import ModelAdapter, Schedule, seeded_noise, to_pixels, to_uint8, without_images
 from flowfleet.models.embeds import PromptEmbeds
 from flowfleet.models.families.qwen_image_attention import use_joint_attention
+from flowfleet.models.families.qwen_image_block import use_fused_blocks
 from flowfleet.models.packing import PATCH, pack, token_grid, unpack
 from flowfleet.models.schedules import flow_match_schedule
 from flowfleet.models.settings import Guidance, Size
@@ -42,6 +43,7 @@ class QwenImageAdapter(ModelAdapter):
         self._decoder = None if self.vae is None else SingleFrameDecoder(self.vae)
         for expert in self.experts.values():
             use_joint_attention(expert)
+            use_fused_blocks(expert)
         self._schedules: dict[tuple[int, int, float | None], Schedule] = {}
 
     def _encode(self, prompts: list[str], images: list[list[Image.Image]] | None) -> PromptEmbeds:

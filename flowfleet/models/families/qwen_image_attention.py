@@ -15,6 +15,7 @@ from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStream
 from torch import Tensor, nn
 
 from flowfleet.quantization.layers import project
+from flowfleet.quantization.rows import Rows
 
 
 def use_joint_attention(transformer: nn.Module) -> None:
@@ -36,12 +37,15 @@ class JointAttention(QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc]
         encoder_hidden_states_mask: Tensor | None = None,
         attention_mask: Tensor | None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        image_rows: Rows | None = None,
+        text_rows: Rows | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Outputs (B, S, D) of the image's and of the text's stream; the mask (B, S_text) says which tokens count."""
+        """Outputs (B, S, D) of the image's and of the text's stream; the mask (B, S_text) says which tokens count.
+        Rows: of the streams, where they are quantized already."""
         assert attention_mask is None, "the joint mask is made here"
         assert image_rotary_emb is not None
-        image = _heads(attn, hidden_states, (attn.to_q, attn.to_k, attn.to_v))
-        text = _heads(attn, encoder_hidden_states, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj))
+        image = _heads(attn, hidden_states, (attn.to_q, attn.to_k, attn.to_v), image_rows)
+        text = _heads(attn, encoder_hidden_states, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), text_rows)
         for stream, freqs, norms in (
             (image, image_rotary_emb[0], (attn.norm_q, attn.norm_k)),
             (text, image_rotary_emb[1], (attn.norm_added_q, attn.norm_added_k)),
@@ -75,10 +79,10 @@ def rotated(x: Tensor, freqs: Tensor) -> Tensor:
     return torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1).flatten(3).to(x.dtype)
 
 
-def _heads(attn: Any, x: Tensor, linears: tuple[nn.Module, ...]) -> list[Tensor]:
+def _heads(attn: Any, x: Tensor, linears: tuple[nn.Module, ...], rows: Rows | None) -> list[Tensor]:
     """Projections (B, S, H, D)."""
     width = attn.inner_dim // attn.heads
-    return [part.view(*part.shape[:-1], -1, width) for part in project(x, linears)]
+    return [part.view(*part.shape[:-1], -1, width) for part in project(x, linears, rows)]
 
 
 def _joint_mask(mask: Tensor | None, image: Tensor) -> Tensor | None:

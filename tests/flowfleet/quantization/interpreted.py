@@ -1,0 +1,65 @@
+"""Runs the Triton kernels of flowfleet/quantization in Triton's interpreter and compares them with their formulas. A
+process of its own: `python -m tests.flowfleet.quantization.interpreted` with TRITON_INTERPRET=1."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowfleet.quantization import fused, fused_triton, rows, rows_triton
+
+SMALLEST_NORMAL = 2.0**-6
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_rows(found: tuple[Tensor, Tensor], values: Tensor) -> None:
+    """Rows and scales are those of the values, but for what Triton 3.6's interpreter rounds in its own way: ties, what
+    is below the smallest normal number, and, where rounding carries into the exponent, that carry, which it loses."""
+    expected, scale = rows.formula(values)
+    torch.testing.assert_close(found[1], scale, rtol=1e-6, atol=0)
+    ours, theirs, exact = found[0].float(), expected.float(), values.float() * (1 / scale)
+    is_tie = torch.isclose((ours - exact).abs(), (theirs - exact).abs(), rtol=1e-3)
+    lost_carry, is_small = 2 * ours == theirs, exact.abs() < SMALLEST_NORMAL
+    assert bool(((ours == theirs) | is_tie | lost_carry | is_small).all())
+    assert float((ours != theirs).double().mean()) < 0.05
+
+
+def check_rows() -> None:
+    x, factors = random(5, 200, seed=1), torch.rand(200) + 0.5
+    x[2] = 0
+    assert_rows(rows_triton.quantize_rows(x, None), x)
+    assert_rows(rows_triton.quantize_rows(x, factors), x.float() * factors)
+
+
+def check_gelu() -> None:
+    x = random(6, 200, seed=2) * torch.tensor([0.01, 1, 3, 30, 1e4, 0]).bfloat16()[:, None]
+    values, *quantized = fused_triton.gelu_rows(x)
+    torch.testing.assert_close(values, fused.gelu_formula(x)[0], rtol=2**-7, atol=1e-6)
+    assert_rows((quantized[0], quantized[1]), values)
+
+
+def check_norm() -> None:
+    x, change, modulation = random(2, 3, 200, seed=3), random(2, 3, 200, seed=4), random(2, 600, seed=5)
+    shift, scale, gate = modulation.chunk(3, dim=-1)
+    assert not scale.is_contiguous()
+    pairs: list[Any] = [(None, None), (gate, change)]
+    for parts in pairs:
+        total, values, *quantized = fused_triton.norm_rows(x + 2, *parts, shift, scale, 1e-6)
+        doubles: list[Any] = [None if it is None else it.double() for it in (x + 2, *parts, shift, scale)]
+        exact = fused.norm_formula(*doubles, 1e-6)
+        assert total.shape == exact[0].shape
+        torch.testing.assert_close(
+            total.double(), exact[0], rtol=2**-7, atol=0
+        )  # the interpreter truncates to bfloat16
+        torch.testing.assert_close(values.double(), exact[1], rtol=2**-7, atol=2**-5)  # of a sum that was truncated
+        assert_rows((quantized[0], quantized[1]), values.view(-1, 200))
+
+
+if __name__ == "__main__":
+    check_rows()
+    check_gelu()
+    check_norm()
+    print("all kernels agree")
