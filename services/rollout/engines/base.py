@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from flowfleet.algorithms.samplers import SamplerName
 from flowfleet.data.sequences import TokenTrajectory
 from flowfleet.data.trajectories import FinalLatents, Trajectory
 from flowfleet.models.embeds import PromptEmbeds
-from flowfleet.models.sequences import EncodedPrompt, PromptMedia
+from flowfleet.models.sequences import PromptMedia
 from flowfleet.models.settings import NO_GUIDANCE, Guidance, Size
 from flowfleet.process.pulse import Pulse
 from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
@@ -150,8 +150,8 @@ class GeneratedBatch:
     """Samples of one forward. Embeds are on the CPU and padded to the width that the forward saw."""
 
     samples: tuple[GeneratedSample, ...]
-    embeds: Mapping[int, PromptEmbeds | EncodedPrompt]
-    """Group to its prompt, one row; of a policy that writes tokens as its tokens."""
+    embeds: Mapping[int, Any]
+    """Group to its prompt: PromptEmbeds of one row, or the EncodedPrompt of a policy that writes tokens."""
     negative: Mapping[int, PromptEmbeds]
     """Group to its negative prompt, one row (the same object for all that share the sampling's, unless images condition
     it); empty without guidance."""

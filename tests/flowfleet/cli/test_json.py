@@ -47,7 +47,7 @@ def test_every_command_prints_json(run: Run, api_url: str, redis_url: str, tmp_p
 
     def told(*words: str, lines: bool = False) -> Any:
         two = " ".join(words[:2])
-        ran.add(two if words[0] == "rewards" else words[0])
+        ran.add(two if words[0] in ("rewards", "votes") else words[0])
         done = run(*words, "--json")
         assert done.exit_code == 0, done.output
         return [json.loads(line) for line in done.stdout.splitlines()] if lines else json.loads(done.stdout)
@@ -66,6 +66,8 @@ def test_every_command_prints_json(run: Run, api_url: str, redis_url: str, tmp_p
     assert told("fleet")["rewards"] == {"ocr": ["a:1"]}
     assert told("rewards", "set", job_id, "ocr", "weight=0.5")["pending"]["rewards"]["ocr"]["weight"] == 0.5
     assert told("rewards", "show", job_id)["pending"]["rewards"]["ocr"]["weight"] == 0.5
+    assert told("votes", "show", job_id)["votes"] == 0
+    assert told("votes", "export", job_id, "--out", "votes")["pairs"] == 0
     assert told("pause", job_id)["desired"] == "paused"
     assert told("resume", job_id)["desired"] == "running"
     assert told("extend", job_id, "--steps", "200")["id"] == job_id

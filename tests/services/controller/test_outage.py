@@ -12,6 +12,7 @@ from pydantic import SecretStr
 
 from flowfleet.redis.server import RedisServer
 from services.controller.api import sse
+from services.controller.api.keys import ANYONE
 from services.controller.settings import ControllerSettings
 from tests.services.controller.conftest import serve
 
@@ -30,7 +31,7 @@ async def test_a_killed_redis_is_a_pause(tmp_path: Path, job: Job) -> None:
     try:
         async with serve(settings) as api:
             first = await api.submit(job())
-            stream = sse.stream(api.store, first["id"], None, asyncio.Event())
+            stream = sse.stream(api.services.feed, ANYONE, first["id"], None)
             assert [await anext(stream) for _ in range(2)]
             waiting = asyncio.ensure_future(anext(stream))
             server.kill()

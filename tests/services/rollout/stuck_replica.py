@@ -37,7 +37,7 @@ def slow_load(self: DiffusersEngine, model: Any) -> None:
 
 
 Sampler.sample = stuck_sample  # type: ignore[method-assign, assignment]
-DiffusersEngine._load = slow_load  # type: ignore[method-assign]
+DiffusersEngine._load = slow_load  # type: ignore[method-assign, assignment]
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -98,7 +98,7 @@ async def _history(store: JobStore, job_id: str, is_hacked: bool) -> None:
         await add_step(store, job_id, step, fade_at(step, is_hacked))
         if step % 4 == 0:
             await add_validation(store, job_id, step, fade_at(step, is_hacked), range(len(WORDS)))
-    row = {"step": STEPS - 1, "reward": -1.0 if is_hacked else -1.9, "held_out_reward": -1.1}
+    row: dict[str, Any] = {"step": STEPS - 1, "reward": -1.0 if is_hacked else -1.9, "held_out_reward": -1.1}
     await store.update_progress(job_id, **row, images_per_second=3.2, eta_s=95.0, policy_version=STEPS - 1)
 
 

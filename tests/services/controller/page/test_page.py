@@ -144,7 +144,7 @@ def test_hostile_text_stays_text(visit: Visit, site: Site, tmp_path: Path) -> No
     async def fill(store: JobStore) -> str:
         job = await create(store, settings(tmp_path, "hostile"))
         await store.set_status(job, "failed", HOSTILE)
-        scores = {"ocr": 0.5, HOSTILE: 0.5}
+        scores: dict[str, float | None] = {"ocr": 0.5, HOSTILE: 0.5}
         await store.put_sample(
             job, SampleRecord(step=0, group=0, index=0, prompt=HOSTILE, scores=scores, media_type="text/odd")
         )
