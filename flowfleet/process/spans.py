@@ -90,9 +90,8 @@ class Tracer:
         return self._tracer.start_span(name, kind=SpanKind.CLIENT, attributes=attributes)
 
     @staticmethod
-    def end(span: Span, attributes: Attributes, problem: str, end_ns: int) -> None:
+    def end(span: Span, problem: str, end_ns: int) -> None:
         """Ends a call's span; `problem` says why it failed, empty where it did not."""
-        span.set_attributes(attributes)
         if problem:
             span.set_status(Status(StatusCode.ERROR, problem))
         span.end(end_ns)
@@ -128,7 +127,7 @@ class Tracer:
             made[sample.traceparent].append(f"{sample.id.group}/{sample.id.index}")
         for header, names in made.items():
             if (context := _context_of(header)).is_valid:
-                span.add_link(context, {"flowfleet.samples": names})
+                span.add_link(context, {"flowfleet.samples": " ".join(names)})  # a list would cost a value each
 
     # -- the rest --------------------------------------------------------------------------------------------------
 

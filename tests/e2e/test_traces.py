@@ -103,7 +103,7 @@ def check_scores(seen: Collector, spans: list[Seen], step: int) -> None:
         command = one(spans, "Score", group=group)
         _, scored = called(seen, command, SCORE)
         assert scored.service == "flowfleet-reward"
-        made = {(link.trace, link.span): link["samples"] for link in command.links}
+        made = {(link.trace, link.span): link["samples"].split() for link in command.links}
         assert sorted(itertools.chain(*made.values())) == [f"{group}/{index}" for index in range(SIZE)]
         sampled = {(s.trace, s.span): s for s in spans if s.name == GENERATE and s.kind == SERVER}
         assert made.keys() <= sampled.keys()
