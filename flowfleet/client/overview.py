@@ -15,6 +15,16 @@ class Curve(Answer):
     values: tuple[FiniteOrNone, ...] = ()
 
 
+class Alert(Answer):
+    """Something that needs an eye now."""
+
+    name: str
+    """As in the chart's alerts and the runbook."""
+    text: str
+    job_id: str = ""
+    """The job that it is about; empty for the fleet."""
+
+
 class JobRow(Answer):
     """A job in a list."""
 

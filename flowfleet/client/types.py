@@ -173,6 +173,8 @@ class JobFields(Answer):
     trace_url: str = ""
     """Path that leads to a step's trace, with the step in place of {step}; empty where the controller has no address of
     traces."""
+    accelerator_hours: dict[str, float] = {}
+    """rollout and trainer → hours of accelerators so far; on CPUs hours of processes."""
     rewards: JobRewards = JobRewards(active=RewardRevision(number=0, rewards={}))
     """Current rewards, and the requested ones."""
 
@@ -295,6 +297,8 @@ class ReplicaView(Answer):
     """Samples asked for and not finished."""
     samples_total: int
     device: str
+    lag: int | None = None
+    """Versions of its job that are newer than its own; null while it serves none."""
 
 
 class Shortage(Answer):

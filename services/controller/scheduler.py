@@ -113,7 +113,7 @@ class JobScheduler:
         """Records of the jobs that have not ended, as of the last check; the submitted job never changes."""
         self._running: dict[str, JobDriver] = {}
         """Drivers by job, while they run."""
-        self._monitor = Monitor(registry, redis, self._machines, self.fleet_view)
+        self._monitor = Monitor(registry, redis, self._machines, self.fleet_view, self._store.add_seconds)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,8 @@ GROUP = "controller"
 
 
 class Monitor:
-    """Metrics of a scheduler. `machines` gives its running jobs by id, `replicas` the fleet."""
+    """Metrics of a scheduler. `machines` gives its running jobs by id, `replicas` the fleet; `add_seconds`
+    keeps a job's seconds of accelerators, by component."""
 
     def __init__(
         self,
@@ -36,9 +37,10 @@ class Monitor:
         redis: Any,
         machines: Callable[[], Mapping[str, Machine]],
         replicas: Callable[[], Sequence[Replica]],
+        add_seconds: Callable[[str, Mapping[str, float]], Awaitable[None]],
     ) -> None:
         self._redis = redis
-        self._machines, self._replicas = machines, replicas
+        self._machines, self._replicas, self._add_seconds = machines, replicas, add_seconds
         self._totals = Totals()
         self._board = SnapshotCollector()
         registry.register(self._board)
@@ -65,6 +67,8 @@ class Monitor:
         while True:
             try:
                 async with asyncio.timeout(REDIS_PERIOD_S):
+                    for job_id, seconds in self._totals.new_seconds().items():
+                        await self._add_seconds(job_id, seconds)
                     seen = await look_at_redis(self._redis, self._totals.active)
             except (RedisError, TimeoutError) as error:
                 log.warning("could not read Redis metrics: %s", error or type(error).__name__)

@@ -30,6 +30,8 @@ class JobTotals:
     seen: tuple[float, ...] = ()
     progress_at: float = 0.0
     accelerator_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    counted: dict[str, float] = field(default_factory=dict)
+    """What `new_seconds` gave so far."""
     opened: dict[int, float] = field(default_factory=dict)
     """Step whose samples are kept → when it was opened, Unix seconds."""
 
@@ -44,6 +46,12 @@ class JobTotals:
         self.accelerator_s["rollout"] += num_devices(rollouts) * elapsed_s
         for step, batch in machine.state.batches.items():
             self.opened.setdefault(step, batch.opened_at)
+
+    def new_seconds(self) -> dict[str, float]:
+        """Seconds of accelerators by component since the last call."""
+        new = {name: seconds - self.counted.get(name, 0.0) for name, seconds in self.accelerator_s.items()}
+        self.counted = dict(self.accelerator_s)
+        return {name: seconds for name, seconds in new.items() if seconds}
 
     def release_before(self, step: int) -> None:
         """Every kept checkpoint covers the steps before."""
@@ -86,6 +94,10 @@ class Totals:
         for job in self._jobs.values():
             if job.job_id == job_id:
                 job.release_before(step)
+
+    def new_seconds(self) -> dict[str, dict[str, float]]:
+        """Job → component → seconds of accelerators since the last call."""
+        return {job.job_id: new for job in self._jobs.values() if (new := job.new_seconds())}
 
     def samples(self) -> Iterator[Sample]:
         yield from self._fleet()

@@ -25,7 +25,7 @@ from services.controller.store.leadership import Lease
 from services.controller.store.records import Action, JobRecord, from_epoch, next_desired
 from services.controller.store.removal import Removal, leave
 from services.controller.store.rewards import REVISION, RewardRevisions, rewards_of
-from services.controller.store.rows import JobRows, brief_of, notice
+from services.controller.store.rows import JobRows, brief_of, hours_of, notice
 from services.controller.store.samples import SampleRecords
 from services.controller.store.votes import Votes
 
@@ -323,6 +323,7 @@ def _record(job_id: str, row: dict[bytes, bytes]) -> JobRecord:
         progress=Progress(**progress),
         results=json.loads(fields.get("results", "{}")),
         archive=fields.get("archive", ""),
+        accelerator_hours=hours_of(fields),
         rewards=rewards_of(fields),
         **times,
     )

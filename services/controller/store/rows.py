@@ -19,6 +19,8 @@ from services.controller.store.records import from_epoch
 MAX_NOTICES = 1000
 """The oldest notices go beyond this: a reader that missed some looks at everything."""
 MAX_POINTS = 64
+_SECONDS = "accelerator_s."
+_ADD = "if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HINCRBYFLOAT', KEYS[1], ARGV[1], ARGV[2]) end"
 _TIMES = ("created_at", "started_at", "ended_at")
 _FIELDS = ("name", "owner", "status", "desired", "reason", *_TIMES, "brief", "curve")
 _PROGRESS = tuple(Progress.model_fields)
@@ -58,6 +60,11 @@ class JobRows:
         curve = Curve() if row is None else Curve.model_validate_json(row)
         await self._redis.hset(keys.job(job_id), "curve", with_point(curve, step, value).model_dump_json())
 
+    async def add_seconds(self, job_id: str, seconds: Mapping[str, float]) -> None:
+        """Adds to a job's seconds of accelerators, by component. A job that is gone stays gone."""
+        for component, number in seconds.items():
+            await self._redis.eval(_ADD, 1, keys.job(job_id), _SECONDS + component, number)
+
     async def last_notice(self) -> str:
         found = await self._redis.xrevrange(keys.notices(), count=1)
         return str(found[0][0].decode()) if found else "0-0"
@@ -89,6 +96,12 @@ def brief_of(spec: Mapping[str, Any] | JobSpec) -> dict[str, str]:
         "algorithm": str(settings["algorithm"].get("name", "")),
         "model": str(settings["model"]["path"]).rstrip("/").rpartition("/")[2],
     }
+
+
+def hours_of(fields: Mapping[str, str]) -> dict[str, float]:
+    """Component → hours of accelerators, from a job's record."""
+    found = {name.removeprefix(_SECONDS): float(value) for name, value in fields.items() if name.startswith(_SECONDS)}
+    return {component: seconds / 3600 for component, seconds in sorted(found.items())}
 
 
 def with_point(curve: Curve, step: int, value: float | None) -> Curve:

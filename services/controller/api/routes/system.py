@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Mapping
 
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from redis.exceptions import RedisError
 
+from flowfleet.client.overview import Alert
 from flowfleet.client.types import Answer, Fleet, ReplicaView, Shortage
 from flowfleet.errors import Unavailable
 from flowfleet.filesystem import filesystem_id
+from services.controller.api.alerts import alerts_of
 from services.controller.api.dependencies import Services, Use
 from services.controller.fleet.directory import Directory
+from services.controller.fleet.replicas import Replica
 from services.controller.ports import Scheduler
 
 router = APIRouter(tags=["system"])
@@ -30,7 +35,21 @@ class Version(Answer):
 
 @router.get("/v1/fleet")
 async def fleet(use: Use) -> Fleet:
-    replicas = [ReplicaView.model_validate(replica) for replica in use.runner.fleet_view()]
+    return await _fleet(use)
+
+
+@router.get("/v1/alerts")
+async def alerts(use: Use) -> list[Alert]:
+    """What needs an eye now, in words; empty while all is well."""
+    return alerts_of((await use.feed.waiting()).values(), await _fleet(use))
+
+
+async def _fleet(use: Services) -> Fleet:
+    known = use.runner.fleet_view()
+    newest = await _newest_versions(use, {replica.job_id for replica in known if replica.job_id})
+    replicas = [
+        ReplicaView.model_validate(replica).model_copy(update={"lag": _lag(replica, newest)}) for replica in known
+    ]
     directory = use.directory
     rewards = {name: list(addresses) for name, addresses in sorted(directory.rewards.items())}
     pools = None if directory.pools is None else sorted(directory.pools)
@@ -38,6 +57,20 @@ async def fleet(use: Use) -> Fleet:
     if use.runner.trouble:
         shortages.append(Shortage(component="redis", name="primary", reason=use.runner.trouble))
     return Fleet(replicas=replicas, rewards=rewards, pools=pools, shortages=shortages)
+
+
+async def _newest_versions(use: Services, job_ids: set[str]) -> dict[str, int]:
+    """Job → its newest version. Empty without Redis: the fleet is shown all the same, with that shortage."""
+    try:
+        return {row.id: row.progress.policy_version for row in await use.feed.rows(sorted(job_ids))}
+    except RedisError:
+        return {}
+
+
+def _lag(replica: Replica, newest: Mapping[str, int]) -> int | None:
+    if replica.version is None or replica.job_id not in newest:
+        return None
+    return max(0, newest[replica.job_id] - replica.version)
 
 
 def seen_of_fleet(runner: Scheduler, directory: Directory) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -19,12 +20,16 @@ from services.controller.job.state_machine import Machine
 from services.controller.metrics import families
 from services.controller.metrics.families import Sample
 from services.controller.metrics.monitor import Monitor, look_at_redis
+from services.controller.store.jobs import JobStore
 from tests.services.controller.metrics.test_totals import running
 from tests.waiting import until
 
 
 def sample(index: int) -> common_pb2.Sample:
     return common_pb2.Sample(id=common_pb2.SampleId(job_id="a", step=0, group=0, index=index))
+
+
+async def no_seconds(job_id: str, seconds: Mapping[str, float]) -> None: ...
 
 
 async def shown(redis: Redis, *jobs: str) -> dict[tuple[str, ...], float]:
@@ -73,7 +78,7 @@ async def test_a_leader_shows_what_it_sees_and_one_that_stops_shows_nothing(redi
     redis, registry = connect(redis_url), CollectorRegistry()
     machines: dict[str, Machine] = {"a": running()}
     replica = Replica("r0", "h:1", health=Health.SERVING, job_id="a", version=0)
-    watch = Monitor(registry, redis, lambda: machines, lambda: [replica])
+    watch = Monitor(registry, redis, lambda: machines, lambda: [replica], JobStore(redis).add_seconds)
     await watch.start()
     await until(lambda: value(registry, "flowfleet_redis_up") == 1)
     assert value(registry, "flowfleet_fleet_replicas", pool="default", health="serving") == 1
@@ -90,7 +95,7 @@ async def test_it_says_when_redis_does_not_answer(redis_url: str) -> None:
             raise RedisError("away")
 
     registry = CollectorRegistry()
-    watch = Monitor(registry, Away(), dict, list)
+    watch = Monitor(registry, Away(), dict, list, no_seconds)
     await watch.start()
     await until(lambda: value(registry, "flowfleet_redis_up") == 0)
     await watch.stop()

@@ -181,3 +181,14 @@ def test_every_series_is_described_with_its_labels() -> None:
     for family in families(totals.samples()):
         for sample in family.samples:
             assert tuple(sample.labels) == DESCRIPTIONS[sample.name].labels
+
+
+def test_seconds_of_accelerators_are_given_once() -> None:
+    totals, machine = Totals(), running()
+    machine.state.trainer_applied = 0
+    totals.look({"a": machine}, [SERVING], at=0.0, elapsed_s=2.0)
+    ranks = machine.spec.trainer.world_size
+    assert totals.new_seconds()["a"]["trainer"] == 2.0 * ranks
+    assert totals.new_seconds() == {}
+    totals.look({"a": machine}, [SERVING], at=1.0, elapsed_s=1.5)
+    assert totals.new_seconds()["a"]["trainer"] == 1.5 * ranks

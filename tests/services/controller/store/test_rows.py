@@ -84,3 +84,14 @@ async def test_notices_are_few_and_name_every_change(redis: Redis) -> None:
     for _ in range(MAX_NOTICES + 500):
         await store.append_event("any", "phase", {})
     assert await redis.xlen(keys.notices()) < MAX_NOTICES + 200
+
+
+async def test_hours_add_up_and_bring_no_job_back(redis: Redis) -> None:
+    store = JobStore(redis)
+    record, _ = await store.create(SPEC)
+    assert record.accelerator_hours == {}
+    for _ in range(2):
+        await store.add_seconds(record.id, {"trainer": 1800.0, "rollout": 450.0})
+    assert (await store.get(record.id)).accelerator_hours == {"rollout": 0.25, "trainer": 1.0}
+    await store.add_seconds("gone", {"trainer": 1.0})
+    assert not await redis.exists(keys.job("gone"))

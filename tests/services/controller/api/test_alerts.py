@@ -1,0 +1,74 @@
+"""Which alerts hold now, in words."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from flowfleet.client.overview import JobRow
+from flowfleet.client.types import Fleet, Health, Progress, ReplicaView, Shortage
+from services.controller.api.alerts import alerts_of
+from services.controller.api.queue import placed
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def row(name: str, status: str = "running", pool: str = "default", **more: Any) -> JobRow:
+    facts = {"desired": "running", "algorithm": "flow_grpo", "model": "m", "created_at": NOW}
+    return JobRow.model_validate({"id": name, "name": name, "status": status, "pool": pool, **facts, **more})
+
+
+def replica(**more: Any) -> ReplicaView:
+    facts = {"address": "h:1", "pool": "default", "incarnation": "i", "health": Health.SERVING, "version": 3}
+    counts = {"outstanding": 0, "samples_total": 0, "device": "cpu"}
+    return ReplicaView.model_validate({"replica_id": "r0", "job_id": "a", **facts, **counts, **more})
+
+
+def fleet(*replicas: ReplicaView, rewards: Any = None, shortages: Any = ()) -> Fleet:
+    return Fleet(replicas=list(replicas), rewards=rewards or {}, pools=None, shortages=list(shortages))
+
+
+ROLLOUT = Progress(phase="rollout", samples_trained=90, samples_dropped={"not_in_a_pair": 500, "stale": 5})
+
+
+@pytest.mark.parametrize(
+    ("rows", "view", "wanted"),
+    [
+        ([row("a", progress=ROLLOUT)], fleet(replica(lag=1)), []),
+        ([row("a", progress=ROLLOUT)], fleet(replica(lag=2)), [("FlowfleetReplicaBehind", "r0 is 2 versions", "a")]),
+        ([row("a", progress=ROLLOUT)], fleet(), [("FlowfleetPoolEmpty", "default has a but no live", "a")]),
+        ([row("a", progress=ROLLOUT)], fleet(replica(health="lost")), [("FlowfleetPoolEmpty", "no live replica", "a")]),
+        ([row("a", progress=Progress(phase="train"))], fleet(), []),
+        ([row("a", status="paused", reason="no disk")], fleet(), [("FlowfleetJobStuck", "a waits: no disk", "a")]),
+        ([row("a", status="queued")], fleet(), []),
+        ([row("a", status="quarantined")], fleet(), [("FlowfleetJobQuarantined", "several times", "a")]),
+        (
+            [row("a", progress=ROLLOUT.model_copy(update={"samples_dropped": {"stale": 30}}))],
+            fleet(replica()),
+            [("FlowfleetSamplesDropped", "a has lost 25% of its samples", "a")],
+        ),
+        ([], fleet(rewards={"ocr": [], "ok": ["h:2"]}), [("FlowfleetRewardDown", "reward ocr has no replica", "")]),
+        (
+            [],
+            fleet(shortages=[Shortage(component="redis", name="primary", reason="full")]),
+            [("FlowfleetRedisDown", "redis primary: full", "")],
+        ),
+    ],
+)
+def test_alerts(rows: list[JobRow], view: Fleet, wanted: list[tuple[str, str, str]]) -> None:
+    found = alerts_of(placed(rows), view)
+    assert [(one.name, one.job_id) for one in found] == [(name, job_id) for name, _, job_id in wanted]
+    for one, (_, text, _) in zip(found, wanted, strict=True):
+        assert text in one.text
+
+
+def test_places_in_the_queue() -> None:
+    rows = [row("a"), row("b", "queued"), row("q", "quarantined"), row("c", "queued", pool="big"), row("d", "queued")]
+    found = {one.name: (one.place, one.waits) for one in placed(rows)}
+    assert found["a"] == (None, "")
+    assert found["b"] == (1, "pool default runs one job at a time: a runs there")
+    assert found["c"] == (0, "the controller takes it up next")
+    assert found["d"] == (2, "pool default runs one job at a time: a runs there, and 1 more come before it")
+    assert found["q"][0] is None
