@@ -19,7 +19,7 @@ class Alert(Answer):
     """Something that needs an eye now."""
 
     name: str
-    """As in the chart's alerts and the runbook."""
+    """Name that the alert has in the chart and the runbook."""
     text: str
     job_id: str = ""
     """The job that it is about; empty for the fleet."""
