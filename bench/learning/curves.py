@@ -61,6 +61,7 @@ ENTRIES = (
     Entry("Flow-DPPO", "tiny_flow_dppo"),
     Entry("DanceGRPO", "tiny_dance_grpo"),
     Entry("TempFlow-GRPO", "tiny_temp_flow_grpo"),
+    Entry("GARDO", "tiny_gardo"),
     Entry("DiffusionNFT", "tiny_diffusion_nft"),
     Entry("DiffusionNFT, full", "tiny_diffusion_nft_full"),
     Entry("AWM", "tiny_awm"),
