@@ -85,6 +85,11 @@ def predict(
     Raises:
         ValueError: a folder without configurations, a model that is not supported, a size that it cannot draw.
     """
+    if spec.writes_tokens:
+        raise ValueError(
+            f"algorithm.loss = {spec.loss.name}: jobs of models that write text cannot be planned yet; "
+            "trainer.micro_batch_tokens bounds their activations"
+        )
     if text_tokens < 1:
         raise ValueError(f"a prompt of {text_tokens} tokens: give at least 1")
     if device_memory_gib is not None and not RESERVE / GIB < device_memory_gib < math.inf:

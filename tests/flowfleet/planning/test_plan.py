@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flowfleet.job.files import prepare_job
-from flowfleet.job.spec import EmaPart, JobSpec
+from flowfleet.job.spec import EmaPart, JobSpec, parse_job
 from flowfleet.planning.advice import advise
 from flowfleet.planning.facts import Facts, gather
 from flowfleet.planning.memory import (
@@ -46,6 +46,12 @@ def lora_spec(path: Path, **part: Any) -> JobSpec:
             "trainer": {"lora": {"rank": 64}, **part},
         }
     )
+
+
+def test_a_job_that_writes_text_is_not_planned_yet() -> None:
+    job = {"model": {"path": "m"}, "data": {"train": "t.txt"}, "rewards": {"r": {}}, "algorithm": {"name": "gspo"}}
+    with pytest.raises(ValueError, match=r"algorithm\.loss = gspo: .* cannot be planned yet"):
+        predict(parse_job(job))
 
 
 def test_eager_lora_on_one_gpu_was_measured_at_48_gib(eager: tuple[JobSpec, Facts]) -> None:

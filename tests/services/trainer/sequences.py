@@ -54,20 +54,20 @@ def save_tiny(path: Path, kind: str = "dense") -> Path:
     return path
 
 
-def make_spec(path: Path, algorithm: str = "grpo", **parts: dict[str, Any]) -> JobSpec:
-    """3 prompts × 4 sequences of 2 to 12 tokens, one update."""
+def make_spec(path: Path, algorithm: str = "grpo", /, **parts: dict[str, Any]) -> JobSpec:
+    """3 prompts × 2 sequences of 2 to 8 tokens, one update."""
     base: dict[str, dict[str, Any]] = {
         "model": {"path": str(path), "dtype": "float32"},
         "data": {"train": "unused.txt"},
         "rewards": {"exact_match": {}},
         "algorithm": {"name": algorithm},
-        "rollout": {"prompts_per_step": 3, "group_size": 4, "sequence": {"max_tokens": 12, "temperature": 0.8}},
+        "rollout": {"prompts_per_step": 3, "group_size": 2, "sequence": {"max_tokens": 8, "temperature": 0.8}},
         "trainer": {
-            "micro_batch_tokens": 40,
+            "micro_batch_tokens": 24,
             "updates_per_step": 1,
             "threads": 1,
             "lora": {"rank": 3, "alpha": 6.0},
-            "optimizer": {"lr": 1e-2},
+            "optimizer": {"lr": 1e-2, "eps": 1e-3},
         },
     }
     for name, part in parts.items():
@@ -93,7 +93,7 @@ class Writer:
             prompt = torch.randint(2, VOCABULARY, (2 + 3 * group,), generator=generator)
             ref = blobs.put(keys.blob(JOB, "embeds", step, group), PromptBlob(prompt).to_bytes())
             for index in range(rollout.group_size):
-                written = self._written(prompt, 2 + (5 * index + 3 * group) % 11, generator, masked=masked)
+                written = self._written(prompt, 2 + (5 * index + 3 * group) % 7, generator, masked=masked)
                 sample = self._sample(blobs, (step, group, index), written)
                 sample.prompt_embeds.CopyFrom(ref)
                 sample.prompt_tokens = len(prompt)
