@@ -308,10 +308,26 @@ class Shortage(Answer):
     reason: str
 
 
+class RewardLoad(Answer):
+    """Calls of a reward over the last minutes, as the controller that runs jobs sees them."""
+
+    in_flight: int
+    """Calls that wait for an answer now."""
+    calls: int
+    """Calls that ended."""
+    failures: int
+    """Calls of them that failed."""
+    latency_p50_s: FiniteOrNone = None
+    """Median seconds from call to answer."""
+    latency_p99_s: FiniteOrNone = None
+
+
 class Fleet(Answer):
     replicas: list[ReplicaView]
     rewards: dict[str, list[str]]
     """Name → addresses of the replicas that are ready; none while there is no replica."""
+    reward_load: dict[str, RewardLoad] = {}
+    """Name → its calls; rewards without recent calls are missing."""
     pools: list[str] | None
     """Names of the rollout pools; null if any name is accepted."""
     shortages: list[Shortage]

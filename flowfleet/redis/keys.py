@@ -105,6 +105,11 @@ def notices() -> str:
     return fleet_key("notices")
 
 
+def reward_load() -> str:
+    """Calls of the rewards, as the leader saw them last."""
+    return fleet_key("rewards", "load")
+
+
 def session(digest: str) -> str:
     """A browser's session, by the SHA-256 of its token."""
     return fleet_key("sessions", digest)

@@ -59,6 +59,7 @@ from services.controller.trainers.launcher import Launcher, LocalLauncher, stop_
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
+LOAD_EVERY_S = 5.0
 REST_S = 0.1
 """At least, from look to look: of many jobs one always wakes the runner, as does the demand that it tells itself."""
 RESTART_DELAY_S = 1.0
@@ -180,6 +181,7 @@ class JobScheduler:
         """One job at a time in each pool, oldest first; wishes of those that wait are heard meanwhile."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._keeper.run(), name="keeper")
+            group.create_task(self._tell_load(), name="load of rewards")
             tasks: dict[str, asyncio.Task[None]] = {}
             while True:
                 self._wake.clear()
@@ -198,6 +200,13 @@ class JobScheduler:
                     await self._tell_demand(first.values())
                 await wait(self._wake, POLL_S)
                 await asyncio.sleep(REST_S)
+
+    async def _tell_load(self) -> None:
+        """Keeps what the page shows of the rewards' calls."""
+        while True:
+            with _may_fail():
+                await self._store.put_reward_load(self._reward_calls.load())
+            await asyncio.sleep(LOAD_EVERY_S)
 
     async def _end_others(self, active: Collection[str]) -> None:
         """Trainers of ended jobs. Where they cannot be ended jobs run all the same."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flowfleet.client.overview import Curve, JobRow
-from flowfleet.client.types import JobStatus, Progress
+from flowfleet.client.types import JobStatus, Progress, RewardLoad
 from flowfleet.job.spec import JobSpec
 from flowfleet.redis import keys
 from services.controller.store.records import from_epoch
@@ -19,6 +19,7 @@ from services.controller.store.records import from_epoch
 MAX_NOTICES = 1000
 """The oldest notices go beyond this: a reader that missed some looks at everything."""
 MAX_POINTS = 64
+LOAD_TTL_S = 30
 _SECONDS = "accelerator_s."
 _ADD = "if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HINCRBYFLOAT', KEYS[1], ARGV[1], ARGV[2]) end"
 _TIMES = ("created_at", "started_at", "ended_at")
@@ -64,6 +65,15 @@ class JobRows:
         """Adds to a job's seconds of accelerators, by component. A job that is gone stays gone."""
         for component, number in seconds.items():
             await self._redis.eval(_ADD, 1, keys.job(job_id), _SECONDS + component, number)
+
+    async def put_reward_load(self, load: Mapping[str, RewardLoad]) -> None:
+        """Keeps the load of the rewards for a while, as the controller that runs jobs sees it."""
+        rows = {name: one.model_dump(mode="json") for name, one in load.items()}
+        await self._redis.set(keys.reward_load(), json.dumps(rows), ex=LOAD_TTL_S)
+
+    async def reward_load(self) -> dict[str, RewardLoad]:
+        rows = json.loads(await self._redis.get(keys.reward_load()) or b"{}")
+        return {name: RewardLoad.model_validate(row) for name, row in rows.items()}
 
     async def last_notice(self) -> str:
         found = await self._redis.xrevrange(keys.notices(), count=1)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flowfleet.client.types import Checkpoint
+from flowfleet.client.types import Checkpoint, RewardLoad
 from flowfleet.redis import keys
 from services.controller.settings import ControllerSettings
 from services.controller.store.records import SampleRecord, from_epoch
@@ -108,6 +108,10 @@ async def test_system(api: Api, job: Job) -> None:
     assert fleet["rewards"] == {"ocr": ["127.0.0.1:7001"], "jpeg": ["127.0.0.1:7002"]}
     assert (fleet["pools"], fleet["shortages"]) == (None, [])
     assert [(r["replica_id"], r["health"], r["version"]) for r in fleet["replicas"]] == [("rollout-0", "serving", 3)]
+    assert fleet["reward_load"] == {}
+    await api.store.put_reward_load({"ocr": RewardLoad(in_flight=1, calls=2, failures=0, latency_p50_s=0.5)})
+    load = (await api.client.get("/v1/fleet")).json()["reward_load"]["ocr"]
+    assert (load["in_flight"], load["latency_p50_s"], load["latency_p99_s"]) == (1, 0.5, None)
     metrics = await api.client.get("/metrics")
     assert metrics.headers["content-type"].startswith("text/plain")
     assert 'flowfleet_controller_jobs{status="queued"}' in metrics.text

@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from redis.exceptions import RedisError
 
 from flowfleet.client.overview import Alert
-from flowfleet.client.types import Answer, Fleet, ReplicaView, Shortage
+from flowfleet.client.types import Answer, Fleet, ReplicaView, RewardLoad, Shortage
 from flowfleet.errors import Unavailable
 from flowfleet.filesystem import filesystem_id
 from services.controller.api.alerts import alerts_of
@@ -56,7 +56,16 @@ async def _fleet(use: Services) -> Fleet:
     shortages = _shortages(directory)
     if use.runner.trouble:
         shortages.append(Shortage(component="redis", name="primary", reason=use.runner.trouble))
-    return Fleet(replicas=replicas, rewards=rewards, pools=pools, shortages=shortages)
+    load = await _reward_load(use)
+    return Fleet(replicas=replicas, rewards=rewards, reward_load=load, pools=pools, shortages=shortages)
+
+
+async def _reward_load(use: Services) -> dict[str, RewardLoad]:
+    """Calls of the rewards; empty without Redis."""
+    try:
+        return await use.store.reward_load()
+    except RedisError:
+        return {}
 
 
 async def _newest_versions(use: Services, job_ids: set[str]) -> dict[str, int]:
