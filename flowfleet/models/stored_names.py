@@ -2,6 +2,7 @@
 
 A mixture's experts are stored one by one and are two tensors a layer in the model: `gate_up_proj` (experts, 2 width,
 hidden) and `down_proj` (experts, hidden, width). An output layer that is tied to the embeddings is not stored.
+Files of Qwen3-Omni's Thinker have no name for its language model; those of the whole Qwen3-Omni begin with `thinker.`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,14 @@ from typing import Final
 from torch import Tensor
 
 _FUSED: Final = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
+_RENAMED: Final = (
+    ("model.language_model.", "model."),
+    ("model.audio_tower.", "audio_tower."),
+    ("model.visual.", "visual."),
+)
+"""Beginnings of parameters' names, and of their names in files."""
+WHOLE: Final = "thinker."
+"""Before the names of a Thinker's tensors in the files of a whole model."""
 _PARTS: Final = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
@@ -29,9 +38,17 @@ class Fused:
         return [f"{self.prefix}.{expert}.{part}.weight" for part in self.parts]
 
 
+def stored_name(name: str) -> str:
+    """A parameter's name in the files of its model."""
+    for own, other in _RENAMED:
+        if name.startswith(own):
+            return other + name.removeprefix(own)
+    return name
+
+
 def fused(name: str) -> Fused | None:
     """How a parameter's experts are stored; None for any other parameter."""
-    found = _FUSED.fullmatch(name)
+    found = _FUSED.fullmatch(stored_name(name))
     return Fused(found[1], _PARTS[found[2]]) if found else None
 
 
@@ -39,7 +56,7 @@ def stored(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """A parameter as it is written to files."""
     layout = fused(name)
     if layout is None:
-        yield name, tensor
+        yield stored_name(name), tensor
         return
     for expert, rows in enumerate(tensor):
         yield from zip(layout.of(expert), rows.chunk(len(layout.parts)), strict=True)

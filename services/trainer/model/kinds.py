@@ -17,7 +17,7 @@ from flowfleet.job.spec import JobSpec
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.loading import WEIGHTS_STEM
 from flowfleet.models.sequences import SequenceAdapter
-from flowfleet.models.stored_names import fused, stored
+from flowfleet.models.stored_names import WHOLE, fused, stored, stored_name
 from services.trainer.model.loading import CheckpointSource, persistent
 
 
@@ -91,7 +91,7 @@ class SequenceModel:
 
     def check(self, spec: JobSpec, adapter: SequenceAdapter) -> int:
         """Refuses to train an output layer that is tied to the embeddings, because it is a tensor of its own here."""
-        if spec.trainer.mode == "full" and adapter.transformer.config.get_text_config().tie_word_embeddings:
+        if spec.trainer.mode == "full" and adapter.transformer.config.tie_word_embeddings:
             raise ValueError(
                 'trainer.mode = "full" would pull the output layer of this model apart from its embeddings, to which '
                 'it is tied (tie_word_embeddings): set trainer.mode = "lora"'
@@ -123,10 +123,10 @@ class TransformersSource(CheckpointSource):
     def rows(self, name: str, shape: Sequence[int], rows: slice) -> Tensor:
         """See `Source`. Of experts that are stored one by one, those of `rows` alone are read."""
         layout = fused(name)
-        if name in self._places or layout is None:
+        if self._place(stored_name(name)) or layout is None:
             return super().rows(self._names(name)[0], shape, rows)
         experts = range(shape[0])[rows]
-        read = [torch.cat([self._tensor(part) for part in layout.of(expert)]) for expert in experts]
+        read = [torch.cat([self._tensor(self._place(part)) for part in layout.of(expert)]) for expert in experts]
         return torch.stack(read)
 
     def _tensor(self, name: str) -> Tensor:
@@ -135,15 +135,20 @@ class TransformersSource(CheckpointSource):
 
     def _names(self, name: str) -> list[str]:
         """Stored names of a parameter, of one that all experts share those of the first; none where it is absent."""
-        layout = fused(name)
-        candidates = [name] if layout is None or name in self._places else layout.of(0)
-        if name == "lm_head.weight" and name not in self._places:  # tied: the embeddings
+        layout, own = fused(name), stored_name(name)
+        candidates = [own] if layout is None or self._place(own) else layout.of(0)
+        if name == "lm_head.weight" and not self._place(own):  # tied: the embeddings
             candidates = ["model.embed_tokens.weight"]
-        return candidates if all(one in self._places for one in candidates) else []
+        found = [self._place(one) for one in candidates]
+        return found if all(found) else []
+
+    def _place(self, name: str) -> str:
+        """A stored name as these files have it; "" where it is absent."""
+        return next((one for one in (name, WHOLE + name) if one in self._places), "")
 
     def _shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
         shapes = [tuple(self._places[one].get_slice(one).get_shape()) for one in self._names(name)]
-        if name in self._places or fused(name) is None:
+        if self._place(stored_name(name)) or fused(name) is None:
             return shapes[0]
         return (len(tensor), sum(shape[0] for shape in shapes), *shapes[0][1:])
 

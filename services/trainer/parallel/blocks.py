@@ -6,7 +6,7 @@ before FSDP, whose hooks stay outside: checkpointing first, then `compile_blocks
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from typing import Any, Literal
 
@@ -47,13 +47,19 @@ def blocks_of(expert: nn.Module) -> list[nn.Module]:
     """Blocks by the class names that diffusers' models list. Raises ValueError for a transformer without them:
     otherwise nothing would be split, checkpointed or compiled, unnoticed until the memory is full."""
     names = set(getattr(expert, "_no_split_modules", None) or ())
-    blocks = [module for module in expert.modules() if type(module).__name__ in names]
+    named = [module for module in expert.modules() if type(module).__name__ in names]
+    blocks = [module for module in named if not any(type(part).__name__ in names for part in _inside(module))]
     if not blocks:
         raise ValueError(
             f"{type(expert).__name__} cannot be split into blocks: set its class attribute _no_split_modules to the "
             f"class names of its transformer blocks; it has {', '.join(sorted(names)) or 'none'} now"
         )
     return blocks
+
+
+def _inside(module: nn.Module) -> Iterator[nn.Module]:
+    """The parts of a module: transformers lists encoders as well as their layers, and the layers are the blocks."""
+    return (part for part in module.modules() if part is not module)
 
 
 def checkpoint_blocks(expert: nn.Module, kind: Literal["selective", "full"]) -> None:
