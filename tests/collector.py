@@ -1,11 +1,13 @@
-"""A stand-in for an OpenTelemetry collector: takes OTLP by gRPC on loopback and keeps the spans."""
+"""A stand-in for an OpenTelemetry collector: takes OTLP by gRPC, or by HTTP, on loopback and keeps the spans."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import grpc
@@ -65,6 +67,29 @@ def collector() -> Iterator[Collector]:
         yield made
     finally:
         server.stop(None).wait()
+
+
+@contextmanager
+def http_collector() -> Iterator[Collector]:
+    """The same for OTLP by HTTP."""
+    made = Collector()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert self.path == "/v1/traces"
+            sent = self.rfile.read(int(self.headers["Content-Length"]))
+            made.Export(otlp.ExportTraceServiceRequest.FromString(sent), None)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            return
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        made.url = f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield made
+        server.shutdown()
 
 
 def _seen(span: Any, resource: dict[str, Any]) -> Seen:

@@ -19,7 +19,7 @@ from flowfleet.process import spans, traces
 from flowfleet.process.traces import StepIds
 from flowfleet.proto import common_pb2, reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from flowfleet.rpc import endpoint as rpc
-from tests.collector import Collector, Seen, collector
+from tests.collector import Collector, Seen, collector, http_collector
 
 DESCRIBE, GENERATE = "flowfleet.v1.RewardService/Describe", "flowfleet.v1.RolloutService/Generate"
 CLIENT, SERVER = 3, 2
@@ -163,6 +163,15 @@ def test_the_first_span_of_a_step_has_the_derived_ids(seen: Collector) -> None:
     assert (span.trace, span.span, span.parent) == (digest[:32], digest[32:48], "")
     assert (span.start_ns, span.end_ns) == (100 * 10**9, 107_500 * 10**6)
     assert span.service == "flowfleet-test"
+
+
+def test_http_carries_spans_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    with http_collector() as seen:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", seen.url)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
+        started().step(IDS, {}, 1.0, 2.0)
+        traces.stop()
+        assert [(span.name, span.trace) for span in seen.spans] == [("step", IDS.trace_hex)]
 
 
 def test_the_sampler_decides_for_a_whole_step(seen: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
