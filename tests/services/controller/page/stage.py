@@ -72,21 +72,25 @@ def words_of(prompt: int) -> str:
 async def set_stage(store: JobStore, directory: Path) -> Stage:
     guarded_rewards = {"jpeg_compressibility": {"weight": 1.0}, "ocr": {"weight": 2.0}}
     parts: dict[str, Any] = {"schedule": {"steps": STEPS, "validate_every": 4}}
-    hacked = await create(store, settings(directory, "signs-small-files", **parts))
-    guarded = await create(
-        store, settings(directory, "signs-guarded", rewards=guarded_rewards, rollout={"pool": "second"}, **parts)
-    )
+    hacked = await run_job(store, settings(directory, "signs-small-files", **parts), is_hacked=True)
+    second = {"rewards": guarded_rewards, "rollout": {"pool": "second"}}
+    guarded = await run_job(store, settings(directory, "signs-guarded", **second, **parts), is_hacked=False)
     queued = await create(store, settings(directory, "signs-longer", schedule={"steps": 60}))
-    for job_id, is_hacked in ((hacked, True), (guarded, False)):
-        await store.set_status(job_id, "starting")
-        await store.set_status(job_id, "running")
-        await _history(store, job_id, is_hacked)
     await store.update_progress(hacked, phase="score", step=STEPS - 1)
     return Stage(hacked, guarded, queued)
 
 
 async def create(store: JobStore, spec: JobSpec) -> str:
     return (await store.create(spec))[0].id
+
+
+async def run_job(store: JobStore, spec: JobSpec, *, is_hacked: bool) -> str:
+    """A job that runs and has done all steps but one."""
+    job_id = await create(store, spec)
+    await store.set_status(job_id, "starting")
+    await store.set_status(job_id, "running")
+    await _history(store, job_id, is_hacked)
+    return job_id
 
 
 def fade_at(step: int, is_hacked: bool) -> float:

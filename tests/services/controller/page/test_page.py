@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, Locator, Page, expect
 from services.controller.store.jobs import JobStore
 from services.controller.store.records import SampleRecord
 from tests.services.controller.page.conftest import KEYS, Site, Visit, in_stage
-from tests.services.controller.page.stage import create, settings
+from tests.services.controller.page.stage import HACKED_FROM, create, run_job, settings
 
 HOSTILE = """</title><script>document.title = "run"</script><img src=x onerror="document.title = 'run'"> & ä 猫"""
 
@@ -175,6 +175,22 @@ def test_axe_finds_nothing(visit: Visit, site: Site, size: str) -> None:
         if problems := findings(page):
             found[place] = problems
     assert found == {}
+
+
+def test_a_hacked_reward_is_found_and_stopped_in_four_clicks(visit: Visit, site: Site, tmp_path: Path) -> None:
+    """Which of several jobs, from which step on, by which samples: the page alone says so."""
+    job = in_stage(site.redis_url, lambda store: run_job(store, settings(tmp_path, "one-of-many"), is_hacked=True))
+    page = visit("jobs")
+    row_of(page, "one-of-many").get_by_role("link", name=f"ocr falls since {HACKED_FROM}").click()
+    notice = page.get_by_role("region", name="Signs of a hacked reward")
+    expect(notice).to_contain_text(re.compile(rf"ocr falls from 0\.8\d* to 0\.0\d*, since step {HACKED_FROM}"))
+    notice.get_by_role("link", name="Samples from there").click()
+    expect(page.get_by_role("heading", name=f"Step {HACKED_FROM}")).to_be_visible()
+    expect(page.locator(".sample img").first).to_be_visible()
+    page.get_by_role("button", name="Cancel job").click()
+    page.get_by_role("dialog").get_by_role("button", name="Cancel job").click()
+    expect(page.get_by_role("button", name="Cancel job")).to_have_count(0)
+    assert desired(site, job) == "cancelled"
 
 
 def desired(site: Site, job: str) -> str:

@@ -1,0 +1,43 @@
+"""The page of a real job: what it trained is drawn, and each sample leads to the checkpoint that has it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, expect
+
+from tests.e2e.conftest import Fleet
+from tests.services.controller.page.conftest import browser
+
+__all__ = ["browser"]
+
+pytestmark = pytest.mark.long
+
+
+def test_a_real_job_is_drawn(fleet: Fleet, small_job: Callable[..., dict[str, Any]], browser: Browser) -> None:
+    job = fleet.run(small_job())
+    page = browser.new_page(base_url=fleet.stack.url)
+    faults: list[str] = []
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.goto("/")
+    row = page.get_by_role("row").filter(has=page.get_by_role("link", name="small", exact=True))
+    expect(row).to_contain_text("succeeded")
+    expect(row.locator("svg.spark path")).to_have_count(1)
+    row.get_by_role("link", name="small").click()
+    for title in ("Reward", "ocr", "KL", "Clip fraction", "Ratio", "Throughput", "Image statistics"):
+        expect(page.get_by_role("heading", name=title, exact=True)).to_be_visible()
+    page.get_by_role("link", name="Gallery").click()
+    heads = page.get_by_role("columnheader")
+    expect(heads).to_have_text(["Prompt", "version 4", "version 2", "version 0"])
+    expect(page.get_by_role("gridcell", name=re.compile(r"version 4, reward [0-9]")).first).to_be_visible()
+    page.get_by_role("link", name="Samples", exact=True).click()
+    page.locator(".sample a").first.click()
+    trace = page.get_by_role("article")
+    for fact in ("Advantage", "Ratio at the update", "First version that has it"):
+        expect(trace.get_by_text(fact)).to_be_visible()
+    expect(trace).to_contain_text(re.compile("Checkpoint that has it *step 4"))
+    assert faults == []
+    assert fleet.client.job(job.id).ended
