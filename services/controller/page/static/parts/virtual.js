@@ -37,7 +37,7 @@ export function WindowRows({ items, size, row, ...attributes }) {
 }
 
 /** False from a change of `place` on until it has rested for `ms`. */
-export function useRested(place, ms = 120) {
+export function useRested(place, ms = 250) {
   const [rested, setRested] = useState("");
   useEffect(() => {
     const timer = setTimeout(() => setRested(place), ms);

@@ -1,7 +1,7 @@
 // All jobs, newest first: what each does, why it waits, how its reward goes, and where one should look.
 
 import { all, get, jobPath } from "../lib/api.js";
-import { useEvent, useLoaded, useResync, useThrottled } from "../lib/data.js";
+import { useEvent, useFetched, useLoaded, useResync, useThrottled } from "../lib/data.js";
 import { ago, duration, number, phaseWords, plural, short } from "../lib/format.js";
 import { html, useEffect, useMemo, useState } from "../lib/html.js";
 import { go, link } from "../lib/router.js";
@@ -12,27 +12,33 @@ import { WindowRows } from "../parts/virtual.js";
 
 const ENDED = new Set(["succeeded", "failed", "cancelled"]);
 const ROW = 66;
+const FIRST = 60;
 const FILTERS = { all: () => true, "at work": (job) => !ENDED.has(job.status), ended: (job) => ENDED.has(job.status) };
 
 export function Jobs() {
-  const loaded = useLoaded((signal) => all("/v1/overview", {}, signal), []);
+  const loaded = useFetched(`/v1/overview?limit=${FIRST}`);
+  const cursor = (loaded.data ?? loaded.stale)?.next_cursor ?? null;
+  const older = useLoaded((signal) => (cursor ? all("/v1/overview", { cursor }, signal) : Promise.resolve([])), [cursor]);
   const [changed, setChanged] = useState(new Map());
   const again = useThrottled(loaded.reload, 1000);
   useEvent("jobs", ({ items }) => setChanged((before) => new Map([...before, ...items.map((job) => [job.id, job])])));
-  useResync(again);
+  useResync(() => {
+    setChanged(new Map());
+    again();
+  });
   return html`
     <${Await} of=${loaded} what="jobs">
-      ${(jobs) => html`
-        <${List} jobs=${merged(jobs, changed)} />
+      ${({ items }) => html`
+        <${List} jobs=${merged([...items, ...(older.data ?? older.stale ?? [])], changed)} />
       `}
     <//>
   `;
 }
 
-/** Rows as last heard of; jobs that were not listed yet come first. */
+/** Rows as last heard of; jobs that are newer than all of them come first. */
 function merged(jobs, changed) {
-  const known = new Set(jobs.map(({ id }) => id));
-  const fresh = [...changed.values()].filter(({ id }) => !known.has(id));
+  const newest = jobs[0]?.id ?? "";
+  const fresh = [...changed.values()].filter(({ id }) => id > newest);
   return [...fresh.sort((a, b) => (a.id < b.id ? 1 : -1)), ...jobs.map((job) => changed.get(job.id) ?? job)];
 }
 
