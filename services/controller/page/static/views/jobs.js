@@ -18,7 +18,8 @@ const FILTERS = { all: () => true, "at work": (job) => !ENDED.has(job.status), e
 export function Jobs() {
   const loaded = useFetched(`/v1/overview?limit=${FIRST}`);
   const cursor = (loaded.data ?? loaded.stale)?.next_cursor ?? null;
-  const older = useLoaded((signal) => (cursor ? all("/v1/overview", { cursor }, signal) : Promise.resolve([])), [cursor]);
+  const rest = async (signal) => (cursor ? all("/v1/overview", { cursor }, signal) : []);
+  const older = useLoaded(rest, [cursor]);
   const [changed, setChanged] = useState(new Map());
   const again = useThrottled(loaded.reload, 1000);
   useEvent("jobs", ({ items }) => setChanged((before) => new Map([...before, ...items.map((job) => [job.id, job])])));
