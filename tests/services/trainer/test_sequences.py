@@ -253,7 +253,7 @@ def test_two_ranks_make_the_steps_of_one(mode: str, files: SyncBlobs, ranks: Ran
     for mine, theirs in zip(alone, together, strict=True):
         assert mine.keys() == theirs.keys()
         for metric in mine:
-            if not metric.startswith(("timing", "perf")):
+            if not metric.startswith(("timing", "perf", "rollout_corr/exact")):  # ranks pack otherwise: other bits
                 assert theirs[metric] == pytest.approx(mine[metric], rel=1e-3, abs=1e-5), metric
     published = load_file(tmp_path / "job" / "published.safetensors")
     for parameter, tensor in state_of(worker).items():
