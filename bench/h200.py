@@ -3,10 +3,22 @@
     python -m bench.h200 --list
     python -m bench.h200 --only rollout,train --out DIRECTORY     stages or rows by name, in this order
     python -m bench.h200 --tiny --gpus 1 --only loop              what works on a laptop, at a tiny size
+    python -m bench.h200 --only rollout-base,train-base,loop-base-only --budget 520    in a call of nine minutes
 
 A row starts when enough GPUs are free, and is ended at its limit; a failure of one row stops no other. After each one
 DIRECTORY/results.json holds what all printed so far, and DIRECTORY/logs.tar.gz the ends of what they complained of.
-`python -m bench.performance results.json` makes the page of it.
+`python -m bench.performance results.json` makes the page of it. Tables of what was measured are printed last.
+
+LoRA on a float8 base, each line for one call of nine minutes, on two H200s but for the last two:
+
+    --only rollout-base,train-base,loop-base-only    rollout and update side by side, then both GPUs sample and train
+    --only scaling-2,loop-only-2                     one update on two GPUs; the loop in bfloat16
+    --only loop-base-idle                            a rollout, and a trainer that samples while it waits
+    --only loop-base-cfg                             guidance 4
+    --only loop-base-flash,rollout-base-merged       the tail of MixGRPO-Flash; a merged adapter
+    --only loop-base-compare                         services and one process
+    --only loop-base-one                             everything on one GPU
+    --only loop-base-h100                            on an H100 of 80 GB
 """
 
 from __future__ import annotations
@@ -15,6 +27,7 @@ import argparse
 import contextlib
 import io
 import json
+import math
 import os
 import platform
 import signal
@@ -28,6 +41,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from bench import performance_tables
+from bench.performance import figures_in
 from flowfleet.hardware.accelerators import visible_devices
 
 POLL_S = 0.2
@@ -63,6 +78,11 @@ class Measurement:
 
 
 LOOP = "bench.speed.loop --compile --logs {work}/{name}"
+BASE_LOOP = f"{LOOP} --base fp8 --steps 3"
+CFG_LOOP = f"{BASE_LOOP} --guidance 4 --images 64 --micro-batch 4"
+ONLY = "--samples only --rollouts 0 --max-staleness 0"
+BASE_ROLLOUT = "bench.speed.rollout --compile --quantization fp8_base --lora-rank 64 --images 96 --warm-up 2"
+BASE_GAP = "bench.speed.gap --base fp8 --lora-rank 64 --variants eager,compiled,merged"
 PROOF = "bench.learning.proof --engine vllm-omni --seeds 1 2 3"
 TINY_LOOP = "--tiny --images 8 --group-size 4 --batch-size 8 --micro-batch 4 --steps 2 --warm-up 1"
 MEASUREMENTS = (
@@ -145,6 +165,20 @@ MEASUREMENTS = (
         tiny=TINY_LOOP,
     ),
     Measurement("loop-idle", "loop", 2, 480, f"{LOOP} --samples idle --images 128 --steps 4", tiny=TINY_LOOP),
+    Measurement(
+        "loop-only-2", "lora-plain", 2, 480, f"{LOOP} {ONLY} --trainers 2 --images 128 --steps 3", tiny=TINY_LOOP
+    ),
+    Measurement(
+        "rollout-base-merged", "lora-merged", 1, 420, f"{BASE_ROLLOUT} --adapter merged --rows service", tiny=None
+    ),
+    Measurement("loop-base-only", "lora-only", 2, 480, f"{BASE_LOOP} {ONLY} --trainers 2 --images 128", tiny=None),
+    Measurement("loop-base-idle", "lora-idle", 2, 480, f"{BASE_LOOP} --samples idle --images 128", tiny=None),
+    Measurement("loop-base-cfg", "lora-cfg", 2, 500, f"{CFG_LOOP} {ONLY} --trainers 2", tiny=None),
+    Measurement("loop-base-flash", "lora-flash", 2, 480, f"{BASE_LOOP} {ONLY} --trainers 2 --tail-steps 3", tiny=None),
+    Measurement("loop-base-one", "lora-one", 1, 480, f"{BASE_LOOP} {ONLY} --images 128", tiny=None),
+    Measurement("loop-base-h100", "h100", 1, 500, f"{BASE_LOOP} {ONLY} --images 64 --micro-batch 2", tiny=None),
+    Measurement("loop-base-compare", "lora-compare", 2, 540, f"{BASE_LOOP} --images 64 --compare", tiny=None),
+    Measurement("gap-base", "gap", 1, 400, BASE_GAP, tiny=None),
     Measurement("loop-omni", "loop-omni", 2, 480, f"{LOOP} --engine vllm-omni --images 64 --steps 3", tiny=None),
     Measurement(
         "loop-full",
@@ -201,7 +235,23 @@ def main() -> int:
     done = run_all(chosen, gpus, options)
     for run in done:
         print(f"\n== {run.row.name}: {run.outcome}\n{_tail(options.work, run)}")
+    print(f"\n{tables(done, options.work)}")
     return int(any(run.outcome.startswith("failed") for run in done))
+
+
+def tables(done: Sequence[Run], work: Path) -> str:
+    """What rollouts, trainers and loops came to, as on the page."""
+    rows: dict[str, dict[str, Any]] = {}
+    for run in done:
+        figures = figures_in((work / f"{run.row.name}.txt").read_text(errors="replace").splitlines())
+        if run.outcome.startswith("done") and figures:
+            rows[run.row.name] = {"figures": figures}
+    made = (
+        performance_tables.rollouts(rows),
+        performance_tables.trainers(rows),
+        performance_tables.loops(rows),
+    )
+    return "\n\n".join(made)
 
 
 def select(names: Sequence[str]) -> list[Measurement]:
@@ -226,6 +276,8 @@ def run_all(rows: Sequence[Measurement], gpus: Sequence[str], options: argparse.
     began, measured_on = time.monotonic(), machine()
     try:
         while waiting or running:
+            if time.monotonic() - began > options.budget:
+                waiting.clear()
             for row in [*waiting]:
                 needed = min(row.gpus, len(gpus))
                 if needed <= len(free):
@@ -234,7 +286,7 @@ def run_all(rows: Sequence[Measurement], gpus: Sequence[str], options: argparse.
                     running.append(start(row, taken, tuple(core for gpu in taken for core in cores[gpu]), options))
             time.sleep(POLL_S)
             for run in [*running]:
-                if _ended(run):
+                if _ended(run, began + options.budget):
                     running.remove(run)
                     done.append(run)
                     free = sorted([*free, *run.gpus])
@@ -322,13 +374,14 @@ def start(row: Measurement, gpus: tuple[str, ...], cores: tuple[int, ...], optio
     return Run(row, gpus, cores, process, time.monotonic())
 
 
-def _ended(run: Run) -> bool:
+def _ended(run: Run, deadline: float) -> bool:
+    """Whether it is done, or was ended at its own limit or at the deadline of all."""
     seconds = time.monotonic() - run.started
     code = run.process.poll()
-    if code is None and seconds <= run.row.limit_s:
+    if code is None and seconds <= run.row.limit_s and time.monotonic() <= deadline:
         return False
     if code is None:
-        run.outcome = f"failed: not done after {run.row.limit_s:.0f} s"
+        run.outcome = f"failed: not done after {seconds:.0f} s"
     else:
         run.outcome = f"done in {seconds:.0f} s" if code == 0 else f"failed with {code} after {seconds:.0f} s"
     _kill(run)
@@ -357,6 +410,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=Path("runs/performance"))
     parser.add_argument("--work", type=Path, default=Path("/tmp/h200"), help="for each row's own files (/tmp/h200)")
     parser.add_argument("--cache", type=Path, default=Path("/tmp"), help="where compiled code is kept (/tmp)")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds; what runs then is ended")
     parser.add_argument("--gpus", type=int, help="how many (those that are visible)")
     parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU")
     parser.add_argument("--list", action="store_true", help="print the rows alone")

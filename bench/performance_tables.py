@@ -203,9 +203,14 @@ def published(rows: Rows) -> str:
     return table([*figures[0]], [[*map(str, it.values())] for it in figures]) if figures else "Not measured."
 
 
+BASE_LOOPS = ("only", "idle", "cfg", "flash", "one", "h100", "compare")
+LOOPS = ("loop-lora", "loop-only", "loop-only-2", "loop-idle", "loop-omni", "loop-lora-cfg", "loop-full")
+LOOPS += tuple(f"loop-base-{name}" for name in BASE_LOOPS)
+
+
 def loops(rows: Rows) -> str:
     lines = []
-    for name in ("loop-lora", "loop-only", "loop-idle", "loop-omni", "loop-lora-cfg", "loop-full"):
+    for name in LOOPS:
         for it in rows[name]["figures"][:1] if name in rows else ():
             seen, settings = it["services"], it["settings"]
             lines.append(
@@ -229,7 +234,10 @@ def loops(rows: Rows) -> str:
 
 def _sampler(settings: Mapping[str, Any]) -> str:
     engine = str(settings["engine"])
-    return {"idle": f"{engine} and idle trainer", "only": "trainer alone"}.get(settings.get("samples", "no"), engine)
+    found = {"idle": f"{engine} and idle trainer", "only": "trainer alone"}.get(settings.get("samples", "no"), engine)
+    marks = ["fp8 base"] * (settings.get("base") == "fp8") + ["merged"] * (settings.get("adapter") == "merged")
+    tail = settings.get("tail_steps")
+    return ", ".join([found, *marks, *([f"tail of {tail} steps"] if tail else [])])
 
 
 def compared(rows: Rows) -> str:

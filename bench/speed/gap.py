@@ -2,14 +2,20 @@
 
     python -m bench.speed.gap --model DIRECTORY
         [--variants eager,compiled,fp8,vllm-omni,vllm-omni-compiled,vllm-omni-fp8]
-        [--trainers eager,compiled] [--images 32] [--batch 16] [--micro-batch 8] [--guidance 4] [--json FILE]
+        [--trainers eager,compiled] [--base fp8] [--lora-rank 64 --lora-std 1e-3]
+        [--images 32] [--batch 16] [--micro-batch 8] [--guidance 4] [--json FILE]
+    python -m bench.speed.gap --base fp8 --lora-rank 64 --variants eager,compiled,merged,compiled-merged
     python -m bench.speed.gap --tiny --variants eager --trainers eager
+    FLOWFLEET_FP8_MIN_SIZE=16 python -m bench.speed.gap --tiny --base fp8 --lora-rank 4 --variants eager,merged
 
 Each variant of the rollout engine samples from the same prompts and seeds; then the trainer's forward, the adapter's
 velocity in the model's dtype and the same reverse step, evaluates each stored step. The gap is |the trainer's - the
 rollout's log-prob|, a mean over a sample's elements as everywhere; `clip` is the share of rows whose ratio would be
 clipped by it. Rollouts run in batches of `--batch`, the trainer in its own of `--micro-batch`, each in a process of its
 own. Weights are random, so the figures are those of the arithmetic, not of a trained model.
+
+`--base fp8` is `model.base` of both sides. `--lora-rank` gives both the same adapter on the family's targets, of
+factors drawn with `--lora-std`; variants named merged round it into the weights (`rollout.adapter`).
 """
 
 from __future__ import annotations
@@ -29,6 +35,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from bench.speed.adapters import adapter_state, lora_spec
 from bench.speed.full_size import PROMPTS, write_checkpoint
 from flowfleet.algorithms.correction import agreement_metrics
 from flowfleet.algorithms.losses import Limits
@@ -41,9 +48,10 @@ from flowfleet.models.registry import adapter_for
 from flowfleet.models.settings import Guidance, Size
 from flowfleet.process.telemetry import LOG_PROB_GAP
 from flowfleet.proto.rollout_pb2 import ModelSpec
+from flowfleet.weights import lora
 from flowfleet.weights.weights import dtype_of
 from services.rollout.__main__ import parser as rollout_parser
-from services.rollout.engines.acceleration import compile_blocks
+from services.rollout.engines.acceleration import accelerate
 from services.rollout.engines.base import GeneratedBatch, GenerationRequest, Noise, PromptGroup, RolloutEngine, Sampling
 from services.rollout.process import make_engine
 
@@ -51,18 +59,22 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "eager": ("diffusers", {}),
     "compiled": ("diffusers", {"compile": True}),
     "fp8": ("diffusers", {"compile": True, "quantization": "fp8"}),
+    "merged": ("diffusers", {"merged": True}),
+    "compiled-merged": ("diffusers", {"compile": True, "merged": True}),
     "vllm-omni": ("vllm-omni", {}),
     "vllm-omni-compiled": ("vllm-omni", {"compile": True}),
     "vllm-omni-fp8": ("vllm-omni", {"compile": True, "quantization": "fp8"}),
+    "vllm-omni-merged": ("vllm-omni", {"compile": True, "merged": True}),
 }
-"""Name to the engine and what its ModelSpec says."""
+"""Name to the engine, what its ModelSpec says, and whether the adapter is merged."""
 STEP_TYPE, ETA, WINDOW = "sde", 1.2, (0, 1)
 
 
 def main() -> int:
     options = parser().parse_args()
     if options.tiny:
-        options.steps, options.size, options.dtype = min(options.steps, 3), 64, "float32"
+        dtype = "float32" if options.base == "plain" and not options.lora_rank else "bfloat16"
+        options.steps, options.size, options.dtype = min(options.steps, 3), 64, dtype
     if options.stage == "sample":
         asyncio.run(sample(options))
     elif options.stage == "evaluate":
@@ -103,6 +115,7 @@ def in_child(options: argparse.Namespace, stage: str, name: str) -> str:
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
     names = ("images", "batch", "micro_batch", "steps", "size", "guidance", "dtype", "clip")
+    names += ("base", "lora_rank", "lora_std")
     return {name: getattr(options, name) for name in names}
 
 
@@ -111,12 +124,19 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
 
 async def sample(options: argparse.Namespace) -> None:
     """Samples with the variant `options.name` into the file `options.samples`."""
-    name, acceleration = VARIANTS[options.name]
+    name, variant = VARIANTS[options.name]
+    acceleration = {key: value for key, value in variant.items() if key != "merged"}
+    if options.base == "fp8":
+        acceleration["quantization"] = "fp8_base"
     flags = ["--engine", name, "--device", options.device, "--max-batch", str(options.batch)]
     engine = make_engine(rollout_parser().parse_args(flags))
     try:
         model = ModelSpec(path=str(options.model.resolve()), dtype=options.dtype, load_format="dummy", **acceleration)
-        await engine.prepare(model, None)
+        if options.lora_rank:
+            await engine.prepare(model, lora_spec(options, merged="merged" in variant))
+            await engine.load_adapter(adapter_state(options))
+        else:
+            await engine.prepare(model, None)
         save_file(stored(await sampled(engine, request(options))), options.samples)
     finally:
         await engine.close()
@@ -173,8 +193,14 @@ def evaluate(options: argparse.Namespace) -> dict[str, float]:
         components=("transformer",),
         load_format="dummy",
     )
-    if options.name == "compiled":
-        compile_blocks(adapter.experts)
+    accelerate(
+        adapter.experts,
+        compile=options.name == "compiled",
+        quantization="fp8_base" if options.base == "fp8" else "none",
+    )
+    if options.lora_rank:
+        lora.install_lora(adapter.experts, lora_spec(options))
+        lora.load_adapter(adapter.experts, adapter_state(options))
     samples = load_file(options.samples, device=str(device))
     gaps = [gap.flatten().cpu() for gap in log_prob_gaps(adapter, samples, options)]
     metrics = agreement_metrics(torch.cat(gaps), Limits(options.clip, kl_threshold=math.inf))
@@ -238,7 +264,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m bench.speed.gap", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     flags.add_argument("--model", type=Path, help="a folder of bench.speed.full_size (made)")
-    flags.add_argument("--tiny", action="store_true", help="tiny model, 64 by 64 pixels, 3 steps, float32")
+    flags.add_argument("--tiny", action="store_true", help="tiny model, 64 by 64 pixels, 3 steps")
     flags.add_argument("--variants", default="eager,compiled,fp8")
     flags.add_argument("--trainers", default="eager,compiled")
     flags.add_argument("--device", default="auto")
@@ -250,6 +276,9 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--size", type=int, default=512, help="height and width (512)")
     flags.add_argument("--guidance", type=float, default=1.0)
     flags.add_argument("--clip", type=float, default=1e-5, help="clip range of the ratio (1e-5)")
+    flags.add_argument("--base", choices=("plain", "fp8"), default="plain", help="model.base")
+    flags.add_argument("--lora-rank", type=int, default=0, help="adapt the family's linears with this rank (none)")
+    flags.add_argument("--lora-std", type=float, default=1e-3, help="of the adapter's factors (1e-3)")
     flags.add_argument("--json", type=Path, help="write the rows here as well")
     flags.add_argument("--stage", choices=("sample", "evaluate"), help=argparse.SUPPRESS)
     flags.add_argument("--name", help=argparse.SUPPRESS)

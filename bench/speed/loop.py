@@ -91,9 +91,12 @@ def job(options: argparse.Namespace, model: Path) -> dict[str, Any]:
         "batch_size": options.batch_size,
         "compile": options.compile,
         "quantization": options.quantization,
+        "adapter": options.adapter,
         "noise": {"type": "sde", "eta": 1.2},
         "window": {"strategy": "random", "size": 2, "low": 0, "high": 5},
     }
+    if options.tail_steps:
+        rollout["tail_steps"] = options.tail_steps
     trainer = {
         "mode": options.mode,
         "world_size": options.trainers,
@@ -109,8 +112,9 @@ def job(options: argparse.Namespace, model: Path) -> dict[str, Any]:
         "name": "bench-loop",
         "model": {
             "path": str(model.resolve()),
-            "dtype": "float32" if options.tiny else "bfloat16",
+            "dtype": "float32" if options.tiny and options.base == "plain" else "bfloat16",
             "load_format": "dummy",
+            "base": options.base,
         },
         "data": {"train": str(model.resolve() / PROMPTS)},
         "rollout": rollout | size,
@@ -271,6 +275,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-staleness", type=int, default=1)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--quantization", choices=("none", "fp8"), default="none")
+    parser.add_argument("--base", choices=("plain", "fp8"), default="plain", help="model.base")
+    parser.add_argument("--adapter", choices=("separate", "merged"), default="separate", help="rollout.adapter")
+    parser.add_argument("--tail-steps", type=int, default=0, help="of MixGRPO-Flash, after the window (none)")
     parser.add_argument("--checkpointing", choices=("none", "selective", "full"), default="none")
     parser.add_argument("--optimizer-state", choices=("device", "host", "8bit"), default="device")
     parser.add_argument("--kill-rollout", type=int, metavar="STEP", help="SIGKILL one after this measured step")

@@ -55,7 +55,7 @@ from services.rollout.engines.base import (
     Sampling,
 )
 from services.rollout.engines.sampler import Sampler, batches
-from services.trainer.model.engine import Engine, lora_spec
+from services.trainer.model.engine import Engine, lora_spec, model_spec
 from services.trainer.parallel.ranks import Ranks
 from services.trainer.step.batches import MicroBatch, plan_passes
 from services.trainer.step.inputs import StepsBatch
@@ -87,9 +87,11 @@ class Monolith:
         )
         self._adapter.limit_tokens(spec.model.max_sequence_length)
         part = spec.rollout
-        acceleration.accelerate(self._adapter.experts, compile=part.compile, quantization=part.quantization)
+        experts, quantization = self._adapter.experts, model_spec(spec).quantization
+        acceleration.accelerate(experts, compile=part.compile, quantization=quantization)
         if self.engine.is_lora:
-            lora.install_lora(self._adapter.experts, lora_spec(spec))
+            lora.install_lora(experts, lora_spec(spec))
+            acceleration.adapt(experts, compile=part.compile, merged=lora_spec(spec).merged)
         self._sampler = Sampler(self._adapter)
         scorer = make(REWARD, {}, num_threads)
         self._params = scorer.parse(spec.rewards[REWARD].params)
@@ -149,6 +151,7 @@ class Monolith:
         """From device to device."""
         if self.engine.is_lora:
             lora.load_adapter(self._adapter.experts, dict(self.engine.full_tensors()))
+            acceleration.merge(self._adapter.experts)
             return
         copy = weights.copy_into(weights.full_parameters(self._adapter.experts))
         for name, value in self.engine.full_tensors():

@@ -84,6 +84,7 @@ def measure(row: str, options: argparse.Namespace) -> dict[str, Any]:
     else:
         raise ValueError(f"--rows {row}: give service, bare or both")
     names = ("engine", "compile", "quantization", "guidance", "batch", "steps", "size", "lora_rank", "ragged")
+    names += ("adapter",)
     settings = (
         {name: getattr(options, name) for name in names}
         if row == "service"
@@ -248,7 +249,8 @@ def lora_spec(options: argparse.Namespace) -> rollout_pb2.LoraSpec:
     if not options.lora_rank:
         return rollout_pb2.LoraSpec(rank=1, alpha=1.0, target_modules=[ONE_LINEAR])
     targets = adapter_for(options.model).lora_targets
-    return rollout_pb2.LoraSpec(rank=options.lora_rank, alpha=2.0 * options.lora_rank, target_modules=targets)
+    rank, merged = options.lora_rank, options.adapter == "merged"
+    return rollout_pb2.LoraSpec(rank=rank, alpha=2.0 * rank, target_modules=targets, merged=merged)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -270,6 +272,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--steps", type=int, default=10)
     flags.add_argument("--size", type=int, default=512, help="height and width (512)")
     flags.add_argument("--lora-rank", type=int, default=0, help="adapt all of the family's linears with this rank")
+    flags.add_argument("--adapter", choices=("separate", "merged"), default="separate", help="rollout.adapter")
     flags.add_argument("--ragged", action="store_true", help="prompts of 65 to 128 tokens")
     flags.add_argument("--in-child", action="store_true", help=argparse.SUPPRESS)
     return flags

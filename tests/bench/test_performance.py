@@ -199,7 +199,7 @@ def test_rows_run_side_by_side_and_fail_alone(tmp_path: Path, monkeypatch: pytes
         Measurement("hangs", "s", 1, 1.0, "fake hang"),
         Measurement("large", "s", 3, 30.0, "fake"),
     ]
-    done = run_all(rows, ["0", "1"], argparse.Namespace(tiny=False, out=out, work=work, cache=tmp_path))
+    done = run_all(rows, ["0", "1"], argparse.Namespace(tiny=False, out=out, work=work, cache=tmp_path, budget=60.0))
     outcomes = {run.row.name: run.outcome for run in done}
     assert outcomes["good"].startswith("done")
     assert outcomes["bad"].startswith("failed with 1")
@@ -210,6 +210,18 @@ def test_rows_run_side_by_side_and_fail_alone(tmp_path: Path, monkeypatch: pytes
     kept = written["rows"]
     assert kept["good"]["printed"] == ['{"bench": 1} 0,1']
     assert (out / "logs.tar.gz").stat().st_size > 0
+
+
+def test_a_budget_ends_what_runs_and_starts_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fake.py").write_text("import time\nprint('| a |\\n|---|\\n| 1 |', flush=True)\ntime.sleep(60)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    rows = [Measurement(name, "s", 1, 30.0, "fake") for name in ("first", "second")]
+    options = argparse.Namespace(tiny=False, out=tmp_path, work=tmp_path, cache=tmp_path, budget=1.0)
+    (run,) = run_all(rows, ["0"], options)
+    assert run.row.name == "first"
+    assert run.outcome.startswith("failed: not done")
+    assert "images/s" in h200.tables([run], tmp_path), "the tables' headings are there, without a row of what failed"
+    assert "| 1 |" not in h200.tables([run], tmp_path)
 
 
 def test_no_row_outlives_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +239,7 @@ def test_no_row_outlives_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(h200, "start", then_end)
     monkeypatch.setattr("time.sleep", end)
-    options = argparse.Namespace(tiny=False, out=tmp_path, work=tmp_path, cache=tmp_path)
+    options = argparse.Namespace(tiny=False, out=tmp_path, work=tmp_path, cache=tmp_path, budget=60.0)
     with pytest.raises(SystemExit):
         run_all([Measurement("a", "s", 1, 30.0, "fake")], ["0"], options)
     assert started[0].process.poll() is not None
