@@ -1,7 +1,7 @@
 // Replicas, trainers and reward services: who serves which version, what waits, and what is short.
 
 import { useEvent, useFetched, useResync, useThrottled } from "../lib/data.js";
-import { number, phaseName, plural, short } from "../lib/format.js";
+import { number, phaseWords, plural, short } from "../lib/format.js";
 import { html } from "../lib/html.js";
 import { link } from "../lib/router.js";
 import { Await, Empty } from "../parts/states.js";
@@ -12,7 +12,7 @@ const REPLICA_HEADS = [
   ["Device"],
 ];
 const REWARD_HEADS = [
-  ["Reward"], ["Ready", 1], ["Waiting samples", 1], ["Samples/s", 1], ["Median latency", 1],
+  ["Reward"], ["Ready", 1], ["Calls at work", 1], ["Calls in 5 min", 1], ["Median latency", 1],
   ["99 % latency", 1], ["Failures", 1],
 ];
 const TONES = { serving: "good", updating: "warn", draining: "warn", lost: "bad", unknown: "bad", idle: "soft" };
@@ -21,6 +21,8 @@ export function Fleet() {
   const loaded = useFetched("/v1/fleet");
   const soon = useThrottled(loaded.reload, 1000);
   useEvent("fleet", soon);
+  const working = useFetched("/v1/overview?status=running");
+  useEvent("jobs", useThrottled(working.reload, 2000));
   useResync(soon);
   return html`
     <div class="head"><h1>Fleet</h1></div>
@@ -36,7 +38,7 @@ export function Fleet() {
           `,
         )}
         <${Replicas} replicas=${fleet.replicas} />
-        <${Trainers} trainers=${fleet.trainers ?? []} />
+        <${Trainers} trainers=${working.data?.items ?? working.stale?.items ?? []} />
         <${Services} fleet=${fleet} />
       `}
     <//>
@@ -117,14 +119,13 @@ function Trainers({ trainers }) {
       ${
         trainers.length
           ? html`
-              <${Table} label="Trainers" heads=${[["Job"], ["Ranks", 1], ["Step", 1], ["Phase"]]}>
+              <${Table} label="Trainers" heads=${[["Job"], ["Step", 1], ["Phase"]]}>
                 ${trainers.map(
                   (one) => html`
-                    <tr key=${one.job_id}>
-                      <th scope="row"><a href=${link(["jobs", one.job_id])}>${one.name}</a></th>
-                      <td class="num">${one.ranks}</td>
-                      <td class="num">${one.step}</td>
-                      <td>${phaseName(one.phase)}</td>
+                    <tr key=${one.id}>
+                      <th scope="row"><a href=${link(["jobs", one.id])}>${one.name}</a></th>
+                      <td class="num">${one.progress.step}</td>
+                      <td>${phaseWords(one.progress)}</td>
                     </tr>
                   `,
                 )}
@@ -139,8 +140,8 @@ function Trainers({ trainers }) {
 }
 
 function Services({ fleet }) {
-  const calls = new Map((fleet.reward_calls ?? []).map((one) => [one.name, one]));
-  const names = [...new Set([...Object.keys(fleet.rewards), ...calls.keys()])].sort();
+  const load = fleet.reward_load ?? {};
+  const names = [...new Set([...Object.keys(fleet.rewards), ...Object.keys(load)])].sort();
   return html`
     <section class="card">
       <h2>Reward services</h2>
@@ -152,8 +153,8 @@ function Services({ fleet }) {
                 heads=${REWARD_HEADS}
               >
                 ${names.map((name) => {
-                  const one = calls.get(name) ?? {};
-                  const ready = one.ready ?? fleet.rewards[name]?.length ?? 0;
+                  const one = load[name] ?? {};
+                  const ready = fleet.rewards[name]?.length ?? 0;
                   const seconds = (value) => (value === null || value === undefined ? "–" : `${number(value)} s`);
                   return html`
                     <tr key=${name}>
@@ -166,8 +167,8 @@ function Services({ fleet }) {
                           `
                         }
                       </td>
-                      <td class="num">${number(one.waiting)}</td>
-                      <td class="num">${number(one.scored_per_s)}</td>
+                      <td class="num">${number(one.in_flight)}</td>
+                      <td class="num">${number(one.calls)}</td>
                       <td class="num">${seconds(one.latency_p50_s)}</td>
                       <td class="num">${seconds(one.latency_p99_s)}</td>
                       <td class="num">${number(one.failures)}</td>

@@ -102,7 +102,6 @@ const takesVotes = (job) => Object.entries(job.rewards.active.rewards).some(([na
 
 function Facts({ job }) {
   const { progress } = job;
-  const cost = useFetched(jobPath(job.id, "cost"));
   const facts = [
     [
       "Steps",
@@ -121,7 +120,6 @@ function Facts({ job }) {
         .map(([why, count]) => `${count} ${why}`)
         .join(", ") || null,
     ],
-    ["Cost", cost.data ? `${number(cost.data.gpu_hours)} GPU h` : null],
     ["Owner", job.owner || null],
     ["Started", moment(job.started_at ?? job.created_at)],
     ["Ended", job.ended_at ? moment(job.ended_at) : null],

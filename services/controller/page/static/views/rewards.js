@@ -138,47 +138,23 @@ export function Alerts() {
   const soon = useThrottled(loaded.reload, 5000);
   useEvent("fleet", soon);
   useEvent("jobs", soon);
-  const items = (loaded.data ?? loaded.stale)?.items ?? [];
-  const firing = items.filter(({ state }) => state === "firing");
-  if (!items.length) return null;
-  const quiet = `All ${items.length} alerts are quiet`;
-  const heading = firing.length ? `${plural(firing.length, "alert")} of ${items.length} firing` : quiet;
+  const alerts = loaded.data ?? loaded.stale;
+  if (!alerts) return null;
+  if (!alerts.length) return html`<p class="soft quiet-alerts">No alert: all is well.</p>`;
   return html`
-    <section class=${`card alerts ${firing.length ? "warn" : ""}`} aria-label="Alerts">
-      <h2>
-        ${heading}
-      </h2>
+    <section class="card alerts warn" aria-label="Alerts">
+      <h2>${plural(alerts.length, "alert")}</h2>
       <ul>
-        ${firing.map(
+        ${alerts.map(
           ({ name, text, job_id: job }) => html`
             <li>
               <b>${name}</b>
               ${" "}${text}${" "}
-              ${
-                job &&
-                html`
-                  <a href=${link(["jobs", job])}>Open the job</a>
-                `
-              }
+              ${job && html`<a href=${link(["jobs", job])}>Open the job</a>`}
             </li>
           `,
         )}
       </ul>
-      <details>
-        <summary>What is watched</summary>
-        <ul>
-          ${items
-            .filter(({ state }) => state !== "firing")
-            .map(
-              ({ name, text }) => html`
-                <li>
-                  <b>${name}</b>
-                  ${" "}${text}
-                </li>
-              `,
-            )}
-        </ul>
-      </details>
     </section>
   `;
 }

@@ -25,7 +25,7 @@ export function Curves({ job, query }) {
     ${
       !others.length &&
       html`
-        <${Timeline} job=${job} />
+        <${Timeline} job=${job} rows=${own.data ?? own.stale ?? []} />
       `
     }
   `;

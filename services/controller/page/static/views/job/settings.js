@@ -1,6 +1,6 @@
 // The settings of a job, all of them, or those that differ from another job's.
 
-import { jobPath, withQuery } from "../../lib/api.js";
+import { jobPath } from "../../lib/api.js";
 import { useFetched } from "../../lib/data.js";
 import { html, useState } from "../../lib/html.js";
 import { go, link } from "../../lib/router.js";
@@ -47,19 +47,28 @@ export function Settings({ job, query }) {
   `;
 }
 
+/** Settings that two jobs do not share. */
+function differences(one, other) {
+  const [left, right] = [new Map(flat(one)), new Map(flat(other))];
+  const names = [...new Set([...left.keys(), ...right.keys()])];
+  const isOther = (setting) => shown(left.get(setting)) !== shown(right.get(setting));
+  return names.filter(isOther).map((setting) => ({ setting, this: left.get(setting), other: right.get(setting) }));
+}
+
 function Differences({ job, other }) {
-  const loaded = useFetched(withQuery(jobPath(job.id, "differences"), { other }));
+  const loaded = useFetched(jobPath(other));
   return html`
     <${Await} of=${loaded} what="the differences">
-      ${({ items }) =>
-        items.length
+      ${({ spec, name }) => {
+        const items = differences(job.spec, spec);
+        return items.length
           ? html`
               <table class="grid settings">
                 <thead>
                   <tr>
                     <th scope="col">Setting</th>
                     <th scope="col">${job.name}</th>
-                    <th scope="col">the other job</th>
+                    <th scope="col">${name}</th>
                   </tr>
                 </thead>
                 <tbody>
@@ -77,7 +86,8 @@ function Differences({ job, other }) {
             `
           : html`
               <${Empty}>Both jobs have the same settings.<//>
-            `}
+            `;
+      }}
     <//>
   `;
 }

@@ -1,18 +1,15 @@
 // The phases of the last steps as bars on one scale of seconds.
 
-import { jobPath } from "../../lib/api.js";
-import { useEvent, useFetched, useThrottled } from "../../lib/data.js";
 import { duration, phaseName } from "../../lib/format.js";
 import { html } from "../../lib/html.js";
 
 const STEPS = 20;
 const PHASES = ["rollout", "score", "advantage", "train", "publish", "checkpoint", "validate"];
+const TIMINGS = { rollout: "gen", score: "reward", advantage: "adv", train: "train", publish: "update_weights" };
 
-export function Timeline({ job }) {
-  const loaded = useFetched(jobPath(job.id, `timeline?steps=${STEPS}`));
-  const soon = useThrottled(loaded.reload, 1000);
-  useEvent("event", ({ type }) => type === "trained" && soon());
-  const steps = [...((loaded.data ?? loaded.stale)?.items ?? [])].reverse();
+export function Timeline({ job, rows }) {
+  const timed = rows.filter(({ values }) => values["timing_s/step"]);
+  const steps = timed.slice(-STEPS).reverse().map(stepOf);
   if (!steps.length) return null;
   const length = (step) => step.phases.reduce((sum, { seconds }) => sum + seconds, 0);
   const longest = Math.max(...steps.map(length)) || 1;
@@ -51,6 +48,11 @@ export function Timeline({ job }) {
       </ol>
     </section>
   `;
+}
+
+function stepOf({ step, values }) {
+  const found = Object.entries(TIMINGS).map(([phase, name]) => ({ phase, seconds: values[`timing_s/${name}`] ?? 0 }));
+  return { step, phases: found.filter(({ seconds }) => seconds > 0) };
 }
 
 /** Where the operator's tool shows the calls of a step. */
