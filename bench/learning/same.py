@@ -1,0 +1,114 @@
+"""Does a faster way to compute learn the same? A recipe in several ways at equal samples, paired by seed.
+
+    python -m bench.learning.same [--ways plain only idle fp8 merged flash] [--seeds 1 2 3] [--parallel 1]
+    python -m bench.learning.same --table-only
+
+Every way trains in bfloat16 without `trainer.deterministic`, as `plain` does. Tiny models have no linears that float8
+is worth: for `fp8` the smallest is lowered (`FLOWFLEET_FP8_MIN_SIZE`), in every process alike. Runs go into
+DIRECTORY/<way>/<recipe>-<seed>; a run that is there is kept. The table holds the held-out reward after training, its
+difference to `plain`, and reward per second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from bench.learning.results import Result, read_result, spread
+from bench.learning.runs import Run, train_all
+from docs.generate.markdown import table
+
+PLAIN = "plain"
+WAYS: dict[str, tuple[str, ...]] = {
+    PLAIN: (),
+    "only": ("trainer.samples=only",),
+    "idle": ("trainer.samples=idle",),
+    "fp8": ("model.base=fp8",),
+    "merged": ("rollout.adapter=merged",),
+    "flash": ("rollout.tail_steps=2",),
+}
+"""What each way changes in the recipe."""
+COMMON = ("model.dtype=bfloat16", "trainer.deterministic=false", "schedule.validate_every=3")
+MIN_SIZE = "64"
+ALLOWED = 0.02
+"""Largest difference of the means that counts as the same."""
+
+
+def main() -> int:
+    options, console = _parser().parse_args(), Console(width=200)
+    os.environ["FLOWFLEET_FP8_MIN_SIZE"] = MIN_SIZE
+    runs = plan(options.recipe, options.ways, options.seeds, options.directory)
+    errors = {} if options.table_only else train_all(runs, options.parallel, options.budget, console)
+    found = read(options.recipe, options.ways, options.seeds, options.directory)
+    console.print(same_table(found), markup=False, highlight=False, soft_wrap=True)
+    missing = [f"{run.directory.parent.name} {run.seed}" for run in runs if not run.is_done]
+    if missing:
+        console.print(f"\nnot done yet: {', '.join(missing)}", highlight=False, soft_wrap=True)
+    for run, error in errors.items():
+        console.print(f"\n{run.directory} failed: {error}", markup=False, highlight=False, soft_wrap=True)
+    return 1 if errors else 0
+
+
+def plan(recipe: str, ways: Sequence[str], seeds: Sequence[int], directory: Path) -> list[Run]:
+    """All runs, seed after seed, so that an early end leaves whole pairs."""
+    return [
+        Run(recipe, seed, directory / way / f"{recipe}-{seed}", (*COMMON, *WAYS[way])) for seed in seeds for way in ways
+    ]
+
+
+def read(recipe: str, ways: Sequence[str], seeds: Sequence[int], directory: Path) -> dict[str, dict[int, Result]]:
+    """The finished runs by way and seed."""
+    found: dict[str, dict[int, Result]] = {}
+    for run in plan(recipe, ways, seeds, directory):
+        if run.is_done:
+            found.setdefault(run.directory.parent.name, {})[run.seed] = read_result(run.directory)
+    return found
+
+
+def same_table(found: Mapping[str, Mapping[int, Result]]) -> str:
+    """A line a way; differences are of the seeds that `plain` has too."""
+    return table(
+        ("way", "seeds", "after", "difference to plain", "the same", "gain per 100 s of training"),
+        [_line(way, results, found.get(PLAIN, {})) for way, results in found.items()],
+    )
+
+
+def _line(way: str, results: Mapping[int, Result], plain: Mapping[int, Result]) -> list[str]:
+    after = {seed: result.summary["held_out_reward_after"] for seed, result in results.items()}
+    pairs = [after[seed] - plain[seed].summary["held_out_reward_after"] for seed in after if seed in plain]
+    rates = [100 * it.summary["improvement"] / it.summary["training_seconds"] for it in results.values()]
+    return [
+        way,
+        str(len(after)),
+        spread(list(after.values()), ".3f"),
+        spread(pairs, "+.3f") if pairs and way != PLAIN else "–",
+        ("yes" if abs(statistics.fmean(pairs)) <= ALLOWED else "no") if pairs and way != PLAIN else "–",
+        spread(rates, "+.3f"),
+    ]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.learning.same", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--recipe", default="tiny_ocr")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--parallel", type=int, default=1, help="runs at once, two cores each (1)")
+    parser.add_argument(
+        "--budget", type=float, default=math.inf, help="seconds; starts nothing in the last 200 of them"
+    )
+    parser.add_argument("--directory", type=Path, default=Path("runs/same"))
+    parser.add_argument("--table-only", action="store_true", help="train nothing")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
