@@ -209,6 +209,7 @@ class Monolith:
             next_latents=torch.stack([record.next_latents for record in records], 1).to(device),
             rollout_log_probs=torch.stack([record.log_probs for record in records], 1).to(device),
             advantages=torch.tensor([advantages[row] for row in micro.rows], dtype=torch.float32, device=device),
+            ties=torch.ones(len(rows), device=device),
             prompts=concat_embeds([batch.embeds[sample.group] for batch, sample in rows]).to(device),
             negative=_negative(rows[0], device),
         )

@@ -158,6 +158,7 @@ def _batch(engine: Engine, options: argparse.Namespace, micro: MicroBatch) -> St
         rows=micro.rows,
         is_padding=False,
         advantages=torch.randn(options.batch, device=device),
+        ties=torch.ones(options.batch, device=device),
         prompts=PromptEmbeds(embeds, mask, has_padding=False),
         negative=None,
         latents=torch.randn(steps, device=device),

@@ -123,7 +123,11 @@ def test_a_moving_reference_is_the_policy_after_its_turn_and_is_resumed(
     mode: str, tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
 ) -> None:
     """Every second step; or where the distance is above the threshold, as it is once the policy has left it."""
-    cases = (({"every": 2}, {1}), ({"threshold": 1e9}, set()), ({"threshold": 1e-9}, {1}))
+    cases: tuple[tuple[dict[str, float], set[int]], ...] = (
+        ({"every": 2}, {1}),
+        ({"threshold": 1e9}, set()),
+        ({"threshold": 1e-9}, {1}),
+    )
     for number, (part, turns) in enumerate(cases):
         folder = tmp_path / str(number)
         spec = nft_spec(tiny_qwen_image, mode, kl_coef=0.1, kl_reference=part)
