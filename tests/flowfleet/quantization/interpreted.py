@@ -47,10 +47,10 @@ def check_norm() -> None:
     assert not scale.is_contiguous()
     pairs: list[Any] = [(None, None), (gate, change)]
     for parts in pairs:
-        given: list[Any] = [x + 2, *parts, shift, scale]
-        total, values, *quantized = fused_triton.norm_rows(*given, eps=1e-6)
-        doubles: list[Any] = [None if it is None else it.double() for it in given]
-        exact = fused.norm_formula(*doubles, eps=1e-6)
+        given: list[Any] = [x + 2, *parts, shift, scale, 1e-6]
+        total, values, *quantized = fused_triton.norm_rows(*given)
+        doubles: list[Any] = [it.double() if isinstance(it, torch.Tensor) else it for it in given]
+        exact = fused.norm_formula(*doubles)
         assert total.shape == exact[0].shape
         torch.testing.assert_close(
             total.double(), exact[0], rtol=2**-7, atol=0
