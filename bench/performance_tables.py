@@ -204,7 +204,15 @@ def published(rows: Rows) -> str:
 
 
 BASE_LOOPS = ("only", "idle", "cfg", "flash", "one", "h100", "compare")
-LOOPS = ("loop-lora", "loop-only", "loop-only-2", "loop-idle", "loop-omni", "loop-lora-cfg", "loop-full")
+LOOPS: tuple[str, ...] = (
+    "loop-lora",
+    "loop-only",
+    "loop-only-2",
+    "loop-idle",
+    "loop-omni",
+    "loop-lora-cfg",
+    "loop-full",
+)
 LOOPS += tuple(f"loop-base-{name}" for name in BASE_LOOPS)
 
 

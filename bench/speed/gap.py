@@ -114,8 +114,19 @@ def in_child(options: argparse.Namespace, stage: str, name: str) -> str:
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
-    names = ("images", "batch", "micro_batch", "steps", "size", "guidance", "dtype", "clip")
-    names += ("base", "lora_rank", "lora_std")
+    names = [
+        "images",
+        "batch",
+        "micro_batch",
+        "steps",
+        "size",
+        "guidance",
+        "dtype",
+        "clip",
+        "base",
+        "lora_rank",
+        "lora_std",
+    ]
     return {name: getattr(options, name) for name in names}
 
 

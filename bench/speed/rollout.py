@@ -83,8 +83,18 @@ def measure(row: str, options: argparse.Namespace) -> dict[str, Any]:
         return in_child(options)
     else:
         raise ValueError(f"--rows {row}: give service, bare or both")
-    names = ("engine", "compile", "quantization", "guidance", "batch", "steps", "size", "lora_rank", "ragged")
-    names += ("adapter",)
+    names = [
+        "engine",
+        "compile",
+        "quantization",
+        "guidance",
+        "batch",
+        "steps",
+        "size",
+        "lora_rank",
+        "ragged",
+        "adapter",
+    ]
     settings = (
         {name: getattr(options, name) for name in names}
         if row == "service"
