@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from safetensors.torch import load_file
 
@@ -44,6 +46,24 @@ def test_a_job_runs_to_its_end_and_leaves_what_it_promised(fleet: Fleet, first: 
     samples = list(fleet.client.samples(first.id, step=3))
     assert len(samples) == 24
     assert fleet.client.media(first.id, samples[0]).startswith(b"\x89PNG")
+
+
+def test_every_sample_of_a_step_has_its_trace(fleet: Fleet, first: Job) -> None:
+    url = f"{fleet.stack.url}/v1/jobs/{first.id}/samples"
+    (row,) = [row for row in fleet.metrics(first) if row.step == 2]
+    ratios, advantages = [], []
+    for sample in fleet.client.samples(first.id, step=2):
+        trace = httpx.get(f"{url}/{sample.step}/{sample.group}/{sample.index}").json()
+        assert (trace["trained_as"], trace["checkpoint"]["step"]) == (3, 4)
+        assert (trace["sample"]["policy_version"], trace["sample"]["replica"] != "") == (2, True)
+        assert len(trace["group"]) == 6
+        ratios.append(trace["ratio"])
+        advantages.append(trace["advantage"])
+    assert len(ratios) == 24
+    assert min(advantages) == pytest.approx(row.values["critic/advantages/min"], abs=1e-6)
+    assert max(advantages) == pytest.approx(row.values["critic/advantages/max"], abs=1e-6)
+    assert statistics.fmean(ratios) == pytest.approx(row.values["actor/ratio_mean"], abs=1e-4)
+    assert fleet.client.job(first.id).accelerator_hours["trainer"] > 0
 
 
 @pytest.mark.long
