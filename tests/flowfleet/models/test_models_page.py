@@ -13,5 +13,5 @@ def test_every_family_has_its_row() -> None:
     families = {name: family for name, family in FAMILIES.items() if family.adapter.startswith("flowfleet.models.")}
     assert sorted(name for name, _ in rows) == sorted(families)
     assert {name for name, condition in rows if condition != "–"} == {
-        name for name, family in families.items() if family.takes_images
+        name for name, family in families.items() if family.takes_images or family.takes_media
     }

@@ -106,7 +106,13 @@ def test_the_real_runner_starts_and_stops(redis_url: str, tmp_path: Path) -> Non
         assert httpx.get(f"http://{address}/readyz").json() == {"status": "ok"}
         assert httpx.get(f"http://{address}/v1/fleet").status_code == 401
         fleet = httpx.get(f"http://{address}/v1/fleet", headers={"X-API-Key": "k" * 16}).json()
-        assert fleet == {"replicas": [], "rewards": {"ocr": ["127.0.0.1:1"]}, "pools": None, "shortages": []}
+        assert fleet == {
+            "replicas": [],
+            "rewards": {"ocr": ["127.0.0.1:1"]},
+            "pools": None,
+            "shortages": [],
+            "reward_load": {},
+        }
         code, log = stop(process)
         assert code == 0, log
         assert all(json.loads(line)["service"] == "controller" for line in log.splitlines())

@@ -28,7 +28,7 @@ EVENT_ID = {"pattern": r"^[0-9]{1,19}(-[0-9]{1,19})?$"}
 """Documented; the handler refuses others in words."""
 SAMPLE_CURSOR = {"pattern": r"^([0-9]{10}/[0-9]{5}/[0-9]{5}|[0-9]{1,12})$"}
 _STREAM: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}},
+    200: {"content": {"text/event-stream": {}}},
     204: {"description": "The stream has ended: do not come back"},
 }
 MEDIA_RESPONSES: dict[int | str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ router = APIRouter(prefix="/v1", tags=["page"])
 
 MAX_TEXT = 100
 BATCH = 500
-_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 
 @router.get("/overview")

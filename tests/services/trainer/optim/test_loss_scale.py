@@ -13,10 +13,10 @@ from flowfleet.algorithms.losses import Limits, PolicyRows, flow_grpo
 from flowfleet.algorithms.sde import reverse_step
 from flowfleet.data.blobs import SyncBlobs
 from flowfleet.proto import trainer_pb2
-from services.trainer import worker
 from services.trainer.optim import loss_scale
 from services.trainer.optim.loss_scale import LossScale
 from services.trainer.parallel.ranks import Ranks
+from services.trainer.step import kinds
 from services.trainer.step.batches import plan_passes
 from tests.services.trainer.steps import JOB, Drawer, make_spec
 from tests.services.trainer.workers import engine_of, make_worker, state_of
@@ -89,7 +89,7 @@ def test_a_step_of_many_rows_has_float32s_gradient(
         plan = plan_passes(*args, **kwargs)
         return [[replace(update, num_samples=update.num_samples * 100_000) for update in part] for part in plan]
 
-    monkeypatch.setattr(worker, "plan_passes", crowded)
+    monkeypatch.setattr(kinds, "plan_passes", crowded)
     trainer = {"mode": mode, "deterministic": False}
     specs = [
         make_spec(tiny_qwen_image, model={"dtype": dtype}, algorithm=algorithm, trainer=trainer)
