@@ -89,7 +89,7 @@ annotations:
 
 {{/* Whether a scorer runs a model of torch: "true" or "". (scorer) */}}
 {{- define "flowfleet.runsModel" -}}
-{{- if has . (list "clip" "pickscore" "hps" "aesthetic" "geneval") }}true{{ end }}
+{{- if has . (list "clip" "pickscore" "hps" "aesthetic" "geneval" "feature_diversity") }}true{{ end }}
 {{- end }}
 
 {{/* A reward's: its scorer chooses one with torch or one without. (list root reward) */}}
