@@ -67,10 +67,17 @@ def client(replica: ReplicaProcess, shared_redis: str) -> Any:
     return lambda: Client(replica.address, shared_redis)
 
 
-def long_generate(job_id: str, version: int) -> rollout_pb2.GenerateRequest:
-    """Work of a few seconds, in many denoising steps."""
-    sampling = rollout_pb2.Sampling(height=64, width=64, num_inference_steps=150, guidance_scale=1.0)
+def long_generate(job_id: str, version: int, num_steps: int) -> rollout_pb2.GenerateRequest:
+    """Work of many denoising steps."""
+    sampling = rollout_pb2.Sampling(height=64, width=64, num_inference_steps=num_steps, guidance_scale=1.0)
     return make_generate(job_id, version, sampling=sampling)
+
+
+async def steps_of_a_second(c: Client, job_id: str) -> int:
+    """Number of steps that last over a second on this machine, whatever its speed: measured by a call of 100."""
+    started = time.monotonic()
+    await c.generate(long_generate(job_id, 0, 100))
+    return min(1000, max(100, int(150 / (time.monotonic() - started))))
 
 
 @pytest.mark.anyio
@@ -424,7 +431,8 @@ async def test_metrics_count_what_was_made(client: Any, model: ModelSpec, replic
 async def test_an_update_stops_admission_and_waits_for_what_runs(client: Any, model: ModelSpec) -> None:
     async with client() as c:
         await c.publish_adapter("job-e", 0, model, LORA, seed=1)
-        running = asyncio.create_task(c.generate(long_generate("job-e", 0)))
+        num_steps = await steps_of_a_second(c, "job-e")
+        running = asyncio.create_task(c.generate(long_generate("job-e", 0, num_steps)))
         while not (await c.status()).in_flight:
             await asyncio.sleep(0.01)
         starting = asyncio.create_task(c.start("job-e", 1))
@@ -443,7 +451,8 @@ async def test_an_update_stops_admission_and_waits_for_what_runs(client: Any, mo
 async def test_an_update_waits_for_the_batch_at_work_and_not_for_what_gives_way(client: Any, model: ModelSpec) -> None:
     async with client() as c:
         await c.publish_adapter("job-w", 0, model, LORA, seed=1)
-        requests = [long_generate("job-w", 0) for _ in range(3)]
+        num_steps = await steps_of_a_second(c, "job-w")
+        requests = [long_generate("job-w", 0, num_steps) for _ in range(3)]
         for step, request in enumerate(requests):
             request.step, request.gives_way = step, step < 2
         calls = []
@@ -471,10 +480,11 @@ async def test_an_update_waits_for_the_batch_at_work_and_not_for_what_gives_way(
 async def test_work_that_nobody_waits_for_is_dropped(client: Any, model: ModelSpec) -> None:
     async with client() as c:
         await c.publish_adapter("job-f", 0, model, LORA, seed=1)
+        num_steps = await steps_of_a_second(c, "job-f")
         started = time.monotonic()
-        await c.generate(long_generate("job-f", 0))
+        await c.generate(long_generate("job-f", 0, num_steps))
         whole_s = time.monotonic() - started
-        running = asyncio.create_task(c.generate(long_generate("job-f", 0)))
+        running = asyncio.create_task(c.generate(long_generate("job-f", 0, num_steps)))
         while not (await c.status()).in_flight:
             await asyncio.sleep(0.01)
         running.cancel()
@@ -594,7 +604,8 @@ async def test_sigterm_finishes_what_runs_and_takes_no_more(
         record = await ReplicaDirectory(c.redis).get("r0")
         assert record is not None
         assert (record.state, record.job_id, record.version) == ("serving", "job-h", 0)
-        running = asyncio.create_task(c.generate(long_generate("job-h", 0)))
+        num_steps = await steps_of_a_second(c, "job-h")
+        running = asyncio.create_task(c.generate(long_generate("job-h", 0, num_steps)))
         while not (await c.status()).in_flight:
             await asyncio.sleep(0.01)
         replica.terminate()
