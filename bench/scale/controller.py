@@ -41,7 +41,7 @@ class SimulatedLauncher:
     async def alive(self, job_id: str) -> bool:
         return True
 
-    async def last_words(self, job_id: str) -> str:
+    async def termination_message(self, job_id: str) -> str:
         return ""
 
     async def stop(self, job_id: str, *, at_once: bool = False) -> None:

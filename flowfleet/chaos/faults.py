@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import redis
 
-from flowfleet.chaos.field import Field, Missed, is_live
 from flowfleet.chaos.schedule import Fault
+from flowfleet.chaos.targets import Missed, Targets, is_live
 from flowfleet.chaos.tools.control import Control
 from flowfleet.chaos.tools.proxy import Loss, TcpProxy
 from flowfleet.proto.common_pb2 import Sample
@@ -44,46 +44,46 @@ class Struck:
     data: dict[str, Any] = field(default_factory=dict)
 
 
-def kill(place: Field, fault: Fault) -> Struck:
+def kill(targets: Targets, fault: Fault) -> Struck:
     """SIGKILL."""
-    process = place.process(fault.target, fault.dice)
-    name = _named(place, fault, process)
+    process = targets.process(fault.target, fault.dice)
+    name = _named(targets, fault, process)
     _signal(process, signal.SIGKILL)
     return Struck(f"SIGKILL of {name}")
 
 
-def stop(place: Field, fault: Fault) -> Struck:
+def stop(targets: Targets, fault: Fault) -> Struck:
     """SIGSTOP, and SIGCONT after a while."""
-    process = place.process(fault.target, fault.dice)
+    process = targets.process(fault.target, fault.dice)
     _signal(process, signal.SIGSTOP)
-    return Struck(f"SIGSTOP of {_named(place, fault, process)} for {fault.seconds:g} s", lambda: _resume(process))
+    return Struck(f"SIGSTOP of {_named(targets, fault, process)} for {fault.seconds:g} s", lambda: _resume(process))
 
 
-def hang(place: Field, fault: Fault) -> Struck:
+def hang(targets: Targets, fault: Fault) -> Struck:
     """Stops the process for good (SIGSTOP): the system must detect this and replace it, or continue without it."""
-    process = place.process(fault.target, fault.dice)
+    process = targets.process(fault.target, fault.dice)
     _signal(process, signal.SIGSTOP)
-    what = f"SIGSTOP of {_named(place, fault, process)} for good"
+    what = f"SIGSTOP of {_named(targets, fault, process)} for good"
     if fault.target == "trainer-agent":  # its ranks work without it
         return Struck(f"{what}, until the job had finished a step", wake=lambda: _resume(process))
     return Struck(what, replaced=process)
 
 
-def cut_network(place: Field, fault: Fault) -> Struck:
+def cut_network(targets: Targets, fault: Fault) -> Struck:
     """Loses the network between two processes for a while, silently or by reset."""
     link, _, how = fault.target.partition("/")
-    name, proxy = _proxy(place, link, fault.dice)
+    name, proxy = _proxy(targets, link, fault.dice)
     loss: Loss = "reset" if how == "reset" else "silent"
     proxy.lose(loss)
     return Struck(f"no network ({loss}) on {name} for {fault.seconds:g} s", proxy.restore)
 
 
-def cut_aof(place: Field, fault: Fault) -> Struck:
+def cut_aof(targets: Targets, fault: Fault) -> Struck:
     """Kills Redis and cuts off what it wrote last, as a power cut does; the supervisor starts it again."""
-    name, process = place.service("redis", fault.dice)
+    name, process = targets.service("redis", fault.dice)
     seconds = AOF_LOSS_S[0] + fault.dice * (AOF_LOSS_S[1] - AOF_LOSS_S[0])
     _signal(process, signal.SIGSTOP)  # it writes nothing between the cut and its end
-    found = place.aof_size_before(seconds)
+    found = targets.aof_size_before(seconds)
     if found is None:
         _resume(process)
         raise Missed(f"the append-only file is younger than {seconds:.1f} s")
@@ -93,17 +93,17 @@ def cut_aof(place: Field, fault: Fault) -> Struck:
         _resume(process)
         raise Missed("the append-only file has not grown")
     os.truncate(path, size)
-    place.aof_sizes.clear()
+    targets.aof_sizes.clear()
     _signal(process, signal.SIGKILL)
     return Struck(f"SIGKILL of {name} and {lost} bytes ({seconds:.1f} s) cut off {path.name}", data={"bytes": lost})
 
 
-def flip_checkpoint(place: Field, fault: Fault) -> Struck:
+def flip_checkpoint(targets: Targets, fault: Fault) -> Struck:
     """Flips a bit in the newest checkpoint, then kills a rank so that the trainer must read it."""
-    found = place.checkpoints()
+    found = targets.checkpoints()
     if len(found) < 2:
         raise Missed("there are less than two checkpoints")
-    process = place.process("trainer-rank", fault.dice)
+    process = targets.process("trainer-rank", fault.dice)
     files = sorted(found[-1].glob("*.safetensors"))
     if not files:
         raise Missed(f"{found[-1].name} has no tensors")
@@ -114,11 +114,11 @@ def flip_checkpoint(place: Field, fault: Fault) -> Struck:
     return Struck(f"a bit flipped at byte {at} of {found[-1].name}/{file.name}, SIGKILL of trainer-rank")
 
 
-def flip_blob(place: Field, fault: Fault) -> Struck:
+def flip_blob(targets: Targets, fault: Fault) -> Struck:
     """Flips a bit of what a sample of the running step has stored, before the trainer reads it."""
-    step = place.watch.now.step
-    with place.redis() as client:
-        rows = client.hgetall(keys.sample_refs(place.job_id, step))
+    step = targets.watch.now.step
+    with targets.redis() as client:
+        rows = client.hgetall(keys.sample_refs(targets.job_id, step))
         if not rows:
             raise Missed(f"step {step} has stored nothing yet")
         names = sorted(rows)
@@ -130,61 +130,61 @@ def flip_blob(place: Field, fault: Fault) -> Struck:
         if not byte:
             raise Missed(f"the {fault.target} of {step}/{name.decode()} is gone")
         client.setrange(key, at, bytes([byte[0] ^ 1]))
-        if client.exists(keys.train_request(place.job_id, step)):
+        if client.exists(keys.train_request(targets.job_id, step)):
             client.setrange(key, at, byte)
             raise Missed(f"the trainer may have read the blobs of step {step} already")
     sample = f"{step}/{name.decode()}"
     return Struck(f"a bit flipped at byte {at} of the {fault.target} of {sample}", data={"sample": sample})
 
 
-def full_disk(place: Field, fault: Fault) -> Struck:
+def full_disk(targets: Targets, fault: Fault) -> Struck:
     """Fills the disk that has the checkpoints."""
-    disk = place.chaos.disk
+    disk = targets.chaos.disk
     if not disk.mounted:
         raise Missed("the checkpoints have no disk of their own")
     num_bytes = disk.fill()
     return Struck(f"the disk of the checkpoints full for {fault.seconds:g} s ({num_bytes} bytes taken)", disk.free)
 
 
-def full_redis(place: Field, fault: Fault) -> Struck:
+def full_redis(targets: Targets, fault: Fault) -> Struck:
     """Leaves Redis no memory beyond what it uses."""
-    with place.redis() as client:
+    with targets.redis() as client:
         before = client.config_get("maxmemory")["maxmemory"]
         used = client.info("memory")["used_memory"]
         client.config_set("maxmemory", used)
 
     def heal() -> None:
-        _patiently(lambda: _set_memory(place, before))
+        _patiently(lambda: _set_memory(targets, before))
 
     return Struck(f"maxmemory {used} of Redis for {fault.seconds:g} s", heal)
 
 
-def skew_clock(place: Field, fault: Fault) -> Struck:
+def skew_clock(targets: Targets, fault: Fault) -> Struck:
     """Sets the clock of one process an hour ahead or behind for a while."""
     target, _, way = fault.target.partition("/")
-    name, _process = place.service(target, fault.dice)
-    clocks = place.chaos.clocks
+    name, _process = targets.service(target, fault.dice)
+    clocks = targets.chaos.clocks
     if not clocks.has(name):  # a rollout that takes broadcasts
-        name, _process = place.service("controller", fault.dice)
+        name, _process = targets.service("controller", fault.dice)
     clocks.set(name, f"{'+' if way == 'ahead' else '-'}{SKEW_S}")
     return Struck(f"clock of {name} {SKEW_S} s {way} for {fault.seconds:g} s", lambda: clocks.right(name))
 
 
-def slow_reward(place: Field, fault: Fault) -> Struck:
+def slow_reward(targets: Targets, fault: Fault) -> Struck:
     """Makes the reward slow, silent, unavailable or talk rubbish for a while."""
-    place.process("reward", fault.dice)
-    file = place.chaos.control_file
+    targets.process("reward", fault.dice)
+    file = targets.chaos.control_file
     usual = Control.read(file)
     Control(usual.poison, fault.target).write(file)
     return Struck(f"reward {fault.target} for {fault.seconds:g} s", lambda: Control(usual.poison).write(file))
 
 
-def poison_reward(place: Field, fault: Fault) -> Struck:
+def poison_reward(targets: Targets, fault: Fault) -> Struck:
     """Nothing more to do: the control file has the sample from the start, so that a repeated call gives the same."""
     return Struck(f"reward answers {fault.target} for {fault.sample}", data={"sample": fault.sample})
 
 
-STRIKES: dict[str, Callable[[Field, Fault], Struck]] = {
+STRIKES: dict[str, Callable[[Targets, Fault], Struck]] = {
     "kill": kill,
     "stop": stop,
     "hang": hang,
@@ -200,8 +200,8 @@ STRIKES: dict[str, Callable[[Field, Fault], Struck]] = {
 }
 
 
-def _named(place: Field, fault: Fault, process: psutil.Process) -> str:
-    name = fault.target if fault.target.startswith("trainer") else place.name(process.pid)
+def _named(targets: Targets, fault: Fault, process: psutil.Process) -> str:
+    name = fault.target if fault.target.startswith("trainer") else targets.name(process.pid)
     return f"{name} (pid {process.pid})"
 
 
@@ -218,16 +218,18 @@ def _resume(process: psutil.Process) -> None:
         process.send_signal(signal.SIGCONT)
 
 
-def _proxy(place: Field, link: str, dice: float) -> tuple[str, TcpProxy]:
+def _proxy(targets: Targets, link: str, dice: float) -> tuple[str, TcpProxy]:
     """The proxy of a link. A rollout's is chosen among the rollouts'; a trainer without its own URL has its
     controller's."""
     kinds = link.split("-")
-    found = {name: proxy for name, proxy in sorted(place.chaos.proxies.items()) if all(kind in name for kind in kinds)}
+    found = {
+        name: proxy for name, proxy in sorted(targets.chaos.proxies.items()) if all(kind in name for kind in kinds)
+    }
     if not found and link == "trainer-redis":
-        return _proxy(place, "controller-redis", dice)
+        return _proxy(targets, "controller-redis", dice)
     name = list(found)[int(dice * len(found))]
     for kind in kinds:
-        if kind not in ("trainer", "rollout") and not is_live(place.process(kind, 0.0)):
+        if kind not in ("trainer", "rollout") and not is_live(targets.process(kind, 0.0)):
             raise Missed(f"no live {kind}")
     return name, found[name]
 
@@ -244,8 +246,8 @@ def _flip(file: Path, start: int, dice: float) -> int:
     return at
 
 
-def _set_memory(place: Field, value: Any) -> None:
-    with place.redis() as client:
+def _set_memory(targets: Targets, value: Any) -> None:
+    with targets.redis() as client:
         client.config_set("maxmemory", value)
 
 

@@ -14,10 +14,10 @@ import psutil
 import redis
 
 from flowfleet.chaos.faults import STRIKES, Struck
-from flowfleet.chaos.field import Field, Missed
 from flowfleet.chaos.ledger import Entry, Ledger
 from flowfleet.chaos.schedule import Fault
 from flowfleet.chaos.stack import SCORER
+from flowfleet.chaos.targets import Missed, Targets
 from flowfleet.chaos.watch import Sight
 from flowfleet.client.client import Client
 from flowfleet.client.types import ApiError
@@ -48,14 +48,14 @@ class Stuck(Exception):
 class Injector:
     def __init__(
         self,
-        place: Field,
+        targets: Targets,
         client: Client,
         ledger: Ledger,
         say: Callable[[str], None],
         save: Callable[[], object],
         started: float,
     ) -> None:
-        self._place = place
+        self._targets = targets
         self._client = client
         self._ledger = ledger
         self._say = say
@@ -70,7 +70,7 @@ class Injector:
             self._ledger.add(entry)
             self._tell(entry, len(schedule))
             self._save()
-            if entry.counted and entry.recovery_s is None and not self._place.watch.now.ended:
+            if entry.counted and entry.recovery_s is None and not self._targets.watch.now.ended:
                 raise Stuck(entry.failures[-1] if entry.failures else "the job makes no progress: see its reason")
 
     # -- one fault -----------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ class Injector:
             return entry
         struck_at, step = time.monotonic(), entry.step
         entry.what, entry.data = struck.what, struck.data
-        entry.counted = not self._place.watch.now.ended
+        entry.counted = not self._targets.watch.now.ended
         try:
             self._hold(fault, struck, entry)
         except (OSError, redis.RedisError, psutil.Error, TimeoutError) as error:
@@ -98,7 +98,7 @@ class Injector:
         """Strikes in the wished phase, or says in the entry why not."""
         deadline, missed = time.monotonic() + TRY_S, ""
         while time.monotonic() < deadline:
-            if self._place.watch.now.ended:
+            if self._targets.watch.now.ended:
                 break
             if not self._serves(fault.target):
                 missed = f"{fault.target} does not serve"
@@ -106,7 +106,7 @@ class Injector:
                 continue
             sight = self._wait_for_phase(fault)
             try:
-                struck = STRIKES[fault.kind](self._place, fault)
+                struck = STRIKES[fault.kind](self._targets, fault)
             except (Missed, redis.RedisError, OSError, psutil.Error) as error:
                 missed = str(error)
                 time.sleep(RETRY_S)
@@ -121,7 +121,7 @@ class Injector:
         """Whether a service that a fault names answers. A trainer is asked by the job itself."""
         kind = target.partition("/")[0]
         names = {"reward": f"reward-{SCORER}", "controller": "controller", "redis": "redis"}
-        plan = self._place.chaos.plan
+        plan = self._targets.chaos.plan
         wanted = [
             p for p in plan.processes if p.name == names.get(kind) or (kind == "rollout" and p.name.startswith(kind))
         ]
@@ -130,8 +130,8 @@ class Injector:
     def _wait_for_phase(self, fault: Fault) -> Sight:
         """Waits for the wished phase. Each phase comes once before the next checkpoint is passed, but a job of short
         steps may have left it before it was seen."""
-        watch = self._place.watch
-        last = watch.now.step + self._place.spec.schedule.save_every
+        watch = self._targets.watch
+        last = watch.now.step + self._targets.spec.schedule.save_every
         watch.until(lambda sight: sight.ended or sight.step > last or self._is_time(fault, sight), PHASE_S)
         return watch.now
 
@@ -139,13 +139,13 @@ class Injector:
         """Whether the job is in the wished phase. A disk is filled in the step before a checkpoint, which then finds
         it full."""
         if fault.kind == "full-disk":
-            return (sight.step + 1) % self._place.spec.schedule.save_every == 0
+            return (sight.step + 1) % self._targets.spec.schedule.save_every == 0
         return sight.phase == fault.phase
 
     def _hold(self, fault: Fault, struck: Struck, entry: Entry) -> None:
         if struck.heal is None:
             return
-        if fault.kind == "full-disk" and self._place.watch.until(lambda sight: NO_ROOM in sight.reason, PHASE_S):
+        if fault.kind == "full-disk" and self._targets.watch.until(lambda sight: NO_ROOM in sight.reason, PHASE_S):
             entry.phase = fault.phase
         time.sleep(fault.seconds)
         struck.heal()
@@ -153,14 +153,14 @@ class Injector:
     # -- what follows --------------------------------------------------------------------------------------------
 
     def _wait_for_step(self, step: int) -> None:
-        watch = self._place.watch
+        watch = self._targets.watch
         if not self._until(lambda sight: sight.step >= step):
             raise Stuck(f"step {step} was not reached within {STUCK_S:g} s: {seen(watch.now)}")
         if watch.now.ended:
             raise Stuck(f"the job ended before step {step}: {seen(watch.now)}")
 
     def _wait_for_replacement(self, process: psutil.Process, entry: Entry, struck_at: float) -> None:
-        patience = self._place.spec.timeouts.hang_s + REPLACED_S
+        patience = self._targets.spec.timeouts.hang_s + REPLACED_S
         while time.monotonic() < struck_at + patience:
             if _is_gone(process):
                 entry.replaced_s = round(time.monotonic() - struck_at, 2)
@@ -172,13 +172,13 @@ class Injector:
 
     def _wait_for_recovery(self, entry: Entry, step: int, struck_at: float) -> None:
         if self._until(lambda sight: sight.step > step, entry):
-            entry.recovery_s = round(self._place.watch.now.at - struck_at, 2)
+            entry.recovery_s = round(self._targets.watch.now.at - struck_at, 2)
             return
-        entry.failures.append(f"no step was finished within {STUCK_S:g} s: {seen(self._place.watch.now)}")
+        entry.failures.append(f"no step was finished within {STUCK_S:g} s: {seen(self._targets.watch.now)}")
 
     def _until(self, condition: Callable[[Sight], bool], entry: Entry | None = None) -> bool:
         """Waits for a condition or the job's end; resumes a job that was paused. False after `STUCK_S`."""
-        watch, deadline = self._place.watch, time.monotonic() + STUCK_S
+        watch, deadline = self._targets.watch, time.monotonic() + STUCK_S
         while time.monotonic() < deadline:
             if watch.until(lambda sight: sight.ended or condition(sight), LOOK_S):
                 return True
@@ -194,7 +194,7 @@ class Injector:
             if sight.status != "paused":
                 entry.failures.append(f"the job was {sight.status}: {sight.reason}")
         try:
-            self._client.resume(self._place.job_id)
+            self._client.resume(self._targets.job_id)
         except ApiError as error:
             self._say(f"resume failed: {error}")
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from flowfleet.chaos.account import account
-from flowfleet.chaos.field import Field
 from flowfleet.chaos.injector import Injector, Stuck
 from flowfleet.chaos.job import Mode, make_job, shape_of, weights_hash
 from flowfleet.chaos.ledger import Ledger
@@ -27,6 +26,7 @@ from flowfleet.chaos.reference import references, result_of
 from flowfleet.chaos.report import Report, Samples, figures
 from flowfleet.chaos.schedule import KINDS, make_schedule, poisons
 from flowfleet.chaos.stack import ChaosStack, chaos_stack
+from flowfleet.chaos.targets import Targets
 from flowfleet.chaos.tools.clocks import LIBRARY, Clocks, find_library
 from flowfleet.chaos.tools.disk import SmallDisk
 from flowfleet.chaos.watch import Watch
@@ -194,25 +194,25 @@ def _under_faults(run: _Run, chaos: ChaosStack, schedule: Sequence[Any], say: Sa
         job = client.submit(run.spec)
         say(f"job {job.id} on {chaos.stack.url}; logs are in {chaos.state.logs}")
         watch = Watch(chaos.stack.url, job.id)
-        place = Field(chaos, watch, job.id, run.spec)
-        place.start()
+        targets = Targets(chaos, watch, job.id, run.spec)
+        targets.start()
         try:
-            Injector(place, client, run.ledger, say, run.save, started).run(schedule)
+            Injector(targets, client, run.ledger, say, run.save, started).run(schedule)
             watch.until(lambda sight: sight.ended, END_S)
         finally:
-            place.close()
+            targets.close()
             watch.close()
             run.seconds = time.monotonic() - started
-            _look_at_end(run, client, place)
+            _look_at_end(run, client, targets)
 
 
-def _look_at_end(run: _Run, client: Client, place: Field) -> None:
+def _look_at_end(run: _Run, client: Client, targets: Targets) -> None:
     """Collects what the job left, as far as it came."""
-    job_id = place.job_id
+    job_id = targets.job_id
     with _noted(run.failures):
         run.job = client.job(job_id)
         records = client.samples(job_id, order="oldest")
-        run.samples = account(run.spec, run.job, records, place.trained, poisons_of(run))
+        run.samples = account(run.spec, run.job, records, targets.trained, poisons_of(run))
         if run.job.status == "succeeded":
             run.weights = weights_hash(Path(run.job.results["model"]))
 

@@ -33,7 +33,7 @@ RPC_ACCEPT: Final = "FLOWFLEET_RPC_ACCEPT"
 API_KEY: Final = "FLOWFLEET_API_KEY"
 STATE_DIR: Final = "FLOWFLEET_STATE_DIR"
 """Environment of a trainer: the directory that holds the folders of all jobs."""
-LAST_WORDS: Final = "FLOWFLEET_LAST_WORDS"
+TERMINATION_MESSAGE: Final = "FLOWFLEET_TERMINATION_MESSAGE"
 """Names the file in which a trainer says why it ends."""
 _PR_SET_PDEATHSIG: Final = 1
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")

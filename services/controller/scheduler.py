@@ -42,8 +42,8 @@ from services.controller.prompts.sources import Unread
 from services.controller.quarantine import Quarantine
 from services.controller.retention.keeper import Keeper
 from services.controller.retention.memory import Memory
+from services.controller.rewards.job_rewards import JobRewards, modality_of
 from services.controller.rewards.metrics import RewardCalls
-from services.controller.rewards.plane import RewardPlane, modality_of
 from services.controller.rewards.scoring import Scoring
 from services.controller.scaling.demand import DemandHash, demand, work_of
 from services.controller.settings import ControllerSettings
@@ -358,7 +358,7 @@ class JobScheduler:
         return RolloutPool(self._fleet, job_id, spec, shortage=self._directory.shortage)
 
     def _scoring(self, spec: JobSpec, blobs: BlobStore) -> Scoring:
-        plane = RewardPlane(
+        job_rewards = JobRewards(
             self._directory,
             spec.timeouts.score_s,
             modality_of(spec),
@@ -366,7 +366,7 @@ class JobScheduler:
             patience_s=spec.timeouts.rewards_s,
             pending_s=spec.timeouts.pending_s,
         )
-        return Scoring(plane, blobs)
+        return Scoring(job_rewards, blobs)
 
     async def _fail(self, job_id: str, reason: str) -> None:
         await stop_for_good(self._launcher, job_id)
@@ -389,8 +389,8 @@ class FencedLauncher:
     async def alive(self, job_id: str) -> bool:
         return await self._launcher.alive(job_id)
 
-    async def last_words(self, job_id: str) -> str:
-        return await self._launcher.last_words(job_id)
+    async def termination_message(self, job_id: str) -> str:
+        return await self._launcher.termination_message(job_id)
 
     async def stop(self, job_id: str, *, at_once: bool = False) -> None:
         await self._lease.confirm()

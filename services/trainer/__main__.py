@@ -28,7 +28,7 @@ from flowfleet.process.service import end_soon, end_with_parent, rpc_parser, run
 from flowfleet.proto import trainer_pb2_grpc
 from flowfleet.redis import client as redis_client
 from flowfleet.rpc import endpoint as rpc
-from services.trainer import last_words
+from services.trainer import termination
 from services.trainer.checkpoints.fence import Replaced
 from services.trainer.commands import Command, Kind
 from services.trainer.parallel.ranks import Ranks
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
     if int(os.environ.get("RANK", "0")) > 0:
-        with last_words.said():
+        with termination.recorded():
             return follow(parser().parse_args(argv))
     return run_service("trainer", lead, parser(), argv)
 
@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
 
 async def lead(options: argparse.Namespace) -> None:
     """Rank 0: serves until SIGTERM, too long a silence, or a failure that left the ranks in an unknown state."""
-    with last_words.said():
+    with termination.recorded():
         ranks = Ranks()
     stop, failed = asyncio.Event(), asyncio.Event()
     worker = Worker(ranks, _blobs())

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from flowfleet.errors import FlowfleetError
 from flowfleet.hardware import devices
-from services.trainer import last_words
+from services.trainer import termination
 from services.trainer.commands import Command, Kind
 from services.trainer.worker import Worker
 
@@ -66,7 +66,7 @@ class Runner:
                 log.critical(
                     "%s left the ranks in an unknown state; the trainer exits", command.kind.name, exc_info=error
                 )
-                last_words.say(error)
+                termination.record(error)
                 self._on_fatal()
             raise
 

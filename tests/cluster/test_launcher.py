@@ -75,19 +75,19 @@ def test_a_failed_rank_ends_the_attempt_and_the_next_one_serves(cluster: Cluster
     run(cluster, tmp_path, scenario)
 
 
-def test_the_last_words_are_those_of_the_rank_that_failed_by_itself(cluster: Cluster, tmp_path: Path) -> None:
+def test_the_termination_message_is_those_of_the_rank_that_failed_by_itself(cluster: Cluster, tmp_path: Path) -> None:
     """Its pod is the last that the cluster tells of."""
 
     async def scenario(made: Release) -> None:
         await made.served(job_of(2))
-        assert await made.launcher.last_words(made.job_id) == ""
+        assert await made.launcher.termination_message(made.job_id) == ""
         gone, failed = "1 RuntimeError: Connection refused", "1 rank 1: ValueError: the noise has 3 steps"
         told = (await made.pod(0), f"echo {gone} > /tmp/exit"), (await made.pod(1), f"echo {failed} > /tmp/exit")
         for pod, command in told:
             await made.kubectl("exec", pod, "--", "sh", "-c", command)
         words = "pod 1: exit code 1: rank 1: ValueError: the noise has 3 steps"
         await until(lambda: _dead(made))
-        assert await made.launcher.last_words(made.job_id) == words
+        assert await made.launcher.termination_message(made.job_id) == words
         with pytest.raises(RuntimeError, match=words):
             await made.launcher.ensure(made.job_id, job_of(2))
 

@@ -21,7 +21,7 @@ from services.controller.job import requests
 from services.controller.job.batch import Scored
 from services.controller.job.credit import credits_of
 from services.controller.rewards.composition import PREFERENCE
-from services.controller.rewards.plane import SampleScore
+from services.controller.rewards.job_rewards import SampleScore
 from services.rollout.sampling.requests import generation_request
 from services.trainer.step.requests import check_request, pairs_of
 

@@ -60,7 +60,7 @@ RENEW_EVERY_S = 3600.0
 AT_ONCE = 256
 """Commands of a kind that run at once for a step, besides two for each replica; more would only wait."""
 ENDS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
-"""What a call to a trainer gives that ends meanwhile: its last words tell more."""
+"""What a call to a trainer gives that ends meanwhile: its termination message tells more."""
 INTAKE_COUNT = 256
 INTAKE_BLOCK_MS = 2000
 
@@ -167,7 +167,7 @@ class JobDriver:
         if accusation := self._watch.accusation(command):
             code, message = grpc.StatusCode.INTERNAL, f"the trainer was replaced: {accusation}"
         elif code in ENDS and isinstance(command, TRAINER_COMMANDS):
-            words = await self.job.trainer.last_words()
+            words = await self.job.trainer.termination_message()
             code, message = (grpc.StatusCode.INTERNAL, f"the trainer ended: {words}") if words else (code, message)
         self._failures[command] += 1
         decision = decide(command, code, self._failures[command])

@@ -17,7 +17,7 @@ from services.controller.job.context import JobContext
 from services.controller.job.credit import Credit
 from services.controller.job.policies import policy_of
 from services.controller.rewards.answers import MAX_SCORE
-from services.controller.rewards.plane import SampleScore
+from services.controller.rewards.job_rewards import SampleScore
 from services.controller.store.sample_refs import SLICE
 
 Part = Literal["trajectory", "prompt_embeds", "media", "negative_embeds"]

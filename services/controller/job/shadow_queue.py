@@ -37,7 +37,7 @@ from services.controller.waiting import NotYet
 
 if TYPE_CHECKING:
     from services.controller.rewards.answers import Answer
-    from services.controller.rewards.plane import SampleScore
+    from services.controller.rewards.job_rewards import SampleScore
 
 log = logging.getLogger(__name__)
 

@@ -53,7 +53,7 @@ from services.controller.job.state_machine import (
 )
 from services.controller.job.validation import Validation
 from services.controller.rewards.failures import RewardPause
-from services.controller.rewards.plane import preference
+from services.controller.rewards.job_rewards import preference
 from services.controller.waiting import NotYet
 
 INTAKE_DEADLINE_S = 30.0

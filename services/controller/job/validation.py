@@ -14,7 +14,7 @@ from services.controller.job import requests
 from services.controller.job.context import JobContext
 from services.controller.job.reporting.reports import ValidationPart
 from services.controller.rewards.failures import RewardPause
-from services.controller.rewards.plane import SampleScore
+from services.controller.rewards.job_rewards import SampleScore
 from services.controller.waiting import NotYet
 
 _GROUPS_ONLY = "it scores whole groups, and each held-out prompt has one sample: raise schedule.validation_samples"

@@ -15,7 +15,7 @@ from flowfleet.proto import common_pb2
 from flowfleet.rewards.requests import EncodedSample
 from services.controller.concurrency import Budget
 from services.controller.rewards.answers import Answer
-from services.controller.rewards.plane import RewardPlane, SampleScore
+from services.controller.rewards.job_rewards import JobRewards, SampleScore
 
 MAX_SCORING = 128
 """Samples at the rewards at once: enough for 16 processes of one, and a reward of one picture a second answers the
@@ -23,7 +23,7 @@ last of them well before `timeouts.score_s`."""
 
 
 class Scoring:
-    def __init__(self, rewards: RewardPlane, blobs: BlobStore) -> None:
+    def __init__(self, rewards: JobRewards, blobs: BlobStore) -> None:
         self._rewards, self._blobs = rewards, blobs
         self._budget = Budget(MAX_SCORING)
 
@@ -34,7 +34,7 @@ class Scoring:
         rewards: Mapping[str, RewardPart],
         step: int,
     ) -> list[SampleScore]:
-        """Asks every reward, as `RewardPlane.score`, and fetches the pictures when one is asked. One verdict a sample,
+        """Asks every reward, as `JobRewards.score`, and fetches the pictures when one is asked. One verdict a sample,
         in order. Waits its turn: no more than `MAX_SCORING` run at once, so that a call's deadline is not spent
         behind the rest of its step."""
         traces.link(samples)
@@ -52,7 +52,7 @@ class Scoring:
         return [answers.get(sample_name(sample.id)) for sample in samples]
 
     async def group_rewards(self, rewards: Mapping[str, RewardPart]) -> list[str]:
-        """Names of the rewards that need whole groups; see `RewardPlane.group_rewards`."""
+        """Names of the rewards that need whole groups; see `JobRewards.group_rewards`."""
         return await self._rewards.group_rewards(rewards)
 
     def reset(self) -> None:

@@ -21,8 +21,8 @@ from services.controller.prompts.sources import Sources
 from services.controller.reading.places import is_remote
 from services.controller.rewards.client import RewardService
 from services.controller.rewards.failures import RewardFailure
+from services.controller.rewards.job_rewards import modality_of
 from services.controller.rewards.metrics import RewardCalls
-from services.controller.rewards.plane import modality_of
 
 TRIAL_S = 10.0
 """Limit on a whole trial. A service that needs longer counts as not having rejected anything."""

@@ -50,8 +50,8 @@ class JobTrainer:
     async def alive(self) -> bool:
         return await self._launcher.alive(self._job_id)
 
-    async def last_words(self) -> str:
-        return await self._launcher.last_words(self._job_id)
+    async def termination_message(self) -> str:
+        return await self._launcher.termination_message(self._job_id)
 
     async def stop(self, *, at_once: bool = False) -> bool:
         return await stopped(self._launcher, self._job_id, at_once=at_once)

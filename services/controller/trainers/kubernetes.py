@@ -80,7 +80,7 @@ class KubernetesLauncher:
         attempt = self._newest(job_id)
         return attempt is not None and self._lives(attempt)
 
-    async def last_words(self, job_id: str) -> str:
+    async def termination_message(self, job_id: str) -> str:
         """The termination message of the pod that failed by itself. Waits for the kubelets to tell of one that is gone;
         a trainer that serves leaves none."""
         attempt = self._newest(job_id)

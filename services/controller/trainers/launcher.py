@@ -23,10 +23,10 @@ from flowfleet.hardware.accelerators import show_only
 from flowfleet.job.spec import JobSpec
 from flowfleet.process.commands import forkserver_command, trainer_flags
 from flowfleet.process.forkserver import Order
-from flowfleet.process.service import LAST_WORDS, PATIENT_THREADS, STATE_DIR, usable_cpus
+from flowfleet.process.service import PATIENT_THREADS, STATE_DIR, TERMINATION_MESSAGE, usable_cpus
 from flowfleet.rpc.kinds import trainer_environment
 from services.controller.store.leadership import LeaseLost
-from services.controller.trainers.nursery import Nursery
+from services.controller.trainers.fork_server import ForkServer
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Launcher(Protocol):
     async def alive(self, job_id: str) -> bool:
         """Whether the trainer that `ensure` gave is still there. Cheap: asked every second."""
 
-    async def last_words(self, job_id: str) -> str:
+    async def termination_message(self, job_id: str) -> str:
         """Why the trainer ended, by its own account; "" for one that lives, or that could not tell."""
 
     async def stop(self, job_id: str, *, at_once: bool = False) -> None:
@@ -98,7 +98,7 @@ class LocalLauncher:
         self._directory = state_dir / "trainers"
         self._logs = state_dir / "logs"
         self._devices = devices
-        self._nursery = Nursery(forkserver_command(python), _environment, self._logs / "trainers.log")
+        self._fork_server = ForkServer(forkserver_command(python), _environment, self._logs / "trainers.log")
         self._warming: asyncio.Task[None] | None = None
 
     async def ensure(self, job_id: str, spec: JobSpec) -> str:
@@ -114,14 +114,14 @@ class LocalLauncher:
                     self._warm()
                     return address
                 await asyncio.sleep(POLL_S)
-        words = await self.last_words(job_id) or "it left no words"
+        words = await self.termination_message(job_id) or "it left no message"
         raise RuntimeError(f"the trainer ended while starting: {words}; its log is {self._log(job_id)}")
 
     async def alive(self, job_id: str) -> bool:
         process = self._read(job_id)
         return process is not None and _is_running(process)
 
-    async def last_words(self, job_id: str) -> str:
+    async def termination_message(self, job_id: str) -> str:
         return (_read_if_there(str(self._words(job_id))) or "").strip()
 
     async def stop(self, job_id: str, *, at_once: bool = False) -> None:
@@ -138,7 +138,7 @@ class LocalLauncher:
 
     def _warm(self) -> None:
         """Makes ready for the next trainer, also where this one was adopted."""
-        self._warming = self._warming or asyncio.create_task(self._nursery.warm())
+        self._warming = self._warming or asyncio.create_task(self._fork_server.warm())
 
     async def _start(self, job_id: str, spec: JobSpec) -> TrainerProcess:
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -150,7 +150,7 @@ class LocalLauncher:
         devices = self._devices[: spec.trainer.world_size]
         env = {**self._variables(job_id, threads), **show_only(devices)}
         order = Order(trainer_flags(port_file), str(self._log(job_id)), spec.trainer.world_size, env)
-        pid = await self._nursery.fork(order)  # it outlives a killed controller, which finds it again
+        pid = await self._fork_server.fork(order)  # it outlives a killed controller, which finds it again
         process = TrainerProcess(pid, _start_ticks(pid), str(port_file))
         temporary = self._file(job_id).with_suffix(".tmp")
         temporary.write_text(json.dumps(asdict(process)))
@@ -162,7 +162,7 @@ class LocalLauncher:
         return {
             "OMP_NUM_THREADS": str(threads),
             STATE_DIR: str(self._state_dir.resolve()),
-            LAST_WORDS: str(self._words(job_id).resolve()),
+            TERMINATION_MESSAGE: str(self._words(job_id).resolve()),
         }
 
     def _read(self, job_id: str) -> TrainerProcess | None:

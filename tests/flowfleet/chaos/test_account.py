@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 import pytest
 
 from flowfleet.chaos.account import account
-from flowfleet.chaos.field import identities
 from flowfleet.chaos.job import make_job
+from flowfleet.chaos.targets import identities
 from flowfleet.client.types import Job, Progress, Sample
 from flowfleet.job.spec import JobSpec
 from flowfleet.proto.common_pb2 import Sample as SampleMessage

@@ -1,4 +1,4 @@
-"""A reward plane before real gRPC servers that fail on request, with the test's clock."""
+"""The rewards of a job before real gRPC servers that fail on request, with the test's clock."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from flowfleet.job.spec import RewardPart
 from flowfleet.proto import reward_pb2, reward_pb2_grpc
 from flowfleet.rewards.requests import EncodedSample
 from services.controller.fleet.directory import StaticDirectory
+from services.controller.rewards.job_rewards import JobRewards
 from services.controller.rewards.metrics import RewardCalls
-from services.controller.rewards.plane import RewardPlane
 
 PATIENCE_S, PENDING_S = 100.0, 500.0
 
@@ -57,10 +57,10 @@ class Service(reward_pb2_grpc.RewardServiceServicer):
 
 
 class Fleet:
-    """A plane, its services, and the time."""
+    """A job's rewards, their services, and the time."""
 
-    def __init__(self, plane: RewardPlane, registry: CollectorRegistry) -> None:
-        self.plane, self.registry = plane, registry
+    def __init__(self, job_rewards: JobRewards, registry: CollectorRegistry) -> None:
+        self.job_rewards, self.registry = job_rewards, registry
         self.now = 1000.0
         self.fetched = 0
 
@@ -69,7 +69,7 @@ class Fleet:
             self.fetched += 1
             return asked
 
-        return await self.plane.score(rewards, step, {one.sample_id: "" for one in asked}, fetch)
+        return await self.job_rewards.score(rewards, step, {one.sample_id: "" for one in asked}, fetch)
 
     def counted(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"flowfleet_controller_reward_{name}_total", labels) or 0.0
@@ -92,7 +92,7 @@ def with_services(
             await server.start()
             servers.append(server)
         registry = CollectorRegistry()
-        plane = RewardPlane(
+        job_rewards = JobRewards(
             StaticDirectory(found),
             20.0,
             calls=RewardCalls(registry),
@@ -100,11 +100,11 @@ def with_services(
             pending_s=PENDING_S,
             clock=lambda: fleet.now,
         )
-        fleet = Fleet(plane, registry)
+        fleet = Fleet(job_rewards, registry)
         try:
             await use(fleet)
         finally:
-            await plane.close()
+            await job_rewards.close()
             await asyncio.gather(*(server.stop(None) for server in servers))
 
     asyncio.run(asyncio.wait_for(scenario(), 120))

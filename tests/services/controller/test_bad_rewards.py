@@ -28,7 +28,7 @@ from services.controller.fleet.directory import StaticDirectory
 from services.controller.rewards import client as reward_service
 from services.controller.rewards.answers import Answer
 from services.controller.rewards.failures import RewardFailure
-from services.controller.rewards.plane import RewardPlane
+from services.controller.rewards.job_rewards import JobRewards
 from tests.certificates import Authority
 
 Server = Callable[[], AbstractAsyncContextManager[str]]
@@ -147,16 +147,16 @@ async def nobody() -> AsyncIterator[str]:
 
 
 async def asked(server: Server, deadline_s: float = 20.0) -> dict[str, Answer]:
-    """Asks the reward `beauty`, whose service is called `judge`. Raises what the plane raises."""
+    """Asks the reward `beauty`, whose service is called `judge`. Raises what the rewards raise."""
 
     async def scenario() -> dict[str, Answer]:
         async with server() as address:
-            plane = RewardPlane(StaticDirectory({"judge": address}), deadline_s)
+            job_rewards = JobRewards(StaticDirectory({"judge": address}), deadline_s)
             try:
                 async with asyncio.timeout(60):
-                    return await plane.ask("beauty", RewardPart(service="judge"), SAMPLES)
+                    return await job_rewards.ask("beauty", RewardPart(service="judge"), SAMPLES)
             finally:
-                await plane.close()
+                await job_rewards.close()
 
     return await scenario()
 

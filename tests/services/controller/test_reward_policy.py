@@ -220,7 +220,7 @@ def test_one_service_may_give_several_rewards_and_tells_its_version() -> None:
         assert verdict.versions == {"plain": "scripted 2", "strict": "scripted 2"}
         assert {params["mode"] for params in service.params} == {"a", "b"}
         service.version = ""
-        answers = await fleet.plane.ask("plain", rewards["plain"], samples("b"))
+        answers = await fleet.job_rewards.ask("plain", rewards["plain"], samples("b"))
         assert answers["b"].version == "scripted 1", "of Describe"
 
     with_services({"ocr": service}, use)
@@ -232,12 +232,12 @@ def test_calls_shrink_to_what_a_service_receives() -> None:
     service.max_bytes = 5000
 
     async def use(fleet: Fleet) -> None:
-        assert len(await fleet.plane.ask("x", RewardPart(), samples(*"abcdefgh", size=1000))) == 8
+        assert len(await fleet.job_rewards.ask("x", RewardPart(), samples(*"abcdefgh", size=1000))) == 8
         assert sorted(service.sizes) == [4, 4, 8]
-        assert len(await fleet.plane.ask("x", RewardPart(), samples(*"abcdefgh", size=1000))) == 8
+        assert len(await fleet.job_rewards.ask("x", RewardPart(), samples(*"abcdefgh", size=1000))) == 8
         assert max(service.sizes[3:]) == 4
         with pytest.raises(RewardFailure, match="raise its limit for received messages"):
-            await fleet.plane.ask("x", RewardPart(), samples("a", size=6000))
+            await fleet.job_rewards.ask("x", RewardPart(), samples("a", size=6000))
 
     with_services({"x": service}, use)
 
@@ -272,7 +272,7 @@ def test_other_servers_are_told_from_reward_services() -> None:
             ("unknown", "reward service 'unknown' is gone; there are: film, garbage, missing, newer, nothing", False),
         ]:
             with pytest.raises(RewardFailure, match=says) as failed:
-                await fleet.plane.ask(name, part, samples("a"))
+                await fleet.job_rewards.ask(name, part, samples("a"))
             assert str(failed.value).startswith(f"rewards.{name}")
             assert failed.value.permanent == permanent, name
 
@@ -350,7 +350,7 @@ def test_what_failed_before_a_pause_does_not_count_after_it(policy: Any) -> None
         straggler = asyncio.create_task(fleet.score(rewards, 0, samples("b")))
         while len(bad.sizes) < 2:
             await asyncio.sleep(0.01)
-        fleet.plane.reset()
+        fleet.job_rewards.reset()
         fleet.now += PATIENCE_S
         gate.set()
         with pytest.raises(RewardFailure):  # it neither pauses the job nor drops its samples

@@ -1,4 +1,4 @@
-"""Rewards replaced in a job that runs, through the whole control plane on a fleet without models: the boundary, what
+"""Rewards replaced in a job that runs, through the whole control job_rewards on a fleet without models: the boundary, what
 each sample was scored by, and shadows that no step waits for."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from services.controller.job import shadow_queue
 from services.controller.job.shadow_queue import pair_of
 from services.controller.rewards.comparison import compare
 from services.controller.rewards.failures import RewardFailure
-from services.controller.rewards.plane import RewardPlane
+from services.controller.rewards.job_rewards import JobRewards
 from services.controller.store.records import JobRecord, reward_set
 from tests.services.controller import test_control_plane
 from tests.services.controller.reward_fleet import Fleet, Service, samples, with_services
@@ -215,14 +215,14 @@ def test_a_shadow_outlives_closed_channels_and_ends_with_its_removal(
     run: Run, job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, faults = HeldReward(by_index, 1, 4), iter([asyncio.CancelledError(), KeyError("x"), RuntimeError("y")])
-    ask = RewardPlane.ask
+    ask = JobRewards.ask
 
-    async def failing(plane: RewardPlane, name: str, *rest: Any) -> Any:
+    async def failing(job_rewards: JobRewards, name: str, *rest: Any) -> Any:
         if name == "late" and (fault := next(faults, None)) is not None:
             raise fault
-        return await ask(plane, name, *rest)
+        return await ask(job_rewards, name, *rest)
 
-    monkeypatch.setattr(RewardPlane, "ask", failing)
+    monkeypatch.setattr(JobRewards, "ask", failing)
 
     async def use(fleet: ScriptedFleet) -> None:
         job_id = (await fleet.submit(job(rewards={"ocr": {"service": "first"}}, schedule=SCHEDULE))).id

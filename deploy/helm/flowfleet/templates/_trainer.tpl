@@ -69,7 +69,7 @@ spec:
             {{- include "flowfleet.rpcEnv" (list . "trainer") | trim | nindent 12 }}
             - name: FLOWFLEET_STATE_DIR
               value: /var/lib/flowfleet
-            - name: FLOWFLEET_LAST_WORDS
+            - name: FLOWFLEET_TERMINATION_MESSAGE
               value: /dev/termination-log
             - name: FLOWFLEET_DEVICE
               value: {{ include "flowfleet.device" (list . $accelerated) }}

@@ -19,8 +19,8 @@ from services.controller.job.shadow_queue import pair_of
 from services.controller.prompts.sources import Sources
 from services.controller.rewards.client import RewardService
 from services.controller.rewards.failures import RewardFailure
+from services.controller.rewards.job_rewards import modality_of
 from services.controller.rewards.metrics import RewardCalls
-from services.controller.rewards.plane import modality_of
 from services.controller.rewards.trials import refusals
 from services.controller.store.records import JobRecord, reward_set
 from services.controller.store.rewards import check_changeable, stale

@@ -30,7 +30,7 @@ from services.controller.job.reporting.distributions import histograms
 from services.controller.job.reporting.metrics_file import METRICS_FILE, MetricsFile
 from services.controller.job.shadow_queue import ShadowQueue
 from services.controller.prompts.mixture import Mixture
-from services.controller.rewards.plane import SampleScore
+from services.controller.rewards.job_rewards import SampleScore
 from services.controller.rewards.rows import source_rows
 from services.controller.store.credits import Trained
 from services.controller.store.records import SampleRecord, Validation

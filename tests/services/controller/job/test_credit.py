@@ -17,7 +17,7 @@ from services.controller.job import events as ev
 from services.controller.job.batch import Scored
 from services.controller.job.credit import Credit
 from services.controller.rewards.answers import MAX_SCORE
-from services.controller.rewards.plane import SampleScore
+from services.controller.rewards.job_rewards import SampleScore
 
 
 def spec_of(algorithm: dict[str, Any], rewards: dict[str, Any], **parts: Any) -> JobSpec:

@@ -241,7 +241,7 @@ class Launched:
     async def alive(self, job_id: str) -> bool:
         return True
 
-    async def last_words(self, job_id: str) -> str:
+    async def termination_message(self, job_id: str) -> str:
         return ""
 
     async def keep_only(self, job_ids: Collection[str]) -> None:

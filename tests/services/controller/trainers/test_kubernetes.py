@@ -104,7 +104,7 @@ async def test_a_trainer_that_hangs_gets_no_grace_period(at_once: bool, monkeypa
 
 
 @pytest.mark.anyio
-async def test_last_words_are_those_of_the_rank_that_failed_not_of_the_first_pod_that_is_told_of() -> None:
+async def test_the_termination_message_is_those_of_the_rank_that_failed_not_of_the_first_pod_that_is_told_of() -> None:
     def pod(index: int, **status: Any) -> dict[str, Any]:
         place = {"batch.kubernetes.io/job-completion-index": str(index)}
         return {"metadata": {"name": f"t-{index}", "annotations": place}, "status": status}
@@ -125,7 +125,7 @@ async def test_last_words_are_those_of_the_rank_that_failed_not_of_the_first_pod
     directory.pods.put(failed(0, "RuntimeError: Gloo connectFullMesh failed: Connection refused"))
     directory.pods.put(pod(1, phase="Running", containerStatuses=[{"name": "trainer", "state": {"running": {}}}]))
     launcher = KubernetesLauncher(directory, "f", "n", Path("none"), "o")  # type: ignore[arg-type]
-    asked = asyncio.create_task(launcher.last_words("job"))
+    asked = asyncio.create_task(launcher.termination_message("job"))
     await asyncio.sleep(0.05)
     assert not asked.done()
     del directory.pods.objects["t-1"]

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from flowfleet.job.spec import JobSpec, parse_job
+from services.controller.trainers import fork_server
 from services.controller.trainers import launcher as module
-from services.controller.trainers import nursery
 from services.controller.trainers.launcher import LocalLauncher
 
 
@@ -194,11 +194,11 @@ async def test_a_rank_that_is_killed_ends_the_trainer_at_once(
 async def test_trainers_live_on_without_the_process_that_they_were_forked_from(
     launcher: LocalLauncher, spec: JobSpec, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
-    monkeypatch.setattr(nursery, "FORK_S", 0.5)
+    monkeypatch.setattr(fork_server, "FORK_S", 0.5)
 
     async def scenario() -> None:
         await launcher.ensure("one", spec)
-        process = launcher._nursery._process
+        process = launcher._fork_server._process
         assert process is not None
         os.kill(process.pid, number)
         await launcher.ensure("two", spec)

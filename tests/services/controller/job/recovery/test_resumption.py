@@ -124,7 +124,7 @@ async def test_a_trainer_that_ends_by_its_own_error_fails_the_job_with_its_words
         await context.abort(code, "Connection refused")
 
     monkeypatch.setattr(retries, "MAX_FAILURES", 2)
-    monkeypatch.setattr(ScriptedLauncher, "last_words", words)
+    monkeypatch.setattr(ScriptedLauncher, "termination_message", words)
     monkeypatch.setattr(ScriptedTrainer, "Configure", gone)
     async with fleet(redis_url, tmp_path) as running:
         record = await running.run(job)
@@ -188,8 +188,8 @@ async def test_a_local_trainer_leaves_its_words_with_the_launcher(
     monkeypatch.setenv("FLOWFLEET_DEVICE", "nonsense")
     launcher = LocalLauncher(tmp_path)
     spec = parse_job(SPEC)
-    assert await launcher.last_words("job") == ""
+    assert await launcher.termination_message("job") == ""
     with pytest.raises(RuntimeError, match=r"while starting: rank 0: \w+: .*nonsense.*; its log is"):
         await launcher.ensure("job", spec)
-    assert "nonsense" in await launcher.last_words("job")
+    assert "nonsense" in await launcher.termination_message("job")
     await launcher.stop("job")

@@ -88,7 +88,7 @@ class _Fetched:
             return self._samples
 
 
-class RewardPlane:
+class JobRewards:
     """The rewards of one job: which there are, each call says.
 
     `deadline_s` is a call's, `patience_s` is `timeouts.rewards_s`, `pending_s` that timeout; `clock` gives seconds.

@@ -18,8 +18,8 @@ IMPORTS_S = 300.0
 FORK_S = 10.0
 
 
-class Nursery:
-    """Starts its process when it is first needed, and another one when that is gone or hangs."""
+class ForkServer:
+    """Starts the fork server when it is first needed, and another one when that is gone or hangs."""
 
     def __init__(self, command: Sequence[str], env: Callable[[], dict[str, str]], output: Path) -> None:
         self._command, self._env, self._output = command, env, output

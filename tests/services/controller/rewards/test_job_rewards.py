@@ -16,7 +16,7 @@ from flowfleet.rewards.requests import EncodedSample
 from services.controller.fleet.directory import StaticDirectory
 from services.controller.rewards.chunking import chunks, whole_groups
 from services.controller.rewards.failures import RewardFailure, RewardPause
-from services.controller.rewards.plane import RewardPlane, SampleScore, modality_of, preference
+from services.controller.rewards.job_rewards import JobRewards, SampleScore, modality_of, preference
 
 Answer = Callable[[reward_pb2.RewardSample], reward_pb2.RewardScore | None]
 
@@ -52,16 +52,16 @@ def scored(value: float) -> Answer:
 
 @dataclass
 class Bound:
-    """A plane with the rewards of a job."""
+    """The rewards of a job and their parts."""
 
-    plane: RewardPlane
+    job_rewards: JobRewards
     parts: dict[str, RewardPart]
 
     async def score(self, samples: list[EncodedSample], step: int = 0) -> dict[str, SampleScore]:
         async def fetch() -> list[EncodedSample]:
             return samples
 
-        return await self.plane.score(self.parts, step, {one.sample_id: "" for one in samples}, fetch)
+        return await self.job_rewards.score(self.parts, step, {one.sample_id: "" for one in samples}, fetch)
 
 
 async def with_plane(
@@ -79,11 +79,11 @@ async def with_plane(
             addresses[name] = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
             await server.start()
             servers.append(server)
-        plane = RewardPlane(StaticDirectory(addresses), 5.0, modality, **settings)
+        job_rewards = JobRewards(StaticDirectory(addresses), 5.0, modality, **settings)
         try:
-            await use(Bound(plane, parts))
+            await use(Bound(job_rewards, parts))
         finally:
-            await plane.close()
+            await job_rewards.close()
             await asyncio.gather(*(server.stop(None) for server in servers))
 
     await asyncio.wait_for(scenario(), 20)
@@ -98,8 +98,8 @@ async def test_scores_are_summed_by_weight_and_components_kept() -> None:
     services = {"a": Scripted(scored(0.5)), "b": Scripted(scored(2.0)), "unused": Scripted(scored(9.0))}
     parts = {"a": RewardPart(weight=1.0), "b": RewardPart(weight=-0.25)}
 
-    async def use(plane: Bound) -> None:
-        verdicts = await plane.score(samples(3))
+    async def use(job_rewards: Bound) -> None:
+        verdicts = await job_rewards.score(samples(3))
         assert {verdict.score for verdict in verdicts.values()} == {0.5 - 0.25 * 2.0}
         assert verdicts["1"].scores == {"a": 0.5, "a.half": 0.25, "b": 2.0, "b.half": 1.0}
         assert verdicts["1"].rewards == {"a": 0.5, "b": 2.0}
@@ -125,8 +125,8 @@ async def test_a_sample_without_a_finite_score_gets_a_reason_never_a_zero(bad: A
     def answer(sample: reward_pb2.RewardSample) -> reward_pb2.RewardScore | None:
         return bad(sample) if sample.sample_id == "1" else scored(1.0)(sample)
 
-    async def use(plane: Bound) -> None:
-        verdicts = await plane.score(samples(3))
+    async def use(job_rewards: Bound) -> None:
+        verdicts = await job_rewards.score(samples(3))
         assert verdicts["1"].score is None
         assert verdicts["1"].reason == "no_score_ocr"
         assert [verdicts[name].score for name in "02"] == [1.0, 1.0]
@@ -138,8 +138,8 @@ async def test_a_sample_without_a_finite_score_gets_a_reason_never_a_zero(bad: A
 async def test_calls_respect_the_batch_limit_of_the_service() -> None:
     service = Scripted(scored(1.0), max_batch=4)
 
-    async def use(plane: Bound) -> None:
-        assert len(await plane.score(samples(10))) == 10
+    async def use(job_rewards: Bound) -> None:
+        assert len(await job_rewards.score(samples(10))) == 10
 
     await with_plane({"ocr": service}, {"ocr": RewardPart()}, use)
     assert sorted(service.sizes) == [2, 4, 4]
@@ -149,8 +149,8 @@ async def test_calls_respect_the_batch_limit_of_the_service() -> None:
 async def test_calls_are_as_small_as_the_service_wishes_unless_it_wants_whole_groups() -> None:
     small, whole = (Scripted(scored(1.0), call_bytes=3 * 100, needs_group=needs_group) for needs_group in (False, True))
 
-    async def use(plane: Bound) -> None:
-        assert len(await plane.score(grouped(8))) == 8
+    async def use(job_rewards: Bound) -> None:
+        assert len(await job_rewards.score(grouped(8))) == 8
 
     await with_plane({"a": small, "b": whole}, {"a": RewardPart(), "b": RewardPart()}, use)
     assert sorted(small.sizes) == [2, 3, 3]
@@ -180,10 +180,10 @@ def grouped(*sizes: int) -> list[EncodedSample]:
 async def test_a_reward_that_wants_groups_gets_each_whole() -> None:
     service = Scripted(scored(1.0), max_batch=4, needs_group=True)
 
-    async def use(plane: Bound) -> None:
-        assert len(await plane.score(grouped(3, 4, 1))) == 8
+    async def use(job_rewards: Bound) -> None:
+        assert len(await job_rewards.score(grouped(3, 4, 1))) == 8
         with pytest.raises(RewardPause, match=r"rewards\.ocr scores whole groups of at most 4 samples: lower rollout"):
-            await plane.score(grouped(5))
+            await job_rewards.score(grouped(5))
 
     await with_plane({"ocr": service}, {"ocr": RewardPart()}, use)
     assert sorted(service.sizes) == [1, 3, 4]
@@ -201,8 +201,8 @@ def test_a_group_too_large_for_a_call_is_refused_not_cut() -> None:
 async def test_no_limit_is_no_limit(limit: int) -> None:
     services = {"a": Scripted(scored(1.0), max_batch=limit, needs_group=True), "b": Scripted(scored(1.0), limit)}
 
-    async def use(plane: Bound) -> None:
-        assert len(await plane.score(grouped(30))) == 30
+    async def use(job_rewards: Bound) -> None:
+        assert len(await job_rewards.score(grouped(30))) == 30
 
     await with_plane(services, {"a": RewardPart(), "b": RewardPart()}, use)
     assert services["a"].sizes == services["b"].sizes == [30]
@@ -222,12 +222,12 @@ async def test_no_limit_is_no_limit(limit: int) -> None:
 async def test_a_reward_must_score_what_the_job_makes(
     described: list[Any], modality: reward_pb2.Modality.ValueType, refused: str | None
 ) -> None:
-    async def use(plane: Bound) -> None:
+    async def use(job_rewards: Bound) -> None:
         if refused is None:
-            assert len(await plane.score(samples(2))) == 2
+            assert len(await job_rewards.score(samples(2))) == 2
         else:
             with pytest.raises(RewardPause, match=rf"rewards\.ocr does not score {refused}: leave it out"):
-                await plane.score(samples(2))
+                await job_rewards.score(samples(2))
 
     await with_plane({"ocr": Scripted(scored(1.0), modalities=described)}, {"ocr": RewardPart()}, use, modality)
 
@@ -246,8 +246,8 @@ def test_of_a_preference_the_chosen_is_worth_one() -> None:
 
 @pytest.mark.anyio
 async def test_a_score_whose_sum_would_overflow_is_no_score() -> None:
-    async def use(plane: Bound) -> None:
-        verdicts = await plane.score(samples(1))
+    async def use(job_rewards: Bound) -> None:
+        verdicts = await job_rewards.score(samples(1))
         assert verdicts["0"].score is None
         assert verdicts["0"].reason == "no_score_ocr"
 
@@ -303,11 +303,11 @@ class Replicas:
 async def with_replicas(use: Callable[[Bound, Replicas], Awaitable[None]]) -> None:
     async def scenario() -> None:
         replicas = Replicas()
-        plane = RewardPlane(replicas.directory, deadline_s=5.0)
+        job_rewards = JobRewards(replicas.directory, deadline_s=5.0)
         try:
-            await use(Bound(plane, {"ocr": RewardPart()}), replicas)
+            await use(Bound(job_rewards, {"ocr": RewardPart()}), replicas)
         finally:
-            await plane.close()
+            await job_rewards.close()
             await asyncio.gather(*(server.stop(None) for server in replicas.servers))
 
     await asyncio.wait_for(scenario(), 30)
@@ -315,11 +315,11 @@ async def with_replicas(use: Callable[[Bound, Replicas], Awaitable[None]]) -> No
 
 @pytest.mark.anyio
 async def test_one_replica_is_filled_before_the_next_is_asked() -> None:
-    async def use(plane: Bound, replicas: Replicas) -> None:
+    async def use(job_rewards: Bound, replicas: Replicas) -> None:
         replicas.show(*[await replicas.add(max_batch=4) for _ in range(3)])
-        await plane.score(samples(8))  # one call is scored, the next waits
+        await job_rewards.score(samples(8))  # one call is scored, the next waits
         assert replicas.calls == [2, 0, 0]
-        await plane.score(samples(12))
+        await job_rewards.score(samples(12))
         assert replicas.calls == [4, 1, 0]
 
     await with_replicas(use)
@@ -327,13 +327,13 @@ async def test_one_replica_is_filled_before_the_next_is_asked() -> None:
 
 @pytest.mark.anyio
 async def test_replicas_that_are_full_share_the_rest_and_a_new_one_gets_its_share() -> None:
-    async def use(plane: Bound, replicas: Replicas) -> None:
+    async def use(job_rewards: Bound, replicas: Replicas) -> None:
         one, two, three = [await replicas.add(max_batch=1) for _ in range(3)]
         replicas.show(one, two)
-        assert len(await plane.score(samples(8))) == 8
+        assert len(await job_rewards.score(samples(8))) == 8
         assert replicas.calls == [4, 4, 0]
         replicas.show(two, three)
-        assert len(await plane.score(samples(8))) == 8
+        assert len(await job_rewards.score(samples(8))) == 8
         assert replicas.calls == [4, 8, 4]
 
     await with_replicas(use)
@@ -341,32 +341,32 @@ async def test_replicas_that_are_full_share_the_rest_and_a_new_one_gets_its_shar
 
 @pytest.mark.anyio
 async def test_without_a_replica_a_job_waits_and_says_for_what() -> None:
-    async def use(plane: Bound, replicas: Replicas) -> None:
+    async def use(job_rewards: Bound, replicas: Replicas) -> None:
         replicas.directory.rewards = {"jpeg": ()}
         with pytest.raises(RewardFailure, match=r"^rewards.ocr: reward service 'ocr' is gone; there are: jpeg$"):
-            await plane.score(samples(1))
+            await job_rewards.score(samples(1))
         replicas.show()
         with pytest.raises(RewardFailure, match=r"^rewards.ocr: reward service 'ocr' has no replica that is ready$"):
-            await plane.score(samples(1))
+            await job_rewards.score(samples(1))
         replicas.directory.why = "0/3 nodes are available: 3 Insufficient cpu."
         with pytest.raises(
             RewardFailure, match="no replica that is ready: 0/3 nodes are available: 3 Insufficient cpu"
         ):
-            await plane.score(samples(1))
+            await job_rewards.score(samples(1))
         replicas.show(await replicas.add())
-        assert len(await plane.score(samples(1))) == 1
+        assert len(await job_rewards.score(samples(1))) == 1
 
     await with_replicas(use)
 
 
 @pytest.mark.anyio
 async def test_a_replica_that_is_gone_but_still_shown_is_asked_last() -> None:
-    async def use(plane: Bound, replicas: Replicas) -> None:
+    async def use(job_rewards: Bound, replicas: Replicas) -> None:
         one, two = await replicas.add(max_batch=1), await replicas.add(max_batch=1)
         replicas.show(one, two)
-        await plane.score(samples(2))
+        await job_rewards.score(samples(2))
         await replicas.servers[0].stop(None)
-        assert len(await plane.score(samples(4))) == 4
+        assert len(await job_rewards.score(samples(4))) == 4
         assert replicas.calls == [2, 4]
 
     await with_replicas(use)
@@ -374,30 +374,30 @@ async def test_a_replica_that_is_gone_but_still_shown_is_asked_last() -> None:
 
 @pytest.mark.anyio
 async def test_a_dead_replica_that_was_never_asked_keeps_nobody_waiting() -> None:
-    async def use(plane: Bound, replicas: Replicas) -> None:
+    async def use(job_rewards: Bound, replicas: Replicas) -> None:
         dead, alive = await replicas.add(), await replicas.add(max_batch=2)
         await replicas.servers[0].stop(None)
         replicas.show(dead, alive)
-        assert len(await plane.score(samples(4))) == 4
+        assert len(await job_rewards.score(samples(4))) == 4
         replicas.show(dead)
         with pytest.raises(RewardFailure, match=f"^rewards.ocr: service 'ocr' at {dead} cannot be reached"):
-            await plane.score(samples(1))
+            await job_rewards.score(samples(1))
 
     await with_replicas(use)
 
 
 @pytest.mark.anyio
 async def test_a_call_ends_well_though_its_replica_is_no_longer_shown() -> None:
-    async def use(plane: Bound, replicas: Replicas) -> None:
+    async def use(job_rewards: Bound, replicas: Replicas) -> None:
         gate = asyncio.Event()
         one, two = await replicas.add(), await replicas.add()
         replicas.services[0].gate = gate
         replicas.show(one)
-        draining = asyncio.create_task(plane.score(samples(1)))
+        draining = asyncio.create_task(job_rewards.score(samples(1)))
         while not replicas.calls[0]:
             await asyncio.sleep(0.01)
         replicas.show(two)
-        assert len(await plane.score(samples(1))) == 1
+        assert len(await job_rewards.score(samples(1))) == 1
         gate.set()
         assert (await draining)["0"].score == 1.0
 
@@ -406,9 +406,9 @@ async def test_a_call_ends_well_though_its_replica_is_no_longer_shown() -> None:
 
 @pytest.mark.anyio
 async def test_while_versions_are_mixed_calls_suit_all_of_them() -> None:
-    async def use(plane: Bound, replicas: Replicas) -> None:
+    async def use(job_rewards: Bound, replicas: Replicas) -> None:
         replicas.show(await replicas.add(max_batch=8), await replicas.add(max_batch=2))
-        await plane.score(samples(8))
+        await job_rewards.score(samples(8))
         assert max(size for service in replicas.services for size in service.sizes) == 2
 
     await with_replicas(use)
@@ -418,15 +418,15 @@ async def test_while_versions_are_mixed_calls_suit_all_of_them() -> None:
 async def test_a_replica_that_hangs_keeps_nobody_waiting() -> None:
     """Neither for its Describe nor, unknown as it is, for scores."""
 
-    async def use(plane: Bound, replicas: Replicas) -> None:
+    async def use(job_rewards: Bound, replicas: Replicas) -> None:
         hung, well = await replicas.add(), await replicas.add(max_batch=2)
         replicas.services[0].hangs = True
         replicas.show(hung, well)
         for _ in range(3):
-            assert len(await asyncio.wait_for(plane.score(samples(4)), 5)) == 4
+            assert len(await asyncio.wait_for(job_rewards.score(samples(4)), 5)) == 4
         assert replicas.calls == [0, 6]
         before = asyncio.all_tasks()
-        await plane.plane.close()
+        await job_rewards.job_rewards.close()
         assert not [task for task in before if not task.done() and "_describe" in repr(task)]
 
     await with_replicas(use)

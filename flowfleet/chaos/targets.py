@@ -1,4 +1,4 @@
-"""What faults need to know of a running job: its processes, its files, and its keys in Redis."""
+"""The targets of faults: a running job's processes, its files, and its keys in Redis."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Missed(Exception):
 
 
 @dataclass
-class Field:
-    """One job on one stack."""
+class Targets:
+    """Targets of one job on one stack."""
 
     chaos: ChaosStack
     watch: Watch
