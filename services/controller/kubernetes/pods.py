@@ -28,7 +28,7 @@ DISRUPTED = frozenset({"Evicted", "NodeAffinity", "NodeLost", "NodeShutdown", "P
 _NOISE = re.compile(r"\s*(no new claims to deallocate,)?\s*preemption:.*", re.S)
 """What the scheduler adds about preemption, which says the same again."""
 _WORDS = re.compile(r"rank \d+: ")
-"""How a trainer's own message begins (services/trainer/termination.py). Without one the message is the end of its log."""
+"""How a trainer's own message begins (services/trainer/termination.py). Without one, it is its log's end."""
 _MAX_MESSAGE = 500
 
 

@@ -1,4 +1,4 @@
-"""Rewards replaced in a job that runs, through the whole control job_rewards on a fleet without models: the boundary, what
+"""Rewards replaced in a job that runs, through the whole control plane on a fleet without models: the boundary, what
 each sample was scored by, and shadows that no step waits for."""
 
 from __future__ import annotations
