@@ -137,9 +137,9 @@ def _imported(path: str) -> Callable[..., Any]:
 
 _SDE = "flowfleet.algorithms.sde"
 _LOSSES = "flowfleet.algorithms.losses"
-_MATCHING = "flowfleet.algorithms.matching"
-_LIKELIHOOD = "flowfleet.algorithms.likelihood"
-_GROUPS = "flowfleet.algorithms.group_matching"
+_MATCHING = "flowfleet.algorithms.matching.losses"
+_LIKELIHOOD = "flowfleet.algorithms.matching.likelihood"
+_GROUPS = "flowfleet.algorithms.matching.groups"
 
 for _step in (
     Step("sde", f"{_SDE}:sde_scales"),

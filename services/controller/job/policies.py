@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from flowfleet.algorithms.overlong import overlong_penalty
 from flowfleet.algorithms.registry import LossKind
+from flowfleet.algorithms.sequences.overlong import overlong_penalty
 from flowfleet.algorithms.windows import noisy_steps, trained_steps
 from flowfleet.job.spec import JobSpec
 from flowfleet.proto import common_pb2, rollout_pb2

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flowfleet.algorithms.matching import old_policy_decay
+from flowfleet.algorithms.matching.losses import old_policy_decay
 from flowfleet.job.spec import EmaPart, JobSpec
 from flowfleet.weights import lora
 from services.trainer.parallel.sharding import exchanged, like, local, reshard

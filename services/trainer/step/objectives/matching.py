@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from flowfleet.algorithms.matching import MatchingRows, noisy
+from flowfleet.algorithms.matching.losses import MatchingRows, noisy
 from flowfleet.hardware import devices
 from flowfleet.process.telemetry import Timings
 from services.trainer.model.engine import Engine

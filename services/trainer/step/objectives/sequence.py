@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flowfleet.algorithms.correction import Correction, correct
 from flowfleet.algorithms.losses import limits
-from flowfleet.algorithms.sequences import SequenceRows, divisors, reference_kl_k3
+from flowfleet.algorithms.sequences.losses import SequenceRows, divisors, reference_kl_k3
 from flowfleet.hardware import devices
 from flowfleet.models.sequences import MODEL, SequenceAdapter
 from flowfleet.process.telemetry import Timings

@@ -9,13 +9,13 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from flowfleet.algorithms.group_matching import crd, dgpo, group_mean
-from flowfleet.algorithms.likelihood import ERRORS
-from flowfleet.algorithms.matching import MatchingRows
+from flowfleet.algorithms.matching.groups import crd, dgpo, group_mean
+from flowfleet.algorithms.matching.likelihood import ERRORS
+from flowfleet.algorithms.matching.losses import MatchingRows
 from flowfleet.job.spec import AlgorithmPart
+from tests.flowfleet.algorithms.matching.test_likelihood import error_and_slope
+from tests.flowfleet.algorithms.matching.test_losses import SHAPES, Inputs, draw, seen_by
 from tests.flowfleet.algorithms.numerics import PRECISIONS, Array, backward, close, gradient, per_row, row_mean
-from tests.flowfleet.algorithms.test_likelihood import error_and_slope
-from tests.flowfleet.algorithms.test_matching import SHAPES, Inputs, draw, seen_by
 
 GROUPS = st.lists(st.integers(0, 3), min_size=1, max_size=7)
 

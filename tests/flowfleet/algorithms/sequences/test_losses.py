@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from flowfleet.algorithms.losses import Limits
-from flowfleet.algorithms.overlong import overlong_penalty
-from flowfleet.algorithms.sequences import SequenceRows, divisors, grpo, gspo, reference_kl_k3
+from flowfleet.algorithms.sequences.losses import SequenceRows, divisors, grpo, gspo, reference_kl_k3
+from flowfleet.algorithms.sequences.overlong import overlong_penalty
 
 LENGTHS = (5, 1, 9, 3)
 ADVANTAGES = (1.3, -0.7, -2.0, 0.4)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from flowfleet.algorithms.losses import Limits, beyond, clipped, ratio_stats
-from flowfleet.algorithms.matching import (
+from flowfleet.algorithms.matching.losses import (
     DEFAULT_CLAMP,
     MatchingOutput,
     MatchingRows,

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowfleet.algorithms.likelihood import ERRORS, awm, elbo_pg
 from flowfleet.algorithms.losses import Limits
-from flowfleet.algorithms.matching import MatchingRows
+from flowfleet.algorithms.matching.likelihood import ERRORS, awm, elbo_pg
+from flowfleet.algorithms.matching.losses import MatchingRows
 from flowfleet.job.spec import AlgorithmPart
+from tests.flowfleet.algorithms.matching.test_losses import SHAPES, Inputs, draw, seen_by
 from tests.flowfleet.algorithms.numerics import PRECISIONS, Array, backward, close, gradient, per_row, row_mean
-from tests.flowfleet.algorithms.test_matching import SHAPES, Inputs, draw, seen_by
 
 KINDS = st.sampled_from(sorted(ERRORS))
 

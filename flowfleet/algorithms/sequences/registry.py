@@ -6,7 +6,7 @@ from typing import Any
 
 from flowfleet.algorithms.registry import Algorithm, Loss, register_algorithm, register_loss
 
-_SEQUENCES = "flowfleet.algorithms.sequences"
+_SEQUENCES = "flowfleet.algorithms.sequences.losses"
 _READS = ("clip_range", "clip_range_low", "overlong_share")
 _BY_TOKEN = (*_READS, "aggregation")
 _COMMON: dict[str, Any] = {"advantage_std": "group", "advantage_clamp": None, "trainer.updates_per_step": 2}

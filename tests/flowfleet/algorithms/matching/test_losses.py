@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from flowfleet.algorithms.matching import MatchingRows, diffusion_nft, dpo, noisy, old_policy_decay
+from flowfleet.algorithms.matching.losses import MatchingRows, diffusion_nft, dpo, noisy, old_policy_decay
 from flowfleet.job.spec import AlgorithmPart, OldPolicyPart
 from tests.flowfleet.algorithms.numerics import (
     PRECISIONS,

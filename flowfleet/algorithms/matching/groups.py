@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flowfleet.algorithms.likelihood import log_likelihood_ratio
 from flowfleet.algorithms.losses import Limits, beyond, ratio_stats
-from flowfleet.algorithms.matching import (
+from flowfleet.algorithms.matching.likelihood import log_likelihood_ratio
+from flowfleet.algorithms.matching.losses import (
     DEFAULT_CLAMP,
     MatchingOutput,
     MatchingRows,

@@ -1,0 +1,1 @@
+"""Losses on velocities at new noise over finished latents."""

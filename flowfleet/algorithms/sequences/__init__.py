@@ -1,0 +1,1 @@
+"""Losses and algorithms of policies that write tokens."""
