@@ -19,7 +19,7 @@ from flowfleet import hub, plugins
 
 if TYPE_CHECKING:
     from flowfleet.models.base import ModelAdapter
-    from flowfleet.models.sequences import SequenceAdapter
+    from flowfleet.models.sequences.adapter import SequenceAdapter
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from flowfleet.models.families.qwen3_omni import Qwen3OmniThinkerAdapter
-from flowfleet.models.sequences import PromptMedia, Tokens
+from flowfleet.models.sequences.adapter import PromptMedia, Tokens
 
 COLORS: Final = {
     "red": (200, 40, 40),

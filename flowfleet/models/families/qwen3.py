@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
-from flowfleet.models.sequences import SequenceAdapter
+from flowfleet.models.sequences.adapter import SequenceAdapter
 
 
 class Qwen3Adapter(SequenceAdapter):

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import Qwen3OmniMoeThinkerForConditionalGeneration
 
-from flowfleet.models.question_media import QuestionProcessor
-from flowfleet.models.sequences import EncodedPrompt, PromptMedia, SequenceAdapter, Tokens
+from flowfleet.models.sequences.adapter import EncodedPrompt, PromptMedia, SequenceAdapter, Tokens
+from flowfleet.models.sequences.question_media import QuestionProcessor
 
 _FEATURES: Final = "input_features"
 _FEATURE_MASK: Final = "feature_attention_mask"

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from flowfleet.data.sequences import StopReason, TokenTrajectory
-from flowfleet.models.sequences import EncodedPrompt, SequenceAdapter, Tokens
+from flowfleet.models.sequences.adapter import EncodedPrompt, SequenceAdapter, Tokens
 from services.rollout.engines.base import GeneratedBatch, GeneratedSample, GenerationRequest, SequenceSampling
 from services.rollout.engines.prompts import timed
 

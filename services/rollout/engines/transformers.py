@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from flowfleet.models.sequences import SequenceAdapter
+from flowfleet.models.sequences.adapter import SequenceAdapter
 from flowfleet.proto.rollout_pb2 import ModelSpec
 from services.rollout.engines.base import GeneratedBatch, GenerationRequest
 from services.rollout.engines.local import LocalEngine

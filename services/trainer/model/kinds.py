@@ -16,8 +16,8 @@ from flowfleet.algorithms.registry import LossKind
 from flowfleet.job.spec import JobSpec
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.loading import WEIGHTS_STEM
-from flowfleet.models.sequences import SequenceAdapter
-from flowfleet.models.stored_names import WHOLE, fused, stored, stored_name
+from flowfleet.models.sequences.adapter import SequenceAdapter
+from flowfleet.models.sequences.stored_names import WHOLE, fused, stored, stored_name
 from services.trainer.model.loading import CheckpointSource, persistent
 
 
@@ -105,7 +105,7 @@ class SequenceModel:
 
 
 class TransformersSource(CheckpointSource):
-    """The safetensors of a transformers model; see flowfleet/models/stored_names.py."""
+    """The safetensors of a transformers model; see flowfleet/models/sequences/stored_names.py."""
 
     STEM = "model"
 

@@ -10,7 +10,7 @@ from flowfleet.models.base import ModelAdapter, seeded_noise
 from flowfleet.models.embeds import PromptEmbeds, concat_embeds, pad_embeds
 from flowfleet.models.families.qwen_image import QwenImageAdapter
 from flowfleet.models.registry import FAMILIES, adapter_for, sequence_adapter_for
-from flowfleet.models.sequences import SequenceAdapter
+from flowfleet.models.sequences.adapter import SequenceAdapter
 
 
 def prompts(*lengths: int) -> PromptEmbeds:

@@ -11,7 +11,7 @@ import torch
 
 from flowfleet.data.sequences import PromptBlob, TokenTrajectory
 from flowfleet.models.registry import sequence_adapter_for
-from flowfleet.models.sequences import Tokens
+from flowfleet.models.sequences.adapter import Tokens
 from flowfleet.proto import common_pb2, rollout_pb2
 from flowfleet.proto.rollout_pb2 import ModelSpec
 from flowfleet.weights import weights

@@ -12,7 +12,7 @@ import torch
 
 from flowfleet.data.sequences import TokenTrajectory
 from flowfleet.errors import DataLoss
-from flowfleet.models.sequences import SequenceAdapter, Tokens
+from flowfleet.models.sequences.adapter import SequenceAdapter, Tokens
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
 from flowfleet.weights import lora as adapters
 from flowfleet.weights import weights

@@ -17,7 +17,7 @@ from flowfleet.algorithms.correction import Correction, correct
 from flowfleet.algorithms.losses import limits
 from flowfleet.algorithms.sequences.losses import SequenceRows, divisors, reference_kl_k3
 from flowfleet.hardware import devices
-from flowfleet.models.sequences import MODEL, SequenceAdapter
+from flowfleet.models.sequences.adapter import MODEL, SequenceAdapter
 from flowfleet.process.telemetry import Timings
 from services.trainer.model.engine import Engine
 from services.trainer.model.policies import needs_reference

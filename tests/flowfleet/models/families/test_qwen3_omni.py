@@ -13,9 +13,9 @@ import torch
 
 from flowfleet.data.sequences import PromptBlob, TokenTrajectory
 from flowfleet.models.families.qwen3_omni import Qwen3OmniThinkerAdapter
-from flowfleet.models.question_media import frames_shown
 from flowfleet.models.registry import family_of, sequence_adapter_for
-from flowfleet.models.sequences import EncodedPrompt, PromptMedia, Tokens
+from flowfleet.models.sequences.adapter import EncodedPrompt, PromptMedia, Tokens
+from flowfleet.models.sequences.question_media import frames_shown
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
 from flowfleet.weights import lora
 from recipes.tiny_thinker import model as tiny

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from flowfleet.models import token_log_probs
 from flowfleet.models.registry import adapter_for, family_of, sequence_adapter_for
-from flowfleet.models.sequences import EncodedPrompt, SequenceAdapter, Tokens
+from flowfleet.models.sequences import token_log_probs
+from flowfleet.models.sequences.adapter import EncodedPrompt, SequenceAdapter, Tokens
 
 SIZES = {
     "vocab_size": 48,

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from flowfleet.models.empty import empty_model
 from flowfleet.models.loading import Component, LoadFormat, fill_dummy, refuse_pickles
-from flowfleet.models.routing import Routing
-from flowfleet.models.token_log_probs import token_log_probs
+from flowfleet.models.sequences.routing import Routing
+from flowfleet.models.sequences.token_log_probs import token_log_probs
 
 MODEL: Final = "model"
 """Name of the one component that is trained and published."""

@@ -1,0 +1,1 @@
+"""Models that write tokens: the `SequenceAdapter`, and the parts that its families share."""
