@@ -70,7 +70,7 @@ def push(
     json_: Json = False,
 ) -> None:
     """Upload a job's model to the Hugging Face Hub, with your own login there."""
-    from flowfleet.client.hub import upload
+    from flowfleet.client.models.hub import upload
 
     with connect(url, ca) as client, tempfile.TemporaryDirectory(prefix="flowfleet-") as folder:
         job = client.find(job_id)
@@ -80,7 +80,7 @@ def push(
 
 
 def _merged(client: Client, job: Job, step: int | None, base: Path | None, folder: Path) -> None:
-    from flowfleet.client.merging import merge
+    from flowfleet.client.models.merging import merge
 
     if folder.exists():
         raise ValueError(f"{folder} is there already: give a new folder by --out")

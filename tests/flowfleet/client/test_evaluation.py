@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from flowfleet.cli import main as cli
 from flowfleet.client.client import Client
-from flowfleet.client.comparison import Evaluated, as_json, columns
-from flowfleet.client.evaluation import LORA, evaluate, evaluations
+from flowfleet.client.evaluation.comparison import Evaluated, as_json, columns
+from flowfleet.client.evaluation.jobs import LORA, evaluate, evaluations
 from flowfleet.client.types import ApiError, Job, JobStatus, Sample
 from flowfleet.job.spec import JobSpec
 from tests.flowfleet.conftest import IdleController

@@ -20,7 +20,7 @@ from flowfleet.cli import main as cli
 from flowfleet.client import download as downloads
 from flowfleet.client.client import Client
 from flowfleet.client.download import MARK, download
-from flowfleet.client.merging import merge
+from flowfleet.client.models.merging import merge
 from flowfleet.client.types import ApiError, Checkpoint
 from flowfleet.job.model_files import ModelManifest, check_name, read_manifest
 from tests.flowfleet.conftest import IdleController

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from flowfleet import hub
 from flowfleet.client.client import Client
-from flowfleet.client.comparison import Evaluated
+from flowfleet.client.evaluation.comparison import Evaluated
 from flowfleet.client.types import ApiError, Job, JobStatus
 from flowfleet.job.adapter_files import lora_settings
 from flowfleet.job.files import changed_job, find_job_file
