@@ -12,10 +12,10 @@ from typing import Annotated, Literal
 import typer
 
 from flowfleet.cli import evaluation, models, views
-from flowfleet.cli import rewards as cli_rewards
+from flowfleet.cli.rewards import command as cli_rewards
 from flowfleet.cli import votes as cli_votes
 from flowfleet.cli.chaos import chaos
-from flowfleet.cli.check_reward import check_reward
+from flowfleet.cli.rewards.check import check_reward
 from flowfleet.cli.doctor.command import doctor
 from flowfleet.cli.errors import Group
 from flowfleet.cli.options import Ca, JobId, Json, Url, connect, err, out, tell, tell_line
@@ -226,12 +226,12 @@ def submit(
             raise ValueError("--check and --dry-run ask no controller: give a job file, and leave --from out")
         spec = prepare_job(file, set_ or (), same_machine=True)
         if check:
-            from flowfleet.cli.check_data import check_data, show_data
+            from flowfleet.cli.submission.check_data import check_data, show_data
 
             found = check_data(spec)
             tell(found, json_, lambda: show_data(found, out))
         else:
-            from flowfleet.cli.dry_run import explain, show
+            from flowfleet.cli.submission.dry_run import explain, show
 
             explained = explain(spec)
             tell(explained, json_, lambda: show(explained, out))

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from flowfleet.cli.options import Ca, JobId, Json, Url, connect, err, out, tell
-from flowfleet.cli.rewards import ShowGroup
+from flowfleet.cli.rewards.command import ShowGroup
 from flowfleet.cli.views import table
 from flowfleet.client.votes import VoteReport
 

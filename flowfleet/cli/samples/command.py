@@ -16,7 +16,7 @@ from flowfleet.client.client import Client
 from flowfleet.client.types import EXTENSIONS, ApiError, Job, Sample
 
 if TYPE_CHECKING:
-    from flowfleet.cli.disagreement import Disagreement
+    from flowfleet.cli.rewards.disagreement import Disagreement
     from flowfleet.cli.samples.page import Shown
 
 DIRECTORY: Final = Path("runs/samples")
@@ -119,7 +119,7 @@ def _disagreeing(
     client: Client, job: Job, num: int, purpose: str, step: int | None
 ) -> tuple[str, list[tuple[Sample, str]]]:
     """What was compared, and the samples with their reasons."""
-    from flowfleet.cli.disagreement import disagreements
+    from flowfleet.cli.rewards.disagreement import disagreements
 
     newest = list(islice(client.samples(job.id, purpose=purpose, step=step), LOOKED_AT))
     found = disagreements(newest, _beside(client, job))[:num]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from flowfleet.cli.disagreement import rewards_of
+from flowfleet.cli.rewards.disagreement import rewards_of
 from flowfleet.client.progress import number
 from flowfleet.client.types import Job, Sample
 

@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 from rich.text import Text
 
-from flowfleet.cli.check_reward import pairs
+from flowfleet.cli.rewards.check import pairs
 from flowfleet.cli.options import Ca, Json, Url, connect, err, out, tell
 from flowfleet.cli.views import table
 from flowfleet.client.client import Client

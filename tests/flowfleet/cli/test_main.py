@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from flowfleet.cli import main as cli
-from flowfleet.cli import rewards as cli_rewards
+from flowfleet.cli.rewards import command as cli_rewards
 from flowfleet.cli import views as cli_views
 from flowfleet.client.client import Client
 from flowfleet.client.types import Fleet, JobStatus, ReplicaView, ShadowComparison, Shortage

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowfleet.cli.disagreement import disagreements, rewards_of
+from flowfleet.cli.rewards.disagreement import disagreements, rewards_of
 from flowfleet.client.types import Sample
 
 

@@ -1,0 +1,1 @@
+"""`flowfleet rewards` and `flowfleet check-reward`."""

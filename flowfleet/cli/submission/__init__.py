@@ -1,0 +1,1 @@
+"""Parts of `flowfleet submit`: `--check` and `--dry-run`."""
