@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.performance import RESULTS, read_all
-from bench.speed import loop, rollout, train
+from bench.speed import rollout, train
 from bench.speed.full_size import write_checkpoint
+from bench.speed.loop import __main__ as loop
 from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.planning.memory import GIB
 from flowfleet.planning.plan import predict

@@ -12,14 +12,14 @@ from typing import Annotated, Literal
 import typer
 
 from flowfleet.cli import evaluation, models, views
-from flowfleet.cli.rewards import command as cli_rewards
 from flowfleet.cli import votes as cli_votes
 from flowfleet.cli.chaos import chaos
-from flowfleet.cli.rewards.check import check_reward
 from flowfleet.cli.doctor.command import doctor
 from flowfleet.cli.errors import Group
 from flowfleet.cli.options import Ca, JobId, Json, Url, connect, err, out, tell, tell_line
 from flowfleet.cli.redis import redis_acl
+from flowfleet.cli.rewards import command as cli_rewards
+from flowfleet.cli.rewards.check import check_reward
 from flowfleet.cli.samples.command import samples
 from flowfleet.cli.settings import show_settings
 from flowfleet.cli.track import track

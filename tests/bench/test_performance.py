@@ -17,7 +17,7 @@ from bench.learning.proof import seeds_after
 from bench.performance import PAGE, RESULTS, figures_in, read_all, take
 from bench.performance_tables import GOALS, engine_of, machine, parts, proofs, summary
 from bench.speed.gap import VARIANTS
-from bench.speed.loop_figures import loop_figures, policy_version, rollout_busy_s
+from bench.speed.loop.figures import loop_figures, policy_version, rollout_busy_s
 from docs.generate.markdown import outdated, rewrite
 
 ROOT = Path(__file__).parents[2]

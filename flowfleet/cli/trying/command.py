@@ -11,8 +11,8 @@ import typer
 from rich.markup import escape
 from rich.text import Text
 
-from flowfleet.cli.rewards.check import pairs
 from flowfleet.cli.options import Ca, Json, Url, connect, err, out, tell
+from flowfleet.cli.rewards.check import pairs
 from flowfleet.cli.views import table
 from flowfleet.client.client import Client
 from flowfleet.client.progress import number

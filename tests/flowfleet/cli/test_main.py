@@ -15,8 +15,8 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from flowfleet.cli import main as cli
-from flowfleet.cli.rewards import command as cli_rewards
 from flowfleet.cli import views as cli_views
+from flowfleet.cli.rewards import command as cli_rewards
 from flowfleet.client.client import Client
 from flowfleet.client.types import Fleet, JobStatus, ReplicaView, ShadowComparison, Shortage
 from flowfleet.data.blobs import open_blobs

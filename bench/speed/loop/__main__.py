@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.speed.full_size import PROMPTS, write_checkpoint
-from bench.speed.loop_figures import Row, loop_figures, policy_version, rollout_busy_s
+from bench.speed.loop.figures import Row, loop_figures, policy_version, rollout_busy_s
 from flowfleet.client.client import Client
 from flowfleet.job.files import data_folders
 from flowfleet.job.spec import JobSpec, parse_job

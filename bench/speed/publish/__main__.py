@@ -25,11 +25,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from flowfleet.hardware.accelerators import visible_devices
 
 MODES = ("full", "lora")
-_TIMEOUT = timedelta(minutes=10)
+TIMEOUT = timedelta(minutes=10)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.speed.publish", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1], help="of the trainer; one run each")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--rounds", type=int, default=5)
@@ -74,7 +76,7 @@ def self_check(flags: list[str]) -> str:
     trainer = start_trainer(store, 1, flags)
     victim = start_receiver(store, 1, place(1, 1), [*flags, "--die"])
     survivor = start_receiver(store, 2, place(1, 2), flags) if together else None
-    victim.wait(_TIMEOUT.total_seconds())
+    victim.wait(TIMEOUT.total_seconds())
     store.set("dead", "1")  # as a broken gRPC connection tells it
     survivor = survivor or start_receiver(store, 2, place(1, 1), flags)
     wait_all([*trainer, survivor])
@@ -94,7 +96,7 @@ def place(num_ranks: int, receiver: int) -> int:
 
 def control_store() -> TCPStore:
     """How these processes talk, in place of gRPC."""
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
 
 
 def start_trainer(store: TCPStore, ranks: int, flags: list[str]) -> list[subprocess.Popen[bytes]]:
@@ -129,8 +131,8 @@ def wait_all(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _start(role: str, store: TCPStore, flags: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "bench.speed.publish_roles", role, "--port", str(store.port), *flags]
-    return subprocess.Popen(command, env={**os.environ, **env}, cwd=Path(__file__).parents[2])
+    command = [sys.executable, "-m", "bench.speed.publish.roles", role, "--port", str(store.port), *flags]
+    return subprocess.Popen(command, env={**os.environ, **env}, cwd=Path(__file__).parents[3])
 
 
 if __name__ == "__main__":

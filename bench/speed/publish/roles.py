@@ -15,7 +15,7 @@ from diffusers import QwenImageTransformer2DModel
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from bench.speed.publish import _TIMEOUT
+from bench.speed.publish.__main__ import TIMEOUT
 from flowfleet.hardware import devices
 from flowfleet.models.families.qwen_image import QwenImageAdapter
 from flowfleet.proto.rollout_pb2 import Broadcast, FinishWeightUpdateRequest, LoraSpec, TransferGroup
@@ -156,7 +156,7 @@ def watch(store: TCPStore, member: TransferMember, known_at: list[float]) -> Non
     cancelled one does that."""
 
     def wait() -> None:
-        TCPStore("127.0.0.1", store.port, timeout=_TIMEOUT).wait(["dead"])
+        TCPStore("127.0.0.1", store.port, timeout=TIMEOUT).wait(["dead"])
         known_at.append(time.perf_counter())
         member.abort()
 
@@ -225,7 +225,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--die", action="store_true")
     options = parser.parse_args()
-    store = TCPStore("127.0.0.1", options.port, timeout=_TIMEOUT)
+    store = TCPStore("127.0.0.1", options.port, timeout=TIMEOUT)
     if options.role == "receiver":
         receive(Receiver(store, options), store, options)
         return

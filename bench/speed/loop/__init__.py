@@ -1,0 +1,1 @@
+"""A whole job as services: `python -m bench.speed.loop`."""

@@ -1,0 +1,1 @@
+"""How long weights take from a trainer to rollouts: `python -m bench.speed.publish`."""
