@@ -17,6 +17,8 @@ Choice = Literal["left", "right", "tie", "neither"]
 NAME = r"^[A-Za-z0-9._@-]{1,64}$"
 Number = Annotated[int, Field(ge=0, le=10_000_000)]
 MAX_GROUP = 1024
+MAX_WANTED = 4096
+"""Votes on a group at most: the controller reads all of them for each further one."""
 
 
 class Ballot(Answer):
@@ -70,7 +72,7 @@ class Asked(Answer):
 
     prompt: str = Field(max_length=65_536)
     samples: list[VoteSample] = Field(min_length=2, max_length=MAX_GROUP)
-    wanted: int = Field(ge=1, le=1_000_000)
+    wanted: int = Field(ge=1, le=MAX_WANTED)
     """Votes, not counting those by which a voter repeats a pair."""
 
 

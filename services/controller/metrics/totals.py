@@ -2,7 +2,8 @@
 
 Of each rollout pool the job that it runs, or ran last, is kept: Prometheus still reads the end of a job, and a pool
 never has series of more than one. Counters of samples are the job's own, durable ones; those of seconds start at 0 with
-the controller that counts them.
+the controller that counts them. A pool that no job runs in is forgotten an hour after its last replica left, because
+rollouts choose its name.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from services.controller.metrics.families import Sample
 
 MAX_LAG = 3
 """Versions behind from which on replicas are counted together."""
+FORGET_S = 3600.0
+"""Seconds after which a pool without replicas and jobs is forgotten."""
 
 
 @dataclass
@@ -68,6 +71,8 @@ class Totals:
         """Totals by pool."""
         self._busy_s: defaultdict[str, float] = defaultdict(float)
         self._live_s: defaultdict[str, float] = defaultdict(float)
+        self._empty_s: defaultdict[str, float] = defaultdict(float)
+        """Seconds since a pool's last replica left."""
         self._at = 0.0
 
     @property
@@ -89,6 +94,7 @@ class Totals:
             if pool not in self._jobs or self._jobs[pool].job_id != job_id:
                 self._jobs[pool] = JobTotals(job_id, machine)
             self._jobs[pool].look(machine, self._of(machine), at, elapsed_s)
+        self._forget_pools(elapsed_s)
 
     def release_before(self, job_id: str, step: int) -> None:
         for job in self._jobs.values():
@@ -107,9 +113,19 @@ class Totals:
                 yield from self._versions(pool, job)
                 yield from self._gauges(job)
 
+    def _forget_pools(self, elapsed_s: float) -> None:
+        for pool in self._live_s.keys() - self._wanted():
+            self._empty_s[pool] = 0.0 if pool in self._members else self._empty_s[pool] + elapsed_s
+            if self._empty_s[pool] >= FORGET_S:
+                for seconds in (self._live_s, self._busy_s, self._empty_s):
+                    seconds.pop(pool, None)
+
+    def _wanted(self) -> set[str]:
+        """Pools of the jobs whose totals are kept."""
+        return {*self._jobs, *(pool for job in self._jobs.values() for pool in job.machine.spec.pools)}
+
     def _fleet(self) -> Iterator[Sample]:
-        wanted = {pool for job in self._jobs.values() for pool in job.machine.spec.pools}
-        for pool in sorted({*self._members, *self._live_s, *self._jobs, *wanted}):
+        for pool in sorted({*self._members, *self._live_s, *self._wanted()}):
             members = self._members.get(pool, ())
             healths = Counter(replica.health for replica in members)
             for health in Health:

@@ -89,15 +89,27 @@ class Removal:
         """Bytes of Redis that the history of an ended job takes, from samples of its largest keys."""
         purposes: tuple[Purpose, ...] = ("train", "validate")
         samples = [keys.samples(job_id, p, part) for p in purposes for part in ("records", "order", "rewards")]
+        groups = [keys.vote_groups(job_id, state) for state in ("waiting", "complete")]
         names = [keys.job(job_id), keys.events(job_id), keys.events_once(job_id), keys.metrics_steps(job_id), *samples]
-        last = await self._redis.zrange(keys.metrics_steps(job_id), -1, -1)
+        names += [*groups, keys.rewards(job_id), keys.validations(job_id), keys.checkpoints(job_id)]
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.zcard(keys.metrics_steps(job_id))
-            for name in (*names, *(keys.metrics(job_id, int(step)) for step in last)):
+            pipe.zrange(keys.metrics_steps(job_id), -1, -1)
+            for name in groups:
+                pipe.hlen(name)
+                pipe.hrandfield(name, 1)
+            count, steps, *voted = await pipe.execute()
+            rows = [(int(count), keys.metrics(job_id, int(step))) for step in steps]
+            rows += [
+                (int(number), keys.votes(job_id, *map(int, place.split(b"/"))))
+                for number, places in zip(voted[::2], voted[1::2], strict=True)
+                for place in places
+            ]
+            for name in (*names, *(name for _, name in rows)):
                 pipe.memory_usage(name, samples=20)
-            count, *sizes = await pipe.execute()
-        whole, rows = sizes[: len(names)], sizes[len(names) :]
-        return sum(size or 0 for size in whole) + int(count) * sum(size or 0 for size in rows)
+            sizes = [size or 0 for size in await pipe.execute()]
+        each = zip(rows, sizes[len(names) :], strict=True)
+        return sum(sizes[: len(names)]) + sum(number * size for (number, _), size in each)
 
     async def mark_archived(self, job_id: str, folder: str) -> None:
         """The job's archive is complete."""

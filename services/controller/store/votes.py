@@ -22,6 +22,8 @@ MAX_GROUPS = 5000
 """Groups of a job that are kept; beyond it the oldest steps are deleted with their votes."""
 MORE_VOTES = 64
 """Votes of a group at most, besides twice those that it wants: repeats, and those of voters at once."""
+MAX_REPEATS = 16
+"""Votes of one voter on one pair."""
 PAGE = 500
 
 
@@ -50,7 +52,7 @@ class Votes:
 
     async def vote(self, job_id: str, ballot: Ballot) -> Vote:
         """Records a vote; the same id again does nothing. Raises NotFound for a group or sample that no reward asked
-        about, Conflict for a group that takes no more."""
+        about, Conflict for a group that takes no more, of this voter on this pair or at all."""
         place, votes_key = f"{ballot.step}/{ballot.group}", keys.votes(job_id, ballot.step, ballot.group)
 
         async def attempt(pipe: Pipe) -> Vote:
@@ -64,6 +66,8 @@ class Votes:
             if len(votes) >= 2 * known.wanted + MORE_VOTES:
                 raise Conflict(f"group {place} has {len(votes)} votes and takes no more: vote on another")
             vote = Vote(**dict(ballot), time=from_epoch(self._clock()))
+            if sum((one.voter, one.pair) == (vote.voter, vote.pair) for one in votes) >= MAX_REPEATS:
+                raise Conflict(f"{vote.voter} voted {MAX_REPEATS} times on this pair of group {place}: vote on another")
             done = is_complete(samples, [*votes, vote], known.wanted)
             pipe.multi()
             pipe.rpush(votes_key, vote.model_dump_json())

@@ -23,7 +23,7 @@ from pydantic import Field
 
 from flowfleet.client.aio.client import AsyncClient
 from flowfleet.client.types import ApiError
-from flowfleet.client.votes import Asked, Vote, VoteGroup, VoteSample, counted
+from flowfleet.client.votes import MAX_WANTED, Asked, Vote, VoteGroup, VoteSample, counted
 from flowfleet.errors import Unavailable
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_TEXT, MODALITY_VIDEO
 from flowfleet.rewards.requests import EncodedSample
@@ -47,9 +47,10 @@ class HumanParams:
     """Votes that each sample of a group takes part in, on average."""
 
     def wanted(self, num_samples: int) -> int:
-        """Votes on a group: enough to connect all samples, and one on each pair at most, which one voter can give."""
+        """Votes on a group: enough to connect all samples, at most MAX_WANTED and one on each pair, which one voter can
+        give."""
         pairs = num_samples * (num_samples - 1) // 2
-        return max(num_samples - 1, min(pairs, math.ceil(self.votes_per_sample * num_samples / 2)))
+        return max(num_samples - 1, min(pairs, MAX_WANTED, math.ceil(self.votes_per_sample * num_samples / 2)))
 
 
 class HumanScorer(AsyncScorer[HumanParams]):

@@ -10,7 +10,7 @@ from services.controller.fleet.replicas import Replica
 from services.controller.job import events as ev
 from services.controller.job.state_machine import Machine
 from services.controller.metrics.families import DESCRIPTIONS, families
-from services.controller.metrics.totals import Totals
+from services.controller.metrics.totals import FORGET_S, Totals
 
 SERVING = Replica("r0", "h:1", health=Health.SERVING, job_id="a", version=0)
 
@@ -68,6 +68,21 @@ def test_utilization_is_the_share_of_live_replica_seconds_with_something_to_make
     assert found["flowfleet_fleet_busy_seconds_total", "default"] == 2.0
     assert found["flowfleet_fleet_replica_seconds_total", "default"] == 2 * 2.0 + 3.0
     assert found["flowfleet_fleet_outstanding_samples", "default"] == 0
+
+
+def test_a_pool_that_no_job_runs_in_is_forgotten_an_hour_after_its_last_replica_left() -> None:
+    totals = Totals()
+    jobs = {"a": running()}
+    invented = [replace(SERVING, replica_id=f"r{number}", pool=f"invented-{number}") for number in range(3)]
+    totals.look(jobs, [SERVING, *invented], at=0.0, elapsed_s=0.0)
+    totals.look(jobs, invented[:1], at=1.0, elapsed_s=FORGET_S / 2)
+    totals.look(jobs, [], at=2.0, elapsed_s=FORGET_S / 2)
+    pools = [labels[0] for name, *labels in shown(totals) if name == "flowfleet_fleet_replica_seconds_total"]
+    assert pools == ["default", "invented-0"]
+    totals.look(jobs, [], at=3.0, elapsed_s=FORGET_S / 2)
+    assert not [key for key in shown(totals) if "invented-0" in key]
+    totals.look(jobs, invented[:1], at=4.0, elapsed_s=2.0)
+    assert shown(totals)["flowfleet_fleet_replica_seconds_total", "invented-0"] == 2.0
 
 
 def test_versions_that_replicas_are_behind() -> None:

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from flowfleet.client.archive import Archive
 from flowfleet.client.types import Desired, JobStatus
+from flowfleet.client.votes import Asked, Ballot, VoteSample
 from flowfleet.data.blobs import BlobStore, digest, open_blobs
 from flowfleet.errors import Conflict, Gone, NotFound
 from flowfleet.job.spec import JobSpec, parse_job
@@ -287,6 +288,26 @@ async def test_ended_jobs_go_before_they_fill_a_small_redis(store: JobStore, blo
         await store.get(first)
     assert (await store.get(second)).status == JobStatus.SUCCEEDED
     assert Keep(gib=1).within(100 * GIB).gib == 1
+
+
+async def test_votes_count_as_history_and_go_with_their_job(
+    store: JobStore, blobs: BlobStore, redis: Any, clock: Clock
+) -> None:
+    job_id = await history(store, blobs)
+    before = await store.history_bytes(job_id)
+    for group in range(50):
+        asked = Asked(prompt="a sign", samples=[VoteSample(index=0), VoteSample(index=1)], wanted=1 + group % 2)
+        await store.ask_votes(job_id, 0, group, asked)
+        await store.vote(
+            job_id, Ballot(step=0, group=group, left=0, right=1, choice="tie", id=f"{group:08}", voter="ann")
+        )
+    names = [name async for name in redis.scan_iter(match=keys.job_key(job_id, "votes") + "*")]
+    assert len(names) == 2 + 50  # groups that wait, those that are complete, and the votes of each
+    taken = sum([await redis.memory_usage(name, samples=0) for name in names])
+    assert await store.history_bytes(job_id) - before == pytest.approx(taken, rel=0.1)
+    await store.set_status(job_id, JobStatus.SUCCEEDED)
+    await Keeper(store, blobs, Keep(jobs=0), clock=clock).look()
+    assert not await redis.exists(*names)
 
 
 async def test_pictures_in_a_store_of_before_stop_nothing(

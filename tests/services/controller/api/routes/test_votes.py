@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from flowfleet.client.votes import Vote, VoteGroup
+from flowfleet.client.votes import MAX_WANTED, Vote, VoteGroup
 from flowfleet.proto import common_pb2
 from flowfleet.redis import keys
 from services.controller.rewards import trials
@@ -21,6 +21,7 @@ from services.controller.settings import ControllerSettings
 from services.controller.store import votes as store_votes
 from services.controller.store.records import SampleRecord
 from services.controller.store.sample_refs import SampleRefs
+from services.controller.store.votes import MAX_REPEATS
 from services.controller.votes import pairing
 from services.controller.votes.pairing import is_complete
 from tests.services.controller.conftest import Api, serve
@@ -122,6 +123,19 @@ async def test_votes_at_once_are_all_kept(api: Api, job: MakeJob) -> None:
     group = await ask(api, job_id, wanted=12)
     assert len({one.voter for one in group.votes}) == 12
     assert not group.complete  # two samples have no vote
+
+
+async def test_a_voter_repeats_a_pair_only_so_often(api: Api, job: MakeJob) -> None:
+    """A key that may vote must not fill Redis, nor make each further vote dear."""
+    job_id = await running(api, job)
+    await ask(api, job_id, wanted=MAX_WANTED)
+    (pair,) = (await next_votes(api, job_id, "ann"))["pairs"]
+    codes = [(await vote(api, job_id, "ann", pair, "left")).status_code for _ in range(MAX_REPEATS + 1)]
+    assert codes == [201] * MAX_REPEATS + [409]
+    assert (await vote(api, job_id, "ben", pair, "left")).status_code == 201
+    body = asked(wanted=MAX_WANTED + 1)
+    answer = await api.client.put(f"/v1/jobs/{job_id}/votes/groups/3/0", json=body)
+    assert answer.status_code == 400
 
 
 @pytest.mark.parametrize(
