@@ -17,7 +17,8 @@ LoRA on a float8 base, each line for one call of nine minutes, on two H200s but 
     --only loop-base-cfg                             guidance 4
     --only loop-base-flash,rollout-base-merged       the tail of MixGRPO-Flash; a merged adapter
     --only loop-base-compare                         services and one process
-    --only loop-base-one                             everything on one GPU
+    --only rollout-base,train-base,loop-base-one     on one GPU, where that is all there is
+    --only loop-base-cfg-one,loop-base-flash-one     guidance 4, and the tail, on one GPU
     --only loop-base-h100                            on an H100 of 80 GB
 """
 
@@ -51,6 +52,8 @@ LOG_BYTES = 200_000
 PACKAGES = ("torch", "diffusers", "transformers", "vllm", "vllm-omni")
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 """Compiled code that rows share, below --cache."""
+ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+"""Sampling and training take turns on one device: without it, what one frees in small pieces is lost to the other."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ class Measurement:
 
 
 LOOP = "bench.speed.loop --compile --logs {work}/{name}"
-BASE_LOOP = f"{LOOP} --base fp8 --steps 3"
+BASE_LOOP = f"{LOOP} --base fp8 --steps 3 --reward jpeg_incompressibility"
 CFG_LOOP = f"{BASE_LOOP} --guidance 4 --images 64 --micro-batch 4"
 ONLY = "--samples only --rollouts 0 --max-staleness 0"
 BASE_ROLLOUT = "bench.speed.rollout --compile --quantization fp8_base --lora-rank 64 --images 96 --warm-up 2"
@@ -176,6 +179,10 @@ MEASUREMENTS = (
     Measurement("loop-base-cfg", "lora-cfg", 2, 500, f"{CFG_LOOP} {ONLY} --trainers 2", tiny=None),
     Measurement("loop-base-flash", "lora-flash", 2, 480, f"{BASE_LOOP} {ONLY} --trainers 2 --tail-steps 3", tiny=None),
     Measurement("loop-base-one", "lora-one", 1, 480, f"{BASE_LOOP} {ONLY} --images 128", tiny=None),
+    Measurement("loop-base-cfg-one", "lora-one", 1, 480, f"{CFG_LOOP} {ONLY}", tiny=None),
+    Measurement(
+        "loop-base-flash-one", "lora-one", 1, 480, f"{BASE_LOOP} {ONLY} --images 128 --tail-steps 3", tiny=None
+    ),
     Measurement("loop-base-h100", "h100", 1, 500, f"{BASE_LOOP} {ONLY} --images 64 --micro-batch 2", tiny=None),
     Measurement("loop-base-compare", "lora-compare", 2, 540, f"{BASE_LOOP} --images 64 --compare", tiny=None),
     Measurement("gap-base", "gap", 1, 400, BASE_GAP, tiny=None),
@@ -358,7 +365,8 @@ def start(row: Measurement, gpus: tuple[str, ...], cores: tuple[int, ...], optio
     caches = {name: str(options.cache / folder) for name, folder in CACHES.items()}
     scratch = options.work / row.name  # logs of a row that is ended are found there
     scratch.mkdir(exist_ok=True)
-    environment = {**os.environ, **caches, "TMPDIR": str(scratch), "OMP_NUM_THREADS": str(min(8, len(cores)))}
+    environment = {**ALLOCATOR, **os.environ, **caches, "TMPDIR": str(scratch)}
+    environment["OMP_NUM_THREADS"] = str(min(8, len(cores)))
     if not options.tiny:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     with (options.work / f"{row.name}.txt").open("wb") as out, (options.work / f"{row.name}.log").open("wb") as log:

@@ -203,7 +203,7 @@ def published(rows: Rows) -> str:
     return table([*figures[0]], [[*map(str, it.values())] for it in figures]) if figures else "Not measured."
 
 
-BASE_LOOPS = ("only", "idle", "cfg", "flash", "one", "h100", "compare")
+BASE_LOOPS = ("only", "idle", "cfg", "cfg-one", "flash", "flash-one", "one", "h100", "compare")
 LOOPS: tuple[str, ...] = (
     "loop-lora",
     "loop-only",
