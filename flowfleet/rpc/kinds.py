@@ -6,11 +6,13 @@ A caller proves its kind by its token and, with mutual TLS, by its certificate.
     FLOWFLEET_RPC_ACCEPT        callers that a server admits: kind=SHA-256 of the kind's token in hex, with commas
     FLOWFLEET_REWARD_RPC_TOKEN  the token that a controller sends to rewards, in place of its own
     FLOWFLEET_ROLLOUT_RPC_TOKEN the token that a controller sends to rollouts, in place of its own
+    FLOWFLEET_RPC_ACCEPT_JOB    SHA-256 in hex of the token that the controller sends to the trainer of one job
     FLOWFLEET_TRAINER_NAME      FLOWFLEET_NAME of the trainers that a controller starts on its machine
 
-A server sees the token of each call. So what a controller sends to rewards opens nothing else, and what it sends to
-rollouts, as the caller `sampler`, opens rollouts alone: neither can call a trainer by it. A certificate
-with the DNS name `<kind>.<FLOWFLEET_TLS_NAME>` is of that kind; one without any such name is the whole fleet's.
+A server sees the token of each call. So what a controller sends to rewards opens nothing else, what it sends to
+rollouts, as the caller `sampler`, opens rollouts alone, and what it sends to a trainer opens that trainer alone. A
+certificate with the DNS name `<kind>.<FLOWFLEET_TLS_NAME>` is of that kind; one without any such name is the whole
+fleet's.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Final, Literal, cast, get_args
 
 from flowfleet.process import service
 
@@ -33,6 +35,7 @@ CALLERS: Final[tuple[Caller, ...]] = get_args(Caller)
 
 REWARD_TOKEN: Final = "FLOWFLEET_REWARD_RPC_TOKEN"
 ROLLOUT_TOKEN: Final = "FLOWFLEET_ROLLOUT_RPC_TOKEN"
+JOB_ACCEPT: Final = "FLOWFLEET_RPC_ACCEPT_JOB"
 OF_TRAINERS: Final = "FLOWFLEET_TRAINER_"
 
 _ALL: Final = "*"
@@ -95,23 +98,39 @@ class Callers:
 
 
 def callers_from_env() -> Callers:
-    """Callers named by FLOWFLEET_RPC_ACCEPT, else the holders of FLOWFLEET_RPC_TOKEN. Raises ValueError for malformed
-    values."""
+    """Callers named by FLOWFLEET_RPC_ACCEPT, else the holders of FLOWFLEET_RPC_TOKEN; besides them the controller by
+    FLOWFLEET_RPC_ACCEPT_JOB. Raises ValueError for malformed values."""
     text = os.environ.get(service.RPC_ACCEPT, "").strip()
+    of_job = os.environ.get(JOB_ACCEPT, "").strip()
+    if of_job and not _DIGEST.fullmatch(of_job):
+        raise ValueError(f"{JOB_ACCEPT} must be the SHA-256 of a token in hex")
+    digests: list[tuple[Caller, str]] = [("controller", of_job)] if of_job else []
     if not text:
-        return Callers(token=service.secret(service.RPC_TOKEN))
-    digests = []
+        return Callers(service.secret(service.RPC_TOKEN), tuple(digests))
     for part in text.split(","):
         kind, _, value = part.strip().partition("=")
         if kind not in CALLERS or not _DIGEST.fullmatch(value):
             raise ValueError(f"{service.RPC_ACCEPT} must be KIND=SHA256,… with a KIND of {', '.join(CALLERS)}")
-        digests.append((kind, value))
+        digests.append((cast(Caller, kind), value))
     return Callers(digests=tuple(digests))
 
 
 def accept(tokens: Mapping[Caller, str]) -> str:
     """FLOWFLEET_RPC_ACCEPT for a server that admits the holders of these tokens."""
     return ",".join(f"{kind}={digest(token)}" for kind, token in tokens.items())
+
+
+def job_token(job_id: str) -> str | None:
+    """The token that a controller sends to the trainer of a job: HMAC-SHA256 of the job's id by the controller's own.
+    Whoever sees it learns neither that one nor another job's. None where the controller has no token."""
+    own = service.secret(service.RPC_TOKEN)
+    return hmac.new(own.encode(), f"trainer of job {job_id}".encode(), hashlib.sha256).hexdigest() if own else None
+
+
+def job_accept(job_id: str) -> dict[str, str]:
+    """Environment by which a job's trainer admits its controller."""
+    token = job_token(job_id)
+    return {JOB_ACCEPT: digest(token)} if token else {}
 
 
 def digest(token: str) -> str:

@@ -21,6 +21,7 @@ JOB_ID = "01a20091-df5f-7685-9395-c3a57230f852"
 Change = Callable[[dict[str, Any], dict[str, Any]], Any]
 """Change of a Job's pod and its container."""
 
+ENV = {"FLOWFLEET_RPC_ACCEPT_JOB": "0" * 64}
 CRAFTED: dict[str, tuple[Change, str]] = {
     "another image": (lambda pod, trainer: trainer.update(image="evil:1"), "a trainer's image is"),
     "a second container": (
@@ -65,6 +66,12 @@ CRAFTED: dict[str, tuple[Change, str]] = {
     "a capability": (
         lambda pod, trainer: trainer["securityContext"]["capabilities"].update(add=["SYS_ADMIN"]),
         "no privileges",
+    ),
+    "the token of a job from a Secret": (
+        lambda pod, trainer: next(e for e in trainer["env"] if e["name"] in ENV).update(
+            value=None, valueFrom={"secretKeyRef": {"name": "other", "key": "k"}}
+        ),
+        "environment is that",
     ),
     "a command": (lambda pod, trainer: trainer.update(command=["sh", "-c", "id"]), "runs services.trainer"),
     "another module": (
@@ -159,7 +166,7 @@ def rendered(template: TrainerTemplate) -> dict[str, Any]:
     owner = {
         "apiVersion": "apps/v1", "kind": "Deployment", "name": f"{FULLNAME}-controller", "uid": JOB_ID,
     }  # fmt: skip
-    return template.render(JOB_ID, spec, name=f"{FULLNAME}-trainer-a-b", labels={}, owner=owner)
+    return template.render(JOB_ID, spec, name=f"{FULLNAME}-trainer-a-b", labels={}, owner=owner, env=ENV)
 
 
 def send(cluster: Cluster, job: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ import grpc
 from flowfleet.job.spec import JobSpec
 from flowfleet.proto import trainer_pb2_grpc
 from flowfleet.rpc.endpoint import open_channel
+from flowfleet.rpc.kinds import job_token
 from services.controller.trainers.launcher import Launcher, stop_for_good, stopped
 from services.controller.waiting import NotYet
 
@@ -25,7 +26,7 @@ class JobTrainer:
         if not self.address:
             raise NotYet("the trainer has not started yet")
         if self.address not in self._channels:
-            self._channels[self.address] = open_channel(self.address)
+            self._channels[self.address] = open_channel(self.address, token=job_token(self._job_id))
         return trainer_pb2_grpc.TrainerServiceStub(self._channels[self.address])
 
     def connect(self, address: str) -> None:

@@ -23,6 +23,7 @@ from flowfleet.job.spec import JobSpec
 from flowfleet.process.commands import POD_PORT
 from flowfleet.process.service import format_address
 from flowfleet.rpc.endpoint import open_channel
+from flowfleet.rpc.kinds import job_accept, job_token
 from services.controller.kubernetes import pods
 from services.controller.kubernetes.api import DEPLOYMENTS, JOBS, PODS, Object, Refused
 from services.controller.kubernetes.directory import COMPONENT, INSTANCE, KubernetesDirectory
@@ -138,7 +139,7 @@ class KubernetesLauncher:
 
     async def _serves(self, attempt: Object) -> bool:
         leader = next((pod for pod in self._pods_of(attempt) if pods.index(pod) == "0"), None)
-        return leader is not None and await _serves(leader)
+        return leader is not None and await _serves(leader, job_token(_job_id(attempt)))
 
     async def _post_mortem(self, attempt: Object) -> tuple[str, bool]:
         """Waits for its pods' reasons. Ranks fail within a moment of each other, and the one that failed
@@ -194,6 +195,7 @@ class KubernetesLauncher:
             name=attempt_name(self._release, job_id),
             labels={INSTANCE: self._release, COMPONENT: "trainer"},
             owner=await self._owner_reference(),
+            env=job_accept(job_id),
         )
         made = await api.create(JOBS, body)
         jobs.put(made)
@@ -247,12 +249,12 @@ class KubernetesLauncher:
         }
 
 
-async def _serves(leader: Object) -> bool:
+async def _serves(leader: Object, token: str | None) -> bool:
     """Whether the service of rank 0 takes calls. Its own name may not be known everywhere yet, so by address."""
     host = leader.get("status", {}).get("podIP")
     if pods.phase(leader) != "Running" or not host:
         return False
-    channel = open_channel(format_address(host, POD_PORT))
+    channel = open_channel(format_address(host, POD_PORT), token=token)
     try:
         answer = await health_pb2_grpc.HealthStub(channel).Check(
             health_pb2.HealthCheckRequest(), timeout=HEALTH_DEADLINE_S

@@ -24,7 +24,7 @@ from flowfleet.job.spec import JobSpec
 from flowfleet.process.commands import forkserver_command, trainer_flags
 from flowfleet.process.forkserver import Order
 from flowfleet.process.service import PATIENT_THREADS, STATE_DIR, TERMINATION_MESSAGE, usable_cpus
-from flowfleet.rpc.kinds import trainer_environment
+from flowfleet.rpc.kinds import job_accept, trainer_environment
 from services.controller.store.leadership import LeaseLost
 from services.controller.trainers.fork_server import ForkServer
 
@@ -163,6 +163,7 @@ class LocalLauncher:
             "OMP_NUM_THREADS": str(threads),
             STATE_DIR: str(self._state_dir.resolve()),
             TERMINATION_MESSAGE: str(self._words(job_id).resolve()),
+            **job_accept(job_id),
         }
 
     def _read(self, job_id: str) -> TrainerProcess | None:

@@ -47,8 +47,17 @@ class TrainerTemplate:
         fewest = math.ceil(ranks / self.ranks_per_pod)
         return next(count for count in range(fewest, ranks + 1) if ranks % count == 0)
 
-    def render(self, job_id: str, spec: JobSpec, *, name: str, labels: Mapping[str, str], owner: Any) -> dict[str, Any]:
-        """`labels` are set on Job and pods; `owner` is an ownerReference."""
+    def render(
+        self,
+        job_id: str,
+        spec: JobSpec,
+        *,
+        name: str,
+        labels: Mapping[str, str],
+        owner: Any,
+        env: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """`labels` are set on Job and pods; `owner` is an ownerReference; `env` holds no secret."""
         ranks = spec.trainer.world_size
         pods = self.pods(ranks)
         job: dict[str, Any] = copy.deepcopy(dict(self.job))
@@ -68,8 +77,10 @@ class TrainerTemplate:
         if self.accelerator:
             limits = container.setdefault("resources", {}).setdefault("limits", {})
             limits[self.accelerator] = str(ranks // pods)
-        if spec.trainer.threads:
-            container.setdefault("env", []).append({"name": "OMP_NUM_THREADS", "value": str(spec.trainer.threads)})
+        variables = {"OMP_NUM_THREADS": str(spec.trainer.threads)} if spec.trainer.threads else {}
+        variables |= env or {}
+        if variables:
+            container.setdefault("env", []).extend({"name": key, "value": value} for key, value in variables.items())
         return job
 
     def address(self, name: str, namespace: str) -> str:

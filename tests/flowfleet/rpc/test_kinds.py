@@ -38,7 +38,7 @@ TO_ROLLOUTS = {f"/flowfleet.v1.RolloutService/{name}" for name in ("GetStatus", 
 
 @pytest.fixture(autouse=True)
 def _nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (tls.TLS_DIR, tls.TLS_NAME, service.RPC_TOKEN, service.RPC_ACCEPT):
+    for name in (tls.TLS_DIR, tls.TLS_NAME, service.RPC_TOKEN, service.RPC_ACCEPT, kinds.JOB_ACCEPT):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -97,6 +97,29 @@ async def test_each_kinds_token_opens_its_methods_alone(monkeypatch: pytest.Monk
             assert await asked_with(token, address) == expected(kind, Code.PERMISSION_DENIED), kind
         for stranger in (None, "another", kinds.digest(TOKENS["controller"])):
             assert await asked_with(stranger, address) == expected("stranger", Code.UNAUTHENTICATED), stranger
+
+
+@pytest.mark.anyio
+async def test_what_a_trainer_sees_of_its_controller_opens_no_other_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(service.RPC_TOKEN, TOKENS["controller"])
+    tokens = {job: kinds.job_token(job) for job in ("a", "b")}
+    environment = kinds.job_accept("a")
+    assert not {TOKENS["controller"], *tokens.values()} & {*environment.values()}
+    monkeypatch.delenv(service.RPC_TOKEN)
+    assert kinds.job_token("a") is None
+    assert kinds.job_accept("a") == {}
+
+    monkeypatch.setenv(service.RPC_ACCEPT, kinds.accept(TOKENS))
+    async with served() as address:  # a rollout, or a trainer of before
+        assert await asked_with(tokens["a"], address) == expected("stranger", Code.UNAUTHENTICATED)
+    monkeypatch.setenv(kinds.JOB_ACCEPT, environment[kinds.JOB_ACCEPT])
+    async with served() as address:
+        assert await asked_with(tokens["a"], address) == expected("controller", Code.OK)
+        assert await asked_with(tokens["b"], address) == expected("stranger", Code.UNAUTHENTICATED)
+        assert await asked_with(TOKENS["trainer"], address) == expected("trainer", Code.PERMISSION_DENIED)
+    monkeypatch.setenv(kinds.JOB_ACCEPT, "abc")
+    with pytest.raises(ValueError, match="FLOWFLEET_RPC_ACCEPT_JOB must be the SHA-256"):
+        rpc.make_server()
 
 
 @pytest.mark.anyio

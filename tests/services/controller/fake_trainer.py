@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from flowfleet.local.files import write_atomically
+
 
 def main(argv: Sequence[str]) -> int:
     if "--fail" in argv:
@@ -19,6 +21,6 @@ def main(argv: Sequence[str]) -> int:
         Path(f"{port_file}.child").write_text(str(child.pid))
         Path(f"{port_file}.devices").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "unset"))
         Path(f"{port_file}.world").write_text(os.environ["WORLD_SIZE"])
-        Path(port_file).write_text("127.0.0.1:4711")
+        write_atomically(Path(port_file), "127.0.0.1:4711")
     time.sleep(60)
     return 0

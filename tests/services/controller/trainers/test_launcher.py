@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from flowfleet.job.spec import JobSpec, parse_job
+from flowfleet.rpc.kinds import JOB_ACCEPT, job_token
 from services.controller.trainers import fork_server
 from services.controller.trainers import launcher as module
 from services.controller.trainers.launcher import LocalLauncher
@@ -79,6 +81,7 @@ async def test_a_trainer_is_not_handed_the_controllers_secrets(
     environment = await asyncio.wait_for(scenario(), 30)
     given = {name: value for name, _, value in (word.partition("=") for word in environment)}
     assert (given["FLOWFLEET_RPC_TOKEN"], given["FLOWFLEET_REDIS_URL"]) == ("t", "redis://trainer:t@h")
+    assert launcher._variables("job", 1)[JOB_ACCEPT] == hashlib.sha256(str(job_token("job")).encode()).hexdigest()
     assert not {*own.values()} & {*given.values()}
 
 

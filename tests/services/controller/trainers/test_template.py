@@ -53,9 +53,14 @@ def spec(ranks: int, **trainer: Any) -> JobSpec:
     return parse_job({**job, "trainer": {"world_size": ranks, **trainer}})
 
 
+ENV = {"DIGEST": "abc"}
+
+
 def render(ranks: int, template: Any = TEMPLATE, **trainer: Any) -> dict[str, Any]:
     labels = {"app.kubernetes.io/instance": "f"}
-    return parse_template(template).render(JOB_ID, spec(ranks, **trainer), name="f-1", labels=labels, owner=OWNER)
+    return parse_template(template).render(
+        JOB_ID, spec(ranks, **trainer), name="f-1", labels=labels, owner=OWNER, env=ENV
+    )
 
 
 def trainer_of(job: dict[str, Any]) -> dict[str, Any]:
@@ -73,7 +78,7 @@ def test_what_the_launcher_puts_in() -> None:
     assert (job["spec"]["completions"], job["spec"]["parallelism"]) == (2, 2)
     trainer = trainer_of(job)
     assert trainer["resources"]["limits"] == {"memory": "9Gi", "nvidia.com/gpu": "8"}
-    assert "env" not in trainer
+    assert trainer["env"] == [{"name": "DIGEST", "value": "abc"}]
     assert trainer["args"] == [
         "--nnodes=2",
         "--nproc-per-node=8",
@@ -95,7 +100,7 @@ def test_all_else_stays_as_the_template_has_it_and_the_template_too() -> None:
     job = render(8, threads=3)
     assert before == TEMPLATE
     assert job["spec"]["template"]["spec"]["containers"][0] == {"name": "proxy", "image": "p"}
-    assert trainer_of(job)["env"] == [{"name": "OMP_NUM_THREADS", "value": "3"}]
+    assert trainer_of(job)["env"] == [{"name": "OMP_NUM_THREADS", "value": "3"}, {"name": "DIGEST", "value": "abc"}]
     assert job["metadata"]["annotations"] == TEMPLATE["metadata"]["annotations"]
 
 
