@@ -178,6 +178,13 @@ class Scorer(_Described[Params]):
         """One outcome a sample, in order."""
 
 
+class PlainScorer(Scorer[None]):
+    """A scorer whose requests take no parameters."""
+
+    def parse(self, params: Mapping[str, str]) -> None:
+        read_params(params, {})
+
+
 class AsyncScorer(_Described[Params]):
     """A reward that asks others, over a network. Nothing of it may block the event loop."""
 

@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
-from services.reward.scorer import NoSettings, Outcome, Sample, Score, Scorer, read_params
+from services.reward.scorer import NoSettings, Outcome, PlainScorer, Sample, Score
 
 BLOCKS = 8
 RANGE = (0.0, 2.0)
 COMPONENTS = ("mean_distance",)
 
 
-class Diversity(Scorer[None]):
+class Diversity(PlainScorer):
     """Component: `mean_distance` to all others of the group, of which the group's mean is its diversity."""
 
     name = "diversity"
@@ -34,9 +34,6 @@ class Diversity(Scorer[None]):
     score_range = RANGE
     components = COMPONENTS
     needs_group = True
-
-    def parse(self, params: Mapping[str, str]) -> None:
-        read_params(params, {})
 
     def score(self, samples: Sequence[Sample], params: None) -> list[Outcome]:
         features = [np.concatenate([_blocks(picture) for picture in sample.pictures()]) for sample in samples]

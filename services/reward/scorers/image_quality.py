@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from flowfleet.media.image_stats import colour_entropy, colourfulness, gray_of, halved, total_variation
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
-from services.reward.scorer import NoSettings, Outcome, Sample, Score, Scorer, mean_score, read_params
+from services.reward.scorer import NoSettings, Outcome, PlainScorer, Sample, Score, mean_score
 
 FULL_SLOPE = 0.15
 NOISE_RATIO, CLEAN_RATIO = 0.55, 0.9
@@ -40,7 +40,7 @@ FULL_COLORS = 2.0
 FULL_SATURATION = 0.75
 
 
-class ImageQuality(Scorer[None]):
+class ImageQuality(PlainScorer):
     """Components: `sharpness` (the detail above), `clean`, `contrast`, `tones`, `colours`, `saturation` (parts above),
     and `colourfulness` (Hasler and Süsstrunk's, 0 … some 150, which the score leaves out)."""
 
@@ -49,9 +49,6 @@ class ImageQuality(Scorer[None]):
     modalities = (MODALITY_IMAGE, MODALITY_VIDEO)
     score_range = (0.0, 1.0)
     components = ("sharpness", "clean", "contrast", "tones", "colours", "saturation", "colourfulness")
-
-    def parse(self, params: Mapping[str, str]) -> None:
-        read_params(params, {})
 
     def score(self, samples: Sequence[Sample], params: None) -> list[Outcome]:
         return [mean_score([quality(np.asarray(picture)) for picture in sample.pictures()]) for sample in samples]

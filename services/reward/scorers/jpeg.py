@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from PIL.Image import Image
 
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
-from services.reward.scorer import NoSettings, Outcome, Sample, Score, Scorer, mean_score, read_params
+from services.reward.scorer import NoSettings, Outcome, PlainScorer, Sample, Score, mean_score
 
 QUALITY = 95
 
@@ -28,14 +28,11 @@ def jpeg_kilobytes(image: Image) -> float:
     return buffer.tell() / 1000
 
 
-class _JpegScorer(Scorer[None]):
+class _JpegScorer(PlainScorer):
     version = "1"
     modalities = (MODALITY_IMAGE, MODALITY_VIDEO)
     components = ("size_kb",)
     sign: ClassVar[float]
-
-    def parse(self, params: Mapping[str, str]) -> None:
-        read_params(params, {})
 
     def score(self, samples: Sequence[Sample], params: None) -> list[Outcome]:
         return [mean_score([self._judge(picture) for picture in sample.pictures()]) for sample in samples]
@@ -61,7 +58,7 @@ class JpegCompressibility(_JpegScorer):
     sign = -1.0
 
 
-def make(name: str, settings: Mapping[str, Any], num_threads: int) -> Scorer[None]:
+def make(name: str, settings: Mapping[str, Any], num_threads: int) -> PlainScorer:
     """Either scorer; they have no settings."""
     NoSettings.read(settings)
     return JpegCompressibility() if name == JpegCompressibility.name else JpegIncompressibility()

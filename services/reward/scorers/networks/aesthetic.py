@@ -30,7 +30,7 @@ from transformers import SiglipVisionModel
 
 from flowfleet.hardware import devices
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
-from services.reward.scorer import Outcome, Sample, Score, Scorer, mean_score, read_params
+from services.reward.scorer import Outcome, PlainScorer, Sample, Score, mean_score
 from services.reward.scorers.networks.checkpoints import check_checkpoint, check_processor
 from services.reward.scorers.networks.clip_models import ClipEncoder, unit
 from services.reward.scorers.networks.torch_models import (
@@ -55,7 +55,7 @@ class AestheticSettings(ModelSettings):
     """The safetensors file of the head."""
 
 
-class AestheticScorer(Scorer[None]):
+class AestheticScorer(PlainScorer):
     """No components."""
 
     name = "aesthetic"
@@ -86,9 +86,6 @@ class AestheticScorer(Scorer[None]):
                 f"settings.head takes embeddings of {len(self._head[0])} numbers, settings.model makes {width}: "
                 "name the head of that model"
             )
-
-    def parse(self, params: Mapping[str, str]) -> None:
-        read_params(params, {})
 
     def score(self, samples: Sequence[Sample], params: None) -> list[Outcome]:
         weights, bias = self._head
@@ -156,6 +153,6 @@ def _folded(layers: Sequence[Mapping[str, NDArray[np.float64]]]) -> Head:
     return row, float(bias)
 
 
-def make(name: str, settings: Mapping[str, Any], num_threads: int) -> Scorer[Any]:
+def make(name: str, settings: Mapping[str, Any], num_threads: int) -> PlainScorer:
     """`aesthetic`."""
     return AestheticScorer(AestheticSettings.read(settings), num_threads)

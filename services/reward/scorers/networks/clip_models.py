@@ -30,7 +30,7 @@ from transformers import CLIPModel
 from flowfleet.hardware import devices
 from flowfleet.lru import LruCache
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
-from services.reward.scorer import Outcome, Sample, Score, Scorer, mean_score, read_params
+from services.reward.scorer import Outcome, PlainScorer, Sample, Score, mean_score
 from services.reward.scorers.networks.checkpoints import check_checkpoint, check_processor, read_scalar
 from services.reward.scorers.networks.torch_models import (
     ModelSettings,
@@ -110,7 +110,7 @@ def unit(vectors: torch.Tensor) -> torch.Tensor:
 Settings = TypeVar("Settings", bound=ModelSettings)
 
 
-class _ClipScorer(Scorer[None], Generic[Settings]):
+class _ClipScorer(PlainScorer, Generic[Settings]):
     """Components: `tokens_cut`, of the prompt, and those of the subclass."""
 
     modalities = (MODALITY_IMAGE, MODALITY_VIDEO)
@@ -129,9 +129,6 @@ class _ClipScorer(Scorer[None], Generic[Settings]):
     def start(self) -> None:
         prepare_torch(self._num_threads)
         self._encoder = ClipEncoder(self._settings, self._settings.model, "model", self._num_threads)
-
-    def parse(self, params: Mapping[str, str]) -> None:
-        read_params(params, {})
 
     def score(self, samples: Sequence[Sample], params: None) -> list[Outcome]:
         texts, cuts = self._encoder.texts([sample.prompt for sample in samples])
@@ -234,7 +231,7 @@ def letterboxed(picture: Image.Image) -> Image.Image:
     return square
 
 
-def make(name: str, settings: Mapping[str, Any], num_threads: int) -> Scorer[Any]:
+def make(name: str, settings: Mapping[str, Any], num_threads: int) -> PlainScorer:
     """`clip`, `pickscore` or `hps`."""
     if name == "clip":
         return ClipScore(ClipSettings.read(settings), num_threads)

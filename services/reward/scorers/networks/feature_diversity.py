@@ -15,7 +15,7 @@ from transformers import AutoModel
 
 from flowfleet.hardware import devices
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
-from services.reward.scorer import Outcome, Sample, Scorer, read_params
+from services.reward.scorer import Outcome, PlainScorer, Sample
 from services.reward.scorers.diversity import COMPONENTS, RANGE, group_scores
 from services.reward.scorers.networks.checkpoints import check_checkpoint, check_processor
 from services.reward.scorers.networks.torch_models import (
@@ -30,7 +30,7 @@ from services.reward.scorers.networks.torch_models import (
 TYPES = ("dinov2", "dinov2_with_registers", "dinov3_vit", "clip_vision_model", "siglip_vision_model")
 
 
-class FeatureDiversity(Scorer[None]):
+class FeatureDiversity(PlainScorer):
     """Component: `mean_distance` to all others of the group."""
 
     name = "feature_diversity"
@@ -54,9 +54,6 @@ class FeatureDiversity(Scorer[None]):
         self._device = pick_device(settings.device)
         self._model = load_model(AutoModel, settings, settings.model, "model", self._device)
         self._read = PictureReader(settings.processor_folder, settings.processor_setting, self._num_threads)
-
-    def parse(self, params: Mapping[str, str]) -> None:
-        read_params(params, {})
 
     @torch.inference_mode()
     def score(self, samples: Sequence[Sample], params: None) -> list[Outcome]:

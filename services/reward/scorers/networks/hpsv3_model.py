@@ -23,7 +23,7 @@ from pydantic import Field
 
 from flowfleet.hardware import devices
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
-from services.reward.scorer import Outcome, Problem, Sample, Score, Scorer, ScorerSettings, read_params
+from services.reward.scorer import Outcome, PlainScorer, Problem, Sample, Score, ScorerSettings
 from services.reward.scorers.networks.checkpoints import check_checkpoint, fingerprint
 from services.reward.scorers.networks.libraries import library, of_samples
 from services.reward.scorers.networks.torch_models import batches, pick_device, prepare_torch
@@ -45,7 +45,7 @@ class HPSv3Settings(ScorerSettings):
     """Pictures in one forward pass."""
 
 
-class HPSv3Scorer(Scorer[None]):
+class HPSv3Scorer(PlainScorer):
     """Component `log_sigma`: logarithm of the standard deviation that the model gives its score."""
 
     name = "hpsv3"
@@ -91,9 +91,6 @@ class HPSv3Scorer(Scorer[None]):
             config = Path(aside, "hpsv3.yaml")
             config.write_text(yaml.safe_dump(options))
             return code.HPSv3RewardInferencer(str(config), str(self._settings.weights), device=str(self._device))
-
-    def parse(self, params: Mapping[str, str]) -> None:
-        read_params(params, {})
 
     def score(self, samples: Sequence[Sample], params: None) -> list[Outcome]:
         pictures = [sample.pictures() for sample in samples]

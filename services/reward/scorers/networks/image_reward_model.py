@@ -24,7 +24,7 @@ from pydantic import Field
 
 from flowfleet.hardware import devices
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
-from services.reward.scorer import Outcome, Sample, Score, Scorer, ScorerSettings, read_params
+from services.reward.scorer import Outcome, PlainScorer, Sample, Score, ScorerSettings
 from services.reward.scorers.networks.libraries import fingerprint_files, library, of_samples
 from services.reward.scorers.networks.torch_models import batches, pick_device, prepare_torch
 
@@ -48,7 +48,7 @@ class ImageRewardSettings(ScorerSettings):
     """Pictures in one forward pass."""
 
 
-class ImageRewardScorer(Scorer[None]):
+class ImageRewardScorer(PlainScorer):
     """Component `tokens_cut`: tokens of the prompt that the model did not read."""
 
     name = "image_reward"
@@ -86,9 +86,6 @@ class ImageRewardScorer(Scorer[None]):
             told = f"lacks {len(lacks)} weights ({lacks[0]}, …)"
             raise ValueError(f"{CHECKPOINT} of settings.weights {told}: fetch it again")
         self._model = model.eval().requires_grad_(False).float().to(self._device)
-
-    def parse(self, params: Mapping[str, str]) -> None:
-        read_params(params, {})
 
     def score(self, samples: Sequence[Sample], params: None) -> list[Outcome]:
         pictures = [sample.pictures() for sample in samples]

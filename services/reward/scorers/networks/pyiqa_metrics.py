@@ -26,7 +26,7 @@ from pydantic import Field
 
 from flowfleet.hardware import devices
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
-from services.reward.scorer import Outcome, Problem, Sample, Score, Scorer, ScorerSettings, read_params
+from services.reward.scorer import Outcome, PlainScorer, Problem, Sample, Score, ScorerSettings
 from services.reward.scorers.networks.libraries import fingerprint_files, library, of_samples
 from services.reward.scorers.networks.torch_models import batches, pick_device, prepare_torch
 
@@ -45,7 +45,7 @@ class PyiqaSettings(ScorerSettings):
     """Pictures of one size in one forward pass."""
 
 
-class PyiqaScorer(Scorer[None]):
+class PyiqaScorer(PlainScorer):
     """Component `metric`: the metric's own value."""
 
     name = "pyiqa"
@@ -80,9 +80,6 @@ class PyiqaScorer(Scorer[None]):
                 reason = str(error).partition("\n")[0][:300]
                 raise ValueError(f"settings.metric = {self._settings.metric!r} cannot be made: {reason}") from error
         self._metric.eval()
-
-    def parse(self, params: Mapping[str, str]) -> None:
-        read_params(params, {})
 
     def score(self, samples: Sequence[Sample], params: None) -> list[Outcome]:
         found = [sample.pictures() for sample in samples]
