@@ -15,7 +15,18 @@ from flowfleet.algorithms.windows import default_end
 
 TARGET = 0.85
 """Held-out reward that a recipe is timed to."""
-PHASES = ("gen", "reward", "adv", "load_samples", "ref", "old_log_prob", "old_policy", "update_actor", "update_weights")
+PHASES = (
+    "gen",
+    "reward",
+    "adv",
+    "load_samples",
+    "ref",
+    "old_log_prob",
+    "old_policy",
+    "teacher",
+    "update_actor",
+    "update_weights",
+)
 """Metrics `timing_s/…` that together are a step without what it waits for: validations, and checkpoints."""
 NONE = "–"
 

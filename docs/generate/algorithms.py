@@ -29,7 +29,12 @@ _SAMPLER_SETTINGS = (
     "schedule.validation_steps",
     "schedule.validation_sampler",
 )
-_SAMPLES = {"policy": "the policy's noisy steps", "matching": "any sampler's", "sequence": "the policy's tokens"}
+_SAMPLES = {
+    "policy": "the policy's noisy steps",
+    "matching": "any sampler's",
+    "distillation": "noisy steps of any sampler",
+    "sequence": "the policy's tokens",
+}
 """What a kind of loss trains on. Those of any sampler need no correction."""
 _SCHEMA: dict[str, type[BaseModel]] = {"rollout.noise": NoisePart, "rollout.window": WindowPart}
 

@@ -32,9 +32,15 @@ class Case(NamedTuple):
 
 
 def loss_class(algorithm: Algorithm) -> str:
-    """policy, matching or preference: each kind of loss takes its own way through the trainer."""
+    """policy, matching or preference: each kind of loss takes its own way through rollouts and trainer. One that learns
+    from teachers takes that of the policy losses, with forwards of the teachers."""
     loss = LOSSES[algorithm.loss]
-    return "preference" if loss.needs_pairs else loss.kind
+    return "preference" if loss.needs_pairs else "policy" if loss.kind == "distillation" else loss.kind
+
+
+def modes_of(algorithm: Algorithm) -> tuple[str, ...]:
+    """Modes that an algorithm takes: teachers are adapters, so their policy is one too."""
+    return MODES if LOSSES[algorithm.loss].reads_rewards else ("lora",)
 
 
 def choose_cases(families: Mapping[str, Any], algorithms: Mapping[str, Algorithm]) -> list[Case]:
@@ -52,7 +58,7 @@ def choose_cases(families: Mapping[str, Any], algorithms: Mapping[str, Algorithm
             if all(family != other for other, _ in taken):
                 taken.append((family, _least_used(members, Counter(name for _, name in taken))))
         pairs += taken
-    return _with_modes(pairs)
+    return _with_modes(pairs, algorithms)
 
 
 def run_cases() -> list[Case]:
@@ -77,7 +83,7 @@ def refusal(family: ModelFamily, algorithm: Algorithm) -> str:
         "model": {"path": "model"},
         "data": {"train": "data.jsonl"},
         "rewards": {"reward": {}},
-        "algorithm": {"name": algorithm.name},
+        "algorithm": {"name": algorithm.name, **least_settings(algorithm)},
         "rollout": {"num_frames": 81 if family.modality == "video" else 1},
     }
     try:
@@ -85,6 +91,11 @@ def refusal(family: ModelFamily, algorithm: Algorithm) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def least_settings(algorithm: Algorithm, teacher: str = "job:ID") -> dict[str, Any]:
+    """Settings of `algorithm` that one needs besides its name."""
+    return {} if LOSSES[algorithm.loss].reads_rewards else {"teachers": {"teacher": {"adapter": teacher}}}
 
 
 def _row(family: ModelFamily, run: set[tuple[str, str]]) -> list[str]:
@@ -102,8 +113,9 @@ def _least_used(names: list[str], used: Counter[str]) -> str:
     return min(names, key=lambda name: used[name])
 
 
-def _with_modes(pairs: list[tuple[str, str]]) -> list[Case]:
-    """Gives each pair a mode, so that every algorithm and every family of two pairs or more has both.
+def _with_modes(pairs: list[tuple[str, str]], algorithms: Mapping[str, Algorithm]) -> list[Case]:
+    """Gives each pair a mode, so that every algorithm and every family of two pairs or more has both, where the
+    algorithm takes both.
 
     At each algorithm and each family its pairs are linked two by two, and linked pairs take different modes. Links
     alternate between algorithms and families, so a closed chain is of even length and this never contradicts itself.
@@ -111,6 +123,8 @@ def _with_modes(pairs: list[tuple[str, str]]) -> list[Case]:
     links: list[list[int]] = [[] for _ in pairs]
     waiting: dict[tuple[str, str], int] = {}
     for number, (family, name) in enumerate(pairs):
+        if modes_of(algorithms[name]) != MODES:
+            continue
         for end in (("family", family), ("algorithm", name)):
             other = waiting.pop(end, None)
             if other is None:
@@ -125,7 +139,10 @@ def _with_modes(pairs: list[tuple[str, str]]) -> list[Case]:
             number, mode = chain.pop()
             modes[number] = mode
             chain += [(other, 1 - mode) for other in links[number] if other not in modes]
-    return [Case(family, name, MODES[modes[number]]) for number, (family, name) in enumerate(pairs)]
+    return [
+        Case(family, name, (own := modes_of(algorithms[name]))[modes[number] % len(own)])
+        for number, (family, name) in enumerate(pairs)
+    ]
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-LossKind = Literal["policy", "matching", "sequence"]
+LossKind = Literal["policy", "matching", "distillation", "sequence"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,12 @@ class Loss:
 
     name: str
     function: str
-    """"module:function", a `PolicyLoss` of flowfleet/algorithms/losses.py, a `MatchingLoss` of matching.py or a
-    `SequenceLoss` of sequences.py."""
+    """"module:function", a `PolicyLoss` of flowfleet/algorithms/losses.py, a `MatchingLoss` of matching.py, a
+    `DistillationLoss` of distillation.py or a `SequenceLoss` of sequences.py."""
     kind: LossKind
     """policy: on the log-probs of stored noisy steps. matching: on velocities at new noise over the final latents.
-    sequence: on the log-probs of written tokens, for models that write text."""
+    distillation: on the means of stored noisy steps, compared with a teacher's. sequence: on the log-probs of written
+    tokens, for models that write text."""
     reads: tuple[str, ...] = ()
     """Settings of `algorithm` that only some losses read, and this one does."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -76,6 +77,17 @@ class Loss:
     def settings(self) -> dict[str, Any]:
         """`defaults` by dotted names."""
         return {name if "." in name else f"algorithm.{name}": value for name, value in self.defaults.items()}
+
+    @property
+    def reads_log_probs(self) -> bool:
+        """Whether it has a ratio to the policy that sampled, so that a sampler of other numerics (float8, a merged
+        adapter, another engine) needs a correction. All others take samples of any sampler as they are."""
+        return self.kind in ("policy", "sequence")
+
+    @property
+    def reads_rewards(self) -> bool:
+        """Whether a sample counts by its rewards. A teacher needs none."""
+        return self.kind != "distillation"
 
     def load(self) -> Callable[..., Any]:
         """Imports the function; needs torch."""
@@ -140,6 +152,7 @@ _LOSSES = "flowfleet.algorithms.losses"
 _MATCHING = "flowfleet.algorithms.matching.losses"
 _LIKELIHOOD = "flowfleet.algorithms.matching.likelihood"
 _GROUPS = "flowfleet.algorithms.matching.groups"
+_DISTILLATION = "flowfleet.algorithms.distillation"
 
 for _step in (
     Step("sde", f"{_SDE}:sde_scales"),
@@ -234,6 +247,7 @@ for _loss in (
         needs_groups=True,
         keeps_old_policy=True,
     ),
+    Loss("diffusion_opd", f"{_DISTILLATION}:diffusion_opd", "distillation", reads=("teachers",), takes_kl=False),
 ):
     register_loss(_loss)
 
@@ -350,6 +364,14 @@ for _algorithm in (
         "Makes the model's own reward follow the given one, both centered in their group.",
         loss="crd",
         defaults={**_ODE, "trainer.ema.decay": 0.9},
+    ),
+    Algorithm(
+        "diffusion_opd",
+        "DiffusionOPD",
+        "https://arxiv.org/abs/2605.15055",
+        "Distills one or several teachers into one policy, by each step's KL on its own samples; without a reward.",
+        loss="diffusion_opd",
+        defaults={"rollout.noise.type": "sde", "rollout.window.strategy": "all"},
     ),
     Algorithm(
         "online_dpo",

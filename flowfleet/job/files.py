@@ -15,13 +15,14 @@ from flowfleet.prompts.uploads import is_upload
 PATH_SETTINGS = (
     ("model", "path"),
     ("model", "adapter"),
+    ("algorithm", "teachers", "*", "adapter"),
     ("trainer", "resume"),
     ("data", "train"),
     ("data", "validation"),
     ("data", "sources", "path"),
     ("data", "sources", "validation"),
 )
-"""Settings that name files; of a list, of each of its tables."""
+"""Settings that name files; of a list, of each of its tables; `*` is every name of a table."""
 RECIPES = Path(__file__).parents[2] / "recipes"
 """Recipes of the checkout or of the installed package."""
 BASES = "bases"
@@ -31,7 +32,8 @@ BASES = "bases"
 def data_folders(spec: JobSpec) -> tuple[Path, ...]:
     """Folders of this machine that the job names: for the `data_roots` of a stack that is started for it."""
     data = [Path(place).parent for _, place, _ in spec.data_files if "://" not in place and not is_upload(place)]
-    named = (spec.model.path, spec.model.adapter, spec.trainer.resume)
+    teachers = [teacher.adapter for teacher in spec.algorithm.teachers.values()]
+    named = (spec.model.path, spec.model.adapter, spec.trainer.resume, *teachers)
     paths = [place for place in named if place and not place.startswith("job:") and hub.name_of(place) is None]
     return (*data, *map(Path, paths))
 
@@ -94,7 +96,8 @@ def _tables(data: Any, names: Sequence[str]) -> list[dict[str, Any]]:
     """The tables of a job, not yet validated, at a place; of a list all of them."""
     found = [data]
     for name in names:
-        inner = [table.get(name) for table in found if isinstance(table, dict)]
+        tables = [table for table in found if isinstance(table, dict)]
+        inner = [value for table in tables for value in (table.values() if name == "*" else [table.get(name)])]
         found = [table for one in inner for table in (one if isinstance(one, list) else [one])]
     return [table for table in found if isinstance(table, dict)]
 

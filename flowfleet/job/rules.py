@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from flowfleet.algorithms.registry import LOSSES, STEPS
 from flowfleet.algorithms.windows import default_end
-from flowfleet.job import sequence_rules
+from flowfleet.job import distillation_rules, sequence_rules
 from flowfleet.job.unheard import is_changed as _is_changed
 from flowfleet.job.unheard import unheard as _unheard
 
@@ -32,6 +32,7 @@ def problems(job: JobSpec) -> Iterator[str]:
         _noise,
         _sampler,
         _loss_settings,
+        distillation_rules.problems,
         _correction,
         _pairs,
         _advantages,
@@ -55,22 +56,35 @@ def warnings(job: JobSpec) -> Iterator[str]:
     """Settings that are valid but probably not intended, one sentence each."""
     idle = [name for name in _LIMITS if name in job.loss.reads and getattr(job.algorithm, name) is not None]
     idle = [name for name in idle if name not in _replaced(job)]
-    has_ratio = job.loss.kind != "matching"  # to the policy before the step
-    if has_ratio and job.most_updates_per_step == 1 and job.algorithm.old_log_probs != "rollout" and idle:
+    if (
+        job.loss.reads_log_probs
+        and job.most_updates_per_step == 1
+        and job.algorithm.old_log_probs != "rollout"
+        and idle
+    ):
         settings = " and ".join(f"algorithm.{name}" for name in idle)
         yield (
             f"{settings} {'have' if len(idle) > 1 else 'has'} no effect with one update a step, in which the policy is "
             "still the old one: set trainer.updates_per_step or trainer.passes to 2 or more"
         )
-    is_guarded = job.algorithm.correction.mode != "none" or job.rollout.max_log_prob_gap is not None
-    if job.rollout.quantization != "none" and job.loss.kind == "policy" and not is_guarded:
-        yield (
-            f'rollout.quantization = "{job.rollout.quantization}" samples another policy than the one whose ratio '
-            f"algorithm.loss = {job.loss.name} limits: set algorithm.correction.mode or rollout.max_log_prob_gap, or "
-            f"choose a loss that takes samples of any sampler: {_names(kind='matching')}"
-        )
-
+    yield from _other_numerics(job)
     yield from _lone_votes(job)
+
+
+def _other_numerics(job: JobSpec) -> Iterator[str]:
+    """Warns of samplers that compute another policy than the trainer, where the loss has a ratio to it. A loss without
+    one takes samples of any sampler as they are."""
+    rollout = job.rollout
+    is_guarded = job.algorithm.correction.mode != "none" or rollout.max_log_prob_gap is not None
+    if job.loss.kind != "policy" or is_guarded:
+        return
+    for name, usual in (("quantization", "none"), ("adapter", "separate")):
+        if (value := getattr(rollout, name)) != usual:
+            yield (
+                f'rollout.{name} = "{value}" samples another policy than the one whose ratio algorithm.loss = '
+                f"{job.loss.name} limits: set algorithm.correction.mode or rollout.max_log_prob_gap, or choose a loss "
+                f"that takes samples of any sampler: {_names(kind='matching')}"
+            )
 
 
 def _lone_votes(job: JobSpec) -> Iterator[str]:
@@ -235,7 +249,7 @@ def _loss_settings(job: JobSpec) -> Iterator[str]:
         yield from _unheard(
             job,
             ("algorithm.step_weights",),
-            f"with algorithm.loss = {loss.name}, which trains on no noisy steps: leave it out",
+            f"with algorithm.loss = {loss.name}, which is no policy loss: leave it out",
         )
     for name, greatest in sorted(loss.at_most.items()):
         value = getattr(part, name)
@@ -279,11 +293,11 @@ def _loss_settings(job: JobSpec) -> Iterator[str]:
 
 def _correction(job: JobSpec) -> Iterator[str]:
     part, loss, mode = job.algorithm, job.loss, job.algorithm.correction.mode
-    if loss.kind == "matching":
+    if not loss.reads_log_probs:
         if mode != "none":
             yield (
-                f'algorithm.correction.mode = "{mode}" corrects ratios, and algorithm.loss = {loss.name} has none: set '
-                'it to "none"'
+                f'algorithm.correction.mode = "{mode}" corrects ratios, and algorithm.loss = {loss.name} has none: it '
+                'takes samples of any sampler as they are; set it to "none"'
             )
         yield from _unheard(
             job,
@@ -357,7 +371,7 @@ def _advantages(job: JobSpec) -> Iterator[str]:
             ),
             f"with algorithm.loss = {loss.name}, whose pairs go by the weighted sum of the rewards: leave it out",
         )
-    elif job.rollout.group_size < 2:
+    elif job.rollout.group_size < 2 and loss.reads_rewards:
         yield "rollout.group_size = 1 gives every sample the advantage 0, so nothing is learnt: set it to 2 or more"
     if part.diversity is not None:
         yield from _watching(job, "algorithm.diversity", part.diversity)
@@ -429,12 +443,12 @@ def _adapter(job: JobSpec) -> Iterator[str]:
 
 def _rewards(job: JobSpec) -> Iterator[str]:
     rewards = job.rewards
-    is_scored = job.method.data == "prompts" or job.data.is_validated
-    if is_scored and not rewards:
+    is_scored = job.method.data == "prompts" and job.loss.reads_rewards
+    if (is_scored or job.data.is_validated) and not rewards:
         yield "rewards: name at least one reward service, for example [rewards.ocr]"
     if job.method.data != "prompts" or not rewards:
         return
-    if not job.is_evaluation:
+    if not job.is_evaluation and is_scored:
         yield from _without_influence(rewards)
     for name, part in rewards.items():
         if part.on_failure == "skip" and part.gate is not None:
@@ -442,7 +456,7 @@ def _rewards(job: JobSpec) -> Iterator[str]:
                 f'rewards.{name}.on_failure = "skip" would open its gate while the service is unreachable: set it to '
                 '"pause" or "drop"'
             )
-        if part.on_failure == "skip" and part.has_influence and not _others_with_influence(job, name):
+        if is_scored and part.on_failure == "skip" and part.has_influence and not _others_with_influence(job, name):
             yield (f'rewards.{name}.on_failure = "skip" leaves no reward to continue with: set it to "pause" or "drop"')
         if part.clip is not None and not part.has_influence:
             yield f"rewards.{name}.clip has no effect with a weight of 0: leave it out"
@@ -476,7 +490,9 @@ def _sources(job: JobSpec) -> Iterator[str]:
             continue
         if unknown := sorted(source.rewards.keys() - job.rewards.keys()):
             yield f"{setting}.{unknown[0]}: the job has no such reward; it has: {known}"
-        elif not any(part.has_influence for part in job.data.scoring(source.name, job.rewards).values()):
+        elif job.loss.reads_rewards and not any(
+            part.has_influence for part in job.data.scoring(source.name, job.rewards).values()
+        ):
             yield f"{setting} has no weight throughout, so its samples teach nothing: name a reward that has one"
     if job.data.sources and all(source.rewards is not None for source in job.data.sources):
         used = {name for source in job.data.sources for name in source.rewards or ()}

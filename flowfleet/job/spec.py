@@ -265,6 +265,16 @@ class KlReferencePart(Part):
         return self.every is not None or self.threshold is not None
 
 
+class TeacherPart(Part):
+    """A teacher of a distillation: an adapter on the job's own base."""
+
+    adapter: str = Field(min_length=1)
+    """Its adapter, readable by controller and trainer: `job:ID`, `job:ID@STEP`, or a path as in `model.adapter`. Rank,
+    alpha and modules must be those of `trainer.lora`."""
+    sources: tuple[str, ...] = ()
+    """Names of the `data.sources` whose prompts it teaches. Unset: all of them, for an only teacher."""
+
+
 class AlgorithmPart(Part):
     """`name` fills in what the job leaves out: step, window, loss, advantage (docs/algorithms.md)."""
 
@@ -330,6 +340,8 @@ class AlgorithmPart(Part):
     diversity: str | None = Field(default=None, min_length=1)
     """Reward of weight 0, such as one by the scorer `diversity`, that multiplies the advantages above 0: a sample's
     score over the mean of its group's (GARDO)."""
+    teachers: dict[str, TeacherPart] = Field(default={})
+    """Teachers that DiffusionOPD learns from, by names of your own. Each source of prompts has one."""
     best_of: int | None = Field(default=None, ge=2)
     """Samples of each group that are trained on: the best and the worst half each, by advantages that the whole group
     gave (DanceGRPO's best-of-n); null trains on all."""
@@ -563,7 +575,8 @@ class JobSpec(Part):
     algorithm: AlgorithmPart = AlgorithmPart()
     rollout: RolloutPart = RolloutPart()
     rewards: dict[str, RewardPart] = Field(default={})
-    """Reward name → service, weight and more (docs/rewards.md). At least one, unless nothing is scored."""
+    """Reward name → service, weight and more (docs/rewards.md). At least one, unless nothing is scored or teachers
+    train and nothing is validated; with teachers, rewards only watch."""
     trainer: TrainerPart = TrainerPart()
     data: DataPart
     schedule: SchedulePart = SchedulePart()
@@ -611,7 +624,7 @@ class JobSpec(Part):
     @property
     def records_steps(self) -> bool:
         """Whether rollouts keep the noisy steps; matching losses want the final latents alone."""
-        return self.loss.kind == "policy"
+        return self.loss.kind in ("policy", "distillation")
 
     @property
     def writes_tokens(self) -> bool:
@@ -655,6 +668,11 @@ class JobSpec(Part):
     def held_out_per_request(self) -> int:
         """Held-out prompts of one request, all samples of each."""
         return max(1, self.rollout.batch_size // self.schedule.validation_samples)
+
+    def teacher_of(self, source: str) -> str:
+        """Name of the teacher of a source's prompts, by its name; empty for losses without teachers."""
+        teachers = self.algorithm.teachers.items() if not self.loss.reads_rewards else ()
+        return next((name for name, part in teachers if not part.sources or source in part.sources), "")
 
     @property
     def averages(self) -> bool:

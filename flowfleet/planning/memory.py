@@ -107,12 +107,13 @@ def trainer_memory(spec: JobSpec, facts: Facts, device_bytes: float | None = Non
         "reference": _reference(spec, facts) / ranks,
         "old policy": FP32 * facts.trained / ranks if spec.loss.keeps_old_policy else 0.0,
         "average": FP32 * facts.trained / ranks if spec.averages else 0.0,
+        "teachers": FP32 * facts.trained * len(spec.algorithm.teachers) / ranks,
         "samples": min(2, part.passes) * samples * _row_bytes(spec, facts),
         "as a replica": sum(size for name, size in replica.items() if name not in ("transformer", "activations")),
         "activations": facts.activations.peak(part.gradient_checkpointing, micro, passes(spec)),
     }
     only_late = ("gradients", "gradients, whole") if backwards == 1 else ()
-    kept = ("reference", "old policy", "average", "samples", "as a replica")
+    kept = ("reference", "old policy", "average", "teachers", "samples", "as a replica")
     resident = ("frozen base", "masters", "optimizer state", "gradients", *kept)
     return TrainerMemory(
         parts={name: size for name, size in parts.items() if size},

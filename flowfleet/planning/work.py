@@ -68,6 +68,8 @@ def _without_gradient(spec: JobSpec) -> float:
     count = float(spec.loss.needs_reference or spec.algorithm.kl_coef > 0) + float(spec.loss.keeps_old_policy)
     if not spec.records_steps:
         return count * spec.trainer.passes
+    if not spec.loss.reads_log_probs:
+        return count + 1  # a row's teacher
     if spec.recomputes_all:
         count += 1
     elif spec.algorithm.old_log_probs == "first_forward":

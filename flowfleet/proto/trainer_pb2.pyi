@@ -210,12 +210,15 @@ class TrainSample(_message.Message):
     REWARD_FIELD_NUMBER: _builtins.int
     PAIR_FIELD_NUMBER: _builtins.int
     WITHOUT_KL_FIELD_NUMBER: _builtins.int
+    TEACHER_FIELD_NUMBER: _builtins.int
     advantage: _builtins.float
     reward: _builtins.float
     pair: _builtins.int
     """for losses on pairs: number of its pair inside the group; the winner's advantage is 1, the loser's -1"""
     without_kl: _builtins.bool
     """algorithm.kl_coef counts nothing for it"""
+    teacher: _builtins.str
+    """the one of algorithm.teachers that it is compared with; empty for losses without teachers"""
     @_builtins.property
     def sample(self) -> _common_pb2.Sample: ...
     def __init__(
@@ -226,10 +229,11 @@ class TrainSample(_message.Message):
         reward: _builtins.float = ...,
         pair: _builtins.int = ...,
         without_kl: _builtins.bool = ...,
+        teacher: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sample", b"sample"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "pair", b"pair", "reward", b"reward", "sample", b"sample", "without_kl", b"without_kl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "pair", b"pair", "reward", b"reward", "sample", b"sample", "teacher", b"teacher", "without_kl", b"without_kl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from docs.generate.models import least_settings
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES
 from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.prompts.prompt import Prompt
@@ -37,7 +38,7 @@ def spec_of(name: str) -> JobSpec:
     if name in FLOWS:
         rollout |= {**SIZE, "guidance_scale": 2.0, "embedded_guidance": 0.0}
     job = {"model": {"path": "m"}, "rewards": {"ocr": {}}, "data": {"train": "t.jsonl"}}
-    return parse_job({**job, "algorithm": {"name": name}, "rollout": rollout})
+    return parse_job({**job, "algorithm": {"name": name, **least_settings(ALGORITHMS[name])}, "rollout": rollout})
 
 
 class Samples:

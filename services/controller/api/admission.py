@@ -126,14 +126,21 @@ def open_job(spec: JobSpec, sources: Sources) -> JobData:
     if adapter is not None:  # a job that has begun resumes from its own checkpoint; the trainer misses it otherwise
         folder = sources.places.model(adapter, may_be_gone=True)
         adapter = str(exported_folder(folder) if spec.is_evaluation else folder)
+    teachers = {
+        name: part.model_copy(update={"adapter": str(sources.places.model(part.adapter, may_be_gone=True))})
+        for name, part in spec.algorithm.teachers.items()
+    }
     resume = spec.trainer.resume
     if resume is not None:
         resume = str(sources.places.checkpoint(resume, may_be_gone=True))
     model = spec.model.model_copy(update={"path": str(path), "adapter": adapter})
+    algorithm = spec.algorithm.model_copy(update={"teachers": teachers})
     trainer = spec.trainer.model_copy(update={"resume": resume})
     training = [read.get(source.setting, []) for source in spec.data.each]
     held_out = [prompt for source in spec.data.held_out for prompt in read[source.validation_setting]]
-    return JobData(spec.model_copy(update={"model": model, "trainer": trainer}), training, held_out)
+    return JobData(
+        spec.model_copy(update={"model": model, "algorithm": algorithm, "trainer": trainer}), training, held_out
+    )
 
 
 def _all_file_problems(spec: JobSpec, sources: Sources) -> list[str]:
@@ -151,11 +158,11 @@ def _file_problems(spec: JobSpec, sources: Sources) -> Iterator[str]:
         yield from _family_problems(spec, family)
         yield from _size_problems(spec, family, sources)
     yield from _limit_problems(spec)
-    if spec.model.adapter is not None:
+    for setting, adapter in _adapters(spec):
         try:
-            find_adapter(sources.places.model(spec.model.adapter))
+            find_adapter(sources.places.model(adapter))
         except (OSError, ValueError) as error:
-            yield f"model.adapter: {error}"
+            yield f"{setting}: {error}"
     if spec.trainer.resume is not None:
         try:
             if not (sources.places.checkpoint(spec.trainer.resume) / CHECKPOINT_FILE).is_file():
@@ -165,6 +172,14 @@ def _file_problems(spec: JobSpec, sources: Sources) -> Iterator[str]:
     shapes = ConditionShapes(sources)
     for setting, url, columns in spec.data_files:
         yield from (f"{setting}: {problem}" for problem in _data_problems(spec, family, shapes, sources, url, columns))
+
+
+def _adapters(spec: JobSpec) -> Iterator[tuple[str, str]]:
+    """Setting and place of each adapter that the job starts or learns from."""
+    if spec.model.adapter is not None:
+        yield "model.adapter", spec.model.adapter
+    for name, teacher in spec.algorithm.teachers.items():
+        yield f"algorithm.teachers.{name}.adapter", teacher.adapter
 
 
 # -- the model -------------------------------------------------------------------------------------------------------

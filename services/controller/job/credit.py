@@ -34,6 +34,8 @@ class Credit:
     """Number of its pair inside the group."""
     without_kl: bool = False
     """The KL to the reference counts nothing for it."""
+    teacher: str = ""
+    """Name of the teacher that it is compared with; empty for losses without teachers."""
 
 
 def credits_of(
@@ -65,6 +67,8 @@ def credits_of(
         found = [sample.scores.get(part.diversity, math.nan) for sample in scored]
         values = shaped_by_diversity(values, found, groups, clamp=part.advantage_clamp)
         stats = _with_advantages(stats, values.tolist())
+    if not spec.loss.reads_rewards:
+        return _taught(scored, spec, step), _with_advantages(stats, [0.0])
     if not spec.loss.needs_pairs:
         credits = [_credit(sample, value) for sample, value in zip(scored, values.tolist(), strict=True)]
         return best_and_worst(_gated(credits, spec, scored, counted), part.best_of), stats
@@ -80,6 +84,13 @@ def _gated(credits: Sequence[Credit], spec: JobSpec, scored: Sequence[Scored], c
     auxiliary = [[sample.scores.get(name, math.nan) for sample in scored] for name in gate.rewards]
     doubted = uncertain(counted.totals(), auxiliary, gate.share).tolist()
     return [replace(credit, without_kl=not is_doubted) for credit, is_doubted in zip(credits, doubted, strict=True)]
+
+
+def _taught(scored: Sequence[Scored], spec: JobSpec, step: int) -> list[Credit]:
+    """All samples, each with the teacher of its source, and without an advantage."""
+    sources = Mixture(spec.data.each, spec.seed, spec.rollout.prompts_per_step).of_step(step).tolist()
+    teachers = [spec.teacher_of(source.name) for source in spec.data.each]
+    return [replace(_credit(sample, 0.0), teacher=teachers[sources[sample.group]]) for sample in scored]
 
 
 def left_out_reason(spec: JobSpec) -> str:

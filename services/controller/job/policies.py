@@ -134,7 +134,12 @@ class SequencePolicy:
 
 
 _FLOW = FlowPolicy()
-_KINDS: Mapping[LossKind, Policy] = {"policy": _FLOW, "matching": _FLOW, "sequence": SequencePolicy()}
+_KINDS: Mapping[LossKind, Policy] = {
+    "policy": _FLOW,
+    "matching": _FLOW,
+    "distillation": _FLOW,
+    "sequence": SequencePolicy(),
+}
 
 
 def policy_of(spec: JobSpec) -> Policy:

@@ -87,6 +87,7 @@ async def train_step(job: JobContext, step: int, credits: Sequence[Credit]) -> t
                 reward=credit.reward,
                 pair=credit.pair,
                 without_kl=credit.without_kl,
+                teacher=credit.teacher,
             )
     return request
 

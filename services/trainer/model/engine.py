@@ -38,7 +38,7 @@ from services.trainer.optim.adamw import ShardedAdamW
 from services.trainer.optim.loss_scale import LossScale
 from services.trainer.parallel.blocks import blocks_of, checkpoint_blocks, compile_blocks
 from services.trainer.parallel.ranks import Ranks
-from services.trainer.parallel.sharding import allocate, reshard, shard_expert
+from services.trainer.parallel.sharding import allocate, local, reshard, shard_expert
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +64,8 @@ class Engine:
 
     def __init__(self, spec: JobSpec, ranks: Ranks, *, resumes: bool = False) -> None:
         """Loads the model; `shard` comes next. `resumes`: a checkpoint is loaded after that, so `model.adapter` is not
-        read. Raises ValueError for a model, size, target or adapter that is not there, an adapter that does not fit,
-        limits that limit nothing at this size, or noise that a step is too coarse for."""
+        read; teachers always are. Raises ValueError for a model, size, target or adapter that is not there, an adapter
+        that does not fit, limits that limit nothing at this size, or noise that a step is too coarse for."""
         self.spec = spec
         self.ranks = ranks
         self.dtype = weights.dtype_of(spec.model.dtype)
@@ -93,6 +93,7 @@ class Engine:
         if spec.model.adapter is not None and not resumes:
             self._start = open_adapter(Path(spec.model.adapter), list(self.experts))
             self._start.check(lora.named_adapter_parameters(self.experts), lora_spec(spec))
+        self._teachers = {name: self._open_teacher(name) for name in spec.algorithm.teachers}
         for expert in self.experts.values():
             if spec.trainer.gradient_checkpointing != "none":
                 checkpoint_blocks(expert, spec.trainer.gradient_checkpointing)
@@ -115,10 +116,11 @@ class Engine:
         self.adapter.device, self.adapter.dtype = self.ranks.device, self.dtype
         named = lora.named_adapter_parameters if self.is_lora else weights.full_parameters
         self.trained = dict(named(self.experts))
+        teachers = {name: self._read(start) for name, start in self._teachers.items()}
         if self.is_lora:
             self._start_adapter()
         self.optimizer = ShardedAdamW(self.trained, self.spec.trainer.optimizer, self.ranks)
-        self.policies = Policies(self.spec, self.experts, self.trained, self.dtype)
+        self.policies = Policies(self.spec, self.experts, self.trained, self.dtype, teachers)
 
     @property
     def schedule(self) -> Schedule:
@@ -184,6 +186,17 @@ class Engine:
         if model.load_format == "dummy":
             return DummySource(component, self.ranks.device)
         return self.kind.source(self.adapter, self.folder, component)
+
+    def _open_teacher(self, name: str) -> WarmStart:
+        teacher = self.spec.algorithm.teachers[name]
+        opened = open_adapter(Path(teacher.adapter), list(self.experts), f"algorithm.teachers.{name}.adapter")
+        opened.check(lora.named_adapter_parameters(self.experts), lora_spec(self.spec))
+        return opened
+
+    def _read(self, start: WarmStart) -> dict[str, Tensor]:
+        """Collective. An adapter's shards, fp32, by way of what is trained, whose values come after this."""
+        start.fill(self.trained, self.ranks)
+        return {name: local(parameter).clone() for name, parameter in self.trained.items()}
 
     def _start_adapter(self) -> None:
         """What the job starts from; or every rank draws all of it and keeps its shards."""

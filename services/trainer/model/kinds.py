@@ -154,7 +154,12 @@ class TransformersSource(CheckpointSource):
 
 
 _FLOW = FlowModel()
-_KINDS: Mapping[LossKind, ModelKind] = {"policy": _FLOW, "matching": _FLOW, "sequence": SequenceModel()}
+_KINDS: Mapping[LossKind, ModelKind] = {
+    "policy": _FLOW,
+    "matching": _FLOW,
+    "distillation": _FLOW,
+    "sequence": SequenceModel(),
+}
 
 
 def model_kind(spec: JobSpec) -> ModelKind:

@@ -1,18 +1,19 @@
-"""The policies besides the trained one: the model before training, the old policy of losses that keep one, and the
-average of the trained weights for jobs that ask for it.
+"""The policies besides the trained one: the model before training, the old policy of losses that keep one, the teachers
+of a distillation, and the average of the trained weights for jobs that ask for it.
 
 With LoRA the reference is the base without its adapter and costs nothing. With full weights it is a copy of the base in
 `model.dtype`, which the forward casts to anyway. One that moves (`kl_reference`) is a copy of what is trained, in fp32.
 So is the old policy (DiffusionNFT and others): it usually samples and follows the trained one after the steps. Both are
 part of every checkpoint. So is the average (`trainer.ema`), which follows after the updates and is what is validated
-and exported. Copies are of this rank's shards and lie on its device. A policy serves by its shards being written into
-the model's own.
+and exported. A teacher is an adapter in fp32 that never moves, read from its own files at each start. Copies are of
+this rank's shards and lie on its device. A policy serves by its shards being written into the model's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -23,7 +24,15 @@ from flowfleet.job.spec import EmaPart, JobSpec
 from flowfleet.weights import lora
 from services.trainer.parallel.sharding import exchanged, like, local, reshard
 
-Policy = Literal["reference", "old"]
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """One of `algorithm.teachers`."""
+
+    name: str
+
+
+Policy = Literal["reference", "old"] | Teacher
 """reference: the model before training, or what it moved to. old: the one that follows the trained one, for a loss
 that keeps it."""
 
@@ -32,8 +41,14 @@ class Policies:
     """Made of a model that has not been trained yet. Keeps only what the job's loss reads."""
 
     def __init__(
-        self, spec: JobSpec, experts: lora.Experts, trained: Mapping[str, Any], model_dtype: torch.dtype
+        self,
+        spec: JobSpec,
+        experts: lora.Experts,
+        trained: Mapping[str, Any],
+        model_dtype: torch.dtype,
+        teachers: Mapping[str, dict[str, Tensor]] | None = None,
     ) -> None:
+        """`teachers`: shards of each teacher's adapter, fp32, by its name."""
         self._spec = spec
         self._experts = experts
         self._trained = trained
@@ -42,6 +57,7 @@ class Policies:
         self._old: dict[str, Tensor] | None = None
         self._average: dict[str, Tensor] | None = None
         self._reference: dict[str, Tensor] | None = None
+        self._teachers = dict(teachers or {})
         if spec.loss.keeps_old_policy:
             self._old = self._copies(torch.float32)
         if spec.averages:
@@ -121,6 +137,8 @@ class Policies:
             shard.lerp_(local(self._trained[name]), 1 - decay)
 
     def _switched(self, policy: Policy) -> AbstractContextManager[None]:
+        if isinstance(policy, Teacher):
+            return exchanged(self._trained, self._teachers[policy.name])
         if policy == "old":
             assert self._old is not None, "the loss keeps no old policy"
             return exchanged(self._trained, self._old)

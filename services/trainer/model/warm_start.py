@@ -1,4 +1,4 @@
-"""The adapter that a LoRA job starts from: an exported one, one of PEFT's, or the trained weights of a checkpoint.
+"""An adapter that a LoRA job starts from, or learns from: an exported one, one of PEFT's, or a checkpoint's weights.
 
 Names and shapes are compared with those of the job before anything is loaded. Every rank then reads its own rows of
 each factor, in float32: an export has the rounding of its `model.dtype`, a checkpoint has none.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,8 @@ class WarmStart:
     """Target modules; none where it does not tell."""
     fill: Fill
     """Collective. Writes it into the shards of a job's adapter."""
+    setting: str = "model.adapter"
+    """Setting that names it, for messages."""
 
     def check(self, parameters: Mapping[str, Tensor], lora: LoraSpec) -> None:
         """Raises ValueError, with what to change, unless it is an adapter of that rank and alpha, on those modules of
@@ -74,19 +76,20 @@ class WarmStart:
         raise self._problem(f"{' and '.join(said)}: set trainer.lora.target_modules to {targets}")
 
     def _problem(self, text: str) -> ValueError:
-        return ValueError(f"model.adapter: {self.path} {text}")
+        return ValueError(f"{self.setting}: {self.path} {text}")
 
 
-def open_adapter(path: Path, components: Sequence[str]) -> WarmStart:
-    """The adapter that `model.adapter` names, for transformers of these names. Raises ValueError for one that is not
-    there or that cannot be read."""
+def open_adapter(path: Path, components: Sequence[str], setting: str = "model.adapter") -> WarmStart:
+    """The adapter that a setting names, for transformers of these names. Raises ValueError for one that is not there or
+    that cannot be read."""
     try:
         files = find_adapter(path)
-        return _of_checkpoint(path) if files.layout == "checkpoint" else _of_files(path, files, components)
+        found = _of_checkpoint(path) if files.layout == "checkpoint" else _of_files(path, files, components)
+        return replace(found, setting=setting)
     except (OSError, SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"model.adapter: {path} cannot be read: {error}; give a complete one") from error
+        raise ValueError(f"{setting}: {path} cannot be read: {error}; give a complete one") from error
     except ValueError as error:
-        raise ValueError(f"model.adapter: {error}") from None
+        raise ValueError(f"{setting}: {error}") from None
 
 
 def _of_checkpoint(path: Path) -> WarmStart:

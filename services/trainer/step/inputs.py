@@ -46,6 +46,8 @@ class FlowBatch(Batch):
 
     ties: Tensor
     """(B,) float32: 1 where the KL to the reference counts, else 0."""
+    teachers: tuple[str, ...]
+    """Names of the B rows' teachers; empty ones for losses without."""
     prompts: PromptEmbeds
     """B rows."""
     negative: PromptEmbeds | None
@@ -118,6 +120,7 @@ class StepReader:
             "is_padding": micro.is_padding,
             "advantages": torch.tensor([item.advantage for item in items], dtype=torch.float32, device=device),
             "ties": torch.tensor([float(not item.without_kl) for item in items], device=device),
+            "teachers": tuple(item.teacher for item in items),
             "prompts": self._prompts([item.sample.prompt_embeds for item in items]),
             "negative": self._negative(items),
         }

@@ -103,7 +103,12 @@ class SequenceKind:
         return SequenceReader(adapter, spec, blobs, on_sample)
 
 
-_KINDS: Mapping[LossKind, StepKind] = {"policy": StepsKind(), "matching": FlowKind(), "sequence": SequenceKind()}
+_KINDS: Mapping[LossKind, StepKind] = {
+    "policy": StepsKind(),
+    "matching": FlowKind(),
+    "distillation": StepsKind(),
+    "sequence": SequenceKind(),
+}
 
 
 def step_kind(spec: JobSpec) -> StepKind:

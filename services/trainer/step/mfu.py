@@ -59,6 +59,8 @@ class Mfu:
         """Forwards without gradient of a row, by update; matching losses make theirs inside the update."""
         if not self._spec.records_steps:
             return [0] * num_updates
+        if not self._spec.loss.reads_log_probs:
+            return [1] * num_updates
         bypass, reference = self._spec.algorithm.old_log_probs == "rollout", int(needs_reference(self._spec))
         late = 0 if self._spec.recomputes_all else num_updates if bypass else 1
         return [reference + int(number >= late) for number in range(num_updates)]

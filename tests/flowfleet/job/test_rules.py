@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from docs.generate.models import least_settings
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, Algorithm, Loss, register_algorithm, register_loss
 from flowfleet.job.spec import JobSpec, parse_job
 
@@ -24,7 +25,7 @@ def problem_of(**parts: Parts) -> str:
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_every_algorithm_works_as_it_comes_and_survives_storage(name: str) -> None:
-    spec = spec_of(algorithm={"name": name})
+    spec = spec_of(algorithm={"name": name, **least_settings(ALGORITHMS[name])})
     assert spec.loss.name == ALGORITHMS[name].loss
     assert parse_job(spec.model_dump(mode="json")) == spec
 
@@ -33,11 +34,12 @@ def test_every_algorithm_works_as_it_comes_and_survives_storage(name: str) -> No
 def test_another_loss_works_or_is_refused_for_a_reason_of_its_own(name: str, loss: str) -> None:
     """Never for a setting that the job did not write."""
     algorithm, chosen = ALGORITHMS[name], LOSSES[loss]
-    parts: dict[str, Parts] = {"algorithm": {"name": name, "loss": loss}}
+    needed = {} if chosen.reads_rewards else {"teachers": {"one": {"adapter": "job:ID"}}}
+    parts: dict[str, Parts] = {"algorithm": {"name": name, "loss": loss, **needed}}
     is_ode = algorithm.defaults.get("rollout.noise.eta") == 0.0
     if algorithm.data == "preferences" and not chosen.needs_pairs:
         assert "rollout.noise.eta" in problem_of(**parts) or "learns from pairs" in problem_of(**parts)
-    elif is_ode and chosen.kind == "policy":
+    elif is_ode and chosen.kind in ("policy", "distillation"):
         assert problem_of(**parts).startswith("rollout.noise.eta = 0")
     elif algorithm.defaults.get("rollout.noise.type") == "cps" and chosen.needs_gaussian:
         assert "set that to sde or dance_sde" in problem_of(**parts)
@@ -66,6 +68,8 @@ def test_a_loss_that_the_job_chose_brings_its_own_limits() -> None:
     assert (spec.rollout.noise.type, spec.algorithm.advantage_std) == ("dance_sde", "group")
 
 
+TEACHER = {"one": {"adapter": "job:ID"}}
+SOURCES = [{"name": "signs", "path": "a.txt"}, {"name": "scenes", "path": "b.txt"}]
 CPS = {"noise": {"type": "cps", "eta": 0.8}}
 REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
     # A trainer that samples
@@ -85,6 +89,70 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         "schedule.max_staleness = 1",
     ),
     # Windows and steps
+    # Teachers
+    "a distillation without a teacher": (
+        {"algorithm": {"name": "diffusion_opd"}},
+        "algorithm.loss = diffusion_opd learns from teachers",
+        "algorithm.teachers.NAME.adapter",
+    ),
+    "teachers of a loss that asks none": (
+        {"algorithm": {"teachers": TEACHER}},
+        "algorithm.teachers has no effect",
+        "use diffusion_opd",
+    ),
+    "teachers of a policy without adapter": (
+        {"algorithm": {"name": "diffusion_opd", "teachers": TEACHER}, "trainer": {"mode": "full"}},
+        "algorithm.loss = diffusion_opd compares adapters",
+        'set trainer.mode = "lora"',
+    ),
+    "teachers of steps that are not stored": (
+        {"algorithm": {"name": "diffusion_opd", "teachers": TEACHER}, "rollout": {"noise": {"eta": 0.0}}},
+        "rollout.noise.eta = 0",
+        "give an eta above 0",
+    ),
+    "advantages next to a teacher": (
+        {"algorithm": {"name": "diffusion_opd", "teachers": TEACHER, "best_of": 4}},
+        "algorithm.best_of has no effect",
+        "rewards only watch",
+    ),
+    "a teacher of a source that is none": (
+        {"algorithm": {"name": "diffusion_opd", "teachers": {"one": {"adapter": "a", "sources": ["signs"]}}}},
+        "algorithm.teachers.one.sources",
+        "it has: none",
+    ),
+    "two teachers of one file": (
+        {"algorithm": {"name": "diffusion_opd", "teachers": {"one": {"adapter": "a"}, "two": {"adapter": "b"}}}},
+        "algorithm.teachers one and two both teach the prompts of data.train",
+        "algorithm.teachers.two.sources",
+    ),
+    "two teachers of one source": (
+        {
+            "algorithm": {
+                "name": "diffusion_opd",
+                "teachers": {"one": {"adapter": "a"}, "two": {"adapter": "b", "sources": ["signs"]}},
+            },
+            "data": {"train": None, "sources": SOURCES},
+        },
+        "algorithm.teachers one and two both teach the prompts of the source 'signs'",
+        "algorithm.teachers.two.sources",
+    ),
+    "a source without a teacher": (
+        {
+            "algorithm": {"name": "diffusion_opd", "teachers": {"one": {"adapter": "a", "sources": ["signs"]}}},
+            "data": {"train": None, "sources": SOURCES},
+        },
+        "algorithm.teachers: no teacher has the prompts of the source 'scenes'",
+        "name it in the `sources`",
+    ),
+    "held-out prompts that nothing scores": (
+        {
+            "algorithm": {"name": "diffusion_opd", "teachers": TEACHER},
+            "rewards": {},
+            "data": {"train": "a.txt", "validation": "b.txt"},
+        },
+        "rewards: name at least one reward service",
+        "[rewards.ocr]",
+    ),
     "a correction of ratios that are none": (
         {"rollout": CPS, "algorithm": {"correction": {"mode": "truncated"}}},
         "algorithm.correction.mode",

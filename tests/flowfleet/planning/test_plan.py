@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flowfleet.job.files import prepare_job
-from flowfleet.job.spec import EmaPart, JobSpec, parse_job
+from flowfleet.job.spec import EmaPart, JobSpec, TeacherPart, parse_job
 from flowfleet.planning.advice import advise
 from flowfleet.planning.facts import Facts, gather
 from flowfleet.planning.memory import (
@@ -146,6 +146,17 @@ def test_a_reference_and_an_old_policy_are_copies_of_the_shards(eager: tuple[Job
 
     assert trainer_memory(with_reference, facts).parts["reference"] == 2 * facts.params / 4
     assert "reference" not in trainer_memory(full, facts).parts
+
+
+def test_each_teacher_is_an_adapter_in_fp32_on_every_rank(eager: tuple[JobSpec, Facts]) -> None:
+    spec, facts = eager
+    teachers = {name: TeacherPart(adapter=name, sources=(name,)) for name in ("one", "two")}
+    part = spec.algorithm.model_copy(update={"name": "diffusion_opd", "loss": "diffusion_opd", "teachers": teachers})
+    taught = spec.model_copy(update={"algorithm": part})
+    plain, held = trainer_memory(spec, facts), trainer_memory(taught, facts)
+    assert held.parts["teachers"] == 2 * 4 * facts.trained
+    assert held.update_peak - plain.update_peak == pytest.approx(held.parts["teachers"])
+    assert checkpoint_bytes(taught, facts) == checkpoint_bytes(spec, facts)  # they are read from their own files
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from docs.generate.models import least_settings
 from flowfleet.algorithms.advantages import group_advantages
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES
 from flowfleet.client.types import Desired, JobStatus
@@ -155,13 +156,14 @@ SAMPLING_FLOWS = [
 @pytest.mark.parametrize("name", SAMPLING_FLOWS)
 def test_every_algorithm_runs_to_its_end(run: Run, job: Callable[..., dict[str, Any]], name: str) -> None:
     """What is recorded goes with the loss, noise enters where there is an eta, and all samples are accounted for."""
-    settings = job(algorithm={"name": name}, rewards={"ocr": {}}, schedule={"steps": 2, "max_staleness": 1})
+    algorithm = {"name": name, **least_settings(ALGORITHMS[name])}
+    settings = job(algorithm=algorithm, rewards={"ocr": {}}, schedule={"steps": 2, "max_staleness": 1})
     spec = parse_job(settings)
 
     async def use(fleet: ScriptedFleet) -> None:
         record = await fleet.run(settings)
         assert record.status is JobStatus.SUCCEEDED, record.reason
-        kept = common_pb2.RECORD_STEPS if spec.loss.kind == "policy" else common_pb2.RECORD_FINAL
+        kept = common_pb2.RECORD_STEPS if spec.records_steps else common_pb2.RECORD_FINAL
         for request in fleet.rollout.requests:
             assert request.record == kept
             assert bool(request.noise.sde_steps) == (spec.rollout.noise.eta > 0)

@@ -1,4 +1,5 @@
-"""What a loss trains on: stored noisy steps (policy.py) or new noise over finished latents (matching.py).
+"""What a loss trains on: stored noisy steps, by log-probs (policy.py) or with a teacher's (distillation.py); new
+noise over finished latents (matching.py); or written tokens (sequence.py).
 
 `base.py` says what the update loop wants of either; `draws.py` has the noise of the second.
 """

@@ -8,9 +8,10 @@ from typing import Protocol
 
 from torch import Tensor
 
+from flowfleet.algorithms.sde import StepResult, reverse_step
 from flowfleet.process.telemetry import Timings
 from services.trainer.model.engine import Engine
-from services.trainer.step.inputs import Batch, FlowBatch
+from services.trainer.step.inputs import Batch, FlowBatch, StepsBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,3 +47,17 @@ def velocity(engine: Engine, latents: Tensor, timestep: Tensor, batch: FlowBatch
         latents, timestep, batch.prompts, size=rollout.size, guidance=rollout.guidance, negative=batch.negative
     )
     return found
+
+
+def stored_step(engine: Engine, batch: StepsBatch, k: int, step: int) -> StepResult:
+    """Evaluates the k-th stored step, denoising step `step`, of the active policy at the stored next latents."""
+    noise, schedule = engine.spec.rollout.noise, engine.schedule
+    return reverse_step(noise.type)(
+        batch.latents[k],
+        velocity(engine, batch.latents[k], schedule.timesteps[step], batch),
+        schedule.sigmas[step],
+        schedule.sigmas[step + 1],
+        eta=noise.eta,
+        sigma_max=schedule.sigma_max,
+        prev_sample=batch.next_latents[k],
+    )

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from flowfleet.algorithms.correction import Correction, correct, reject, weigh
 from flowfleet.algorithms.losses import PolicyRows, limits, reference_kl
-from flowfleet.algorithms.sde import StepResult, reverse_step
+from flowfleet.algorithms.sde import StepResult
 from flowfleet.algorithms.step_weights import step_weights
 from flowfleet.hardware import devices
 from flowfleet.process.telemetry import Timings
 from services.trainer.model.engine import Engine
 from services.trainer.model.policies import needs_reference
 from services.trainer.step.inputs import Batch, StepsBatch
-from services.trainer.step.objectives.base import Forward, velocity
+from services.trainer.step.objectives.base import Forward, stored_step
 from services.trainer.step.totals import Totals
 
 _Name = Literal["old_log_prob", "old_mean", "reference_mean", "weights", "log_ratio", "outside"]
@@ -53,7 +53,7 @@ class PolicyObjective:
         spec = engine.spec
         self._engine, self._totals = engine, totals
         self._steps = list(sde_steps)
-        self._part, self._noise = spec.algorithm, spec.rollout.noise
+        self._part = spec.algorithm
         self._kind, self._loss = spec.loss, spec.loss.load()
         self._schedule = engine.schedule
         self._weights = step_weights(spec, engine.schedule)
@@ -196,13 +196,4 @@ class PolicyObjective:
 
     def _forward(self, batch: StepsBatch, k: int) -> StepResult:
         """The k-th noisy step of the active policy."""
-        step = self._steps[k]
-        return reverse_step(self._noise.type)(
-            batch.latents[k],
-            velocity(self._engine, batch.latents[k], self._schedule.timesteps[step], batch),
-            self._schedule.sigmas[step],
-            self._schedule.sigmas[step + 1],
-            eta=self._noise.eta,
-            sigma_max=self._schedule.sigma_max,
-            prev_sample=batch.next_latents[k],
-        )
+        return stored_step(self._engine, batch, k, self._steps[k])

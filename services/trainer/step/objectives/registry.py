@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from flowfleet.algorithms.registry import LossKind
 from services.trainer.model.engine import Engine
 from services.trainer.step.objectives.base import Objective
+from services.trainer.step.objectives.distillation import DistillationObjective
 from services.trainer.step.objectives.matching import MatchingObjective
 from services.trainer.step.objectives.policy import PolicyObjective
 from services.trainer.step.objectives.sequence import SequenceObjective
@@ -15,6 +16,7 @@ from services.trainer.step.totals import Totals
 _KINDS: Mapping[LossKind, Callable[[Engine, int, Sequence[int], Totals], Objective]] = {
     "policy": lambda engine, step, sde_steps, totals: PolicyObjective(engine, sde_steps, totals),
     "matching": lambda engine, step, sde_steps, totals: MatchingObjective(engine, step, totals),
+    "distillation": lambda engine, step, sde_steps, totals: DistillationObjective(engine, sde_steps, totals),
     "sequence": lambda engine, step, sde_steps, totals: SequenceObjective(engine, totals),
 }
 

@@ -16,6 +16,7 @@ from services.controller.job import credit, requests
 from services.controller.job import events as ev
 from services.controller.job.batch import Scored
 from services.controller.job.credit import Credit
+from services.controller.prompts.mixture import Mixture
 from services.controller.rewards.answers import MAX_SCORE
 from services.controller.rewards.job_rewards import SampleScore
 
@@ -207,3 +208,34 @@ def test_the_kl_counts_for_doubted_samples_alone() -> None:
     assert [one.without_kl for one in gated] == [True, True, True, False, False]  # doubts 0, 0.4 and 0.8: from 0.4 on
     plain, _ = credits_of(spec_of({"kl_coef": 0.1}, rewards), rows)
     assert not any(one.without_kl for one in plain)
+
+
+def test_each_sample_has_the_teacher_of_its_source() -> None:
+    """The deal of sources to groups decides, over many steps. There is no reward and no advantage."""
+    sources = [{"name": "signs", "path": "a.txt", "weight": 3.0}, {"name": "scenes", "path": "b.txt"}]
+    teachers = {name: {"adapter": f"/{name}", "sources": [name]} for name in ("scenes", "signs")}
+    spec = parse_job(
+        {
+            "model": {"path": "m"},
+            "algorithm": {"name": "diffusion_opd", "teachers": teachers},
+            "data": {"sources": sources},
+            "rollout": {"prompts_per_step": 8, "group_size": 1},
+        }
+    )
+    seen: dict[str, int] = {"signs": 0, "scenes": 0}
+    for step in range(8):
+        credits, _ = credits_of(spec, [Scored(group, 0, 0.0) for group in range(8)], step)
+        dealt = Mixture(spec.data.each, spec.seed, 8).of_step(step).tolist()
+        assert [one.teacher for one in credits] == [sources[number]["name"] for number in dealt]
+        assert [one.advantage for one in credits] == [0.0] * 8
+        for one in credits:
+            seen[one.teacher] += 1
+    assert seen == {"signs": 48, "scenes": 16}
+
+
+def test_a_reward_that_watches_gives_no_advantage_next_to_a_teacher() -> None:
+    algorithm = {"name": "diffusion_opd", "teachers": {"one": {"adapter": "job:ID"}}}
+    credits, stats = credits_of(spec_of(algorithm, {"ocr": {}}), scored(*TWO_GROUPS))
+    assert {(one.advantage, one.teacher) for one in credits} == {(0.0, "one")}
+    assert [one.reward for one in credits] == [1.0, 3.0, 5.0, 5.0]
+    assert stats.reward_mean == 3.5
