@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from docs.generate.markdown import rewrite, table
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, Algorithm, Loss
 from flowfleet.job.sequence import SequencePart
-from flowfleet.job.spec import AlgorithmPart, EmaPart, JobSpec, NoisePart, WindowPart
+from flowfleet.job.spec import AlgorithmPart, EmaPart, JobSpec, NoisePart, PreviewPart, WindowPart
 
 PAGE = Path("docs/algorithms.md")
 
@@ -51,6 +51,7 @@ def parts() -> dict[str, str]:
         "algorithm settings": _settings("algorithm", AlgorithmPart),
         "step settings": _settings("rollout.noise", NoisePart),
         "sequence settings": _settings("rollout.sequence", SequencePart),
+        "preview settings": _settings("rollout.preview", PreviewPart),
         "window settings": _settings("rollout.window", WindowPart),
         "average settings": _settings("trainer.ema", EmaPart),
         "sampler settings": table(["setting", "default", "what"], map(_setting_row, _SAMPLER_SETTINGS)),

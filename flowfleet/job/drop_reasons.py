@@ -18,6 +18,7 @@ class DropReason(StrEnum):
     CHECKPOINT_LOST = "checkpoint_lost"  # no checkpoint is left of the step that trained on the sample
     FINISHED = "finished"  # the user finished the job, or lowered its steps, while the step was open
     NOT_IN_A_PAIR = "not_in_a_pair"  # the loss trains on pairs, and chose others
+    NOT_SELECTED = "not_selected"  # rollout.preview keeps the extremes of a group, and its preview was in the middle
     NOT_BEST_OR_WORST = "not_best_or_worst"  # algorithm.best_of leaves out the middle of a group
 
     def of(self, reward: str) -> str:

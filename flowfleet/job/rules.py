@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from flowfleet.algorithms.registry import LOSSES, STEPS
 from flowfleet.algorithms.windows import default_end
-from flowfleet.job import distillation_rules, sequence_rules
+from flowfleet.job import distillation_rules, preview_rules, sequence_rules
 from flowfleet.job.unheard import is_changed as _is_changed
 from flowfleet.job.unheard import unheard as _unheard
 
@@ -33,6 +33,7 @@ def problems(job: JobSpec) -> Iterator[str]:
         _sampler,
         _loss_settings,
         distillation_rules.problems,
+        preview_rules.problems,
         _correction,
         _pairs,
         _advantages,
@@ -346,7 +347,7 @@ def _pairs(job: JobSpec) -> Iterator[str]:
         if job.method.data == "preferences":
             yield f"algorithm.name = {job.method.name} learns from pairs: its loss must be one of {_names(pairs=True)}"
         return
-    size, pairs = job.rollout.group_size, job.algorithm.pairs_per_group
+    size, pairs = job.rollout.made_of_group, job.algorithm.pairs_per_group
     if job.method.data == "preferences":
         if size != 2 or pairs != 1:
             yield (
@@ -354,7 +355,8 @@ def _pairs(job: JobSpec) -> Iterator[str]:
                 "algorithm.pairs_per_group at 1"
             )
     elif 2 * pairs > size:
-        yield f"algorithm.pairs_per_group = {pairs} needs rollout.group_size of at least {2 * pairs}, not {size}"
+        setting = "rollout.group_size" if size == job.rollout.group_size else "rollout.preview.keep"
+        yield f"algorithm.pairs_per_group = {pairs} needs {setting} of at least {2 * pairs}, not {size}"
 
 
 def _advantages(job: JobSpec) -> Iterator[str]:
@@ -385,10 +387,12 @@ def _advantages(job: JobSpec) -> Iterator[str]:
             'algorithm.reward_combination = "separate" with algorithm.advantage_std = "none" is the weighted sum '
             'itself: set the one to "sum", or the other to "group" or "global"'
         )
-    if not loss.needs_pairs and part.best_of is not None and part.best_of >= job.rollout.group_size:
+    of_group = job.rollout.made_of_group
+    if not loss.needs_pairs and part.best_of is not None and part.best_of >= of_group:
+        setting = "rollout.group_size" if of_group == job.rollout.group_size else "rollout.preview.keep"
         yield (
-            f"algorithm.best_of = {part.best_of} leaves out no sample of a group of {job.rollout.group_size}: lower "
-            "it, raise rollout.group_size, or leave it out"
+            f"algorithm.best_of = {part.best_of} leaves out no sample of a group of {of_group}: lower it, raise "
+            f"{setting}, or leave it out"
         )
 
 
@@ -514,10 +518,11 @@ def _batches(job: JobSpec) -> Iterator[str]:
         )
     if job.loss.needs_pairs and part.micro_batch_size < 2:
         yield f"trainer.micro_batch_size = 1 cannot hold a pair, which algorithm.loss = {job.loss.name} needs: give 2"
-    if job.loss.needs_groups and part.micro_batch_size < job.rollout.group_size:
+    if job.loss.needs_groups and part.micro_batch_size < (of_group := job.rollout.made_of_group):
+        setting = "rollout.group_size" if of_group == job.rollout.group_size else "rollout.preview.keep"
         yield (
             f"trainer.micro_batch_size = {part.micro_batch_size} cannot hold a group, which algorithm.loss = "
-            f"{job.loss.name} needs: raise it to rollout.group_size = {job.rollout.group_size}, or lower that"
+            f"{job.loss.name} needs: raise it to {setting} = {of_group}, or lower that"
         )
     if part.deterministic and job.loss.kind == "policy" and job.algorithm.best_of is not None:
         yield (

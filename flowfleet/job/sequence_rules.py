@@ -39,7 +39,7 @@ _OF_FLOWS = (
     "trainer.base_gradients",
 )
 """Settings that only flows read."""
-_NESTED_OF_FLOWS = ("rollout.noise", "rollout.window")
+_NESTED_OF_FLOWS = ("rollout.noise", "rollout.window", "rollout.preview")
 
 
 def problems(job: JobSpec) -> Iterator[str]:

@@ -127,6 +127,16 @@ class WindowPart(Part):
     """Take steps whose noise is more than 4 times the noise level that they end at. The samples keep that noise."""
 
 
+class PreviewPart(Part):
+    """Select-then-train: all samples of a group are made cheaply first and scored; the best and the worst of them are
+    made again exactly and trained on."""
+
+    keep: int | None = Field(default=None, ge=2)
+    """Samples of each group that are made again, the best and the worst half each. Unset: no previews, all are made."""
+    num_inference_steps: int | None = Field(default=None, ge=2, le=1000)
+    """Denoising steps of a preview, which then has no noise; unset: those of the sample, noise and all."""
+
+
 class RolloutPart(Part):
     pool: str = Field(default="default", pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")
     """Rollout pool that samples for the job. A pool serves one job at a time; others of the same pool wait."""
@@ -172,6 +182,7 @@ class RolloutPart(Part):
     """The job pauses when the mean |trainer's - rollout's log-prob| of a step's rows is above this; unset: never."""
     noise: NoisePart = NoisePart()
     window: WindowPart = WindowPart()
+    preview: PreviewPart = PreviewPart()
     sequence: SequencePart = SequencePart()
     on_drop: Literal["count", "refill"] = "refill"
     """A sample that could not be scored: ask for another of its group, or train on fewer and count it."""
@@ -182,6 +193,11 @@ class RolloutPart(Part):
     def noise_window(self) -> Window:
         """Which denoising steps carry noise, training step by training step."""
         return Window(num_steps=self.num_inference_steps, **self.window.model_dump(exclude={"allow_coarse"}))
+
+    @property
+    def made_of_group(self) -> int:
+        """Samples of a group that are made in full: all, or those that previews choose."""
+        return self.group_size if self.preview.keep is None else min(self.group_size, self.preview.keep)
 
     @property
     def size(self) -> Size:
@@ -690,9 +706,9 @@ class JobSpec(Part):
 
     @property
     def trained_per_step(self) -> int:
-        """Samples of a step that are trained on, where none is dropped: all, or `algorithm.best_of` of each group, or
-        those of the pairs."""
-        part, of_group = self.algorithm, self.rollout.group_size
+        """Samples of a step that are trained on, where none is dropped: all that are made in full, or
+        `algorithm.best_of` of each group, or those of the pairs."""
+        part, of_group = self.algorithm, self.rollout.made_of_group
         if self.loss.needs_pairs:
             of_group = 2 * part.pairs_per_group
         elif part.best_of is not None:

@@ -20,7 +20,7 @@ class Work:
     trained: int
     """Samples that are trained on."""
     rollout_flops_per_sample: float
-    """Denoising and decoding."""
+    """Denoising and decoding; with `rollout.preview` per candidate of a group, previews included."""
     train_flops_per_sample: float
     """Forwards and backwards, and the forwards without gradient for old log-probs and the reference."""
     published_bytes: int
@@ -45,7 +45,7 @@ def work(spec: JobSpec, facts: Facts, text_tokens: int) -> Work:
     return Work(
         samples=spec.samples_per_step,
         trained=spec.trained_per_step,
-        rollout_flops_per_sample=_forwards(spec) * passes(spec) * sampling + facts.decode_flops,
+        rollout_flops_per_sample=_calls(spec) * passes(spec) * sampling + _decodes(spec) * facts.decode_flops,
         train_flops_per_sample=num_rounds(spec)
         * passes(spec)
         * (spec.trainer.passes * training + _without_gradient(spec) * sampling),
@@ -55,6 +55,21 @@ def work(spec: JobSpec, facts: Facts, text_tokens: int) -> Work:
         + rollout.prompts_per_step * facts.embeds_bytes,
         media_bytes=spec.samples_per_step * size.height * size.width * size.num_frames * 3,
     )
+
+
+def _calls(spec: JobSpec) -> float:
+    """Model calls per candidate of a group: those of the samples that are made in full, and of its preview."""
+    share = spec.rollout.made_of_group / spec.rollout.group_size
+    return share * _forwards(spec) + _has_previews(spec) * (spec.rollout.preview.num_inference_steps or _forwards(spec))
+
+
+def _decodes(spec: JobSpec) -> float:
+    """Decodings per candidate of a group."""
+    return spec.rollout.made_of_group / spec.rollout.group_size + _has_previews(spec)
+
+
+def _has_previews(spec: JobSpec) -> bool:
+    return spec.rollout.preview.keep is not None
 
 
 def _forwards(spec: JobSpec) -> float:

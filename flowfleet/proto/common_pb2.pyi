@@ -28,13 +28,17 @@ class _PurposeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Purpose.Value
     PURPOSE_UNSPECIFIED: _Purpose.ValueType  # 0
     PURPOSE_TRAIN: _Purpose.ValueType  # 1
     PURPOSE_VALIDATE: _Purpose.ValueType  # 2
+    PURPOSE_PREVIEW: _Purpose.ValueType  # 3
+    """a cheap one, by which the controller chooses the training samples that are made"""
 
 class Purpose(_Purpose, metaclass=_PurposeEnumTypeWrapper):
-    """What a sample is for. Validation samples carry no trajectory."""
+    """What a sample is for. Previews and validation samples carry no trajectory and go to the caller alone."""
 
 PURPOSE_UNSPECIFIED: Purpose.ValueType  # 0
 PURPOSE_TRAIN: Purpose.ValueType  # 1
 PURPOSE_VALIDATE: Purpose.ValueType  # 2
+PURPOSE_PREVIEW: Purpose.ValueType  # 3
+"""a cheap one, by which the controller chooses the training samples that are made"""
 Global___Purpose: _TypeAlias = Purpose  # noqa: Y015
 
 class _Record:

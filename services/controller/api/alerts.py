@@ -14,7 +14,7 @@ from flowfleet.client.types import Fleet, Health, JobStatus
 LIVE = (Health.IDLE, Health.SERVING, Health.UPDATING)
 DROPPED = 0.1
 """Share of a job's samples."""
-EXPECTED = ("not_in_a_pair", "not_best_or_worst")
+EXPECTED = ("not_in_a_pair", "not_best_or_worst", "not_selected")
 """Reasons of samples that a job leaves out by its settings."""
 
 

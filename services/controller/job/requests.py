@@ -50,6 +50,21 @@ def generate(job: JobContext, step: int, wanted: Mapping[int, Sequence[int]]) ->
     return request
 
 
+def preview(job: JobContext, step: int, wanted: Mapping[int, Sequence[int]]) -> rollout_pb2.GenerateRequest:
+    """Previews of training samples: the same seeds, on another schedule without noise, or on the same one with it."""
+    request = generate(job, step, wanted)
+    request.purpose, request.record, request.reference_kl = (
+        common_pb2.PURPOSE_PREVIEW,
+        common_pb2.RECORD_UNSPECIFIED,
+        False,
+    )
+    num_steps = job.spec.rollout.preview.num_inference_steps
+    if num_steps is not None:
+        request.sampling.num_inference_steps = num_steps
+        request.noise.CopyFrom(rollout_pb2.Noise(step_type=request.noise.step_type))
+    return request
+
+
 def validate(job: JobContext, version: int, start: int, prompts: Sequence[Prompt]) -> rollout_pb2.GenerateRequest:
     """Held-out prompts from number `start` on, all samples of each, without noise."""
     indices = range(job.spec.schedule.validation_samples)

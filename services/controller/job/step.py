@@ -39,6 +39,9 @@ from services.controller.job.credit import credits_of
 from services.controller.job.recovery.position import ledger_position
 from services.controller.job.recovery.resumption import resumed
 from services.controller.job.reporting.card import training_card
+from services.controller.job.sampling.drawing import draw
+from services.controller.job.sampling.previews import Previews
+from services.controller.job.sampling.validation import Validation
 from services.controller.job.state_machine import (
     Checkpoint,
     Command,
@@ -51,7 +54,6 @@ from services.controller.job.state_machine import (
     TrainStep,
     Validate,
 )
-from services.controller.job.validation import Validation
 from services.controller.rewards.failures import RewardPause
 from services.controller.rewards.job_rewards import preference
 from services.controller.waiting import NotYet
@@ -62,7 +64,7 @@ INTAKE_DEADLINE_S = 30.0
 class TrainingStep:
     def __init__(self, job: JobContext) -> None:
         self.job = job
-        self._validation = Validation(job)
+        self._validation, self._previews = Validation(job), Previews(job)
 
     async def run(self, command: Command) -> None:
         """Runs one command to its event. Remote errors pass through."""
@@ -122,21 +124,18 @@ class TrainingStep:
         await job.emit(await resumed(job, configured))
 
     async def generate(self, step: int, groups: Sequence[int]) -> None:
-        """Sample what these groups lack, on one replica that serves an admissible version. Given preferences are only
-        encoded."""
-        job, spec = self.job, self.job.spec
+        """Sample what these groups lack, on one replica that serves an admissible version, once previews have chosen it
+        where the job has them. Given preferences are only encoded."""
+        job = self.job
+        await self._previews.choose(step, groups)
         wanted = {group: job.machine.wanted(step, group) for group in groups}
         tries = {group: job.machine.tries(step, group) for group in groups}
         request, prompts = requests.generate(job, step, wanted), job.prompts(step)
-        rows = sum(map(len, wanted.values()))
-        if not rows:
+        if not request.groups:
             return
-        async with job.pool.replica(max(0, step - spec.schedule.max_staleness), step, rows) as replica:
-            request.policy_version, request.weights_digest = replica.version or 0, replica.digest
-            await job.inputs.attach(request, [prompts[group.group] for group in request.groups])
-            call = job.pool.stub(replica).Generate(request, timeout=spec.timeouts.generate_s)
-            async for _ in call:
-                pass  # samples arrive through the Redis stream instead: see JobDriver
+        # samples arrive through the Redis stream as well: see JobDriver
+        oldest = max(0, step - job.spec.schedule.max_staleness)
+        await draw(job, request, [prompts[group.group] for group in request.groups], oldest, step)
         async with asyncio.timeout(INTAKE_DEADLINE_S):
             await job.until(lambda: not any(asked & job.machine.tries(step, g) for g, asked in tries.items()))
 

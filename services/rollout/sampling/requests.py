@@ -19,6 +19,8 @@ MAX_STEPS = 1000
 MAX_SIDE = 8192
 MAX_FRAMES = 1025
 MAX_TOKENS = 2**20
+PURPOSES = (common_pb2.PURPOSE_TRAIN, common_pb2.PURPOSE_VALIDATE, common_pb2.PURPOSE_PREVIEW)
+WRONG_PURPOSE = "purpose: give PURPOSE_TRAIN, PURPOSE_VALIDATE or PURPOSE_PREVIEW"
 NO_SAMPLING = Sampling(Size(0, 0, 1), 0)
 """What a request for a policy that writes tokens has in its place."""
 
@@ -44,8 +46,8 @@ def _of_tokens(request: rollout_pb2.GenerateRequest) -> GenerationRequest:
         raise ValueError("groups.media: a policy that writes tokens takes no finished media, remove them")
     if request.reference_kl or request.noise.sde_steps:
         raise ValueError("noise, reference_kl: a policy that writes tokens has no denoising steps, remove them")
-    if request.purpose not in (common_pb2.PURPOSE_TRAIN, common_pb2.PURPOSE_VALIDATE):
-        raise ValueError("purpose: give PURPOSE_TRAIN or PURPOSE_VALIDATE")
+    if request.purpose not in PURPOSES:
+        raise ValueError(WRONG_PURPOSE)
     is_training = request.purpose == common_pb2.PURPOSE_TRAIN
     if is_training and request.record != common_pb2.RECORD_TOKENS:
         raise ValueError("record: training samples of a policy that writes tokens need RECORD_TOKENS")
@@ -78,8 +80,8 @@ def sequence_sampling(message: rollout_pb2.SequenceSampling, *, is_training: boo
 def _record(request: rollout_pb2.GenerateRequest, noise: Noise) -> Record:
     is_training = request.purpose == common_pb2.PURPOSE_TRAIN
     is_final = request.record == common_pb2.RECORD_FINAL
-    if not is_training and request.purpose != common_pb2.PURPOSE_VALIDATE:
-        raise ValueError("purpose: give PURPOSE_TRAIN or PURPOSE_VALIDATE")
+    if request.purpose not in PURPOSES:
+        raise ValueError(WRONG_PURPOSE)
     if any(group.media for group in request.groups) and not (is_training and is_final):
         raise ValueError("groups.media: give PURPOSE_TRAIN and RECORD_FINAL, because media have no noisy steps")
     if not is_training:

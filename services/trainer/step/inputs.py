@@ -46,7 +46,7 @@ class FlowBatch(Batch):
 
     ties: Tensor
     """(B,) float32: 1 where the KL to the reference counts, else 0."""
-    teachers: tuple[str, ...]
+    teachers: tuple[str, ...] = ()
     """Names of the B rows' teachers; empty ones for losses without."""
     prompts: PromptEmbeds
     """B rows."""

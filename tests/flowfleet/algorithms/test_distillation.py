@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from flowfleet.algorithms.distillation import DistillationRows, diffusion_opd
 from flowfleet.job.spec import AlgorithmPart
+from tests.flowfleet.algorithms.matching.test_losses import SHAPES
 from tests.flowfleet.algorithms.numerics import PRECISIONS, Array, backward, close, gradient, per_row, row_mean
-from tests.flowfleet.algorithms.test_matching import SHAPES
 
 PART = AlgorithmPart(name="diffusion_opd", loss="diffusion_opd")
 

@@ -89,6 +89,50 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         "schedule.max_staleness = 1",
     ),
     # Windows and steps
+    # Previews
+    "previews that choose everything": (
+        {"rollout": {"group_size": 4, "preview": {"keep": 4, "num_inference_steps": 4}}},
+        "rollout.preview.keep = 4 leaves out no sample",
+        "rollout.group_size",
+    ),
+    "previews as dear as samples": (
+        {"rollout": {"preview": {"keep": 4}}},
+        "rollout.preview makes every sample twice",
+        "below rollout.num_inference_steps = 10",
+    ),
+    "steps of no previews": (
+        {"rollout": {"preview": {"num_inference_steps": 4}}},
+        "rollout.preview.num_inference_steps has no effect",
+        "without rollout.preview.keep",
+    ),
+    "previews of a group that shares its noise": (
+        {"rollout": {"preview": {"keep": 4, "num_inference_steps": 4}, "noise": {"share_initial_noise": True}}},
+        "rollout.noise.share_initial_noise makes all previews of a group the same",
+        "set it to false",
+    ),
+    "batches that previews thin out": (
+        {"rollout": {"preview": {"keep": 4, "num_inference_steps": 4}}, "trainer": {"deterministic": True}},
+        "trainer.deterministic repeats the rollout's batches",
+        "rollout.preview",
+    ),
+    "previews next to a teacher": (
+        {
+            "algorithm": {"name": "diffusion_opd", "teachers": TEACHER},
+            "rollout": {"preview": {"keep": 4, "num_inference_steps": 4}},
+        },
+        "rollout.preview.keep = 4 chooses by rewards",
+        "leave it out",
+    ),
+    "previews of given pairs": (
+        {"algorithm": {"name": "dpo"}, "rollout": {"preview": {"keep": 2, "num_inference_steps": 4}}, "rewards": {}},
+        "rollout.preview.keep = 2 has no effect with algorithm.name = dpo",
+        "samples nothing",
+    ),
+    "best of fewer than previews leave": (
+        {"algorithm": {"best_of": 4}, "rollout": {"preview": {"keep": 4, "num_inference_steps": 4}}},
+        "algorithm.best_of = 4 leaves out no sample of a group of 4",
+        "rollout.preview.keep",
+    ),
     # Teachers
     "a distillation without a teacher": (
         {"algorithm": {"name": "diffusion_opd"}},

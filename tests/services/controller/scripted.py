@@ -239,6 +239,14 @@ class ScriptedFleet:
     runner: JobScheduler
     blobs: BlobStore
     redis: Any
+    make_runner: Callable[[], JobScheduler]
+
+    async def restart(self, meanwhile: Callable[[], None]) -> None:
+        """Continues with another scheduler, which knows what Redis holds and nothing else."""
+        await self.runner.stop()
+        meanwhile()
+        self.runner = self.make_runner()
+        await self.runner.start()
 
     async def run(self, job: dict[str, Any]) -> JobRecord:
         """A job to its end."""
@@ -294,12 +302,16 @@ async def scripted_fleet(
         **settings_of,
     )
     store = JobStore(redis)
-    runner = JobScheduler(settings, redis, store, CollectorRegistry(), launcher)
-    await runner.start()
+
+    def make_runner() -> JobScheduler:
+        return JobScheduler(settings, redis, store, CollectorRegistry(), launcher)
+
+    fleet = ScriptedFleet(rollout, trainer, dict(rewards), store, make_runner(), blobs, redis, make_runner)
+    await fleet.runner.start()
     try:
-        yield ScriptedFleet(rollout, trainer, dict(rewards), store, runner, blobs, redis)
+        yield fleet
     finally:
         renewing.cancel()
-        await runner.stop()
+        await fleet.runner.stop()
         await asyncio.gather(*(server.stop(None) for server in servers))
         await redis.aclose()

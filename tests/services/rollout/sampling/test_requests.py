@@ -139,3 +139,17 @@ def test_recorded_steps_are_noisy_ones(recorded: list[int]) -> None:
     )
     with pytest.raises(ValueError, match=r"noise\.recorded_steps"):
         generation_request(request)
+
+
+def test_a_preview_keeps_nothing_but_its_picture_whatever_its_noise() -> None:
+    for noise in (rollout_pb2.Noise(), rollout_pb2.Noise(step_type="sde", eta=0.7, sde_steps=[1])):
+        request = rollout_pb2.GenerateRequest(
+            job_id="job",
+            purpose=common_pb2.PURPOSE_PREVIEW,
+            sampling=rollout_pb2.Sampling(height=32, width=32, num_inference_steps=3, guidance_scale=1.0),
+            noise=noise,
+            groups=[rollout_pb2.PromptGroup(group=0, prompt="a", indices=[0, 2], seeds=[7, 9])],
+        )
+        read = generation_request(request)
+        assert (read.record, read.sampling.num_steps, read.groups[0].seeds) == ("none", 3, (7, 9))
+        assert read.noise.steps == tuple(noise.sde_steps)

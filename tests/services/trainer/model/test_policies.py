@@ -72,7 +72,10 @@ def test_policies_are_switched_without_a_trace(
     load(replica, spec, state_of(worker))
     engine, trained = engine_of(worker), trained_of(worker)
     own = velocity(engine.adapter, spec, drawer)
-    expected = {"reference": velocity(drawer.adapter, spec, drawer), "old": velocity(replica.adapter, spec, drawer)}
+    expected: dict[Policy, torch.Tensor] = {
+        "reference": velocity(drawer.adapter, spec, drawer),
+        "old": velocity(replica.adapter, spec, drawer),
+    }
     for policy in POLICIES:
         with engine.policy(policy):
             seen = velocity(engine.adapter, spec, drawer)

@@ -13,6 +13,7 @@ from flowfleet.proto import common_pb2
 from services.controller.job import requests
 from services.controller.job.context import JobContext
 from services.controller.job.reporting.reports import ValidationPart
+from services.controller.job.sampling.drawing import draw
 from services.controller.rewards.failures import RewardPause
 from services.controller.rewards.job_rewards import SampleScore
 from services.controller.waiting import NotYet
@@ -99,15 +100,7 @@ async def _draw(job: JobContext, version: int, start: int, prompts: Sequence[Pro
     """All samples of the prompts, in the order of prompt and index."""
     expected = len(prompts) * job.spec.schedule.validation_samples
     request = requests.validate(job, version, start, prompts)
-    async with job.pool.replica(version, version, expected, evaluated=request.evaluated) as replica:
-        request.weights_digest = replica.digest
-        await job.inputs.attach(request, prompts)
-        call = job.pool.stub(replica).Generate(request, timeout=job.spec.timeouts.generate_s)
-        samples = sorted([event.sample async for event in call], key=_place)
+    samples = await draw(job, request, prompts, version, version)
     if len(samples) != expected:
         raise NotYet(f"validation got {len(samples)} of {expected} samples")
     return samples
-
-
-def _place(sample: common_pb2.Sample) -> tuple[int, int]:
-    return sample.id.group, sample.id.index
