@@ -20,8 +20,9 @@ from flowfleet.quantization.rows import FP8, Rows, quantize_rows
 ALLOWED = True
 """False leaves models as they are, for comparisons."""
 
-_HAS_TRITON = find_spec("triton") is not None
-_operator: Any = torch.library.triton_op if _HAS_TRITON else torch.library.custom_op
+HAS_TRITON = find_spec("triton") is not None
+operator: Any = torch.library.triton_op if HAS_TRITON else torch.library.custom_op
+"""Registers a function as an operator of torch, whose Triton kernels torch.compile sees where they are launched."""
 _INNER = 2 * (2 / torch.pi) ** 0.5
 _CUBE = 0.044715
 
@@ -59,7 +60,7 @@ def residual_norm_rows(
     return total, values, (quantized, scales), next_gate[:, None]
 
 
-@_operator("flowfleet::gelu_rows", mutates_args=())  # type: ignore[untyped-decorator]
+@operator("flowfleet::gelu_rows", mutates_args=())  # type: ignore[untyped-decorator]
 def _gelu_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if devices.has_triton(x.device):
         from flowfleet.quantization import fused_triton
@@ -74,7 +75,7 @@ def gelu_formula(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return values, *quantize_rows(values)
 
 
-@_operator("flowfleet::norm_rows", mutates_args=())  # type: ignore[untyped-decorator]
+@operator("flowfleet::norm_rows", mutates_args=())  # type: ignore[untyped-decorator]
 def _norm_rows(
     x: Tensor, gate: Tensor | None, change: Tensor | None, shift: Tensor, scale: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -145,7 +146,7 @@ def _norm_backward(ctx: Any, grad_total: Tensor, grad: Tensor, *_: Any) -> tuple
 _gelu_rows.register_autograd(_gelu_backward, setup_context=_keep_gelu)
 _norm_rows.register_autograd(_norm_backward, setup_context=_keep_norm)
 
-if not _HAS_TRITON:
+if not HAS_TRITON:
 
     @_gelu_rows.register_fake  # type: ignore[untyped-decorator]
     def _(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -94,7 +94,7 @@ def _norm_row(
         tl.store(totals + place, stored, mask=inside)
         x = stored.to(tl.float32)
     centered = tl.where(inside, x - tl.sum(x) / width, 0.0)
-    normed = centered / tl.sqrt(tl.sum(centered * centered) / width + eps)
+    normed = centered * (1.0 / tl.sqrt(tl.sum(centered * centered) / width + eps))
     factor = tl.load(factors + sample * factor_stride + column, mask=inside, other=0.0).to(tl.float32)
     shift = tl.load(shifts + sample * shift_stride + column, mask=inside, other=0.0).to(tl.float32)
     rounded = (normed * (1.0 + factor) + shift).to(values.dtype.element_ty)

@@ -15,7 +15,7 @@ from flowfleet.quantization.rows import FP8, FP8_MAX, SMALLEST_MAX, Rows
 _MAX = tl.constexpr(FP8_MAX)
 _INVERSE = tl.constexpr(1 / FP8_MAX)
 _SMALLEST_MAX = tl.constexpr(SMALLEST_MAX)
-_PER_THREAD = 64
+_PER_THREAD = 16
 """Elements of a row that a thread holds in registers."""
 
 

@@ -14,6 +14,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 from torch import Tensor, nn
 
+from flowfleet.quantization import heads
 from flowfleet.quantization.layers import project
 from flowfleet.quantization.rows import Rows
 
@@ -46,13 +47,10 @@ class JointAttention(QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc]
         assert image_rotary_emb is not None
         image = _heads(attn, hidden_states, (attn.to_q, attn.to_k, attn.to_v), image_rows)
         text = _heads(attn, encoder_hidden_states, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), text_rows)
-        for stream, freqs, norms in (
-            (image, image_rotary_emb[0], (attn.norm_q, attn.norm_k)),
-            (text, image_rotary_emb[1], (attn.norm_added_q, attn.norm_added_k)),
-        ):
-            for place, norm in enumerate(norms):
-                stream[place] = rotated(stream[place] if norm is None else norm(stream[place]), freqs)
-        query, key, value = (torch.cat(pair, dim=1) for pair in zip(text, image, strict=True))
+        norms = (attn.norm_added_q, attn.norm_q), (attn.norm_added_k, attn.norm_k)
+        freqs = image_rotary_emb[1], image_rotary_emb[0]
+        query, key = (_joint(*pair, of, freqs) for *pair, of in zip(text[:2], image[:2], norms, strict=True))
+        value = torch.cat((text[2], image[2]), dim=1)
         output = dispatch_attention_fn(
             query,
             key,
@@ -69,6 +67,17 @@ class JointAttention(QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc]
         for layer in attn.to_out:  # the second is dropout
             of_image = layer(of_image)
         return of_image, attn.to_add_out(of_text)
+
+
+def _joint(text: Tensor, image: Tensor, norms: tuple[Any, Any], freqs: tuple[Tensor, Tensor]) -> Tensor:
+    """Normalized and rotated heads (B, S, H, D) of both streams."""
+    width = image.shape[-1]
+    if heads.fits(width, image.device):
+        weights = (None if norm is None else norm.weight for norm in norms)
+        eps = next((norm.eps for norm in norms if norm is not None), 0.0)
+        return heads.joint_heads(text.flatten(2), image.flatten(2), (*weights,), freqs, width=width, eps=eps)
+    streams = zip((text, image), norms, freqs, strict=True)
+    return torch.cat([rotated(x if norm is None else norm(x), turn) for x, norm, turn in streams], dim=1)
 
 
 def rotated(x: Tensor, freqs: Tensor) -> Tensor:

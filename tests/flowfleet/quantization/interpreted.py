@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowfleet.quantization import fused, fused_triton, rows, rows_triton
+from flowfleet.quantization import fused, fused_triton, heads, heads_triton, rows, rows_triton
 
 SMALLEST_NORMAL = 2.0**-6
 
@@ -59,8 +59,26 @@ def check_norm() -> None:
         assert_rows((quantized[0], quantized[1]), values.view(-1, 200))
 
 
+def check_heads() -> None:
+    """Ten heads of 16 channels, one block and a part of the next."""
+    text, image = random(2, 3, 160, seed=6), random(2, 4, 160, seed=7)
+    weights = [random(16, seed=seed) for seed in (8, 9)]
+    freqs = [random(tokens, 16, seed=tokens, dtype=torch.float32) for tokens in (3, 4)]
+    for text_weight, image_weight in (weights, (None, weights[1])):
+        found = heads_triton.joint_heads(text, image, text_weight, image_weight, freqs[0], freqs[1], 16, 1e-6)
+        exact = torch.cat(
+            [
+                heads.heads_formula(x.double(), None if weight is None else weight.double(), turn.double(), 16, 1e-6)
+                for x, weight, turn in ((text, text_weight, freqs[0]), (image, image_weight, freqs[1]))
+            ],
+            dim=1,
+        )
+        torch.testing.assert_close(found.double(), exact, rtol=2**-7, atol=2**-16)
+
+
 if __name__ == "__main__":
     check_rows()
     check_gelu()
     check_norm()
+    check_heads()
     print("all kernels agree")
