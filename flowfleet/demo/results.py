@@ -69,6 +69,16 @@ def fetch_pairs(client: Client, outcome: Outcome) -> Iterator[Pair]:
         yield Pair(before.prompt, first, last, before.reward, after.reward)
 
 
+def fetch_texts(client: Client, outcome: Outcome) -> str:
+    """The first `NUM_PAIRS` held-out prompts, each with what was written before and after training, and the scores."""
+    lines = list[str]()
+    for before, after in outcome.pairs[:NUM_PAIRS]:
+        lines.append(before.prompt)
+        for name, sample in (("before", before), ("after", after)):
+            lines.append(f"  {name} ({sample.reward:.2f}): {client.media(outcome.job.id, sample).decode()}")
+    return "\n".join([*lines, ""])
+
+
 def _pixels(media: bytes, media_type: str) -> NDArray[np.uint8]:
     frames = decode_media(media, media_type)
     return frames[0] if len(frames) == 1 else film_strip(frames)

@@ -16,17 +16,18 @@ from flowfleet.client.client import Client
 from flowfleet.client.progress import duration, follow
 from flowfleet.client.types import Job, JobEvent
 from flowfleet.demo import plots
-from flowfleet.demo.results import Outcome, fetch, fetch_pairs, held_out_curve, summarize, training_curve
+from flowfleet.demo.results import Outcome, fetch, fetch_pairs, fetch_texts, held_out_curve, summarize, training_curve
 from flowfleet.job.files import data_folders, prepare_job
 from flowfleet.job.spec import JobSpec
 from flowfleet.local.plan import StackOptions
 from flowfleet.local.session import local_stack, stop_stack
 from flowfleet.local.stack import StackError, StateDir
 
-Engine = Literal["diffusers", "vllm-omni"]
+Engine = Literal["diffusers", "transformers", "vllm-omni"]
 """Engine of the rollouts."""
 MARKER = ".flowfleet-demo"
 """The job as submitted. Says that a directory was made by the demo, and may be replaced by the next one."""
+PICTURES, TEXTS = "before_after.png", "before_after.txt"
 
 
 def run_demo(
@@ -35,24 +36,29 @@ def run_demo(
     changes: Sequence[str],
     console: Console,
     started: datetime | None = None,
-    engine: Engine = "diffusers",
+    engine: Engine | None = None,
 ) -> dict[str, Any]:
     """Leaves everything in `directory` and returns the summary. Raises ValueError, StackError or ApiError.
 
     `changes` are settings as `key=value`; `started` is when the clock began, by default this process; `engine` is what
-    samples.
+    samples, by default `transformers` for a model that writes text and `diffusers` for others.
     """
     started = started or datetime.fromtimestamp(psutil.Process().create_time(), UTC)
     spec = prepare_job(recipe, changes, same_machine=True)
     if not spec.rewards or not spec.data.is_validated:
         raise ValueError(f"{recipe} leaves nothing to compare: give it rewards and data.validation")
     _make_fresh(directory, spec)
-    with local_stack(_stack_options(spec, directory, engine)) as stack, Client(stack.url) as client:
+    with (
+        local_stack(_stack_options(spec, directory, engine or _usual_engine(spec))) as stack,
+        Client(stack.url) as client,
+    ):
         _say(console, f"The stack runs ({', '.join(stack.processes)}); its REST API is {stack.url}.")
         job = client.submit(spec)
         _say(console, f"Job {job.id} is submitted; logs are in {stack.state_dir}/logs.\n")
         outcome = _train(client, job, StateDir(Path(stack.state_dir)), console)
-        pairs = list(fetch_pairs(client, outcome))
+        pairs = [] if spec.writes_tokens else list(fetch_pairs(client, outcome))
+        if spec.writes_tokens:
+            (directory / TEXTS).write_text(fetch_texts(client, outcome), encoding="utf-8")
         shutil.copytree(outcome.job.results["model"], directory / "model")
     _draw(outcome, pairs, directory)
     summary = summarize(outcome, started, datetime.now(UTC))
@@ -70,6 +76,10 @@ def _make_fresh(directory: Path, spec: JobSpec) -> None:
         shutil.rmtree(directory)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / MARKER).write_text(spec.model_dump_json(indent=2) + "\n")
+
+
+def _usual_engine(spec: JobSpec) -> Engine:
+    return "transformers" if spec.writes_tokens else "diffusers"
 
 
 def _stack_options(spec: JobSpec, directory: Path, engine: Engine) -> StackOptions:
@@ -109,7 +119,8 @@ def _draw(outcome: Outcome, pairs: list[plots.Pair], directory: Path) -> None:
     plots.reward_curve(directory / "reward_curve.png", training_curve(outcome.rows), held_out, title, about)
     title = "The same prompts and noise, before and after training"
     about = f"The first {len(pairs)} of {len(outcome.pairs)} held-out prompts, each with its score ({rewards})"
-    plots.before_after(directory / "before_after.png", pairs, title, about)
+    if pairs:
+        plots.before_after(directory / PICTURES, pairs, title, about)
     with (directory / "metrics.jsonl").open("w") as file:
         for row in outcome.rows:
             file.write(json.dumps({"step": row.step, **row.values}) + "\n")
@@ -130,13 +141,15 @@ def _tell(summary: dict[str, Any], directory: Path, console: Console) -> None:
     made = {
         "summary.json": "all figures",
         "reward_curve.png": "training and held-out reward",
-        "before_after.png": "pictures before and after",
+        PICTURES: "pictures before and after",
+        TEXTS: "texts before and after",
         "metrics.jsonl": "one row a step",
         "model": "the trained model",
         "stack/logs": "logs of every process",
     }
-    width = max(len(str(directory / name)) for name in made)
-    for line in [*lines, *(f"  {directory / name!s:<{width}}  {what}" for name, what in made.items())]:
+    there = {name: what for name, what in made.items() if (directory / name).exists()}
+    width = max(len(str(directory / name)) for name in there)
+    for line in [*lines, *(f"  {directory / name!s:<{width}}  {what}" for name, what in there.items())]:
         _say(console, line)
 
 
