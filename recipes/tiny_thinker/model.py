@@ -212,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     save_random(options.output / "model")
     right = train(options.output / "model", options.steps)
     write_questions(options.output, "train", 120, seed=1)
-    write_questions(options.output, "held-out", 30, seed=2)
+    write_questions(options.output, "held-out", 96, seed=2)
     print(f"{options.output}: the right answer has a mean probability of {right:.2f}")
 
 
