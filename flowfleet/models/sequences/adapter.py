@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from flowfleet.models.empty import empty_model
 from flowfleet.models.loading import Component, LoadFormat, fill_dummy, refuse_pickles
+from flowfleet.models.sequences.attention import PackedAttention
 from flowfleet.models.sequences.routing import Routing
 from flowfleet.models.sequences.token_log_probs import token_log_probs
 
@@ -89,6 +90,7 @@ class SequenceAdapter(ABC):
         self.transformer, self.processor = model, processor
         self.dtype, self.device = dtype, device
         self.routing = Routing(model)
+        self.attention = PackedAttention(model)
         if model is not None:
             _extend_forward(model, self)
 
@@ -187,7 +189,9 @@ class SequenceAdapter(ABC):
         sequence, under softmax(logits / temperature). All go forward as one row."""
         inputs = self.model_inputs(sequences)
         targets = torch.cat([item.token_ids for item in sequences]).to(self.device)
-        self.routing.replay([item.routed_experts for item in sequences], [item.num_inputs for item in sequences])
+        lengths = [item.num_inputs for item in sequences]
+        self.routing.replay([item.routed_experts for item in sequences], lengths)
+        self.attention.lengths = tuple(lengths)
         result: Tensor = self.transformer(**inputs, targets=(targets, self._places(sequences), temperature))
         return result
 

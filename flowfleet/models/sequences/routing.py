@@ -32,6 +32,11 @@ class Routing:
         """Layers that have experts."""
         return len(self._routers)
 
+    @property
+    def top_k(self) -> int:
+        """Experts that a token takes; 0 of a model without."""
+        return int(self._routers[0].top_k) if self._routers else 0
+
     def replay(self, routed: Sequence[Tensor | None], lengths: Sequence[int]) -> None:
         """What the next forward takes: of each sequence (its length, layers, top_k), or of none at all, then the model
         chooses. Raises ValueError for experts that do not fit the model or the sequences."""

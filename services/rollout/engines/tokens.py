@@ -180,6 +180,7 @@ class TokenSampler:
     def _read_one(self, prompt: EncodedPrompt) -> tuple[DynamicCache, Tensor, Tensor]:
         inputs = self._adapter.model_inputs([Tokens(prompt, prompt.token_ids[:1])])
         self._adapter.routing.replay([], [])
+        self._adapter.attention.lengths = ()
         cache = DynamicCache()
         output: Any = self._adapter.transformer(**inputs, past_key_values=cache, use_cache=True)
         return cache, output.logits[:, -1], self._adapter.next_positions(inputs["position_ids"])
