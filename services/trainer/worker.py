@@ -291,7 +291,7 @@ class Worker:
                 checkpoints.start_from(engine, Path(engine.spec.trainer.resume))
         log.info("configured at version %d", record.applied, extra={"job": request.job_id})
         reader = step_kind(engine.spec).reader(engine.adapter, engine.spec, self._blobs, self.ranks.beats.beat)
-        mfu = Mfu(engine.spec, self.ranks)
+        mfu = Mfu(engine.spec, self.ranks, engine.adapter)
         return Job(request.job_id, engine.spec, engine, reader, checkpoints, record, mfu, name)
 
     def _passed_over(self, job: Job, request: trainer_pb2.TrainStepRequest) -> trainer_pb2.TrainStepResponse:

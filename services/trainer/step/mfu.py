@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from flowfleet.hardware import devices
 from flowfleet.job.spec import JobSpec
 from flowfleet.planning.flops import ModelFlops, model_flops
+from flowfleet.planning.sequence_flops import SequenceFlops, sequence_flops
 from services.trainer.model.policies import needs_reference
 from services.trainer.parallel.ranks import Ranks
 from services.trainer.step.inputs import Batch, FlowBatch
+from services.trainer.step.sequences import SequenceBatch
 
 log = logging.getLogger(__name__)
 
@@ -24,12 +26,12 @@ INFERRED = ("old_log_prob", "ref")
 class Mfu:
     """Model FLOPs utilization of a job. Empty unless every rank knows its device's peak and the model's cost."""
 
-    def __init__(self, spec: JobSpec, ranks: Ranks) -> None:
-        """Collective."""
+    def __init__(self, spec: JobSpec, ranks: Ranks, adapter: Any = None) -> None:
+        """Collective. `adapter`: the loaded model of a job whose policy writes text."""
         self._spec = spec
         self._ranks = ranks
         peak = devices.peak_flops(ranks.device)
-        flops = None if peak is None else _counted(spec)
+        flops = None if peak is None else _counted(spec, adapter)
         known, self._capacity = ranks.sum(torch.tensor([flops is not None, peak or 0.0], dtype=torch.float64)).tolist()
         self._flops = flops if known == ranks.world_size else None
 
@@ -45,8 +47,9 @@ class Mfu:
         """
         if self._flops is None:  # on every rank
             return {}
-        forwards = [self._forwards(part, self._flops.sampling) * num_rounds for part in batches]
-        rows = sum(self._forwards(part, self._flops.training) * num_rounds for part in batches)
+        cost = _of_sequences if isinstance(self._flops, SequenceFlops) else _of_rows
+        forwards = [cost(part, self._flops.sampling) * num_rounds for part in batches]
+        rows = sum(cost(part, self._flops.training) * num_rounds for part in batches)
         backwards = rows * self._spec.trainer.passes
         inferred = sum(count * work for count, work in zip(self._passes(len(batches)), forwards, strict=True))
         mine = torch.tensor([backwards, inferred], dtype=torch.float64)
@@ -57,7 +60,7 @@ class Mfu:
 
     def _passes(self, num_updates: int) -> list[int]:
         """Forwards without gradient of a row, by update; matching losses make theirs inside the update."""
-        if not self._spec.records_steps:
+        if not self._spec.records_steps and not self._spec.writes_tokens:
             return [0] * num_updates
         if not self._spec.loss.reads_log_probs:
             return [1] * num_updates
@@ -65,22 +68,32 @@ class Mfu:
         late = 0 if self._spec.recomputes_all else num_updates if bypass else 1
         return [reference + int(number >= late) for number in range(num_updates)]
 
-    def _forwards(self, batches: Sequence[Batch], flops: Callable[[float], float]) -> float:
-        """Forwards of this rank's rows, guidance included."""
-        total = 0.0
-        for batch in cast(Sequence[FlowBatch], batches):
-            if batch.is_padding:
-                continue
-            each = flops(batch.prompts.embeds.shape[1])
-            if batch.negative is not None:
-                each += flops(batch.negative.embeds.shape[1])
-            total += len(batch.rows) * each
-        return total
+
+def _of_rows(batches: Sequence[Batch], flops: Callable[..., float]) -> float:
+    """Forwards of this rank's rows, guidance included."""
+    total = 0.0
+    for batch in cast(Sequence[FlowBatch], batches):
+        if batch.is_padding:
+            continue
+        each = flops(batch.prompts.embeds.shape[1])
+        if batch.negative is not None:
+            each += flops(batch.negative.embeds.shape[1])
+        total += len(batch.rows) * each
+    return total
 
 
-def _counted(spec: JobSpec) -> ModelFlops | None:
+def _of_sequences(batches: Sequence[Batch], flops: Callable[..., float]) -> float:
+    """Forwards of this rank's sequences."""
+    own = [batch for batch in cast(Sequence[SequenceBatch], batches) if not batch.is_padding]
+    sequences = [one for batch in own for one in batch.sequences]
+    return flops([one.num_inputs for one in sequences], [len(one.token_ids) for one in sequences])
+
+
+def _counted(spec: JobSpec, adapter: Any) -> ModelFlops | SequenceFlops | None:
     """None for a model of a plugin that does not run on the meta device, or a folder that lacks a file: that is no
     reason not to train it."""
+    if spec.writes_tokens:
+        return sequence_flops(adapter)
     try:
         return model_flops(spec)
     except (RuntimeError, ValueError, OSError):
