@@ -90,6 +90,81 @@ def parts(rows: Rows) -> dict[str, str]:
     }
 
 
+def sequence_tables(rows: Rows) -> str:
+    """Policies that write text: rollout, update, gap of log-probs and weight update of each measured machine."""
+    found = [
+        (row.get("machine", {}), it)
+        for name, row in rows.items()
+        if name.startswith("sequences")
+        for it in row["figures"]
+    ]
+    return "\n\n".join([_speeds(found), _token_gaps(found), _updates(found)])
+
+
+def _speeds(found: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> str:
+    lines = []
+    for machine_, it in found:
+        settings, rollout, train = it["settings"], it["rollout"], it["train"]
+        lines.append(
+            [
+                machine_.get("devices", NONE),
+                f"{settings['layers']}, {settings['dtype']}",
+                f"{settings['rows']} × ({settings['prompt']} + {settings['tokens']})",
+                _number(rollout.get("tokens_per_s"), ",.0f"),
+                _number(rollout.get("decode_tokens_per_s"), ",.0f"),
+                _number(train.get("tokens_per_s"), ",.0f"),
+                _percent(train.get("mfu")),
+                _number(train.get("update_s"), ".2f"),
+                _number(train.get("old_log_prob_s"), ".2f"),
+                f"{_number(rollout.get('peak_gib'), '.0f')}, {_number(train.get('peak_gib'), '.0f')}",
+            ]
+        )
+    header = ["on", "layers", "sequences × tokens", "rollout: tokens/s", "decoding alone", "update: tokens/s", "MFU"]
+    return table([*header, "update s", "old log-probs s", "GiB"], lines)
+
+
+def _token_gaps(found: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> str:
+    said = {
+        "replayed": "packed, the rollout's experts",
+        "recomputed": "packed, the model's own experts",
+        "alone": "one sequence a forward",
+    }
+    lines = [
+        [
+            machine_.get("devices", NONE),
+            said[name],
+            *(_number(gap[key], ".2e") for key in ("mean", "p99", "max", "token_mean")),
+            _percent(gap["beyond_clip"]),
+            _percent(gap["exact"]),
+        ]
+        for machine_, it in found
+        for name, gap in it["train"].get("gap", {}).items()
+    ]
+    return table(["on", "trainer", "mean", "p99", "max", "mean of tokens", "beyond clip", "exact"], lines)
+
+
+def _updates(found: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> str:
+    lines = []
+    for machine_, it in found:
+        sent = it["publish"]
+        if "failed" in sent:
+            continue
+        lines.append(
+            [
+                machine_.get("devices", NONE),
+                f"{sent['parameters'] / 1e9:.2f} B, {it['settings']['full_layers']} layers",
+                f"{sent['bytes'] / 1e9:.2f} GB, {sent['expert_bytes'] / 1e9:.2f} GB experts",
+                f"{sent['transfer_s']:.1f} s",
+                f"{sent['verify_s'] * 1e3:.0f} ms",
+                "yes" if sent["is_verified"] and sent["is_new"] else "no",
+                "yes" if sent["flipped_element_found"] else "no",
+                _percent(sent["exact_after"]),
+            ]
+        )
+    header = ["on", "weights", "sent over Gloo", "transfer", "hashing", "hashes equal", "a flipped element is found"]
+    return table([*header, "then exact"], lines)
+
+
 def machine(rows: Rows) -> str:
     """Each machine once; where a commit is known, once for each, with the rows that are measured at it."""
     found: dict[str, list[str]] = {}
