@@ -62,10 +62,15 @@ def choose_cases(families: Mapping[str, Any], algorithms: Mapping[str, Algorithm
 
 
 def run_cases() -> list[Case]:
-    """The cases of the registries' flows as they are. Models that write text have tests of their own."""
-    flows = {name: family for name, family in FAMILIES.items() if not family.writes_tokens}
-    of_flows = {name: known for name, known in ALGORITHMS.items() if LOSSES[known.loss].kind != "sequence"}
-    return choose_cases(flows, of_flows)
+    """The cases of the registries as they are: those of flows, then those of models that write text."""
+    cases: list[Case] = []
+    for writes in (False, True):
+        families = {name: family for name, family in FAMILIES.items() if family.writes_tokens == writes}
+        suited = {
+            name: known for name, known in ALGORITHMS.items() if (LOSSES[known.loss].kind == "sequence") == writes
+        }
+        cases += choose_cases(families, suited)
+    return cases
 
 
 def parts() -> dict[str, str]:

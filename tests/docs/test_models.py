@@ -48,8 +48,12 @@ def assert_rule(families: Mapping[str, Any], algorithms: Mapping[str, Algorithm]
 
 
 def test_the_cases_that_are_run_keep_the_rule() -> None:
-    flows = {name: family for name, family in FAMILIES.items() if not family.writes_tokens}
-    assert_rule(flows, {name: known for name, known in ALGORITHMS.items() if LOSSES[known.loss].kind != "sequence"})
+    for writes in (False, True):
+        families = {name: family for name, family in FAMILIES.items() if family.writes_tokens == writes}
+        suited = {
+            name: known for name, known in ALGORITHMS.items() if (LOSSES[known.loss].kind == "sequence") == writes
+        }
+        assert_rule(families, suited)
     assert len(support.run_cases()) < len(FAMILIES) * len(ALGORITHMS) / 2
 
 

@@ -23,9 +23,13 @@ GROUP_SIZE = 4
 NUM_STEPS = 2
 NUM_FRAMES = 5
 MAX_TOKENS = 24
+QUESTIONS = ("which color is the square ?", "what is in the film ?")
 FROM_TEXT = ("qwen_image", "stable_diffusion_3", "flux", "chroma", "z_image")
 EDITS_AND_VIDEOS = ("qwen_image_edit", "wan", "wan_two_experts")
 """One checkpoint a family, and Wan with two experts as well; the trainer's and the rollout's tests meet every kind."""
+
+TEXTS = ("qwen3", "qwen3_moe", "thinker", "qwen3_omni")
+"""Checkpoints of models that write text."""
 
 PIPELINES = {
     "qwen_image": "QwenImagePipeline",
@@ -36,6 +40,10 @@ PIPELINES = {
     "qwen_image_edit": "QwenImageEditPlusPipeline",
     "wan": "WanPipeline",
     "wan_two_experts": "WanPipeline",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "thinker": "Qwen3OmniMoeThinkerForConditionalGeneration",
+    "qwen3_omni": "Qwen3OmniMoeForConditionalGeneration",
 }
 """Kind of checkpoint to its family."""
 
@@ -127,9 +135,34 @@ def make_job(checkpoint: Path, data: Path, algorithm: str, mode: str) -> dict[st
     return job
 
 
+def make_text_job(checkpoint: Path, data: Path, algorithm: str, mode: str) -> dict[str, Any]:
+    """Questions of words that every tokenizer here knows, with a picture where the model takes some."""
+    lines = [{"prompt": question} for question in QUESTIONS]
+    if checkpoint.name in ("thinker", "qwen3_omni"):
+        lines = [line | {"images": [f"{number}.png"]} for number, line in enumerate(lines)]
+    questions = data / f"{checkpoint.name}.jsonl"
+    questions.write_text("\n".join(map(json.dumps, lines)))
+    return {
+        "name": f"{checkpoint.name}-{algorithm}".replace("_", "-"),
+        "model": {"path": str(checkpoint), "dtype": "float32"},
+        "data": {"train": str(questions)},
+        "rewards": {"letters": {}},
+        "algorithm": {"name": algorithm},
+        "rollout": {
+            "prompts_per_step": NUM_PROMPTS,
+            "group_size": GROUP_SIZE,
+            "batch_size": NUM_PROMPTS * GROUP_SIZE,
+            "sequence": {"max_tokens": 6, "routed_experts": checkpoint.name != "qwen3"},
+        },
+        "trainer": {"mode": mode, "lora": {"rank": 4, "alpha": 8.0}, "deterministic": True, "threads": 1},
+        "schedule": {"steps": NUM_STEPS, "save_every": NUM_STEPS},
+    }
+
+
 def check(fleet: Fleet, checkpoint: Path, data: Path, algorithm: str, mode: str) -> None:
     """Runs the job of a case: every sample is accounted for, numbers are finite, log-probs exact."""
-    job = fleet.run(make_job(checkpoint, data, algorithm, mode))
+    make = make_text_job if LOSSES[ALGORITHMS[algorithm].loss].kind == "sequence" else make_job
+    job = fleet.run(make(checkpoint, data, algorithm, mode))
     method = ALGORITHMS[algorithm]
     asked = NUM_STEPS * NUM_PROMPTS * (2 if method.data == "preferences" else GROUP_SIZE)
     assert_accounted(job, asked)
@@ -137,7 +170,7 @@ def check(fleet: Fleet, checkpoint: Path, data: Path, algorithm: str, mode: str)
     assert len(rows) == NUM_STEPS, f"{len(rows)} steps"
     for row in rows:
         assert all(value is None or math.isfinite(value) for value in row.values()), row
-        if LOSSES[method.loss].kind == "policy":
+        if LOSSES[method.loss].kind in ("policy", "sequence"):
             assert row["rollout_corr/ratio_min"] == row["rollout_corr/ratio_max"] == 1.0, row
     assert any((row["actor/grad_norm"] or 0) > 0 for row in rows), "no gradient in any step"
     assert Path(job.results["model"]).is_dir()

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import Fleet
-from tests.e2e.matrix.cases import write_data
+from tests.e2e.matrix.cases import TEXTS, write_data
+from tests.e2e.matrix.texts import make_text
 from tests.tiny_models import make_tiny
 
 
@@ -18,7 +19,7 @@ from tests.tiny_models import make_tiny
 def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The tiny checkpoint of a kind, made when it is first asked for."""
     root = tmp_path_factory.mktemp("models")
-    return cache(lambda kind: make_tiny(kind, root / kind))
+    return cache(lambda kind: (make_text if kind in TEXTS else make_tiny)(kind, root / kind))
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import pytest
 
 from flowfleet.models.registry import FAMILIES, family_of
 from tests.e2e.conftest import Fleet
-from tests.e2e.matrix.cases import EDITS_AND_VIDEOS, FROM_TEXT, PIPELINES, cases, check
+from tests.e2e.matrix.cases import EDITS_AND_VIDEOS, FROM_TEXT, PIPELINES, TEXTS, cases, check
 
 
 @pytest.mark.long
@@ -22,6 +22,6 @@ def test_the_algorithm_trains_the_model(
 
 def test_the_matrix_has_every_family(checkpoint_of: Callable[[str], Path]) -> None:
     """Cheap, so run always: a family without a tiny checkpoint would be left out unseen."""
-    kinds = FROM_TEXT + EDITS_AND_VIDEOS
+    kinds = FROM_TEXT + EDITS_AND_VIDEOS + TEXTS
     assert {kind: family_of(checkpoint_of(kind)).pipeline for kind in kinds} == PIPELINES
-    assert set(PIPELINES.values()) == {name for name, family in FAMILIES.items() if not family.writes_tokens}
+    assert set(PIPELINES.values()) == set(FAMILIES)
