@@ -87,21 +87,22 @@ def parts(rows: Rows) -> dict[str, str]:
         "performance-proof": proofs(rows),
         "performance-gap": gaps(rows),
         "performance-memory": memory(rows),
+        "performance-sequences": sequence_tables(rows),
     }
 
 
+Measured = Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
+"""A machine, and the figures measured on it."""
+
+
 def sequence_tables(rows: Rows) -> str:
-    """Policies that write text: rollout, update, gap of log-probs and weight update of each measured machine."""
-    found = [
-        (row.get("machine", {}), it)
-        for name, row in rows.items()
-        if name.startswith("sequences")
-        for it in row["figures"]
-    ]
-    return "\n\n".join([_speeds(found), _token_gaps(found), _updates(found)])
+    """Models that write text: rollout and update, gap of log-probs, weight update."""
+    named = [row for name, row in rows.items() if name.startswith("sequences")]
+    found = [(row["machine"], it) for row in named for it in row["figures"]]
+    return "\n\n".join([_speeds(found), _token_gaps(found), _updates(found)]) if found else "Not measured yet."
 
 
-def _speeds(found: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> str:
+def _speeds(found: Measured) -> str:
     lines = []
     for machine_, it in found:
         settings, rollout, train = it["settings"], it["rollout"], it["train"]
@@ -123,7 +124,7 @@ def _speeds(found: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> str
     return table([*header, "update s", "old log-probs s", "GiB"], lines)
 
 
-def _token_gaps(found: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> str:
+def _token_gaps(found: Measured) -> str:
     said = {
         "replayed": "packed, the rollout's experts",
         "recomputed": "packed, the model's own experts",
@@ -143,7 +144,7 @@ def _token_gaps(found: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) ->
     return table(["on", "trainer", "mean", "p99", "max", "mean of tokens", "beyond clip", "exact"], lines)
 
 
-def _updates(found: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> str:
+def _updates(found: Measured) -> str:
     lines = []
     for machine_, it in found:
         sent = it["publish"]

@@ -33,7 +33,7 @@ from bench.learning.runs import Run, own_cores, train_all, train_here
 from docs.generate.markdown import rewrite
 from flowfleet.demo.plots import Curve, learning_panels
 
-Suite = Literal["signs", "videos"]
+Suite = Literal["signs", "videos", "answers"]
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,16 @@ ENTRIES = (
     Entry("Flow-GRPO", "tiny_video", "videos"),
     Entry("DanceGRPO", "tiny_video_dance", "videos"),
     Entry("DiffusionNFT", "tiny_video_nft", "videos"),
+    Entry("GSPO", "tiny_gspo", "answers"),
     Entry("frozen", "tiny_ocr", "signs", is_control=True),
     Entry("frozen", "tiny_video", "videos", is_control=True),
+    Entry("frozen", "tiny_gspo", "answers", is_control=True),
 )
 FROZEN = "trainer.optimizer.lr=1e-12"
 PAGE = Path("docs/results.md")
 IMAGES = Path("docs/images")
-PICTURES = {"signs": "learning_algorithms.png", "videos": "learning_video.png"}
-MEDIA = {"signs": "pictures", "videos": "videos"}
+PICTURES = {"signs": "learning_algorithms.png", "videos": "learning_video.png", "answers": "learning_text.png"}
+MEDIA = {"signs": "pictures", "videos": "videos", "answers": "answers"}
 Results = dict[Entry, list[Result]]
 
 

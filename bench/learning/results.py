@@ -146,7 +146,9 @@ def settings_row(recipe: str, settings: Mapping[str, Any]) -> list[str]:
 
 
 def noise_of(settings: Mapping[str, Any]) -> str:
-    """Which of the sampler's steps are noisy, and how."""
+    """Which of the sampler's steps are noisy, and how; or how tokens are drawn."""
+    if LOSSES[settings["algorithm"]["loss"]].kind == "sequence":
+        return f"tokens drawn at temperature {settings['rollout']['sequence']['temperature']:g}"
     noise, window = settings["rollout"]["noise"], settings["rollout"]["window"]
     if not noise["eta"]:
         return "none"
@@ -178,8 +180,11 @@ def _algorithm_of(settings: Mapping[str, Any]) -> str:
         "elbo_pg": ("beta", "num_noise_levels"),
         "dgpo": ("beta", "clip_range", "num_noise_levels"),
         "crd": ("beta", "num_noise_levels"),
+        "gspo": ("clip_range", "clip_range_low"),
+        "grpo": ("clip_range", "clip_range_low", "aggregation"),
     }
-    shown = [f"`{name}` {algorithm[name]:g}" for name in names[algorithm["loss"]] if algorithm[name] is not None]
+    given = {name: algorithm[name] for name in names[algorithm["loss"]] if algorithm[name] is not None}
+    shown = [f"`{name}` {value if isinstance(value, str) else format(value, 'g')}" for name, value in given.items()]
     if LOSSES[algorithm["loss"]].keeps_old_policy:
         old = {name: value for name, value in algorithm["old_policy"].items() if name != "samples"}
         idle = "" if algorithm["old_policy"].get("samples", True) else ", does not sample"
@@ -201,7 +206,7 @@ def link(recipe: str) -> str:
 
 
 def results_table(rows: Iterable[Sequence[str]], media: str) -> str:
-    """media: what is generated, "pictures" or "videos"."""
+    """media: what is generated, such as "pictures"."""
     needed = (f"{media} to {TARGET}", f"seconds to {TARGET}")
     return table(
         ("recipe", "algorithm", "before", "after", "gain", "at least", *needed, "edges", "colors"),

@@ -23,7 +23,7 @@ from flowfleet.data.sequences import PromptBlob, TokenTrajectory
 from flowfleet.errors import DataLoss
 from flowfleet.hardware import devices
 from flowfleet.job.spec import JobSpec, parse_job
-from flowfleet.models.sequences import PromptMedia, SequenceAdapter, Tokens
+from flowfleet.models.sequences.adapter import PromptMedia, SequenceAdapter, Tokens
 from flowfleet.process.telemetry import LOG_PROB_GAP
 from flowfleet.proto import trainer_pb2
 from flowfleet.proto.common_pb2 import PURPOSE_TRAIN, Sample, SampleId

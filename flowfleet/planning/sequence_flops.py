@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from flowfleet.models.sequences import SequenceAdapter
-from flowfleet.models.text.attention import causal_layers
+from flowfleet.models.sequences.adapter import SequenceAdapter
+from flowfleet.models.sequences.attention import causal_layers
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,12 @@ from flowfleet.data.blobs import SyncBlobs
 from flowfleet.hardware import devices
 from flowfleet.job.spec import JobSpec
 from flowfleet.planning.flops import ForwardFlops, ModelFlops
+from flowfleet.planning.sequence_flops import sequence_flops
 from services.trainer.parallel.ranks import Ranks
 from services.trainer.step import mfu
+from tests.services.trainer import sequences
 from tests.services.trainer.steps import Drawer, make_spec
-from tests.services.trainer.workers import make_worker
+from tests.services.trainer.workers import engine_of, make_worker
 
 PEAK, BASE, ADAPTED = 1e12, 1e9, 1.5e9
 
@@ -159,3 +161,22 @@ def test_without_a_known_peak_there_is_no_mfu(
     metrics = make_worker(spec, ranks, files, tmp_path).train(Drawer(spec).draw(files, 0)).metrics
 
     assert not [name for name in metrics if "mfu" in name]
+
+
+def test_sequences_count_their_tokens(
+    ranks: Ranks, files: SyncBlobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two updates: the second one's old log-probs are a forward of their own."""
+    monkeypatch.setattr(devices, "peak_flops", lambda device: PEAK)
+    spec = sequences.make_spec(sequences.save_tiny(tmp_path / "model", "experts"), trainer={"updates_per_step": 2})
+    worker = make_worker(spec, ranks, files, tmp_path)
+    request = sequences.Writer(spec).write(files, 0)
+
+    metrics = worker.train(request).metrics
+
+    flops = sequence_flops(engine_of(worker).adapter)
+    samples = [item.sample for item in request.samples]
+    inputs = [sample.prompt_tokens + sample.num_tokens - 1 for sample in samples]
+    work = flops.training(inputs, [sample.num_tokens for sample in samples])
+    assert metrics["perf/mfu/actor"] == pytest.approx(work / PEAK / metrics["timing_s/update_actor"])
+    assert metrics["perf/mfu/actor_infer"] > 0

@@ -1,0 +1,43 @@
+"""The bench of models that write text: its sizes, its tables, and a tiny run of all stages."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.performance_tables import sequence_tables
+from bench.sequences.folder import BYTES_OF_LAYER, BYTES_OF_REST, NUM_LAYERS
+from bench.sequences.speed import fitting
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_layers_fill_half_of_the_memory() -> None:
+    """An H200 has room for the whole model, an H100 for 31 of 48 layers: (0.5 * 79 GiB - 3.7 GB) / 1.25 GB."""
+    assert fitting(139.8, BYTES_OF_LAYER, BYTES_OF_REST) == NUM_LAYERS
+    assert fitting(79.2, BYTES_OF_LAYER, BYTES_OF_REST) == 31
+    assert fitting(4, BYTES_OF_LAYER, BYTES_OF_REST) == 1
+
+
+def test_without_a_measurement_there_are_no_tables() -> None:
+    assert sequence_tables({"rollout": {"figures": []}}) == "Not measured yet."
+
+
+@pytest.mark.long
+def test_a_tiny_run_measures_every_stage(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench.sequences.speed", "--tiny", "--json", str(tmp_path / "sequences.json")]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, timeout=570)
+    assert done.returncode == 0
+    (figures,) = json.loads((tmp_path / "sequences.json").read_text())["figures"]
+    assert figures["rollout"]["tokens_per_s"] > 0
+    assert figures["train"]["tokens_per_s"] > 0
+    for gap in figures["train"]["gap"].values():
+        assert gap["max"] < 1e-5  # float32
+    sent = figures["publish"]
+    assert sent["is_verified"]
+    assert sent["is_new"]
+    assert sent["flipped_element_found"]
+    assert sent["exact_after"] == 1.0
+    assert "| 2, float32 | 8 × (24 + 8) |" in done.stdout.decode()
