@@ -17,7 +17,7 @@ from recipes.tiny_thinker.model import configuration, tokenizer
 
 NUM_LAYERS = 48
 BYTES_OF_LAYER, BYTES_OF_REST = 1.25e9, 3.7e9
-"""Of the weights in bfloat16: a layer of the language model, and all that is not one."""
+"""Weights in bfloat16: a layer of the language model, and all that is not one."""
 PARAMETERS_OF_LAYER, PARAMETERS_OF_REST = 0.624e9, 1.84e9
 _TEXT: dict[str, Any] = {
     "vocab_size": 152_064,

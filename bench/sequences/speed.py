@@ -39,7 +39,7 @@ from bench.sequences.folder import (
 STAGES = {"rollout": 0.48, "train": 0.3, "publish": 0.22}
 """Name to its share of the budget."""
 BYTES_OF_TRAINED = 18
-"""Of a parameter of full training: master, gradient, two moments, and the rollout's own in bfloat16."""
+"""Bytes per parameter of full training: master, gradient, two moments, and the rollout's own in bfloat16."""
 
 
 def main() -> int:
@@ -78,7 +78,7 @@ def run_all(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def fitting(memory_gib: float | None, layer: float, rest: float, share: float = 0.5) -> int:
-    """Layers of `layer` bytes, beside `rest`, that fill this share of the device's memory."""
+    """Layers of `layer` bytes, next to `rest`, that fill this share of the device's memory."""
     room = share * (memory_gib or device_gib()) * 2**30 - rest
     return max(1, min(NUM_LAYERS, int(room // layer)))
 

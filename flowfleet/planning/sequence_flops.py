@@ -19,16 +19,16 @@ from flowfleet.models.sequences.attention import causal_layers
 
 @dataclass(frozen=True)
 class SequenceFlops:
-    """Of one forward."""
+    """Costs of one forward."""
 
     token: float
-    """Of the layers' matrices, for each input token."""
+    """The layers' matrices, for each input token."""
     adapted: float
-    """Of a LoRA's matrices, for each input token."""
+    """A LoRA's matrices, for each input token."""
     pair: float
-    """Of attention, for each query and key."""
+    """Attention, for each query and key."""
     written: float
-    """Of the output layer, for each token that is predicted."""
+    """The output layer, for each token that is predicted."""
     is_lora: bool
 
     def sampling(self, inputs: Iterable[int], written: Iterable[int]) -> float:
@@ -48,7 +48,7 @@ class SequenceFlops:
 
 
 def sequence_flops(adapter: SequenceAdapter) -> SequenceFlops:
-    """Of a loaded model, which may be on the meta device, or spread over ranks."""
+    """Counts a loaded model, which may be on the meta device, or spread over ranks."""
     attentions = causal_layers(adapter.transformer)
     layers = [module for module in adapter.transformer.modules() if getattr(module, "self_attn", None) in attentions]
     named = [(name, parameter) for layer in layers for name, parameter in layer.named_parameters()]
@@ -60,7 +60,7 @@ def sequence_flops(adapter: SequenceAdapter) -> SequenceFlops:
 
 
 def _matrix(tensor: Tensor, top_k: int) -> float:
-    """Of a parameter and a token: (out, in), or (experts, out, in)."""
+    """Cost of a token in a parameter of shape (out, in), or (experts, out, in)."""
     if tensor.dim() < 2:
         return 0.0
     return 2.0 * tensor.numel() * (top_k / len(tensor) if tensor.dim() == 3 else 1.0)
