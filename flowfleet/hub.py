@@ -37,7 +37,7 @@ _LISTED = re.compile(r"\*|[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)(?:/snapshots/([0-9a-f]{40}))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _INDEX = "model_index.json"
-_CONFIGURATIONS = (_INDEX, "*/config.json", "*/scheduler_config.json")
+_CONFIGURATIONS = (_INDEX, "config.json", "*_config.json", "*/config.json", "*/scheduler_config.json")
 _TEXTS = ("*.json", "*.txt", "*.model", "*.jinja")
 _WEIGHTS = ("diffusion_pytorch_model*.safetensors", "model*.safetensors")
 _VARIANTS = ("*.*.safetensors",)
@@ -140,15 +140,18 @@ def configurations(place: str | Path) -> Path:
 
 
 def pipeline(place: str | Path, beat: Callable[[], None] | None = None) -> Path:
-    """The folder of a diffusers pipeline. Of a name it downloads the parts that `model_index.json` lists.
+    """The folder of a model. Of a name it downloads the parts that `model_index.json` lists, and without that file the
+    texts and weights of the folder itself.
 
     `beat` is called, in this thread, whenever more has arrived. Raises ValueError where the model is not to be had.
     """
     name = name_of(place)
     if name is None:
         return Path(place)
-    first = _snapshot(name, (_INDEX,))
+    first = _snapshot(name, (_INDEX, "config.json"))
     pinned = HubName(name.repo, first.name)
+    if not (first / _INDEX).is_file():
+        return _snapshot(pinned, (*_TEXTS, "*.safetensors"), ignored=("*/*", *_VARIANTS), beat=beat)
     wanted = [f"{part}/{glob}" for part in _parts(first / _INDEX) for glob in (*_TEXTS, *_WEIGHTS)]
     return _snapshot(pinned, (_INDEX, *wanted), ignored=_VARIANTS, beat=beat)
 

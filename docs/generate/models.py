@@ -105,7 +105,7 @@ def least_settings(algorithm: Algorithm, teacher: str = "job:ID") -> dict[str, A
 
 def _row(family: ModelFamily, run: set[tuple[str, str]]) -> list[str]:
     samples = {"image": "pictures", "video": "videos", "text": "text"}[family.modality] + (
-        ", from images" if family.takes_images else ""
+        ", from images" if family.takes_images else ", text" if family.writer else ""
     )
     cells = [
         "–" if refusal(family, algorithm) else "✓" if (family.pipeline, algorithm.name) in run else "·"

@@ -31,6 +31,7 @@ def problems(job: JobSpec) -> Iterator[str]:
         _window,
         _noise,
         _sampler,
+        _guidance,
         _loss_settings,
         distillation_rules.problems,
         preview_rules.problems,
@@ -236,6 +237,13 @@ def _sampler(job: JobSpec) -> Iterator[str]:
     if not job.data.is_validated:
         settings = ("schedule.validation_sampler", "schedule.validation_samples")
         yield from _unheard(job, settings, "without data.validation: leave it out")
+
+
+def _guidance(job: JobSpec) -> Iterator[str]:
+    if not job.rollout.guidance.is_on and not job.writes_tokens:
+        names = ("guidance_interval", "image_guidance_scale", "guidance_renorm")
+        settings = tuple(f"rollout.{name}" for name in names)
+        yield from _unheard(job, settings, "with rollout.guidance_scale = 1: raise that, or leave it out")
 
 
 def _loss_settings(job: JobSpec) -> Iterator[str]:

@@ -33,7 +33,7 @@ from flowfleet.job.part import Curve, Factor, Part
 from flowfleet.job.sequence import SequencePart
 from flowfleet.job.setting_files import read_extended
 from flowfleet.limits import MAX_PROMPT_BYTES, check_bytes
-from flowfleet.models.settings import Guidance, Size
+from flowfleet.models.settings import Guidance, Renorm, Size
 from flowfleet.prompts.columns import Columns
 
 MOST_HINTS = 20
@@ -165,6 +165,13 @@ class RolloutPart(Part):
     """True classifier-free guidance; 1 is off and halves the work."""
     embedded_guidance: float | None = Field(default=None, ge=0.0, le=100.0)
     """Guidance that a distilled model (FLUX.1-dev) takes as an input; unset: the family's default."""
+    guidance_interval: tuple[float, float] = (0.0, 1.0)
+    """Noise levels above the first and up to the second take guidance; the others take one forward."""
+    image_guidance_scale: float | None = Field(default=None, ge=1.0, le=100.0)
+    """BAGEL: scale of the guidance branch without condition images; 1 is off. Unset: 1."""
+    guidance_renorm: Renorm | None = None
+    """BAGEL: what guidance may not lengthen: the sample's velocity (global), each token's (channel), or each token's
+    after the text's branch alone (text_channel). Unset: global."""
     negative_prompt: str = " "
     """Prompt of the other branch of classifier-free guidance."""
     condition_pixels: int | None = Field(default=None, ge=256, le=2**24)
@@ -205,7 +212,17 @@ class RolloutPart(Part):
 
     @property
     def guidance(self) -> Guidance:
-        return Guidance(self.guidance_scale, self.embedded_guidance)
+        scale = self.image_guidance_scale or 1.0
+        return Guidance(
+            self.guidance_scale, self.embedded_guidance, self.guidance_interval, scale, self.guidance_renorm
+        )
+
+    @field_validator("guidance_interval")
+    @classmethod
+    def _interval_rises(cls, interval: tuple[float, float]) -> tuple[float, float]:
+        if not 0 <= interval[0] < interval[1] <= 1:
+            raise ValueError("give two rising noise levels from 0 to 1")
+        return interval
 
     @field_validator("negative_prompt")
     @classmethod

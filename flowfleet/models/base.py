@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from flowfleet.models.embeds import PromptEmbeds
 from flowfleet.models.loading import (
     ALL_COMPONENTS,
+    PIPELINE,
     USUAL_PARTS,
     Component,
+    Layout,
     LoadFormat,
     Parts,
     component_config,
@@ -63,6 +65,8 @@ class ModelAdapter(ABC):
     """Module names that a LoRA of this family adapts by default, as PEFT's `target_modules`."""
     parts: ClassVar[Parts] = USUAL_PARTS
     """What the components are made of in the pipeline."""
+    layout: ClassVar[Layout] = PIPELINE
+    """Where a checkpoint holds the transformers' weights."""
     own_parts: ClassVar[tuple[str, ...]] = ()
     """Parts of the pipeline that the family makes in `load`, and diffusers does not."""
 
@@ -220,8 +224,14 @@ class ModelAdapter(ABC):
             return positive
         if negative is None:
             raise ValueError(f"a guidance scale of {guidance.scale} needs negative prompt embeds")
+        inside = _inside(timestep, guidance)
+        if inside is not None and not bool(inside.any()):
+            return positive
         unwanted = self._predict(expert, latents, timesteps, negative.rows(len(latents)), size, guidance)
-        return self._guide(positive, unwanted, guidance.scale)
+        guided = self._guide(positive, unwanted, guidance)
+        if inside is None or bool(inside.all()):
+            return guided
+        return torch.where(inside.to(guided.device).reshape(-1, *(1,) * (guided.ndim - 1)), guided, positive)
 
     @abstractmethod
     def _predict(
@@ -230,9 +240,9 @@ class ModelAdapter(ABC):
         """One forward of `expert`, the transformer for these noise levels: the unguided velocity (B, *latent_shape)
         float32; `timesteps` (B,), `prompts` B rows."""
 
-    def _guide(self, positive: Tensor, negative: Tensor, scale: float) -> Tensor:
+    def _guide(self, positive: Tensor, negative: Tensor, guidance: Guidance) -> Tensor:
         """The family's combination of both velocities; plain classifier-free guidance here."""
-        return negative + scale * (positive - negative)
+        return negative + guidance.scale * (positive - negative)
 
     def expert(self, timesteps: Tensor) -> Any:
         """The transformer for these noise levels, 0-d or (B,): the only one, or by the boundary."""
@@ -270,6 +280,14 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def _encode_media(self, frames: Tensor, size: Size) -> Tensor: ...
+
+
+def _inside(timestep: Tensor, guidance: Guidance) -> Tensor | None:
+    """Which noise levels are guided, 0-d or (B,) bool; None: all."""
+    low, high = guidance.interval
+    if low <= 0 and high >= 1:
+        return None
+    return (timestep > 1000 * low) & (timestep <= 1000 * high)
 
 
 def seeded_noise(seeds: Sequence[int], shape: Sequence[int]) -> Tensor:

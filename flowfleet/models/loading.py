@@ -5,8 +5,9 @@ import inspect
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import diffusers
 import torch
@@ -38,6 +39,39 @@ USUAL_PARTS: Parts = {
 
 WEIGHTS_STEM = "diffusion_pytorch_model"
 """Name of a component's weights, before the number of a file and its suffix."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a checkpoint's folder holds the weights that are trained."""
+
+    library: str
+    """What loads the folder, as model hubs name it."""
+    in_root: bool
+    """In the folder itself, not in one a component."""
+    stem: str
+    """Name of a file of weights, before its number and suffix."""
+    index: str = ""
+    """File that says which of several holds a tensor; empty: named after the stem."""
+
+    @property
+    def index_file(self) -> str:
+        return self.index or f"{self.stem}.safetensors.index.json"
+
+    def folder(self, component: str) -> str:
+        """A component's folder inside the checkpoint's; "" for that itself."""
+        return "" if self.in_root else component
+
+    def is_weights(self, name: str) -> bool:
+        """Whether a file of that folder holds trained weights, or is their index."""
+        return name == self.index_file or name.startswith((f"{self.stem}-", f"{self.stem}.safetensors"))
+
+
+PIPELINE: Final = Layout("diffusers", in_root=False, stem=WEIGHTS_STEM)
+"""A pipeline of diffusers."""
+TRANSFORMERS: Final = Layout("transformers", in_root=True, stem="model")
+"""A model of transformers."""
+
 _PICKLES = ("*pytorch_model*.bin", "*pytorch_model*.pt", "*.pth", "*.ckpt")
 _DTYPE_KEYWORD = "dtype" if Version(diffusers.__version__) >= Version("0.42") else "torch_dtype"
 
@@ -154,17 +188,16 @@ def component_config(component_class: Any, path: str | Path, folder: str) -> dic
     return defaults | config
 
 
-def weight_files(folder: Path, stem: str = WEIGHTS_STEM) -> list[Path]:
+def weight_files(folder: Path, layout: Layout = PIPELINE) -> list[Path]:
     """The safetensors files of a component in a checkpoint: one, or those that its index names. They may be missing.
-    `stem` is "model" in folders of transformers.
 
     Raises:
         ValueError: an index that cannot be read, or weights that are pickles.
     """
     refuse_pickles([folder])
-    index = folder / f"{stem}.safetensors.index.json"
+    index = folder / layout.index_file
     if not index.is_file():
-        return [folder / f"{stem}.safetensors"]
+        return [folder / f"{layout.stem}.safetensors"]
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         return [folder / name for name in sorted(names)]

@@ -1,7 +1,8 @@
 """Which model families there are, by the class that a checkpoint names. Free of torch.
 
 A flow is the folder of a diffusers pipeline and named by `_class_name` in its `model_index.json`. A policy that writes
-text is a folder of transformers and named by the first of `architectures` in its `config.json`. A new family is one
+text is a folder of transformers and named by the first of `architectures` in its `config.json`; so is a model that
+paints and writes, in a layout of its own. A new family is one
 file with a `ModelAdapter` or `SequenceAdapter` and one `register` here, or in a plugin (flowfleet/plugins.py). Adapters
 are imported when they are first asked for, because diffusers takes seconds.
 """
@@ -32,6 +33,8 @@ class ModelFamily:
     """Common name of the model."""
     adapter: str
     """"module:class" of the `ModelAdapter`, or of the `SequenceAdapter` where the modality is text."""
+    writer: str = ""
+    """"module:class" of the `SequenceAdapter` of a flow that also writes text."""
     modality: Literal["image", "video", "text"] = "image"
     takes_images: bool = False
     """Prompts come with condition images."""
@@ -39,6 +42,8 @@ class ModelFamily:
     """Prompts may come with pictures, sounds and films, in any number and size."""
     embedded_guidance: bool = False
     """Guidance is an input of the transformer: `rollout.embedded_guidance` has an effect."""
+    branch_guidance: bool = False
+    """`rollout.image_guidance_scale` and `rollout.guidance_renorm` have an effect."""
     max_sequence_length: int | None = None
     """The greatest `model.max_sequence_length`; None: prompts keep their own length, and it has no effect."""
     frame_multiple: int = 1
@@ -49,12 +54,16 @@ class ModelFamily:
 
     @property
     def writes_tokens(self) -> bool:
-        """Whether its policies write tokens; if not, they are flows."""
+        """Whether all its policies write tokens."""
         return self.modality == "text"
+
+    def trains(self, *, writes_tokens: bool) -> bool:
+        """Whether it has policies that write tokens, or flows."""
+        return self.writes_tokens == writes_tokens or (writes_tokens and bool(self.writer))
 
     def refusal(self, loss_kind: str) -> str:
         """Why a loss of this kind cannot train it; empty where it can."""
-        if self.writes_tokens == (loss_kind == "sequence"):
+        if self.trains(writes_tokens=loss_kind == "sequence"):
             return ""
         if self.writes_tokens:
             return f"{self.title} writes text: choose algorithm.name from gspo, grpo, dapo"
@@ -62,9 +71,11 @@ class ModelFamily:
             f"{self.title} is a flow, and this algorithm trains models that write text: choose another algorithm.name"
         )
 
-    def load(self) -> Any:
-        """Imports the adapter class; needs torch, and diffusers or transformers."""
-        module, name = self.adapter.split(":")
+    def load(self, *, writes_tokens: bool | None = None) -> Any:
+        """Imports the adapter class; needs torch, and diffusers or transformers. `writes_tokens` chooses where a family
+        has flows and policies that write tokens."""
+        is_writer = bool(writes_tokens and self.writer)
+        module, name = (self.writer if is_writer else self.adapter).split(":")
         return getattr(importlib.import_module(module), name)
 
 
@@ -113,6 +124,14 @@ for _family in (
         frame_multiple=4,
         vae_multiple=2,
     ),
+    ModelFamily(
+        "BagelForConditionalGeneration",
+        "BAGEL",
+        "flowfleet.models.families.bagel.painter:BagelPainter",
+        writer="flowfleet.models.families.bagel.writer:BagelWriter",
+        takes_media=True,
+        branch_guidance=True,
+    ),
     ModelFamily("Qwen3ForCausalLM", "Qwen3", "flowfleet.models.families.qwen3:Qwen3Adapter", modality="text"),
     ModelFamily("Qwen3MoeForCausalLM", "Qwen3 MoE", "flowfleet.models.families.qwen3:Qwen3MoeAdapter", modality="text"),
     ModelFamily(
@@ -158,9 +177,9 @@ def adapter_for(path: str | Path) -> type[ModelAdapter]:
 def sequence_adapter_for(path: str | Path) -> type[SequenceAdapter]:
     """The adapter class for a folder of transformers; see `family_of`. Raises ValueError for a flow."""
     family = family_of(path)
-    if not family.writes_tokens:
+    if not family.trains(writes_tokens=True):
         raise ValueError(f"model {path} is a {family.title}, and a model that writes text is needed here")
-    adapter: type[SequenceAdapter] = family.load()
+    adapter: type[SequenceAdapter] = family.load(writes_tokens=True)
     return adapter
 
 

@@ -1,6 +1,7 @@
 """Settings of a sample, as plain values without torch: job files, rollouts, trainers and adapters share them."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +15,10 @@ class Size:
     num_frames: int = 1
 
 
+Renorm = Literal["global", "channel", "text_channel"]
+"""What guidance does not lengthen: a sample's velocity, each token's, or each token's after the text's branch."""
+
+
 @dataclass(frozen=True, slots=True)
 class Guidance:
     """How strongly the prompt steers."""
@@ -22,6 +27,12 @@ class Guidance:
     """Classifier-free guidance with two forwards, n + scale (p - n); 1 is off and takes one."""
     embedded: float | None = None
     """Guidance input of a guidance-distilled model (FLUX.1-dev); None is the family's default."""
+    interval: tuple[float, float] = (0.0, 1.0)
+    """Noise levels above the first and up to the second are guided, others take one forward."""
+    image_scale: float = 1.0
+    """Scale of the branch without condition images (BAGEL)."""
+    renorm: Renorm | None = None
+    """How a family that offers a choice bounds the guided velocity (BAGEL); None is the family's default."""
 
     @property
     def is_on(self) -> bool:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from flowfleet.job.spec import LoraPart
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.empty import empty_component
-from flowfleet.models.loading import ALL_COMPONENTS, Component, component_config, load_pipeline
+from flowfleet.models.loading import ALL_COMPONENTS, PIPELINE, Component, component_config, load_pipeline
 from flowfleet.models.registry import adapter_for
 from flowfleet.proto.rollout_pb2 import LoraSpec
 from flowfleet.weights import lora
@@ -38,6 +38,8 @@ def load_skeleton(
     Raises ValueError for a folder without a configuration, or a model that is not supported.
     """
     family = adapter_for(path)
+    if family.layout != PIPELINE:
+        return _own_skeleton(family, path, dtype, components, max_sequence_length)
     pipeline = load_pipeline(family.pipeline_class, path, dtype=dtype, device=META, components=(), parts=family.parts)
     index: Mapping[str, Any] = family.pipeline_class.load_config(str(path), local_files_only=True)
     for component, names in family.parts.items():
@@ -50,6 +52,23 @@ def load_skeleton(
                 pipeline.register_modules(**{name: module})
     vae_config = component_config(family.vae_class, path, "vae")
     adapter = family(pipeline, vae_config, dtype=dtype, device=META)
+    adapter.limit_tokens(max_sequence_length)
+    return adapter
+
+
+def _own_skeleton(
+    family: type[ModelAdapter],
+    path: str | Path,
+    dtype: torch.dtype,
+    components: tuple[Component, ...],
+    max_sequence_length: int | None,
+) -> ModelAdapter:
+    """Makes that of a family in a layout of its own, without what encodes prompts."""
+    adapter = family.load(path, dtype=dtype, components=tuple(set(components) - {"text_encoder"}), load_format="empty")
+    for module in (*adapter.experts.values(), adapter.vae):
+        if module is not None:
+            module.to(META)
+    adapter.device = META
     adapter.limit_tokens(max_sequence_length)
     return adapter
 

@@ -64,6 +64,10 @@ class Sampling(_message.Message):
     CONDITION_PIXELS_FIELD_NUMBER: _builtins.int
     SAMPLER_FIELD_NUMBER: _builtins.int
     SHIFT_FIELD_NUMBER: _builtins.int
+    GUIDANCE_LOW_FIELD_NUMBER: _builtins.int
+    GUIDANCE_HIGH_FIELD_NUMBER: _builtins.int
+    IMAGE_GUIDANCE_SCALE_FIELD_NUMBER: _builtins.int
+    GUIDANCE_RENORM_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
     height: _builtins.int
     """pixels"""
@@ -84,6 +88,14 @@ class Sampling(_message.Message):
     """of steps without noise: "euler" (also when empty), "dpm_solver_2" """
     shift: _builtins.float
     """static shift of the noise levels; absent: as the checkpoint's scheduler says"""
+    guidance_low: _builtins.float
+    """only noise levels above it are guided; absent: 0"""
+    guidance_high: _builtins.float
+    """and up to it; absent: 1"""
+    image_guidance_scale: _builtins.float
+    """of the branch without condition images, for models that have one; absent: 1"""
+    guidance_renorm: _builtins.str
+    """"global", "channel", "text_channel", for models that offer it; empty: the family's default"""
     @_builtins.property
     def sequence(self) -> Global___SequenceSampling:
         """present for a policy that writes tokens; the fields above are then empty, and so is Noise"""
@@ -101,18 +113,34 @@ class Sampling(_message.Message):
         condition_pixels: _builtins.int = ...,
         sampler: _builtins.str = ...,
         shift: _builtins.float | None = ...,
+        guidance_low: _builtins.float | None = ...,
+        guidance_high: _builtins.float | None = ...,
+        image_guidance_scale: _builtins.float | None = ...,
+        guidance_renorm: _builtins.str = ...,
         sequence: Global___SequenceSampling | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_embedded_guidance", b"_embedded_guidance", "_shift", b"_shift", "embedded_guidance", b"embedded_guidance", "sequence", b"sequence", "shift", b"shift"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_embedded_guidance", b"_embedded_guidance", "_guidance_high", b"_guidance_high", "_guidance_low", b"_guidance_low", "_image_guidance_scale", b"_image_guidance_scale", "_shift", b"_shift", "embedded_guidance", b"embedded_guidance", "guidance_high", b"guidance_high", "guidance_low", b"guidance_low", "image_guidance_scale", b"image_guidance_scale", "sequence", b"sequence", "shift", b"shift"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_embedded_guidance", b"_embedded_guidance", "_shift", b"_shift", "condition_pixels", b"condition_pixels", "embedded_guidance", b"embedded_guidance", "guidance_scale", b"guidance_scale", "height", b"height", "negative_prompt", b"negative_prompt", "num_frames", b"num_frames", "num_inference_steps", b"num_inference_steps", "sampler", b"sampler", "sequence", b"sequence", "shift", b"shift", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_embedded_guidance", b"_embedded_guidance", "_guidance_high", b"_guidance_high", "_guidance_low", b"_guidance_low", "_image_guidance_scale", b"_image_guidance_scale", "_shift", b"_shift", "condition_pixels", b"condition_pixels", "embedded_guidance", b"embedded_guidance", "guidance_high", b"guidance_high", "guidance_low", b"guidance_low", "guidance_renorm", b"guidance_renorm", "guidance_scale", b"guidance_scale", "height", b"height", "image_guidance_scale", b"image_guidance_scale", "negative_prompt", b"negative_prompt", "num_frames", b"num_frames", "num_inference_steps", b"num_inference_steps", "sampler", b"sampler", "sequence", b"sequence", "shift", b"shift", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__embedded_guidance: _TypeAlias = _typing.Literal["embedded_guidance"]  # noqa: Y015
     _WhichOneofArgType__embedded_guidance: _TypeAlias = _typing.Literal["_embedded_guidance", b"_embedded_guidance"]  # noqa: Y015
+    _WhichOneofReturnType__guidance_high: _TypeAlias = _typing.Literal["guidance_high"]  # noqa: Y015
+    _WhichOneofArgType__guidance_high: _TypeAlias = _typing.Literal["_guidance_high", b"_guidance_high"]  # noqa: Y015
+    _WhichOneofReturnType__guidance_low: _TypeAlias = _typing.Literal["guidance_low"]  # noqa: Y015
+    _WhichOneofArgType__guidance_low: _TypeAlias = _typing.Literal["_guidance_low", b"_guidance_low"]  # noqa: Y015
+    _WhichOneofReturnType__image_guidance_scale: _TypeAlias = _typing.Literal["image_guidance_scale"]  # noqa: Y015
+    _WhichOneofArgType__image_guidance_scale: _TypeAlias = _typing.Literal["_image_guidance_scale", b"_image_guidance_scale"]  # noqa: Y015
     _WhichOneofReturnType__shift: _TypeAlias = _typing.Literal["shift"]  # noqa: Y015
     _WhichOneofArgType__shift: _TypeAlias = _typing.Literal["_shift", b"_shift"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__embedded_guidance) -> _WhichOneofReturnType__embedded_guidance | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__guidance_high) -> _WhichOneofReturnType__guidance_high | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__guidance_low) -> _WhichOneofReturnType__guidance_low | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__image_guidance_scale) -> _WhichOneofReturnType__image_guidance_scale | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shift) -> _WhichOneofReturnType__shift | None: ...
 

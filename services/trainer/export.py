@@ -18,6 +18,7 @@ Everything is in `model.dtype`: what the rollouts served when the job was valida
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -120,7 +121,7 @@ def exported_weights(spec: JobSpec) -> Weights:
 def _describe(engine: Engine, folder: Path, about: About, kind: Kind) -> dict[str, str]:
     """Writes the card and the manifest. Returns file → digest, of all files."""
     spec, names = engine.spec, list(engine.experts)
-    made = Loaded(engine.kind.library, engine.kind.loaded_by(engine.adapter).__name__, tuple(names))
+    made = Loaded(engine.kind.layout.library, engine.kind.loaded_by(engine.adapter).__name__, tuple(names))
     text = model_card(spec, kind, exported_weights(spec), made, about.job_id, about.step, about.card)
     (folder / CARD).write_text(text, encoding="utf-8")
     digests = {}
@@ -154,7 +155,7 @@ def _write_adapters(engine: Engine, state: dict[str, Tensor], path: Path) -> Non
     stem = Path(DIFFUSERS_FILE).stem
     for number, component in enumerate(engine.experts):
         layers = _of_component(component, state)
-        if engine.kind.library == "diffusers":
+        if engine.kind.layout.library == "diffusers":
             name = DIFFUSERS_FILE if number == 0 else f"{stem}_{component}.safetensors"
             with _disk_errors():
                 engine.adapter.pipeline_class.save_lora_weights(
@@ -218,15 +219,17 @@ def _of_component(component: str, state: dict[str, Tensor]) -> dict[str, Tensor]
 
 
 def _write_experts(engine: Engine, path: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """`tensors` come component by component."""
-    for component in engine.experts:
+    """`tensors` come component by component. Buffers of the checkpoint, which nothing trains, follow them."""
+    for component, expert in engine.experts.items():
         of_component = {
             name.removeprefix(f"{component}."): tensor
             for name, tensor in engine.trained.items()
             if name.startswith(f"{component}.")
         }
-        specs = weights.specs_of(of_component, engine.dtype)
-        _write_transformer(engine, component, path, weights.make_buckets(specs, SHARD_BYTES), tensors)
+        buffers = {name: tensor for name, tensor in persistent(expert) if not isinstance(tensor, nn.Parameter)}
+        shards = weights.make_buckets(weights.specs_of(of_component | buffers, engine.dtype), SHARD_BYTES)
+        own = itertools.chain(itertools.islice(tensors, len(of_component)), buffers.items())
+        _write_transformer(engine, component, path, shards, own)
 
 
 def _write_merged(engine: Engine, path: Path, adapter: Mapping[str, Tensor]) -> None:
@@ -259,19 +262,20 @@ def _write_transformer(
     engine: Engine, component: str, path: Path, shards: list[Bucket], tensors: Iterator[tuple[str, Tensor]]
 ) -> None:
     """Shards of at most `SHARD_BYTES`, so that host memory never holds the whole model."""
-    kind, folder = engine.kind, path / engine.kind.place(component)
+    kind, layout = engine.kind, engine.kind.layout
+    folder = path / layout.folder(component)
     places: dict[str, str] = {}
     for number, shard in enumerate(shards):
         state: dict[str, Tensor] = {}
         for spec in shard.parameters:
             state |= {name: part.cpu().contiguous() for name, part in kind.stored(spec.name, next(tensors)[1])}
-        file = _shard_name(kind.stem, number, len(shards))
+        file = _shard_name(layout.stem, number, len(shards))
         places |= dict.fromkeys(state, file)
         _save(state, folder / file)
     if len(shards) > 1:
         total = sum(weights.spec_bytes(spec) for shard in shards for spec in shard.parameters)
         index = {"metadata": {"total_size": total}, "weight_map": places}
-        (folder / f"{kind.stem}.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+        (folder / layout.index_file).write_text(json.dumps(index), encoding="utf-8")
 
 
 def _shard_name(stem: str, number: int, count: int) -> str:
@@ -280,13 +284,12 @@ def _shard_name(stem: str, number: int, count: int) -> str:
 
 def _link_base(engine: Engine, path: Path) -> None:
     """Everything of the base but the trained weights."""
-    kind, base = engine.kind, engine.folder
-    trained = {(base / kind.place(component)).resolve() for component in engine.experts}
+    layout, base = engine.kind.layout, engine.folder
+    trained = {(base / layout.folder(component)).resolve() for component in engine.experts}
 
     def skip(folder: str, names: list[str]) -> list[str]:
         inside = Path(folder).resolve() in trained
-        own = (f"{kind.stem}-", f"{kind.stem}.safetensors")
-        return [name for name in names if name.startswith(".") or (inside and name.startswith(own))]
+        return [name for name in names if name.startswith(".") or (inside and layout.is_weights(name))]
 
     shutil.copytree(base, path, ignore=skip, copy_function=_link_or_copy, dirs_exist_ok=True)
 

@@ -18,6 +18,7 @@ MAKERS = {
     "wan_5b": "tests.tiny_models.wan:make_tiny_wan_5b",
     "z_image": "tests.tiny_models.z_image:make_tiny_z_image",
     "qwen_image_edit": "tests.tiny_models.qwen_image_edit:make_tiny_qwen_image_edit",
+    "bagel": "tests.tiny_models.bagel:make_tiny_bagel",
     "qwen_image_edit_2511": "tests.tiny_models.qwen_image_edit:make_tiny_qwen_image_edit_2511",
 }
 """Kind of checkpoint to "module:function"."""

@@ -88,8 +88,8 @@ class QwenImageAdapter(ModelAdapter):
         )[0]
         return output.float()
 
-    def _guide(self, positive: Tensor, negative: Tensor, scale: float) -> Tensor:
-        return guide(positive, negative, scale)
+    def _guide(self, positive: Tensor, negative: Tensor, guidance: Guidance) -> Tensor:
+        return guide(positive, negative, guidance.scale)
 
     def _decode(self, latents: Tensor, size: Size) -> Tensor:
         assert self._decoder is not None

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from flowfleet.models.empty import empty_model
-from flowfleet.models.loading import Component, LoadFormat, fill_dummy, refuse_pickles
+from flowfleet.models.loading import TRANSFORMERS, Component, Layout, LoadFormat, fill_dummy, refuse_pickles
 from flowfleet.models.sequences.attention import PackedAttention
 from flowfleet.models.sequences.routing import Routing
 from flowfleet.models.sequences.token_log_probs import token_log_probs
@@ -79,6 +79,8 @@ class SequenceAdapter(ABC):
     lora_targets: ClassVar[tuple[str, ...]]
     """Module names that a LoRA adapts by default, as PEFT's `target_modules`."""
 
+    layout: ClassVar[Layout] = TRANSFORMERS
+    """Where a checkpoint holds the model's weights."""
     max_sequence_length: ClassVar[None] = None
     """Prompts keep their own length; `rollout.sequence.max_prompt_tokens` limits it."""
 

@@ -227,6 +227,9 @@ def _family_problems(spec: JobSpec, family: ModelFamily) -> Iterator[str]:
         )
     if rollout.embedded_guidance is not None and not family.embedded_guidance:
         yield f"rollout.embedded_guidance has no effect on {family.title}: leave it out, or use rollout.guidance_scale"
+    for name in ("image_guidance_scale", "guidance_renorm"):
+        if getattr(rollout, name) is not None and not family.branch_guidance:
+            yield f"rollout.{name} has no effect on {family.title}: leave it out, or use rollout.guidance_scale"
     tokens, most = spec.model.max_sequence_length, family.max_sequence_length
     if tokens is not None and most is None:
         yield f"model.max_sequence_length has no effect on {family.title}, which cuts no prompts: leave it out"
@@ -305,7 +308,7 @@ def _line_problems(
     if refused := [str(error) for medium in media if (error := _refusal(sources, medium))]:
         yield from (f"{prompt.source}: {problem}" for problem in refused)
         return
-    is_question = family is not None and family.takes_media
+    is_question = family is not None and family.takes_media and spec.writes_tokens
     if family is not None and not is_question and bool(prompt.images) != family.takes_images:
         wish = 'needs condition images: add "images"' if family.takes_images else 'takes no images: leave out "images"'
         yield f"{prompt.source}: {family.title} {wish}"

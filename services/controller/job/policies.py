@@ -84,10 +84,18 @@ class FlowPolicy:
             negative_prompt=spec.rollout.negative_prompt,
             num_frames=spec.rollout.num_frames,
             embedded_guidance=spec.rollout.embedded_guidance,
+            guidance_low=spec.rollout.guidance_interval[0] or None,
+            guidance_high=_unless(1.0, spec.rollout.guidance_interval[1]),
+            image_guidance_scale=spec.rollout.image_guidance_scale,
+            guidance_renorm=spec.rollout.guidance_renorm or "",
             condition_pixels=spec.rollout.condition_pixels or 0,
             sampler="" if sampler == "euler" else sampler,
             shift=spec.rollout.shift,
         )
+
+
+def _unless(usual: float, value: float) -> float | None:
+    return None if value == usual else value
 
 
 class SequencePolicy:

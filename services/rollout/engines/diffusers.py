@@ -69,3 +69,8 @@ def check_request(request: GenerationRequest, family: ModelFamily, lora: LoraSpe
         raise ValueError(f"{family.title} needs condition images: give `images` to every prompt")
     if request.sampling.guidance.embedded is not None and not family.embedded_guidance:
         raise ValueError(f"{family.title} takes no embedded guidance: remove rollout.embedded_guidance")
+    if not family.branch_guidance and (request.sampling.guidance.image_scale > 1 or request.sampling.guidance.renorm):
+        raise ValueError(
+            f"{family.title} has one branch of guidance: remove rollout.image_guidance_scale and "
+            "rollout.guidance_renorm"
+        )

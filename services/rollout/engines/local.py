@@ -126,7 +126,7 @@ class LocalEngine(RolloutEngine, Generic[Adapter]):
         self.pulse.reset()
         log.info("loading %s in %s on %s", model.path, model.dtype, self.device)
         self._family = family_of(model.path)
-        if self._family.writes_tokens != self.writes_tokens:
+        if not self._family.trains(writes_tokens=self.writes_tokens):
             other = "transformers" if self._family.writes_tokens else "diffusers"
             raise ValueError(
                 f"model {model.path} is a {self._family.title}, which the engine {self.name} of this replica cannot "
@@ -138,7 +138,7 @@ class LocalEngine(RolloutEngine, Generic[Adapter]):
 
     def _adapter_of(self, model: ModelSpec, family: ModelFamily) -> Adapter:
         """All components of the model, on the engine's device."""
-        adapter: Adapter = family.load().load(
+        adapter: Adapter = family.load(writes_tokens=self.writes_tokens).load(
             model.path, dtype=weights.dtype_of(model.dtype), device=self.device, load_format=load_format(model)
         )
         return adapter

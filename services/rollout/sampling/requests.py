@@ -9,7 +9,7 @@ from typing import cast, get_args
 from flowfleet.algorithms.registry import STEPS
 from flowfleet.algorithms.samplers import SamplerName
 from flowfleet.limits import MAX_IMAGES, MAX_PROMPT_BYTES, check_bytes
-from flowfleet.models.settings import Guidance, Size
+from flowfleet.models.settings import Guidance, Renorm, Size
 from flowfleet.proto import common_pb2, rollout_pb2
 from flowfleet.redis.keys import check_job_id
 from services.rollout.engines.base import GenerationRequest, Noise, PromptGroup, Record, Sampling, SequenceSampling
@@ -150,7 +150,13 @@ def _sampling(message: rollout_pb2.Sampling) -> Sampling:
     return Sampling(
         size,
         message.num_inference_steps,
-        Guidance(guidance, _embedded_guidance(message)),
+        Guidance(
+            guidance,
+            _embedded_guidance(message),
+            _interval(message),
+            _image_scale(message),
+            _renorm(message.guidance_renorm),
+        ),
         negative,
         message.condition_pixels or None,
         _sampler(message.sampler or "euler"),
@@ -180,6 +186,34 @@ def _embedded_guidance(message: rollout_pb2.Sampling) -> float | None:
     if not (math.isfinite(value) and value >= 0):
         raise ValueError(f"sampling.embedded_guidance = {value}: give a finite number of at least 0, or remove it")
     return value
+
+
+def _interval(message: rollout_pb2.Sampling) -> tuple[float, float]:
+    low = message.guidance_low if message.HasField("guidance_low") else 0.0
+    high = message.guidance_high if message.HasField("guidance_high") else 1.0
+    if not 0 <= low < high <= 1:
+        raise ValueError(
+            f"sampling.guidance_low = {low}, sampling.guidance_high = {high}: give rising noise levels from 0 to 1"
+        )
+    return low, high
+
+
+def _image_scale(message: rollout_pb2.Sampling) -> float:
+    if not message.HasField("image_guidance_scale"):
+        return 1.0
+    value = message.image_guidance_scale
+    if not (math.isfinite(value) and value >= 1):
+        raise ValueError(f"sampling.image_guidance_scale = {value}: give a number of at least 1; 1 is off")
+    return value
+
+
+def _renorm(name: str) -> Renorm | None:
+    if not name:
+        return None
+    for known in get_args(Renorm):
+        if name == known:
+            return cast(Renorm, name)
+    raise ValueError(f"sampling.guidance_renorm = {name!r}: give one of {', '.join(get_args(Renorm))}")
 
 
 def _noise(message: rollout_pb2.Noise, num_steps: int) -> Noise:

@@ -52,7 +52,7 @@ def model_card(
         "## Load it",
         "",
         "```python",
-        *(_lines if loaded.library == "diffusers" else _text_lines)(spec, kind, loaded, base),
+        *_LINES[loaded.library](spec, kind, loaded, base),
         "```",
         "",
         training,
@@ -77,6 +77,20 @@ def _text_lines(spec: JobSpec, kind: Kind, loaded: Loaded, base: HubName | None)
     yield f"model = {loaded.name}.from_pretrained({place}, dtype=torch.{spec.model.dtype})"
     if kind == "adapter":
         yield "model.load_adapter(folder)"
+
+
+def _own_lines(spec: JobSpec, kind: Kind, loaded: Loaded, base: HubName | None) -> Iterator[str]:
+    """Lines for a family in a layout of its own, which the adapters here load."""
+    yield "import torch"
+    yield "from flowfleet.models.registry import adapter_for"
+    yield ""
+    yield 'folder = "."  # this folder'
+    place = "folder" if kind == "pipeline" else f'"{base.repo if base else spec.model.path}"'
+    yield f"model = adapter_for({place}).load({place}, dtype=torch.{spec.model.dtype})"
+    if kind == "adapter":
+        yield "from peft import PeftModel"
+        yield ""
+        yield f"adapted = PeftModel.from_pretrained(model.{loaded.components[0]}, folder)"
 
 
 def _place(spec: JobSpec, base: HubName | None) -> str:
@@ -104,3 +118,7 @@ def _lines(spec: JobSpec, kind: Kind, loaded: Loaded, base: HubName | None) -> I
     for component in components[1:]:
         name = DIFFUSERS_FILE.replace(".safetensors", f"_{component}.safetensors")
         yield f'pipe.load_lora_weights(folder, weight_name="{name}", load_into_{component}=True)'
+
+
+_LINES = {"diffusers": _lines, "transformers": _text_lines, "flowfleet": _own_lines}
+"""How an export is loaded, by the library that does."""

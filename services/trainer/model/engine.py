@@ -74,12 +74,10 @@ class Engine:
             layers.require_fp8(ranks.device, self.dtype, "model.base = 'fp8'", emulated=True)
         load_dtype = self.dtype if self.is_lora else torch.float32
         self.folder = hub.pipeline(spec.model.path, ranks.beats.beat)
-        self.adapter = (
-            family_of(self.folder)
-            .load()
-            .load(self.folder, dtype=load_dtype, device="cpu", components=("transformer",), load_format="empty")
+        self.adapter = _family(spec, self.folder).load(
+            self.folder, dtype=load_dtype, device="cpu", components=("transformer",), load_format="empty"
         )
-        self.kind = model_kind(spec)
+        self.kind = model_kind(spec, self.adapter)
         self.loss_scale = LossScale(self.kind.check(spec, self.adapter), is_on=self.dtype == torch.float16)
         self.experts = dict(self.adapter.experts)
         self._sources = {component: self.source(component) for component in self.experts}
@@ -210,11 +208,16 @@ class Engine:
             fill_parameter(self.trained[name], start.__getitem__)
 
 
+def _family(spec: JobSpec, path: str | Path) -> Any:
+    """The adapter class for the kind of policy that the job trains."""
+    return family_of(path).load(writes_tokens=spec.writes_tokens)
+
+
 def model_spec(spec: JobSpec) -> ModelSpec:
     """What replicas load. What is at its default is left out, so that a replica which has loaded the folder at its
     start has loaded the job's model."""
     model, rollout = spec.model, spec.rollout
-    is_usual = model.max_sequence_length == family_of(model.path).load().max_sequence_length
+    is_usual = model.max_sequence_length == _family(spec, model.path).max_sequence_length
     return ModelSpec(
         path=model.path,
         dtype=model.dtype,
@@ -228,7 +231,7 @@ def model_spec(spec: JobSpec) -> ModelSpec:
 def lora_spec(spec: JobSpec) -> LoraSpec:
     """LoRA settings, with the family's target modules if the job names none."""
     part, merged = spec.trainer.lora, spec.rollout.adapter == "merged"
-    targets = part.target_modules or family_of(spec.model.path).load().lora_targets
+    targets = part.target_modules or _family(spec, spec.model.path).lora_targets
     return LoraSpec(rank=part.rank, alpha=part.alpha, target_modules=targets, merged=merged)
 
 

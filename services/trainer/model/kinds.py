@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from flowfleet.algorithms.losses import limits
 from flowfleet.algorithms.registry import LossKind
 from flowfleet.job.spec import JobSpec
 from flowfleet.models.base import ModelAdapter
-from flowfleet.models.loading import WEIGHTS_STEM
+from flowfleet.models.loading import Layout
 from flowfleet.models.sequences.adapter import SequenceAdapter
 from flowfleet.models.sequences.stored_names import WHOLE, fused, stored, stored_name
 from services.trainer.model.loading import CheckpointSource, persistent
@@ -24,13 +24,8 @@ from services.trainer.model.loading import CheckpointSource, persistent
 class ModelKind(Protocol):
     """One kind."""
 
-    library: Literal["diffusers", "transformers"]
-    """What loads its folders."""
-    stem: str
-    """Name of its files of weights, before a number and the suffix."""
-
-    def place(self, component: str) -> str:
-        """Folder of a component's weights inside the model's; "" for that itself."""
+    layout: Layout
+    """Where its folders hold the weights."""
 
     def stored(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
         """A parameter as it is written to files."""
@@ -46,13 +41,10 @@ class ModelKind(Protocol):
 
 
 class FlowModel:
-    """See `ModelKind`. The folder is a pipeline of diffusers."""
+    """See `ModelKind`. The folder is a pipeline of diffusers, or the family's own."""
 
-    library: Literal["diffusers", "transformers"] = "diffusers"
-    stem = WEIGHTS_STEM
-
-    def place(self, component: str) -> str:
-        return component
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
 
     def stored(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
         return [(name, tensor)]
@@ -70,17 +62,14 @@ class FlowModel:
         return num_elements
 
     def source(self, adapter: ModelAdapter, folder: Path, component: str) -> CheckpointSource:
-        return CheckpointSource(folder / component)
+        return CheckpointSource(folder / self.layout.folder(component), self.layout)
 
 
 class SequenceModel:
-    """See `ModelKind`. The folder is a model of transformers."""
+    """See `ModelKind`. The folder is a model of transformers, or the family's own."""
 
-    library: Literal["diffusers", "transformers"] = "transformers"
-    stem = "model"
-
-    def place(self, component: str) -> str:
-        return ""
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
 
     def stored(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
         return stored(name, tensor)
@@ -101,13 +90,11 @@ class SequenceModel:
         return 1
 
     def source(self, adapter: SequenceAdapter, folder: Path, component: str) -> CheckpointSource:
-        return TransformersSource(folder)
+        return TransformersSource(folder, self.layout)
 
 
 class TransformersSource(CheckpointSource):
     """The safetensors of a transformers model; see flowfleet/models/sequences/stored_names.py."""
-
-    STEM = "model"
 
     def check(self, expert: nn.Module) -> None:
         """See `Source`."""
@@ -153,15 +140,14 @@ class TransformersSource(CheckpointSource):
         return (len(tensor), sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
-_FLOW = FlowModel()
-_KINDS: Mapping[LossKind, ModelKind] = {
-    "policy": _FLOW,
-    "matching": _FLOW,
-    "distillation": _FLOW,
-    "sequence": SequenceModel(),
+_KINDS: Mapping[LossKind, type[FlowModel] | type[SequenceModel]] = {
+    "policy": FlowModel,
+    "matching": FlowModel,
+    "distillation": FlowModel,
+    "sequence": SequenceModel,
 }
 
 
-def model_kind(spec: JobSpec) -> ModelKind:
-    """Kind of the job's loss."""
-    return _KINDS[spec.loss.kind]
+def model_kind(spec: JobSpec, adapter: Any) -> ModelKind:
+    """Kind of the job's loss, with the family's layout."""
+    return _KINDS[spec.loss.kind](adapter.layout)

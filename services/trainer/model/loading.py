@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from flowfleet.models.loading import WEIGHTS_STEM, dummy_parameter, weight_files
+from flowfleet.models.loading import PIPELINE, Layout, dummy_parameter, weight_files
 from services.trainer.parallel.ranks import Ranks
 from services.trainer.parallel.sharding import local, own_rows
 
@@ -55,17 +55,15 @@ class DummySource:
 
 
 class CheckpointSource:
-    """The safetensors of a diffusers component: one file, or several with an index."""
+    """The safetensors of a component: one file, or several with an index."""
 
-    STEM: ClassVar[str] = WEIGHTS_STEM
-
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, layout: Layout = PIPELINE) -> None:
         """Raises ValueError for a folder without such files, or with one that cannot be read."""
         self._folder = folder
         self._files = ExitStack()
         self._places: dict[str, Any] = {}
         """The open file of each tensor."""
-        paths = weight_files(folder, self.STEM)
+        paths = weight_files(folder, layout)
         try:
             for path in paths:
                 file = self._files.enter_context(safe_open(str(path), framework="pt"))

@@ -10,10 +10,17 @@ PIPELINES = {
     "WanPipeline": f"{__package__}.wan.WanRolloutPipeline",
 }
 """diffusers' pipeline class → ours."""
+REFUSED = {
+    "BagelForConditionalGeneration": "its attention computes in bfloat16 whatever the job asks for, and its prompts "
+    "share no forward, so that log-probs would not be the trainer's",
+}
+"""Families that vLLM-Omni draws and this engine does not, and why."""
 
 
 def pipeline_for(family: ModelFamily) -> str:
     """The name of our pipeline class. Raises ValueError for a family that has none."""
+    if reason := REFUSED.get(family.pipeline):
+        raise ValueError(f"the vllm-omni engine does not draw {family.title}: {reason}: use --engine diffusers")
     if family.pipeline not in PIPELINES:
         raise ValueError(
             f"the vllm-omni engine does not draw {family.title}: start rollouts with --engine diffusers, or use one of "

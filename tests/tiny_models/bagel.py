@@ -1,0 +1,133 @@
+"""A random tiny BAGEL.
+
+`make_tiny_bagel(path)` writes a folder in the layout that ByteDance publishes: three configurations, Qwen2's tokenizer,
+the transformer in `ema.safetensors` and FLUX's VAE, by its authors' names, in `ae.safetensors`; 0.6 M parameters.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import Qwen2Tokenizer
+
+from flowfleet.models.families.bagel.checkpoint import read_config
+from flowfleet.models.families.bagel.transformer import Bagel
+from tests.tiny_models.qwen_image import make_tokenizer
+
+FRAMES = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+LATENT_SIDE = 8
+VIT_SIDE = 6
+VIT_PATCH = 4
+LLM = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "hidden_act": "silu",
+    "model_type": "qwen2",
+}
+VIT = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,  # two are used
+    "num_attention_heads": 2,
+    "patch_size": VIT_PATCH,
+    "image_size": VIT_SIDE * VIT_PATCH,
+    "hidden_act": "gelu_pytorch_tanh",
+    "model_type": "siglip_vision_model",
+}
+VAE = {"z_channels": 16, "downsample": 8, "ch": 32, "ch_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+
+
+def make_tiny_bagel(path: Path, *, seed: int = 0) -> Path:
+    """Writes a random fp32 BAGEL under `path` and returns `path`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        write_configurations(path, make_bagel_tokenizer())
+        model = Bagel(read_config(path))
+        for name, parameter in model.named_parameters():
+            if parameter.ndim < 2:
+                nn.init.normal_(parameter, mean=1.0 if "norm" in name and "bias" not in name else 0.0, std=0.1)
+            else:
+                nn.init.normal_(parameter, std=0.12)
+        state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+        save_file(state, path / "ema.safetensors", metadata={"format": "pt"})
+        save_file(_vae_state(), path / "ae.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def write_configurations(path: Path, tokenizer: Qwen2Tokenizer) -> None:
+    """What the folder holds besides weights."""
+    path.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(path)
+    llm: dict[str, Any] = LLM | {"vocab_size": len(tokenizer)}
+    whole = {
+        "architectures": ["BagelForConditionalGeneration"],
+        "model_type": "bagel",
+        "connector_act": "gelu_pytorch_tanh",
+        "interpolate_pos": False,
+        "latent_patch_size": 2,
+        "max_latent_size": LATENT_SIDE,
+        "timestep_shift": 1.0,
+        "visual_gen": True,
+        "visual_und": True,
+        "vit_max_num_patch_per_side": VIT_SIDE,
+        "vae_config": VAE,
+        "llm_config": llm,
+        "vit_config": VIT,
+    }
+    for name, content in (("config", whole), ("llm_config", llm), ("vit_config", VIT)):
+        (path / f"{name}.json").write_text(json.dumps(content, indent=1))
+
+
+def make_bagel_tokenizer() -> Qwen2Tokenizer:
+    """The tiny tokenizer with the tokens that frame pictures."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(FRAMES)})
+    return tokenizer
+
+
+def _vae_state() -> dict[str, Tensor]:
+    """Random weights of FLUX's VAE by its authors' names, at the sizes of `VAE`."""
+    width, depth, blocks, latents = 32, 4, 1, 16
+    state: dict[str, Tensor] = {}
+
+    def conv(name: str, inputs: int, outputs: int, kernel: int) -> None:
+        state[f"{name}.weight"] = torch.randn(outputs, inputs, kernel, kernel) / (inputs * kernel**2) ** 0.5
+        state[f"{name}.bias"] = 0.1 * torch.randn(outputs)
+
+    def norm(name: str) -> None:
+        state[f"{name}.weight"], state[f"{name}.bias"] = 1 + 0.1 * torch.randn(width), 0.1 * torch.randn(width)
+
+    def resnet(name: str) -> None:
+        for number in (1, 2):
+            norm(f"{name}.norm{number}")
+            conv(f"{name}.conv{number}", width, width, 3)
+
+    for side, ends in (("encoder", (3, 2 * latents)), ("decoder", (latents, 3))):
+        conv(f"{side}.conv_in", ends[0], width, 3)
+        conv(f"{side}.conv_out", width, ends[1], 3)
+        norm(f"{side}.norm_out")
+        for number in (1, 2):
+            resnet(f"{side}.mid.block_{number}")
+        norm(f"{side}.mid.attn_1.norm")
+        for part in ("q", "k", "v", "proj_out"):
+            conv(f"{side}.mid.attn_1.{part}", width, width, 1)
+    for level in range(depth):
+        for block in range(blocks):
+            resnet(f"encoder.down.{level}.block.{block}")
+        for block in range(blocks + 1):
+            resnet(f"decoder.up.{level}.block.{block}")
+        if level < depth - 1:
+            conv(f"encoder.down.{level}.downsample.conv", width, width, 3)
+        if level > 0:
+            conv(f"decoder.up.{level}.upsample.conv", width, width, 3)
+    return state
