@@ -1,11 +1,13 @@
 """Do votes turn a model? A program votes for warm colors (mean of red minus blue), wrong in one vote of ten, through
 the controller's REST as a person does on the page; the control votes at random.
 
-    python -m bench.learning.votes [--seeds 1 2 3] [--control] [--votes 500] [--set KEY=VALUE …]
+    python -m bench.learning.votes [--voters warm random] [--seeds 1 2 3] [--votes 500] [--set KEY=VALUE …]
+    python -m bench.learning.votes --page
 
-The figures are a line of JSON a seed: the held-out mean of red minus blue (−255 … 255) before and after training; the
-standard deviation of that mean before it, which is that of its pictures over the root of their number; and the rise in
-standard deviations of the mean and of the pictures.
+Each run leaves DIRECTORY/VOTER-SEED with `run.json` and pictures; a run that is there is kept. Its figures: the
+held-out mean of red minus blue (−255 … 255) at each validation; the standard deviation of that mean before training,
+which is that of its pictures over the root of their number; and the rise in standard deviations of the mean and of the
+pictures. `--page` writes the table and the pictures of docs/results.md from the runs that are there.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ import json
 import random
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -23,6 +24,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.learning.votes_page import write_page
 from flowfleet.client.client import Client
 from flowfleet.client.types import ApiError
 from flowfleet.client.votes import Choice, VotePair
@@ -35,7 +40,11 @@ RECIPE = Path("tiny_votes")
 VALIDATION = RECIPES / "tiny" / "prompts" / "validation.txt"
 HELD_OUT = 64
 """Held-out pictures that are compared."""
-ERRORS = 0.1
+NUM_PICTURES = 8
+"""Held-out prompts whose pictures are kept: always the first ones."""
+ERRORS = {"warm": 0.1, "random": 0.5}
+"""Share of votes for the colder side, by voter."""
+RUNS = Path("runs/votes")
 POLL_S = 0.2
 
 
@@ -93,18 +102,12 @@ class Voter(threading.Thread):
         return "left" if is_left != (self._draw.random() < self.errors) else "right"
 
 
-def held_out(client: Client, job_id: str, version: int) -> list[float]:
-    """Warmth of the held-out pictures at a version."""
-    samples = client.samples(job_id, purpose="validate", step=version)
-    return [warmth(client.media(job_id, sample), sample.media_type) for sample in samples]
-
-
-def train(seed: int, errors: float, most_votes: int, changes: Sequence[str], directory: Path) -> dict[str, Any]:
-    """One job with a voter, on a stack of its own."""
-    held_out_prompts = directory / "held_out.txt"
+def train(voter: str, seed: int, most_votes: int, changes: Sequence[str], directory: Path) -> dict[str, Any]:
+    """One job with a voter, on a stack of its own below the directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    held_out_prompts = directory.absolute() / "held_out.txt"
     held_out_prompts.write_text("".join(VALIDATION.read_text().splitlines(keepends=True)[:HELD_OUT]))
-    changes = [f"seed={seed}", f"data.validation={held_out_prompts}", *changes]
-    spec = prepare_job(RECIPE, changes, same_machine=True)
+    spec = prepare_job(RECIPE, [f"seed={seed}", f"data.validation={held_out_prompts}", *changes], same_machine=True)
     options = StackOptions(
         state_dir=directory / "stack",
         port=0,
@@ -116,41 +119,69 @@ def train(seed: int, errors: float, most_votes: int, changes: Sequence[str], dir
     started = time.monotonic()
     with local_stack(options) as stack, Client(stack.url) as client:
         job = client.submit(spec)
-        voter = Voter(stack.url, job.id, errors, seed, most_votes)
-        voter.start()
+        program = Voter(stack.url, job.id, ERRORS[voter], seed, most_votes)
+        program.start()
         ended = client.wait(job.id, 1800)
-        voter.stopped.set()
-        voter.join(30)
-        if voter.failure is not None or ended.status != "succeeded":
-            raise RuntimeError(f"the job {ended.status}: {ended.reason}; the voter: {voter.failure}")
-        before, after = (held_out(client, job.id, version) for version in (0, ended.progress.step))
+        program.stopped.set()
+        program.join(30)
+        if program.failure is not None or ended.status != "succeeded":
+            raise RuntimeError(f"the job {ended.status}: {ended.reason}; the voter: {program.failure}")
+        versions = sorted({event.data["version"] for event in client.events(job.id) if event.type == "validation"})
+        found = {version: held_out(client, job.id, version) for version in versions}
+        prompts = {sample.group: sample.prompt for sample in client.samples(job.id, purpose="validate", step=0)}
         report = client.vote_report(job.id)
+    kept = {str(version): np.stack(pictures[:NUM_PICTURES]) for version, (_, pictures) in found.items()}
+    words = np.array([prompts[group] for group in range(NUM_PICTURES)])
+    arrays: dict[str, Any] = {"prompts": words, **kept}
+    np.savez_compressed(directory / "pictures.npz", **arrays)
+    return {
+        "voter": voter,
+        "seed": seed,
+        "errors": ERRORS[voter],
+        "votes": program.given,
+        "consistency": report.voters[0].consistency if report.voters else None,
+        "repeats": report.voters[0].repeats if report.voters else 0,
+        **rise([found[version][0] for version in (versions[0], versions[-1])]),
+        "curve": [[version, round(statistics.fmean(warmths), 3)] for version, (warmths, _) in found.items()],
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+def held_out(client: Client, job_id: str, version: int) -> tuple[list[float], list[NDArray[np.uint8]]]:
+    """Warmth of the held-out pictures at a version, and the pictures (H, W, 3), by prompt."""
+    samples = sorted(client.samples(job_id, purpose="validate", step=version), key=lambda sample: sample.group)
+    media = [(client.media(job_id, sample), sample.media_type) for sample in samples]
+    return [warmth(*one) for one in media], [decode_media(*one)[0] for one in media]
+
+
+def rise(warmths: Sequence[Sequence[float]]) -> dict[str, float]:
+    """What the mean warmth did from the first pictures to the last."""
+    before, after = warmths[0], warmths[-1]
     spread = statistics.stdev(before)
     of_mean = spread / len(before) ** 0.5
-    rise = statistics.fmean(after) - statistics.fmean(before)
+    change = statistics.fmean(after) - statistics.fmean(before)
     return {
         "before": round(statistics.fmean(before), 2),
         "after": round(statistics.fmean(after), 2),
-        "std_of_mean": round(of_mean, 2),
-        "rise_in_std_of_mean": round(rise / of_mean, 2),
-        "rise_in_std_of_pictures": round(rise / spread, 2),
+        "std_of_mean": round(of_mean, 3),
+        "rise_in_std_of_mean": round(change / of_mean, 2),
+        "rise_in_std_of_pictures": round(change / spread, 2),
         "held_out": len(before),
-        "votes": voter.given,
-        "consistency": report.voters[0].consistency if report.voters else None,
-        "repeats": report.voters[0].repeats if report.voters else 0,
-        "steps": ended.progress.step,
-        "seconds": round(time.monotonic() - started, 1),
     }
 
 
 def main() -> int:
     options = _parser().parse_args()
-    for seed in options.seeds:
-        with tempfile.TemporaryDirectory(prefix="votes-") as scratch:
-            errors = 0.5 if options.control else ERRORS
-            found = train(seed, errors, options.votes, options.set, Path(scratch))
-        settings = {"voter": "random" if options.control else "warm", "errors": errors, "seed": seed}
-        print(json.dumps({"bench": "votes", "settings": settings, **found}), flush=True)
+    for seed in options.seeds if not options.page else ():
+        for voter in options.voters:
+            directory = options.directory / f"{voter}-{seed}"
+            if (directory / "run.json").exists():
+                continue
+            found = train(voter, seed, options.votes, options.set, directory)
+            (directory / "run.json").write_text(json.dumps(found) + "\n")
+            print(json.dumps({"bench": "votes", **found}), flush=True)
+    if options.page:
+        write_page(options.directory)
     return 0
 
 
@@ -159,9 +190,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m bench.learning.votes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--control", action="store_true", help="vote at random")
+    parser.add_argument("--voters", choices=[*ERRORS], nargs="+", default=[*ERRORS])
     parser.add_argument("--votes", type=int, default=500, help="votes at most (500)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the job; repeatable")
+    parser.add_argument("--directory", type=Path, default=RUNS)
+    parser.add_argument("--page", action="store_true", help="write docs/results.md from the runs that are there")
     return parser
 
 

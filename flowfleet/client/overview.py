@@ -45,6 +45,8 @@ class JobRow(Answer):
     progress: Progress = Progress()
     curve: Curve = Curve()
     """Mean training reward."""
+    accelerator_hours: dict[str, float] = {}
+    """rollout and trainer → hours of accelerators so far; on CPUs hours of processes."""
     place: int | None = None
     """Jobs that run in its pool before it; null unless it waits in the queue."""
     waits: str = ""

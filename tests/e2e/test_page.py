@@ -27,7 +27,7 @@ def test_a_real_job_is_drawn(fleet: Fleet, small_job: Callable[..., dict[str, An
     expect(row).to_contain_text("succeeded")
     expect(row.locator("svg.spark path")).to_have_count(1)
     row.get_by_role("link", name="small").click()
-    for title in ("Reward", "ocr", "KL", "Clip fraction", "Ratio", "Throughput", "Image statistics"):
+    for title in ("Reward", "ocr", "KL", "Clip fraction", "Ratio", "Throughput", "Edge density"):
         expect(page.get_by_role("heading", name=title, exact=True)).to_be_visible()
     page.get_by_role("link", name="Gallery").click()
     heads = page.get_by_role("columnheader")

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from bench.learning.votes import ERRORS, Voter, train
+from bench.learning.votes import Voter, train
 from flowfleet.client.types import Job
 from tests.e2e.conftest import Fleet
 from tests.waiting import wait_until
@@ -60,6 +60,6 @@ def test_votes_and_what_waits_for_them_survive_a_killed_controller(
 
 
 def test_warm_votes_turn_the_model(tmp_path: Path) -> None:
-    found = train(1, ERRORS, 500, (), tmp_path)
+    found = train("warm", 1, 500, (), tmp_path)
     assert found["votes"] <= 500
     assert found["rise_in_std_of_mean"] >= 2.0, found

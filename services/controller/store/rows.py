@@ -25,7 +25,8 @@ _ADD = "if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HINCRBYFLOAT', KE
 _TIMES = ("created_at", "started_at", "ended_at")
 _FIELDS = ("name", "owner", "status", "desired", "reason", *_TIMES, "brief", "curve")
 _PROGRESS = tuple(Progress.model_fields)
-_NAMES = (*_FIELDS, *(f"progress.{name}" for name in _PROGRESS))
+_HOURS = tuple(_SECONDS + component for component in ("rollout", "trainer"))
+_NAMES = (*_FIELDS, *(f"progress.{name}" for name in _PROGRESS), *_HOURS)
 
 
 class JobRows:
@@ -136,5 +137,6 @@ def _row(job_id: str, row: Mapping[str, bytes | None], brief: Mapping[str, str] 
             **(brief or json.loads(text["brief"])),
             "progress": progress,
             "curve": json.loads(text.get("curve", "{}")),
+            "accelerator_hours": hours_of(text),
         }
     )

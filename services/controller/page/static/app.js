@@ -16,7 +16,12 @@ function App() {
   const ask = () => get("/v1/session").then(setSession, setFailure);
   useEffect(() => {
     ask();
-    const stops = [onLoggedOut(ask), stream.subscribe("end", ({ reason }) => reason === "session" && ask())];
+    const look = () => get("/v1/session").then(setSession, () => {});
+    const stops = [
+      onLoggedOut(ask),
+      stream.subscribe("end", ({ reason }) => reason === "session" && ask()),
+      stream.subscribe("refused", look),
+    ];
     return () => stops.forEach((stop) => stop());
   }, []);
   const isIn = Boolean(session?.may);

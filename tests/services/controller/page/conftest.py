@@ -105,5 +105,5 @@ def visit(browser: Browser, site: Site) -> Iterator[Visit]:
 
 
 def _is_fault(said: Any) -> bool:
-    """A picture that is gone is a 404 that the page shows."""
-    return said.type == "error" and not re.search(r"status of 40[49]", said.text)
+    """A picture that is gone is a 404 that the page shows, a session that is over a 401."""
+    return said.type == "error" and not re.search(r"status of 40[149]", said.text)

@@ -69,6 +69,39 @@ def test_what_changes_is_seen_without_a_reload(visit: Visit, site: Site) -> None
     expect(row).to_contain_text("0.4321")
 
 
+SEEN = """isHidden => {
+  Object.defineProperty(document, "hidden", { get: () => isHidden, configurable: true });
+  document.dispatchEvent(new Event("visibilitychange"));
+}"""
+
+
+def test_a_hidden_tab_leaves_its_connection_to_others_and_catches_up(visit: Visit, site: Site) -> None:
+    """Each stream keeps one of the six connections that a browser has to a controller."""
+    page = visit("jobs")
+    state = page.locator(".live")
+    expect(state).to_have_attribute("data-state", "open")
+    page.clock.install()
+    page.evaluate(SEEN, True)
+    page.clock.run_for(6000)
+    expect(state).to_have_attribute("data-state", "closed")
+    in_stage(site.redis_url, lambda store: store.update_progress(site.stage.queued, phase="validate", reward=0.2345))
+    page.clock.resume()
+    page.evaluate(SEEN, False)
+    expect(state).to_have_attribute("data-state", "open")
+    expect(row_of(page, "signs-longer")).to_contain_text("0.2345")
+
+
+def test_a_session_that_ended_elsewhere_asks_for_the_key(visit: Visit, site: Site) -> None:
+    page = visit("jobs")
+    expect(page.locator(".live")).to_have_attribute("data-state", "open")
+    page.clock.install()
+    page.context.clear_cookies()
+    page.evaluate(SEEN, True)
+    page.clock.run_for(6000)
+    page.evaluate(SEEN, False)
+    expect(page.get_by_label("API key")).to_be_visible()
+
+
 def test_a_point_of_a_curve_leads_to_its_samples(visit: Visit, site: Site) -> None:
     page = visit(f"jobs/{site.stage.hacked}")
     plot = page.get_by_role("application", name=re.compile("^ocr:"))

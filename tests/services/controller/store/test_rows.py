@@ -93,5 +93,7 @@ async def test_hours_add_up_and_bring_no_job_back(redis: Redis) -> None:
     for _ in range(2):
         await store.add_seconds(record.id, {"trainer": 1800.0, "rollout": 450.0})
     assert (await store.get(record.id)).accelerator_hours == {"rollout": 0.25, "trainer": 1.0}
+    (row,) = await store.rows([record.id])
+    assert row.accelerator_hours == {"rollout": 0.25, "trainer": 1.0}
     await store.add_seconds("gone", {"trainer": 1.0})
     assert not await redis.exists(keys.job("gone"))

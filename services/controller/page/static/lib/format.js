@@ -43,6 +43,15 @@ export const short = (id) => id.slice(0, 13);
 export const bytes = (size) => (size >= 2 ** 30 ? `${number(size / 2 ** 30)} GiB` : `${number(size / 2 ** 20)} MiB`);
 export const plural = (count, one, many = `${one}s`) => `${count.toLocaleString("en")} ${count === 1 ? one : many}`;
 
+/** "0.42 (rollout 0.31, trainer 0.11)"; null where a job has used none. */
+export function hoursWords(hours) {
+  const parts = Object.entries(hours ?? {});
+  if (!parts.length) return null;
+  const rounded = (value) => number(Number(value.toPrecision(3)));
+  const sum = parts.reduce((total, [, value]) => total + value, 0);
+  return `${rounded(sum)} (${parts.map(([name, value]) => `${name} ${rounded(value)}`).join(", ")})`;
+}
+
 const PHASES = {
   rollout: "sampling",
   score: "scoring",

@@ -49,14 +49,8 @@ export function panels(rewards) {
         line("critic/rewards/zero_std_ratio", "groups without a spread", "dashed"),
       ],
     },
-    {
-      title: "Image statistics",
-      note: "held out",
-      lines: [
-        line("val/edge_density", "edge density", "points", "validate"),
-        line("val/colour_entropy", "color entropy", "hollow", "validate"),
-      ],
-    },
+    { title: "Edge density", lines: [line("val/edge_density", "held out", "points", "validate")] },
+    { title: "Color entropy", lines: [line("val/colour_entropy", "held out", "points", "validate")] },
     { title: "Loss", lines: [line("actor/loss", "loss")] },
     { title: "Gradient norm", lines: [line("actor/grad_norm", "before clipping")] },
     { title: "Throughput", note: "images/s per accelerator", lines: [line("perf/throughput", "throughput")] },

@@ -1,7 +1,7 @@
 // Replicas, trainers and reward services: who serves which version, what waits, and what is short.
 
 import { useEvent, useFetched, useResync, useThrottled } from "../lib/data.js";
-import { number, phaseWords, plural, short } from "../lib/format.js";
+import { hoursWords, number, phaseWords, plural, short } from "../lib/format.js";
 import { html } from "../lib/html.js";
 import { link } from "../lib/router.js";
 import { Await, Empty } from "../parts/states.js";
@@ -24,6 +24,7 @@ export function Fleet() {
   const working = useFetched("/v1/overview?status=running");
   useEvent("jobs", useThrottled(working.reload, 2000));
   useResync(soon);
+  const jobs = (working.data ?? working.stale)?.items ?? [];
   return html`
     <div class="head"><h1>Fleet</h1></div>
     <${Alerts} />
@@ -37,8 +38,8 @@ export function Fleet() {
             </p>
           `,
         )}
-        <${Replicas} replicas=${fleet.replicas} />
-        <${Trainers} trainers=${working.data?.items ?? working.stale?.items ?? []} />
+        <${Replicas} replicas=${fleet.replicas} names=${new Map(jobs.map(({ id, name }) => [id, name]))} />
+        <${Trainers} trainers=${jobs} />
         <${Services} fleet=${fleet} />
       `}
     <//>
@@ -62,7 +63,7 @@ const Table = ({ label, heads, children }) => html`
   </div>
 `;
 
-function Replicas({ replicas }) {
+function Replicas({ replicas, names }) {
   const serving = replicas.filter(({ health }) => health === "serving").length;
   return html`
     <section class="card">
@@ -87,7 +88,7 @@ function Replicas({ replicas }) {
                         ${
                           one.job_id
                             ? html`
-                                <a href=${link(["jobs", one.job_id])}>${short(one.job_id)}</a>
+                                <a href=${link(["jobs", one.job_id])}>${names.get(one.job_id) ?? short(one.job_id)}</a>
                               `
                             : ""
                         }
@@ -119,13 +120,14 @@ function Trainers({ trainers }) {
       ${
         trainers.length
           ? html`
-              <${Table} label="Trainers" heads=${[["Job"], ["Step", 1], ["Phase"]]}>
+              <${Table} label="Trainers" heads=${[["Job"], ["Step", 1], ["Phase"], ["Accelerator hours"]]}>
                 ${trainers.map(
                   (one) => html`
                     <tr key=${one.id}>
                       <th scope="row"><a href=${link(["jobs", one.id])}>${one.name}</a></th>
                       <td class="num">${one.progress.step}</td>
                       <td>${phaseWords(one.progress)}</td>
+                      <td>${hoursWords(one.accelerator_hours) ?? "–"}</td>
                     </tr>
                   `,
                 )}

@@ -2,7 +2,7 @@
 
 import { jobPath } from "../lib/api.js";
 import { useEvent, useFetched, useFollowed, useResync, useThrottled } from "../lib/data.js";
-import { duration, moment, number, phaseWords, short } from "../lib/format.js";
+import { duration, hoursWords, moment, number, phaseWords, short } from "../lib/format.js";
 import { html, useEffect } from "../lib/html.js";
 import { link } from "../lib/router.js";
 import { Await, Meter, Status } from "../parts/states.js";
@@ -120,6 +120,7 @@ function Facts({ job }) {
         .map(([why, count]) => `${count} ${why}`)
         .join(", ") || null,
     ],
+    ["Accelerator hours", hoursWords(job.accelerator_hours)],
     ["Owner", job.owner || null],
     ["Started", moment(job.started_at ?? job.created_at)],
     ["Ended", job.ended_at ? moment(job.ended_at) : null],

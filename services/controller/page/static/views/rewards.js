@@ -49,7 +49,7 @@ function Overview() {
       ${(jobs) =>
         jobs.length
           ? html`
-              <div class="scroll" tabindex="0" role="region" aria-label="Rewards of jobs">
+              <div class="card scroll" tabindex="0" role="region" aria-label="Rewards of jobs">
                 <table class="grid">
                   <thead>
                     <tr>

@@ -114,7 +114,7 @@ function Agreement({ found }) {
   return html`
     ${found.warnings.map((text) => html`<p class="notice" key=${text}>${text}</p>`)}
     <p>${found.votes} votes on ${found.groups} groups. Voters agree on ${share(found.agreement)} of the pairs that several saw.</p>
-    <div class="scroll"><table>
+    <div class="scroll" tabindex="0" role="region" aria-label="Voters"><table class="grid">
       <thead><tr><th scope="col">Voter or reward</th><th scope="col" class="num">Votes</th><th scope="col" class="num">Same choice again</th><th scope="col" class="num">As others</th></tr></thead>
       <tbody>
         ${found.voters.map((one) => html`<tr key=${one.name}><th scope="row">${one.name}</th><td class="num">${one.votes}</td><td class="num">${share(one.consistency)}</td><td class="num">${share(one.agreement)}</td></tr>`)}

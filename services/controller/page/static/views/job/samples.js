@@ -6,6 +6,7 @@ import { number } from "../../lib/format.js";
 import { classes, html, useEffect, useMemo, useState } from "../../lib/html.js";
 import { go, link } from "../../lib/router.js";
 import { Media } from "../../parts/media.js";
+import { Name } from "../../parts/name.js";
 import { Await, Empty } from "../../parts/states.js";
 
 const PAGE = 60;
@@ -179,7 +180,7 @@ function bySteps(items) {
 
 export const Score = ({ name, value, isChosen = false }) => html`
   <span class=${classes("score-line", isChosen && "chosen")}>
-    <span title=${name}>${name}</span>
+    <span><${Name} of=${name} /></span>
     <span>${number(value)}</span>
   </span>
 `;

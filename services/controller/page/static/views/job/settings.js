@@ -4,6 +4,7 @@ import { jobPath } from "../../lib/api.js";
 import { useFetched } from "../../lib/data.js";
 import { html, useState } from "../../lib/html.js";
 import { go, link } from "../../lib/router.js";
+import { Name } from "../../parts/name.js";
 import { Await, Empty } from "../../parts/states.js";
 
 /** [["trainer.optimizer.lr", 0.001], …] */
@@ -75,7 +76,7 @@ function Differences({ job, other }) {
                   ${items.map(
                     (item) => html`
                       <tr key=${item.setting}>
-                        <th scope="row">${item.setting}</th>
+                        <th scope="row"><${Name} of=${item.setting} /></th>
                         <td><code>${shown(item.this)}</code></td>
                         <td><code>${shown(item.other)}</code></td>
                       </tr>
@@ -116,7 +117,7 @@ function Everything({ job }) {
         ${found.map(
           ([name, value]) => html`
             <tr key=${name} class=${value === null ? "soft" : ""}>
-              <th scope="row">${name}</th>
+              <th scope="row"><${Name} of=${name} /></th>
               <td><code>${shown(value)}</code></td>
             </tr>
           `,
