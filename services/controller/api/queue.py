@@ -31,7 +31,7 @@ def placed(rows: Iterable[JobRow]) -> list[JobRow]:
 
 
 def _behind(first: JobRow, ahead: int) -> str:
-    others = f", and {ahead - 1} more come before it" if ahead > 1 else ""
+    others = f", and {ahead - 1} more come{'s' * (ahead == 2)} before it" if ahead > 1 else ""
     doing = f"holds it, {first.status}" if first.status is JobStatus.PAUSED else "runs there"
     return f"pool {first.pool} runs one job at a time: {first.name} {doing}{others}"
 

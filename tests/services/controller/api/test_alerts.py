@@ -70,5 +70,5 @@ def test_places_in_the_queue() -> None:
     assert found["a"] == (None, "")
     assert found["b"] == (1, "pool default runs one job at a time: a runs there")
     assert found["c"] == (0, "the controller takes it up next")
-    assert found["d"] == (2, "pool default runs one job at a time: a runs there, and 1 more come before it")
+    assert found["d"] == (2, "pool default runs one job at a time: a runs there, and 1 more comes before it")
     assert found["q"][0] is None

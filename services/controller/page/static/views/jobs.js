@@ -149,6 +149,12 @@ function Row({ job, index, style, isPicked, pick }) {
       <span role="cell" class="state">
         <span>
           <${Status} of=${job.status} />
+          ${
+            job.place > 0 &&
+            html`
+              <small>${plural(job.place, "job")} before it</small>
+            `
+          }
           <${Sign} job=${job} />
         </span>
         <small title=${words}>${words}</small>
@@ -172,12 +178,9 @@ function Row({ job, index, style, isPicked, pick }) {
 
 const left = ({ status, progress }) => (!ENDED.has(status) && progress.eta_s ? `${duration(progress.eta_s)} left` : "");
 
-/** Why it waits and at which place, else what it does, else why it ended. */
+/** Why it waits, else what it does, else why it ended. */
 function stateWords(job) {
-  if (job.waits) {
-    const place = job.place ? `${plural(job.place, "job")} before it in pool ${job.pool}` : "";
-    return [job.waits, job.waits.includes(place) ? "" : place].filter(Boolean).join("; ");
-  }
+  if (job.waits) return job.waits;
   if (!ENDED.has(job.status)) return phaseWords(job.progress) || job.reason;
   return job.reason;
 }
