@@ -172,14 +172,14 @@ def rise(warmths: Sequence[Sequence[float]]) -> dict[str, float]:
 
 def main() -> int:
     options = _parser().parse_args()
-    for seed in options.seeds if not options.page else ():
-        for voter in options.voters:
-            directory = options.directory / f"{voter}-{seed}"
-            if (directory / "run.json").exists():
-                continue
-            found = train(voter, seed, options.votes, options.set, directory)
-            (directory / "run.json").write_text(json.dumps(found) + "\n")
-            print(json.dumps({"bench": "votes", **found}), flush=True)
+    runs = [(voter, seed) for voter in options.voters for seed in options.seeds]
+    for voter, seed in runs if not options.page else ():
+        directory = options.directory / f"{voter}-{seed}"
+        if (directory / "run.json").exists():
+            continue
+        found = train(voter, seed, options.votes, options.set, directory)
+        (directory / "run.json").write_text(json.dumps(found) + "\n")
+        print(json.dumps({"bench": "votes", **found}), flush=True)
     if options.page:
         write_page(options.directory)
     return 0
