@@ -65,6 +65,11 @@ def sign(prompt: int, fade: float, seed: int) -> bytes:
     return data.getvalue()
 
 
+def seed_of(group: int, index: int) -> int:
+    """A seed with more digits than a browser's numbers hold."""
+    return 2**62 + 100 * group + index
+
+
 def words_of(prompt: int) -> str:
     return f'A {list(COLORS)[prompt % len(COLORS)]} sign that says "{WORDS[prompt % len(WORDS)]}"'
 
@@ -174,7 +179,7 @@ async def add_samples(
                 scores=scores,
                 versions={"ocr": "ocr 3", "jpeg_compressibility": "jpeg 2"},
                 policy_version=step,
-                seed=7000 + group * 100 + index,
+                seed=seed_of(group, index),
                 media_uri=ref.uri,
                 media_size_bytes=ref.size_bytes,
                 media_sha256=ref.sha256,

@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, Locator, Page, expect
 from services.controller.store.jobs import JobStore
 from services.controller.store.records import SampleRecord
 from tests.services.controller.page.conftest import KEYS, Site, Visit, in_stage
-from tests.services.controller.page.stage import HACKED_FROM, create, run_job, settings
+from tests.services.controller.page.stage import HACKED_FROM, create, run_job, seed_of, settings
 
 HOSTILE = """</title><script>document.title = "run"</script><img src=x onerror="document.title = 'run'"> & ä 猫"""
 
@@ -122,6 +122,8 @@ def test_the_keyboard_alone_reaches_a_sample_of_a_curve(visit: Visit, site: Site
     page.locator(".sample a").first.focus()
     page.keyboard.press("Enter")
     expect(page.get_by_text("Policy version")).to_be_visible()
+    group, index = map(int, page.url.partition("?")[0].split("/")[-2:])
+    expect(page.get_by_text(str(seed_of(group, index)), exact=True)).to_be_visible()
     expect(page.locator(".cards .sample")).to_have_count(4)
 
 

@@ -33,11 +33,14 @@ export async function call(method, path, body, signal) {
     throw new Refusal(0, { detail: "The controller cannot be reached." });
   }
   if (answer.status === 204) return null;
-  const content = await answer.json().catch(() => ({}));
+  const content = await answer.text().then(parsed).catch(() => ({}));
   if (answer.ok) return content;
   if (answer.status === 401 && !path.startsWith("/v1/session")) listeners.forEach((listener) => listener());
   throw new Refusal(answer.status, content);
 }
+
+/** JSON with seeds as text: most have more digits than a number holds here. */
+const parsed = (text) => JSON.parse(text.replaceAll(/"seed":\s*(\d+)/g, '"seed":"$1"'));
 
 export const get = (path, signal) => call("GET", path, undefined, signal);
 export const post = (path, body) => call("POST", path, body);

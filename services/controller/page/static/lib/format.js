@@ -68,6 +68,7 @@ export const phaseName = (phase) => PHASES[phase] ?? phase;
 export function phaseWords(progress) {
   if (!progress.phase) return "";
   const { samples = 0, samples_sampled: sampled = 0, samples_scored: scored = 0 } = progress;
-  const counts = samples ? `: ${sampled} of ${samples} samples, ${scored} scored` : "";
+  const isCounted = samples && (progress.phase === "rollout" || progress.phase === "score");
+  const counts = isCounted ? `: ${sampled} of ${samples} samples, ${scored} scored` : "";
   return phaseName(progress.phase) + counts;
 }

@@ -11,7 +11,7 @@ export function panels(rewards) {
     },
     ...rewards.map((name) => ({
       title: name,
-      note: "reward, raw score",
+      note: "raw score",
       by: name,
       lines: [
         line(`critic/rewards/${name}/mean`, "training"),

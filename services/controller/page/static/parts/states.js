@@ -28,6 +28,7 @@ export const Empty = ({ children }) => html`
   <p class="empty">${children}</p>
 `;
 
+const ENDED = new Set(["succeeded", "failed", "cancelled"]);
 const TONES = {
   running: "good",
   starting: "good",
@@ -39,8 +40,19 @@ const TONES = {
   cancelled: "soft",
 };
 
-export const Status = ({ of }) => html`
+const COMING = { cancelled: "cancelling", paused: "pausing", deleted: "being deleted" };
+
+/** A job's status, and what it was asked to become. */
+export const Status = ({ of, desired }) => html`
   <span class=${`badge ${TONES[of] ?? "soft"}`}>${of}</span>
+  ${
+    desired !== of &&
+    !ENDED.has(of) &&
+    COMING[desired] &&
+    html`
+      <span class="badge warn">${COMING[desired]}</span>
+    `
+  }
 `;
 
 export function Meter({ value, of, label }) {

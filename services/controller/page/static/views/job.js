@@ -55,7 +55,7 @@ function Loaded({ job, parts, query, reload }) {
         <code title=${job.id}>${short(job.id)}</code>
       </p>
       <h1>${job.name}</h1>
-      <${Status} of=${job.status} />
+      <${Status} of=${job.status} desired=${job.desired} />
       <div class="row end"><${Buttons} job=${job} done=${reload} /></div>
     </div>
     <${Facts} job=${job} />

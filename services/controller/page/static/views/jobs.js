@@ -148,7 +148,7 @@ function Row({ job, index, style, isPicked, pick }) {
       </span>
       <span role="cell" class="state">
         <span>
-          <${Status} of=${job.status} />
+          <${Status} of=${job.status} desired=${job.desired} />
           ${
             job.place > 0 &&
             html`

@@ -6,6 +6,7 @@ import { moment, number } from "../../lib/format.js";
 import { html, useEffect } from "../../lib/html.js";
 import { go, link } from "../../lib/router.js";
 import { Media } from "../../parts/media.js";
+import { Name } from "../../parts/name.js";
 import { Await } from "../../parts/states.js";
 import { spansOf } from "./timeline.js";
 import { tracePlace } from "./samples.js";
@@ -166,38 +167,40 @@ function Scores({ sample }) {
     isShadow: true,
   }));
   return html`
-    <table class="grid">
-      <thead>
-        <tr>
-          <th scope="col">Reward</th>
-          <th scope="col" class="num">Score</th>
-          <th scope="col">Scorer</th>
-        </tr>
-      </thead>
-      <tbody>
-        <tr>
-          <th scope="row">total</th>
-          <td class="num"><b>${number(sample.reward)}</b></td>
-          <td></td>
-        </tr>
-        ${[...rows, ...shadows].map(
-          ({ name, value, version, isShadow }) => html`
-            <tr key=${name} class=${name.includes(".") ? "part" : ""}>
-              <th scope="row">
-                ${name}${
-                  isShadow
-                    ? html`
-                        <span class="badge soft">shadow</span>
-                      `
-                    : ""
-                }
-              </th>
-              <td class="num">${number(value)}</td>
-              <td>${version ?? ""}</td>
-            </tr>
-          `,
-        )}
-      </tbody>
-    </table>
+    <div class="scroll" tabindex="0" role="region" aria-label="Scores">
+      <table class="grid">
+        <thead>
+          <tr>
+            <th scope="col">Reward</th>
+            <th scope="col" class="num">Score</th>
+            <th scope="col">Scorer</th>
+          </tr>
+        </thead>
+        <tbody>
+          <tr>
+            <th scope="row">total</th>
+            <td class="num"><b>${number(sample.reward)}</b></td>
+            <td></td>
+          </tr>
+          ${[...rows, ...shadows].map(
+            ({ name, value, version, isShadow }) => html`
+              <tr key=${name} class=${name.includes(".") ? "part" : ""}>
+                <th scope="row">
+                  <${Name} of=${name} />${
+                    isShadow
+                      ? html`
+                          <span class="badge soft">shadow</span>
+                        `
+                      : ""
+                  }
+                </th>
+                <td class="num">${number(value)}</td>
+                <td><${Name} of=${version ?? ""} /></td>
+              </tr>
+            `,
+          )}
+        </tbody>
+      </table>
+    </div>
   `;
 }
