@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from datetime import datetime
 
+from pydantic import Field
+
 from flowfleet.client.types import Answer, Desired, FiniteOrNone, JobStatus, Progress
 
 
@@ -45,7 +47,7 @@ class JobRow(Answer):
     progress: Progress = Progress()
     curve: Curve = Curve()
     """Mean training reward."""
-    accelerator_hours: dict[str, float] = {}
+    accelerator_hours: dict[str, float] = Field(default={})
     """rollout and trainer → hours of accelerators so far; on CPUs hours of processes."""
     place: int | None = None
     """Jobs that run in its pool before it; null unless it waits in the queue."""

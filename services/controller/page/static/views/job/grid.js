@@ -119,7 +119,7 @@ function promptOf(samples, versions, row, left, right) {
     const sample = samples.at(version, row);
     if (sample) return sample.prompt;
   }
-  return "";
+  return "…";
 }
 
 function Cell({ job, version, row, column, sample, first, size, left, isActive, choose }) {
