@@ -49,6 +49,7 @@ def test_make_docs_runs_every_generator() -> None:
     ]
     assert {str(path.with_suffix("")).replace("/", ".") for path in generators} - run == {
         "bench.learning.curves",
+        "bench.learning.votes_page",
         "bench.rewards.learning",
     }
 
