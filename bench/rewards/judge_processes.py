@@ -1,4 +1,4 @@
-"""The tiny judge as processes: taught, served over HTTP, and behind a reward service."""
+"""The tiny judge as processes: taught, served over HTTP and behind a reward service, or inside of one."""
 
 from __future__ import annotations
 
@@ -67,6 +67,17 @@ def judge_service(checkpoint: Path, folder: Path, busy_every: int = 0) -> Iterat
         argv = ["services.reward", "--scorer", "vlm", *changes, "--metrics-port", str(metrics_port)]
         with _process(folder, "judge", argv) as address:
             yield JudgeService(address, metrics_port)
+
+
+@contextmanager
+def local_judge(checkpoint: Path, folder: Path) -> Iterator[str]:
+    """The address of a reward service that has the checkpoint in its own process and gives gradients; it ends with the
+    block. Raises RuntimeError, with the end of its log, where it does not start."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {"rubric": RUBRIC, "model": checkpoint, "device": "cpu"}
+    changes = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    with _process(folder, "judge", ["services.reward", "--scorer", "local_vlm", *changes]) as address:
+        yield address
 
 
 @contextmanager

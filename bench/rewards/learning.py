@@ -1,7 +1,9 @@
-"""The figures of docs/results.md about rewards: one that is hacked and the same with guards, and a judge that trains.
+"""The figures of docs/results.md about rewards: one that is hacked and the same with guards, a judge that trains, and a
+judge whose gradient does.
 
     python -m bench.rewards.learning hacking        recipes tiny_hacked and tiny_guarded with seeds
     python -m bench.rewards.learning judge          teaches and serves the tiny judge; tiny_judge with seeds, and frozen
+    python -m bench.rewards.learning gradients      the same judge inside a service: tiny_refl and tiny_srpo, and frozen
     python -m bench.rewards.learning page           draws and writes from what is there
 
 Every job of a command runs on one stack, one after the other, in runs/reward_learning/NAME-SEED; what is there is kept.
@@ -21,7 +23,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench.rewards.judge_processes import JudgeService, judge_service, teach
+from bench.rewards.judge_processes import JudgeService, judge_service, local_judge, teach
 from bench.rewards.page import Topic, draw, parts
 from bench.rewards.runs import Trained, record
 from docs.generate.markdown import rewrite
@@ -66,6 +68,14 @@ def judge_plans(seeds: Sequence[int]) -> list[Plan]:
     return [Plan("judge", "tiny_judge", seeds[0]), control, *(Plan("judge", "tiny_judge", seed) for seed in seeds[1:])]
 
 
+def gradient_plans(seeds: Sequence[int]) -> list[Plan]:
+    """The control has the first seed."""
+    return [
+        *(Plan(name, f"tiny_{name}", seed) for seed in seeds for name in ("refl", "srpo")),
+        Plan("still", "tiny_refl", seeds[0], FROZEN),
+    ]
+
+
 def main() -> int:
     options, console = _parser().parse_args(), Console(width=160)
     if options.what == "hacking":
@@ -77,6 +87,11 @@ def main() -> int:
         with judge_service(checkpoint, options.directory / "judge_service", BUSY_EVERY) as judge:
             rewards = (f"judge={judge.address}", "ocr")
             _run(judge_plans(options.seeds), rewards, options, console, judge)
+    elif options.what == "gradients":
+        checkpoint = options.directory / "teach"
+        teach(checkpoint, options.lessons)
+        with local_judge(checkpoint, options.directory / "local_judge") as address:
+            _run(gradient_plans(options.seeds), (f"judge={address}", "ocr"), options, console, None)
     write_page(options.directory, options.page)
     return 0
 
@@ -84,7 +99,11 @@ def main() -> int:
 def write_page(directory: Path, page: Path) -> None:
     """Results, pictures and tables of all runs in a directory."""
     runs = [Trained.read(path) for path in sorted(directory.glob("*/run.json"))]
-    topics: dict[Topic, tuple[str, str]] = {"hacking": ("hacked", "guarded"), "judge": ("judge", "frozen")}
+    topics: dict[Topic, tuple[str, ...]] = {
+        "hacking": ("hacked", "guarded"),
+        "judge": ("judge", "frozen"),
+        "gradients": ("refl", "srpo", "still"),
+    }
     for topic, names in topics.items():
         chosen = [run for name in names for run in runs if run.name == name]
         if chosen:
@@ -151,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", choices=["hacking", "judge", "page"])
+    parser.add_argument("what", choices=["hacking", "judge", "gradients", "page"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="(1 2 3)")
     parser.add_argument("--held-out", type=int, default=48, help="held-out prompts of a validation (48)")
     parser.add_argument("--lessons", type=int, default=400, help="steps of the judge's teaching (400)")

@@ -13,7 +13,7 @@ from bench.rewards.runs import Trained, Validation
 from docs.generate.markdown import table
 from flowfleet.demo.plots import FIRST, SECOND, THIRD, Curve, Line, measure_panels, picture_rows, words_of
 
-Topic = Literal["hacking", "judge"]
+Topic = Literal["hacking", "judge", "gradients"]
 Measure = Callable[[Validation], float]
 
 HACKING: dict[str, Measure] = {
@@ -28,8 +28,26 @@ JUDGING: dict[str, Measure] = {
     "word's rise in the pixels": lambda one: one.measures["word_rise"],
     "legible: held-out OCR": lambda one: one.scores["ocr"],
 }
-LABELS = {"hacked": "plain reward", "guarded": "with guards", "judge": "trained", "frozen": "frozen"}
-COLORS = {"hacked": THIRD, "guarded": SECOND, "judge": SECOND, "frozen": FIRST}
+LABELS = {
+    "hacked": "plain reward",
+    "guarded": "with guards",
+    "judge": "trained",
+    "frozen": "frozen",
+    "refl": "ReFL",
+    "srpo": "SRPO",
+    "still": "frozen",
+}
+COLORS = {
+    "hacked": THIRD,
+    "guarded": SECOND,
+    "judge": SECOND,
+    "frozen": FIRST,
+    "refl": SECOND,
+    "srpo": THIRD,
+    "still": FIRST,
+}
+CONTROLS = {"frozen": "judge", "still": "refl"}
+"""Runs that learn nothing, and the recipe that they are of."""
 COUNTERS = {
     "questions": ("cache/hit", "cache/miss"),
     "cache hits": ("cache/hit",),
@@ -51,6 +69,12 @@ def parts(topic: Topic, runs: Sequence[Trained]) -> dict[str, str]:
             "![The same prompts and noise before and after](images/reward_hacking.png)",
             _table(runs, HACKING),
         ]
+    elif topic == "gradients":
+        shown = [
+            "![The judge's score over training](images/reward_gradients_curves.png)",
+            "![The same prompts and noise before and after](images/reward_gradients.png)",
+            _table(runs, JUDGING),
+        ]
     else:
         shown = [
             "![The judge's score over training](images/reward_judge_curves.png)",
@@ -69,7 +93,7 @@ def _table(runs: Sequence[Trained], measures: dict[str, Measure]) -> str:
 
 def _row(run: Trained, measures: dict[str, Measure]) -> list[str]:
     first, last = run.validations[0], run.validations[-1]
-    name = link(f"tiny_{'judge' if run.name == 'frozen' else run.name}") + ", frozen" * (run.name == "frozen")
+    name = link(f"tiny_{CONTROLS.get(run.name, run.name)}") + ", frozen" * (run.name in CONTROLS)
     changes = [f"{measure(first):.3f} → {measure(last):.3f}" for measure in measures.values()]
     return [name, str(run.seed), str(last.generated), *changes, str(run.gated)]
 
@@ -90,10 +114,11 @@ def draw(topic: Topic, runs: Sequence[Trained], directory: Path, images: Path) -
     about = {
         "hacking": ("A plain reward is hacked, a guarded one is not", "Held-out means; a line a seed"),
         "judge": ("A vision-language model as the reward", "Held-out means; a line a seed, dashed: frozen"),
+        "gradients": ("Trained on a judge's gradient", "Held-out means; a line a seed, dashed: frozen"),
     }[topic]
     panels = {name: [_line(run, measure) for run in runs] for name, measure in measures.items()}
     measure_panels(images / f"reward_{topic}_curves.png", panels, *about, "training steps", num_columns=5)
-    learned = [run for run in runs if run.name != "frozen" and run.seed == runs[0].seed]
+    learned = [run for run in runs if run.name not in CONTROLS and run.seed == runs[0].seed]
     rows, heads = {}, list[str]()
     for run in learned:
         with np.load(directory / f"{run.name}-{run.seed}" / "pictures.npz") as kept:
@@ -108,4 +133,4 @@ def draw(topic: Topic, runs: Sequence[Trained], directory: Path, images: Path) -
 def _line(run: Trained, measure: Measure) -> Line:
     points = [(one.version, measure(one)) for one in run.validations]
     curve = Curve([version for version, _ in points], [value for _, value in points])
-    return Line(LABELS[run.name], curve, COLORS[run.name], run.name == "frozen")
+    return Line(LABELS[run.name], curve, COLORS[run.name], run.name in CONTROLS)

@@ -34,6 +34,7 @@ _SAMPLES = {
     "matching": "any sampler's",
     "distillation": "noisy steps of any sampler",
     "sequence": "the policy's tokens",
+    "gradient": "any sampler's, and a reward's gradient",
 }
 """What a kind of loss trains on. Those of any sampler need no correction."""
 _SCHEMA: dict[str, type[BaseModel]] = {"rollout.noise": NoisePart, "rollout.window": WindowPart}
@@ -66,6 +67,9 @@ def _algorithm_row(algorithm: Algorithm) -> list[str]:
         step, window = "nothing is sampled", "–"
     elif LOSSES[algorithm.loss].kind == "sequence":
         step, window = "writes tokens", "–"
+    elif LOSSES[algorithm.loss].from_steps:
+        step = "the ODE (eta 0)"
+        window = f"`{_given(algorithm, 'rollout.window.strategy')}`, 1 step of the last quarter"
     elif is_ode:
         step, window = "the ODE (eta 0)", "–"
     loss = LOSSES[algorithm.loss]
@@ -83,6 +87,7 @@ def _loss_row(loss: Loss) -> list[str]:
         "whole groups in a micro-batch": loss.needs_groups,
         "the model before training": loss.needs_reference,
         "an old policy": loss.keeps_old_policy,
+        "rewards with gradients; pictures; one update a step": loss.kind == "gradient",
     }
     reads = ", ".join(f"`{name}`" for name in loss.reads)
     return [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,8 +32,8 @@ class Case(NamedTuple):
 
 
 def loss_class(algorithm: Algorithm) -> str:
-    """policy, matching or preference: each kind of loss takes its own way through rollouts and trainer. One that learns
-    from teachers takes that of the policy losses, with forwards of the teachers."""
+    """policy, matching, gradient or preference: each kind of loss takes its own way through rollouts and trainer. One
+    that learns from teachers takes that of the policy losses, with forwards of the teachers."""
     loss = LOSSES[algorithm.loss]
     return "preference" if loss.needs_pairs else "policy" if loss.kind == "distillation" else loss.kind
 
@@ -43,20 +43,25 @@ def modes_of(algorithm: Algorithm) -> tuple[str, ...]:
     return MODES if LOSSES[algorithm.loss].reads_rewards else ("lora",)
 
 
-def choose_cases(families: Mapping[str, Any], algorithms: Mapping[str, Algorithm]) -> list[Case]:
-    """The pairs to run: every algorithm on two families, every family with a loss of every class, LoRA and full
-    weights in turn. Deterministic, and as few as that takes."""
+def choose_cases(
+    families: Mapping[str, Any],
+    algorithms: Mapping[str, Algorithm],
+    takes: Callable[[str, str], bool] = lambda family, algorithm: True,
+) -> list[Case]:
+    """The pairs to run: every algorithm on two families, every family with a loss of every class that it takes, LoRA
+    and full weights in turn. Deterministic, and as few as that takes."""
     pairs: list[tuple[str, str]] = []
     for wanted in dict.fromkeys(map(loss_class, algorithms.values())):
         members = [name for name, algorithm in algorithms.items() if loss_class(algorithm) == wanted]
         taken: list[tuple[str, str]] = []
         for _ in range(2):
             for name in members:
-                free = [family for family in families if (family, name) not in taken]
+                free = [family for family in families if (family, name) not in taken and takes(family, name)]
                 taken += [(_least_used(free, Counter(family for family, _ in taken)), name)] if free else []
         for family in families:
-            if all(family != other for other, _ in taken):
-                taken.append((family, _least_used(members, Counter(name for _, name in taken))))
+            suited = [name for name in members if takes(family, name)]
+            if suited and all(family != other for other, _ in taken):
+                taken.append((family, _least_used(suited, Counter(name for _, name in taken))))
         pairs += taken
     return _with_modes(pairs, algorithms)
 
@@ -69,7 +74,7 @@ def run_cases() -> list[Case]:
         suited = {
             name: known for name, known in ALGORITHMS.items() if (LOSSES[known.loss].kind == "sequence") == writes
         }
-        cases += choose_cases(families, suited)
+        cases += choose_cases(families, suited, lambda family, name: not refusal(FAMILIES[family], ALGORITHMS[name]))
     return cases
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-LossKind = Literal["policy", "matching", "distillation", "sequence"]
+LossKind = Literal["policy", "matching", "distillation", "sequence", "gradient"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,12 @@ class Loss:
     name: str
     function: str
     """"module:function", a `PolicyLoss` of flowfleet/algorithms/losses.py, a `MatchingLoss` of matching.py, a
-    `DistillationLoss` of distillation.py or a `SequenceLoss` of sequences.py."""
+    `DistillationLoss` of distillation.py, a `SequenceLoss` of sequences.py or a `GradientLoss` of
+    reward_gradient.py."""
     kind: LossKind
     """policy: on the log-probs of stored noisy steps. matching: on velocities at new noise over the final latents.
     distillation: on the means of stored noisy steps, compared with a teacher's. sequence: on the log-probs of written
-    tokens, for models that write text."""
+    tokens, for models that write text. gradient: on the gradient of a reward by the pixels of a predicted image."""
     reads: tuple[str, ...] = ()
     """Settings of `algorithm` that only some losses read, and this one does."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -70,6 +71,8 @@ class Loss:
     """Compares with the model before training."""
     takes_kl: bool = True
     """Reads `algorithm.kl_coef`."""
+    from_steps: bool = False
+    """Begins at the latents before a denoising step of each sample, not at its final ones; for kind gradient."""
     keeps_old_policy: bool = False
     """Compares with an old policy, which follows the trained one by `algorithm.old_policy` and usually samples."""
 
@@ -153,6 +156,7 @@ _MATCHING = "flowfleet.algorithms.matching.losses"
 _LIKELIHOOD = "flowfleet.algorithms.matching.likelihood"
 _GROUPS = "flowfleet.algorithms.matching.groups"
 _DISTILLATION = "flowfleet.algorithms.distillation"
+_GRADIENT = "flowfleet.algorithms.reward_gradient"
 
 for _step in (
     Step("sde", f"{_SDE}:sde_scales"),
@@ -248,6 +252,14 @@ for _loss in (
         keeps_old_policy=True,
     ),
     Loss("diffusion_opd", f"{_DISTILLATION}:diffusion_opd", "distillation", reads=("teachers",), takes_kl=False),
+    Loss("refl", f"{_GRADIENT}:refl", "gradient", reads=("reward_ceiling",), from_steps=True),
+    Loss(
+        "srpo",
+        f"{_GRADIENT}:srpo",
+        "gradient",
+        reads=("align_step", "discount_shift", "positive_words", "negative_words", "relative_weight", *_LEVELS),
+        defaults={"num_noise_levels": 1},
+    ),
 ):
     register_loss(_loss)
 
@@ -372,6 +384,22 @@ for _algorithm in (
         "Distills one or several teachers into one policy, by each step's KL on its own samples; without a reward.",
         loss="diffusion_opd",
         defaults={"rollout.noise.type": "sde", "rollout.window.strategy": "all"},
+    ),
+    Algorithm(
+        "refl",
+        "ReFL",
+        "https://arxiv.org/abs/2304.05977",
+        "Follows the gradient of a reward through the decoder and one late denoising step.",
+        loss="refl",
+        defaults={**_ODE, "rollout.window.strategy": "random", "rollout.window.size": 1},
+    ),
+    Algorithm(
+        "srpo",
+        "SRPO",
+        "https://arxiv.org/abs/2509.06942",
+        "Follows the gradient of a reward at any noise level, by images that known noise was added to.",
+        loss="srpo",
+        defaults=_ODE,
     ),
     Algorithm(
         "online_dpo",

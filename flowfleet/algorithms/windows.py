@@ -180,10 +180,20 @@ def default_end(strategy: WindowStrategy, *, num_steps: int, size: int, low: int
 
 
 def noisy_steps(spec: JobSpec, step: int) -> tuple[int, ...]:
-    """The denoising steps that carry noise in a training step of a job, the same for all its groups; none of an ODE."""
-    return spec.rollout.noise_window.noisy(spec.seed, step) if spec.rollout.noise.eta > 0 else ()
+    """The denoising steps that carry noise in a training step of a job, the same for all its groups; none of an ODE,
+    but for a loss that begins at such steps without noise in them."""
+    return spec.window.noisy(spec.seed, step) if _has_window(spec) else ()
 
 
 def trained_steps(spec: JobSpec, step: int) -> tuple[int, ...]:
     """The steps of `noisy_steps` that are stored and trained on."""
-    return spec.rollout.noise_window.trained(spec.seed, step) if spec.rollout.noise.eta > 0 else ()
+    return spec.window.trained(spec.seed, step) if _has_window(spec) else ()
+
+
+def _has_window(spec: JobSpec) -> bool:
+    return spec.rollout.noise.eta > 0 or spec.loss.from_steps
+
+
+def late_start(num_steps: int) -> int:
+    """First step of the last quarter: from there on ReFL's authors draw theirs."""
+    return num_steps - max(1, num_steps // 4)

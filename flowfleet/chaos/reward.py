@@ -28,9 +28,11 @@ from flowfleet.proto.reward_pb2 import (
     RewardScore,
     ScoreRequest,
     ScoreResponse,
+    ScoreWithGradientRequest,
+    ScoreWithGradientResponse,
 )
 from flowfleet.proto.reward_pb2_grpc import RewardServiceServicer, add_RewardServiceServicer_to_server
-from flowfleet.rewards.requests import SERVICE_NAME, contract_of
+from flowfleet.rewards.requests import SERVICE_NAME, contract_of, no_gradient
 from flowfleet.rpc import endpoint as rpc
 
 NAME = "brightness"
@@ -54,6 +56,9 @@ class ChaosReward(RewardServiceServicer):
             score_min=0.0,
             score_max=1.0,
         )
+
+    async def ScoreWithGradient(self, request: ScoreWithGradientRequest, context: Any) -> ScoreWithGradientResponse:
+        await no_gradient(context)
 
     async def Score(self, request: ScoreRequest, context: Any) -> ScoreResponse:
         control = Control.read(self._control)

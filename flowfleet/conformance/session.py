@@ -23,11 +23,15 @@ from flowfleet.proto.reward_pb2 import (
     MODALITY_VIDEO,
     DescribeRequest,
     DescribeResponse,
+    PixelScore,
     RewardSample,
     RewardScore,
     ScoreRequest,
     ScoreResponse,
+    ScoreWithGradientRequest,
+    ScoreWithGradientResponse,
 )
+from flowfleet.rewards.gradients import MAX_GRADIENT_BYTES, PixelInput, cut
 from flowfleet.rpc import endpoint as rpc
 from flowfleet.rpc import tls
 
@@ -207,6 +211,22 @@ class Session:
         response = await self.score(samples)
         self.given.extend(response.scores)
         return by_id(response.scores)
+
+    async def score_with_gradient(self, samples: Sequence[PixelInput]) -> ScoreWithGradientResponse:
+        """Raises grpc.aio.AioRpcError."""
+        request = ScoreWithGradientRequest(
+            samples=[sample.message() for sample in samples], params=dict(self.options.params)
+        )
+        return await self._stub.ScoreWithGradient(request, timeout=self.options.timeout_s)
+
+    async def gradients(self, samples: Sequence[PixelInput]) -> dict[str, PixelScore]:
+        """Answers by id, the first of several of one id, in as many calls as the service wants."""
+        limit = self.described.gradient_bytes or MAX_GRADIENT_BYTES
+        found: dict[str, PixelScore] = {}
+        for call in cut(samples, self.full_batch, limit):
+            for score in (await self.score_with_gradient(call)).scores:
+                found.setdefault(score.sample_id, score)
+        return found
 
     async def seconds(self, samples: Sequence[RewardSample]) -> float:
         """Time that a call takes."""

@@ -9,7 +9,7 @@ from typing import Final
 
 import grpc.aio
 
-from flowfleet.conformance import describing, large, load, refusing, scoring, sending
+from flowfleet.conformance import describing, gradients, large, load, refusing, scoring, sending
 from flowfleet.conformance.checks import Check, Fault, Remark, Skip, said
 from flowfleet.conformance.report import Report, Result, Service, Status
 from flowfleet.conformance.session import Options, Session, open_channel
@@ -21,6 +21,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     *large.CHECKS,
     *refusing.CHECKS,
     *sending.CHECKS,
+    *gradients.CHECKS,
     *load.CHECKS,
     *scoring.LAST,
     *load.LAST,

@@ -22,8 +22,19 @@ def follow(history: Mapping[int, str], request: trainer_pb2.TrainStepRequest) ->
     if before is None:
         return ""
     digest = hashlib.sha256(before.encode())
-    digest.update(request.SerializeToString(deterministic=True))
+    digest.update(_identity(request).SerializeToString(deterministic=True))
     return digest.hexdigest()[:_DIGITS]
+
+
+def _identity(request: trainer_pb2.TrainStepRequest) -> trainer_pb2.TrainStepRequest:
+    """The request without where rewards answer, which changes from call to call."""
+    if not any(reward.addresses for reward in request.gradient_rewards):
+        return request
+    plain = trainer_pb2.TrainStepRequest()
+    plain.CopyFrom(request)
+    for reward in plain.gradient_rewards:
+        reward.ClearField("addresses")
+    return plain
 
 
 def extend(history: MutableMapping[int, str], request: trainer_pb2.TrainStepRequest) -> None:

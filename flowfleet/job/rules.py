@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from flowfleet.algorithms.registry import LOSSES, STEPS
 from flowfleet.algorithms.windows import default_end
-from flowfleet.job import distillation_rules, preview_rules, sequence_rules
+from flowfleet.job import distillation_rules, gradient_rules, preview_rules, sequence_rules
 from flowfleet.job.unheard import is_changed as _is_changed
 from flowfleet.job.unheard import unheard as _unheard
 
@@ -27,6 +27,7 @@ def problems(job: JobSpec) -> Iterator[str]:
     """Everything that is wrong with a job's combination of settings, the plainest first."""
     for rule in (
         sequence_rules.problems,
+        gradient_rules.problems,
         _evaluation,
         _window,
         _noise,
@@ -123,7 +124,7 @@ def _evaluation(job: JobSpec) -> Iterator[str]:
 def _window(job: JobSpec) -> Iterator[str]:
     rollout, window = job.rollout, job.rollout.window
     yield from _unheard_window(job)
-    if rollout.noise.eta == 0:
+    if rollout.noise.eta == 0 and not job.loss.from_steps:
         return
     if window.strategy == "listed":
         yield from _listed(job)
@@ -267,7 +268,7 @@ def _loss_settings(job: JobSpec) -> Iterator[str]:
     for plain, nats in _NATS.items():
         if nats in loss.reads and getattr(part, nats) is not None:
             yield from _unheard(job, (f"algorithm.{plain}",), f"next to algorithm.{nats}: remove one of them")
-    if loss.kind == "matching" and part.sigma_sampling == "schedule":
+    if "sigma_sampling" in loss.reads and part.sigma_sampling == "schedule":
         yield from _unheard(
             job,
             ("algorithm.sigma_low", "algorithm.sigma_high"),
@@ -279,7 +280,7 @@ def _loss_settings(job: JobSpec) -> Iterator[str]:
                 f"{job.rollout.num_inference_steps} levels that the sampler has: lower it, or choose another "
                 "algorithm.sigma_sampling"
             )
-    elif loss.kind == "matching" and part.sigma_low >= part.sigma_high:
+    elif "sigma_low" in loss.reads and part.sigma_low >= part.sigma_high:
         yield f"algorithm.sigma_low = {part.sigma_low} must lie below algorithm.sigma_high = {part.sigma_high}"
     if part.kl_coef == 0 or not loss.takes_kl:
         yield from _unheard(
@@ -381,7 +382,7 @@ def _advantages(job: JobSpec) -> Iterator[str]:
             ),
             f"with algorithm.loss = {loss.name}, whose pairs go by the weighted sum of the rewards: leave it out",
         )
-    elif job.rollout.group_size < 2 and loss.reads_rewards:
+    elif job.rollout.group_size < 2 and loss.reads_rewards and not job.trains_on_gradients:
         yield "rollout.group_size = 1 gives every sample the advantage 0, so nothing is learnt: set it to 2 or more"
     if part.diversity is not None:
         yield from _watching(job, "algorithm.diversity", part.diversity)
@@ -679,6 +680,8 @@ def window_end(job: JobSpec) -> int:
     window = job.rollout.window
     if window.strategy == "listed":
         return max(window.steps, default=-1) + 1
+    if job.loss.from_steps:
+        return window.high or job.rollout.num_inference_steps
     if window.high is not None:
         return window.high
     number = job.rollout.num_inference_steps

@@ -25,7 +25,7 @@ from pydantic import (
 from flowfleet import plugins
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, STEPS, Algorithm, Loss, Step
 from flowfleet.algorithms.samplers import SamplerName
-from flowfleet.algorithms.windows import AtEnd, Pace, Window, WindowStrategy
+from flowfleet.algorithms.windows import AtEnd, Pace, Window, WindowStrategy, late_start
 from flowfleet.job import reference
 from flowfleet.job import rules as combinations
 from flowfleet.job.data import DataPart
@@ -207,6 +207,19 @@ class RolloutPart(Part):
         return self.group_size if self.preview.keep is None else min(self.group_size, self.preview.keep)
 
     @property
+    def late_window(self) -> Window:
+        """`noise_window` of a loss that begins at late steps: up to the last step, and where neither `low` nor `high`
+        is set, in the last quarter."""
+        part, number = self.window, self.num_inference_steps
+        low = late_start(number) if not part.low and part.high is None else part.low
+        return Window(
+            num_steps=number,
+            **part.model_dump(exclude={"allow_coarse", "low", "high"}),
+            low=low,
+            high=part.high or number,
+        )
+
+    @property
     def size(self) -> Size:
         return Size(self.height, self.width, self.num_frames)
 
@@ -354,6 +367,20 @@ class AlgorithmPart(Part):
     advantage_mode: Literal["all", "positive", "negative", "sign", "positive_sign"] = "all"
     """What DiffusionNFT reads of an advantage: all of it; only what is above 0, or below (the rest counts as 0); its
     sign (−1, 0, 1); or 1 where it is above 0 and else 0."""
+    align_step: float = Field(default=0.4, gt=0.0, le=1.0)
+    """SRPO: how far one step of the policy lowers the noise level, but to no less than half of it. The known noise
+    leads the rest of the way to an image."""
+    discount_shift: float = Field(default=3.0, gt=0.0)
+    """SRPO: how an image counts by the noise level s that the step ends at: d s / (1 + (d - 1) s)."""
+    positive_words: tuple[str, ...] = ()
+    """SRPO: control words before the prompt, such as "Realistic photo", whose reward is wanted; steps take them in
+    turn. None: the reward of the prompt itself."""
+    negative_words: tuple[str, ...] = ()
+    """SRPO: control words before the prompt whose reward is unwanted; steps take them in turn."""
+    relative_weight: float = Field(default=0.0, ge=0.0)
+    """SRPO: k of (1 + k) times the wanted reward minus the unwanted one."""
+    reward_ceiling: float | None = None
+    """ReFL: rewards of at least this train no more; unset: all do."""
     pairs_per_group: int = Field(default=1, ge=1)
     """Pairs that online DPO makes of a group: best and worst, second best and second worst, …"""
     reward_combination: Literal["sum", "normalized", "separate"] = "sum"
@@ -656,8 +683,18 @@ class JobSpec(Part):
 
     @property
     def records_steps(self) -> bool:
-        """Whether rollouts keep the noisy steps; matching losses want the final latents alone."""
-        return self.loss.kind in ("policy", "distillation")
+        """Whether rollouts keep the steps of the window; matching losses want the final latents alone."""
+        return self.loss.kind in ("policy", "distillation") or self.loss.from_steps
+
+    @property
+    def window(self) -> Window:
+        """Which denoising steps carry noise, or are begun at by a loss that follows a reward's gradient from them."""
+        return self.rollout.late_window if self.loss.from_steps else self.rollout.noise_window
+
+    @property
+    def trains_on_gradients(self) -> bool:
+        """Whether the trainer asks rewards for gradients."""
+        return self.loss.kind == "gradient"
 
     @property
     def writes_tokens(self) -> bool:

@@ -38,6 +38,7 @@ SCORERS = (
     "multiple_choice",
     "math",
     "vlm",
+    "local_vlm",
     "vlm_ocr",
 )
 """Scorers that the reward service has."""

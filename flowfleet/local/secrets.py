@@ -54,6 +54,7 @@ class StackSecrets:
             "FLOWFLEET_REDIS_URL": urls["trainer"],
             service.RPC_TOKEN: self.trainer,
             service.RPC_ACCEPT: accept,
+            kinds.REWARD_TOKEN: self.reward,
         }
         return {
             "controller": {

@@ -267,6 +267,24 @@ class ModelAdapter(ABC):
     @abstractmethod
     def _decode(self, latents: Tensor, size: Size) -> Tensor: ...
 
+    def pixels(self, latents: Tensor, size: Size) -> Tensor:
+        """Pictures (B, 3, H, W) float32 from 0 to 1 on the adapter's device, before they are rounded to `decode`'s;
+        gradients flow. Needs the VAE. Raises ValueError for a family that decodes without gradient."""
+        if self.vae is None:
+            raise ValueError("pixels needs the VAE: load the adapter with the component vae")
+        return (self._pixels(latents.to(self.device), size).float().clamp(-1, 1) + 1) / 2
+
+    def checkpoint_decoding(self) -> None:
+        """Has the VAE compute its activations again in the backward of `pixels`, where it can."""
+        if getattr(self.vae, "_supports_gradient_checkpointing", False):
+            self.vae.enable_gradient_checkpointing()
+
+    def _pixels(self, latents: Tensor, size: Size) -> Tensor:
+        """(B, 3, H, W) from -1 to 1, with gradient."""
+        raise ValueError(
+            f"{type(self).__name__} decodes without gradient: choose a loss that does not train on gradients of rewards"
+        )
+
     def encode_media(self, frames: Tensor, size: Size) -> Tensor:
         """Latents (B, *latent_shape) float32 on the CPU of given frames (B, F, H, W, 3) uint8: the inverse of `decode`
         up to the VAE's loss (the mode of its posterior). Needs the VAE. For learning from a data set of media."""

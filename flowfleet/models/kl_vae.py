@@ -35,10 +35,14 @@ class PictureVae:
         """Latents (B, Z, H/scale, W/scale) float32 on the CPU of frames (B, 1, H, W, 3) uint8: the posterior's mode."""
         return _in_chunks(self._encode, frames, frames.shape[2] * frames.shape[3])
 
-    def _decode(self, planes: Tensor) -> Tensor:
+    def pixels(self, planes: Tensor) -> Tensor:
+        """(B, 3, H, W) about -1 to 1 of latents (B, Z, H/scale, W/scale), all at once and with gradient."""
         latents = planes.to(self._vae.device, torch.float32) / self._scaling + self._shift
         pixels: Tensor = self._vae.decode(latents.to(self._vae.dtype), return_dict=False)[0]
-        return to_uint8(pixels)
+        return pixels
+
+    def _decode(self, planes: Tensor) -> Tensor:
+        return to_uint8(self.pixels(planes))
 
     def _encode(self, frames: Tensor) -> Tensor:
         pixels = to_pixels(frames)[:, :, 0].to(self._vae.device, self._vae.dtype)

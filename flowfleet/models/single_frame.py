@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 
 class SingleFrameDecoder(nn.Module):
@@ -30,13 +31,17 @@ class SingleFrameDecoder(nn.Module):
             decoder.nonlinearity,
             _FrameConv(decoder.conv_out),
         )
+        self.checkpoints = False
+        """Whether a layer's activations are computed again in the backward."""
         self.requires_grad_(False).eval()
         convolutions: Any = self.layers
         convolutions.to(memory_format=torch.channels_last)  # what their kernels on accelerators want
 
     def forward(self, latents: Tensor) -> Tensor:
-        pixels: Tensor = self.layers(latents.contiguous(memory_format=torch.channels_last))
-        return pixels.clamp(-1, 1)
+        x: Tensor = latents.contiguous(memory_format=torch.channels_last)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpoints and torch.is_grad_enabled() else layer(x)
+        return x.clamp(-1, 1)
 
 
 class _FrameConv(nn.Module):

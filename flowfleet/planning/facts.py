@@ -17,7 +17,7 @@ from flowfleet.models.base import ModelAdapter
 from flowfleet.planning.activations import Activations, measure
 from flowfleet.planning.flops import ModelFlops, count_model, flops_of, forward
 from flowfleet.planning.live import LiveBytes
-from flowfleet.planning.skeleton import META, MetaRun, blocks, load_skeleton, shortened
+from flowfleet.planning.skeleton import META, MetaRun, blocks, fused_attention, load_skeleton, shortened
 from flowfleet.quantization.layers import large_linears
 from flowfleet.weights.weights import dtype_of
 
@@ -51,6 +51,8 @@ class Facts:
     sampling_bytes: int
     """Held by a forward of `rollout.batch_size` rows, at most."""
     decode_bytes: int
+    gradient_bytes: int
+    """Held by decoding one sample with gradient and its backward, at most; 0 unless the job trains on gradients."""
     flops: ModelFlops
     decode_flops: float
     """FLOPs to decode one sample."""
@@ -71,6 +73,7 @@ def gather(spec: JobSpec, text_tokens: int, *, compiled: bool) -> Facts:
     params = _numel(parameter for module in experts.values() for parameter in module.parameters())
     fp8 = sum(_numel(_quantized(module)) for module in experts.values())
     decode_bytes, decode_flops = _decoding(skeleton, spec)
+    gradient_bytes = _decoding_with_gradient(skeleton, spec) if spec.trains_on_gradients else 0
     flops = count_model(skeleton, spec)
     if spec.trainer.mode == "full":
         expert.requires_grad_(True)
@@ -97,6 +100,7 @@ def gather(spec: JobSpec, text_tokens: int, *, compiled: bool) -> Facts:
         activations=activations,
         sampling_bytes=sampling,
         decode_bytes=decode_bytes,
+        gradient_bytes=gradient_bytes,
         flops=flops,
         decode_flops=decode_flops,
     )
@@ -138,6 +142,16 @@ def _decoding(skeleton: ModelAdapter, spec: JobSpec) -> tuple[int, float]:
     with MetaRun(), LiveBytes() as live:
         flops = flops_of(lambda: skeleton.decode(latents, size))
     return live.peak, flops / rows
+
+
+def _decoding_with_gradient(skeleton: ModelAdapter, spec: JobSpec) -> int:
+    """Bytes of one sample, as the trainer decodes: activations are computed again where the VAE can."""
+    skeleton.checkpoint_decoding()
+    latents = torch.empty(1, *skeleton.latent_shape(spec.rollout.size), device=META, requires_grad=True)
+    with fused_attention(), LiveBytes() as live:
+        pixels = skeleton.pixels(latents, spec.rollout.size)
+        torch.autograd.backward([pixels], [torch.empty_like(pixels)])
+    return int(live.peak)
 
 
 def _of_all_blocks(count: Callable[[nn.Module], int], expert: nn.Module, stands_for: Mapping[nn.Module, int]) -> int:

@@ -42,10 +42,12 @@ class TrainerMemory:
     """Memory of this rank's process."""
     sampling_peak: float = 0.0
     """While it samples for its own job; 0 where it never does."""
+    gradient_peak: float = 0.0
+    """While it decodes a picture with gradient; 0 where it never does."""
 
     @property
     def peak(self) -> float:
-        return max(self.update_peak, self.optimizer_peak, self.sampling_peak)
+        return max(self.update_peak, self.optimizer_peak, self.sampling_peak, self.gradient_peak)
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def num_rounds(spec: JobSpec) -> int:
     """Rows of a sample, at most: the noisy steps that are trained, or the noise levels of a matching loss."""
     if not spec.records_steps:
         return spec.algorithm.num_noise_levels
-    return spec.rollout.noise_window.most
+    return spec.window.most
 
 
 def passes(spec: JobSpec) -> int:
@@ -109,16 +111,24 @@ def trainer_memory(spec: JobSpec, facts: Facts, device_bytes: float | None = Non
         "average": FP32 * facts.trained / ranks if spec.averages else 0.0,
         "teachers": FP32 * facts.trained * len(spec.algorithm.teachers) / ranks,
         "samples": min(2, part.passes) * samples * _row_bytes(spec, facts),
+        "decoder": float(facts.vae_bytes) if spec.trains_on_gradients else 0.0,
+        "rewards' gradients": samples * num_rounds(spec) * facts.latent * FP32 if spec.trains_on_gradients else 0.0,
         "as a replica": sum(size for name, size in replica.items() if name not in ("transformer", "activations")),
         "activations": facts.activations.peak(part.gradient_checkpointing, micro, passes(spec)),
     }
     only_late = ("gradients", "gradients, whole") if backwards == 1 else ()
-    kept = ("reference", "old policy", "average", "teachers", "samples", "as a replica")
+    kept = (
+        *("reference", "old policy", "average", "teachers", "samples"),
+        *("decoder", "rewards' gradients", "as a replica"),
+    )
     resident = ("frozen base", "masters", "optimizer state", "gradients", *kept)
     return TrainerMemory(
         parts={name: size for name, size in parts.items() if size},
         update_peak=sum(size for name, size in parts.items() if name not in only_late),
         optimizer_peak=sum(parts[name] for name in resident) + _streamed(spec, facts.trained / ranks),
+        gradient_peak=sum(parts[name] for name in (*resident, "gathered")) + facts.gradient_bytes
+        if spec.trains_on_gradients
+        else 0.0,
         sampling_peak=sum(parts[name] for name in resident) + replica["activations"] if replica else 0.0,
         host=(moments if part.optimizer.state == "host" else 0.0) + samples * _row_bytes(spec, facts),
     )

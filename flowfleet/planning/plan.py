@@ -58,6 +58,7 @@ class Plan:
                 "update_peak_gib": self.trainer.update_peak / GIB,
                 "optimizer_peak_gib": self.trainer.optimizer_peak / GIB,
                 "sampling_peak_gib": self.trainer.sampling_peak / GIB,
+                "gradient_peak_gib": self.trainer.gradient_peak / GIB,
                 "peak_gib": self.trainer.peak / GIB,
                 "host_gib": self.trainer.host / GIB,
             },

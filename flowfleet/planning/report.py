@@ -31,6 +31,8 @@ def show_plan(spec: JobSpec, plan: Plan, console: Console) -> None:
     trainer.add_row("peak in the optimizer's step", _gib(plan.trainer.optimizer_peak))
     if part.samples != "no":
         trainer.add_row(f"peak while it samples (batch {rollout.batch_size})", _gib(plan.trainer.sampling_peak))
+    if plan.trainer.gradient_peak:
+        trainer.add_row("peak while a picture is decoded with gradient", _gib(plan.trainer.gradient_peak))
     trainer.add_row("host memory", _gib(plan.trainer.host))
     replica = _memory("A rollout replica, GiB", plan.rollout.parts, f"batch {rollout.batch_size}")
     replica.add_section()

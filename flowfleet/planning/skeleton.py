@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
@@ -101,6 +102,17 @@ class MetaRun(TorchFunctionMode):
         if func is Tensor.cpu and args[0].device == META:
             return args[0]
         return func(*args, **kwargs)
+
+
+@contextmanager
+def fused_attention() -> Iterator[None]:
+    """Inside, attention is as in `MetaRun`, also where a backward computes activations again: modes are off there."""
+    before = functional.scaled_dot_product_attention
+    functional.scaled_dot_product_attention = _fused_attention
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = before
 
 
 def _fused_attention(

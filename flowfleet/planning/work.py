@@ -81,6 +81,8 @@ def _without_gradient(spec: JobSpec) -> float:
     """Forwards per row besides those of the update: old log-probs of all updates but the first, and the reference. A
     matching loss has other rows in each pass."""
     count = float(spec.loss.needs_reference or spec.algorithm.kl_coef > 0) + float(spec.loss.keeps_old_policy)
+    if spec.trains_on_gradients:
+        return count + 1  # the images that rewards are asked about
     if not spec.records_steps:
         return count * spec.trainer.passes
     if not spec.loss.reads_log_probs:

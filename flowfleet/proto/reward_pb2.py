@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x66lowfleet/v1/reward.proto\x12\x0c\x66lowfleet.v1\"\x11\n\x0f\x44\x65scribeRequest\"\xea\x01\n\x10\x44\x65scribeResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12*\n\nmodalities\x18\x03 \x03(\x0e\x32\x16.flowfleet.v1.Modality\x12\x11\n\tscore_min\x18\x04 \x01(\x01\x12\x11\n\tscore_max\x18\x05 \x01(\x01\x12\x16\n\x0emax_batch_size\x18\x06 \x01(\r\x12\x13\n\x0bneeds_group\x18\x07 \x01(\x08\x12\x12\n\ncomponents\x18\x08 \x03(\t\x12\x10\n\x08\x63ontract\x18\t \x01(\r\x12\x12\n\ncall_bytes\x18\n \x01(\x04\"\xd3\x01\n\x0cRewardSample\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\r\n\x05media\x18\x02 \x01(\x0c\x12\x12\n\nmedia_type\x18\x03 \x01(\t\x12\x0e\n\x06prompt\x18\x04 \x01(\t\x12:\n\x08metadata\x18\x05 \x03(\x0b\x32(.flowfleet.v1.RewardSample.MetadataEntry\x12\x10\n\x08group_id\x18\x06 \x01(\t\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xa2\x01\n\x0cScoreRequest\x12+\n\x07samples\x18\x01 \x03(\x0b\x32\x1a.flowfleet.v1.RewardSample\x12\x36\n\x06params\x18\x02 \x03(\x0b\x32&.flowfleet.v1.ScoreRequest.ParamsEntry\x1a-\n\x0bParamsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xe6\x01\n\x0bRewardScore\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x0f\n\x05score\x18\x02 \x01(\x01H\x00\x12\x0f\n\x05\x65rror\x18\x03 \x01(\tH\x00\x12\x11\n\x07pending\x18\x06 \x01(\tH\x00\x12=\n\ncomponents\x18\x04 \x03(\x0b\x32).flowfleet.v1.RewardScore.ComponentsEntry\x12\x12\n\nmedia_size\x18\x05 \x01(\x04\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07outcome\"K\n\rScoreResponse\x12)\n\x06scores\x18\x01 \x03(\x0b\x32\x19.flowfleet.v1.RewardScore\x12\x0f\n\x07version\x18\x02 \x01(\t*_\n\x08Modality\x12\x18\n\x14MODALITY_UNSPECIFIED\x10\x00\x12\x12\n\x0eMODALITY_IMAGE\x10\x01\x12\x12\n\x0eMODALITY_VIDEO\x10\x02\x12\x11\n\rMODALITY_TEXT\x10\x03\x32\x9c\x01\n\rRewardService\x12I\n\x08\x44\x65scribe\x12\x1d.flowfleet.v1.DescribeRequest\x1a\x1e.flowfleet.v1.DescribeResponse\x12@\n\x05Score\x12\x1a.flowfleet.v1.ScoreRequest\x1a\x1b.flowfleet.v1.ScoreResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x66lowfleet/v1/reward.proto\x12\x0c\x66lowfleet.v1\"\x11\n\x0f\x44\x65scribeRequest\"\x9a\x02\n\x10\x44\x65scribeResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12*\n\nmodalities\x18\x03 \x03(\x0e\x32\x16.flowfleet.v1.Modality\x12\x11\n\tscore_min\x18\x04 \x01(\x01\x12\x11\n\tscore_max\x18\x05 \x01(\x01\x12\x16\n\x0emax_batch_size\x18\x06 \x01(\r\x12\x13\n\x0bneeds_group\x18\x07 \x01(\x08\x12\x12\n\ncomponents\x18\x08 \x03(\t\x12\x10\n\x08\x63ontract\x18\t \x01(\r\x12\x12\n\ncall_bytes\x18\n \x01(\x04\x12\x16\n\x0egives_gradient\x18\x0b \x01(\x08\x12\x16\n\x0egradient_bytes\x18\x0c \x01(\x04\"\xd3\x01\n\x0cRewardSample\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\r\n\x05media\x18\x02 \x01(\x0c\x12\x12\n\nmedia_type\x18\x03 \x01(\t\x12\x0e\n\x06prompt\x18\x04 \x01(\t\x12:\n\x08metadata\x18\x05 \x03(\x0b\x32(.flowfleet.v1.RewardSample.MetadataEntry\x12\x10\n\x08group_id\x18\x06 \x01(\t\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xa2\x01\n\x0cScoreRequest\x12+\n\x07samples\x18\x01 \x03(\x0b\x32\x1a.flowfleet.v1.RewardSample\x12\x36\n\x06params\x18\x02 \x03(\x0b\x32&.flowfleet.v1.ScoreRequest.ParamsEntry\x1a-\n\x0bParamsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xe6\x01\n\x0bRewardScore\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x0f\n\x05score\x18\x02 \x01(\x01H\x00\x12\x0f\n\x05\x65rror\x18\x03 \x01(\tH\x00\x12\x11\n\x07pending\x18\x06 \x01(\tH\x00\x12=\n\ncomponents\x18\x04 \x03(\x0b\x32).flowfleet.v1.RewardScore.ComponentsEntry\x12\x12\n\nmedia_size\x18\x05 \x01(\x04\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07outcome\"K\n\rScoreResponse\x12)\n\x06scores\x18\x01 \x03(\x0b\x32\x19.flowfleet.v1.RewardScore\x12\x0f\n\x07version\x18\x02 \x01(\t\"\xac\x01\n\x0bPixelSample\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x0e\n\x06pixels\x18\x02 \x01(\x0c\x12\x0e\n\x06prompt\x18\x03 \x01(\t\x12\x39\n\x08metadata\x18\x04 \x03(\x0b\x32\'.flowfleet.v1.PixelSample.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xb9\x01\n\x18ScoreWithGradientRequest\x12*\n\x07samples\x18\x01 \x03(\x0b\x32\x19.flowfleet.v1.PixelSample\x12\x42\n\x06params\x18\x02 \x03(\x0b\x32\x32.flowfleet.v1.ScoreWithGradientRequest.ParamsEntry\x1a-\n\x0bParamsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xcf\x01\n\nPixelScore\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x0f\n\x05score\x18\x02 \x01(\x01H\x00\x12\x0f\n\x05\x65rror\x18\x03 \x01(\tH\x00\x12\x10\n\x08gradient\x18\x04 \x01(\x0c\x12<\n\ncomponents\x18\x05 \x03(\x0b\x32(.flowfleet.v1.PixelScore.ComponentsEntry\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07outcome\"V\n\x19ScoreWithGradientResponse\x12(\n\x06scores\x18\x01 \x03(\x0b\x32\x18.flowfleet.v1.PixelScore\x12\x0f\n\x07version\x18\x02 \x01(\t*_\n\x08Modality\x12\x18\n\x14MODALITY_UNSPECIFIED\x10\x00\x12\x12\n\x0eMODALITY_IMAGE\x10\x01\x12\x12\n\x0eMODALITY_VIDEO\x10\x02\x12\x11\n\rMODALITY_TEXT\x10\x03\x32\x82\x02\n\rRewardService\x12I\n\x08\x44\x65scribe\x12\x1d.flowfleet.v1.DescribeRequest\x1a\x1e.flowfleet.v1.DescribeResponse\x12@\n\x05Score\x12\x1a.flowfleet.v1.ScoreRequest\x1a\x1b.flowfleet.v1.ScoreResponse\x12\x64\n\x11ScoreWithGradient\x12&.flowfleet.v1.ScoreWithGradientRequest\x1a\'.flowfleet.v1.ScoreWithGradientResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,26 +37,46 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCOREREQUEST_PARAMSENTRY']._serialized_options = b'8\001'
   _globals['_REWARDSCORE_COMPONENTSENTRY']._loaded_options = None
   _globals['_REWARDSCORE_COMPONENTSENTRY']._serialized_options = b'8\001'
-  _globals['_MODALITY']._serialized_start=988
-  _globals['_MODALITY']._serialized_end=1083
+  _globals['_PIXELSAMPLE_METADATAENTRY']._loaded_options = None
+  _globals['_PIXELSAMPLE_METADATAENTRY']._serialized_options = b'8\001'
+  _globals['_SCOREWITHGRADIENTREQUEST_PARAMSENTRY']._loaded_options = None
+  _globals['_SCOREWITHGRADIENTREQUEST_PARAMSENTRY']._serialized_options = b'8\001'
+  _globals['_PIXELSCORE_COMPONENTSENTRY']._loaded_options = None
+  _globals['_PIXELSCORE_COMPONENTSENTRY']._serialized_options = b'8\001'
+  _globals['_MODALITY']._serialized_start=1697
+  _globals['_MODALITY']._serialized_end=1792
   _globals['_DESCRIBEREQUEST']._serialized_start=43
   _globals['_DESCRIBEREQUEST']._serialized_end=60
   _globals['_DESCRIBERESPONSE']._serialized_start=63
-  _globals['_DESCRIBERESPONSE']._serialized_end=297
-  _globals['_REWARDSAMPLE']._serialized_start=300
-  _globals['_REWARDSAMPLE']._serialized_end=511
-  _globals['_REWARDSAMPLE_METADATAENTRY']._serialized_start=464
-  _globals['_REWARDSAMPLE_METADATAENTRY']._serialized_end=511
-  _globals['_SCOREREQUEST']._serialized_start=514
-  _globals['_SCOREREQUEST']._serialized_end=676
-  _globals['_SCOREREQUEST_PARAMSENTRY']._serialized_start=631
-  _globals['_SCOREREQUEST_PARAMSENTRY']._serialized_end=676
-  _globals['_REWARDSCORE']._serialized_start=679
-  _globals['_REWARDSCORE']._serialized_end=909
-  _globals['_REWARDSCORE_COMPONENTSENTRY']._serialized_start=849
-  _globals['_REWARDSCORE_COMPONENTSENTRY']._serialized_end=898
-  _globals['_SCORERESPONSE']._serialized_start=911
-  _globals['_SCORERESPONSE']._serialized_end=986
-  _globals['_REWARDSERVICE']._serialized_start=1086
-  _globals['_REWARDSERVICE']._serialized_end=1242
+  _globals['_DESCRIBERESPONSE']._serialized_end=345
+  _globals['_REWARDSAMPLE']._serialized_start=348
+  _globals['_REWARDSAMPLE']._serialized_end=559
+  _globals['_REWARDSAMPLE_METADATAENTRY']._serialized_start=512
+  _globals['_REWARDSAMPLE_METADATAENTRY']._serialized_end=559
+  _globals['_SCOREREQUEST']._serialized_start=562
+  _globals['_SCOREREQUEST']._serialized_end=724
+  _globals['_SCOREREQUEST_PARAMSENTRY']._serialized_start=679
+  _globals['_SCOREREQUEST_PARAMSENTRY']._serialized_end=724
+  _globals['_REWARDSCORE']._serialized_start=727
+  _globals['_REWARDSCORE']._serialized_end=957
+  _globals['_REWARDSCORE_COMPONENTSENTRY']._serialized_start=897
+  _globals['_REWARDSCORE_COMPONENTSENTRY']._serialized_end=946
+  _globals['_SCORERESPONSE']._serialized_start=959
+  _globals['_SCORERESPONSE']._serialized_end=1034
+  _globals['_PIXELSAMPLE']._serialized_start=1037
+  _globals['_PIXELSAMPLE']._serialized_end=1209
+  _globals['_PIXELSAMPLE_METADATAENTRY']._serialized_start=512
+  _globals['_PIXELSAMPLE_METADATAENTRY']._serialized_end=559
+  _globals['_SCOREWITHGRADIENTREQUEST']._serialized_start=1212
+  _globals['_SCOREWITHGRADIENTREQUEST']._serialized_end=1397
+  _globals['_SCOREWITHGRADIENTREQUEST_PARAMSENTRY']._serialized_start=679
+  _globals['_SCOREWITHGRADIENTREQUEST_PARAMSENTRY']._serialized_end=724
+  _globals['_PIXELSCORE']._serialized_start=1400
+  _globals['_PIXELSCORE']._serialized_end=1607
+  _globals['_PIXELSCORE_COMPONENTSENTRY']._serialized_start=897
+  _globals['_PIXELSCORE_COMPONENTSENTRY']._serialized_end=946
+  _globals['_SCOREWITHGRADIENTRESPONSE']._serialized_start=1609
+  _globals['_SCOREWITHGRADIENTRESPONSE']._serialized_end=1695
+  _globals['_REWARDSERVICE']._serialized_start=1795
+  _globals['_REWARDSERVICE']._serialized_end=2053
 # @@protoc_insertion_point(module_scope)

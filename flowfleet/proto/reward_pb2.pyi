@@ -67,6 +67,8 @@ class DescribeResponse(_message.Message):
     COMPONENTS_FIELD_NUMBER: _builtins.int
     CONTRACT_FIELD_NUMBER: _builtins.int
     CALL_BYTES_FIELD_NUMBER: _builtins.int
+    GIVES_GRADIENT_FIELD_NUMBER: _builtins.int
+    GRADIENT_BYTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """not empty"""
     version: _builtins.str
@@ -80,11 +82,17 @@ class DescribeResponse(_message.Message):
     needs_group: _builtins.bool
     """wants all samples of a group in one call"""
     contract: _builtins.int
-    """of this file: 1; 0 counts as 1; 2 where a score may be pending. The controller"""
+    """of this file: 1; 0 counts as 1; 2 where a score may be pending, or where"""
     call_bytes: _builtins.int
-    """refuses what is newer than it knows
+    """gives_gradient is set. The controller refuses what is newer than it knows
     that a call should have at most, where samples may be sent apart: it scores what
     """
+    gives_gradient: _builtins.bool
+    """has come while the rest is under way. 0: does not matter
+    answers ScoreWithGradient for pictures
+    """
+    gradient_bytes: _builtins.int
+    """of pixels, that a call of ScoreWithGradient may have at most; its answer has as many"""
     @_builtins.property
     def modalities(self) -> _containers.RepeatedScalarFieldContainer[Global___Modality.ValueType]:
         """pictures, videos, texts; none counts as pictures"""
@@ -106,10 +114,12 @@ class DescribeResponse(_message.Message):
         components: _abc.Iterable[_builtins.str] | None = ...,
         contract: _builtins.int = ...,
         call_bytes: _builtins.int = ...,
+        gives_gradient: _builtins.bool = ...,
+        gradient_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_bytes", b"call_bytes", "components", b"components", "contract", b"contract", "max_batch_size", b"max_batch_size", "modalities", b"modalities", "name", b"name", "needs_group", b"needs_group", "score_max", b"score_max", "score_min", b"score_min", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_bytes", b"call_bytes", "components", b"components", "contract", b"contract", "gives_gradient", b"gives_gradient", "gradient_bytes", b"gradient_bytes", "max_batch_size", b"max_batch_size", "modalities", b"modalities", "name", b"name", "needs_group", b"needs_group", "score_max", b"score_max", "score_min", b"score_min", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -323,3 +333,186 @@ class ScoreResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ScoreResponse: _TypeAlias = ScoreResponse  # noqa: Y015
+
+@_typing.final
+class PixelSample(_message.Message):
+    """A picture before it is rounded to 8 bits: 3.1 MB at 512 x 512."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetadataEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    SAMPLE_ID_FIELD_NUMBER: _builtins.int
+    PIXELS_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
+    METADATA_FIELD_NUMBER: _builtins.int
+    sample_id: _builtins.str
+    """as in RewardSample"""
+    pixels: _builtins.bytes
+    """safetensors with one tensor "pixels", float32 (3, height, width): red, green and blue,"""
+    prompt: _builtins.str
+    """each from 0 to 1. Where it is anything else, this sample gets an error"""
+    @_builtins.property
+    def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        sample_id: _builtins.str = ...,
+        pixels: _builtins.bytes = ...,
+        prompt: _builtins.str = ...,
+        metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metadata", b"metadata", "pixels", b"pixels", "prompt", b"prompt", "sample_id", b"sample_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PixelSample: _TypeAlias = PixelSample  # noqa: Y015
+
+@_typing.final
+class ScoreWithGradientRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ParamsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    PARAMS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___PixelSample]:
+        """as in ScoreRequest, and at most gradient_bytes of pixels, or one sample"""
+
+    @_builtins.property
+    def params(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        samples: _abc.Iterable[Global___PixelSample] | None = ...,
+        params: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["params", b"params", "samples", b"samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreWithGradientRequest: _TypeAlias = ScoreWithGradientRequest  # noqa: Y015
+
+@_typing.final
+class PixelScore(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ComponentsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    SAMPLE_ID_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    GRADIENT_FIELD_NUMBER: _builtins.int
+    COMPONENTS_FIELD_NUMBER: _builtins.int
+    sample_id: _builtins.str
+    score: _builtins.float
+    """finite. Of the same picture it may differ from Score's by what rounding to 8 bits does"""
+    error: _builtins.str
+    """why there is none; not empty"""
+    gradient: _builtins.bytes
+    """safetensors with one tensor "gradient", float32, finite, of the pixels' shape: by how"""
+    @_builtins.property
+    def components(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """much the score in this message rises per unit of each pixel"""
+
+    def __init__(
+        self,
+        *,
+        sample_id: _builtins.str = ...,
+        score: _builtins.float = ...,
+        error: _builtins.str = ...,
+        gradient: _builtins.bytes = ...,
+        components: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "outcome", b"outcome", "score", b"score"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["components", b"components", "error", b"error", "gradient", b"gradient", "outcome", b"outcome", "sample_id", b"sample_id", "score", b"score"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["score", "error"]  # noqa: Y015
+    _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
+
+Global___PixelScore: _TypeAlias = PixelScore  # noqa: Y015
+
+@_typing.final
+class ScoreWithGradientResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCORES_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    version: _builtins.str
+    """as in ScoreResponse"""
+    @_builtins.property
+    def scores(self) -> _containers.RepeatedCompositeFieldContainer[Global___PixelScore]: ...
+    def __init__(
+        self,
+        *,
+        scores: _abc.Iterable[Global___PixelScore] | None = ...,
+        version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["scores", b"scores", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreWithGradientResponse: _TypeAlias = ScoreWithGradientResponse  # noqa: Y015

@@ -52,6 +52,11 @@ class RewardServiceStub:
                 request_serializer=flowfleet_dot_v1_dot_reward__pb2.ScoreRequest.SerializeToString,
                 response_deserializer=flowfleet_dot_v1_dot_reward__pb2.ScoreResponse.FromString,
                 _registered_method=True)
+        self.ScoreWithGradient = channel.unary_unary(
+                '/flowfleet.v1.RewardService/ScoreWithGradient',
+                request_serializer=flowfleet_dot_v1_dot_reward__pb2.ScoreWithGradientRequest.SerializeToString,
+                response_deserializer=flowfleet_dot_v1_dot_reward__pb2.ScoreWithGradientResponse.FromString,
+                _registered_method=True)
 
 
 class RewardServiceServicer:
@@ -82,6 +87,14 @@ class RewardServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ScoreWithGradient(self, request, context):
+        """A score a sample and its gradient by the pixels, for jobs that train on gradients. The rules of Score hold. A service
+        that does not say gives_gradient needs no such method.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RewardServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +107,11 @@ def add_RewardServiceServicer_to_server(servicer, server):
                     servicer.Score,
                     request_deserializer=flowfleet_dot_v1_dot_reward__pb2.ScoreRequest.FromString,
                     response_serializer=flowfleet_dot_v1_dot_reward__pb2.ScoreResponse.SerializeToString,
+            ),
+            'ScoreWithGradient': grpc.unary_unary_rpc_method_handler(
+                    servicer.ScoreWithGradient,
+                    request_deserializer=flowfleet_dot_v1_dot_reward__pb2.ScoreWithGradientRequest.FromString,
+                    response_serializer=flowfleet_dot_v1_dot_reward__pb2.ScoreWithGradientResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -158,6 +176,33 @@ class RewardService:
             '/flowfleet.v1.RewardService/Score',
             flowfleet_dot_v1_dot_reward__pb2.ScoreRequest.SerializeToString,
             flowfleet_dot_v1_dot_reward__pb2.ScoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScoreWithGradient(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flowfleet.v1.RewardService/ScoreWithGradient',
+            flowfleet_dot_v1_dot_reward__pb2.ScoreWithGradientRequest.SerializeToString,
+            flowfleet_dot_v1_dot_reward__pb2.ScoreWithGradientResponse.FromString,
             options,
             channel_credentials,
             insecure,

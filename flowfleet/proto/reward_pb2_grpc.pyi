@@ -49,6 +49,10 @@ class RewardServiceStub:
     again). A score depends on its own sample alone, or on its group: not on the place in the call, the size of the
     call, or the calls before.
     """
+    ScoreWithGradient: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ScoreWithGradientRequest, _reward_pb2.ScoreWithGradientResponse]
+    """A score a sample and its gradient by the pixels, for jobs that train on gradients. The rules of Score hold. A service
+    that does not say gives_gradient needs no such method.
+    """
 
 @_typing.type_check_only
 class RewardServiceAsyncStub(RewardServiceStub):
@@ -70,6 +74,10 @@ class RewardServiceAsyncStub(RewardServiceStub):
     the call itself fails only when nothing can be scored (INVALID_ARGUMENT: say what to change; UNAVAILABLE: try
     again). A score depends on its own sample alone, or on its group: not on the place in the call, the size of the
     call, or the calls before.
+    """
+    ScoreWithGradient: _aio.UnaryUnaryMultiCallable[_reward_pb2.ScoreWithGradientRequest, _reward_pb2.ScoreWithGradientResponse]  # type: ignore[assignment]
+    """A score a sample and its gradient by the pixels, for jobs that train on gradients. The rules of Score hold. A service
+    that does not say gives_gradient needs no such method.
     """
 
 class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -101,6 +109,16 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         the call itself fails only when nothing can be scored (INVALID_ARGUMENT: say what to change; UNAVAILABLE: try
         again). A score depends on its own sample alone, or on its group: not on the place in the call, the size of the
         call, or the calls before.
+        """
+
+    @_abc_1.abstractmethod
+    def ScoreWithGradient(
+        self,
+        request: _reward_pb2.ScoreWithGradientRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_reward_pb2.ScoreWithGradientResponse, _abc.Awaitable[_reward_pb2.ScoreWithGradientResponse]]:
+        """A score a sample and its gradient by the pixels, for jobs that train on gradients. The rules of Score hold. A service
+        that does not say gives_gradient needs no such method.
         """
 
 def add_RewardServiceServicer_to_server(servicer: RewardServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -192,7 +192,9 @@ Global___SequenceSampling: _TypeAlias = SequenceSampling  # noqa: Y015
 
 @_typing.final
 class Noise(_message.Message):
-    """Where noise enters and how. No steps, or eta 0: the ODE."""
+    """Where noise enters and how. No steps, or eta 0: the ODE. With eta 0, steps that are recorded explicitly are kept as they
+    are, for losses that begin at late steps.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

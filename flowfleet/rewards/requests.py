@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final, NoReturn
 
 import grpc
 
@@ -14,12 +14,19 @@ from flowfleet.proto.reward_pb2 import RewardSample, ScoreRequest, ScoreResponse
 
 SERVICE_NAME: Final[str] = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
 CONTRACT: Final = 2
-"""Newest version of protos/flowfleet/v1/reward.proto that is known: in 2 a score may be pending."""
+"""Newest version of protos/flowfleet/v1/reward.proto that is known: in 2 a score may be pending, and may
+come with its gradient."""
 
 
-def contract_of(may_wait: bool) -> int:
-    """Version that a service names in Describe; controllers that do not know `pending` refuse 2."""
-    return CONTRACT if may_wait else 1
+def contract_of(*, may_wait: bool, gives_gradient: bool = False) -> int:
+    """Version that a service names in Describe; controllers that know neither pending scores nor gradients refuse 2."""
+    return CONTRACT if may_wait or gives_gradient else 1
+
+
+async def no_gradient(context: Any) -> NoReturn:
+    """Ends a call of ScoreWithGradient of a service that gives none."""
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this reward gives no gradient, and Describe says so")
+    raise AssertionError("abort raises")
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -47,9 +47,11 @@ from flowfleet.proto.reward_pb2 import (
     RewardScore,
     ScoreRequest,
     ScoreResponse,
+    ScoreWithGradientRequest,
+    ScoreWithGradientResponse,
 )
 from flowfleet.proto.reward_pb2_grpc import RewardServiceServicer, add_RewardServiceServicer_to_server
-from flowfleet.rewards.requests import SERVICE_NAME, check_ids, contract_of
+from flowfleet.rewards.requests import SERVICE_NAME, check_ids, contract_of, no_gradient
 from flowfleet.rpc import endpoint as rpc
 
 MAX_WAITING: Final = 8192
@@ -193,7 +195,7 @@ class Reward:
             max_batch_size=self.max_batch_size,
             needs_group=self.needs_group,
             components=self.components,
-            contract=contract_of(self.may_wait),
+            contract=contract_of(may_wait=self.may_wait),
         )
 
     def answer(self, sample_id: str, outcome: Scored | Exception, media_size: int) -> RewardScore:
@@ -239,6 +241,9 @@ class RewardServicer(RewardServiceServicer):
 
     async def Describe(self, request: DescribeRequest, context: Any) -> DescribeResponse:
         return self._reward.describe()
+
+    async def ScoreWithGradient(self, request: ScoreWithGradientRequest, context: Any) -> ScoreWithGradientResponse:
+        await no_gradient(context)
 
     async def Score(self, request: ScoreRequest, context: Any) -> ScoreResponse:
         reward, count = self._reward, len(request.samples)

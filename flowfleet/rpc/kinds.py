@@ -4,7 +4,7 @@ A caller proves its kind by its token and, with mutual TLS, by its certificate.
 
     FLOWFLEET_RPC_TOKEN         the token that a process sends; without FLOWFLEET_RPC_ACCEPT also the one it asks for
     FLOWFLEET_RPC_ACCEPT        callers that a server admits: kind=SHA-256 of the kind's token in hex, with commas
-    FLOWFLEET_REWARD_RPC_TOKEN  the token that a controller sends to rewards, in place of its own
+    FLOWFLEET_REWARD_RPC_TOKEN  the token that a controller or trainer sends to rewards, in place of its own
     FLOWFLEET_ROLLOUT_RPC_TOKEN the token that a controller sends to rollouts, in place of its own
     FLOWFLEET_RPC_ACCEPT_JOB    SHA-256 in hex of the token that the controller sends to the trainer of one job
     FLOWFLEET_TRAINER_NAME      FLOWFLEET_NAME of the trainers that a controller starts on its machine
@@ -40,12 +40,19 @@ OF_TRAINERS: Final = "FLOWFLEET_TRAINER_"
 
 _ALL: Final = "*"
 _ROLLOUT: Final = "/flowfleet.v1.RolloutService/"
+_REWARD: Final = "/flowfleet.v1.RewardService/"
 MAY_CALL: Final[Mapping[Caller, tuple[str, ...]]] = {
     "controller": (_ALL,),
     "sampler": tuple(_ROLLOUT + method for method in ("GetStatus", "Generate", "Drain")),
-    "trainer": tuple(
-        _ROLLOUT + method
-        for method in ("GetStatus", "InitWeightTransfer", "StartWeightUpdate", "UpdateWeights", "FinishWeightUpdate")
+    "trainer": (
+        *(
+            _ROLLOUT + method
+            for method in (
+                *("GetStatus", "InitWeightTransfer", "StartWeightUpdate"),
+                *("UpdateWeights", "FinishWeightUpdate"),
+            )
+        ),
+        *(_REWARD + method for method in ("Describe", "ScoreWithGradient")),
     ),
     "rollout": (),
     "reward": (),

@@ -42,6 +42,7 @@ from services.controller.prompts.sources import Unread
 from services.controller.quarantine import Quarantine
 from services.controller.retention.keeper import Keeper
 from services.controller.retention.memory import Memory
+from services.controller.rewards.gradients import GradientRewards
 from services.controller.rewards.job_rewards import JobRewards, modality_of
 from services.controller.rewards.metrics import RewardCalls
 from services.controller.rewards.scoring import Scoring
@@ -349,7 +350,7 @@ class JobScheduler:
             inputs=Inputs(record.id, blobs, self._sources),
             deal=deal,
             held_out=data.held_out,
-            trainer=JobTrainer(self._launcher, record.id, spec),
+            trainer=JobTrainer(self._launcher, record.id, spec, GradientRewards(self._directory, spec)),
             reports=Reports(core, self._metrics, ShadowQueue(core, self._shadow_metrics)),
             memory=self._memory,
         )

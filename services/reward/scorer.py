@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from flowfleet.media.files import Frames
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, Modality
+from flowfleet.rewards.gradients import PixelInput, Pixels
 from flowfleet.rewards.requests import EncodedSample
 
 Params = TypeVar("Params")
@@ -102,6 +103,19 @@ class Pending:
 Outcome = Score | Problem | Pending
 
 
+@dataclass(frozen=True, eq=False)
+class ScoreGradient:
+    """A score and how fast it rises with each pixel; all must be finite, else the service turns it into a `Problem`."""
+
+    value: float
+    gradient: Pixels
+    """float32 of the pixels' shape, (3, height, width)."""
+    components: Mapping[str, float] = field(default_factory=dict)
+
+
+GradientOutcome = ScoreGradient | Problem
+
+
 def mean_score(scores: Sequence[Score]) -> Score:
     """The means of the values and of each component, exactly rounded; of one score itself. For scorers of pictures that
     take videos too: at least one, all with the same components."""
@@ -165,6 +179,8 @@ class Scorer(_Described[Params]):
     """Takes a CPU long for a picture: by default it is run in several processes, where there are CPUs for them."""
     isolated: bool = False
     """Runs code of others: never in the service's own process, even where one process scores."""
+    gives_gradient: bool = False
+    """Has `score_with_gradient`. Offered where the service's own process scores."""
     process_limits: ProcessLimits = ProcessLimits()
     call_bytes = 2**22
     """Seven PNGs of 512 x 512 that are full of noise. 0 is better for a model, whose forward pass takes a batch."""
@@ -176,6 +192,11 @@ class Scorer(_Described[Params]):
     @abstractmethod
     def score(self, samples: Sequence[Sample], params: Params) -> list[Outcome]:
         """One outcome a sample, in order."""
+
+    def score_with_gradient(self, samples: Sequence[PixelInput], params: Params) -> list[GradientOutcome]:
+        """One outcome a sample, in order, of scorers that say `gives_gradient`. Scores are those of the pixels as they
+        are, not rounded to 8 bits."""
+        raise NotImplementedError(f"scorer {self.name} gives no gradient")
 
 
 class PlainScorer(Scorer[None]):

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import grpc
 
 from flowfleet.errors import InvalidRequest
-from flowfleet.proto.reward_pb2 import DescribeRequest, DescribeResponse, RewardScore, ScoreResponse
-from flowfleet.rewards.requests import SERVICE_NAME, ScoreCall, check_ids, contract_of
+from flowfleet.proto.reward_pb2 import (
+    DescribeRequest,
+    DescribeResponse,
+    PixelSample,
+    PixelScore,
+    RewardScore,
+    ScoreResponse,
+    ScoreWithGradientRequest,
+    ScoreWithGradientResponse,
+)
+from flowfleet.rewards.gradients import GRADIENT, MAX_GRADIENT_BYTES, PixelInput, write_tensor
+from flowfleet.rewards.requests import SERVICE_NAME, ScoreCall, check_ids, contract_of, no_gradient
 from services.reward.execution.batcher import Limits
-from services.reward.execution.engines import Engine
+from services.reward.execution.engines import Batched, Engine
 from services.reward.metrics import RewardMetrics
-from services.reward.scorer import Outcome, Pending, Problem
+from services.reward.scorer import GradientOutcome, Outcome, Pending, Problem
+
+BAD_PIXELS: Final = "pixels"
+"""Reason of samples whose pixels are not a picture, in metrics."""
 
 
 class RewardServicer:
@@ -33,6 +47,11 @@ class RewardServicer:
                 self.Describe, DescribeRequest.FromString, DescribeResponse.SerializeToString
             ),
             "Score": grpc.unary_unary_rpc_method_handler(self.Score, ScoreCall.read, ScoreResponse.SerializeToString),
+            "ScoreWithGradient": grpc.unary_unary_rpc_method_handler(
+                self.ScoreWithGradient,
+                ScoreWithGradientRequest.FromString,
+                ScoreWithGradientResponse.SerializeToString,
+            ),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
 
@@ -44,7 +63,7 @@ class RewardServicer:
         await self._engine.drain()
 
     async def Describe(self, request: DescribeRequest, context: Any) -> DescribeResponse:
-        scorer = self._scorer
+        scorer, gives_gradient = self._scorer, self._engine.gives_gradient
         return DescribeResponse(
             name=scorer.name,
             version=scorer.version,
@@ -54,8 +73,10 @@ class RewardServicer:
             max_batch_size=self._limits.max_batch,
             needs_group=scorer.needs_group,
             components=scorer.components,
-            contract=contract_of(scorer.may_wait),
+            contract=contract_of(may_wait=scorer.may_wait, gives_gradient=gives_gradient),
             call_bytes=scorer.call_bytes,
+            gives_gradient=gives_gradient,
+            gradient_bytes=MAX_GRADIENT_BYTES if gives_gradient else 0,
         )
 
     async def Score(self, call: ScoreCall, context: Any) -> ScoreResponse:
@@ -66,6 +87,22 @@ class RewardServicer:
             pairs = zip(call.samples, outcomes, strict=True)
             scores = [_score(sample.sample_id, outcome) for sample, outcome in pairs]
             return ScoreResponse(scores=scores, version=self._scorer.version)
+
+    async def ScoreWithGradient(self, request: ScoreWithGradientRequest, context: Any) -> ScoreWithGradientResponse:
+        engine = self._engine
+        if not (isinstance(engine, Batched) and engine.gives_gradient):
+            await no_gradient(context)
+        with self._metrics.request():
+            check_ids((sample.sample_id for sample in request.samples), self._limits.max_batch)
+            params = self._parse(request.params)
+            read = await asyncio.to_thread(lambda: [_read(sample) for sample in request.samples])
+            sound = [sample for sample in read if isinstance(sample, PixelInput)]
+            num_bytes = sum(sample.pixels.nbytes for sample in sound)
+            scored = iter(await engine.score_with_gradient(sound, params, num_bytes) if sound else [])
+            outcomes = [next(scored) if isinstance(sample, PixelInput) else sample for sample in read]
+            pairs = zip(request.samples, outcomes, strict=True)
+            scores = [_pixel_score(sample.sample_id, outcome) for sample, outcome in pairs]
+            return ScoreWithGradientResponse(scores=scores, version=self._scorer.version)
 
     def _parse(self, params: Mapping[str, str]) -> Any:
         try:
@@ -81,3 +118,21 @@ def _score(sample_id: str, outcome: Outcome) -> RewardScore:
         return RewardScore(sample_id=sample_id, pending=outcome.message)
     size = outcome.media_size
     return RewardScore(sample_id=sample_id, score=outcome.value, components=outcome.components, media_size=size)
+
+
+def _read(sample: PixelSample) -> PixelInput | Problem:
+    try:
+        return PixelInput.of(sample)
+    except ValueError as error:
+        return Problem(BAD_PIXELS, str(error))
+
+
+def _pixel_score(sample_id: str, outcome: GradientOutcome) -> PixelScore:
+    if isinstance(outcome, Problem):
+        return PixelScore(sample_id=sample_id, error=outcome.message)
+    return PixelScore(
+        sample_id=sample_id,
+        score=outcome.value,
+        gradient=write_tensor(outcome.gradient, GRADIENT),
+        components=outcome.components,
+    )

@@ -165,7 +165,9 @@ async def end_when_replaced(worker: Worker, on_fatal: Callable[[], None]) -> Non
 def _replica(
     options: argparse.Namespace, worker: Worker, loop: asyncio.AbstractEventLoop, on_replaced: Callable[[], None]
 ) -> RankReplica:
-    """This rank as a replica, which joins the fleet with the first job that wants it to sample."""
+    """This rank as a replica, which joins the fleet with the first job that wants it to sample. Its loop also calls
+    rewards."""
+    worker.loop = loop
     replica = RankReplica(
         worker,
         loop,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from flowfleet.data.blobs import SyncBlobs
 from flowfleet.data.lineage import misfit
-from flowfleet.errors import Conflict, DataLoss, Unavailable
+from flowfleet.errors import Conflict, DataLoss, InvalidRequest, Unavailable
 from flowfleet.hardware import devices
 from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.process.telemetry import Timings
@@ -39,6 +40,9 @@ from services.trainer.model.gather import Gather
 from services.trainer.parallel.ranks import Ranks
 from services.trainer.record import Record
 from services.trainer.step.batches import Update
+from services.trainer.step.gradients.client import GradientClient
+from services.trainer.step.gradients.gradients import RewardGradients
+from services.trainer.step.gradients.store import release
 from services.trainer.step.inputs import Batch
 from services.trainer.step.kinds import Reader, step_kind
 from services.trainer.step.mfu import Mfu
@@ -107,6 +111,9 @@ class Worker:
         self.member: TransferMember | None = None
         self.on_configured: Callable[[Job], None] = lambda job: None
         self.turns = Turns()
+        self.loop: asyncio.AbstractEventLoop | None = None
+        """Event loop of another thread, on which rewards are called; without one, such a thread is made."""
+        self._client: GradientClient | None = None
         self._shared: dict[str, Tensor] = {}
         self._blobs = blobs
         self._identity: tuple[str, ...] = ()
@@ -168,11 +175,22 @@ class Worker:
                 job.reader.read(request, plan[0], self.ranks.rank)
             batches = self._batches(job, plan[0])
         sde_steps = request.samples[0].sample.sde_steps if job.spec.records_steps else ()
-        trainer = StepTrainer(job.engine, request.step, len(sample_keys), sde_steps)
+        rewards = self._gradients(job, request) if job.spec.trains_on_gradients else None
+        trainer = StepTrainer(job.engine, request.step, len(sample_keys), sde_steps, rewards)
         later = ((updates, self._batches(job, updates)) for updates in plan[1:])
-        with self._turn():
-            metrics = trainer.train(chain([(plan[0], batches)], later), timings)
-            ratios = trainer.sample_ratios()
+        try:
+            with self._turn():
+                metrics = trainer.train(chain([(plan[0], batches)], later), timings)
+                ratios = trainer.sample_ratios()
+        except (Unavailable, InvalidRequest) as failure:  # of a reward, before the first change
+            if rewards is None:
+                raise
+            job.reader.clear()
+            log.warning("step not applied: %s", failure, extra=_extra(request))
+            is_permanent = isinstance(failure, InvalidRequest)
+            return trainer_pb2.TrainStepResponse(
+                step=request.step, reward_failure=str(failure), is_permanent=is_permanent
+            )
         metrics |= job.mfu.metrics(batches, trainer.num_rounds, timings.seconds)
         job.reader.clear()
         self._recorded(job, request, metrics, sum(map(len, plan)), timings)
@@ -188,6 +206,8 @@ class Worker:
             write = partial(write_model, job.engine, about=about, as_pipeline=is_full)
         size = model_bytes(job.engine) if write else 0
         path = job.checkpoints.save(job.engine, job.record, write, model_bytes=size, keep=request.keep)
+        if self.ranks.rank == 0 and job.spec.trains_on_gradients:
+            release(job.checkpoints.directory, job.checkpoints.oldest)
         return trainer_pb2.SaveCheckpointResponse(applied_steps=job.record.applied, path=str(path))
 
     def export(self, request: trainer_pb2.ExportModelRequest) -> trainer_pb2.ExportModelResponse:
@@ -241,6 +261,20 @@ class Worker:
             gather.rest()  # with the other ranks, to the end
             raise Unavailable(f"the broadcast failed: {error}") from error
         return Published(int(request.version), sent.hashes, sent.bytes, evaluated=request.evaluated)
+
+    def _gradients(self, job: Job, request: trainer_pb2.TrainStepRequest) -> RewardGradients:
+        """What asks the rewards of a step."""
+        if self._client is None:
+            self._client = GradientClient(job.spec.timeouts.score_s, self.ranks.beats.beat, self.loop)
+        return RewardGradients(
+            job.spec,
+            job.engine.decoder,
+            self._client,
+            self.ranks,
+            request,
+            job.record.history,
+            job.checkpoints.directory,
+        )
 
     @contextmanager
     def _turn(self) -> Iterator[None]:

@@ -284,7 +284,11 @@ def test_each_kind_has_the_tokens_that_it_sends_and_accepts() -> None:
         "FLOWFLEET_REWARD_RPC_TOKEN": "rpc-token-reward",
         "FLOWFLEET_ROLLOUT_RPC_TOKEN": "rpc-token-rollout",
     }
-    assert tokens("trainer") == {"FLOWFLEET_RPC_TOKEN": "rpc-token-trainer", "FLOWFLEET_RPC_ACCEPT": "rpc-token-accept"}
+    assert tokens("trainer") == {
+        "FLOWFLEET_RPC_TOKEN": "rpc-token-trainer",
+        "FLOWFLEET_RPC_ACCEPT": "rpc-token-accept",
+        "FLOWFLEET_REWARD_RPC_TOKEN": "rpc-token-reward",
+    }
     assert tokens("rollout") == {"FLOWFLEET_RPC_ACCEPT": "rpc-token-accept"}
     assert tokens("reward") == {"FLOWFLEET_RPC_TOKEN": "rpc-token-reward"}
     stored = {name: b64decode(value).decode() for name, value in rendered.get("Secret", "secrets")["data"].items()}

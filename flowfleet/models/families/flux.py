@@ -103,6 +103,9 @@ class FluxAdapter(ModelAdapter):
     def _decode(self, latents: Tensor, size: Size) -> Tensor:
         return self._vae.decode(unpack(latents, *self._token_grid(size)))
 
+    def _pixels(self, latents: Tensor, size: Size) -> Tensor:
+        return self._vae.pixels(unpack(latents, *self._token_grid(size)))
+
     def _encode_media(self, frames: Tensor, size: Size) -> Tensor:
         return pack(self._vae.encode(frames))
 

@@ -94,13 +94,18 @@ class QwenImageAdapter(ModelAdapter):
     def _decode(self, latents: Tensor, size: Size) -> Tensor:
         assert self._decoder is not None
         chunk = max(1, DECODE_CHUNK_PIXELS // (size.height * size.width))
-        return torch.cat([self._decode_chunk(part, self._decoder, size) for part in torch.split(latents, chunk)])
+        return torch.cat([to_uint8(self._pixels(part, size)) for part in torch.split(latents, chunk)])
 
-    def _decode_chunk(self, latents: Tensor, decoder: SingleFrameDecoder, size: Size) -> Tensor:
+    def checkpoint_decoding(self) -> None:
+        assert self._decoder is not None
+        self._decoder.checkpoints = True
+
+    def _pixels(self, latents: Tensor, size: Size) -> Tensor:
+        assert self._decoder is not None
         planes = unpack(latents.to(self.device, torch.float32), *self._token_grid(size))
         planes = planes * self._latents_std.to(self.device) + self._latents_mean.to(self.device)
-        pixels: Tensor = decoder(planes.to(self.vae.dtype))
-        return to_uint8(pixels)
+        pixels: Tensor = self._decoder(planes.to(self.vae.dtype))
+        return pixels
 
     def _encode_media(self, frames: Tensor, size: Size) -> Tensor:
         pixels = to_pixels(frames).to(self.device, self.vae.dtype)

@@ -92,6 +92,9 @@ class StableDiffusion3Adapter(ModelAdapter):
     def _decode(self, latents: Tensor, size: Size) -> Tensor:
         return self._vae.decode(latents)
 
+    def _pixels(self, latents: Tensor, size: Size) -> Tensor:
+        return self._vae.pixels(latents)
+
     def _encode_media(self, frames: Tensor, size: Size) -> Tensor:
         return self._vae.encode(frames)
 

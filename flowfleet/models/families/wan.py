@@ -114,12 +114,17 @@ class WanAdapter(ModelAdapter):
         return output.float()
 
     def _decode(self, latents: Tensor, size: Size) -> Tensor:
-        return torch.cat([self._decode_chunk(part) for part in torch.split(latents, _rows_at_once(size))])
+        return torch.cat([to_uint8(self._videos(part)) for part in torch.split(latents, _rows_at_once(size))])
 
-    def _decode_chunk(self, latents: Tensor) -> Tensor:
+    def _pixels(self, latents: Tensor, size: Size) -> Tensor:
+        return self._videos(latents)[:, :, 0]
+
+    def _videos(self, latents: Tensor) -> Tensor:
+        """(B, 3, F, H, W) from -1 to 1, with gradient."""
         planes = latents.to(self.device, torch.float32)
         planes = planes * self._latents_std.to(self.device) + self._latents_mean.to(self.device)
-        return to_uint8(self.vae.decode(planes.to(self.vae.dtype), return_dict=False)[0])
+        videos: Tensor = self.vae.decode(planes.to(self.vae.dtype), return_dict=False)[0]
+        return videos
 
     def _encode_media(self, frames: Tensor, size: Size) -> Tensor:
         self.latent_shape(size)

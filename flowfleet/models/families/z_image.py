@@ -76,6 +76,9 @@ class ZImageAdapter(ModelAdapter):
     def _decode(self, latents: Tensor, size: Size) -> Tensor:
         return self._vae.decode(latents)
 
+    def _pixels(self, latents: Tensor, size: Size) -> Tensor:
+        return self._vae.pixels(latents)
+
     def _encode_media(self, frames: Tensor, size: Size) -> Tensor:
         return self._vae.encode(frames)
 

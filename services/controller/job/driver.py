@@ -322,6 +322,7 @@ class JobDriver:
             await self.emit(ev.PauseRequested())
         elif desired is Desired.RUNNING and paused:
             self.job.scoring.reset()
+            self.job.trainer.rewards.reset()
             await self.emit(ev.ResumeRequested())
         if revision > self.machine.rewards_number:
             await self._change_rewards()

@@ -147,6 +147,7 @@ _KINDS: Mapping[LossKind, Policy] = {
     "matching": _FLOW,
     "distillation": _FLOW,
     "sequence": SequencePolicy(),
+    "gradient": _FLOW,
 }
 
 

@@ -16,7 +16,9 @@ from services.controller.job import events as ev
 from services.controller.job.context import JobContext
 from services.controller.job.credit import Credit
 from services.controller.job.policies import policy_of
+from services.controller.rewards import gradients
 from services.controller.rewards.answers import MAX_SCORE
+from services.controller.rewards.composition import weight_at
 from services.controller.rewards.job_rewards import SampleScore
 from services.controller.store.sample_refs import SLICE
 
@@ -104,6 +106,13 @@ async def train_step(job: JobContext, step: int, credits: Sequence[Credit]) -> t
                 without_kl=credit.without_kl,
                 teacher=credit.teacher,
             )
+    if job.spec.trains_on_gradients:
+        rewards = job.machine.rewards_at(step)
+
+        def weights(prompt: Prompt) -> dict[str, float]:
+            return {name: weight_at(part, step) for name, part in job.rewards(prompt, step).items()}
+
+        gradients.told(request, job.prompts(step), weights, rewards)
     return request
 
 

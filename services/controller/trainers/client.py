@@ -7,16 +7,19 @@ import asyncio
 import grpc
 
 from flowfleet.job.spec import JobSpec
-from flowfleet.proto import trainer_pb2_grpc
+from flowfleet.proto import trainer_pb2, trainer_pb2_grpc
 from flowfleet.rpc.endpoint import open_channel
 from flowfleet.rpc.kinds import job_token
+from services.controller.rewards.gradients import GradientRewards
 from services.controller.trainers.launcher import Launcher, stop_for_good, stopped
 from services.controller.waiting import NotYet
 
 
 class JobTrainer:
-    def __init__(self, launcher: Launcher, job_id: str, spec: JobSpec) -> None:
+    def __init__(self, launcher: Launcher, job_id: str, spec: JobSpec, rewards: GradientRewards) -> None:
         self._launcher, self._job_id, self._spec = launcher, job_id, spec
+        self.rewards = rewards
+        """Rewards that the trainer asks itself."""
         self._channels: dict[str, grpc.aio.Channel] = {}
         self.address = ""
         """The trainer that calls go to; empty before `connect` and after `drop`."""
@@ -28,6 +31,11 @@ class JobTrainer:
         if self.address not in self._channels:
             self._channels[self.address] = open_channel(self.address, token=job_token(self._job_id))
         return trainer_pb2_grpc.TrainerServiceStub(self._channels[self.address])
+
+    async def train(self, request: trainer_pb2.TrainStepRequest) -> trainer_pb2.TrainStepResponse:
+        """Applies a step. Raises RewardFailure or RewardPause where the trainer lacks a reward's gradients."""
+        limit_s = self._spec.timeouts.train_step_s
+        return await self.rewards.trained(request, lambda sent: self.stub().TrainStep(sent, timeout=limit_s))
 
     def connect(self, address: str) -> None:
         """Sends calls to this trainer from now on."""

@@ -13,17 +13,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic
 
+from flowfleet.rewards.gradients import PixelInput
 from flowfleet.rewards.requests import EncodedSample
 from services.reward.execution.batcher import Limits, MicroBatcher, draining, queue_full
 from services.reward.execution.decoding import Opened, open_sample
 from services.reward.execution.evaluator import Evaluator, finite, unless_all_failed
+from services.reward.execution.gradients import evaluate_gradients
 from services.reward.execution.groups import together
 from services.reward.execution.pool import ProcessPool
 from services.reward.metrics import RewardMetrics
-from services.reward.scorer import AsyncScorer, Outcome, Params, Scorer
+from services.reward.scorer import AsyncScorer, GradientOutcome, Outcome, Params, Scorer
 
 _Key = tuple[Any, object]
 """Parameters, and what keeps a batch from being shared."""
+_GRADIENT = "with gradient"
+"""Second part of the key of calls that ask for gradients."""
 
 
 class Batched(Generic[Params]):
@@ -35,9 +39,9 @@ class Batched(Generic[Params]):
         self.scorer = scorer
         self._evaluator = evaluator
         self._metrics = metrics
-        self._batcher: MicroBatcher[EncodedSample, _Key, Outcome] = MicroBatcher(
-            self._evaluate, limits, evaluator.num_batches
-        )
+        self.gives_gradient = scorer.gives_gradient and isinstance(evaluator, Evaluator)
+        """Whether `score_with_gradient` may be called: processes of a pool have their scorers to themselves."""
+        self._batcher: MicroBatcher[Any, _Key, Any] = MicroBatcher(self._evaluate, limits, evaluator.num_batches)
         metrics.watch_queue(lambda: self._batcher.num_queued)
 
     async def start(self) -> None:
@@ -51,15 +55,25 @@ class Batched(Generic[Params]):
         outcomes = await self._batcher.submit([samples[place] for place in order], (params, object()), num_bytes)
         return [outcome for _, outcome in sorted(zip(order, outcomes, strict=True), key=lambda pair: pair[0])]
 
+    async def score_with_gradient(
+        self, samples: Sequence[PixelInput], params: Params, num_bytes: int
+    ) -> list[GradientOutcome]:
+        """Scores as `score`, in the same queue: one batch runs at a time, of either kind."""
+        return await self._batcher.submit(samples, (params, _GRADIENT), num_bytes)
+
     async def drain(self) -> None:
         await self._batcher.drain()
         await asyncio.to_thread(self._evaluator.close)
 
-    def _evaluate(self, samples: Sequence[EncodedSample], key: _Key) -> list[Outcome]:
+    def _evaluate(self, samples: Sequence[Any], key: _Key) -> list[Any]:
         """A batch, in a thread of the batcher."""
         with self._metrics.in_flight(len(samples)):
             start = time.perf_counter()
-            outcomes = self._evaluator(samples, key[0])
+            if key[1] == _GRADIENT:
+                assert isinstance(self._evaluator, Evaluator)
+                outcomes: list[Any] = evaluate_gradients(self._evaluator, samples, key[0])
+            else:
+                outcomes = self._evaluator(samples, key[0])
         self._metrics.observe_batch(outcomes, time.perf_counter() - start)
         unless_all_failed(self.scorer.name, outcomes)
         return outcomes
@@ -67,6 +81,8 @@ class Batched(Generic[Params]):
 
 class Direct(Generic[Params]):
     """Scores with an `AsyncScorer`. Of a sample only the header is read here, in a thread."""
+
+    gives_gradient = False
 
     def __init__(self, scorer: AsyncScorer[Params], limits: Limits, metrics: RewardMetrics) -> None:
         self.scorer = scorer

@@ -59,13 +59,13 @@ class Evaluator(Generic[Params]):
 
     def __init__(self, scorer: Scorer[Params], num_threads: int, pulse: Pulse | None = None) -> None:
         scorer.start()
-        self._pulse = pulse or Pulse()
-        self._scorer = scorer
+        self.pulse = pulse or Pulse()
+        self.scorer = scorer
         self._decoders = ThreadPoolExecutor(num_threads, thread_name_prefix="decode") if num_threads else None
 
     def __call__(self, samples: Sequence[EncodedSample], params: Params) -> list[Outcome]:
         """One outcome a sample, in order."""
-        with self._pulse.work("score", len(samples)):
+        with self.pulse.work("score", len(samples)):
             return self.finish(self._cut(samples), params)
 
     def begin(self, samples: Sequence[EncodedSample], max_pixels: int) -> list[Part]:
@@ -95,14 +95,14 @@ class Evaluator(Generic[Params]):
             self._decoders.shutdown()
 
     def _cut(self, samples: Sequence[EncodedSample]) -> list[Part]:
-        opened = [open_sample(sample, self._scorer.modalities) for sample in samples]
-        batch = [opened[start:end] for start, end in bounds(units(samples, self._scorer.needs_group))]
+        opened = [open_sample(sample, self.scorer.modalities) for sample in samples]
+        batch = [opened[start:end] for start, end in bounds(units(samples, self.scorer.needs_group))]
         return list(_parts(batch, self._part_size(len(batch))))
 
     def _part_size(self, num_units: int) -> int:
         if self._decoders is None:
             return num_units
-        return PART if self._scorer.call_bytes else max(PART, math.ceil(num_units / 2))
+        return PART if self.scorer.call_bytes else max(PART, math.ceil(num_units / 2))
 
     def _decode(self, part: Part) -> Iterator[Sample | Problem]:
         """Takes what is in the part. Begins at once, if there are threads for it."""
@@ -112,7 +112,7 @@ class Evaluator(Generic[Params]):
 
     def _score_part(self, decoded: Sequence[Sample | Problem], params: Params) -> list[Outcome]:
         outcomes = iter(self._score([item for item in decoded if isinstance(item, Sample)], params))
-        self._pulse.beat()
+        self.pulse.beat()
         return [next(outcomes) if isinstance(item, Sample) else item for item in decoded]
 
     def _score(self, samples: Sequence[Sample], params: Params) -> list[Outcome]:
@@ -121,20 +121,20 @@ class Evaluator(Generic[Params]):
         try:
             return self._checked(samples, params)
         except Exception:
-            log.exception("scorer %s failed on %d samples; scoring one by one", self._scorer.name, len(samples))
+            log.exception("scorer %s failed on %d samples; scoring one by one", self.scorer.name, len(samples))
         return [
-            outcome for unit in units(samples, self._scorer.needs_group) for outcome in self._score_alone(unit, params)
+            outcome for unit in units(samples, self.scorer.needs_group) for outcome in self._score_alone(unit, params)
         ]
 
     def _score_alone(self, unit: Sequence[Sample], params: Params) -> list[Outcome]:
         try:
             return self._checked(unit, params)
         except Exception as error:
-            text = f"scorer {self._scorer.name} failed on this sample: {type(error).__name__}"
+            text = f"scorer {self.scorer.name} failed on this sample: {type(error).__name__}"
             return [Problem(FAILED, text)] * len(unit)
 
     def _checked(self, samples: Sequence[Sample], params: Params) -> list[Outcome]:
-        outcomes = self._scorer.score(samples, params)
+        outcomes = self.scorer.score(samples, params)
         if len(outcomes) != len(samples):
             raise RuntimeError(f"{len(outcomes)} outcomes for {len(samples)} samples")
         return [_of(sample, finite(outcome)) for sample, outcome in zip(samples, outcomes, strict=True)]

@@ -31,6 +31,7 @@ SCORERS: Final[Mapping[str, str]] = {
     "multiple_choice": "answers.multiple_choice",
     "math": "answers.math_answers",
     "vlm": "vlm",
+    "local_vlm": "differentiable.local_judge",
     "vlm_ocr": "reading.vlm_ocr",
 }
 """Name to module of this package, which has `make(name, settings, num_threads)`."""

@@ -17,12 +17,14 @@ With gray g = (R + G + B) / 3 in 0 … 1, its neighbors' differences d over both
 - saturation: (1 − s) / 0.25 with s the mean of (max − min) / max of the channels: full until a mean of 0.75.
 
 detail = slope × clean, tone = contrast × tones, color = `colours` × saturation; the score is their geometric mean,
-(detail × tone × color)^(1/3). Of a video, score and components are means over at most 8 evenly spaced frames.
+(detail × tone × color)^(1/3). Of a video, score and components are means over at most 8 evenly spaced frames. Its
+gradient, where torch is installed, is that of a softened score (differentiable/quality.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -30,7 +32,17 @@ from numpy.typing import NDArray
 
 from flowfleet.media.image_stats import colour_entropy, colourfulness, gray_of, halved, total_variation
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
-from services.reward.scorer import NoSettings, Outcome, PlainScorer, Sample, Score, mean_score
+from flowfleet.rewards.gradients import PixelInput
+from services.reward.scorer import (
+    GradientOutcome,
+    NoSettings,
+    Outcome,
+    PlainScorer,
+    Sample,
+    Score,
+    ScoreGradient,
+    mean_score,
+)
 
 FULL_SLOPE = 0.15
 NOISE_RATIO, CLEAN_RATIO = 0.55, 0.9
@@ -49,9 +61,15 @@ class ImageQuality(PlainScorer):
     modalities = (MODALITY_IMAGE, MODALITY_VIDEO)
     score_range = (0.0, 1.0)
     components = ("sharpness", "clean", "contrast", "tones", "colours", "saturation", "colourfulness")
+    gives_gradient = find_spec("torch") is not None
 
     def score(self, samples: Sequence[Sample], params: None) -> list[Outcome]:
         return [mean_score([quality(np.asarray(picture)) for picture in sample.pictures()]) for sample in samples]
+
+    def score_with_gradient(self, samples: Sequence[PixelInput], params: None) -> list[GradientOutcome]:
+        from services.reward.scorers.differentiable.quality import with_gradient  # the scorer itself needs no torch
+
+        return [ScoreGradient(*with_gradient(sample)) for sample in samples]
 
 
 def make(name: str, settings: Mapping[str, Any], num_threads: int) -> ImageQuality:

@@ -88,8 +88,8 @@ def _record(request: rollout_pb2.GenerateRequest, noise: Noise) -> Record:
         return "none"
     if not is_final and not noise.steps:
         raise ValueError(
-            "noise: RECORD_STEPS needs sde_steps and eta > 0, because an ODE has no log-prob to train on; or give "
-            "RECORD_FINAL"
+            "noise: RECORD_STEPS needs sde_steps, and eta > 0 or recorded_steps, because an ODE has no log-prob to "
+            "train on; or give RECORD_FINAL"
         )
     return "final" if is_final else "steps"
 
@@ -220,7 +220,7 @@ def _noise(message: rollout_pb2.Noise, num_steps: int) -> Noise:
     steps = tuple(message.sde_steps)
     if not (math.isfinite(message.eta) and message.eta >= 0):
         raise ValueError(f"noise.eta = {message.eta}: give a finite number of at least 0")
-    if not steps or message.eta == 0:
+    if not steps or (message.eta == 0 and not message.recorded_steps):
         if message.tail_steps:
             raise ValueError(f"noise.tail_steps = {message.tail_steps} needs sde_steps and eta > 0: remove it")
         return Noise(share_initial=message.share_initial_noise)

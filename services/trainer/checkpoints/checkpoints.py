@@ -208,6 +208,12 @@ class Checkpoints:
         engine.loss_scale.restore(state.get("loss_scale", {}))
         return record
 
+    @property
+    def oldest(self) -> int:
+        """Steps in the oldest checkpoint that is kept as one of the newest; 0 without any."""
+        kept = self._paths()[: self.keep_last]
+        return int(kept[-1].name.removeprefix("step-")) if kept else 0
+
     def _paths(self) -> list[Path]:
         """Newest first."""
         if not self.directory.is_dir():

@@ -59,6 +59,8 @@ class Engine:
     loss_scale: LossScale
     policies: Policies
     """Policies that are kept besides the trained weights."""
+    decoder: Any
+    """An adapter with the VAE, of jobs that train on gradients of rewards; else None."""
     replicates: bool
     """Whether every rank holds the whole model, of which it trains an adapter."""
 
@@ -117,6 +119,7 @@ class Engine:
         teachers = {name: self._read(start) for name, start in self._teachers.items()}
         if self.is_lora:
             self._start_adapter()
+        self.decoder = self._decoder() if self.spec.trains_on_gradients else None
         self.optimizer = ShardedAdamW(self.trained, self.spec.trainer.optimizer, self.ranks)
         self.policies = Policies(self.spec, self.experts, self.trained, self.dtype, teachers)
 
@@ -171,6 +174,22 @@ class Engine:
     def reshard(self) -> None:
         """Frees gathered parameters, which a forward without backward leaves, so that the model holds its shards."""
         reshard(self.experts)
+
+    def _decoder(self) -> Any:
+        """Decodes as rollouts do, and with gradients, whose activations are computed again in the backward."""
+        loaded = (
+            family_of(self.folder)
+            .load()
+            .load(
+                self.folder,
+                dtype=self.dtype,
+                device=self.ranks.device,
+                components=("vae",),
+                load_format=self.spec.model.load_format,
+            )
+        )
+        loaded.checkpoint_decoding()
+        return loaded
 
     def _all_fit(self) -> bool:
         """Collective. Whether the base is to be whole on every rank, and every rank's device has room for it."""

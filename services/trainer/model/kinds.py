@@ -145,6 +145,7 @@ _KINDS: Mapping[LossKind, type[FlowModel] | type[SequenceModel]] = {
     "matching": FlowModel,
     "distillation": FlowModel,
     "sequence": SequenceModel,
+    "gradient": FlowModel,
 }
 
 

@@ -103,11 +103,20 @@ class SequenceKind:
         return SequenceReader(adapter, spec, blobs, on_sample)
 
 
+class GradientKind(FlowKind):
+    """Samples of either form, about which rewards are asked."""
+
+    def problem(self, sample: Sample, first: Sample, spec: JobSpec) -> str | None:
+        kind = StepsKind() if spec.loss.from_steps else FlowKind()
+        return kind.problem(sample, first, spec)
+
+
 _KINDS: Mapping[LossKind, StepKind] = {
     "policy": StepsKind(),
     "matching": FlowKind(),
     "distillation": StepsKind(),
     "sequence": SequenceKind(),
+    "gradient": GradientKind(),
 }
 
 

@@ -59,8 +59,9 @@ class Mfu:
         return found | {"perf/mfu/actor_infer": looked / (spent * self._capacity)} if looked and spent else found
 
     def _passes(self, num_updates: int) -> list[int]:
-        """Forwards without gradient of a row, by update; matching losses make theirs inside the update."""
-        if not self._spec.records_steps and not self._spec.writes_tokens:
+        """Forwards without gradient of a row, by update; losses without a ratio make theirs elsewhere."""
+        is_flow = not self._spec.writes_tokens
+        if self._spec.trains_on_gradients or (is_flow and not self._spec.records_steps):
             return [0] * num_updates
         if not self._spec.loss.reads_log_probs:
             return [1] * num_updates

@@ -35,6 +35,8 @@ def check_request(request: TrainStepRequest, spec: JobSpec) -> list[Key]:
         if problem := _problem(item, request, spec):
             raise InvalidRequest(f"sample {sample_name(item.sample.id)}: {problem}")
         keys.append((item.sample.id.group, item.sample.id.index))
+    if spec.trains_on_gradients and (missing := {group for group, _ in keys} - {one.group for one in request.prompts}):
+        raise InvalidRequest(f"step {request.step} has no prompt for group {min(missing)}: rewards are asked with it")
     if len(set(keys)) != len(keys):
         raise InvalidRequest(f"step {request.step} has samples twice: send each (group, index) once")
     return keys

@@ -14,6 +14,7 @@ from flowfleet.hardware import devices
 from flowfleet.process.telemetry import Timings
 from services.trainer.model.engine import Engine
 from services.trainer.step.batches import Update
+from services.trainer.step.gradients.gradients import RewardGradients
 from services.trainer.step.inputs import Batch
 from services.trainer.step.learning_rate import learning_rate
 from services.trainer.step.objectives.registry import objective_of
@@ -26,13 +27,21 @@ Pass = tuple[Sequence[Update], Sequence[Sequence[Batch]]]
 class StepTrainer:
     """Trains on one step's samples."""
 
-    def __init__(self, engine: Engine, step: int, num_samples: int, sde_steps: Sequence[int] = ()) -> None:
-        """`num_samples`: of the whole step, over all ranks. `sde_steps`: where noise entered, for policy losses."""
+    def __init__(
+        self,
+        engine: Engine,
+        step: int,
+        num_samples: int,
+        sde_steps: Sequence[int] = (),
+        rewards: RewardGradients | None = None,
+    ) -> None:
+        """`num_samples`: of the whole step, over all ranks. `sde_steps`: where noise entered, for policy losses, or
+        where samples were stored. `rewards`: for losses that train on their gradients."""
         self._engine = engine
         self._step = step
         self._totals = Totals(engine.ranks, len(sde_steps), num_samples)
         self._num_updates = 0
-        self._objective = objective_of(engine, step, sde_steps, self._totals)
+        self._objective = objective_of(engine, step, sde_steps, self._totals, rewards)
 
     @property
     def num_rounds(self) -> int:

@@ -106,7 +106,7 @@ def make_job(checkpoint: Path, data: Path, algorithm: str, mode: str) -> dict[st
         "name": f"{checkpoint.name}-{algorithm}".replace("_", "-"),
         "model": {"path": str(checkpoint), "dtype": "float32"},
         "data": {"train": str(data / _data_name(is_video, family.takes_images, is_pairs))},
-        "rewards": {} if is_pairs else {"jpeg_compressibility": {}},
+        "rewards": {} if is_pairs else {_reward(algorithm): {}},
         "algorithm": {"name": algorithm},
         "rollout": {
             "prompts_per_step": NUM_PROMPTS,
@@ -134,6 +134,11 @@ def make_job(checkpoint: Path, data: Path, algorithm: str, mode: str) -> dict[st
     if family.takes_images:
         job["rollout"]["condition_pixels"] = SIZE * SIZE
     return job
+
+
+def _reward(algorithm: str) -> str:
+    """One that the algorithm can train on."""
+    return "image_quality" if LOSSES[ALGORITHMS[algorithm].loss].kind == "gradient" else "jpeg_compressibility"
 
 
 def make_text_job(checkpoint: Path, data: Path, algorithm: str, mode: str) -> dict[str, Any]:

@@ -31,5 +31,5 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fleet(make_fleet: Callable[..., Any]) -> Iterator[Fleet]:
-    with make_fleet(rewards=("jpeg_compressibility",), model=None) as running:
+    with make_fleet(rewards=("jpeg_compressibility", "image_quality"), model=None) as running:
         yield running

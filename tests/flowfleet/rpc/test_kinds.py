@@ -28,8 +28,8 @@ METHODS = tuple(
 OF_TRAINERS = {
     f"/flowfleet.v1.RolloutService/{name}"
     for name in ("GetStatus", "InitWeightTransfer", "StartWeightUpdate", "UpdateWeights", "FinishWeightUpdate")
-}
-"""What services/trainer/publishing/replicas.py calls."""
+} | {"/flowfleet.v1.RewardService/Describe", "/flowfleet.v1.RewardService/ScoreWithGradient"}
+"""What services/trainer/publishing/replicas.py and services/trainer/step/gradients/client.py call."""
 
 
 TO_ROLLOUTS = {f"/flowfleet.v1.RolloutService/{name}" for name in ("GetStatus", "Generate", "Drain")}
@@ -204,6 +204,7 @@ def test_a_trainer_is_handed_its_own_secrets_and_none_of_the_controllers() -> No
         "FLOWFLEET_TRAINER_REDIS_URL": "redis://trainer:t@h",
         "FLOWFLEET_TRAINER_RPC_TOKEN": "of trainers",
         "FLOWFLEET_TRAINER_RPC_ACCEPT": "controller=…",
+        "FLOWFLEET_TRAINER_REWARD_RPC_TOKEN": "of rewards",
     }
     public = {"PATH": "/bin", "FLOWFLEET_DEVICE": "cpu", "FLOWFLEET_REDIS_CA": "ca.pem"}
     assert kinds.trainer_environment(controller) == {
@@ -211,6 +212,7 @@ def test_a_trainer_is_handed_its_own_secrets_and_none_of_the_controllers() -> No
         "FLOWFLEET_REDIS_URL": "redis://trainer:t@h",
         "FLOWFLEET_RPC_TOKEN": "of trainers",
         "FLOWFLEET_RPC_ACCEPT": "controller=…",
+        "FLOWFLEET_REWARD_RPC_TOKEN": "of rewards",
     }
     shared = {name: value for name, value in controller.items() if "_TRAINER_" not in name}
     assert kinds.trainer_environment(shared) == {

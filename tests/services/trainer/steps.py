@@ -151,9 +151,9 @@ class Drawer:
 
     def _noise(self, step: int) -> Noise:
         noise, seed = self._spec.rollout.noise, self._spec.seed
-        if noise.eta == 0:
+        if noise.eta == 0 and not self._spec.loss.from_steps:
             return Noise()
-        window = self._spec.rollout.noise_window
+        window = self._spec.window
         return Noise(noise.type, noise.eta, window.noisy(seed, step), recorded=window.trained(seed, step))
 
     def _store(self, blobs: SyncBlobs, step: int, batch: GeneratedBatch) -> list[Sample]:

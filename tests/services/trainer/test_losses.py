@@ -60,6 +60,7 @@ def test_two_steps_equal_plain_pytorch(
 
 
 def test_every_loss_on_latents_is_here() -> None:
+    """Losses on gradients of rewards are in test_gradient_rewards.py."""
     assert sorted(ALGORITHMS) == sorted(name for name, loss in LOSSES.items() if loss.kind in ("policy", "matching"))
 
 

@@ -89,7 +89,7 @@ annotations:
 
 {{/* Whether a scorer runs a model of torch: "true" or "". (scorer) */}}
 {{- define "flowfleet.runsModel" -}}
-{{- if has . (list "clip" "pickscore" "hps" "aesthetic" "geneval" "feature_diversity") }}true{{ end }}
+{{- if has . (list "clip" "pickscore" "hps" "aesthetic" "geneval" "feature_diversity" "local_vlm") }}true{{ end }}
 {{- end }}
 
 {{/* A reward's: its scorer chooses one with torch or one without. (list root reward) */}}
@@ -285,9 +285,11 @@ imagePullSecrets:
 - name: FLOWFLEET_RPC_TOKEN
   valueFrom: {secretKeyRef: {name: {{ $secret }}, key: {{ $own }}}}
 {{- end }}
-{{- if and $perKind (eq $component "controller") }}
+{{- if and $perKind (has $component (list "controller" "trainer")) }}
 - name: FLOWFLEET_REWARD_RPC_TOKEN
   valueFrom: {secretKeyRef: {name: {{ $secret }}, key: {{ $token.key }}-reward}}
+{{- end }}
+{{- if and $perKind (eq $component "controller") }}
 - name: FLOWFLEET_ROLLOUT_RPC_TOKEN
   valueFrom: {secretKeyRef: {name: {{ $secret }}, key: {{ $token.key }}-rollout, optional: true}}
 {{- end }}

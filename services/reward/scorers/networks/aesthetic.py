@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,23 @@ from transformers import SiglipVisionModel
 
 from flowfleet.hardware import devices
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
-from services.reward.scorer import Outcome, PlainScorer, Sample, Score, mean_score
+from flowfleet.rewards.gradients import PixelInput
+from services.reward.scorer import (
+    GradientOutcome,
+    Outcome,
+    PlainScorer,
+    Sample,
+    Score,
+    ScoreGradient,
+    mean_score,
+)
+from services.reward.scorers.differentiable.pixels import gradients_of, leaves_of
 from services.reward.scorers.networks.checkpoints import check_checkpoint, check_processor
 from services.reward.scorers.networks.clip_models import ClipEncoder, unit
 from services.reward.scorers.networks.torch_models import (
     ModelSettings,
     PictureReader,
+    batches,
     in_batches,
     load_model,
     pick_device,
@@ -62,6 +73,7 @@ class AestheticScorer(PlainScorer):
     modalities = (MODALITY_IMAGE, MODALITY_VIDEO)
     score_range = (-math.inf, math.inf)
     call_bytes = 0
+    gives_gradient = True
 
     def __init__(self, settings: AestheticSettings, num_threads: int) -> None:
         config = check_checkpoint(settings.model, "model", ("clip", "siglip", "siglip_vision_model"))
@@ -71,16 +83,16 @@ class AestheticScorer(PlainScorer):
         self.version, self.pinned = settings.version(1), settings.pinned
         self._settings = settings
         self._num_threads = num_threads
-        self._embed: Callable[[Sequence[Image.Image]], torch.Tensor]
+        self._encoder: ClipEncoder | SiglipEncoder
 
     def start(self) -> None:
         prepare_torch(self._num_threads)
-        if self._is_clip:
-            encoder = ClipEncoder(self._settings, self._settings.model, "model", self._num_threads)
-            self._embed, width = encoder.pictures, encoder.width
-        else:
-            siglip = SiglipEncoder(self._settings, self._num_threads)
-            self._embed, width = siglip.pictures, siglip.width
+        encoder = (
+            ClipEncoder(self._settings, self._settings.model, "model", self._num_threads)
+            if self._is_clip
+            else SiglipEncoder(self._settings, self._num_threads)
+        )
+        self._encoder, width = encoder, encoder.width
         if width != len(self._head[0]):
             raise ValueError(
                 f"settings.head takes embeddings of {len(self._head[0])} numbers, settings.model makes {width}: "
@@ -90,9 +102,19 @@ class AestheticScorer(PlainScorer):
     def score(self, samples: Sequence[Sample], params: None) -> list[Outcome]:
         weights, bias = self._head
         pictures = [sample.pictures() for sample in samples]
-        vectors = self._embed([picture for part in pictures for picture in part]).numpy().astype(np.float64)
+        vectors = self._encoder.pictures([picture for part in pictures for picture in part]).numpy().astype(np.float64)
         scores = iter((vectors @ weights + bias).tolist())
         return [mean_score([Score(next(scores)) for _ in part]) for part in pictures]
+
+    def score_with_gradient(self, samples: Sequence[PixelInput], params: None) -> list[GradientOutcome]:
+        weights, bias = self._head
+        outcomes: list[GradientOutcome] = []
+        for part in batches(samples, self._settings.batch_size):
+            leaves = leaves_of(part, self._encoder.device)
+            scores = self._encoder.embed(leaves).cpu().double() @ torch.from_numpy(weights) + bias
+            gradients = gradients_of(scores, leaves)
+            outcomes += [ScoreGradient(*pair) for pair in zip(scores.tolist(), gradients, strict=True)]
+        return outcomes
 
 
 class SiglipEncoder:
@@ -108,6 +130,19 @@ class SiglipEncoder:
     def width(self) -> int:
         """Numbers in a vector."""
         return int(self._model.config.hidden_size)
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def embed(self, pixels: Sequence[torch.Tensor]) -> torch.Tensor:
+        """(N, D) float32 unit vectors on the device, with gradient, of pixels (3, H, W) from 0 to 1 each."""
+        with devices.bound(self._device):
+            inputs = torch.stack([self._read.differentiable(one) for one in pixels])
+            pooled: torch.Tensor = self._model(
+                pixel_values=inputs.to(getattr(torch, self._settings.dtype))
+            ).pooler_output
+        return unit(pooled.float())
 
     @torch.inference_mode()
     def pictures(self, pictures: Sequence[Image.Image]) -> torch.Tensor:

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
+import numpy as np
 import torch
 from PIL import Image
 from pydantic import Field
@@ -30,7 +31,17 @@ from transformers import CLIPModel
 from flowfleet.hardware import devices
 from flowfleet.lru import LruCache
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_VIDEO
-from services.reward.scorer import Outcome, PlainScorer, Sample, Score, mean_score
+from flowfleet.rewards.gradients import PixelInput
+from services.reward.scorer import (
+    GradientOutcome,
+    Outcome,
+    PlainScorer,
+    Sample,
+    Score,
+    ScoreGradient,
+    mean_score,
+)
+from services.reward.scorers.differentiable.pixels import gradients_of, leaves_of
 from services.reward.scorers.networks.checkpoints import check_checkpoint, check_processor, read_scalar
 from services.reward.scorers.networks.torch_models import (
     ModelSettings,
@@ -66,6 +77,17 @@ class ClipEncoder:
     def width(self) -> int:
         """Numbers in a vector."""
         return int(self._model.config.projection_dim)
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def embed(self, pixels: Sequence[torch.Tensor]) -> torch.Tensor:
+        """(N, D) float32 unit vectors on the device, with gradient, of pixels (3, H, W) from 0 to 1 each."""
+        with devices.bound(self._device):
+            inputs = torch.stack([self._read.differentiable(one) for one in pixels]).to(self._dtype)
+            embeddings: torch.Tensor = self._model.get_image_features(pixel_values=inputs).pooler_output
+        return unit(embeddings.float())
 
     @torch.inference_mode()
     def pictures(self, pictures: Sequence[Image.Image]) -> torch.Tensor:
@@ -115,6 +137,7 @@ class _ClipScorer(PlainScorer, Generic[Settings]):
 
     modalities = (MODALITY_IMAGE, MODALITY_VIDEO)
     call_bytes = 0
+    gives_gradient = True
     number: ClassVar[int] = 1
     """Version of this code: raised when it gives the same picture another score."""
 
@@ -141,13 +164,31 @@ class _ClipScorer(PlainScorer, Generic[Settings]):
             outcomes.append(mean_score([self._judge(cosine, cut) for cosine in cosines]))
         return outcomes
 
+    def score_with_gradient(self, samples: Sequence[PixelInput], params: None) -> list[GradientOutcome]:
+        outcomes: list[GradientOutcome] = []
+        for part in batches(samples, self._settings.batch_size):
+            texts, cuts = self._encoder.texts([sample.prompt for sample in part])
+            leaves = leaves_of(part, self._encoder.device)
+            images = self._encoder.embed([self._fitted_pixels(leaf) for leaf in leaves])
+            cosines = (images * texts.clone().to(images)).sum(dim=1)
+            gradients = gradients_of(cosines, leaves)
+            slope = self._judge(1.0, 0).value  # scores are proportional to cosines
+            for cosine, cut, gradient in zip(cosines.tolist(), cuts, gradients, strict=True):
+                score = self._judge(_within_one(cosine), cut)
+                outcomes.append(ScoreGradient(score.value, np.float32(slope) * gradient, score.components))
+        return outcomes
+
     @abstractmethod
     def _judge(self, cosine: float, tokens_cut: int) -> Score:
-        """The score of a picture."""
+        """The score of a picture, proportional to the cosine."""
 
     def _fitted(self, picture: Image.Image) -> Image.Image:
         """What the image processor is given, which crops the middle square."""
         return picture
+
+    def _fitted_pixels(self, pixels: torch.Tensor) -> torch.Tensor:
+        """The same of pixels (3, H, W)."""
+        return pixels
 
 
 def _within_one(cosine: float) -> float:
@@ -219,6 +260,14 @@ class HumanPreferenceScore(_ClipScorer[HpsSettings]):
 
     def _fitted(self, picture: Image.Image) -> Image.Image:
         return letterboxed(picture) if self._settings.fit == "pad" else picture
+
+    def _fitted_pixels(self, pixels: torch.Tensor) -> torch.Tensor:
+        if self._settings.fit != "pad":
+            return pixels
+        height, width = pixels.shape[1:]
+        above, left = (max(0, width - height), max(0, height - width))
+        sides = (left // 2, left - left // 2, above // 2, above - above // 2)
+        return torch.nn.functional.pad(pixels, sides)
 
 
 def letterboxed(picture: Image.Image) -> Image.Image:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -22,6 +23,7 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from flowfleet import hub
 from flowfleet.hardware import devices
 from services.reward.scorer import ScorerSettings
+from services.reward.scorers.differentiable.pixels import differentiable
 from services.reward.scorers.networks.checkpoints import Checkpoint, fingerprint
 
 Item = TypeVar("Item")
@@ -122,11 +124,18 @@ class PictureReader:
 
     def __init__(self, folder: Path, setting: str, num_threads: int) -> None:
         self._processor = image_processor(folder, setting)
+        self._place = setting
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="picture")
 
     def __call__(self, pictures: Sequence[Image.Image]) -> torch.Tensor:
         """(N, 3, H, W) float32 on the CPU."""
         return torch.stack(list(self._threads.map(self._read, pictures)))
+
+    @cached_property
+    def differentiable(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The same for pixels (3, H, W) from 0 to 1, with gradient and without rounding to 8 bits. Raises ValueError
+        where the processor's filter has none."""
+        return differentiable(self._processor, self._place)
 
     def _read(self, picture: Image.Image) -> torch.Tensor:
         pixels: torch.Tensor = self._processor(images=picture, return_tensors="pt").pixel_values[0]

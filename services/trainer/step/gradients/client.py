@@ -1,0 +1,204 @@
+"""Calls of `ScoreWithGradient` from a thread that computes: they run on an event loop elsewhere.
+
+A call goes to the first address that answers, and in halves where it is too large. What goes wrong becomes an error
+that leaves the trainer unharmed: Unavailable where the controller is to send the step again, InvalidRequest where
+somebody must change something first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import grpc
+import grpc.aio
+
+from flowfleet.errors import FlowfleetError, InvalidRequest, Unavailable
+from flowfleet.process.service import secret
+from flowfleet.proto import reward_pb2, reward_pb2_grpc
+from flowfleet.proto.trainer_pb2 import GradientReward
+from flowfleet.rewards.gradients import MAX_GRADIENT_BYTES, PixelInput, Pixels, cut, read_gradient
+from flowfleet.rewards.requests import CONTRACT
+from flowfleet.rpc.endpoint import open_channel
+from flowfleet.rpc.kinds import REWARD_TOKEN
+
+DESCRIBE_DEADLINE_S: Final = 10.0
+DESCRIBED_FOR_S: Final = 60.0
+CALLS_AT_ONCE: Final = 4
+"""Calls of one rank that a reward has at once: one is computed while others travel."""
+BEAT_S: Final = 1.0
+
+_CODE = grpc.StatusCode
+_PERMANENT = (_CODE.INVALID_ARGUMENT, _CODE.UNIMPLEMENTED, _CODE.PERMISSION_DENIED)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A reward's answer for one sample."""
+
+    score: float
+    gradient: Pixels
+    """(3, height, width)"""
+
+
+class GradientClient:
+    """Belongs to one thread at a time."""
+
+    def __init__(self, deadline_s: float, beat: Callable[[], None], loop: asyncio.AbstractEventLoop | None) -> None:
+        """`deadline_s`: of each call. `beat` is called while calls run. Without a `loop` it makes one, in a thread."""
+        self._deadline_s, self._beat = deadline_s, beat
+        self._loop = loop or _loop_in_a_thread()
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._described: dict[str, tuple[reward_pb2.DescribeResponse, float]] = {}
+
+    def ask(self, reward: GradientReward, samples: Sequence[PixelInput]) -> dict[str, Scored | str]:
+        """Asks one reward. By sample id: its answer, or why there is none. Raises Unavailable or InvalidRequest, which
+        name the reward."""
+        return self._run(self._ask(reward, samples))
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        while True:
+            done, _ = concurrent.futures.wait([future], BEAT_S)
+            if done:
+                return future.result()
+            self._beat()
+
+    async def _ask(self, reward: GradientReward, samples: Sequence[PixelInput]) -> dict[str, Scored | str]:
+        if not reward.addresses:
+            raise Unavailable(f"{_of(reward)} has no replica that is ready")
+        described = await self._any_description(reward)
+        limit = described.gradient_bytes or MAX_GRADIENT_BYTES
+        calls = cut(samples, described.max_batch_size or len(samples), min(limit, MAX_GRADIENT_BYTES))
+        turns = asyncio.Semaphore(CALLS_AT_ONCE)
+
+        async def one(call: Sequence[PixelInput]) -> dict[str, Scored | str]:
+            async with turns:
+                return await self._call(reward, call)
+
+        tasks = [asyncio.ensure_future(one(call)) for call in calls]
+        try:
+            answers = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return {sample_id: answer for part in answers for sample_id, answer in part.items()}
+
+    async def _any_description(self, reward: GradientReward) -> reward_pb2.DescribeResponse:
+        """Description of the first replica that answers; replicas of a service are alike."""
+        failure: FlowfleetError | None = None
+        for address in reward.addresses:
+            known, at = self._described.get(address, (None, 0.0))
+            if known is not None and time.monotonic() - at < DESCRIBED_FOR_S:
+                return known
+            stub: reward_pb2_grpc.RewardServiceAsyncStub = reward_pb2_grpc.RewardServiceStub(self._channel(address))
+            try:
+                found = await stub.Describe(reward_pb2.DescribeRequest(), timeout=DESCRIBE_DEADLINE_S)
+            except grpc.aio.AioRpcError as error:
+                failure = self._failure(reward, address, error)
+                continue
+            if found.contract > CONTRACT:
+                raise InvalidRequest(
+                    f"{_of(reward)} speaks contract {found.contract} of RewardService, but this trainer knows "
+                    f"{CONTRACT}: upgrade the trainer, or start an older version of it"
+                )
+            if not found.gives_gradient:
+                raise InvalidRequest(
+                    f"{_of(reward)} at {address} gives no gradient ({found.name} {found.version}): train on a reward "
+                    "that does, and give this one weight 0"
+                )
+            self._described[address] = found, time.monotonic()
+            return found
+        assert failure is not None
+        raise failure
+
+    async def _call(self, reward: GradientReward, samples: Sequence[PixelInput]) -> dict[str, Scored | str]:
+        request = reward_pb2.ScoreWithGradientRequest(
+            samples=[sample.message() for sample in samples], params=dict(reward.params)
+        )
+        failure: FlowfleetError | None = None
+        for address in reward.addresses:
+            stub: reward_pb2_grpc.RewardServiceAsyncStub = reward_pb2_grpc.RewardServiceStub(self._channel(address))
+            try:
+                response = await stub.ScoreWithGradient(request, timeout=self._deadline_s)
+            except grpc.aio.AioRpcError as error:
+                if _is_too_large(error) and len(samples) > 1:
+                    middle = len(samples) // 2
+                    return {**await self._call(reward, samples[:middle]), **await self._call(reward, samples[middle:])}
+                self._described.pop(address, None)
+                failure = self._failure(reward, address, error)
+                if error.code() is not _CODE.UNAVAILABLE:
+                    break
+                continue
+            return _answers(reward, samples, response)
+        assert failure is not None
+        raise failure
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if address not in self._channels:
+            self._channels[address] = open_channel(address, token=secret(REWARD_TOKEN))
+        return self._channels[address]
+
+    def _failure(self, reward: GradientReward, address: str, error: grpc.aio.AioRpcError) -> FlowfleetError:
+        code, details = error.code(), error.details() or "no message"
+        place = f"{_of(reward)} at {address}"
+        match code:
+            case _CODE.UNAVAILABLE:
+                return Unavailable(f"{place} cannot be reached ({details}): start it, or correct its address")
+            case _CODE.DEADLINE_EXCEEDED:
+                return Unavailable(
+                    f"{place} gave no gradient in {self._deadline_s:g} s: make it faster, or raise timeouts.score_s"
+                )
+            case _CODE.UNAUTHENTICATED | _CODE.PERMISSION_DENIED:
+                return Unavailable(
+                    f"{place} refuses the trainer ({details}): give the trainer the token of rewards, {REWARD_TOKEN}"
+                )
+            case _CODE.RESOURCE_EXHAUSTED if _is_too_large(error):
+                return InvalidRequest(
+                    f"{place} does not take a picture of this size ({details}): raise its limit for messages, or lower "
+                    "rollout.height and rollout.width"
+                )
+            case _ if code in _PERMANENT:
+                return InvalidRequest(f"{place} refuses the request: {details}")
+            case _:
+                return Unavailable(f"{place} failed with {code.name} ({details}): its log may have the reason")
+
+
+def _answers(
+    reward: GradientReward, samples: Sequence[PixelInput], response: reward_pb2.ScoreWithGradientResponse
+) -> dict[str, Scored | str]:
+    given = {score.sample_id: score for score in response.scores}
+    answers: dict[str, Scored | str] = {}
+    for sample in samples:
+        if (score := given.get(sample.sample_id)) is None:
+            answers[sample.sample_id] = "it is missing in the answer"
+        elif score.WhichOneof("outcome") != "score":
+            answers[sample.sample_id] = score.error or "it has neither score nor error"
+        else:
+            try:
+                answers[sample.sample_id] = Scored(score.score, read_gradient(score.gradient, sample.pixels.shape))
+            except ValueError as error:
+                answers[sample.sample_id] = str(error)
+    return answers
+
+
+def _of(reward: GradientReward) -> str:
+    return f"rewards.{reward.name}: service {reward.service!r}"
+
+
+def _is_too_large(error: grpc.aio.AioRpcError) -> bool:
+    details = (error.details() or "").lower()
+    return error.code() is _CODE.RESOURCE_EXHAUSTED and "message" in details and "larger than" in details
+
+
+def _loop_in_a_thread() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="rewards", daemon=True).start()
+    return loop

@@ -1,0 +1,156 @@
+"""From predicted clean latents to the gradient of a job's rewards by them.
+
+    latents ─► decode, without gradient ─► pixels ─► rewards ─► gradient by pixels
+                                                                     │
+    gradient by latents ◄─ decode again, a picture at a time ◄───────┘
+
+So the activations of one picture's decoding are in memory, and none of the transformer's. What was asked once for a
+step is read again (store.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowfleet.algorithms.reward_gradient import Wish, with_words
+from flowfleet.data.lineage import follow
+from flowfleet.errors import Unavailable
+from flowfleet.job.spec import JobSpec
+from flowfleet.proto.trainer_pb2 import GroupPrompt, TrainStepRequest
+from flowfleet.rewards.gradients import PixelInput, Pixels
+from services.trainer.beats import Phase
+from services.trainer.parallel.ranks import Ranks
+from services.trainer.step.gradients.client import GradientClient, Scored
+from services.trainer.step.gradients.store import GradientStore, RowGradient
+
+
+@dataclass(frozen=True)
+class BatchGradient:
+    """What rewards said of B rows."""
+
+    gradient: Tensor
+    """(B, *latent) float32 on the device; zeros for a row that no reward could score."""
+    rewards: Tensor
+    """(B,) float32: the wanted rewards' weighted sum; 0 for such a row."""
+    missing: Tensor
+    """(B,) float32: 1 for such a row."""
+
+
+class RewardGradients:
+    """Gradients of one training step on one rank."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        decoder: Any,
+        client: GradientClient,
+        ranks: Ranks,
+        request: TrainStepRequest,
+        history: Mapping[int, str],
+        directory: Path,
+    ) -> None:
+        """`decoder`: an adapter with the VAE. `history`: lineages by version. `directory`: the job's checkpoints'."""
+        self._spec, self._decoder, self._client, self._ranks = spec, decoder, client, ranks
+        self._request = request
+        self._prompts: dict[int, GroupPrompt] = {prompt.group: prompt for prompt in request.prompts}
+        lineage = follow(history, request) or "unknown"
+        self._store = GradientStore(directory, int(request.step), lineage)
+
+    def of(self, rows: Sequence[int], k: int, image: Tensor, wishes: Sequence[Wish]) -> BatchGradient:
+        """Gradient of what a loss wishes, for the step's samples `rows` in round k.
+
+        Raises Unavailable or InvalidRequest where a reward gives no gradients, OSError where they cannot be kept.
+
+        Args:
+            image: (B, *latent) predicted clean latents, on the device.
+            wishes: as the loss has them.
+        """
+        names = [self._name(row, k) for row in rows]
+        known = [self._store.get(name) for name in names]
+        new = [place for place, found in enumerate(known) if found is None]
+        missing = torch.zeros(len(rows))
+        if new:
+            with torch.no_grad():
+                pixels = torch.cat([self._decoded(image[place : place + 1]) for place in new]).cpu()
+            with self._ranks.beats.phase(Phase.OUTSIDE):
+                found = self._asked([rows[place] for place in new], pixels, [_at(wish, new) for wish in wishes])
+            for place, one in zip(new, found, strict=True):
+                if one is None:
+                    missing[place] = 1
+                    known[place] = RowGradient(torch.zeros(image.shape[1:]), 0.0)
+                    continue
+                by_pixels, reward = one
+                known[place] = row = RowGradient(self._by_latents(image[place : place + 1], by_pixels), reward)
+                self._store.put(names[place], row)
+                self._ranks.beats.beat()
+        kept = [row for row in known if row is not None]
+        return BatchGradient(
+            gradient=torch.stack([row.gradient for row in kept]).to(image.device),
+            rewards=torch.tensor([row.reward for row in kept], device=image.device),
+            missing=missing.to(image.device),
+        )
+
+    def _name(self, row: int, k: int) -> str:
+        sample = self._request.samples[row].sample.id
+        return f"{sample.group}-{sample.index}-{k}"
+
+    def _decoded(self, latents: Tensor) -> Tensor:
+        pixels: Tensor = self._decoder.pixels(latents, self._spec.rollout.size)
+        self._ranks.beats.beat()
+        return pixels
+
+    def _by_latents(self, image: Tensor, by_pixels: Pixels) -> Tensor:
+        """(*latent) float32 on the CPU: the gradient, decoded once more with gradient."""
+        latents = image.detach().clone().requires_grad_()
+        with torch.enable_grad():
+            pixels: Tensor = self._decoder.pixels(latents, self._spec.rollout.size)
+            target = torch.from_numpy(by_pixels)[None].to(pixels)
+            (gradient,) = torch.autograd.grad(pixels, latents, target)
+        return gradient[0].float().cpu()
+
+    def _asked(self, rows: Sequence[int], pixels: Tensor, wishes: Sequence[Wish]) -> list[tuple[Pixels, float] | None]:
+        """Asks the rewards. For each row the gradient (3, H, W) of its wishes' weighted sum, and that sum; None where a
+        reward has an error for it. Raises Unavailable where that is so for all of several rows."""
+        sums: list[tuple[Pixels, float] | None] = [(torch.zeros_like(one).numpy(), 0.0) for one in pixels]
+        why = ""
+        for reward in self._request.gradient_rewards:
+            weights = [self._prompt(row).weights.get(reward.name, 0.0) for row in rows]
+            for wish in wishes:
+                wanted = [place for place, weight in enumerate(weights) if weight and sums[place] is not None]
+                inputs = [self._input(rows[place], place, pixels[place], wish.words) for place in wanted]
+                answers = self._client.ask(reward, inputs) if inputs else {}
+                for place in wanted:
+                    answer = answers.get(str(place), "it is missing in the answer")
+                    if isinstance(answer, str):
+                        sums[place], why = None, f"rewards.{reward.name}: service {reward.service!r}: {answer}"
+                        continue
+                    sums[place] = _added(sums[place], answer, wish, weights[place] * float(wish.factors[place]))
+        if len(rows) > 1 and all(one is None for one in sums):
+            raise Unavailable(f"no gradient for any of {len(rows)} pictures; the last: {why}")
+        return sums
+
+    def _input(self, row: int, place: int, pixels: Tensor, words: str) -> PixelInput:
+        prompt = self._prompt(row)
+        return PixelInput(pixels.numpy(), with_words(words, prompt.text), dict(prompt.metadata), str(place))
+
+    def _prompt(self, row: int) -> GroupPrompt:
+        return self._prompts[self._request.samples[row].sample.id.group]
+
+
+def _added(before: tuple[Pixels, float] | None, answer: Scored, wish: Wish, factor: float) -> tuple[Pixels, float]:
+    assert before is not None
+    gradient, reward = before
+    if wish.ceiling is not None and answer.score >= wish.ceiling:
+        return gradient, reward + factor * answer.score
+    scaled: Pixels = torch.from_numpy(answer.gradient).mul(factor).add(torch.from_numpy(gradient)).numpy()
+    return scaled, reward + factor * answer.score
+
+
+def _at(wish: Wish, places: Sequence[int]) -> Wish:
+    return Wish(wish.factors[list(places)], wish.words, wish.ceiling)

@@ -1,0 +1,276 @@
+"""Losses that train on a reward's gradient, against plain PyTorch that goes through decoder and reward itself; what
+happens where a reward fails; and steps that are applied again."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flowfleet.data.blobs import SyncBlobs
+from flowfleet.data.trajectories import FinalLatents, Trajectory
+from flowfleet.job.spec import JobSpec
+from flowfleet.models.registry import adapter_for
+from flowfleet.proto import trainer_pb2
+from flowfleet.proto.trainer_pb2 import TrainSample, TrainStepRequest
+from flowfleet.seeds import derive_seed
+from services.trainer.parallel.ranks import Ranks
+from services.trainer.worker import Worker
+from tests.services.trainer.gradient_service import BAD, Known, reward_of, served, with_rewards
+from tests.services.trainer.oracle import Oracle
+from tests.services.trainer.steps import JOB, PROMPTS, Drawer, make_spec
+from tests.services.trainer.workers import make_worker, trained_of
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "refl": {"name": "refl"},
+    "refl_ceiling": {"name": "refl", "reward_ceiling": 0.0},
+    "srpo": {"name": "srpo", "num_noise_levels": 2},
+    "srpo_relative": {
+        "name": "srpo",
+        "positive_words": ["Real", "Detailed photo"],
+        "negative_words": ["Oily"],
+        "relative_weight": 0.5,
+        "align_step": 0.2,
+        "discount_shift": 2.0,
+    },
+}
+OPTIMIZER = {"lr": 1e-2, "eps": 1e-3}
+
+
+class GradientOracle(Oracle):
+    """One graph from the weights through velocity, decoder and reward."""
+
+    def __init__(self, spec: JobSpec, files: SyncBlobs) -> None:
+        super().__init__(spec, files)
+        family = adapter_for(spec.model.path)
+        self.decoder: Any = family.load(spec.model.path, dtype=torch.float32, components=("vae",))
+
+    def _loss(self, items: Sequence[TrainSample], step: int, update: int, past: int) -> Tensor:
+        if self.part.loss == "refl":
+            return self._refl(items).mean()
+        rounds = range(self.part.num_noise_levels)
+        return torch.stack([self._srpo(items, step, k) for k in rounds]).mean()
+
+    def _refl(self, items: Sequence[TrainSample]) -> Tensor:
+        (step,) = items[0].sample.sde_steps
+        paths = [Trajectory.from_bytes(self.files.get(item.sample.trajectory)) for item in items]
+        x, s = torch.stack([path.latents[0] for path in paths]), float(self.schedule.sigmas[step])
+        v = self._velocity(self.adapter, x, self.schedule.timesteps[step], items)
+        rewards = self._rewards(x - s * v, items, "")
+        if self.part.reward_ceiling is not None:
+            rewards = torch.where(rewards < self.part.reward_ceiling, rewards, rewards.detach())
+        return -rewards + self._tie(v, x, self.schedule.timesteps[step], items)
+
+    def _srpo(self, items: Sequence[TrainSample], step: int, k: int) -> Tensor:
+        part, shape = self.part, self.adapter.latent_shape(self.spec.rollout.size)
+        clean = torch.stack([FinalLatents.from_bytes(self.files.get(item.sample.trajectory)).latents for item in items])
+        places = [(item.sample.id.group, item.sample.id.index) for item in items]
+        seeds = [derive_seed(self.spec.seed, "match/noise", step, *place, k) for place in places]
+        noise = torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
+        flat = torch.tensor([self._sigma(place, step, 0, k) for place in places], dtype=torch.float32)
+        s = flat.reshape(-1, *[1] * len(shape))
+        x = (1 - s) * clean + s * noise
+        v = self._velocity(self.adapter, x, 1000 * flat, items)
+        low = torch.tensor([value - min(part.align_step, value / 2) for value in flat.tolist()])
+        to = low.reshape(-1, *[1] * len(shape))
+        image = (x + (to - s) * v - to * noise) / (1 - to)
+        count = part.discount_shift * low / (1 + (part.discount_shift - 1) * low)
+        if not part.negative_words:
+            total = self._rewards(image, items, "")
+        else:
+            positive, negative = (words[step % len(words)] for words in (part.positive_words, part.negative_words))
+            wanted = self._rewards(image, items, f"{positive}. ")
+            total = (1 + part.relative_weight) * wanted - self._rewards(image, items, f"{negative}. ")
+        return -count * total + self._tie(v, x, 1000 * flat, items)
+
+    def _rewards(self, image: Tensor, items: Sequence[TrainSample], words: str) -> Tensor:
+        """Rewards by the VAE of diffusers itself, as its pipeline scales latents."""
+        decoder, size = self.decoder, self.spec.rollout.size
+        vae, config = decoder.vae, decoder.vae.config
+        rows = image.shape[1:] if image.ndim == 4 else None
+        assert rows is not None or image.ndim == 3
+        if image.ndim == 3:
+            image = decoder.pipeline._unpack_latents(image, size.height, size.width, decoder.pipeline.vae_scale_factor)
+            image = image if image.ndim == 4 else image[:, :, 0]
+            mean, std = (torch.tensor(config[name]).reshape(1, -1, 1, 1) for name in ("latents_mean", "latents_std"))
+            pixels = vae.decode((image * std + mean)[:, :, None], return_dict=False)[0][:, :, 0]
+        else:
+            pixels = vae.decode(image / config.scaling_factor + (config.shift_factor or 0), return_dict=False)[0]
+        pixels = ((pixels + 1) / 2).clamp(0, 1)
+        texts = [words + PROMPTS[item.sample.id.group] for item in items]
+        return torch.stack([reward_of(one, text) for one, text in zip(pixels, texts, strict=True)])
+
+    def _tie(self, v: Tensor, x: Tensor, timestep: Tensor, items: Sequence[TrainSample]) -> Tensor:
+        with torch.no_grad():
+            reference = self._velocity(self.reference, x, timestep, items)
+        return self.part.kl_coef * ((v - reference) ** 2).flatten(1).mean(dim=1)
+
+
+def job(path: Path, algorithm: dict[str, Any], **trainer: Any) -> JobSpec:
+    return make_spec(
+        path,
+        rewards={"ocr": {"weight": 0.0}, "judge": {}},
+        algorithm=algorithm,
+        rollout={"window": {"strategy": "fixed", "size": 1, "low": 2}},
+        trainer={"optimizer": OPTIMIZER, "deterministic": False, **trainer},
+    )
+
+
+def drawn(drawer: Drawer, files: SyncBlobs, step: int, address: str) -> TrainStepRequest:
+    request = drawer.draw(files, step)
+    with_rewards(request, address, PROMPTS)
+    return request
+
+
+def steps(worker: Worker, drawer: Drawer, files: SyncBlobs, address: str, count: int = 2) -> dict[str, float]:
+    for step in range(count):
+        response = worker.train(drawn(drawer, files, step, address))
+        assert not response.reward_failure, response.reward_failure
+    return dict(response.metrics)
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_two_steps_equal_one_graph_through_decoder_and_reward(
+    name: str, mode: str, tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
+) -> None:
+    spec = job(tiny_qwen_image, ALGORITHMS[name] | {"kl_coef": 0.01}, mode=mode)
+    worker, oracle, drawer = make_worker(spec, ranks, files, tmp_path), GradientOracle(spec, files), Drawer(spec)
+    before = trained_of(worker)
+    with served() as reward:
+        for step in range(2):
+            request = drawn(drawer, files, step, reward.address)
+            metrics, losses = worker.train(request).metrics, oracle.train(request)
+            assert metrics["actor/loss"] == pytest.approx(sum(losses), rel=1e-4, abs=1e-6)
+    after = trained_of(worker)
+    assert any(not torch.equal(after[each], before[each]) for each in after)
+    for each, tensor in oracle.state().items():
+        torch.testing.assert_close(after[each], tensor, rtol=1e-4, atol=2e-5)
+
+
+def test_calls_are_cut_at_what_the_service_takes(
+    tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = job(tiny_qwen_image, ALGORITHMS["refl"])
+    worker, drawer = make_worker(spec, ranks, files, tmp_path), Drawer(spec)
+    monkeypatch.setattr("services.reward.server.MAX_GRADIENT_BYTES", 3 * 32 * 32 * 4 * 2 + 100)  # two pictures
+    with served() as reward:
+        steps(worker, drawer, files, reward.address, 1)
+    assert sorted(reward.scorer.numbers) == [1, 1, 2, 2]  # two micro-batches of three
+
+
+def test_a_reward_that_is_gone_changes_nothing_and_is_named(
+    tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
+) -> None:
+    spec = job(tiny_qwen_image, ALGORITHMS["srpo"])
+    worker, drawer = make_worker(spec, ranks, files, tmp_path), Drawer(spec)
+    before = trained_of(worker)
+    with served() as reward:
+        request = drawn(drawer, files, 0, reward.address)
+        reward.stop()
+        gone = worker.train(request)
+    assert gone.reward_failure.startswith(f"rewards.judge: service 'judge' at {reward.address} cannot be reached")
+    assert not gone.is_permanent
+    nowhere = worker.train(drawn(drawer, files, 0, ""))
+    assert nowhere.reward_failure == "rewards.judge: service 'judge' has no replica that is ready"
+    assert worker.job is not None
+    assert worker.job.record.applied == 0
+    assert all(torch.equal(trained_of(worker)[name], tensor) for name, tensor in before.items())
+    with served() as reward:
+        assert not worker.train(drawn(drawer, files, 0, reward.address)).reward_failure
+    assert worker.job.record.applied == 1
+
+
+class Plain(Known):
+    gives_gradient = False
+
+
+def test_a_reward_without_gradient_is_refused_by_name(
+    tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
+) -> None:
+    spec = job(tiny_qwen_image, ALGORITHMS["refl"])
+    worker, drawer = make_worker(spec, ranks, files, tmp_path), Drawer(spec)
+    with served(Plain()) as reward:
+        response = worker.train(drawn(drawer, files, 0, reward.address))
+    assert response.is_permanent
+    assert "gives no gradient (known 1): train on a reward that does" in response.reward_failure
+
+
+def test_a_sample_without_a_gradient_is_counted_and_teaches_nothing(
+    tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
+) -> None:
+    spec = job(tiny_qwen_image, ALGORITHMS["refl"])
+    worker, drawer = make_worker(spec, ranks, files, tmp_path), Drawer(spec)
+    with served() as reward:
+        request = drawn(drawer, files, 0, reward.address)
+        request.prompts[1].text = BAD
+        metrics = worker.train(request).metrics
+    assert metrics["actor/without_gradient"] == pytest.approx(1 / len(PROMPTS))
+    assert metrics["actor/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("name", ["refl", "srpo_relative"])
+def test_a_step_applied_again_is_the_same_bit_for_bit_whatever_the_reward_says_now(
+    name: str, tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
+) -> None:
+    """The second trainer begins where the first did, as after a kill, and the reward has changed meanwhile."""
+    spec, drawer = job(tiny_qwen_image, ALGORITHMS[name]), None
+    results = []
+    with served() as reward:
+        for factor in (1.0, -3.0):
+            reward.scorer.factor = factor
+            worker = make_worker(spec, ranks, files, tmp_path)
+            drawer = drawer or Drawer(spec)
+            steps(worker, drawer, files, reward.address)
+            results.append(trained_of(worker))
+        asked = sum(reward.scorer.numbers)
+    first, second = results
+    assert all(torch.equal(first[each], second[each]) for each in first)
+    rows = 2 * 2 * len(PROMPTS)
+    assert asked == rows * (2 if "relative" in name else 1)
+
+
+def test_gradients_of_another_history_are_not_taken(
+    tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
+) -> None:
+    spec = job(tiny_qwen_image, ALGORITHMS["refl"])
+    drawer = Drawer(spec)
+    with served() as reward:
+        worker = make_worker(spec, ranks, files, tmp_path)
+        worker.train(drawn(drawer, files, 0, reward.address))
+        asked = sum(reward.scorer.numbers)
+        worker = make_worker(spec, ranks, files, tmp_path)
+        other = drawn(drawer, files, 0, reward.address)
+        other.samples[0].advantage += 1.0
+        worker.train(other)
+        assert sum(reward.scorer.numbers) == 2 * asked
+        worker = make_worker(spec, ranks, files, tmp_path)
+        moved = drawn(drawer, files, 0, reward.address)
+        moved.gradient_rewards[0].addresses.append("127.0.0.1:1")
+        worker.train(moved)
+        assert sum(reward.scorer.numbers) == 2 * asked  # where a reward answers does not count
+
+
+def test_a_checkpoint_that_covers_a_step_frees_its_gradients(
+    tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
+) -> None:
+    spec = job(tiny_qwen_image, ALGORITHMS["refl"])
+    spec = spec.model_copy(update={"schedule": spec.schedule.model_copy(update={"keep_last": 1})})
+    worker, drawer = make_worker(spec, ranks, files, tmp_path), Drawer(spec)
+    folder = tmp_path / "checkpoints" / "gradients"
+    with served() as reward:
+        steps(worker, drawer, files, reward.address)
+    assert sorted(path.name.split("-")[1] for path in folder.iterdir()) == ["0", "1"]
+    worker.save(trainer_pb2.SaveCheckpointRequest(job_id=JOB))
+    assert list(folder.iterdir()) == []
+
+
+def test_a_step_without_prompts_is_refused(
+    tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
+) -> None:
+    spec = job(tiny_qwen_image, ALGORITHMS["refl"])
+    worker, drawer = make_worker(spec, ranks, files, tmp_path), Drawer(spec)
+    with pytest.raises(Exception, match="step 0 has no prompt for group 0: rewards are asked with it"):
+        worker.train(drawer.draw(files, 0))
