@@ -17,6 +17,7 @@ from bench.scale.load import Load
 from bench.scale.simulation import Notes, listen, until_stopped
 from flowfleet.process import service
 from flowfleet.proto import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+from flowfleet.rewards.requests import no_gradient
 
 DEADLINE_S = 60.0
 METRICS = {f"actor/metric_{number}": float(number) for number in range(30)}
@@ -94,6 +95,9 @@ class Reward(reward_pb2_grpc.RewardServiceServicer):
         names = [sample.sample_id for sample in request.samples]
         scores = [reward_pb2.RewardScore(sample_id=n, score=int(n.rpartition("/")[2]) / 4) for n in names]
         return reward_pb2.ScoreResponse(scores=scores)
+
+    async def ScoreWithGradient(self, request: Any, context: Any) -> reward_pb2.ScoreWithGradientResponse:
+        await no_gradient(context)
 
 
 async def serve(load: Load, path: Path) -> None:

@@ -252,7 +252,17 @@ for _loss in (
         keeps_old_policy=True,
     ),
     Loss("diffusion_opd", f"{_DISTILLATION}:diffusion_opd", "distillation", reads=("teachers",), takes_kl=False),
-    Loss("refl", f"{_GRADIENT}:refl", "gradient", reads=("reward_ceiling",), from_steps=True),
+    Loss(
+        "refl",
+        f"{_GRADIENT}:refl",
+        "gradient",
+        reads=("reward_ceiling",),
+        defaults={
+            "rollout.noise.eta": 0.0, "rollout.noise.share_initial_noise": False,
+            "rollout.window.strategy": "random", "rollout.window.size": 1,
+        },
+        from_steps=True,
+    ),
     Loss(
         "srpo",
         f"{_GRADIENT}:srpo",
@@ -391,7 +401,6 @@ for _algorithm in (
         "https://arxiv.org/abs/2304.05977",
         "Follows the gradient of a reward through the decoder and one late denoising step.",
         loss="refl",
-        defaults={**_ODE, "rollout.window.strategy": "random", "rollout.window.size": 1},
     ),
     Algorithm(
         "srpo",

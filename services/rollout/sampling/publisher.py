@@ -143,7 +143,7 @@ class Publisher:
             weights_digest=request.weights_digest,
             prompt_embeds=shared.embeds[generated.group],
             negative_embeds=shared.negative.get(generated.group),
-            sde_steps=_recorded(request.noise) if request.noise.eta > 0 and not shared.media else (),
+            sde_steps=() if shared.media else _recorded(request.noise),
             height=request.sampling.height,
             width=request.sampling.width,
             num_frames=len(generated.frames),
@@ -158,4 +158,4 @@ class Publisher:
 
 def _recorded(noise: Noise) -> Sequence[int]:
     """The noisy steps that trajectories hold."""
-    return noise.recorded_steps or noise.sde_steps
+    return noise.recorded_steps or (noise.sde_steps if noise.eta > 0 else ())

@@ -14,16 +14,21 @@ import grpc.aio
 import numpy as np
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from PIL import Image
+from safetensors.numpy import load, save
 
 from flowfleet.conformance import Options, Report, check
 from flowfleet.proto.reward_pb2 import (
     MODALITY_IMAGE,
     DescribeRequest,
     DescribeResponse,
+    PixelSample,
+    PixelScore,
     RewardSample,
     RewardScore,
     ScoreRequest,
     ScoreResponse,
+    ScoreWithGradientRequest,
+    ScoreWithGradientResponse,
 )
 from flowfleet.proto.reward_pb2_grpc import RewardServiceServicer, add_RewardServiceServicer_to_server
 
@@ -82,6 +87,9 @@ class Right(RewardServiceServicer):
         if message := self.refusal(request):
             await context.abort(INVALID, message)
         return ScoreResponse(scores=self.scores(request))
+
+    async def ScoreWithGradient(self, request: ScoreWithGradientRequest, context: Any) -> ScoreWithGradientResponse:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there are no gradients")
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
@@ -442,3 +450,79 @@ class WaitsUnannounced(Waits):
 
 class WaitsInSilence(Waits):
     words = ""
+
+
+# -- gradients -------------------------------------------------------------------------------------------------------
+
+
+class Gradients(Right):
+    """The same mean, with its gradient."""
+
+    weights = np.array([0.299, 0.587, 0.114], np.float32)
+    """Of the channels, as Pillow has them."""
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "contract": 2, "gives_gradient": True, "gradient_bytes": 2**24}
+
+    def gradient(self, pixels: np.ndarray, number: int) -> np.ndarray:
+        """`number`: of samples in the call."""
+        return np.broadcast_to(self.weights[:, None, None] / pixels[0].size, pixels.shape)
+
+    def pixel_score(self, sample: PixelSample, number: int) -> PixelScore:
+        pixels = load(sample.pixels)["pixels"]
+        if pixels.ndim != 3:
+            return self.broken(sample)
+        value = float(np.tensordot(self.weights.astype(np.float64), pixels.mean(axis=(1, 2), dtype=np.float64), 1))
+        gradient = np.ascontiguousarray(self.gradient(pixels, number), np.float32)
+        return PixelScore(sample_id=sample.sample_id, score=value, gradient=save({"gradient": gradient}))
+
+    def broken(self, sample: PixelSample) -> PixelScore:
+        return PixelScore(sample_id=sample.sample_id, error="send (3, height, width)")
+
+    async def ScoreWithGradient(self, request: ScoreWithGradientRequest, context: Any) -> ScoreWithGradientResponse:
+        number = len(request.samples)
+        return ScoreWithGradientResponse(scores=[self.pixel_score(sample, number) for sample in request.samples])
+
+
+class OldContract(Gradients):
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "contract": 1}
+
+
+class Transposed(Gradients):
+    def gradient(self, pixels: np.ndarray, number: int) -> np.ndarray:
+        return super().gradient(pixels, number).transpose(1, 2, 0)
+
+
+class HalfAsFast(Gradients):
+    def gradient(self, pixels: np.ndarray, number: int) -> np.ndarray:
+        return super().gradient(pixels, number) / 2
+
+
+class RightInTheMiddle(Gradients):
+    """The sum is right, the place is not."""
+
+    def gradient(self, pixels: np.ndarray, number: int) -> np.ndarray:
+        found = np.array(super().gradient(pixels, number))
+        middle = pixels.shape[2] // 2
+        found[:, :, :middle], found[:, :, middle:] = 0.4 * found[:, :, :middle], 1.6 * found[:, :, middle:]
+        return found
+
+
+class MeanOfTheCall(Gradients):
+    """Divides by the number of samples in the call, as the gradient of a batch's mean does."""
+
+    def gradient(self, pixels: np.ndarray, number: int) -> np.ndarray:
+        return super().gradient(pixels, number) * (1 if number in (1, 2, 8) else 1 / number)
+
+
+class ZeroForBrokenPixels(Gradients):
+    def broken(self, sample: PixelSample) -> PixelScore:
+        return PixelScore(sample_id=sample.sample_id, score=0.0, gradient=save({"gradient": np.zeros((4, 4), "f4")}))
+
+
+class SmallPictures(Gradients):
+    def pixel_score(self, sample: PixelSample, number: int) -> PixelScore:
+        if len(sample.pixels) > 2**22:
+            return PixelScore(sample_id=sample.sample_id, error="out of memory")
+        return super().pixel_score(sample, number)

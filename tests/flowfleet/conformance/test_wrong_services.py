@@ -56,7 +56,25 @@ WRONG: list[tuple[Callable[[], Right], str, str]] = [
     (services.BrokenComponent, "components", "mean is nan"),
     (services.WaitsUnannounced, "pending", "name 2, so that controllers that cannot wait refuse it"),
     (services.WaitsInSilence, "pending", "pending is empty"),
+    (services.OldContract, "gradient contract", "contract is below 2"),
+    (services.Transposed, "gradients", "its pixels have (3,"),
+    (services.HalfAsFast, "gradient is right", "all pixels: the gradient promises a rise of"),
+    (services.RightInTheMiddle, "gradient is right", "the gradient promises a rise of"),
+    (services.MeanOfTheCall, "gradient of each", "is another alone than in a call of 3"),
+    (services.ZeroForBrokenPixels, "broken pixels", "pixels of shape (4, 4) got a score"),
+    (services.SmallPictures, "large pictures", "out of memory"),
 ]
+
+GRADIENTS = (
+    "gradient contract",
+    "gradients",
+    "gradient is right",
+    "gradient of each",
+    "gradient score",
+    "broken pixels",
+    "large pictures",
+)
+"""Checks of a service that gives gradients."""
 
 CONTRACT = {
     "reachable": "service RewardService",
@@ -98,6 +116,14 @@ CONTRACT = {
     "finite": "finite, from score_min to score_max",
     "in range": "finite, from score_min to score_max",
     "components": "finite, of the names in Describe",
+    "no gradients": "A service that does not say gives_gradient needs no such method",
+    "gradient contract": "2 where a score may be pending, or where gives_gradient is set",
+    "gradients": "float32, finite, of the pixels' shape",
+    "gradient is right": "by how much the score in this message rises per unit of each pixel",
+    "gradient of each": "The rules of Score hold",
+    "gradient score": "Of the same picture it may differ from Score's by what rounding to 8 bits does",
+    "broken pixels": "Where it is anything else, this sample gets an error",
+    "large pictures": "A picture before it is rounded to 8 bits: 3.1 MB at 512 x 512",
     "pending": "what the score waits for, as people have yet to judge; not empty",
     "afterwards": "hundreds of abandoned calls do not hold up the next one",
 }
@@ -113,7 +139,16 @@ def test_a_right_service_passes_everything(right: Report) -> None:
     noted = {result.name: result.detail for result in right.results if result.status is not Status.PASS}
     for name in ("deadline", "cancellation"):  # where the machine was slow once, all calls may be answered sooner
         assert "nothing was tested" in noted.pop(name, "nothing was tested")
+    for name in GRADIENTS:
+        assert noted.pop(name) == "gives_gradient is not set"
     assert noted == {"jpeg": """error "ValueError('image/jpeg is not read')\""""}
+
+
+def test_a_right_service_with_gradients_passes_their_checks() -> None:
+    report = report_on(services.Gradients())
+    assert report.failed == [], report.text()
+    assert [name for name in GRADIENTS if report.result(name).status is not Status.PASS] == []
+    assert report.result("no gradients").status is Status.SKIP
 
 
 @pytest.mark.parametrize(("make", "name", "words"), WRONG, ids=lambda value: getattr(value, "__name__", None))
@@ -193,6 +228,7 @@ def test_every_check_has_a_wrong_service(right: Report) -> None:
     """But for those that only describe, or note."""
     covered = {name for _, name, _ in WRONG} | {"deadline", "cancellation"}
     elsewhere = {"reachable", "batch limit", "same again", "truncated media", "big picture", "jpeg", "afterwards"}
+    elsewhere |= {"no gradients", "gradient score"}
     assert {result.name for result in right.results} == covered | elsewhere
 
 

@@ -11,6 +11,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from flowfleet import conformance
+from recipes.tiny_vlm.model import make_tiny_vlm
+from recipes.tiny_vlm.teach import RUBRIC
 from tests.services.reward.conftest import reward_process
 from tests.tiny_models.clip import save_clip
 from tests.tiny_models.detectors import save_owlvit
@@ -28,6 +30,10 @@ def _aesthetic(folder: Path) -> dict[str, object]:
     return _clip(folder) | {"head": str(folder / "head.safetensors")}
 
 
+def _local_vlm(folder: Path) -> dict[str, object]:
+    return {"model": str(make_tiny_vlm(folder / "vlm")), "rubric": str(RUBRIC)}
+
+
 def _geneval(folder: Path) -> dict[str, object]:
     detector = save_owlvit(folder / "detector")
     return {"model": str(detector), "clip": str(save_clip(folder / "model")), "threshold": 0.1}
@@ -41,9 +47,10 @@ def _geneval(folder: Path) -> dict[str, object]:
         ("pickscore", _clip, {}),
         ("hps", _clip, {}),
         ("aesthetic", _aesthetic, {}),
+        ("local_vlm", _local_vlm, {}),
         ("geneval", _geneval, ASKED),
     ],
-    ids=["clip", "pickscore", "hps", "aesthetic", "geneval"],
+    ids=["clip", "pickscore", "hps", "aesthetic", "local_vlm", "geneval"],
 )
 def test_they_keep_the_contract(
     name: str, settings: Callable[[Path], dict[str, object]], metadata: Mapping[str, str], tmp_path: Path

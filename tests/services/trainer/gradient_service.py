@@ -45,6 +45,16 @@ class Known(Scorer[None]):
     def __init__(self) -> None:
         self.numbers: list[int] = []
         self.factor = 1.0
+        self.held, self._free = threading.Event(), threading.Event()
+        self._hold_after: int | None = None
+
+    def hold(self, after: int) -> None:
+        """Answers so many more calls, then none until `free`; `held` is set when one waits."""
+        self._hold_after = len(self.numbers) + after
+
+    def free(self) -> None:
+        self._hold_after = None
+        self._free.set()
 
     def parse(self, params: Mapping[str, str]) -> None: ...
 
@@ -52,6 +62,9 @@ class Known(Scorer[None]):
         return [Score(0.0)] * len(samples)
 
     def score_with_gradient(self, samples: Sequence[PixelInput], params: None) -> list[GradientOutcome]:
+        if self._hold_after is not None and len(self.numbers) >= self._hold_after:
+            self.held.set()
+            self._free.wait(120)
         self.numbers.append(len(samples))
         return [self._one(sample) for sample in samples]
 

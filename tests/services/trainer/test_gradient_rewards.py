@@ -2,11 +2,14 @@
 happens where a reward fails; and steps that are applied again."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from flowfleet.data.blobs import SyncBlobs
@@ -20,7 +23,9 @@ from services.trainer.parallel.ranks import Ranks
 from services.trainer.worker import Worker
 from tests.services.trainer.gradient_service import BAD, Known, reward_of, served, with_rewards
 from tests.services.trainer.oracle import Oracle
+from tests.services.trainer.processes import Launch, Trainer
 from tests.services.trainer.steps import JOB, PROMPTS, Drawer, make_spec
+from tests.services.trainer.test_service import curve
 from tests.services.trainer.workers import make_worker, trained_of
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -274,3 +279,40 @@ def test_a_step_without_prompts_is_refused(
     worker, drawer = make_worker(spec, ranks, files, tmp_path), Drawer(spec)
     with pytest.raises(Exception, match="step 0 has no prompt for group 0: rewards are asked with it"):
         worker.train(drawer.draw(files, 0))
+
+
+@pytest.mark.long
+def test_a_trainer_killed_in_mid_step_makes_the_same_weights(
+    tiny_qwen_image: Path, launch: Launch, blobs: SyncBlobs, tmp_path: Path
+) -> None:
+    """kill -9 while a later micro-batch waits for its reward; what was asked before the kill is not asked again."""
+    spec = job(tiny_qwen_image, ALGORITHMS["srpo"])
+    drawer, folders = Drawer(spec), (tmp_path / "calm", tmp_path / "hit")
+    for folder in folders:
+        folder.mkdir()
+    with served() as reward:
+        requests = [drawn(drawer, blobs, step, reward.address) for step in range(2)]
+        calm: Trainer = launch(Trainer, spec, folders[0])
+        calm.configure()
+        expected = [curve(calm.train(request)) for request in requests]
+        asked = sum(reward.scorer.numbers)
+        reward.scorer.hold(after=2)
+        hit: Trainer = launch(Trainer, spec, folders[1])
+        hit.configure()
+        with ThreadPoolExecutor(1) as pool:
+            left = pool.submit(hit.train, requests[0])
+            assert reward.scorer.held.wait(60)
+            stored = list((folders[1] / "checkpoints" / "gradients").rglob("*.safetensors"))
+            hit.kill()
+            assert isinstance(left.exception(60), grpc.RpcError)
+        reward.scorer.free()
+        assert 0 < len(stored) < 2 * 2 * len(PROMPTS)
+        again: Trainer = launch(Trainer, spec, folders[1], name="again")
+        again.configure()
+        found = [curve(again.train(request)) for request in requests]
+    assert found == expected
+    assert asked <= sum(reward.scorer.numbers) - asked <= asked + 4  # with the call that the kill cut off
+    weights = [trainer.export(folder / "model") for trainer, folder in zip((calm, again), folders, strict=True)]
+    first, second = (load_file(next(path.rglob("*.safetensors"))) for path in weights)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)

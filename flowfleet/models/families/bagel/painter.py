@@ -142,6 +142,9 @@ class BagelPainter(ModelAdapter):
     def _decode(self, latents: Tensor, size: Size) -> Tensor:
         return self._codec.decode(self._unpack(latents, size))
 
+    def _pixels(self, latents: Tensor, size: Size) -> Tensor:
+        return self._codec.pixels(self._unpack(latents, size))
+
     def _encode_media(self, frames: Tensor, size: Size) -> Tensor:
         planes = self._codec.encode(frames)
         patch = self._config.latent_patch

@@ -83,9 +83,9 @@ def _detail(gray: Tensor) -> tuple[Tensor, Tensor]:
     half = _halved(gray)
     variation, energy = _variation(gray)
     coarser, coarsest = _variation(half)[0], _variation(_halved(half))[0]
-    if float(variation) == 0:
+    if not bool(variation):
         return torch.ones_like(variation), variation
-    ratio = torch.minimum(coarser / variation, coarsest / coarser if float(coarser) else 0 * coarser)
+    ratio = torch.minimum(coarser / variation, coarsest / coarser if bool(coarser) else 0 * coarser)
     clean = _clip((ratio - NOISE_RATIO) / (CLEAN_RATIO - NOISE_RATIO))
     return clean, _clip(energy / variation / FULL_SLOPE)
 
