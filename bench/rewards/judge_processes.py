@@ -76,7 +76,7 @@ def local_judge(checkpoint: Path, folder: Path) -> Iterator[str]:
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"rubric": RUBRIC, "model": checkpoint, "device": "cpu"}
     changes = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-    with _process(folder, "judge", ["services.reward", "--scorer", "local_vlm", *changes]) as address:
+    with _process(folder, "judge", ["services.reward", "--scorer", "local_vlm", "--threads", "1", *changes]) as address:
         yield address
 
 

@@ -90,6 +90,7 @@ class Right(RewardServiceServicer):
 
     async def ScoreWithGradient(self, request: ScoreWithGradientRequest, context: Any) -> ScoreWithGradientResponse:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there are no gradients")
+        raise AssertionError("abort raises")
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
