@@ -177,16 +177,12 @@ class Engine:
 
     def _decoder(self) -> Any:
         """Decodes as rollouts do, and with gradients, whose activations are computed again in the backward."""
-        loaded = (
-            family_of(self.folder)
-            .load()
-            .load(
-                self.folder,
-                dtype=self.dtype,
-                device=self.ranks.device,
-                components=("vae",),
-                load_format=self.spec.model.load_format,
-            )
+        loaded = _family(self.spec, self.folder).load(
+            self.folder,
+            dtype=self.dtype,
+            device=self.ranks.device,
+            components=("vae",),
+            load_format=self.spec.model.load_format,
         )
         loaded.checkpoint_decoding()
         return loaded
