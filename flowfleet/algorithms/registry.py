@@ -258,8 +258,10 @@ for _loss in (
         "gradient",
         reads=("reward_ceiling",),
         defaults={
-            "rollout.noise.eta": 0.0, "rollout.noise.share_initial_noise": False,
-            "rollout.window.strategy": "random", "rollout.window.size": 1,
+            "rollout.noise.eta": 0.0,
+            "rollout.noise.share_initial_noise": False,
+            "rollout.window.strategy": "random",
+            "rollout.window.size": 1,
         },
         from_steps=True,
     ),
