@@ -25,6 +25,7 @@ KINDS = {
     "sd3": "stable_diffusion_3",
     "z-image": "z_image",
     "chroma": "chroma",
+    "bagel": "bagel",
     "wan2.2": "wan_two_experts",
     "wan": "wan",
 }

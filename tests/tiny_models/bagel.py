@@ -20,7 +20,7 @@ from flowfleet.models.families.bagel.transformer import Bagel
 from tests.tiny_models.qwen_image import make_tokenizer
 
 FRAMES = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
-LATENT_SIDE = 8
+LATENT_SIDE = 64
 VIT_SIDE = 6
 VIT_PATCH = 4
 LLM = {
