@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,8 @@ class Entry:
     suite: Suite = "signs"
     is_control: bool = False
     """Its learning rate is next to nothing, and it runs once."""
+    teachers: tuple[tuple[str, str], ...] = ()
+    """Its teachers' names and the recipes that train them, with the same seed."""
 
     @property
     def key(self) -> str:
@@ -68,6 +71,8 @@ ENTRIES = (
     Entry("ELBO-PG", "tiny_elbo_pg"),
     Entry("DGPO", "tiny_dgpo"),
     Entry("CRD", "tiny_crd"),
+    Entry("previews", "tiny_previews"),
+    Entry("DiffusionOPD", "tiny_diffusion_opd", teachers=(("words", "tiny_ocr"), ("small", "tiny_guarded"))),
     Entry("online DPO", "tiny_online_dpo"),
     Entry("DPO from pairs", "tiny_dpo"),
     Entry("Flow-GRPO", "tiny_video", "videos"),
@@ -90,11 +95,19 @@ def main() -> int:
     options, console = _parser().parse_args(), Console(width=200)
     if options.only:
         recipe, seed, directory = options.only
-        train_here(Run(recipe, int(seed), Path(directory), tuple(options.set)), options.cores or own_cores()[0])
+        run = Run(recipe, int(seed), Path(directory), tuple(options.set), options.keep_model)
+        train_here(run, options.cores or own_cores()[0])
         return 0
     entries = [entry for entry in ENTRIES if options.recipes is None or entry.recipe in options.recipes]
     runs = plan(entries, options.seeds, options.directory, options.validate_every, options.set)
-    errors = {} if options.table_only else train_all(runs, options.parallel, options.budget, console)
+    errors: dict[Run, str] = {}
+    if not options.table_only:
+        started = time.monotonic()
+        errors = train_all(
+            teachers(entries, options.seeds, options.directory), options.parallel, options.budget, console
+        )
+        left = options.budget - (time.monotonic() - started)
+        errors |= train_all(runs, options.parallel, left, console)
     results = read_all(ENTRIES, options.seeds, options.directory)
     if options.page is not None and results:
         draw(results, options.page.parent / IMAGES.name)
@@ -118,9 +131,25 @@ def plan(
             if entry.is_control and index:
                 continue
             frozen = (FROZEN,) if entry.is_control else ()
-            settings = (f"schedule.validate_every={every}", *frozen, *changes)
+            taught = (
+                f"algorithm.teachers.{name}.adapter={_teacher(recipe, seed, directory) / 'model'}"
+                for name, recipe in entry.teachers
+            )
+            settings = (f"schedule.validate_every={every}", *frozen, *taught, *changes)
             runs.append(Run(entry.recipe, seed, directory / f"{entry.key}-{seed}", settings))
     return runs
+
+
+def teachers(entries: Sequence[Entry], seeds: Sequence[int], directory: Path) -> list[Run]:
+    """Runs whose models others learn from: as their recipes say, each once."""
+    recipes = dict.fromkeys(recipe for entry in entries for _, recipe in entry.teachers)
+    return [
+        Run(recipe, seed, _teacher(recipe, seed, directory), keeps_model=True) for seed in seeds for recipe in recipes
+    ]
+
+
+def _teacher(recipe: str, seed: int, directory: Path) -> Path:
+    return (directory / "teachers" / f"{recipe}-{seed}").absolute()
 
 
 def read_all(entries: Sequence[Entry], seeds: Sequence[int], directory: Path) -> Results:
@@ -193,6 +222,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--page", type=Path, default=PAGE, help="rewritten, with its pictures (docs/results.md)")
     parser.add_argument("--no-page", dest="page", action="store_const", const=None, help="print alone")
     parser.add_argument("--only", nargs=3, metavar=("RECIPE", "SEED", "DIRECTORY"), help="one run, in this process")
+    parser.add_argument("--keep-model", action="store_true", help="of --only: leave the trained model")
     parser.add_argument("--cores", type=int, nargs="+", help="of --only (the first two)")
     return parser
 

@@ -71,13 +71,18 @@ def read_result(directory: Path) -> Result:
     summary = json.loads((directory / "summary.json").read_text())
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     rollout = summary["settings"]["rollout"]
-    return Result(summary, points_of(rows, rollout["prompts_per_step"] * rollout["group_size"]))
+    return Result(summary, points_of(rows, rollout["prompts_per_step"] * (rollout["group_size"] + previewed(rollout))))
+
+
+def previewed(rollout: Mapping[str, Any]) -> int:
+    """Samples of a group that previews chose, which are made once more; 0 without previews."""
+    return rollout.get("preview", {}).get("keep") or 0
 
 
 def points_of(rows: Iterable[Mapping[str, Any]], per_step: int) -> list[Point]:
     """The validations in rows of metrics.jsonl, the row of whose step is the number of steps before them.
 
-    per_step: pictures made for a step. Those made again in place of dropped ones are not counted.
+    per_step: pictures made for a step, previews included. Those made again in place of dropped ones are not counted.
     """
     points, seconds = list[Point](), 0.0
     for row in sorted(rows, key=lambda row: int(row["step"])):
@@ -182,6 +187,7 @@ def _algorithm_of(settings: Mapping[str, Any]) -> str:
         "crd": ("beta", "num_noise_levels"),
         "gspo": ("clip_range", "clip_range_low"),
         "grpo": ("clip_range", "clip_range_low", "aggregation"),
+        "diffusion_opd": (),
     }
     given = {name: algorithm[name] for name in names[algorithm["loss"]] if algorithm[name] is not None}
     shown = [f"`{name}` {value if isinstance(value, str) else format(value, 'g')}" for name, value in given.items()]
@@ -193,12 +199,20 @@ def _algorithm_of(settings: Mapping[str, Any]) -> str:
         shown.append(f"`pairs_per_group` {algorithm['pairs_per_group']}")
     if algorithm["kl_coef"]:
         shown.append(f"`kl_coef` {algorithm['kl_coef']:g}")
+    if taught := algorithm.get("teachers"):
+        shown.append(f"teachers {' and '.join(taught)}")
+    if kept := previewed(rollout):
+        steps, size = rollout["preview"]["num_inference_steps"], rollout["group_size"]
+        return ", ".join(
+            [*shown, f"{rollout['prompts_per_step']} × {size} previews of {steps} steps, {kept} of each made"]
+        )
     return ", ".join([*shown, f"{rollout['prompts_per_step']} × {rollout['group_size']} samples a step"])
 
 
 def title_of(settings: Mapping[str, Any]) -> str:
     """The algorithm as its authors call it."""
-    return ALGORITHMS[settings["algorithm"]["name"]].title
+    title = ALGORITHMS[settings["algorithm"]["name"]].title
+    return f"{title}, previews" if previewed(settings["rollout"]) else title
 
 
 def link(recipe: str) -> str:

@@ -36,6 +36,8 @@ class Run:
     seed: int
     directory: Path
     changes: tuple[str, ...] = ()
+    keeps_model: bool = False
+    """Leaves the trained model, for others to learn from."""
 
     @property
     def is_done(self) -> bool:
@@ -93,6 +95,7 @@ def _train_if_time(run: Run, free: queue.Queue[tuple[int, ...]], deadline: float
 def _train_in_process(run: Run, cores: tuple[int, ...]) -> str | None:
     """Trains in a process without GPUs, whose stack it takes with it when it ends."""
     command = [sys.executable, "-m", "bench.learning.curves", "--only", run.recipe, str(run.seed), str(run.directory)]
+    command += ["--keep-model"] * run.keeps_model
     command += ["--cores", *map(str, cores), *(part for change in run.changes for part in ("--set", change))]
     environment = {**os.environ, "OMP_NUM_THREADS": str(len(cores)), "CUDA_VISIBLE_DEVICES": ""}
     run.log.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +116,7 @@ def train_here(run: Run, cores: Sequence[int]) -> None:
     os.sched_setaffinity(0, cores)
     changes = [f"seed={run.seed}", *run.changes]
     run_demo(Path(f"recipes/{run.recipe}.toml"), run.directory, changes, Console(width=160), started=datetime.now(UTC))
-    for large in ("stack", "model"):
+    for large in ("stack", *([] if run.keeps_model else ["model"])):
         shutil.rmtree(run.directory / large)
 
 

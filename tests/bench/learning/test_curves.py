@@ -14,8 +14,18 @@ from PIL import Image
 from rich.console import Console
 
 from bench.learning import curves as learning
-from bench.learning.curves import ENTRIES, parts, plan, read_all
-from bench.learning.results import Point, Result, first_crossing, noise_of, points_of, reached, settings_row, spread
+from bench.learning.curves import ENTRIES, parts, plan, read_all, teachers
+from bench.learning.results import (
+    Point,
+    Result,
+    first_crossing,
+    noise_of,
+    points_of,
+    previewed,
+    reached,
+    settings_row,
+    spread,
+)
 from bench.learning.runs import Run, core_groups, train_all
 from flowfleet.job.files import prepare_job
 
@@ -66,9 +76,24 @@ def test_runs_are_planned_seed_after_seed_with_one_control_of_each_suite() -> No
     runs = plan(ENTRIES, [1, 2, 3], Path("runs"), every=2)
 
     assert [run.seed for run in runs] == sorted(run.seed for run in runs)
-    assert len({run.directory for run in runs}) == len(runs) == 20 * 3 + 2
+    assert len({run.directory for run in runs}) == len(runs) == 22 * 3 + 2
     controls = [run for run in runs if any("optimizer.lr" in change for change in run.changes)]
     assert [run.directory.name for run in controls] == ["tiny_ocr_control-1", "tiny_video_control-1"]
+
+
+def test_teachers_are_trained_first_and_named_to_their_students() -> None:
+    trained = teachers(ENTRIES, [1, 2], Path("/runs"))
+    assert [(run.recipe, run.seed, run.keeps_model) for run in trained] == [
+        (recipe, seed, True) for seed in (1, 2) for recipe in ("tiny_ocr", "tiny_guarded")
+    ]
+    (student,) = [run for run in plan(ENTRIES, [2], Path("/runs"), every=2) if run.recipe == "tiny_diffusion_opd"]
+    assert f"algorithm.teachers.words.adapter={trained[2].directory}/model" in student.changes
+    assert f"algorithm.teachers.small.adapter={trained[3].directory}/model" in student.changes
+
+
+def test_previews_count_as_pictures() -> None:
+    assert previewed({"group_size": 12}) == previewed({"group_size": 12, "preview": {"keep": None}}) == 0
+    assert previewed({"group_size": 12, "preview": {"keep": 6, "num_inference_steps": 3}}) == 6
 
 
 def test_core_groups_are_disjoint() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from docs.generate.models import run_cases
+from docs.generate.models import least_settings, run_cases
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES
 from flowfleet.media.files import encode_media
 from flowfleet.models.registry import family_of
@@ -167,9 +167,14 @@ def make_text_job(checkpoint: Path, data: Path, algorithm: str, mode: str) -> di
 
 def check(fleet: Fleet, checkpoint: Path, data: Path, algorithm: str, mode: str) -> None:
     """Runs the job of a case: every sample is accounted for, numbers are finite, log-probs exact."""
-    make = make_text_job if LOSSES[ALGORITHMS[algorithm].loss].kind == "sequence" else make_job
-    job = fleet.run(make(checkpoint, data, algorithm, mode))
     method = ALGORITHMS[algorithm]
+    make = make_text_job if LOSSES[method.loss].kind == "sequence" else make_job
+    settings = make(checkpoint, data, algorithm, mode)
+    if not LOSSES[method.loss].reads_rewards:
+        teacher = fleet.run(make_job(checkpoint, data, "flow_grpo", mode))
+        settings["algorithm"] |= least_settings(method, f"job:{teacher.id}")
+        settings["rewards"] = {}
+    job = fleet.run(settings)
     asked = NUM_STEPS * NUM_PROMPTS * (2 if method.data == "preferences" else GROUP_SIZE)
     assert_accounted(job, asked)
     rows = [row.values for row in fleet.metrics(job)]
