@@ -17,7 +17,7 @@ def problems(job: JobSpec) -> Iterator[str]:
     if part.keep is None:
         yield from unheard(
             job,
-            ("rollout.preview.num_inference_steps",),
+            ("rollout.preview.num_inference_steps", "rollout.preview.quantization"),
             "without rollout.preview.keep: give that too, or leave it out",
         )
         return
@@ -32,18 +32,37 @@ def problems(job: JobSpec) -> Iterator[str]:
             "rollout.group_size, or leave it out"
         )
     steps, number = part.num_inference_steps, rollout.num_inference_steps
-    if steps is None or steps >= number:
+    if steps is not None and steps >= number:
         yield (
-            f"rollout.preview makes every sample twice at the same cost: set rollout.preview.num_inference_steps below "
-            f"rollout.num_inference_steps = {number}"
+            f"rollout.preview.num_inference_steps = {steps} saves nothing: set it below "
+            f"rollout.num_inference_steps = {number}, or leave it out"
         )
-    elif rollout.noise.share_initial_noise:
+    elif steps is None and not rollout.previews_alone_in_fp8:
+        yield (
+            "rollout.preview makes every sample twice at the same cost: set rollout.preview.num_inference_steps below "
+            f'rollout.num_inference_steps = {number}, or rollout.preview.quantization = "fp8"'
+        )
+    elif steps is not None and rollout.noise.share_initial_noise:
         yield (
             "rollout.noise.share_initial_noise makes all previews of a group the same, as they have no other noise: "
             "set it to false, or leave rollout.preview out"
         )
+    yield from _quantization(job)
     if job.trainer.deterministic and job.loss.kind == "policy":
         yield (
             "trainer.deterministic repeats the rollout's batches, of which rollout.preview leaves samples out: set "
             "trainer.deterministic = false, or leave rollout.preview out"
+        )
+
+
+def _quantization(job: JobSpec) -> Iterator[str]:
+    setting = ("rollout.preview.quantization",)
+    if job.rollout.quantization == "fp8":
+        yield from unheard(job, setting, 'with rollout.quantization = "fp8", which previews have anyway: leave it out')
+    elif job.model.base == "fp8":
+        yield from unheard(job, setting, 'with model.base = "fp8", which previews compute with anyway: leave it out')
+    elif job.rollout.previews_alone_in_fp8 and job.rollout.adapter == "merged":
+        yield (
+            'rollout.adapter = "merged" keeps one rounding of the weights, for previews and samples alike: set it to '
+            '"separate", or leave rollout.preview.quantization out'
         )

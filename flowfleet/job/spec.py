@@ -135,6 +135,8 @@ class PreviewPart(Part):
     """Samples of each group that are made again, the best and the worst half each. Unset: no previews, all are made."""
     num_inference_steps: int | None = Field(default=None, ge=2, le=1000)
     """Denoising steps of a preview, which then has no noise; unset: those of the sample, noise and all."""
+    quantization: Literal["none", "fp8"] = "none"
+    """fp8: previews compute in float8 as with `rollout.quantization`, and nothing else does."""
 
 
 class RolloutPart(Part):
@@ -218,6 +220,15 @@ class RolloutPart(Part):
             low=low,
             high=part.high or number,
         )
+
+    @property
+    def has_fp8_copies(self) -> bool:
+        """Whether rollouts hold float8 copies of weights, for all samples or for previews."""
+        return self.quantization == "fp8" or self.previews_alone_in_fp8
+
+    @property
+    def previews_alone_in_fp8(self) -> bool:
+        return self.quantization == "none" and self.preview.quantization == "fp8"
 
     @property
     def size(self) -> Size:

@@ -149,7 +149,7 @@ def _replica(spec: JobSpec, facts: Facts) -> dict[str, float]:
         "text encoder": float(facts.text_encoder_bytes),
         "VAE": float(facts.vae_bytes),
         "merged weights": _merged_bytes(spec, facts) if spec.rollout.adapter == "merged" else 0.0,
-        "fp8 copies": float(facts.fp8) if spec.rollout.quantization == "fp8" else 0.0,
+        "fp8 copies": float(facts.fp8) if spec.rollout.has_fp8_copies else 0.0,
         "activations": float(max(facts.sampling_bytes, facts.decode_bytes)),
     }
 

@@ -68,6 +68,7 @@ class Sampling(_message.Message):
     GUIDANCE_HIGH_FIELD_NUMBER: _builtins.int
     IMAGE_GUIDANCE_SCALE_FIELD_NUMBER: _builtins.int
     GUIDANCE_RENORM_FIELD_NUMBER: _builtins.int
+    FULL_PRECISION_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
     height: _builtins.int
     """pixels"""
@@ -96,6 +97,8 @@ class Sampling(_message.Message):
     """of the branch without condition images, for models that have one; absent: 1"""
     guidance_renorm: _builtins.str
     """"global", "channel", "text_channel", for models that offer it; empty: the family's default"""
+    full_precision: _builtins.bool
+    """linears that have float8 copies (ModelSpec.quantization "fp8") compute with their weights as they are"""
     @_builtins.property
     def sequence(self) -> Global___SequenceSampling:
         """present for a policy that writes tokens; the fields above are then empty, and so is Noise"""
@@ -117,11 +120,12 @@ class Sampling(_message.Message):
         guidance_high: _builtins.float | None = ...,
         image_guidance_scale: _builtins.float | None = ...,
         guidance_renorm: _builtins.str = ...,
+        full_precision: _builtins.bool = ...,
         sequence: Global___SequenceSampling | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_embedded_guidance", b"_embedded_guidance", "_guidance_high", b"_guidance_high", "_guidance_low", b"_guidance_low", "_image_guidance_scale", b"_image_guidance_scale", "_shift", b"_shift", "embedded_guidance", b"embedded_guidance", "guidance_high", b"guidance_high", "guidance_low", b"guidance_low", "image_guidance_scale", b"image_guidance_scale", "sequence", b"sequence", "shift", b"shift"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_embedded_guidance", b"_embedded_guidance", "_guidance_high", b"_guidance_high", "_guidance_low", b"_guidance_low", "_image_guidance_scale", b"_image_guidance_scale", "_shift", b"_shift", "condition_pixels", b"condition_pixels", "embedded_guidance", b"embedded_guidance", "guidance_high", b"guidance_high", "guidance_low", b"guidance_low", "guidance_renorm", b"guidance_renorm", "guidance_scale", b"guidance_scale", "height", b"height", "image_guidance_scale", b"image_guidance_scale", "negative_prompt", b"negative_prompt", "num_frames", b"num_frames", "num_inference_steps", b"num_inference_steps", "sampler", b"sampler", "sequence", b"sequence", "shift", b"shift", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_embedded_guidance", b"_embedded_guidance", "_guidance_high", b"_guidance_high", "_guidance_low", b"_guidance_low", "_image_guidance_scale", b"_image_guidance_scale", "_shift", b"_shift", "condition_pixels", b"condition_pixels", "embedded_guidance", b"embedded_guidance", "full_precision", b"full_precision", "guidance_high", b"guidance_high", "guidance_low", b"guidance_low", "guidance_renorm", b"guidance_renorm", "guidance_scale", b"guidance_scale", "height", b"height", "image_guidance_scale", b"image_guidance_scale", "negative_prompt", b"negative_prompt", "num_frames", b"num_frames", "num_inference_steps", b"num_inference_steps", "sampler", b"sampler", "sequence", b"sequence", "shift", b"shift", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__embedded_guidance: _TypeAlias = _typing.Literal["embedded_guidance"]  # noqa: Y015
     _WhichOneofArgType__embedded_guidance: _TypeAlias = _typing.Literal["_embedded_guidance", b"_embedded_guidance"]  # noqa: Y015

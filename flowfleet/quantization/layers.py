@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -51,7 +52,10 @@ class Fp8Base(Fp8Linear):
 
 
 class Fp8Method:
-    """What vLLM's linear layers multiply by, in float8."""
+    """What vLLM's linear layers multiply by, in float8. `plain`: what they multiply by without it."""
+
+    def __init__(self, plain: Any) -> None:
+        self.plain = plain
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return fp8_linear(x, layer.fp8_weight, layer.fp8_scale, bias)
@@ -86,7 +90,7 @@ def add_copies(blocks: Iterable[nn.Module], *, min_size: int | None = None) -> i
         if isinstance(linear, nn.Linear):
             linear.__class__ = Fp8Linear
         else:
-            linear.quant_method = cast(Any, Fp8Method())
+            linear.quant_method = cast(Any, Fp8Method(linear.quant_method))
     return len(linears)
 
 
@@ -95,6 +99,26 @@ def refresh(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if "fp8_weight" in module._buffers:
             _derive(module)
+
+
+@contextmanager
+def full_precision(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, linears with float8 copies multiply by their weights as they are; no effect on modules without copies."""
+    linears = [module for module in modules if "fp8_weight" in module._buffers]
+    methods = [getattr(linear, "quant_method", None) for linear in linears]
+    try:
+        for linear in linears:
+            if isinstance(linear, nn.Linear):
+                linear.__class__ = nn.Linear
+            else:
+                linear.quant_method = cast(Any, linear.quant_method).plain
+        yield
+    finally:
+        for linear, method in zip(linears, methods, strict=True):
+            if isinstance(linear, nn.Linear):
+                linear.__class__ = Fp8Linear
+            else:
+                linear.quant_method = cast(Any, method)
 
 
 @torch.no_grad()

@@ -91,6 +91,7 @@ class FlowPolicy:
             condition_pixels=spec.rollout.condition_pixels or 0,
             sampler="" if sampler == "euler" else sampler,
             shift=spec.rollout.shift,
+            full_precision=spec.rollout.previews_alone_in_fp8,
         )
 
 

@@ -60,6 +60,7 @@ def preview(job: JobContext, step: int, wanted: Mapping[int, Sequence[int]]) -> 
         common_pb2.RECORD_UNSPECIFIED,
         False,
     )
+    request.sampling.full_precision = False
     num_steps = job.spec.rollout.preview.num_inference_steps
     if num_steps is not None:
         request.sampling.num_inference_steps = num_steps

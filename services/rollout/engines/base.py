@@ -53,6 +53,8 @@ class Sampling:
     """The sampler of the steps without noise."""
     shift: float | None = None
     """Static shift of the noise levels; None is the checkpoint's."""
+    full_precision: bool = False
+    """Whether linears that have float8 copies compute with their weights as they are."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ at `max_batch` rows and its prompts are padded to the longest of them, so a requ
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from flowfleet.algorithms.solver import Prediction, dpm_solver_2_step, predict, 
 from flowfleet.data.trajectories import FinalLatents, Trajectory
 from flowfleet.models.base import ModelAdapter, Schedule
 from flowfleet.models.embeds import PromptEmbeds
+from flowfleet.quantization.layers import full_precision
 from flowfleet.weights.lora import adapter_disabled
 from services.rollout.engines.base import GeneratedBatch, GeneratedSample, GenerationRequest
 from services.rollout.engines.prompts import Encoded, PromptEncoder, timed
@@ -123,7 +124,7 @@ class Sampler:
     def _drawn(
         self, request: GenerationRequest, prompts: _Prompts, rows: Sequence[Row], checkpoint: Callable[[], None]
     ) -> _Made:
-        with timed(self._adapter.device) as denoise_s:
+        with timed(self._adapter.device) as denoise_s, self._precision(request):
             latents, path = self._denoise(request, prompts, rows, checkpoint)
         with timed(self._adapter.device) as decode_s:
             frames = self._adapter.decode(latents, request.sampling.size).numpy()
@@ -134,6 +135,12 @@ class Sampler:
             records = [FinalLatents(row) for row in latents.cpu()]
         kls = torch.stack(path.reference_kls).mean(0).tolist() if path.reference_kls else [0.0] * len(rows)
         return _Made(frames, records, kls, {"encode": 0.0, "denoise": denoise_s[0], "decode": decode_s[0]})
+
+    def _precision(self, request: GenerationRequest) -> AbstractContextManager[None]:
+        """Computes with the weights as they are, where a replica with float8 copies is asked to."""
+        if not request.sampling.full_precision:
+            return nullcontext()
+        return full_precision(chain(*(expert.modules() for expert in self._adapter.experts.values())))
 
     def _denoise(
         self, request: GenerationRequest, prompts: _Prompts, rows: Sequence[Row], checkpoint: Callable[[], None]

@@ -161,6 +161,7 @@ def _sampling(message: rollout_pb2.Sampling) -> Sampling:
         message.condition_pixels or None,
         _sampler(message.sampler or "euler"),
         _shift(message),
+        message.full_precision,
     )
 
 

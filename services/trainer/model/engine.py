@@ -238,7 +238,7 @@ def model_spec(spec: JobSpec) -> ModelSpec:
         dtype=model.dtype,
         load_format="dummy" if model.load_format == "dummy" else "",
         compile=rollout.compile,
-        quantization="fp8_base" if model.base == "fp8" else rollout.quantization.replace("none", ""),
+        quantization="fp8_base" if model.base == "fp8" else "fp8" if rollout.has_fp8_copies else "",
         max_sequence_length=0 if is_usual else model.max_sequence_length or 0,
     )
 

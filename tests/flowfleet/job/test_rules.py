@@ -100,6 +100,27 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         "rollout.preview makes every sample twice",
         "below rollout.num_inference_steps = 10",
     ),
+    "previews of as many steps": (
+        {"rollout": {"preview": {"keep": 4, "num_inference_steps": 10}}},
+        "rollout.preview.num_inference_steps = 10 saves nothing",
+        "below rollout.num_inference_steps = 10",
+    ),
+    "float8 previews of float8 samples": (
+        {
+            "algorithm": {"name": "diffusion_nft"},
+            "rollout": {
+                "quantization": "fp8",
+                "preview": {"keep": 4, "num_inference_steps": 4, "quantization": "fp8"},
+            },
+        },
+        "rollout.preview.quantization has no effect",
+        "leave it out",
+    ),
+    "float8 previews of a merged adapter": (
+        {"rollout": {"adapter": "merged", "preview": {"keep": 4, "quantization": "fp8"}}},
+        'rollout.adapter = "merged" keeps one rounding',
+        '"separate"',
+    ),
     "steps of no previews": (
         {"rollout": {"preview": {"num_inference_steps": 4}}},
         "rollout.preview.num_inference_steps has no effect",

@@ -1,5 +1,6 @@
 """Float8 products with gradients, against float64; a base that is float8 alone."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flowfleet.models.registry import adapter_for
-from flowfleet.quantization.layers import Fp8Base, project, replace_weights
+from flowfleet.quantization.layers import Fp8Base, add_copies, full_precision, is_quantized, project, replace_weights
 from flowfleet.quantization.products import fp8_linear
 from flowfleet.quantization.rows import formula, quantize_rows
 from flowfleet.weights import lora
@@ -74,3 +75,46 @@ def test_an_adapter_learns_on_a_base_that_is_float8_alone(tiny_qwen_image: Path)
         assert all(parameter.grad is not None for parameter in parameters.values())
         outputs.append(velocity.detach())
     assert torch.equal(*outputs)
+
+
+class VllmMethod:
+    """Multiplies as vLLM's linear layers do without quantization."""
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return nn.functional.linear(x, layer.weight, bias)  # type: ignore[arg-type]
+
+
+class VllmLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.quant_method = nn.Parameter(random(48, 32, seed=3)), VllmMethod()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.quant_method.apply(self, x)
+
+
+def test_a_replica_with_copies_computes_in_full_precision_where_it_is_asked_to() -> None:
+    """Equals the plain linears bit for bit inside, whatever happens there, and float8 products again afterwards."""
+    block = nn.ModuleDict({"plain": nn.Linear(32, 48, dtype=torch.bfloat16), "vllm": VllmLinear()})
+    x = random(4, 32)
+    exact = [linear(x) for linear in block.values()]
+    assert add_copies([block], min_size=16) == 2
+    rounded = [linear(x) for linear in block.values()]
+    assert not any(torch.equal(one, other) for one, other in zip(exact, rounded, strict=True))
+    for _ in range(2):
+        with suppress(KeyError), full_precision(block.modules()):
+            assert not is_quantized(block["plain"])
+            for seen, wanted in zip([linear(x) for linear in block.values()], exact, strict=True):
+                assert torch.equal(seen, wanted)
+            raise KeyError
+        for seen, wanted in zip([linear(x) for linear in block.values()], rounded, strict=True):
+            assert torch.equal(seen, wanted)
+
+
+def test_a_float8_base_has_no_other_precision() -> None:
+    block = nn.ModuleDict({"plain": nn.Linear(32, 48, dtype=torch.bfloat16)})
+    replace_weights([block], min_size=16)
+    x = random(4, 32)
+    before = block["plain"](x)
+    with full_precision(block.modules()):
+        assert torch.equal(block["plain"](x), before)

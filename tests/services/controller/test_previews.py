@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowfleet.client.types import JobStatus
+from flowfleet.job.spec import parse_job
 from flowfleet.proto import common_pb2, reward_pb2
 from flowfleet.seeds import sample_seed
 from services.controller.job.batch import SampleState
@@ -147,3 +148,22 @@ def test_a_group_is_chosen_from_once() -> None:
     samples[0].status = "dropped"
     samples[4] = SampleState()  # asked for in its place
     assert not is_due(samples, 2)
+
+
+def test_previews_alone_compute_in_float8(run: Run, job: Job) -> None:
+    """Replicas hold copies, and all other requests ask for the weights as they are; noise is that of the samples."""
+    preview = {"keep": 2, "quantization": "fp8"}
+    settings = job(algorithm={"name": "flow_grpo"}, rewards={"ocr": {}}, rollout={**PREVIEW, "preview": preview})
+    assert parse_job(settings).rollout.has_fp8_copies
+    assert not parse_job(job(rewards={"ocr": {}})).rollout.has_fp8_copies
+
+    async def use(fleet: ScriptedFleet) -> None:
+        record = await fleet.run(settings)
+        assert record.status is JobStatus.SUCCEEDED, record.reason
+        previews, made = (requests_of(fleet, purpose) for purpose in INDICES)
+        assert [request.sampling.full_precision for request in (*previews, *made)] == [False] * 2 + [True] * 2
+        for preview, exact in zip(previews, made, strict=True):
+            assert (preview.noise, preview.record) == (exact.noise, common_pb2.RECORD_UNSPECIFIED)
+            assert preview.sampling.num_inference_steps == exact.sampling.num_inference_steps
+
+    run(use, ocr=ScriptedReward(by_index))
