@@ -78,7 +78,11 @@ def test_runs_are_planned_seed_after_seed_with_one_control_of_each_suite() -> No
     assert [run.seed for run in runs] == sorted(run.seed for run in runs)
     assert len({run.directory for run in runs}) == len(runs) == 23 * 3 + 3
     controls = [run for run in runs if any("optimizer.lr" in change for change in run.changes)]
-    assert [run.directory.name for run in controls] == ["tiny_ocr_control-1", "tiny_video_control-1"]
+    assert [run.directory.name for run in controls] == [
+        "tiny_ocr_control-1",
+        "tiny_video_control-1",
+        "tiny_gspo_control-1",
+    ]
 
 
 def test_teachers_are_trained_first_and_named_to_their_students() -> None:
