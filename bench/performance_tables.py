@@ -87,6 +87,7 @@ def parts(rows: Rows) -> dict[str, str]:
         "performance-proof": proofs(rows),
         "performance-gap": gaps(rows),
         "performance-memory": memory(rows),
+        "performance-layers": layers(rows),
         "performance-sequences": sequence_tables(rows),
     }
 
@@ -164,6 +165,30 @@ def _updates(found: Measured) -> str:
         )
     header = ["on", "weights", "sent over Gloo", "transfer", "hashing", "hashes equal", "a flipped element is found"]
     return table([*header, "then exact"], lines)
+
+
+def layers(rows: Rows) -> str:
+    """Milliseconds of one layer, and seconds of a whole forward and of forward and backward, extrapolated from it."""
+    lines = [
+        [
+            f"{it['model']}, {'compiled' if it['compile'] else 'eager'}",
+            f"{figure['size']}² × {figure['batch']}",
+            f"{figure['forward_ms']:.1f}",
+            _percent(figure["mfu"]),
+            f"{figure['trained_ms']:.1f}",
+            f"{figure['trained_checkpointed_ms']:.1f}",
+            f"{figure['outside_ms']:.1f}",
+            f"{figure['forward_depth_ms'] / 1e3:.2f}",
+            f"{figure['trained_checkpointed_depth_ms'] / 1e3:.2f}",
+        ]
+        for name, row in rows.items()
+        for it in (row["figures"] if name.startswith("layer-") else ())
+        for figure in it["figures"]
+    ]
+    if not lines:
+        return "Not measured."
+    header = ["model", "pictures", "forward ms", "MFU", "LoRA forward + backward ms", "the same, checkpointed"]
+    return table([*header, "outside ms", "forward of 32 layers, s", "LoRA step of 32 layers, s"], lines)
 
 
 def machine(rows: Rows) -> str:

@@ -24,6 +24,7 @@ from flowfleet.models.loading import (
     Layout,
     LoadFormat,
     Parts,
+    StoredNames,
     component_config,
     load_pipeline,
 )
@@ -67,6 +68,9 @@ class ModelAdapter(ABC):
     """What the components are made of in the pipeline."""
     layout: ClassVar[Layout] = PIPELINE
     """Where a checkpoint holds the transformers' weights."""
+    stored: ClassVar[StoredNames | None] = None
+    """How the transformer is stored where a checkpoint is one folder of files (families/flat.py); None: diffusers'
+    layout. Such a family overrides `load`, and needs neither `pipeline_class` nor `vae_class`."""
     own_parts: ClassVar[tuple[str, ...]] = ()
     """Parts of the pipeline that the family makes in `load`, and diffusers does not."""
 

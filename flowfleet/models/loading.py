@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 import diffusers
 import torch
@@ -74,6 +74,13 @@ TRANSFORMERS: Final = Layout("transformers", in_root=True, stem="model")
 
 _PICKLES = ("*pytorch_model*.bin", "*pytorch_model*.pt", "*.pth", "*.ckpt")
 _DTYPE_KEYWORD = "dtype" if Version(diffusers.__version__) >= Version("0.42") else "torch_dtype"
+
+
+class StoredNames(Protocol):
+    """Names of a transformer's parameters in the files of a checkpoint that is not in diffusers' layout."""
+
+    def of(self, name: str, rows: int) -> list[str]:
+        """Stored tensors of a parameter of so many rows: the one that it is, or one for each of its rows."""
 
 
 def load_pipeline(

@@ -1,8 +1,8 @@
 """Which model families there are, by the class that a checkpoint names. Free of torch.
 
 A flow is the folder of a diffusers pipeline and named by `_class_name` in its `model_index.json`. A policy that writes
-text is a folder of transformers and named by the first of `architectures` in its `config.json`; so is a model that
-paints and writes, in a layout of its own. A new family is one
+text is a folder of transformers and named by the first of `architectures` in its `config.json`; so is a flow, or
+a model that paints and writes, in a layout of its own. A new family is one
 file with a `ModelAdapter` or `SequenceAdapter` and one `register` here, or in a plugin (flowfleet/plugins.py). Adapters
 are imported when they are first asked for, because diffusers takes seconds.
 """
@@ -131,6 +131,11 @@ for _family in (
         writer="flowfleet.models.families.bagel.writer:BagelWriter",
         takes_media=True,
         branch_guidance=True,
+    ),
+    ModelFamily(
+        "HunyuanImage3ForCausalMM",
+        "HunyuanImage-3.0",
+        "flowfleet.models.families.hunyuan_image3.adapter:HunyuanImage3Adapter",
     ),
     ModelFamily("Qwen3ForCausalLM", "Qwen3", "flowfleet.models.families.qwen3:Qwen3Adapter", modality="text"),
     ModelFamily("Qwen3MoeForCausalLM", "Qwen3 MoE", "flowfleet.models.families.qwen3:Qwen3MoeAdapter", modality="text"),

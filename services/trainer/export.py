@@ -264,16 +264,22 @@ def _write_transformer(
     """Shards of at most `SHARD_BYTES`, so that host memory never holds the whole model."""
     kind, layout = engine.kind, engine.kind.layout
     folder = path / layout.folder(component)
+    rest = dict(kind.untouched(engine.folder, engine.experts[component]))
+    others = weights.make_buckets(weights.specs_of(rest), SHARD_BYTES)
     places: dict[str, str] = {}
-    for number, shard in enumerate(shards):
+    total = 0
+    for number, shard in enumerate([*shards, *others]):
         state: dict[str, Tensor] = {}
         for spec in shard.parameters:
-            state |= {name: part.cpu().contiguous() for name, part in kind.stored(spec.name, next(tensors)[1])}
-        file = _shard_name(layout.stem, number, len(shards))
+            if number < len(shards):
+                state |= {name: part.cpu().contiguous() for name, part in kind.stored(spec.name, next(tensors)[1])}
+            else:
+                state[spec.name] = rest[spec.name]
+        file = _shard_name(layout.stem, number, len(shards) + len(others))
         places |= dict.fromkeys(state, file)
+        total += sum(tensor.nbytes for tensor in state.values())
         _save(state, folder / file)
-    if len(shards) > 1:
-        total = sum(weights.spec_bytes(spec) for shard in shards for spec in shard.parameters)
+    if len(shards) + len(others) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / layout.index_file).write_text(json.dumps(index), encoding="utf-8")
 

@@ -1,6 +1,6 @@
 """Random tiny checkpoints, complete in every component, for tests that need a real pipeline but no skill.
 
-Each module has a `make_tiny_…(path, *, seed=0)` that writes a diffusers pipeline folder in about a second, without the
+Each module has a `make_tiny_…(path, *, seed=0)` that writes the folder of a checkpoint in about a second, without the
 network, and returns `path`. `MAKERS` names them all, one for each kind of checkpoint that is supported.
 """
 
@@ -20,6 +20,8 @@ MAKERS = {
     "qwen_image_edit": "tests.tiny_models.qwen_image_edit:make_tiny_qwen_image_edit",
     "bagel": "tests.tiny_models.bagel:make_tiny_bagel",
     "qwen_image_edit_2511": "tests.tiny_models.qwen_image_edit:make_tiny_qwen_image_edit_2511",
+    "hunyuan_image3": "tests.tiny_models.hunyuan_image3:make_tiny_hunyuan_image3",
+    "hunyuan_image3_instruct": "tests.tiny_models.hunyuan_image3:make_tiny_hunyuan_image3_instruct",
 }
 """Kind of checkpoint to "module:function"."""
 

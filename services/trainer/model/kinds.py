@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,10 +15,11 @@ from flowfleet.algorithms.losses import limits
 from flowfleet.algorithms.registry import LossKind
 from flowfleet.job.spec import JobSpec
 from flowfleet.models.base import ModelAdapter
-from flowfleet.models.loading import Layout
+from flowfleet.models.families.flat import FlatFiles
+from flowfleet.models.loading import Layout, StoredNames
 from flowfleet.models.sequences.adapter import SequenceAdapter
 from flowfleet.models.sequences.stored_names import WHOLE, fused, stored, stored_name
-from services.trainer.model.loading import CheckpointSource, persistent
+from services.trainer.model.loading import CheckpointSource, Source, persistent
 
 
 class ModelKind(Protocol):
@@ -36,8 +37,11 @@ class ModelKind(Protocol):
     def check(self, spec: JobSpec, adapter: Any) -> int:
         """Elements that a log-prob is a mean over. Raises ValueError for settings that do not fit the model."""
 
-    def source(self, adapter: Any, folder: Path, component: str) -> CheckpointSource:
+    def source(self, adapter: Any, folder: Path, component: str) -> Source:
         """The stored weights of a component."""
+
+    def untouched(self, folder: Path, expert: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Tensors in the files of the trained transformer that belong to other components."""
 
 
 class FlowModel:
@@ -61,8 +65,49 @@ class FlowModel:
         check_noise(spec, adapter.schedule(rollout.num_inference_steps, rollout.size, rollout.shift))
         return num_elements
 
-    def source(self, adapter: ModelAdapter, folder: Path, component: str) -> CheckpointSource:
+    def source(self, adapter: ModelAdapter, folder: Path, component: str) -> Source:
         return CheckpointSource(folder / self.layout.folder(component), self.layout)
+
+    def untouched(self, folder: Path, expert: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        return iter(())
+
+
+class FlatFlowModel(FlowModel):
+    """See `ModelKind`. The files hold all components, and names of their own; see flowfleet/models/families/flat.py."""
+
+    def __init__(self, layout: Layout, names: StoredNames) -> None:
+        super().__init__(layout)
+        self._names = names
+
+    def stored(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+        names = self._names.of(name, len(tensor))
+        return [(names[0], tensor)] if len(names) == 1 else zip(names, tensor, strict=True)
+
+    def source(self, adapter: ModelAdapter, folder: Path, component: str) -> Source:
+        return FlatSource(folder, self._names)
+
+    def untouched(self, folder: Path, expert: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        files = FlatFiles(folder)
+        own = {one for name, tensor in persistent(expert) for one in self._names.of(name, len(tensor))}
+        yield from ((name, files.tensor(name)) for name in files if name not in own)
+
+
+class FlatSource:
+    """See `Source`. Of experts that are stored one by one, those of `rows` alone are read."""
+
+    def __init__(self, folder: Path, names: StoredNames) -> None:
+        """Raises ValueError as `FlatFiles`."""
+        self._files, self._stored = FlatFiles(folder), names
+
+    def check(self, expert: nn.Module) -> None:
+        own = [(name, tensor) for name, tensor in persistent(expert) if ".lora_" not in name]
+        self._files.check([(name, self._stored.of(name, len(tensor)), tuple(tensor.shape)) for name, tensor in own])
+
+    def rows(self, name: str, shape: Sequence[int], rows: slice) -> Tensor:
+        return self._files.rows(self._stored.of(name, shape[0]), rows)
+
+    def buffer(self, name: str) -> Tensor | None:
+        return None
 
 
 class SequenceModel:
@@ -89,8 +134,11 @@ class SequenceModel:
             raise ValueError("rollout.sequence.routed_experts: this model has no experts: leave it out")
         return 1
 
-    def source(self, adapter: SequenceAdapter, folder: Path, component: str) -> CheckpointSource:
+    def source(self, adapter: SequenceAdapter, folder: Path, component: str) -> Source:
         return TransformersSource(folder, self.layout)
+
+    def untouched(self, folder: Path, expert: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        return iter(())
 
 
 class TransformersSource(CheckpointSource):
@@ -151,4 +199,5 @@ _KINDS: Mapping[LossKind, type[FlowModel] | type[SequenceModel]] = {
 
 def model_kind(spec: JobSpec, adapter: Any) -> ModelKind:
     """Kind of the job's loss, with the family's layout."""
-    return _KINDS[spec.loss.kind](adapter.layout)
+    kind, names = _KINDS[spec.loss.kind], getattr(adapter, "stored", None)
+    return FlatFlowModel(adapter.layout, names) if kind is FlowModel and names else kind(adapter.layout)

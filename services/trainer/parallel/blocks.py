@@ -27,6 +27,7 @@ _PRODUCTS = {
     _aten.addmm.default: (1, 1),
     _aten.bmm.default: (0, 2),
     _aten._scaled_mm.default: (0, 1),
+    _aten._grouped_mm.default: (0, 1),
 }
 """Which argument, and which of its dimensions, is the inner one."""
 _ATTENTION = {

@@ -24,7 +24,7 @@ NUM_STEPS = 2
 NUM_FRAMES = 5
 MAX_TOKENS = 24
 QUESTIONS = ("which color is the square ?", "what is in the film ?")
-FROM_TEXT = ("qwen_image", "stable_diffusion_3", "flux", "chroma", "z_image", "bagel")
+FROM_TEXT = ("qwen_image", "stable_diffusion_3", "flux", "chroma", "z_image", "bagel", "hunyuan_image3")
 EDITS_AND_VIDEOS = ("qwen_image_edit", "wan", "wan_two_experts")
 """One checkpoint a family, and Wan with two experts as well; the trainer's and the rollout's tests meet every kind."""
 
@@ -39,6 +39,7 @@ PIPELINES = {
     "z_image": "ZImagePipeline",
     "qwen_image_edit": "QwenImageEditPlusPipeline",
     "bagel": "BagelForConditionalGeneration",
+    "hunyuan_image3": "HunyuanImage3ForCausalMM",
     "wan": "WanPipeline",
     "wan_two_experts": "WanPipeline",
     "qwen3": "Qwen3ForCausalLM",

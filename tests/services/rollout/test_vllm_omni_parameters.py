@@ -153,4 +153,6 @@ def test_our_platform_is_for_cpus_alone(monkeypatch: pytest.MonkeyPatch) -> None
 def test_families_without_a_pipeline_are_refused() -> None:
     with pytest.raises(ValueError, match=r"does not draw FLUX\.1: start rollouts with --engine diffusers"):
         pipeline_for(FAMILIES["FluxPipeline"])
+    with pytest.raises(ValueError, match=r"rounds rotated queries and keys to bfloat16.*--engine diffusers"):
+        pipeline_for(FAMILIES["HunyuanImage3ForCausalMM"])
     assert pipeline_for(FAMILIES["QwenImagePipeline"]).endswith("QwenImageRolloutPipeline")

@@ -13,6 +13,8 @@ PIPELINES = {
 REFUSED = {
     "BagelForConditionalGeneration": "its attention computes in bfloat16 whatever the job asks for, and its prompts "
     "share no forward, so that log-probs would not be the trainer's",
+    "HunyuanImage3ForCausalMM": "its transformer rounds rotated queries and keys to bfloat16, keeps keys of the prompt "
+    "between steps, and packs experts so that published weights have no place by name",
 }
 """Families that vLLM-Omni draws and this engine does not, and why."""
 
