@@ -460,7 +460,7 @@ class Gradients(Right):
     """The same mean, with its gradient."""
 
     weights = np.array([0.299, 0.587, 0.114], np.float32)
-    """Of the channels, as Pillow has them."""
+    """Weights of the channels, as Pillow has them."""
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "contract": 2, "gives_gradient": True, "gradient_bytes": 2**24}
