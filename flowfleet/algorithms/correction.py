@@ -76,7 +76,7 @@ def weigh(
 
     Bypassing, the loss's own ratio is against the rollout and already holds r, so the weight is what is left to do:
     truncated min(high, r) / r, band and rejection 1 or 0. The loss's ratio is the mean one, so with `joint` only
-    rejection makes sense there; flowfleet/job/rules.py refuses the others.
+    rejection makes sense there; flowfleet/job/rules/rules.py refuses the others.
 
     Args:
         part: mode, level, low, high, joint.

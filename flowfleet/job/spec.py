@@ -27,9 +27,9 @@ from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, STEPS, Algorithm, 
 from flowfleet.algorithms.samplers import SamplerName
 from flowfleet.algorithms.windows import AtEnd, Pace, Window, WindowStrategy, late_start
 from flowfleet.job import reference
-from flowfleet.job import rules as combinations
 from flowfleet.job.data import DataPart
 from flowfleet.job.part import Curve, Factor, Part
+from flowfleet.job.rules import rules as combinations
 from flowfleet.job.sequence import SequencePart
 from flowfleet.job.setting_files import read_extended
 from flowfleet.limits import MAX_PROMPT_BYTES, check_bytes
@@ -795,7 +795,7 @@ class JobSpec(Part):
 
     @property
     def warnings(self) -> list[str]:
-        """Settings that are valid but probably not intended, one sentence each (flowfleet/job/rules.py)."""
+        """Settings that are valid but probably not intended, one sentence each (flowfleet/job/rules/rules.py)."""
         return list(combinations.warnings(self))
 
 

@@ -23,7 +23,7 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal, cast, get_args
+from typing import Final, Literal, get_args
 
 from flowfleet.process import service
 
@@ -118,7 +118,7 @@ def callers_from_env() -> Callers:
         kind, _, value = part.strip().partition("=")
         if kind not in CALLERS or not _DIGEST.fullmatch(value):
             raise ValueError(f"{service.RPC_ACCEPT} must be KIND=SHA256,… with a KIND of {', '.join(CALLERS)}")
-        digests.append((cast(Caller, kind), value))
+        digests.append((kind, value))
     return Callers(digests=tuple(digests))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from flowfleet.job.unheard import unheard
+from flowfleet.job.rules.unheard import unheard
 
 if TYPE_CHECKING:
     from flowfleet.job.spec import JobSpec

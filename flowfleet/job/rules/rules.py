@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from flowfleet.algorithms.registry import LOSSES, STEPS
 from flowfleet.algorithms.windows import default_end
-from flowfleet.job import distillation_rules, gradient_rules, preview_rules, sequence_rules
-from flowfleet.job.unheard import is_changed as _is_changed
-from flowfleet.job.unheard import unheard as _unheard
+from flowfleet.job.rules import distillation, gradients, previews, sequences
+from flowfleet.job.rules.unheard import is_changed as _is_changed
+from flowfleet.job.rules.unheard import unheard as _unheard
 
 if TYPE_CHECKING:
     from flowfleet.job.spec import JobSpec, RewardPart
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 def problems(job: JobSpec) -> Iterator[str]:
     """Everything that is wrong with a job's combination of settings, the plainest first."""
     for rule in (
-        sequence_rules.problems,
-        gradient_rules.problems,
+        sequences.problems,
+        gradients.problems,
         _evaluation,
         _window,
         _noise,
         _sampler,
         _guidance,
         _loss_settings,
-        distillation_rules.problems,
-        preview_rules.problems,
+        distillation.problems,
+        previews.problems,
         _correction,
         _pairs,
         _advantages,

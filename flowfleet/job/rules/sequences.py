@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from flowfleet.algorithms.registry import LOSSES
+from flowfleet.job.rules.unheard import unheard
 from flowfleet.job.sequence import SequencePart
-from flowfleet.job.unheard import unheard
 
 if TYPE_CHECKING:
     from flowfleet.job.spec import JobSpec
