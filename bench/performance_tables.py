@@ -107,11 +107,12 @@ def _speeds(found: Measured) -> str:
     lines = []
     for machine_, it in found:
         settings, rollout, train = it["settings"], it["rollout"], it["train"]
+        written = rollout.get("tokens_of_sequence", settings["tokens"])
         lines.append(
             [
                 machine_.get("devices", NONE),
                 f"{settings['layers']}, {settings['dtype']}",
-                f"{settings['rows']} × ({settings['prompt']} + {settings['tokens']})",
+                f"{settings['rows']} × ({settings['prompt']} + {written})",
                 _number(rollout.get("tokens_per_s"), ",.0f"),
                 _number(rollout.get("decode_tokens_per_s"), ",.0f"),
                 _number(train.get("tokens_per_s"), ",.0f"),

@@ -161,7 +161,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--steps", type=int, default=3, help="requests and training steps that are measured, at most (3)"
     )
-    flags.add_argument("--budget", type=float, default=200.0, help="seconds (200)")
+    flags.add_argument("--budget", type=float, default=190.0, help="seconds (190)")
     flags.add_argument("--grace", type=float, default=10.0, help="seconds that a stage may take beyond its share (10)")
     flags.add_argument("--json", type=Path, help="write the result here as well")
     flags.add_argument("--tiny", action="store_true", help="tiny model, for a laptop")

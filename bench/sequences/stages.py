@@ -51,6 +51,8 @@ REQUEST: Final = "request.bin"
 FROZEN: Final = 1e-12
 """Learning rate that moves nothing, so that every step's gap is that of one policy."""
 WARM_UP_TOKENS: Final = 8
+MIN_TOKENS: Final = 32
+"""Tokens of a warm-up, and the fewest of a measured request, where more would not fit into the stage's share."""
 _WORDS: Final = ("what", "which", "color", "is", "the", "square", "sound", "in", "film")
 _AROUND: Final = 9
 """Tokens of a prompt that are neither words nor picture."""
@@ -69,7 +71,11 @@ async def _rollout(options: argparse.Namespace) -> dict[str, Any]:
         start = time.perf_counter()
         await engine.prepare(model_spec(spec), lora_spec(spec))
         loaded = time.perf_counter() - start
-        await drawn(engine, argparse.Namespace(**vars(options) | {"rows": options.group}), WARM_UP_TOKENS)
+        small = argparse.Namespace(**vars(options) | {"rows": options.group})
+        await drawn(engine, small, WARM_UP_TOKENS)
+        (warm, *_) = await drawn(engine, small, WARM_UP_TOKENS)
+        steps = int((deadline - time.monotonic()) / (warm.seconds["decode"] / WARM_UP_TOKENS)) - 2 * options.rows
+        options.tokens = min(options.tokens, max(MIN_TOKENS, steps))  # log-probs take a forward a sequence
         rates, seconds = list[float](), list[dict[str, float]]()
         while not rates or (len(rates) < options.steps and time.monotonic() + sum(seconds[-1].values()) < deadline):
             start = time.perf_counter()
@@ -87,6 +93,7 @@ async def _rollout(options: argparse.Namespace) -> dict[str, Any]:
             "decode_s": round(decode, 2),
             "log_probs_s": round(log_probs, 2),
             "tokens": tokens,
+            "tokens_of_sequence": options.tokens,
             "peak_gib": _peak(),
         }
     finally:
