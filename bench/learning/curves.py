@@ -23,6 +23,7 @@ from bench.learning.results import (
     TARGET,
     Result,
     link,
+    merged,
     read_result,
     results_row,
     results_table,
@@ -31,7 +32,7 @@ from bench.learning.results import (
     title_of,
 )
 from bench.learning.runs import Run, own_cores, train_all, train_here
-from docs.generate.markdown import rewrite
+from docs.generate.markdown import content, rewrite
 from flowfleet.demo.plots import Curve, learning_panels
 
 Suite = Literal["signs", "videos", "answers"]
@@ -85,6 +86,8 @@ ENTRIES = (
 )
 FROZEN = "trainer.optimizer.lr=1e-12"
 PAGE = Path("docs/results.md")
+SETTINGS = "learning-settings"
+"""Part of the page. Recipes without runs keep their rows."""
 IMAGES = Path("docs/images")
 PICTURES = {"signs": "learning_algorithms.png", "videos": "learning_video.png", "answers": "learning_text.png"}
 MEDIA = {"signs": "pictures", "videos": "videos", "answers": "answers"}
@@ -111,7 +114,9 @@ def main() -> int:
     results = read_all(ENTRIES, options.seeds, options.directory)
     if options.page is not None and results:
         draw(results, options.page.parent / IMAGES.name)
-        rewrite(options.page, parts(results))
+        made = parts(results)
+        made[SETTINGS] = merged(content(options.page.read_text(), SETTINGS), made[SETTINGS])
+        rewrite(options.page, made)
     console.print("\n\n".join(parts(results).values()), markup=False, highlight=False, soft_wrap=True)
     missing = [run.directory.name for run in runs if not run.is_done and run not in errors]
     if missing:
@@ -174,7 +179,7 @@ def parts(results: Results) -> dict[str, str]:
             shown = f"![Held-out reward of each recipe over the {MEDIA[suite]} that it generated](images/{picture})"
             made[f"learning-{suite}"] = f"{shown}\n\n{_results_of(chosen, MEDIA[suite])}"
     learned = [(entry.recipe, runs[0].settings) for entry, runs in results.items() if not entry.is_control]
-    made["learning-settings"] = settings_table(settings_row(link(recipe), settings) for recipe, settings in learned)
+    made[SETTINGS] = settings_table(settings_row(link(recipe), settings) for recipe, settings in learned)
     return made
 
 

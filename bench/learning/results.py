@@ -228,5 +228,12 @@ def results_table(rows: Iterable[Sequence[str]], media: str) -> str:
     )
 
 
+def merged(old: str, new: str) -> str:
+    """A table's rows in place of those of `old` with the same first cell; other rows of `old` stay."""
+    rows = {line.split("|")[1]: line for line in new.splitlines()[2:]}
+    kept = [rows.pop(line.split("|")[1], line) for line in old.splitlines()[2:]]
+    return "\n".join([*new.splitlines()[:2], *kept, *rows.values()])
+
+
 def settings_table(rows: Iterable[Sequence[str]]) -> str:
     return table(SETTINGS_HEADER, rows)

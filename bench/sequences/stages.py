@@ -24,6 +24,7 @@ from flowfleet.errors import DataLoss
 from flowfleet.hardware import devices
 from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.models.sequences.adapter import PromptMedia, SequenceAdapter, Tokens
+from flowfleet.models.settings import Size
 from flowfleet.process.telemetry import LOG_PROB_GAP
 from flowfleet.proto import trainer_pb2
 from flowfleet.proto.common_pb2 import PURPOSE_TRAIN, Sample, SampleId
@@ -38,7 +39,6 @@ from services.rollout.engines.base import (
     PromptGroup,
     Sampling,
     SequenceSampling,
-    Size,
 )
 from services.rollout.engines.transformers import TransformersEngine
 from services.trainer.model.engine import lora_spec, model_spec
@@ -156,7 +156,7 @@ def gaps(
         means, tokens = [], []
         for part in rows:
             values = adapter.log_probs([items[row] for row in part], temperature=1.0).cpu().double()
-            for row, own in zip(part, values.split([len(items[row].token_ids) for row in part]), strict=True):
+            for row, own in zip(part, torch.split(values, [len(items[row].token_ids) for row in part]), strict=True):
                 gap = own - stored[row].double()
                 means.append(gap.mean())
                 tokens.append(gap.abs())
@@ -382,11 +382,13 @@ def blobs(options: argparse.Namespace) -> FsspecBlobs:
 
 def end_of(options: argparse.Namespace) -> float:
     """When the stage has used its share, on the monotonic clock; it began with this process."""
-    return time.monotonic() + options.stage_s - (time.time() - psutil.Process().create_time())
+    began: float = psutil.Process().create_time()
+    limit: float = options.stage_s
+    return time.monotonic() + limit - (time.time() - began)
 
 
 def _peak() -> float:
-    return round(devices.peak_memory_bytes(devices.pick_device()) / _GIB, 1)
+    return round(float(devices.peak_memory_bytes(devices.pick_device())) / _GIB, 1)
 
 
 def _rounded(value: float | None) -> float | None:

@@ -30,6 +30,11 @@ def rewrite(path: Path, parts: Mapping[str, str]) -> None:
     path.write_text(text, encoding="utf-8")
 
 
+def content(text: str, name: str) -> str:
+    """What a part of a page's text holds now; empty where it has no such part."""
+    return text.partition(f"<!-- generated: {name} -->")[2].partition(f"<!-- end: {name} -->")[0].strip()
+
+
 def replaced(text: str, name: str, content: str) -> str:
     """A page's text with other content between the comments of one part."""
     start, end = f"<!-- generated: {name} -->", f"<!-- end: {name} -->"

@@ -38,7 +38,7 @@ def causal_layers(model: nn.Module) -> list[Any]:
     return [] if any(getattr(layer, "sliding_window", None) for layer in found) else found
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:

@@ -19,6 +19,7 @@ from bench.learning.results import (
     Point,
     Result,
     first_crossing,
+    merged,
     noise_of,
     points_of,
     previewed,
@@ -98,6 +99,13 @@ def test_teachers_are_trained_first_and_named_to_their_students() -> None:
 def test_previews_count_as_pictures() -> None:
     assert previewed({"group_size": 12}) == previewed({"group_size": 12, "preview": {"keep": None}}) == 0
     assert previewed({"group_size": 12, "preview": {"keep": 6, "num_inference_steps": 3}}) == 6
+
+
+def test_rows_of_recipes_without_runs_stay() -> None:
+    old = "| recipe | lr |\n| --- | --- |\n| a | 1 |\n| b | 2 |"
+    new = "| recipe | lr |\n| --- | --- |\n| b | 3 |\n| c | 4 |"
+    assert merged(old, new).splitlines()[2:] == ["| a | 1 |", "| b | 3 |", "| c | 4 |"]
+    assert merged("", new) == new
 
 
 def test_core_groups_are_disjoint() -> None:

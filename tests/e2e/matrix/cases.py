@@ -144,7 +144,7 @@ def _reward(algorithm: str) -> str:
 
 def make_text_job(checkpoint: Path, data: Path, algorithm: str, mode: str) -> dict[str, Any]:
     """Questions of words that every tokenizer here knows, with a picture where the model takes some."""
-    lines = [{"prompt": question} for question in QUESTIONS]
+    lines: list[dict[str, Any]] = [{"prompt": question} for question in QUESTIONS]
     if checkpoint.name in ("thinker", "qwen3_omni"):
         lines = [line | {"images": [f"{number}.png"]} for number, line in enumerate(lines)]
     questions = data / f"{checkpoint.name}.jsonl"

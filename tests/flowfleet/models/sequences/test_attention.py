@@ -1,6 +1,7 @@
 """Attention over packed rows, against transformers' own with a mask between the sequences."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ def adapter_of(model: Qwen3ForCausalLM) -> Qwen3Adapter:
 def test_values_and_gradients_are_those_of_a_mask_between_the_sequences(model: Qwen3ForCausalLM) -> None:
     """Positions that start over are transformers' own sign of a packed row."""
     sequences = drawn([(5, 7), (3, 9), (1, 1), (8, 4)])
-    found = []
+    found: list[tuple[Any, list[Any]]] = []
     for _ in range(2):
         adapter = adapter_of(model)
         if found:  # the second time by transformers' mask
