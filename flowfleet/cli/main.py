@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from flowfleet import hub
 from flowfleet.cli import evaluation, models, views
 from flowfleet.cli import votes as cli_votes
 from flowfleet.cli.chaos import chaos
@@ -28,7 +29,7 @@ from flowfleet.client import Client
 from flowfleet.client.continuing import continued
 from flowfleet.client.progress import follow
 from flowfleet.client.types import Job
-from flowfleet.job.files import find_job_file, prepare_job
+from flowfleet.job.files import find_job_file, prepare_job, shipped
 from flowfleet.local.stack import DEFAULT_PORT, DEFAULT_STATE_DIR, Stack, StateDir
 from flowfleet.process.pulse import HANG_S
 
@@ -139,7 +140,7 @@ def up(
         hub_models=tuple(hub_model or ()),
         replicas=(1 if rollouts_on is None else len(rollouts_on)) if replicas is None else replicas,
         rewards=tuple(reward or ("ocr",)),
-        model=model,
+        model=None if model is None else _model(model),
         dtype=dtype,
         engine=engine,
         max_batch=max_batch,
@@ -378,6 +379,17 @@ def archived(
 # -- parts -----------------------------------------------------------------------------------------------------------
 
 
+def _model(written: str) -> str:
+    """The model that rollouts load at start: a folder here, one that comes with the package, or a name of the Hub."""
+    if Path(written).is_dir() or (hub.name_of(written) is not None and shipped(written) is None):
+        return written
+    if (found := shipped(written)) is None:
+        raise ValueError(
+            f"--model {written}: there is no such folder; give a diffusers pipeline's, or ORG/NAME of the Hub"
+        )
+    return str(found)
+
+
 def _devices(text: str) -> tuple[str, ...] | None:
     return None if text == "auto" else tuple(name.strip() for name in text.split(","))
 
@@ -385,7 +397,7 @@ def _devices(text: str) -> tuple[str, ...] | None:
 def _tell_stack(stack: Stack, as_json: bool, hint: str = "") -> None:
     def show() -> None:
         views.show_stack(stack, out)
-        out.print(f"\nREST API: {stack.url}{hint}", highlight=False)
+        out.print(f"\nPage and REST API: {stack.url}{hint}", highlight=False)
 
     tell(stack.model_dump(exclude={"redis_url"}), as_json, show)  # which has a password
 

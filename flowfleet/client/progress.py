@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 
@@ -11,27 +12,45 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from flowfleet.client.types import Job, JobEvent, Progress, read
+from flowfleet.client.types import Job, JobEvent, JobStatus, Progress, read
 
 LIVE_HZ = 4
+ENDS = {str(status) for status in JobStatus if status.terminal}
 
 
 class JobView:
-    """What is known of a job, and how to say it. Pure but for its clock."""
+    """What is known of a job, and how to say it. Pure but for its clock. Events begin with the job's first: until the
+    step that the job has reached comes up again, they are its history."""
 
     def __init__(self, job: Job, clock: Callable[[], float] = time.monotonic) -> None:
-        self.status = str(job.status)
-        self.reason = job.reason
-        self.progress = job.progress
+        self.status = "queued"
+        self.reason = ""
+        self.progress = Progress(steps=job.progress.steps)
         self.first_held_out: float | None = None
         self._clock = clock
-        self._started = self._told_eta = clock()
+        self._created, self._seen, self._seen_at = job.created_at, 0.0, clock()
+        self._job = job
+        self._reached = math.inf if job.ended else job.progress.step
+        self._told_eta = clock()
         self._last_line = ""
+
+    @property
+    def is_history(self) -> bool:
+        """Whether what it has seen had happened before the job was looked up."""
+        return self.progress.step < self._reached and self.status not in ENDS
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the job was submitted, by the time of the last event and this machine's clock since then."""
+        return self._seen + self._clock() - self._seen_at
 
     def update(self, event: JobEvent) -> None:
         """Takes one event in; types that say nothing of progress change nothing."""
+        self._seen, self._seen_at = max(self._seen, (event.time - self._created).total_seconds()), self._clock()
         if event.type == "status":
             self.status, self.reason = str(event.data["status"]), str(event.data.get("reason", ""))
+            if event.final and self._job.ended:  # of its history only the end may be kept
+                self.progress = self._job.progress
         elif event.type == "progress":
             known = {name: value for name, value in event.data.items() if name in Progress.model_fields}
             self.progress = read(Progress, {**self.progress.model_dump(), **known})
@@ -69,15 +88,16 @@ class JobView:
             return None
         self._last_line = key
         figures = "  ".join(f"{name} {value}" for name, value in self.figures())
-        elapsed = duration(self._clock() - self._started)
-        return f"{elapsed:>6}  {self.status:<9}  {figures}" + (f"  ({self.reason})" if self.reason else "")
+        return f"{duration(self.elapsed_s):>6}  {self.status:<9}  {figures}" + (
+            f"  ({self.reason})" if self.reason else ""
+        )
 
     def __rich__(self) -> RenderableType:
         shown = self.progress
         head = Table.grid(padding=(0, 2))
         head.add_row(
             ProgressBar(total=max(1, shown.steps), completed=shown.step, width=36, complete_style="cyan"),
-            Text(f"{self.status}, {duration(self._clock() - self._started)}"),
+            Text(f"{self.status}, {duration(self.elapsed_s)}"),
         )
         body = Table.grid(padding=(0, 3))
         figures = self.figures()
@@ -87,12 +107,12 @@ class JobView:
 
 
 def follow(job: Job, events: Iterable[JobEvent], console: Console) -> JobView:
-    """Shows a job until its events end, and returns what was last known."""
+    """Shows a job until its events end, and returns what was last known. Of its history only where it led to."""
     view = JobView(job)
     if not console.is_terminal:
         for event in events:
             view.update(event)
-            if (line := view.line()) is not None:
+            if not view.is_history and (line := view.line()) is not None:
                 console.print(line, highlight=False, soft_wrap=True)
         return view
     with Live(view, console=console, refresh_per_second=LIVE_HZ):

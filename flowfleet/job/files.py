@@ -45,13 +45,14 @@ def recipe_names() -> list[str]:
 
 
 def find_job_file(path: Path) -> Path:
-    """The job file that the user means: an existing file, or a recipe by its name without `recipes/` and suffix.
+    """The job file that the user means: an existing file, or a recipe by its path, or by its name without `recipes/`
+    and suffix.
 
     Raises:
         ValueError: neither; the message lists recipes of similar names.
     """
     if path.suffix or path.is_absolute() or (path.exists() and not path.is_dir()):
-        return path
+        return path if path.exists() else shipped(str(path)) or path
     names = recipe_names()
     if str(path) in names:
         return RECIPES / f"{path}.toml"
@@ -67,13 +68,20 @@ def prepare_job(path: Path, changes: Sequence[str] = (), *, same_machine: bool) 
     Raises ValueError with what to change.
 
     Where the controller sees our files relative paths are made absolute: each is looked for in the current directory,
-    then in the job file's directory and the directories above it, and the first that exists is taken. A path found
+    then in the job file's directory and the directories above it, and the first that exists is taken. `recipes/…` is
+    looked for last in the installed package. A path found
     nowhere, and every path for a stack elsewhere, goes as it is written and is read relative to the controller's
     directory; `Client.submit` uploads data files that it cannot read there.
     """
     path = find_job_file(path)
     folders = [Path.cwd(), *path.resolve().parents] if same_machine else []
     return parse_job(changed_job(read_job_file(path), changes, folders))
+
+
+def shipped(written: str) -> Path | None:
+    """What `recipes/…` names in this package, such as the tiny model."""
+    path = RECIPES.parent / written
+    return path if Path(written).parts[:1] == (RECIPES.name,) and ".." not in written and path.exists() else None
 
 
 def changed_job(data: dict[str, Any], changes: Sequence[str], folders: Sequence[Path]) -> dict[str, Any]:
@@ -106,6 +114,9 @@ def _find(table: dict[str, Any], name: str, directories: Sequence[Path]) -> None
     written = table.get(name)
     if not isinstance(written, str) or Path(written).is_absolute() or "://" in written:
         return
+    if not directories:
+        return
     found = next((directory / written for directory in directories if (directory / written).exists()), None)
+    found = found or shipped(written)
     if found is not None:
         table[name] = str(found)

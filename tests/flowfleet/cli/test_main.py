@@ -204,9 +204,10 @@ def test_samples_are_downloaded_and_printed(run: Run, client: Client, job_file: 
         (["check-reward", "http://host:1"], "give grpc://host:port"),
         (["check-reward", "grpc://host:1", "--ca", "ca.crt"], "say grpcs://host:1"),
         (["check-reward", "host:1", "--param", "region"], "--param 'region': give KEY=VALUE"),
+        (["up", "--model", "recipes/tiny/modle"], "there is no such folder; give a diffusers pipeline's"),
         (["up", "--rollout-devices", "0,1", "--replicas", "3"], "names 2 accelerators for 3 rollouts"),
         (["up", "--trainer-devices", ""], "give each once, as in 0,1"),
-        (["up", "--rollout-devices", "99"], "accelerator 99 is asked for, but this machine has"),
+        (["up", "--rollout-devices", "99", "--port", "0"], "accelerator 99 is asked for, but this machine has"),
         (["demo", "--recipe", "absent.toml"], "absent.toml: cannot be read"),
     ],
 )

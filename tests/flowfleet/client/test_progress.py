@@ -1,14 +1,14 @@
 """What people see of a job, from events with chosen times."""
 
 import io
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from flowfleet.client.progress import JobView, duration, follow
-from flowfleet.client.types import Job, JobEvent
+from flowfleet.client.types import Job, JobEvent, JobStatus, Progress
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -64,6 +64,41 @@ def test_without_a_terminal_a_line_is_printed_for_each_step_validation_and_statu
     assert "reward 0.250" in lines[2]
     assert "left 1:05" in lines[2]
     assert lines[-1].split()[1] == "succeeded"
+
+
+def later(item: JobEvent, seconds: float) -> JobEvent:
+    return item.model_copy(update={"time": NOW + timedelta(seconds=seconds)})
+
+
+def test_of_a_job_that_runs_the_history_is_not_told_again() -> None:
+    """Watched from its tenth step on: one line leads there, with the job's own time and its first held-out reward."""
+    steps = [event("progress", step=step, reward=step / 100) for step in range(1, 12)]
+    history = [event("status", status="running"), event("progress", held_out_reward=0.5), *steps]
+    held_out = event("progress", held_out_reward=0.75)
+    events = [later(item, 10.0 * index) for index, item in enumerate([*history, held_out])]
+    running = job().model_copy(update={"status": JobStatus.RUNNING})
+    running = running.model_copy(update={"progress": Progress(step=10, steps=12, held_out_reward=0.5, reward=0.1)})
+    text = io.StringIO()
+    follow(running, events, Console(file=text, force_terminal=False))
+
+    lines = text.getvalue().splitlines()
+    assert [(line.split()[0], line.split()[3]) for line in lines] == [
+        ("1:50", "10/12"),
+        ("2:00", "11/12"),
+        ("2:10", "11/12"),
+    ]
+    assert "held out 0.500  " in lines[0]
+    assert "held out 0.500 → 0.750" in lines[-1]
+
+
+def test_of_a_job_that_ended_its_end_is_told() -> None:
+    text = io.StringIO()
+    ended = job().model_copy(update={"status": JobStatus.SUCCEEDED, "progress": Progress(step=12, steps=12)})
+    for kept in (EVENTS, EVENTS[-1:]):
+        follow(ended, kept, Console(file=text, force_terminal=False))
+
+    lines = text.getvalue().splitlines()
+    assert [(line.split()[1], line.split()[3]) for line in lines] == [("succeeded", "12/12")] * 2
 
 
 def test_on_a_terminal_the_last_state_stays_on_the_screen() -> None:

@@ -43,6 +43,17 @@ def test_a_path_found_nowhere_stays_as_written(job_file: Path) -> None:
     assert spec.data.validation == "https://host/x"
 
 
+def test_what_comes_with_the_package_is_found_from_anywhere_and_last(job_file: Path, tmp_path: Path) -> None:
+    named = ["model.path=recipes/tiny/model"]
+    assert prepare_job(job_file, named, same_machine=True).model.path == str(RECIPES / "tiny/model")
+    assert prepare_job(job_file, named, same_machine=False).model.path == "recipes/tiny/model"
+    outside = prepare_job(job_file, ["model.path=recipes/../flowfleet", "data.train=flowfleet"], same_machine=True)
+    assert (outside.model.path, outside.data.train) == ("recipes/../flowfleet", "flowfleet")
+    own = tmp_path / "project/recipes/tiny/model"
+    own.mkdir(parents=True)
+    assert prepare_job(job_file, named, same_machine=True).model.path == str(own)
+
+
 def test_changes_are_read_as_toml_values_or_text(job_file: Path) -> None:
     changes = ["seed=7", "trainer.mode=full", "trainer.optimizer.betas=[0.8, 0.9]", 'name="x"', "data.train=a=b.txt"]
     spec = prepare_job(job_file, changes, same_machine=False)
@@ -84,6 +95,17 @@ def test_a_recipe_is_found_by_its_name(name: str, tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
 
     assert prepare_job(Path(name), same_machine=True) == prepare_job(RECIPES / f"{name}.toml", same_machine=True)
+
+
+def test_a_recipe_is_found_by_its_path_where_there_is_no_such_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = prepare_job(Path("recipes/tiny_ocr.toml"), same_machine=True)
+    assert found == prepare_job(RECIPES / "tiny_ocr.toml", same_machine=True)
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/tiny_ocr.toml").write_text(JOB)
+    assert prepare_job(Path("recipes/tiny_ocr.toml"), same_machine=True).data.train == "prompts.txt"
 
 
 def test_a_file_goes_before_a_recipe_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
