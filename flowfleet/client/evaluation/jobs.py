@@ -8,6 +8,7 @@ prompts, seeds and settings (docs/evaluation.md).
 from __future__ import annotations
 
 import copy
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ BASE: Final = "base"
 LORA: Final = ("rank", "alpha", "target_modules")
 """Settings of `trainer.lora` that go with an adapter."""
 _POLL_S: Final = 0.5
-_NAME_LENGTH: Final = 58
+_NAME_LENGTH: Final = 34
+_LABEL_LENGTH: Final = 22
 
 Say = Callable[[str], object]
 
@@ -173,6 +175,8 @@ def _spec(data: Mapping[str, Any], start: Start) -> JobSpec:
     own = copy.deepcopy(dict(data))
     for name, value in start.settings.items():
         put(own, name, value)
+    label = re.sub(r"[^a-z0-9]+", "-", start.label.lower())[-_LABEL_LENGTH:]
+    own["name"] = f"{own['name']}-{label.strip('-')}".rstrip("-")
     return parse_job(own)
 
 

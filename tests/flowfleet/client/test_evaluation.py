@@ -76,7 +76,8 @@ def test_the_base_and_each_adapter_are_jobs_that_differ_in_the_adapter_alone(
     assert [label for label, _ in found] == ["base", f"job:{job_id[:13]}@4", "peft"]
     base, of_job, of_path = (spec for _, spec in found)
     assert base.is_evaluation
-    assert (base.name, base.model.adapter, base.averages) == ("signs-eval", None, False)
+    assert (base.name, base.model.adapter, base.averages) == ("signs-eval-base", None, False)
+    assert (of_job.name, of_path.name) == (f"signs-eval-job-{job_id[:13]}-4", "signs-eval-peft")
     assert base.data.validation == str(tmp_path / "mine.txt")
     assert of_job.model.adapter == f"job:{job_id}@4"
     assert (of_job.trainer.lora.rank, of_job.trainer.lora.alpha, of_job.trainer.lora.target_modules) == (
@@ -88,7 +89,11 @@ def test_the_base_and_each_adapter_are_jobs_that_differ_in_the_adapter_alone(
     assert lora_of(of_path) == (2, 6, ("to_k",))
     for spec in (of_job, of_path):
         plain = spec.model_dump()
-        plain["model"]["adapter"], plain["trainer"]["lora"] = None, base.trainer.lora.model_dump()
+        plain["name"], plain["model"]["adapter"], plain["trainer"]["lora"] = (
+            base.name,
+            None,
+            base.trainer.lora.model_dump(),
+        )
         assert plain == base.model_dump()
 
 
@@ -127,8 +132,11 @@ def test_what_cannot_be_evaluated_is_told_before_anything_is_submitted(
         refused = CliRunner().invoke(cli.app, words)
         assert refused.exit_code == 1, words
         assert said in " ".join(refused.stderr.split()), refused.stderr
-    assert {job.status for job in client.jobs() if job.name == "signs-eval"} <= {JobStatus.CANCELLED, JobStatus.QUEUED}
-    assert all(job.desired == "cancelled" for job in client.jobs() if job.name == "signs-eval")
+    assert {job.status for job in client.jobs() if job.name.startswith("signs-eval")} <= {
+        JobStatus.CANCELLED,
+        JobStatus.QUEUED,
+    }
+    assert all(job.desired == "cancelled" for job in client.jobs() if job.name.startswith("signs-eval"))
     with pytest.raises(ApiError, match="evaluates and has no data to train on"):
         client.extend(client.submit(specs(client, file)[0][1]).id, 5)
 
