@@ -84,7 +84,7 @@ images:  ## build the container images; see docker/README.md
 	docker/build $(IMAGES)
 
 clean:  ## remove .venv, caches and runs/
-	rm -rf $(VENV) .venv-lowest .venv-trackers .venv-scorers runs build dist docker/out *.egg-info
+	rm -rf $(VENV) .venv-lowest .venv-trackers .venv-scorers .venv-stores runs build dist docker/out *.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	rm -rf examples/reward-node/node_modules
 	find $(CODE) -name __pycache__ -prune -exec rm -rf {} +

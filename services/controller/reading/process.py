@@ -74,13 +74,9 @@ def load(schemes: list[str]) -> None:
         with contextlib.suppress(ImportError):  # told when it is asked for
             hub.load()
     if stores := set(schemes) - {"http", "https", "hf"}:
-        import fsspec
+        from services.controller.reading.stores import load_stores
 
-        for scheme in stores:
-            try:
-                fsspec.get_filesystem_class(scheme)
-            except (ImportError, ValueError):  # told when it is asked for
-                continue
+        load_stores(stores)
 
 
 def load_tables() -> None:
@@ -120,7 +116,17 @@ def _answer(message: dict[str, Any], descriptors: list[int]) -> tuple[dict[str, 
     except ValueError as error:  # what is wrong would be so at the next try
         return {"refused": str(error)}, b""
     except Exception as error:  # of whatever a store's client raises
-        return {"error": f"{type(error).__name__}: {error}"}, b""
+        return {"error": _reason(error)}, b""
+
+
+def _reason(error: BaseException) -> str:
+    """What the confinement said (confinement.py), where a client says only that it could not connect."""
+    seen, cause = [error], error.__cause__ or error.__context__
+    while cause is not None and cause not in seen:
+        seen.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    refused = next((one for one in seen if isinstance(one, PermissionError)), error)
+    return f"{type(refused).__name__}: {refused}"
 
 
 def _rows(descriptors: list[int], message: dict[str, Any]) -> bytes:
@@ -157,15 +163,9 @@ def _fetch(url: str, limit: int) -> bytes:
         with hub.open_file(url) as file:
             return file.read(limit)
     if not url.lower().startswith(("http://", "https://")):
-        import fsspec
+        from services.controller.reading.stores import read_object
 
-        try:
-            opened = fsspec.open(url, "rb")
-        except ImportError as error:  # of the store's client, which the operator installs
-            raise ValueError(f"{url}: {error}") from None
-        with opened as file:
-            data: bytes = file.read(limit)
-            return data
+        return read_object(url, limit)
     from services.controller.reading.http import fetch
 
     return fetch(url, limit)
