@@ -87,7 +87,7 @@ def test_the_shipped_recipes_are_valid() -> None:
         "qwen_image_ocr_full",
     }
     for path in recipes:
-        assert prepare_job(path, same_machine=True).data.train
+        assert prepare_job(path, same_machine=True).data_files
 
 
 @pytest.mark.parametrize("name", recipe_names())
