@@ -102,7 +102,7 @@ def learning_panels(
     num_columns = min(num_columns, len(panels))
     num_rows = -(-len(panels) // num_columns)
     with plt.rc_context(STYLE):
-        size = (max(6.2, 2.35 * num_columns + 0.9), 1.75 * num_rows + HEAD + 0.5)
+        size = (max(6.8, 2.35 * num_columns + 0.9), 1.75 * num_rows + HEAD + 0.5)
         figure, grid = plt.subplots(
             num_rows, num_columns, figsize=size, dpi=DPI, sharex=True, sharey=True, squeeze=False
         )
