@@ -150,8 +150,10 @@ class _Process:
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a reader is given of the controller's environment, and where its code is."""
+    """What a reader is given of the controller's environment, and where its code is: not in the current folder, which
+    may hold a `services` of the user's."""
     own = {name.removeprefix(PREFIX): value for name, value in environment.items() if name.startswith(PREFIX)}
     passed = {name: environment[name] for name in _PASSED if name in environment}
     code = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    return {**passed, "HOME": "/nonexistent", "PYTHONPATH": code, "PYTHONDONTWRITEBYTECODE": "1", **own}
+    own_code = {"PYTHONPATH": code, "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    return {**passed, "HOME": "/nonexistent", **own_code, **own}

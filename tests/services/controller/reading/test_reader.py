@@ -81,6 +81,26 @@ def test_files_and_pictures_are_read(tmp_path: Path) -> None:
     sources.close()
 
 
+def test_a_folder_called_services_where_the_controller_starts_does_no_harm(tmp_path: Path) -> None:
+    (tmp_path / "services").mkdir()
+    (tmp_path / "services/__init__.py").write_text("raise SystemExit('not ours')")
+    (tmp_path / "a.txt").write_bytes(b"a prompt")
+    code = f"""
+import sys
+from pathlib import Path
+from services.controller.prompts.sources import Sources
+from services.controller.reading.places import Places
+folder = Path({str(tmp_path)!r})
+sources = Sources(Places.of([folder], [], folder / "state"))
+print(sources.prompts(str(folder / "a.txt"))[0].text)
+sources.close()
+"""
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "a prompt\n"), done.stderr
+
+
 def test_prompts_that_may_be_read_later_are_told_from_those_that_are_missing(open_sources: Sources, site: str) -> None:
     with pytest.raises(Unread, match="ended after 9 of 14 bytes"):
         open_sources.prompts(f"{site}/a.txt?cut")
@@ -177,7 +197,8 @@ def test_a_reader_has_none_of_the_controllers_secrets() -> None:
     secrets["AWS_SECRET_ACCESS_KEY"] = "controller's"
     own = {"FLOWFLEET_READER_AWS_SECRET_ACCESS_KEY": "reader's"}
     found = clean_environment({"PATH": "/bin", **secrets, **own})
-    assert set(found) == {"PATH", "HOME", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "AWS_SECRET_ACCESS_KEY"}
+    python = {"PYTHONPATH", "PYTHONSAFEPATH", "PYTHONDONTWRITEBYTECODE"}
+    assert set(found) == {"PATH", "HOME", *python, "AWS_SECRET_ACCESS_KEY"}
     assert found["AWS_SECRET_ACCESS_KEY"] == "reader's"
 
 
