@@ -71,7 +71,7 @@ def _joint_heads(
 
 def heads_formula(x: Tensor, weight: Tensor | None, freqs: Tensor, width: int, eps: float) -> Tensor:
     """What `_joint_heads` computes of one stream."""
-    heads = _wide(x).unflatten(-1, (-1, width))
+    heads = torch.unflatten(_wide(x), -1, (-1, width))
     if weight is not None:
         heads = _wide((heads * _inverse(heads, eps)).to(x.dtype) * weight)
     return _turned(heads, freqs, 1).to(x.dtype)
@@ -87,8 +87,8 @@ def _inverse(heads: Tensor, eps: float) -> Tensor:
 
 def _turned(heads: Tensor, freqs: Tensor, direction: int) -> Tensor:
     """Pairs of channels of (B, S, H, width) turned by the frequencies, or back with -1."""
-    first, second = heads.unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = freqs.unflatten(-1, (-1, 2))[:, None].unbind(-1)
+    first, second = torch.unflatten(heads, -1, (-1, 2)).unbind(-1)
+    cos, sin = torch.unflatten(freqs, -1, (-1, 2))[:, None].unbind(-1)
     sin = direction * sin
     return torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1).flatten(-2)
 
@@ -110,7 +110,7 @@ def _stream_backward(
 ) -> tuple[Tensor, Tensor | None]:
     into, of_weight = _turned(_wide(grad), freqs, -1), None
     if weight is not None:
-        heads = _wide(x).unflatten(-1, (-1, ctx.width))
+        heads = torch.unflatten(_wide(x), -1, (-1, ctx.width))
         inverse = _inverse(heads, ctx.eps)
         normed, of_normed = heads * inverse, into * weight
         of_weight = (into * normed).sum(dim=(0, 1, 2)).to(weight.dtype)

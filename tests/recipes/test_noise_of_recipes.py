@@ -26,6 +26,7 @@ KINDS = {
     "z-image": "z_image",
     "chroma": "chroma",
     "bagel": "bagel",
+    "hunyuanimage-3": "hunyuan_image3",
     "wan2.2": "wan_two_experts",
     "wan": "wan",
 }

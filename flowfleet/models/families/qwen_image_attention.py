@@ -49,7 +49,7 @@ class JointAttention(QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc]
         text = _heads(attn, encoder_hidden_states, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), text_rows)
         norms = (attn.norm_added_q, attn.norm_q), (attn.norm_added_k, attn.norm_k)
         freqs = image_rotary_emb[1], image_rotary_emb[0]
-        query, key = (_joint(*pair, of, freqs) for *pair, of in zip(text[:2], image[:2], norms, strict=True))
+        query, key = (_joint(text[part], image[part], norms[part], freqs) for part in range(2))
         value = torch.cat((text[2], image[2]), dim=1)
         output = dispatch_attention_fn(
             query,
@@ -73,9 +73,11 @@ def _joint(text: Tensor, image: Tensor, norms: tuple[Any, Any], freqs: tuple[Ten
     """Normalized and rotated heads (B, S, H, D) of both streams."""
     width = image.shape[-1]
     if heads.fits(width, image.device):
-        weights = (None if norm is None else norm.weight for norm in norms)
+        text_weight, image_weight = (None if norm is None else norm.weight for norm in norms)
         eps = next((norm.eps for norm in norms if norm is not None), 0.0)
-        return heads.joint_heads(text.flatten(2), image.flatten(2), (*weights,), freqs, width=width, eps=eps)
+        return heads.joint_heads(
+            text.flatten(2), image.flatten(2), (text_weight, image_weight), freqs, width=width, eps=eps
+        )
     streams = zip((text, image), norms, freqs, strict=True)
     return torch.cat([rotated(x if norm is None else norm(x), turn) for x, norm, turn in streams], dim=1)
 

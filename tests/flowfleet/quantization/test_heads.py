@@ -26,10 +26,10 @@ def expected(text: Tensor, image: Tensor, *others: Any) -> Tensor:
     """Stream by stream with complex products and torch's RMS norm."""
     streams = []
     for x, weight, freqs in zip((text, image), others[:2], others[2:], strict=True):
-        split = x.unflatten(-1, (-1, WIDTH))
+        split = torch.unflatten(x, -1, (-1, WIDTH))
         if weight is not None:
             split = torch.nn.functional.rms_norm(split, (WIDTH,), weight, 1e-6)
-        turned = torch.view_as_complex(split.unflatten(-1, (-1, 2))) * freqs[:, None]
+        turned = torch.view_as_complex(torch.unflatten(split, -1, (-1, 2))) * freqs[:, None]
         streams.append(torch.view_as_real(turned).flatten(-2))
     return torch.cat(streams, dim=1)
 
@@ -60,14 +60,14 @@ def test_torch_compile_knows_the_operator() -> None:
     operator: Any = torch.ops.flowfleet
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(operator.joint_heads, tuple(as_pairs), test_utils=checks)
-    compiled = torch.compile(operator.joint_heads, backend="aot_eager", fullgraph=True, dynamic=True)
+    compiled: Any = torch.compile(operator.joint_heads, backend="aot_eager", fullgraph=True, dynamic=True)
     assert torch.equal(compiled(*as_pairs), operator.joint_heads(*as_pairs))
 
 
 def test_rotation_is_the_one_of_the_plain_way() -> None:
     x, freqs = random(2, 3, 16), torch.polar(torch.ones(3, WIDTH // 2), random(3, WIDTH // 2).float())
     pairs = torch.view_as_real(freqs).flatten(1)
-    plain = rotated(x.unflatten(-1, (-1, WIDTH)), freqs)
+    plain = rotated(torch.unflatten(x, -1, (-1, WIDTH)), freqs)
     assert torch.equal(heads.heads_formula(x, None, pairs, WIDTH, 0.0), plain)
 
 
@@ -75,7 +75,12 @@ def test_attention_takes_them_where_there_is_a_kernel(tiny_qwen_image: Path, mon
     """Bit for bit what the plain way gives, which diffusers' own norms are part of."""
     model = made(tiny_qwen_image, "plain")
     plain, widths = velocity(model), list[int]()
-    monkeypatch.setattr(heads, "fits", lambda width, device: not widths.append(width))
+
+    def fits(width: int, device: torch.device) -> bool:
+        widths.append(width)
+        return True
+
+    monkeypatch.setattr(heads, "fits", fits)
     assert torch.equal(velocity(model), plain)
     assert len(widths) == 2 * len(model.transformer.transformer_blocks)
 

@@ -144,7 +144,7 @@ def rotary_table(
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine (B or 1, 1, P + 1 + h w, head_dim / 2) float32 of 2-D rotary positions.
 
-    Text is at (i, i) for its place i. A picture of h rows and w columns whose first token is at place L has its centre
+    Text is at (i, i) for its place i. A picture of h rows and w columns whose first token is at place L has its center
     on the diagonal: row y and column x are at L + ⌊(h w − h) / 2⌋ + y and L + ⌊(h w − w) / 2⌋ + x. Frequencies turn by
     rows and columns in turn.
     """
