@@ -49,7 +49,9 @@ def test_it_keeps_the_contract_as_the_command_line_tells(address: str) -> None:
     result = CliRunner().invoke(cli.app, ["check-reward", f"grpc://{address}", "--allowed", "30"])
     assert result.exit_code == 0, result.output
     assert "colourful 1, pictures, scores 0 to 400, at most 64 a call, contract 1" in result.stdout
-    assert re.search(r"\d\d passed, in", result.stdout), "nothing failed, nothing was noted or skipped"
+    assert re.search(r"\d\d passed, \d skipped, in", result.stdout), "nothing failed, nothing was noted"
+    skipped = [line for line in result.stdout.splitlines() if line.startswith("skip ")]
+    assert all("gives_gradient is not set" in line for line in skipped), "skipped is only what it does not offer"
 
 
 def test_colour_is_what_it_scores(address: str, tmp_path: Path) -> None:
