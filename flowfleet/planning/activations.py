@@ -20,7 +20,7 @@ from flowfleet.planning.compiled import compiled_bytes
 from flowfleet.planning.live import LiveBytes
 from flowfleet.planning.skeleton import MetaRun
 
-PRODUCTS = {"mm": (0, 1), "addmm": (1, 1), "bmm": (0, 2), "_scaled_mm": (0, 1)}
+PRODUCTS = {"mm": (0, 1), "addmm": (1, 1), "bmm": (0, 2), "_scaled_mm": (0, 1), "_grouped_mm": (0, 1)}
 """Which argument of a matrix product, and which of its dimensions, is the inner one."""
 RECOMPUTED_BELOW = 256
 """Selective checkpointing keeps attention, and matrix products of at least this inner dimension."""

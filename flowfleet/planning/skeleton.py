@@ -131,13 +131,13 @@ def _fused_attention(
         return scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    if enable_gqa:
-        repeats = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    if attn_mask is None:
+    if attn_mask is None:  # this kernel reads keys of fewer heads as they are
         fused: Any = torch.ops.aten._scaled_dot_product_flash_attention
         attended: Tensor = fused(query, key, value, 0.0, is_causal, False, scale=scale)[0]
         return attended
+    if enable_gqa:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     bias = attn_mask if attn_mask.is_floating_point() else attn_mask.to(query.dtype)
     bias = bias.expand(*query.shape[:-1], key.shape[-2])
     efficient: Any = torch.ops.aten._scaled_dot_product_efficient_attention
