@@ -35,7 +35,7 @@ def quantize_rows(x: Tensor, factors: Tensor | None) -> Rows:
 def shape_of_rows(width: int) -> tuple[int, int]:
     """Columns of a program that holds a row, and its warps."""
     block = triton.next_power_of_2(width)
-    return block, min(16, max(1, block // (32 * _PER_THREAD)))
+    return block, min(8, max(1, block // (32 * _PER_THREAD)))
 
 
 def launchable(kernel: Any) -> Any:
