@@ -154,9 +154,12 @@ SAMPLING_FLOWS = [
 
 
 @pytest.mark.parametrize("name", SAMPLING_FLOWS)
-def test_every_algorithm_runs_to_its_end(run: Run, job: Callable[..., dict[str, Any]], name: str) -> None:
-    """What is recorded goes with the loss, noise enters where there is an eta, and all samples are accounted for."""
-    algorithm = {"name": name, **least_settings(ALGORITHMS[name])}
+def test_every_algorithm_runs_to_its_end(
+    run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path, name: str
+) -> None:
+    """What is recorded goes with the loss, steps are named where noise enters or a loss begins, and all samples are
+    accounted for."""
+    algorithm = {"name": name, **least_settings(ALGORITHMS[name], str(tmp_path / "teacher"))}
     settings = job(algorithm=algorithm, rewards={"ocr": {}}, schedule={"steps": 2, "max_staleness": 1})
     spec = parse_job(settings)
 
@@ -166,7 +169,8 @@ def test_every_algorithm_runs_to_its_end(run: Run, job: Callable[..., dict[str, 
         kept = common_pb2.RECORD_STEPS if spec.records_steps else common_pb2.RECORD_FINAL
         for request in fleet.rollout.requests:
             assert request.record == kept
-            assert bool(request.noise.sde_steps) == (spec.rollout.noise.eta > 0)
+            assert request.noise.eta == pytest.approx(spec.rollout.noise.eta)
+            assert bool(request.noise.sde_steps) == (spec.rollout.noise.eta > 0 or spec.loss.from_steps)
         trained = sum(len(request.samples) for request in fleet.trainer.steps)
         assert trained == (8 if spec.loss.needs_pairs else 16)
         assert record.results["samples_trained"] == trained
