@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from docs.generate.models import least_settings, run_cases
+from docs.generate import models as support
+from docs.generate.models import least_settings, modes_of, run_cases
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES
 from flowfleet.media.files import encode_media
 from flowfleet.models.registry import family_of
@@ -56,15 +57,16 @@ Case = tuple[str, str, str]
 def cases(kinds: tuple[str, ...]) -> list[Case]:
     """The cases of docs/generate/models.py for these checkpoints. Two experts take the other mode than one."""
     return [
-        (kind, case.algorithm, _other(case.mode) if kind == "wan_two_experts" else case.mode)
+        (kind, case.algorithm, _other(case) if kind == "wan_two_experts" else case.mode)
         for kind in kinds
         for case in run_cases()
         if case.pipeline == PIPELINES[kind]
     ]
 
 
-def _other(mode: str) -> str:
-    return "full" if mode == "lora" else "lora"
+def _other(case: support.Case) -> str:
+    """The other mode, where the algorithm takes it."""
+    return next((mode for mode in modes_of(ALGORITHMS[case.algorithm]) if mode != case.mode), case.mode)
 
 
 def write_data(folder: Path) -> None:
