@@ -162,7 +162,7 @@ async def test_final_latents_go_with_any_noise(client: MakeClient, models: Model
                 assert all(torch.equal(p.next_latents[-1], x) for p, x in zip(paths, latents, strict=True))
                 assert [s.media for s in steps] == [s.media for s in samples]
         message = await invalid(c, make_generate("final", 0, sampling=sampling(), noise=ODE))
-        assert "RECORD_STEPS needs sde_steps and eta > 0" in message
+        assert "RECORD_STEPS needs sde_steps, and eta > 0 or recorded_steps" in message
         assert "RECORD_FINAL" in message
 
 
