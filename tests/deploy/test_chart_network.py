@@ -25,6 +25,7 @@ FLOWS = {
     ("controller", "trainer", 7107),
     ("rollout", "redis", 6379),
     ("trainer", "redis", 6379),
+    ("trainer", "reward", 7000),
     ("test", "controller", 8470),
     *((a, b, port) for a in ("rollout", "trainer") for b in ("rollout", "trainer") for port in (7000, 29500, 45678)),
 }

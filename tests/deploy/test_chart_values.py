@@ -311,7 +311,7 @@ def test_secrets_of_ones_own_have_one_entry_or_one_a_kind() -> None:
     assert keys(token, redis) == ["rpc-token", "password"] * 2
     assert keys(token, redis, "secrets.rpcToken.perKind=true", "redis.auth.perKind=true") == [
         *("rpc-token-accept", "password-rollout"),
-        *("rpc-token-trainer", "rpc-token-accept", "password-trainer"),
+        *("rpc-token-trainer", "rpc-token-reward", "rpc-token-accept", "password-trainer"),
     ]
     url = environment(Rendered("external-redis", "redis.external.perKind=true").pod("controller"))[
         "FLOWFLEET_REDIS_URL"
