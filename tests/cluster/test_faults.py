@@ -33,7 +33,7 @@ from tests.cluster.release import TAG, Log, Release, storage
 HERE = Path(__file__).parent
 RELEASE = "faults"
 COMPONENT = "app.kubernetes.io/component"
-STEPS = 60
+STEPS = 90
 HANG_S = 10.0
 LONGEST_S = max(HANG_S, EXACT["timeouts.checkpoint_s"], OUTSIDE_S)
 """What a rank that hangs may take to be found out: it may wait for Redis or write a checkpoint when it is stopped."""
