@@ -2,7 +2,7 @@
 
 The rotary embedding is real arithmetic, which torch.compile fuses with what surrounds it; a product of complex numbers
 stays outside compiled graphs. Queries, keys and values of a stream are projections of one input, which float8 linears
-quantize once.
+quantize once. Where the blocks' kernels quantize that input, one of them joins the queries and one the keys as well.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class JointAttention(QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc]
         text = _heads(attn, encoder_hidden_states, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), text_rows)
         norms = (attn.norm_added_q, attn.norm_q), (attn.norm_added_k, attn.norm_k)
         freqs = image_rotary_emb[1], image_rotary_emb[0]
-        query, key = (_joint(text[part], image[part], norms[part], freqs) for part in range(2))
+        in_kernel = image_rows is not None and heads.fits(image[0].shape[-1], image[0].device)
+        query, key = (_joint(text[part], image[part], norms[part], freqs, in_kernel=in_kernel) for part in range(2))
         value = torch.cat((text[2], image[2]), dim=1)
         output = dispatch_attention_fn(
             query,
@@ -69,14 +70,15 @@ class JointAttention(QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc]
         return of_image, attn.to_add_out(of_text)
 
 
-def _joint(text: Tensor, image: Tensor, norms: tuple[Any, Any], freqs: tuple[Tensor, Tensor]) -> Tensor:
+def _joint(
+    text: Tensor, image: Tensor, norms: tuple[Any, Any], freqs: tuple[Tensor, Tensor], *, in_kernel: bool
+) -> Tensor:
     """Normalized and rotated heads (B, S, H, D) of both streams."""
-    width = image.shape[-1]
-    if heads.fits(width, image.device):
+    if in_kernel:
         text_weight, image_weight = (None if norm is None else norm.weight for norm in norms)
         eps = next((norm.eps for norm in norms if norm is not None), 0.0)
         return heads.joint_heads(
-            text.flatten(2), image.flatten(2), (text_weight, image_weight), freqs, width=width, eps=eps
+            text.flatten(2), image.flatten(2), (text_weight, image_weight), freqs, width=image.shape[-1], eps=eps
         )
     streams = zip((text, image), norms, freqs, strict=True)
     return torch.cat([rotated(x if norm is None else norm(x), turn) for x, norm, turn in streams], dim=1)

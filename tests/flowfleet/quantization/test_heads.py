@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flowfleet.models.families.qwen_image_attention import rotated
-from flowfleet.quantization import heads
+from flowfleet.quantization import fused, heads
 from tests.flowfleet.quantization.test_adapted import made, random, velocity
 
 WIDTH = 8
@@ -71,18 +71,18 @@ def test_rotation_is_the_one_of_the_plain_way() -> None:
     assert torch.equal(heads.heads_formula(x, None, pairs, WIDTH, 0.0), plain)
 
 
-def test_attention_takes_them_where_there_is_a_kernel(tiny_qwen_image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit what the plain way gives, which diffusers' own norms are part of."""
-    model = made(tiny_qwen_image, "plain")
-    plain, widths = velocity(model), list[int]()
-
-    def fits(width: int, device: torch.device) -> bool:
-        widths.append(width)
-        return True
-
-    monkeypatch.setattr(heads, "fits", fits)
-    assert torch.equal(velocity(model), plain)
-    assert len(widths) == 2 * len(model.transformer.transformer_blocks)
+def test_attention_takes_them_where_blocks_quantize_by_kernels(
+    tiny_qwen_image: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit what the plain way gives, which diffusers' own norms are part of. Other linears keep that way."""
+    quantized, plain = made(tiny_qwen_image, "fp8"), made(tiny_qwen_image, "plain")
+    expected, widths = velocity(quantized), list[int]()
+    monkeypatch.setattr(fused, "is_on", lambda device: True)
+    monkeypatch.setattr(heads, "fits", lambda width, device: not widths.append(width))
+    assert torch.equal(velocity(quantized), expected)
+    assert len(widths) == len(quantized.transformer.transformer_blocks)
+    velocity(plain)
+    assert len(widths) == len(quantized.transformer.transformer_blocks)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
