@@ -41,9 +41,9 @@ class Loss:
 
     name: str
     function: str
-    """"module:function", a `PolicyLoss` of flowfleet/algorithms/losses.py, a `MatchingLoss` of matching.py, a
-    `DistillationLoss` of distillation.py, a `SequenceLoss` of sequences.py or a `GradientLoss` of
-    reward_gradient.py."""
+    """"module:function", a `PolicyLoss` of flowfleet/algorithms/losses.py, a `MatchingLoss` of
+    matching/losses.py, a `DistillationLoss` of distillation.py, a `SequenceLoss` of sequences/losses.py or a
+    `GradientLoss` of reward_gradient.py."""
     kind: LossKind
     """policy: on the log-probs of stored noisy steps. matching: on velocities at new noise over the final latents.
     distillation: on the means of stored noisy steps, compared with a teacher's. sequence: on the log-probs of written

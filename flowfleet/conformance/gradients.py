@@ -126,11 +126,18 @@ async def broken(session: Session) -> str | None:
     _need(session)
     good = _pictures(session)[:2]
     bad = replace(good[0], sample_id="broken", pixels=np.zeros((4, 4), np.float32))
-    answer = await session.gradients([good[0], bad, good[1]] if session.full_batch > 2 else [good[0], bad])
+    sent = good if session.full_batch > 2 else good[:1]
+    alone = await session.gradients(sent)
+    answer = await session.gradients([sent[0], bad, *sent[1:]])
     require("broken" in answer, "the broken sample is missing in the answer")
     outcome = answer["broken"].WhichOneof("outcome")
     require(outcome == "error" and answer["broken"].error, f"pixels of shape (4, 4) got a {outcome or 'nothing'}")
-    _read(answer, good[0])
+    for sample in sent:
+        mixed, expected = _read(answer, sample), _read(alone, sample)
+        require(
+            alike(mixed.score, expected.score, 0.05),
+            f"{sample.sample_id} another score next to a broken one",
+        )
     return answer["broken"].error
 
 

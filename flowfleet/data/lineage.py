@@ -26,6 +26,11 @@ def follow(history: Mapping[int, str], request: trainer_pb2.TrainStepRequest) ->
     return digest.hexdigest()[:_DIGITS]
 
 
+def digest_of(request: trainer_pb2.TrainStepRequest) -> str:
+    """Hash of one request, for where nothing before it is known."""
+    return hashlib.sha256(_identity(request).SerializeToString(deterministic=True)).hexdigest()[:_DIGITS]
+
+
 def _identity(request: trainer_pb2.TrainStepRequest) -> trainer_pb2.TrainStepRequest:
     """The request without where rewards answer, which changes from call to call."""
     if not any(reward.addresses for reward in request.gradient_rewards):

@@ -16,6 +16,8 @@ SERVICE_NAME: Final[str] = reward_pb2.DESCRIPTOR.services_by_name["RewardService
 CONTRACT: Final = 2
 """Newest version of protos/flowfleet/v1/reward.proto that is known: in 2 a score may be pending, and may
 come with its gradient."""
+MAX_SCORE: Final = 1e100
+"""Scores beyond ± this count as not finite: their squares and sums, from which advantages are made, would be."""
 
 
 def contract_of(*, may_wait: bool, gives_gradient: bool = False) -> int:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from flowfleet.errors import grpc_code
-from services.reward.scorer import Outcome, Problem, Score
+from services.reward.scorer import GradientOutcome, Outcome, Problem, Score, ScoreGradient
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -72,14 +72,14 @@ class RewardMetrics:
     def observe_death(self) -> None:
         self._deaths.labels(scorer=self._scorer).inc()
 
-    def observe_batch(self, outcomes: Sequence[Outcome], seconds: float) -> None:
+    def observe_batch(self, outcomes: Sequence[Outcome | GradientOutcome], seconds: float) -> None:
         self._samples.inc(len(outcomes))
         self._batch_size.observe(len(outcomes))
         self._batch_seconds.observe(seconds)
         for outcome in outcomes:
             if isinstance(outcome, Problem):
                 self._errors.labels(scorer=self._scorer, reason=outcome.reason).inc()
-            elif isinstance(outcome, Score):
+            elif isinstance(outcome, Score | ScoreGradient):
                 self._scores.observe(outcome.value)
 
     @contextmanager

@@ -265,7 +265,7 @@ class Worker:
     def _gradients(self, job: Job, request: trainer_pb2.TrainStepRequest) -> RewardGradients:
         """What asks the rewards of a step."""
         if self._client is None:
-            self._client = GradientClient(job.spec.timeouts.score_s, self.ranks.beats.beat, self.loop)
+            self._client = GradientClient(job.spec.timeouts.score_s, self.ranks.beats.beat, self.loop, self.ranks.rank)
         return RewardGradients(
             job.spec,
             job.engine.decoder,

@@ -5,19 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from flowfleet.job.rules.unheard import unheard
+from flowfleet.job.rules.unheard import OF_ADVANTAGES, unheard
 
 if TYPE_CHECKING:
     from flowfleet.job.spec import JobSpec
 
-_OF_REWARDS = (
-    "algorithm.advantage_std",
-    "algorithm.advantage_clamp",
-    "algorithm.reward_combination",
-    "algorithm.best_of",
-    "algorithm.diversity",
-    "algorithm.kl_reward",
-)
 """Settings that say how a sample counts by its rewards."""
 
 
@@ -41,7 +33,7 @@ def problems(job: JobSpec) -> Iterator[str]:
             f"rollout.noise.eta = 0 stores no steps, which algorithm.loss = {loss} compares with a teacher's: give an "
             "eta above 0"
         )
-    yield from unheard(job, _OF_REWARDS, f"with algorithm.loss = {loss}, which rewards only watch: leave it out")
+    yield from unheard(job, OF_ADVANTAGES, f"with algorithm.loss = {loss}, which rewards only watch: leave it out")
     yield from _routes(job)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from flowfleet.job.rules.unheard import unheard
+from flowfleet.job.rules.unheard import OF_ADVANTAGES, unheard
 
 if TYPE_CHECKING:
     from flowfleet.job.spec import JobSpec
@@ -31,7 +31,7 @@ def problems(job: JobSpec) -> Iterator[str]:
         )
     if job.loss.from_steps:
         yield from _late_steps(job)
-    if ("negative_words" in job.loss.reads) and job.algorithm.negative_words and not job.algorithm.positive_words:
+    if "negative_words" in job.loss.reads and job.algorithm.negative_words and not job.algorithm.positive_words:
         yield (
             "algorithm.negative_words without algorithm.positive_words wants the plain prompt more than one with such "
             "words: give positive words too, or leave both out"
@@ -65,14 +65,7 @@ def _rewards(job: JobSpec) -> Iterator[str]:
 def _advantages(job: JobSpec) -> Iterator[str]:
     yield from unheard(
         job,
-        (
-            "algorithm.advantage_std",
-            "algorithm.advantage_clamp",
-            "algorithm.reward_combination",
-            "algorithm.best_of",
-            "algorithm.diversity",
-            "algorithm.kl_reward",
-        ),
+        OF_ADVANTAGES,
         f"with algorithm.loss = {job.loss.name}, which follows gradients and compares no samples: leave it out",
     )
 

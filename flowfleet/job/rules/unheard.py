@@ -10,6 +10,17 @@ if TYPE_CHECKING:
     from flowfleet.job.spec import JobSpec
 
 
+OF_ADVANTAGES = (
+    "algorithm.advantage_std",
+    "algorithm.advantage_clamp",
+    "algorithm.reward_combination",
+    "algorithm.best_of",
+    "algorithm.diversity",
+    "algorithm.kl_reward",
+)
+"""Settings that only a loss on advantages listens to."""
+
+
 def unheard(job: JobSpec, settings: tuple[str, ...], where: str) -> Iterator[str]:
     """Problems of those settings, which have no effect `where`, that the job changed."""
     for name in settings:

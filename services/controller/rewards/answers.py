@@ -8,15 +8,13 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from flowfleet.proto import reward_pb2
-from flowfleet.rewards.requests import EncodedSample
+from flowfleet.rewards.requests import MAX_SCORE, EncodedSample
 
 Fault = Literal["", "error", "missing", "duplicated", "empty", "not_finite", "out_of_range", "exchanged", "pending"]
 """Why an answer has no score: "error" and "pending" are what the service said itself; the others are its mistakes."""
 
 SAID: Final = ("error", "pending")
 
-MAX_SCORE = 1e100
-"""Scores beyond ± this count as not finite: their squares and sums, from which advantages are made, would be."""
 TOLERANCE = 1e-6
 """Tolerance for scores outside the described range, relative to a limit beyond ± 1: float32 arithmetic needs it."""
 

@@ -22,7 +22,7 @@ from flowfleet.process.pulse import Pulse
 from flowfleet.rewards.requests import EncodedSample
 from services.reward.execution.decoding import MAX_PIXELS, Opened, decode, open_sample
 from services.reward.execution.groups import bounds, units
-from services.reward.scorer import Outcome, Params, Problem, Sample, Score, Scorer
+from services.reward.scorer import GradientOutcome, Outcome, Params, Problem, Sample, Score, ScoreGradient, Scorer
 
 MAX_DECODED_PIXELS = 2 * MAX_PIXELS
 """96 MiB as RGB, of which two parts are in memory: what is scored, and what is decoded ahead. A longer video is a part,
@@ -140,10 +140,10 @@ class Evaluator(Generic[Params]):
         return [_of(sample, finite(outcome)) for sample, outcome in zip(samples, outcomes, strict=True)]
 
 
-def unless_all_failed(name: str, outcomes: Sequence[Outcome]) -> None:
+def unless_all_failed(name: str, outcomes: Sequence[Outcome | GradientOutcome]) -> None:
     """Raises Unavailable where the scorer failed on several samples of a batch and scored none: it is broken."""
     failed = sum(isinstance(outcome, Problem) and outcome.reason in (FAILED, DIED) for outcome in outcomes)
-    if failed > 1 and not any(isinstance(outcome, Score) for outcome in outcomes):
+    if failed > 1 and not any(isinstance(outcome, Score | ScoreGradient) for outcome in outcomes):
         first = next(one.message for one in outcomes if isinstance(one, Problem) and one.reason in (FAILED, DIED))
         raise Unavailable(f"scorer {name} failed on all {failed} samples; its log has the reason. The first: {first}")
 

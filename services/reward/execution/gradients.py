@@ -7,14 +7,13 @@ A sample on which the scorer raises, and a score or gradient that is not finite,
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from flowfleet.rewards.gradients import PixelInput
-from services.reward.execution.evaluator import FAILED, Evaluator
-from services.reward.scorer import GradientOutcome, Params, Problem, Scorer
+from services.reward.execution.evaluator import FAILED, Evaluator, finite
+from services.reward.scorer import GradientOutcome, Params, Problem, Score, Scorer
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +53,9 @@ def _finite(sample: PixelInput, outcome: GradientOutcome) -> GradientOutcome:
     if isinstance(outcome, Problem):
         return outcome
     assert outcome.gradient.shape == sample.pixels.shape, "a gradient has the shape of its pixels"
-    if not math.isfinite(outcome.value):
-        return Problem("non_finite", f"the score is {outcome.value}")
+    plain = finite(Score(outcome.value, outcome.components))
+    if isinstance(plain, Problem):
+        return plain
     if not bool(np.isfinite(outcome.gradient).all()):
         return Problem("non_finite", "the gradient has NaN or infinite elements")
     return outcome

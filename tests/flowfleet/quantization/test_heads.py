@@ -78,7 +78,12 @@ def test_attention_takes_them_where_blocks_quantize_by_kernels(
     quantized, plain = made(tiny_qwen_image, "fp8"), made(tiny_qwen_image, "plain")
     expected, widths = velocity(quantized), list[int]()
     monkeypatch.setattr(fused, "is_on", lambda device: True)
-    monkeypatch.setattr(heads, "fits", lambda width, device: not widths.append(width))
+
+    def fits(width: int, device: torch.device) -> bool:
+        widths.append(width)
+        return True
+
+    monkeypatch.setattr(heads, "fits", fits)
     assert torch.equal(velocity(quantized), expected)
     assert len(widths) == len(quantized.transformer.transformer_blocks)
     velocity(plain)

@@ -216,6 +216,46 @@ def test_a_sample_without_a_gradient_is_counted_and_teaches_nothing(
     assert metrics["actor/grad_norm"] > 0
 
 
+def test_a_reward_that_answers_for_no_sample_changes_nothing(
+    tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
+) -> None:
+    """However samples fall into micro-batches; asked again, they may have gradients."""
+    spec = job(tiny_qwen_image, ALGORITHMS["refl"])
+    spec = spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"micro_batch_size": 1})})
+    worker, drawer = make_worker(spec, ranks, files, tmp_path), Drawer(spec)
+    before = trained_of(worker)
+    with served() as reward:
+        request = drawn(drawer, files, 0, reward.address)
+        texts = [prompt.text for prompt in request.prompts]
+        for prompt in request.prompts:
+            prompt.text = BAD
+        failure = worker.train(request)
+        assert failure.reward_failure.startswith("rewards.judge: service 'judge': ")
+        assert not failure.is_permanent
+        assert all(torch.equal(trained_of(worker)[name], tensor) for name, tensor in before.items())
+        for prompt, text in zip(request.prompts, texts, strict=True):
+            prompt.text = text
+        assert worker.train(request).metrics["actor/without_gradient"] == 0
+
+
+def test_a_step_applied_again_goes_without_the_same_samples(
+    tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reward that had an error for a sample may answer now: the step is the one that was applied."""
+    spec = job(tiny_qwen_image, ALGORITHMS["refl"])
+    drawer, results = Drawer(spec), []
+    with served() as reward:
+        request = drawn(drawer, files, 0, reward.address)
+        failing = request.prompts[1].text
+        for bad in (failing, BAD):
+            monkeypatch.setattr("tests.services.trainer.gradient_service.BAD", bad)
+            worker = make_worker(spec, ranks, files, tmp_path)
+            assert worker.train(request).metrics["actor/without_gradient"] == pytest.approx(1 / len(PROMPTS))
+            results.append(trained_of(worker))
+    first, second = results
+    assert all(torch.equal(first[each], second[each]) for each in first)
+
+
 @pytest.mark.parametrize("name", ["refl", "srpo_relative"])
 def test_a_step_applied_again_is_the_same_bit_for_bit_whatever_the_reward_says_now(
     name: str, tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path

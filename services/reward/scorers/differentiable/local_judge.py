@@ -29,13 +29,12 @@ from services.reward.judge.scale import MARKS
 from services.reward.scorer import (
     GradientOutcome,
     Outcome,
+    PlainScorer,
     Problem,
     Sample,
     Score,
     ScoreGradient,
-    Scorer,
     mean_score,
-    read_params,
 )
 from services.reward.scorers.differentiable.pixels import gradients_of, leaves_of, mode_of, resized
 from services.reward.scorers.networks.checkpoints import check_checkpoint, check_processor
@@ -62,7 +61,7 @@ class LocalVlmSettings(ModelSettings):
     """Name of a shipped rubric, or a TOML or YAML file: pointwise, of pictures."""
 
 
-class LocalVlm(Scorer[None]):
+class LocalVlm(PlainScorer):
     """Scores one picture after the other: their numbers of tokens differ."""
 
     name = "local_vlm"
@@ -84,9 +83,6 @@ class LocalVlm(Scorer[None]):
     def start(self) -> None:
         prepare_torch(self._num_threads)
         self._judge = _Judge(self._settings, self._rubric)
-
-    def parse(self, params: Mapping[str, str]) -> None:
-        read_params(params, {})
 
     def score(self, samples: Sequence[Sample], params: None) -> list[Outcome]:
         return [self._score(sample) for sample in samples]

@@ -1,14 +1,15 @@
 """Calls of `ScoreWithGradient` from a thread that computes: they run on an event loop elsewhere.
 
-A call goes to the first address that answers, and in halves where it is too large. What goes wrong becomes an error
-that leaves the trainer unharmed: Unavailable where the controller is to send the step again, InvalidRequest where
-somebody must change something first.
+Calls go to the addresses in turn, to the next one where one is unreachable or full, and in halves where they are too
+large. What goes wrong becomes an error that leaves the trainer unharmed: Unavailable where the controller is to send
+the step again, InvalidRequest where somebody must change something first.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import itertools
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -23,7 +24,7 @@ from flowfleet.process.service import secret
 from flowfleet.proto import reward_pb2, reward_pb2_grpc
 from flowfleet.proto.trainer_pb2 import GradientReward
 from flowfleet.rewards.gradients import MAX_GRADIENT_BYTES, PixelInput, Pixels, cut, read_gradient
-from flowfleet.rewards.requests import CONTRACT
+from flowfleet.rewards.requests import CONTRACT, MAX_SCORE
 from flowfleet.rpc.endpoint import open_channel
 from flowfleet.rpc.kinds import REWARD_TOKEN
 
@@ -34,7 +35,9 @@ CALLS_AT_ONCE: Final = 4
 BEAT_S: Final = 1.0
 
 _CODE = grpc.StatusCode
-_PERMANENT = (_CODE.INVALID_ARGUMENT, _CODE.UNIMPLEMENTED, _CODE.PERMISSION_DENIED)
+_PERMANENT = (_CODE.INVALID_ARGUMENT, _CODE.UNIMPLEMENTED)
+_ANOTHER_MAY = (_CODE.UNAVAILABLE, _CODE.RESOURCE_EXHAUSTED)
+"""Another replica may answer: this one is unreachable, or its queue is full."""
 
 T = TypeVar("T")
 
@@ -51,8 +54,12 @@ class Scored:
 class GradientClient:
     """Belongs to one thread at a time."""
 
-    def __init__(self, deadline_s: float, beat: Callable[[], None], loop: asyncio.AbstractEventLoop | None) -> None:
-        """`deadline_s`: of each call. `beat` is called while calls run. Without a `loop` it makes one, in a thread."""
+    def __init__(
+        self, deadline_s: float, beat: Callable[[], None], loop: asyncio.AbstractEventLoop | None, rank: int = 0
+    ) -> None:
+        """`deadline_s`: of each call. `beat` is called while calls run. Without a `loop` it makes one, in a thread.
+        Calls go to the replicas in turn, and another rank begins at another."""
+        self._turn = itertools.count(rank)
         self._deadline_s, self._beat = deadline_s, beat
         self._loop = loop or _loop_in_a_thread()
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -124,7 +131,8 @@ class GradientClient:
             samples=[sample.message() for sample in samples], params=dict(reward.params)
         )
         failure: FlowfleetError | None = None
-        for address in reward.addresses:
+        first = next(self._turn) % len(reward.addresses)
+        for address in (*reward.addresses[first:], *reward.addresses[:first]):
             stub: reward_pb2_grpc.RewardServiceAsyncStub = reward_pb2_grpc.RewardServiceStub(self._channel(address))
             try:
                 response = await stub.ScoreWithGradient(request, timeout=self._deadline_s)
@@ -134,7 +142,7 @@ class GradientClient:
                     return {**await self._call(reward, samples[:middle]), **await self._call(reward, samples[middle:])}
                 self._described.pop(address, None)
                 failure = self._failure(reward, address, error)
-                if error.code() is not _CODE.UNAVAILABLE:
+                if error.code() not in _ANOTHER_MAY:
                     break
                 continue
             return _answers(reward, samples, response)
@@ -183,6 +191,8 @@ def _answers(
             answers[sample.sample_id] = score.error or "it has neither score nor error"
         else:
             try:
+                if not abs(score.score) <= MAX_SCORE:
+                    raise ValueError(f"its score is {score.score}")
                 answers[sample.sample_id] = Scored(score.score, read_gradient(score.gradient, sample.pixels.shape))
             except ValueError as error:
                 answers[sample.sample_id] = str(error)

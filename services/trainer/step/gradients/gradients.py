@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flowfleet.algorithms.reward_gradient import Wish, with_words
-from flowfleet.data.lineage import follow
+from flowfleet.data.lineage import digest_of, follow
 from flowfleet.errors import Unavailable
 from flowfleet.job.spec import JobSpec
 from flowfleet.proto.trainer_pb2 import GroupPrompt, TrainStepRequest
@@ -59,8 +59,11 @@ class RewardGradients:
         self._spec, self._decoder, self._client, self._ranks = spec, decoder, client, ranks
         self._request = request
         self._prompts: dict[int, GroupPrompt] = {prompt.group: prompt for prompt in request.prompts}
-        lineage = follow(history, request) or "unknown"
+        lineage = follow(history, request) or f"unknown_{digest_of(request)}"
         self._store = GradientStore(directory, int(request.step), lineage)
+        self._num_rows, self._num_missing, self._why = 0, 0, ""
+        self._unkept: dict[str, RowGradient] = {}
+        """Rows without a gradient, by name, until `settle`."""
 
     def of(self, rows: Sequence[int], k: int, image: Tensor, wishes: Sequence[Wish]) -> BatchGradient:
         """Gradient of what a loss wishes, for the step's samples `rows` in round k.
@@ -74,7 +77,6 @@ class RewardGradients:
         names = [self._name(row, k) for row in rows]
         known = [self._store.get(name) for name in names]
         new = [place for place, found in enumerate(known) if found is None]
-        missing = torch.zeros(len(rows))
         if new:
             with torch.no_grad():
                 pixels = torch.cat([self._decoded(image[place : place + 1]) for place in new]).cpu()
@@ -82,19 +84,34 @@ class RewardGradients:
                 found = self._asked([rows[place] for place in new], pixels, [_at(wish, new) for wish in wishes])
             for place, one in zip(new, found, strict=True):
                 if one is None:
-                    missing[place] = 1
-                    known[place] = RowGradient(torch.zeros(image.shape[1:]), 0.0)
+                    known[place] = none = RowGradient(torch.zeros(image.shape[1:]), 0.0, is_missing=True)
+                    self._unkept[names[place]] = none
                     continue
                 by_pixels, reward = one
                 known[place] = row = RowGradient(self._by_latents(image[place : place + 1], by_pixels), reward)
                 self._store.put(names[place], row)
                 self._ranks.beats.beat()
         kept = [row for row in known if row is not None]
+        missing = torch.tensor([float(row.is_missing) for row in kept])
+        self._num_rows, self._num_missing = self._num_rows + len(kept), self._num_missing + int(missing.sum())
         return BatchGradient(
             gradient=torch.stack([row.gradient for row in kept]).to(image.device),
             rewards=torch.tensor([row.reward for row in kept], device=image.device),
             missing=missing.to(image.device),
         )
+
+    def settle(self) -> None:
+        """Collective, after all rows of the step. Keeps which of them have no gradient, so that a step that is applied
+        again goes without them too. Raises Unavailable on every rank where that is so for all of several rows: then
+        none is kept, and all are asked again."""
+        counts = self._ranks.sum(torch.tensor([self._num_rows, self._num_missing], dtype=torch.float64))
+        num_rows, num_missing = map(int, counts.tolist())
+        if num_missing == num_rows > 1:
+            why = self._why or "another rank's log has the rewards' answers"
+            raise Unavailable(f"{why}; so for all {num_rows} pictures of the step")
+        with self._ranks.together():
+            for name, row in self._unkept.items():
+                self._store.put(name, row)
 
     def _name(self, row: int, k: int) -> str:
         sample = self._request.samples[row].sample.id
@@ -116,9 +133,8 @@ class RewardGradients:
 
     def _asked(self, rows: Sequence[int], pixels: Tensor, wishes: Sequence[Wish]) -> list[tuple[Pixels, float] | None]:
         """Asks the rewards. For each row the gradient (3, H, W) of its wishes' weighted sum, and that sum; None where a
-        reward has an error for it. Raises Unavailable where that is so for all of several rows."""
+        reward has an error for it."""
         sums: list[tuple[Pixels, float] | None] = [(torch.zeros_like(one).numpy(), 0.0) for one in pixels]
-        why = ""
         for reward in self._request.gradient_rewards:
             weights = [self._prompt(row).weights.get(reward.name, 0.0) for row in rows]
             for wish in wishes:
@@ -128,11 +144,10 @@ class RewardGradients:
                 for place in wanted:
                     answer = answers.get(str(place), "it is missing in the answer")
                     if isinstance(answer, str):
-                        sums[place], why = None, f"rewards.{reward.name}: service {reward.service!r}: {answer}"
+                        sums[place] = None
+                        self._why = f"rewards.{reward.name}: service {reward.service!r}: {answer}"
                         continue
                     sums[place] = _added(sums[place], answer, wish, weights[place] * float(wish.factors[place]))
-        if len(rows) > 1 and all(one is None for one in sums):
-            raise Unavailable(f"no gradient for any of {len(rows)} pictures; the last: {why}")
         return sums
 
     def _input(self, row: int, place: int, pixels: Tensor, words: str) -> PixelInput:

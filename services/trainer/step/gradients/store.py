@@ -30,6 +30,8 @@ class RowGradient:
     """(*latent) float32 on the CPU: of the wanted rewards' weighted sum, by the clean latents."""
     reward: float
     """The sum itself."""
+    is_missing: bool = False
+    """A reward has an error for the row: gradient and sum are 0."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class GradientStore:
         """None where it is not there, or was not written to its end."""
         try:
             tensors = safetensors.torch.load_file(self._path(row))
-            return RowGradient(tensors["gradient"], float(tensors["reward"]))
+            return RowGradient(tensors["gradient"], float(tensors["reward"]), bool(tensors["is_missing"]))
         except (OSError, SafetensorError, KeyError):
             return None
 
@@ -54,7 +56,11 @@ class GradientStore:
         path = self._path(row)
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(f".{path.name}.{os.getpid()}")
-        tensors = {"gradient": found.gradient.contiguous(), "reward": torch.tensor(found.reward, dtype=torch.float64)}
+        tensors = {
+            "gradient": found.gradient.contiguous(),
+            "reward": torch.tensor(found.reward, dtype=torch.float64),
+            "is_missing": torch.tensor(found.is_missing),
+        }
         aside.write_bytes(safetensors.torch.save(tensors))
         aside.replace(path)
 

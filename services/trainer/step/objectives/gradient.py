@@ -73,6 +73,7 @@ class GradientObjective:
             try:
                 for item in items:
                     item.gradients = [self._gradient(item, k) for k in range(self.num_rounds)]
+                self._rewards.settle()
             finally:
                 self._engine.reshard()
             devices.synchronize(self._engine.ranks.device)

@@ -15,7 +15,7 @@ from flowfleet.rewards.requests import EncodedSample
 from services.reward.execution import decoding, evaluator
 from services.reward.execution.decoding import Opened
 from services.reward.execution.evaluator import Evaluator, finite, unless_all_failed
-from services.reward.scorer import Outcome, Problem, Sample, Score, Scorer
+from services.reward.scorer import Outcome, Problem, Sample, Score, ScoreGradient, Scorer
 from tests.services.reward.pictures import sample
 
 
@@ -92,6 +92,7 @@ def test_a_scorer_that_fails_on_everything_is_unavailable() -> None:
     fine: list[list[Outcome]] = [[failed], [failed, refused], [failed, failed, Score(0.5)], [refused, refused], []]
     for others in fine:
         unless_all_failed("lookup", others)
+    unless_all_failed("lookup", [failed, failed, ScoreGradient(0.5, np.zeros((3, 2, 2), np.float32))])
 
 
 def test_a_wrong_number_of_outcomes_is_a_failure() -> None:
