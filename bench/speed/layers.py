@@ -5,7 +5,8 @@
 HunyuanImage-3.0 with random weights in bfloat16: the forward without gradient, and forward and backward of a LoRA on
 attention and the shared expert, with each block checkpointed and without. A layer is timed by itself on the hidden
 states that reach it, what is outside the layers by the difference to the whole. Figures of the full depth are
-extrapolated: outside + depth × layer, on a device that would hold it. Only torch and peft are needed. One JSON line.
+extrapolated, on a device that would hold it: of a forward outside + depth × layer, of a LoRA step depth × layer alone.
+One JSON line.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from bench.h200 import machine
 from flowfleet.models.families.hunyuan_image3.transformer import HunyuanImage3Transformer, TransformerConfig
 
 FULL: Final = TransformerConfig(
@@ -89,8 +91,7 @@ def main() -> None:
 def as_row(measured: dict[str, Any]) -> dict[str, Any]:
     """A file of bench/results."""
     compiled = " --compile" if measured["compile"] else ""
-    machine = {"devices": measured["device"], "torch": measured["torch"]}
-    return {"machine": machine, "command": f"bench.speed.layers{compiled}", "gpus": 1, "figures": [measured]}
+    return {"machine": machine(), "command": f"bench.speed.layers{compiled}", "gpus": 1, "figures": [measured]}
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -121,7 +122,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_model(config: TransformerConfig, device: torch.device, rank: int) -> HunyuanImage3Transformer:
-    """Random weights in bfloat16, frozen, with a LoRA in float32 as a trainer has it, cast when it is used."""
+    """Random weights in bfloat16, frozen, with a LoRA in bfloat16: a trainer's float32 one would be cast first."""
     with torch.device("meta"):
         model = HunyuanImage3Transformer(config)
     model = model.to(torch.bfloat16).to_empty(device=device)

@@ -47,14 +47,17 @@ class SequenceFlops:
         return sum(each) + self.written * sum(written)
 
 
-def sequence_flops(adapter: SequenceAdapter) -> SequenceFlops:
-    """Counts a loaded model, which may be on the meta device, or spread over ranks."""
+def sequence_flops(adapter: SequenceAdapter) -> SequenceFlops | None:
+    """Counts a loaded model, which may be on the meta device, or spread over ranks. None for one whose layers of
+    attention are not found, such as BAGEL's."""
     attentions = causal_layers(adapter.transformer)
+    if not attentions:
+        return None
     layers = [module for module in adapter.transformer.modules() if getattr(module, "self_attn", None) in attentions]
     named = [(name, parameter) for layer in layers for name, parameter in layer.named_parameters()]
     lora = [2.0 * tensor.numel() for name, tensor in named if ".lora_" in name]
     base = [_matrix(tensor, adapter.routing.top_k) for name, tensor in named if ".lora_" not in name]
-    head: Any = adapter.transformer.get_output_embeddings()
+    head: Any = adapter.transformer.lm_head
     pairs = sum(4.0 * layer.config.num_attention_heads * layer.head_dim for layer in attentions)
     return SequenceFlops(sum(base), sum(lora), pairs, 2.0 * head.weight.numel(), bool(lora))
 

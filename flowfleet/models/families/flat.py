@@ -75,8 +75,9 @@ class FlatFiles:
             raise ValueError(f"{self.folder} has no weights for {len(missing)} tensors, the first is {missing[0]}")
         for name, names, shape in expected:
             wanted = shape[1:] if len(names) > 1 else shape
-            if (found := self.shape(names[0])) != wanted:
-                raise ValueError(f"{names[0]} in {self.folder} has shape {found}, {name} needs {wanted}")
+            for stored in names:
+                if (found := self.shape(stored)) != wanted:
+                    raise ValueError(f"{stored} in {self.folder} has shape {found}, {name} needs {wanted}")
 
     @torch.no_grad()
     def fill(self, module: nn.Module, stored: StoredNames, device: torch.device | str, dtype: torch.dtype) -> None:

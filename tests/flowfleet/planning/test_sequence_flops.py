@@ -22,6 +22,7 @@ def test_a_dense_model_costs_what_torch_counts() -> None:
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(input_ids=torch.zeros(1, LENGTH, dtype=torch.int64))
     found = sequence_flops(Qwen3Adapter(model, None, dtype=torch.float32, device=CPU))
+    assert found is not None
     square = found.pair * (LENGTH**2 - LENGTH * (LENGTH + 1) / 2)
     assert counter.get_total_flops() == pytest.approx(found.sampling([LENGTH], [LENGTH]) + square)
     assert found.training([LENGTH], [LENGTH]) == 3 * found.sampling([LENGTH], [LENGTH])
@@ -37,6 +38,7 @@ def test_a_token_takes_top_k_experts_and_an_adapter_counts_three_times() -> None
     each = attention + hidden * 8 + 2 * 3 * hidden * width
     lora = 3 * (hidden + 32)
     found = sequence_flops(adapter)
+    assert found is not None
     assert found.token == 2 * layers * each
     assert found.adapted == 2 * layers * lora
     base = found.token * 5 + found.pair * 15 + found.written * 2

@@ -174,15 +174,16 @@ def guide(positive: Tensor, negative: Tensor, guidance: Guidance) -> Tensor:
     """The authors' guidance (B, T, C) with the branches of text s_t and of images s_i, for pictures from text alone.
 
     There the branch without condition images is the positive one, so that no third forward is needed. What guidance
-    adds to the norm is taken away again: of the whole sample (`global`), or of each token after both branches
-    (`channel`) or after the text's (`text_channel`). No row depends on another.
+    adds to the norm is taken away again: of the whole sample (`global`, the default), or of each token after both
+    branches (`channel`) or after the text's (`text_channel`). No row depends on another.
     """
+    renorm = guidance.renorm or "global"
     guided = negative + guidance.scale * (positive - negative)
-    if guidance.renorm == "text_channel":
+    if renorm == "text_channel":
         guided = guided * _shrink(positive, guided, (-1,))
     guided = positive + guidance.image_scale * (guided - positive)
-    if guidance.renorm in ("global", "channel"):
-        guided = guided * _shrink(positive, guided, (-1,) if guidance.renorm == "channel" else (1, 2))
+    if renorm in ("global", "channel"):
+        guided = guided * _shrink(positive, guided, (-1,) if renorm == "channel" else (1, 2))
     return guided
 
 

@@ -124,7 +124,8 @@ class HunyuanImage3Adapter(ModelAdapter):
         padded = pad_sequence([torch.tensor(row) for row in ids], batch_first=True).to(self.device)
         embeds = self.text_encoder(padded) * mask.unsqueeze(-1).to(self.device)
         special = self.text_encoder(self._special_ids().to(self.device)).expand(len(prompts), -1, -1)
-        return PromptEmbeds(embeds, mask.to(self.device), {_TEXT: torch.tensor(places), _TOKENS: special.contiguous()})
+        extras = {_TEXT: torch.tensor(places, device=self.device), _TOKENS: special.contiguous()}
+        return PromptEmbeds(embeds, mask.to(self.device), extras)
 
     def _ids(self, prompt: str) -> tuple[list[int], tuple[int, int]]:
         ids, own = self.pipeline.template.ids(self.pipeline.tokenizer, prompt)

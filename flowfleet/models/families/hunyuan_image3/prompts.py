@@ -19,7 +19,6 @@ from typing import Any, Final
 
 from flowfleet.models.settings import Size
 
-SPECIAL: Final = ("<boi>", "<cfg>", "<answer>")
 RATIOS: Final = 37
 """Most tokens of a ratio; the base model has 33."""
 _SYSTEM_FILE: Final = "system_prompt.py"

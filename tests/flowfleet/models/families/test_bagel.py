@@ -56,9 +56,11 @@ def test_the_levels_are_shifted_by_three_and_fifteen_of_them_are_fourteen_steps(
     torch.testing.assert_close(own.sigmas.double(), even, rtol=0, atol=5e-7)
 
 
-@pytest.mark.parametrize("renorm", ["global", "channel", "text_channel"])
+@pytest.mark.parametrize("renorm", [None, "global", "channel", "text_channel"])
 @pytest.mark.parametrize("image_scale", [1.0, 1.5])
-def test_guidance_is_that_of_three_branches_where_no_picture_is_given(renorm: Renorm, image_scale: float) -> None:
+def test_guidance_is_that_of_three_branches_where_no_picture_is_given(
+    renorm: Renorm | None, image_scale: float
+) -> None:
     """The authors' formula in float64, a row at a time, with a third branch that equals the first."""
     torch.manual_seed(0)
     positive, negative = torch.randn(2, 3, 5, 8, dtype=torch.float64)
@@ -70,7 +72,7 @@ def test_guidance_is_that_of_three_branches_where_no_picture_is_given(renorm: Re
         guided = image + image_scale * (guided - image)
         if renorm == "channel":
             guided = guided * (own.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)).clamp(max=1)
-        if renorm == "global":
+        if renorm in (None, "global"):
             guided = guided * (own.norm() / guided.norm()).clamp(max=1)
         torch.testing.assert_close(found[row], guided, rtol=1e-7, atol=1e-9)
 

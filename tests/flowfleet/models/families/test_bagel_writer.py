@@ -13,6 +13,7 @@ from flowfleet.models.families.bagel.transformer import Bagel
 from flowfleet.models.registry import adapter_for, sequence_adapter_for
 from flowfleet.models.sequences.adapter import PromptMedia, SequenceAdapter, Tokens
 from flowfleet.models.settings import Size
+from flowfleet.planning.sequence_flops import sequence_flops
 from flowfleet.proto.rollout_pb2 import LoraSpec
 from flowfleet.weights.lora import install_lora, named_adapter_parameters
 from services.rollout.engines.base import GenerationRequest, Noise, PromptGroup, Sampling, SequenceSampling
@@ -29,6 +30,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def adapter(checkpoint: Path) -> SequenceAdapter:
     return sequence_adapter_for(checkpoint).load(checkpoint, dtype=torch.float32)
+
+
+def test_its_flops_are_not_counted_and_say_so(adapter: SequenceAdapter) -> None:
+    """Its attention is not one of transformers' causal layers: no MFU is better than a wrong one."""
+    assert sequence_flops(adapter) is None
 
 
 def picture(seed: int, height: int = 30, width: int = 20) -> PromptMedia:

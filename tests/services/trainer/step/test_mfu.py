@@ -175,6 +175,7 @@ def test_sequences_count_their_tokens(
     metrics = worker.train(request).metrics
 
     flops = sequence_flops(engine_of(worker).adapter)
+    assert flops is not None
     samples = [item.sample for item in request.samples]
     inputs = [sample.prompt_tokens + sample.num_tokens - 1 for sample in samples]
     work = flops.training(inputs, [sample.num_tokens for sample in samples])
