@@ -37,12 +37,19 @@ def spec_of(name: str) -> JobSpec:
     rollout: dict[str, Any] = {"prompts_per_step": 3, "group_size": group_size}
     if name in FLOWS:
         rollout |= {**SIZE, "guidance_scale": 2.0, "embedded_guidance": 0.0}
+    if LOSSES[ALGORITHMS[name].loss].kind == "gradient":
+        rollout |= {"num_frames": 1}
     job = {"model": {"path": "m"}, "rewards": {"ocr": {}}, "data": {"train": "t.jsonl"}}
     return parse_job({**job, "algorithm": {"name": name, **least_settings(ALGORITHMS[name])}, "rollout": rollout})
 
 
 class Samples:
     """Samples in the form that `SampleRefs` gives."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        size = spec.rollout.size
+        self._size: dict[str, Any] = {"height": size.height, "width": size.width, "num_frames": size.num_frames}
+        self._steps = [1] if spec.loss.from_steps else [1, 2]
 
     async def get(self, step: int, places: Sequence[tuple[int, int]]) -> list[common_pb2.Sample]:
         return [self._sample(*place) for place in places]
@@ -51,13 +58,21 @@ class Samples:
         place = common_pb2.SampleId(job_id="job", step=2, group=group, index=index)
         tokens: dict[str, Any] = {"num_tokens": 5, "prompt_tokens": 3}
         return common_pb2.Sample(
-            **tokens, id=place, sde_steps=[1, 2], trajectory=BLOB, prompt_embeds=BLOB, negative_embeds=BLOB, **SIZE
+            **tokens,
+            **self._size,
+            id=place,
+            sde_steps=self._steps,
+            trajectory=BLOB,
+            prompt_embeds=BLOB,
+            negative_embeds=BLOB,
         )
 
 
 def context(spec: JobSpec) -> Any:
     prompts = [Prompt(name) for name in "abc"]
-    return SimpleNamespace(job_id="job", spec=spec, prompts=lambda step: prompts, refs=Samples())
+    machine = SimpleNamespace(rewards_at=lambda step: spec.rewards)
+    rewards = {"rewards": lambda prompt, step: spec.rewards, "machine": machine}
+    return SimpleNamespace(job_id="job", spec=spec, prompts=lambda step: prompts, refs=Samples(spec), **rewards)
 
 
 @pytest.mark.parametrize("name", FLOWS)
@@ -73,7 +88,7 @@ def test_a_rollout_takes_what_the_controller_asks_for(name: str) -> None:
     assert request.sampling.size == spec.rollout.size
     assert request.sampling.guidance == spec.rollout.guidance
     assert [group.indices for group in request.groups] == [tuple(indices) for indices in wanted.values()]
-    assert (request.noise.steps != ()) == (spec.rollout.noise.eta > 0)
+    assert (request.noise.steps != ()) == (spec.rollout.noise.eta > 0 or spec.loss.from_steps)
     held_out = generation_request(requests.validate(context(spec), 2, 5, [Prompt("a"), Prompt("b")]))
     assert (held_out.record, [group.group for group in held_out.groups]) == ("none", [5, 6])
 

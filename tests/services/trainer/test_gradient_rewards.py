@@ -19,6 +19,7 @@ from flowfleet.models.registry import adapter_for
 from flowfleet.proto import trainer_pb2
 from flowfleet.proto.trainer_pb2 import TrainSample, TrainStepRequest
 from flowfleet.seeds import derive_seed
+from services.reward.execution.batcher import Limits
 from services.trainer.parallel.ranks import Ranks
 from services.trainer.worker import Worker
 from tests.services.trainer.gradient_service import BAD, Known, reward_of, served, with_rewards
@@ -161,7 +162,7 @@ def test_calls_are_cut_at_what_the_service_takes(
     spec = job(tiny_qwen_image, ALGORITHMS["refl"])
     worker, drawer = make_worker(spec, ranks, files, tmp_path), Drawer(spec)
     monkeypatch.setattr("services.reward.server.MAX_GRADIENT_BYTES", 3 * 32 * 32 * 4 * 2 + 100)  # two pictures
-    with served() as reward:
+    with served(limits=Limits(max_batch=2)) as reward:  # which keeps calls of two and one apart
         steps(worker, drawer, files, reward.address, 1)
     assert sorted(reward.scorer.numbers) == [1, 1, 2, 2]  # two micro-batches of three
 

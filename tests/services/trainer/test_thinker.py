@@ -49,7 +49,7 @@ def adapter(folder: Path) -> SequenceAdapter:
 
 @pytest.mark.parametrize("place", ["folder", "whole"])
 def test_every_row_is_read_from_the_files(adapter: SequenceAdapter, place: str, request: pytest.FixtureRequest) -> None:
-    source = TransformersSource(request.getfixturevalue(place))
+    source = TransformersSource(request.getfixturevalue(place), adapter.layout)
     source.check(adapter.transformer)
     for name, parameter in adapter.transformer.named_parameters():
         rows = slice(0, len(parameter) // 2 + 1)
