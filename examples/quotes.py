@@ -18,7 +18,7 @@ _LANGUAGES = {".py": "python", ".toml": "toml", ".proto": "proto"}
 
 def parts(root: Path, page: Path = PAGE) -> dict[str, str]:
     """Path to code block of each file that a page quotes. Raises OSError for one that is not there."""
-    names = re.findall(r"<!-- generated: (\S+) -->", (root / page).read_text(encoding="utf-8"))
+    names = re.findall(r"<!-- generated: (\S+/\S+) -->", (root / page).read_text(encoding="utf-8"))
     return {name: _block(root / name) for name in names}
 
 

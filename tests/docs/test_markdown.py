@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from docs.generate import algorithms as tables
+from docs.generate import limits as limit_tables
 from docs.generate import metrics as metric_tables
+from docs.generate import scorers as scorer_tables
 from docs.generate import trust as trust_tables
 from docs.generate.markdown import outdated, replaced, rewrite, table
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES
@@ -35,6 +37,15 @@ def test_the_tables_of_who_may_do_what_are_up_to_date() -> None:
     assert written == trust_tables.chart_users(), "run `make docs`"
     written = trust_tables.CHART_SENTINEL_USERS.read_text(encoding="utf-8")
     assert written == trust_tables.chart_sentinel_users(), "run `make docs`"
+
+
+def test_the_tables_of_limits_are_up_to_date() -> None:
+    assert outdated(ROOT / limit_tables.PAGE, limit_tables.parts()) == [], "run `make docs`"
+
+
+def test_the_tables_of_scorers_and_of_serve_are_up_to_date() -> None:
+    assert outdated(ROOT / scorer_tables.PAGE, scorer_tables.parts()) == [], "run `make docs`"
+    assert outdated(ROOT / scorer_tables.REWARDS, scorer_tables.reward_parts()) == [], "run `make docs`"
 
 
 def test_make_docs_runs_every_generator() -> None:
