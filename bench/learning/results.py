@@ -199,6 +199,9 @@ def _algorithm_of(settings: Mapping[str, Any]) -> str:
         shown.append(f"`pairs_per_group` {algorithm['pairs_per_group']}")
     if algorithm["kl_coef"]:
         shown.append(f"`kl_coef` {algorithm['kl_coef']:g}")
+    if algorithm.get("diversity"):
+        doubt, every = " and ".join(algorithm["kl_gate"]["rewards"]), algorithm["kl_reference"]["every"]
+        shown.append(f"bonus for diversity, KL where {doubt} doubts, to the policy of every {every} training steps")
     if taught := algorithm.get("teachers"):
         shown.append(f"teachers {' and '.join(taught)}")
     if kept := previewed(rollout):
@@ -211,8 +214,10 @@ def _algorithm_of(settings: Mapping[str, Any]) -> str:
 
 def title_of(settings: Mapping[str, Any]) -> str:
     """The algorithm as its authors call it."""
-    title = ALGORITHMS[settings["algorithm"]["name"]].title
-    return f"{title}, previews" if previewed(settings["rollout"]) else title
+    algorithm = settings["algorithm"]
+    title = ALGORITHMS[algorithm["name"]].title
+    added = {"GARDO": algorithm.get("diversity"), "previews": previewed(settings["rollout"])}
+    return ", ".join([title, *(name for name, value in added.items() if value)])
 
 
 def link(recipe: str) -> str:

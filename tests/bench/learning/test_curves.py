@@ -173,6 +173,8 @@ def test_every_recipe_of_the_tables_is_a_job(monkeypatch: pytest.MonkeyPatch) ->
     assert shown["tiny_ocr"][1] == "sde 0.7: 1 to 3, of 6"
     assert shown["tiny_dpo"][1] == "none"
     assert shown["tiny_mix_grpo"][1].endswith("2 in 1 to 4, 1 on after 3 training steps, of 6")
+    assert "1 at random in 1 to 3" in shown["tiny_temp_flow_grpo"][1]
+    assert "KL where image_quality doubts, to the policy of every 3 training steps" in shown["tiny_gardo"][0][-1]
 
 
 def finished(directory: Path, recipe: str, seed: int, rewards: list[float]) -> None:
