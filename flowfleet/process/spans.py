@@ -6,10 +6,11 @@ import functools
 import importlib
 import os
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -18,7 +19,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import Decision
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from flowfleet.process.traces import StepIds
@@ -37,6 +38,24 @@ _NS: Final = 1e9
 _PROPAGATOR: Final = TraceContextTextMapPropagator()
 
 
+class OpenSpan(NonRecordingSpan):
+    """A span that runs. The SDK's `ReadableSpan` is made of it when it ends: its own, which can be read all the while,
+    costs six times as much. One that never ends is never sent."""
+
+    def __init__(self, name: str, parent: SpanContext, own_id: int, kind: SpanKind, attributes: Attributes) -> None:
+        super().__init__(SpanContext(parent.trace_id, own_id, is_remote=False, trace_flags=parent.trace_flags))
+        self.name = name
+        self.parent = parent
+        self.kind_of = kind
+        self.attributes = attributes
+        self.links: list[Link] = []
+        self.start_ns = time.time_ns()
+
+    @property
+    def is_sampled(self) -> bool:
+        return self.get_span_context().trace_flags.sampled
+
+
 class Tracer:
     """Makes spans, which a thread exports. Drops them where no collector answers."""
 
@@ -48,7 +67,6 @@ class Tracer:
         self._provider = TracerProvider(resource=Resource.create(own), shutdown_on_exit=False)
         self._processor = BatchSpanProcessor(importlib.import_module(_EXPORTERS[protocol]).OTLPSpanExporter())
         self._provider.add_span_processor(self._processor)
-        self._tracer = self._provider.get_tracer(_SCOPE.name)
         self._root = functools.lru_cache(maxsize=1024)(self._sampled_root)
 
     def close(self) -> None:
@@ -63,44 +81,40 @@ class Tracer:
     def command(self, ids: StepIds, name: str, attributes: Attributes, waits: type[Exception]) -> Iterator[None]:
         """One span below the first of a step's trace. One that ends by `waits` is not sent: it comes again and again
         while there is nothing to do."""
-        parent = trace.set_span_in_context(NonRecordingSpan(self._root(ids)))
-        with self._running(self._tracer.start_span(name, parent, attributes=attributes), waits):
+        with self._running(self._open(name, self._root(ids), SpanKind.INTERNAL, attributes), waits):
             yield
 
     def step(self, ids: StepIds, attributes: Attributes, start_s: float, end_s: float) -> None:
         """The first span of a step's trace, once the step is done. Times are Unix seconds."""
-        context = self._root(ids)
-        span = ReadableSpan(
-            "step",
-            context,
-            resource=self._provider.resource,
-            attributes=attributes,
-            instrumentation_scope=_SCOPE,
-            start_time=int(start_s * _NS),
-            end_time=int(end_s * _NS),
-        )
-        self._processor.on_end(span)
+        times = {"start_time": int(start_s * _NS), "end_time": int(end_s * _NS)}
+        self._send("step", self._root(ids), attributes=attributes, **times)
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
-    def call(self, name: str, attributes: Attributes) -> Span | None:
+    def call(self, name: str, attributes: Attributes) -> OpenSpan | None:
         """A call that begins; None outside of a trace, as for the polls of a fleet. To be ended."""
-        if not trace.get_current_span().get_span_context().is_valid:
-            return None
-        return self._tracer.start_span(name, kind=SpanKind.CLIENT, attributes=attributes)
+        parent = trace.get_current_span().get_span_context()
+        return self._open(name, parent, SpanKind.CLIENT, attributes) if parent.is_valid else None
 
-    @staticmethod
-    def end(span: Span, problem: str, end_ns: int) -> None:
-        """Ends a call's span; `problem` says why it failed, empty where it did not."""
-        if problem:
-            span.set_status(Status(StatusCode.ERROR, problem))
-        span.end(end_ns)
+    def end(self, span: OpenSpan, problem: str = "", end_ns: int | None = None) -> None:
+        """Sends a span; `problem` says why what it stands for failed, empty where it did not."""
+        if span.is_sampled:
+            self._send(
+                span.name,
+                span.get_span_context(),
+                parent=span.parent if span.parent.is_valid else None,
+                attributes=span.attributes,
+                links=span.links,
+                kind=span.kind_of,
+                status=Status(StatusCode.ERROR, problem) if problem else Status(StatusCode.UNSET),
+                start_time=span.start_ns,
+                end_time=time.time_ns() if end_ns is None else end_ns,
+            )
 
     @contextmanager
     def serving(self, name: str, header: str, attributes: Attributes) -> Iterator[None]:
         """The work of a call that came with this context."""
-        parent = _PROPAGATOR.extract({HEADER: header}, Context())
-        with self._running(self._tracer.start_span(name, parent, SpanKind.SERVER, attributes)):
+        with self._running(self._open(name, _context_of(header), SpanKind.SERVER, attributes)):
             yield
 
     @staticmethod
@@ -120,14 +134,14 @@ class Tracer:
         """One link a call that made some of the samples, with their names as an attribute: a link is to a span, and a
         sample has none of its own."""
         span = trace.get_current_span()
-        if not span.is_recording():
+        if not isinstance(span, OpenSpan) or not span.is_sampled:
             return
         made: dict[str, list[str]] = defaultdict(list)
         for sample in samples:
             made[sample.traceparent].append(f"{sample.id.group}/{sample.id.index}")
         for header, names in made.items():
             if (context := _context_of(header)).is_valid:
-                span.add_link(context, {"flowfleet.samples": " ".join(names)})  # a list would cost a value each
+                span.links.append(Link(context, {"flowfleet.samples": " ".join(names)}))  # a list costs a value each
 
     # -- the rest --------------------------------------------------------------------------------------------------
 
@@ -138,9 +152,15 @@ class Tracer:
         flags = TraceFlags(TraceFlags.SAMPLED if is_sampled else TraceFlags.DEFAULT)
         return SpanContext(ids.trace, ids.span, is_remote=True, trace_flags=flags)
 
-    @staticmethod
+    def _open(self, name: str, parent: SpanContext, kind: SpanKind, attributes: Attributes) -> OpenSpan:
+        return OpenSpan(name, parent, self._provider.id_generator.generate_span_id(), kind, attributes)
+
+    def _send(self, name: str, context: SpanContext, **fields: Any) -> None:
+        resource = self._provider.resource
+        self._processor.on_end(ReadableSpan(name, context, resource=resource, instrumentation_scope=_SCOPE, **fields))
+
     @contextmanager
-    def _running(span: Span, waits: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+    def _running(self, span: OpenSpan, waits: type[Exception] | tuple[()] = ()) -> Iterator[None]:
         """The current span, ended with the error that the block raises; not ended, so never sent, by `waits`."""
         with trace.use_span(span, record_exception=False, set_status_on_exception=False):
             try:
@@ -148,10 +168,9 @@ class Tracer:
             except waits:
                 raise
             except BaseException as error:
-                span.set_status(Status(StatusCode.ERROR, _message(error)))
-                span.end()
+                self.end(span, _message(error))
                 raise
-            span.end()
+            self.end(span)
 
 
 def _message(error: BaseException) -> str:

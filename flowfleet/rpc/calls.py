@@ -1,4 +1,4 @@
-"""A span a call, at both ends, where traces are on (flowfleet/process/traces.py); else no interceptor at all.
+"""A span a call, at both ends, where traces are on (flowfleet/process/traces.py); else nothing at all.
 
 The caller's context travels as `traceparent` in the metadata. Only calls of a trace are traced: the polls of a fleet,
 and health checks, have none.
@@ -20,19 +20,17 @@ import grpc.aio
 from flowfleet.process import traces
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Span
-
-    from flowfleet.process.spans import Tracer
+    from flowfleet.process.spans import OpenSpan, Tracer
 
 _HEADER: Final = "traceparent"
 _ending: Final = set[asyncio.Task[None]]()
 """Calls whose status is being read; the loop keeps only weak references."""
 
 
-def of_client(address: str) -> list[Any]:
-    """Interceptors of a channel to this address."""
+def of_client(address: str) -> Caller | None:
+    """What traces the calls to this address; None while traces are off."""
     tracer = traces.tracer()
-    return [] if tracer is None else [_Unary(tracer, address), _Stream(tracer, address)]
+    return None if tracer is None else Caller(tracer, address)
 
 
 def of_server() -> list[Any]:
@@ -41,47 +39,43 @@ def of_server() -> list[Any]:
     return [] if tracer is None else [_Served(tracer)]
 
 
-class _Caller:
-    """Stands next to the wire: a call ends when gRPC says so, whoever still waits for it."""
+class Caller:
+    """Stands next to the wire: a call ends when gRPC says so, whoever still waits for it. No interceptor of its own,
+    which would cost more than the span, most of all in streams."""
 
     def __init__(self, tracer: Tracer, address: str) -> None:
         self._tracer = tracer
         self._attributes = {"rpc.system": "grpc", "server.address": address}  # few: each costs, and the server has more
 
-    async def _call(self, continuation: Any, details: grpc.aio.ClientCallDetails, request: Any) -> Any:
-        span = self._tracer.call(_described(details.method)[0], self._attributes)
-        if span is None:
-            return await continuation(details, request)
-        metadata = grpc.aio.Metadata(*(details.metadata or ()), (_HEADER, self._tracer.header(span)))
-        details = grpc.aio.ClientCallDetails(
-            details.method, details.timeout, metadata, details.credentials, details.wait_for_ready
-        )
-        try:
-            call = await continuation(details, request)
-        except BaseException:
-            span.end()
-            raise
-        call.add_done_callback(functools.partial(_end_soon, self._tracer, span))
-        return call
+    def begin(self, method: str | bytes) -> Begun | None:
+        """A call that begins; None outside of a trace."""
+        span = self._tracer.call(_described(method)[0], self._attributes)
+        return None if span is None else Begun(self._tracer, span)
 
 
-class _Unary(_Caller, grpc.aio.UnaryUnaryClientInterceptor):
-    async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        return await self._call(continuation, client_call_details, request)
+class Begun:
+    """A call that has begun: to be ended by `ends_with` or `fails`."""
+
+    def __init__(self, tracer: Tracer, span: OpenSpan) -> None:
+        self._tracer = tracer
+        self._span = span
+        self.metadata = (_HEADER, tracer.header(span))
+
+    def fails(self) -> None:
+        """It ends without having reached the wire."""
+        self._tracer.end(self._span)
+
+    def ends_with(self, call: Any) -> None:
+        call.add_done_callback(functools.partial(_end_soon, self._tracer, self._span))
 
 
-class _Stream(_Caller, grpc.aio.UnaryStreamClientInterceptor):
-    async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        return await self._call(continuation, client_call_details, request)
-
-
-def _end_soon(tracer: Tracer, span: Span, call: Any) -> None:
+def _end_soon(tracer: Tracer, span: OpenSpan, call: Any) -> None:
     task = asyncio.ensure_future(_end(tracer, span, call, time.time_ns()))
     _ending.add(task)
     task.add_done_callback(_ending.discard)
 
 
-async def _end(tracer: Tracer, span: Span, call: Any, end_ns: int) -> None:
+async def _end(tracer: Tracer, span: OpenSpan, call: Any, end_ns: int) -> None:
     code = await call.code()
     tracer.end(span, "" if code is grpc.StatusCode.OK else f"{code.name}: {await call.details()}", end_ns)
 

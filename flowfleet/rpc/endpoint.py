@@ -81,7 +81,8 @@ def open_channel(address: str, *, token: str | None = None) -> grpc.aio.Channel:
     """
     service.check_address(address)
     token, certificates = token or service.secret(service.RPC_TOKEN), tls.from_env()
-    interceptors = [_UnaryRules(token, address, certificates), _StreamRules(token), *calls.of_client(address)]
+    traced = calls.of_client(address)
+    interceptors: list[Any] = [_UnaryRules(token, traced, address, certificates), _StreamRules(token, traced)]
     if certificates is None:
         return grpc.aio.insecure_channel(address, options=_CLIENT_OPTIONS, interceptors=interceptors)
     options = [*_CLIENT_OPTIONS, ("grpc.ssl_target_name_override", certificates.name)]
@@ -96,7 +97,7 @@ def open_channel(address: str, *, token: str | None = None) -> grpc.aio.Channel:
 def open_channel_with(address: str, credentials: grpc.ChannelCredentials) -> grpc.aio.Channel:
     """The same by TLS credentials of the caller's own, for a service that is not the fleet's."""
     token = service.secret(service.RPC_TOKEN)
-    interceptors: list[Any] = [_UnaryRules(token, address, None), _StreamRules(token)]
+    interceptors: list[Any] = [_UnaryRules(token, None, address, None), _StreamRules(token)]
     return grpc.aio.secure_channel(address, credentials, options=_CLIENT_OPTIONS, interceptors=interceptors)
 
 
@@ -246,32 +247,49 @@ def rpc_error_message(error: BaseException) -> str:
 
 
 class _Rules:
-    """Refuses calls without a deadline and adds the token."""
+    """Refuses calls without a deadline, adds the token, and traces."""
 
-    def __init__(self, token: str | None) -> None:
+    def __init__(self, token: str | None, traced: calls.Caller | None = None) -> None:
         self._token = token
+        self._traced = traced
 
-    def _apply(self, details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
+    async def _begin(self, continuation: Any, details: grpc.aio.ClientCallDetails, request: Any) -> Any:
         if details.timeout is None:
             raise ValueError(f"{text(details.method)} was called without a deadline: pass timeout=<seconds>")
-        if self._token is None:
-            return details
-        metadata = grpc.aio.Metadata(*(details.metadata or ()), ("authorization", f"Bearer {self._token}"))
-        return grpc.aio.ClientCallDetails(
-            details.method, details.timeout, metadata, details.credentials, details.wait_for_ready
-        )
+        begun = self._traced.begin(details.method) if self._traced else None
+        added = [("authorization", f"Bearer {self._token}")] if self._token is not None else []
+        if begun is None:
+            return await continuation(_with(details, added), request)
+        try:
+            call = await continuation(_with(details, [*added, begun.metadata]), request)
+        except BaseException:
+            begun.fails()
+            raise
+        begun.ends_with(call)
+        return call
+
+
+def _with(details: grpc.aio.ClientCallDetails, added: Sequence[tuple[str, str]]) -> grpc.aio.ClientCallDetails:
+    if not added:
+        return details
+    metadata = grpc.aio.Metadata(*(details.metadata or ()), *added)
+    return grpc.aio.ClientCallDetails(
+        details.method, details.timeout, metadata, details.credentials, details.wait_for_ready
+    )
 
 
 class _UnaryRules(_Rules, grpc.aio.UnaryUnaryClientInterceptor):
     """Says as well what is wrong where the two ends do not agree on TLS, which gRPC tells in riddles or not at all."""
 
-    def __init__(self, token: str | None, address: str, certificates: tls.Certificates | None) -> None:
-        super().__init__(token)
+    def __init__(
+        self, token: str | None, traced: calls.Caller | None, address: str, certificates: tls.Certificates | None
+    ) -> None:
+        super().__init__(token, traced)
         self._address = address
         self._certificates = certificates
 
     async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        call = await continuation(self._apply(client_call_details), request)
+        call = await self._begin(continuation, client_call_details, request)
         try:
             await call
         except grpc.aio.AioRpcError as error:
@@ -299,7 +317,7 @@ class _UnaryRules(_Rules, grpc.aio.UnaryUnaryClientInterceptor):
 
 class _StreamRules(_Rules, grpc.aio.UnaryStreamClientInterceptor):
     async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        return await continuation(self._apply(client_call_details), request)
+        return await self._begin(continuation, client_call_details, request)
 
 
 class _RenewedChannel(grpc.aio.Channel):
