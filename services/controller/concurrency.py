@@ -26,15 +26,57 @@ async def end(tasks: Iterable[asyncio.Future[Any]]) -> None:
     """Cancels tasks until they have ended; ignores their results.
 
     Once may not do: up to Python 3.11 a cancellation that meets the result of a `wait_for`, such as a connection being
-    made, is lost in it.
+    made, is lost in it. A cancellation of the caller is passed on at once, and raised when the tasks have ended.
     """
     every = list(tasks)
-    left = {task for task in every if not task.done()}
-    while left:
+    cancelled: asyncio.CancelledError | None = None
+    while left := {task for task in every if not task.done()}:
         for task in left:
             task.cancel()
-        _, left = await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
+        try:
+            await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
+        except asyncio.CancelledError as error:
+            cancelled = error
     await asyncio.gather(*every, return_exceptions=True)
+    if cancelled is not None:
+        raise cancelled
+
+
+class Children:
+    """Tasks that end together, for a parent that does no more than wait for them.
+
+    `asyncio.TaskGroup` cancels its tasks once, and then waits whatever happens; these are ended by `end`.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def create_task(self, coroutine: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
+        """Starts a child; a child may start others."""
+        task = asyncio.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    async def wait(self) -> None:
+        """Waits until all have ended. The first failure, which is raised as it is, and a cancellation end the others.
+        A cancelled child is not a failure."""
+        try:
+            await self._over
+        finally:
+            while self._tasks:
+                await end(self._tasks)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if self._over.done():
+            return
+        if error is not None:
+            self._over.set_exception(error)
+        elif not self._tasks:
+            self._over.set_result(None)
 
 
 async def wait(event: asyncio.Event, timeout_s: float) -> None:

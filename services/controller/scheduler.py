@@ -23,7 +23,7 @@ from flowfleet.job.spec import JobSpec
 from flowfleet.process.telemetry import JobMetrics
 from flowfleet.redis.trouble import trouble
 from services.controller.api.admission import JobData, open_job
-from services.controller.concurrency import Changes, end, wait
+from services.controller.concurrency import Changes, Children, end, wait
 from services.controller.fleet.directory import Directory, StaticDirectory
 from services.controller.fleet.pool import RolloutPool
 from services.controller.fleet.replicas import Replica
@@ -161,16 +161,17 @@ class JobScheduler:
         return {job_id: runner.machine for job_id, runner in self._running.items()}
 
     async def _run(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(listen(self._redis, self._wake.set), name="changes of jobs")
-            group.create_task(self._lease.run(self._lead), name="leadership")
+        children = Children()
+        children.create_task(listen(self._redis, self._wake.set), name="changes of jobs")
+        children.create_task(self._lease.run(self._lead), name="leadership")
+        await children.wait()
 
     async def _lead(self) -> None:
         """Runs the leader's tasks until another controller leads."""
         await self._monitor.start()
         try:
             await self._run_jobs()
-        except* LeaseLost:
+        except LeaseLost:
             log.warning("lost leadership; stopping job drivers")
         finally:
             await self._monitor.stop()
@@ -179,28 +180,33 @@ class JobScheduler:
             self._jobs.clear()
 
     async def _run_jobs(self) -> None:
+        """Runs the jobs and what goes with them, until one part fails."""
+        children = Children()
+        children.create_task(self._keeper.run(), name="keeper")
+        children.create_task(self._tell_load(), name="load of rewards")
+        children.create_task(self._start_jobs(children), name="jobs")
+        await children.wait()
+
+    async def _start_jobs(self, children: Children) -> None:
         """One job at a time in each pool, oldest first; wishes of those that wait are heard meanwhile."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._keeper.run(), name="keeper")
-            group.create_task(self._tell_load(), name="load of rewards")
-            tasks: dict[str, asyncio.Task[None]] = {}
-            while True:
-                self._wake.clear()
-                with _may_fail():
-                    active = await self._store.active()
-                    if not tasks:
-                        await self._end_others(active)
-                        await self._quarantine.take_over()
-                    await self._set_aside(tasks)
-                    first = await self._first_of_pools(active)
-                    for pool, record in first.items():
-                        if pool not in tasks or tasks[pool].done():
-                            self._take_up(pool, record.id)
-                            tasks[pool] = group.create_task(self._run_job(record.id), name=f"job {record.id}")
-                            tasks[pool].add_done_callback(lambda _: self._wake.set())
-                    await self._tell_demand(first.values())
-                await wait(self._wake, POLL_S)
-                await asyncio.sleep(REST_S)
+        tasks: dict[str, asyncio.Task[None]] = {}
+        while True:
+            self._wake.clear()
+            with _may_fail():
+                active = await self._store.active()
+                if not tasks:
+                    await self._end_others(active)
+                    await self._quarantine.take_over()
+                await self._set_aside(tasks)
+                first = await self._first_of_pools(active)
+                for pool, record in first.items():
+                    if pool not in tasks or tasks[pool].done():
+                        self._take_up(pool, record.id)
+                        tasks[pool] = children.create_task(self._run_job(record.id), name=f"job {record.id}")
+                        tasks[pool].add_done_callback(lambda _: self._wake.set())
+                await self._tell_demand(first.values())
+            await wait(self._wake, POLL_S)
+            await asyncio.sleep(REST_S)
 
     async def _tell_load(self) -> None:
         """Keeps what the page shows of the rewards' calls."""

@@ -101,9 +101,11 @@ class Lease:
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                await end(tasks)
-                self._set_held(False)
-                await self._give_back()
+                try:
+                    await end(tasks)
+                finally:
+                    self._set_held(False)
+                    await self._give_back()
             for task in tasks:
                 if not task.cancelled() and (error := task.exception()) and not isinstance(error, LeaseLost):
                     raise error

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 
 from services.controller import concurrency
-from services.controller.concurrency import Budget, Changes, end, gather_or_cancel
+from services.controller.concurrency import Budget, Changes, Children, end, gather_or_cancel
 
 
 async def stubborn() -> None:
@@ -38,6 +40,83 @@ async def test_the_first_failure_ends_the_others(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(concurrency, "CANCEL_AGAIN_S", 0.01)
     with pytest.raises(ValueError, match="broken"):
         await asyncio.wait_for(gather_or_cancel([stubborn(), broken()]), 5)
+
+
+async def family(*parts: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    children = Children()
+    for part in parts:
+        children.create_task(part(), name=part.__name__)
+    await children.wait()
+
+
+def alive(name: str) -> list[asyncio.Task[Any]]:
+    return [task for task in asyncio.all_tasks() if task.get_name() == name]
+
+
+@pytest.mark.anyio
+async def test_children_that_lose_a_cancellation_end_with_their_parents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three generations, of which the youngest does not hear the first cancellation; none is left behind."""
+    monkeypatch.setattr(concurrency, "CANCEL_AGAIN_S", 0.01)
+
+    async def parent() -> None:
+        await family(stubborn, stubborn)
+
+    task = asyncio.create_task(family(parent, stubborn))
+    await asyncio.sleep(0.01)
+    await asyncio.wait_for(end([task]), 5)
+    assert task.cancelled()
+    assert alive("stubborn") == []
+
+
+@pytest.mark.anyio
+async def test_a_child_that_fails_ends_the_others_and_one_that_returns_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(concurrency, "CANCEL_AGAIN_S", 0.01)
+    with pytest.raises(ValueError, match="broken"):
+        await asyncio.wait_for(family(stubborn, broken), 5)
+    assert alive("stubborn") == []
+
+    async def short() -> None:
+        await asyncio.sleep(0)
+
+    async def long() -> None:
+        await asyncio.sleep(0.05)
+        finished.append("long")
+
+    finished = list[str]()
+    await asyncio.wait_for(family(short, long), 5)
+    assert finished == ["long"]
+
+
+@pytest.mark.anyio
+async def test_children_may_start_children_and_one_that_is_cancelled_is_no_failure() -> None:
+    children, started = Children(), list[asyncio.Task[None]]()
+
+    async def starts() -> None:
+        started.append(children.create_task(asyncio.sleep(60), name="late"))
+        await asyncio.sleep(0)
+        await end(started)
+
+    children.create_task(starts(), name="starts")
+    await asyncio.wait_for(children.wait(), 5)
+    assert [task.cancelled() for task in started] == [True]
+
+
+@pytest.mark.anyio
+async def test_ending_is_finished_though_its_caller_is_cancelled_and_then_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(concurrency, "CANCEL_AGAIN_S", 60.0)
+    slow = asyncio.create_task(stubborn())
+    await asyncio.sleep(0.01)
+    ending = asyncio.create_task(end([slow]))
+    await asyncio.sleep(0.01)
+    assert not slow.done()
+    ending.cancel()  # passed on: the task's second cancellation
+    await asyncio.wait({ending}, timeout=5)
+    assert slow.cancelled()
+    assert ending.cancelled()
 
 
 @pytest.mark.anyio

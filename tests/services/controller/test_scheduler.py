@@ -16,6 +16,7 @@ from flowfleet.errors import Unavailable
 from flowfleet.job.spec import RolloutPart, parse_job
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect
+from services.controller import concurrency
 from services.controller import scheduler as runner
 from services.controller.prompts.sources import Unread
 from services.controller.scheduler import JobScheduler
@@ -227,6 +228,32 @@ def test_a_runner_that_ends_by_itself_is_not_alive_and_says_so(
         await until(lambda: not runner.alive)
         assert "scheduler ended" in caplog.text
 
+    with_runner(redis_url, tmp_path, use)
+
+
+@pytest.mark.parametrize("part", ["listen", "_tell_load", "_drive"])
+def test_it_stops_though_a_part_loses_its_cancellation(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """As `asyncio.wait_for` of Python 3.11 may lose it: in a task of the scheduler, of the leader, and in a driver."""
+    waits = asyncio.Event()
+
+    async def stubborn(*_: object) -> None:
+        waits.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            await asyncio.sleep(60)
+
+    async def use(runner: WaitingRunner, store: JobStore) -> None:
+        await store.create(SPEC)
+        await runner.start()
+        await asyncio.wait_for(waits.wait(), 10)
+        await asyncio.wait_for(runner.stop(), 5)
+        assert not [task for task in asyncio.all_tasks() if task.get_name() in ("keeper", "leadership", "jobs")]
+
+    monkeypatch.setattr(concurrency, "CANCEL_AGAIN_S", 0.05)
+    monkeypatch.setattr(runner if part == "listen" else WaitingRunner, part, stubborn)
     with_runner(redis_url, tmp_path, use)
 
 
