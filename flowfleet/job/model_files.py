@@ -15,6 +15,8 @@ MANIFEST = "flowfleet.json"
 CARD = "README.md"
 FOLDER = "model"
 """Folder of the model, inside a checkpoint and inside the folder of a job."""
+GRADIENTS = "gradients"
+"""Folder of the gradients of rewards that a trainer keeps, next to a job's checkpoints."""
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
 
 Weights = Literal["trained", "average", "old policy"]

@@ -59,6 +59,8 @@ def _step(plan: Plan) -> Table:
     made.add_row("trajectories and prompts", _bytes(work.trajectory_bytes))
     made.add_row("media, at most", _bytes(work.media_bytes))
     made.add_row("a checkpoint", _bytes(work.checkpoint_bytes))
+    if work.gradient_bytes:
+        made.add_row("kept gradients, at most", _bytes(work.gradient_bytes))
     return made
 
 

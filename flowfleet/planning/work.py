@@ -26,6 +26,8 @@ class Work:
     published_bytes: int
     checkpoint_bytes: int
     """Size of one checkpoint."""
+    gradient_bytes: int
+    """Gradients of rewards on the checkpoints' disk, at most: of the steps that checkpoints do not cover yet."""
     trajectory_bytes: int
     """Latents and prompts in the blob store."""
     media_bytes: int
@@ -51,10 +53,20 @@ def work(spec: JobSpec, facts: Facts, text_tokens: int) -> Work:
         * (spec.trainer.passes * training + _without_gradient(spec) * sampling),
         published_bytes=facts.trained * item_bytes(spec),
         checkpoint_bytes=checkpoint_bytes(spec, facts),
+        gradient_bytes=_gradient_bytes(spec, facts),
         trajectory_bytes=spec.samples_per_step * states * facts.latent * FP32
         + rollout.prompts_per_step * facts.embeds_bytes,
         media_bytes=spec.samples_per_step * size.height * size.width * size.num_frames * 3,
     )
+
+
+def _gradient_bytes(spec: JobSpec, facts: Facts) -> int:
+    """A gradient by the latents for each row of the steps since the oldest checkpoint that is kept as one of the
+    newest."""
+    if not spec.trains_on_gradients:
+        return 0
+    steps = min(spec.schedule.steps, spec.schedule.keep_last * spec.schedule.save_every)
+    return steps * spec.trained_per_step * num_rounds(spec) * facts.latent * FP32
 
 
 def _calls(spec: JobSpec) -> float:

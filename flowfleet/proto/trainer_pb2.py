@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from flowfleet.proto import common_pb2 as flowfleet_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x66lowfleet/v1/trainer.proto\x12\x0c\x66lowfleet.v1\x1a\x19\x66lowfleet/v1/common.proto\"v\n\x10\x43onfigureRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x11\n\tspec_json\x18\x02 \x01(\t\x12\x11\n\tdirectory\x18\x03 \x01(\t\x12,\n\x06ledger\x18\x04 \x01(\x0b\x32\x1c.flowfleet.v1.LedgerPosition\"\xb1\x01\n\x0eLedgerPosition\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06latest\x18\x02 \x01(\x04\x12\x12\n\nfrom_start\x18\x03 \x01(\x08\x12:\n\x07history\x18\x04 \x03(\x0b\x32).flowfleet.v1.LedgerPosition.HistoryEntry\x1a.\n\x0cHistoryEntry\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xa0\x01\n\x11\x43onfigureResponse\x12\x15\n\rapplied_steps\x18\x01 \x01(\x04\x12\x12\n\nworld_size\x18\x02 \x01(\r\x12\x14\n\x0cresumed_from\x18\x03 \x01(\t\x12\x0e\n\x06misfit\x18\x04 \x01(\t\x12)\n\tset_aside\x18\x06 \x03(\x0b\x32\x16.flowfleet.v1.SetAside\x12\x0f\n\x07samples\x18\x07 \x01(\x04\"6\n\x08SetAside\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x89\x01\n\x0bTrainSample\x12$\n\x06sample\x18\x01 \x01(\x0b\x32\x14.flowfleet.v1.Sample\x12\x11\n\tadvantage\x18\x02 \x01(\x01\x12\x0e\n\x06reward\x18\x03 \x01(\x01\x12\x0c\n\x04pair\x18\x04 \x01(\r\x12\x12\n\nwithout_kl\x18\x05 \x01(\x08\x12\x0f\n\x07teacher\x18\x06 \x01(\t\"\xab\x01\n\x0eGradientReward\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07service\x18\x02 \x01(\t\x12\x38\n\x06params\x18\x03 \x03(\x0b\x32(.flowfleet.v1.GradientReward.ParamsEntry\x12\x11\n\taddresses\x18\x04 \x03(\t\x1a-\n\x0bParamsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xff\x01\n\x0bGroupPrompt\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x39\n\x08metadata\x18\x03 \x03(\x0b\x32\'.flowfleet.v1.GroupPrompt.MetadataEntry\x12\x37\n\x07weights\x18\x04 \x03(\x0b\x32&.flowfleet.v1.GroupPrompt.WeightsEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a.\n\x0cWeightsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xc0\x01\n\x10TrainStepRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12*\n\x07samples\x18\x03 \x03(\x0b\x32\x19.flowfleet.v1.TrainSample\x12\x36\n\x10gradient_rewards\x18\x04 \x03(\x0b\x32\x1c.flowfleet.v1.GradientReward\x12*\n\x07prompts\x18\x05 \x03(\x0b\x32\x19.flowfleet.v1.GroupPrompt\"\xf8\x01\n\x11TrainStepResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12=\n\x07metrics\x18\x03 \x03(\x0b\x32,.flowfleet.v1.TrainStepResponse.MetricsEntry\x12\x10\n\x08replayed\x18\x04 \x01(\x08\x12\x0e\n\x06ratios\x18\x05 \x03(\x02\x12\x16\n\x0ereward_failure\x18\x06 \x01(\t\x12\x14\n\x0cis_permanent\x18\x07 \x01(\x08\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\".\n\x07Replica\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"t\n\x15PublishWeightsRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\'\n\x08replicas\x18\x03 \x03(\x0b\x32\x15.flowfleet.v1.Replica\x12\x11\n\tevaluated\x18\x04 \x01(\x08\">\n\rPublishResult\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\n\n\x02ok\x18\x02 \x01(\x08\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"\xbe\x01\n\x16PublishWeightsResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x02 \x01(\t\x12,\n\x07results\x18\x03 \x03(\x0b\x32\x1b.flowfleet.v1.PublishResult\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\x15\n\rdrain_seconds\x18\x06 \x01(\x01\x12\x16\n\x0eupdate_seconds\x18\x07 \x01(\x01\"C\n\x15SaveCheckpointRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63\x61rd\x18\x02 \x01(\t\x12\x0c\n\x04keep\x18\x03 \x03(\x04\"=\n\x16SaveCheckpointResponse\x12\x15\n\rapplied_steps\x18\x01 \x01(\x04\x12\x0c\n\x04path\x18\x02 \x01(\t\"E\n\x12\x45xportModelRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\x0c\n\x04\x63\x61rd\x18\x03 \x01(\t\"#\n\x13\x45xportModelResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"\x19\n\x17GetTrainerStatusRequest\"\xc5\x01\n\rTrainerStatus\x12)\n\x05state\x18\x01 \x01(\x0e\x32\x1a.flowfleet.v1.TrainerState\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x15\n\rapplied_steps\x18\x03 \x01(\x04\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12)\n\x05ranks\x18\x07 \x03(\x0b\x32\x1a.flowfleet.v1.RankProgress\"Z\n\x0cRankProgress\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\r\n\x05phase\x18\x02 \x01(\t\x12\x0f\n\x07limit_s\x18\x03 \x01(\x01\x12\r\n\x05\x63ount\x18\x04 \x01(\x04\x12\r\n\x05signs\x18\x05 \x01(\x04*~\n\x0cTrainerState\x12\x1d\n\x19TRAINER_STATE_UNSPECIFIED\x10\x00\x12\x1e\n\x1aTRAINER_STATE_UNCONFIGURED\x10\x01\x12\x17\n\x13TRAINER_STATE_READY\x10\x02\x12\x16\n\x12TRAINER_STATE_BUSY\x10\x03\x32\x8b\x04\n\x0eTrainerService\x12L\n\tConfigure\x12\x1e.flowfleet.v1.ConfigureRequest\x1a\x1f.flowfleet.v1.ConfigureResponse\x12L\n\tTrainStep\x12\x1e.flowfleet.v1.TrainStepRequest\x1a\x1f.flowfleet.v1.TrainStepResponse\x12[\n\x0ePublishWeights\x12#.flowfleet.v1.PublishWeightsRequest\x1a$.flowfleet.v1.PublishWeightsResponse\x12[\n\x0eSaveCheckpoint\x12#.flowfleet.v1.SaveCheckpointRequest\x1a$.flowfleet.v1.SaveCheckpointResponse\x12R\n\x0b\x45xportModel\x12 .flowfleet.v1.ExportModelRequest\x1a!.flowfleet.v1.ExportModelResponse\x12O\n\tGetStatus\x12%.flowfleet.v1.GetTrainerStatusRequest\x1a\x1b.flowfleet.v1.TrainerStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x66lowfleet/v1/trainer.proto\x12\x0c\x66lowfleet.v1\x1a\x19\x66lowfleet/v1/common.proto\"v\n\x10\x43onfigureRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x11\n\tspec_json\x18\x02 \x01(\t\x12\x11\n\tdirectory\x18\x03 \x01(\t\x12,\n\x06ledger\x18\x04 \x01(\x0b\x32\x1c.flowfleet.v1.LedgerPosition\"\xb1\x01\n\x0eLedgerPosition\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06latest\x18\x02 \x01(\x04\x12\x12\n\nfrom_start\x18\x03 \x01(\x08\x12:\n\x07history\x18\x04 \x03(\x0b\x32).flowfleet.v1.LedgerPosition.HistoryEntry\x1a.\n\x0cHistoryEntry\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xa0\x01\n\x11\x43onfigureResponse\x12\x15\n\rapplied_steps\x18\x01 \x01(\x04\x12\x12\n\nworld_size\x18\x02 \x01(\r\x12\x14\n\x0cresumed_from\x18\x03 \x01(\t\x12\x0e\n\x06misfit\x18\x04 \x01(\t\x12)\n\tset_aside\x18\x06 \x03(\x0b\x32\x16.flowfleet.v1.SetAside\x12\x0f\n\x07samples\x18\x07 \x01(\x04\"6\n\x08SetAside\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x89\x01\n\x0bTrainSample\x12$\n\x06sample\x18\x01 \x01(\x0b\x32\x14.flowfleet.v1.Sample\x12\x11\n\tadvantage\x18\x02 \x01(\x01\x12\x0e\n\x06reward\x18\x03 \x01(\x01\x12\x0c\n\x04pair\x18\x04 \x01(\r\x12\x12\n\nwithout_kl\x18\x05 \x01(\x08\x12\x0f\n\x07teacher\x18\x06 \x01(\t\"\xab\x01\n\x0eGradientReward\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07service\x18\x02 \x01(\t\x12\x38\n\x06params\x18\x03 \x03(\x0b\x32(.flowfleet.v1.GradientReward.ParamsEntry\x12\x11\n\taddresses\x18\x04 \x03(\t\x1a-\n\x0bParamsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xff\x01\n\x0bGroupPrompt\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x39\n\x08metadata\x18\x03 \x03(\x0b\x32\'.flowfleet.v1.GroupPrompt.MetadataEntry\x12\x37\n\x07weights\x18\x04 \x03(\x0b\x32&.flowfleet.v1.GroupPrompt.WeightsEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a.\n\x0cWeightsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xc0\x01\n\x10TrainStepRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12*\n\x07samples\x18\x03 \x03(\x0b\x32\x19.flowfleet.v1.TrainSample\x12\x36\n\x10gradient_rewards\x18\x04 \x03(\x0b\x32\x1c.flowfleet.v1.GradientReward\x12*\n\x07prompts\x18\x05 \x03(\x0b\x32\x19.flowfleet.v1.GroupPrompt\"\x8f\x02\n\x11TrainStepResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12=\n\x07metrics\x18\x03 \x03(\x0b\x32,.flowfleet.v1.TrainStepResponse.MetricsEntry\x12\x10\n\x08replayed\x18\x04 \x01(\x08\x12\x0e\n\x06ratios\x18\x05 \x03(\x02\x12\x16\n\x0ereward_failure\x18\x06 \x01(\t\x12\x14\n\x0cis_permanent\x18\x07 \x01(\x08\x12\x15\n\rfailed_reward\x18\x08 \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\".\n\x07Replica\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"t\n\x15PublishWeightsRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\'\n\x08replicas\x18\x03 \x03(\x0b\x32\x15.flowfleet.v1.Replica\x12\x11\n\tevaluated\x18\x04 \x01(\x08\">\n\rPublishResult\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\n\n\x02ok\x18\x02 \x01(\x08\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"\xbe\x01\n\x16PublishWeightsResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x02 \x01(\t\x12,\n\x07results\x18\x03 \x03(\x0b\x32\x1b.flowfleet.v1.PublishResult\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\x15\n\rdrain_seconds\x18\x06 \x01(\x01\x12\x16\n\x0eupdate_seconds\x18\x07 \x01(\x01\"C\n\x15SaveCheckpointRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63\x61rd\x18\x02 \x01(\t\x12\x0c\n\x04keep\x18\x03 \x03(\x04\"=\n\x16SaveCheckpointResponse\x12\x15\n\rapplied_steps\x18\x01 \x01(\x04\x12\x0c\n\x04path\x18\x02 \x01(\t\"E\n\x12\x45xportModelRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\x0c\n\x04\x63\x61rd\x18\x03 \x01(\t\"#\n\x13\x45xportModelResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"\x19\n\x17GetTrainerStatusRequest\"\xc5\x01\n\rTrainerStatus\x12)\n\x05state\x18\x01 \x01(\x0e\x32\x1a.flowfleet.v1.TrainerState\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x15\n\rapplied_steps\x18\x03 \x01(\x04\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12)\n\x05ranks\x18\x07 \x03(\x0b\x32\x1a.flowfleet.v1.RankProgress\"Z\n\x0cRankProgress\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\r\n\x05phase\x18\x02 \x01(\t\x12\x0f\n\x07limit_s\x18\x03 \x01(\x01\x12\r\n\x05\x63ount\x18\x04 \x01(\x04\x12\r\n\x05signs\x18\x05 \x01(\x04*~\n\x0cTrainerState\x12\x1d\n\x19TRAINER_STATE_UNSPECIFIED\x10\x00\x12\x1e\n\x1aTRAINER_STATE_UNCONFIGURED\x10\x01\x12\x17\n\x13TRAINER_STATE_READY\x10\x02\x12\x16\n\x12TRAINER_STATE_BUSY\x10\x03\x32\x8b\x04\n\x0eTrainerService\x12L\n\tConfigure\x12\x1e.flowfleet.v1.ConfigureRequest\x1a\x1f.flowfleet.v1.ConfigureResponse\x12L\n\tTrainStep\x12\x1e.flowfleet.v1.TrainStepRequest\x1a\x1f.flowfleet.v1.TrainStepResponse\x12[\n\x0ePublishWeights\x12#.flowfleet.v1.PublishWeightsRequest\x1a$.flowfleet.v1.PublishWeightsResponse\x12[\n\x0eSaveCheckpoint\x12#.flowfleet.v1.SaveCheckpointRequest\x1a$.flowfleet.v1.SaveCheckpointResponse\x12R\n\x0b\x45xportModel\x12 .flowfleet.v1.ExportModelRequest\x1a!.flowfleet.v1.ExportModelResponse\x12O\n\tGetStatus\x12%.flowfleet.v1.GetTrainerStatusRequest\x1a\x1b.flowfleet.v1.TrainerStatusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,8 +42,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GROUPPROMPT_WEIGHTSENTRY']._serialized_options = b'8\001'
   _globals['_TRAINSTEPRESPONSE_METRICSENTRY']._loaded_options = None
   _globals['_TRAINSTEPRESPONSE_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_TRAINERSTATE']._serialized_start=2590
-  _globals['_TRAINERSTATE']._serialized_end=2716
+  _globals['_TRAINERSTATE']._serialized_start=2613
+  _globals['_TRAINERSTATE']._serialized_end=2739
   _globals['_CONFIGUREREQUEST']._serialized_start=71
   _globals['_CONFIGUREREQUEST']._serialized_end=189
   _globals['_LEDGERPOSITION']._serialized_start=192
@@ -69,31 +69,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRAINSTEPREQUEST']._serialized_start=1163
   _globals['_TRAINSTEPREQUEST']._serialized_end=1355
   _globals['_TRAINSTEPRESPONSE']._serialized_start=1358
-  _globals['_TRAINSTEPRESPONSE']._serialized_end=1606
-  _globals['_TRAINSTEPRESPONSE_METRICSENTRY']._serialized_start=1560
-  _globals['_TRAINSTEPRESPONSE_METRICSENTRY']._serialized_end=1606
-  _globals['_REPLICA']._serialized_start=1608
-  _globals['_REPLICA']._serialized_end=1654
-  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_start=1656
-  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_end=1772
-  _globals['_PUBLISHRESULT']._serialized_start=1774
-  _globals['_PUBLISHRESULT']._serialized_end=1836
-  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_start=1839
-  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_end=2029
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=2031
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=2098
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=2100
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=2161
-  _globals['_EXPORTMODELREQUEST']._serialized_start=2163
-  _globals['_EXPORTMODELREQUEST']._serialized_end=2232
-  _globals['_EXPORTMODELRESPONSE']._serialized_start=2234
-  _globals['_EXPORTMODELRESPONSE']._serialized_end=2269
-  _globals['_GETTRAINERSTATUSREQUEST']._serialized_start=2271
-  _globals['_GETTRAINERSTATUSREQUEST']._serialized_end=2296
-  _globals['_TRAINERSTATUS']._serialized_start=2299
-  _globals['_TRAINERSTATUS']._serialized_end=2496
-  _globals['_RANKPROGRESS']._serialized_start=2498
-  _globals['_RANKPROGRESS']._serialized_end=2588
-  _globals['_TRAINERSERVICE']._serialized_start=2719
-  _globals['_TRAINERSERVICE']._serialized_end=3242
+  _globals['_TRAINSTEPRESPONSE']._serialized_end=1629
+  _globals['_TRAINSTEPRESPONSE_METRICSENTRY']._serialized_start=1583
+  _globals['_TRAINSTEPRESPONSE_METRICSENTRY']._serialized_end=1629
+  _globals['_REPLICA']._serialized_start=1631
+  _globals['_REPLICA']._serialized_end=1677
+  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_start=1679
+  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_end=1795
+  _globals['_PUBLISHRESULT']._serialized_start=1797
+  _globals['_PUBLISHRESULT']._serialized_end=1859
+  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_start=1862
+  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_end=2052
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=2054
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=2121
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=2123
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=2184
+  _globals['_EXPORTMODELREQUEST']._serialized_start=2186
+  _globals['_EXPORTMODELREQUEST']._serialized_end=2255
+  _globals['_EXPORTMODELRESPONSE']._serialized_start=2257
+  _globals['_EXPORTMODELRESPONSE']._serialized_end=2292
+  _globals['_GETTRAINERSTATUSREQUEST']._serialized_start=2294
+  _globals['_GETTRAINERSTATUSREQUEST']._serialized_end=2319
+  _globals['_TRAINERSTATUS']._serialized_start=2322
+  _globals['_TRAINERSTATUS']._serialized_end=2519
+  _globals['_RANKPROGRESS']._serialized_start=2521
+  _globals['_RANKPROGRESS']._serialized_end=2611
+  _globals['_TRAINERSERVICE']._serialized_start=2742
+  _globals['_TRAINERSERVICE']._serialized_end=3265
 # @@protoc_insertion_point(module_scope)

@@ -435,6 +435,7 @@ class TrainStepResponse(_message.Message):
     RATIOS_FIELD_NUMBER: _builtins.int
     REWARD_FAILURE_FIELD_NUMBER: _builtins.int
     IS_PERMANENT_FIELD_NUMBER: _builtins.int
+    FAILED_REWARD_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     policy_version: _builtins.int
     """step + 1"""
@@ -444,6 +445,8 @@ class TrainStepResponse(_message.Message):
     """why a reward gave no gradient, so that nothing was applied: send the step again. Empty else"""
     is_permanent: _builtins.bool
     """of that failure: somebody must change something first"""
+    failed_reward: _builtins.str
+    """name of that reward"""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """names of docs/metrics.md: "actor/loss", "timing_s/update_actor", …"""
@@ -462,10 +465,11 @@ class TrainStepResponse(_message.Message):
         ratios: _abc.Iterable[_builtins.float] | None = ...,
         reward_failure: _builtins.str = ...,
         is_permanent: _builtins.bool = ...,
+        failed_reward: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_permanent", b"is_permanent", "metrics", b"metrics", "policy_version", b"policy_version", "ratios", b"ratios", "replayed", b"replayed", "reward_failure", b"reward_failure", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed_reward", b"failed_reward", "is_permanent", b"is_permanent", "metrics", b"metrics", "policy_version", b"policy_version", "ratios", b"ratios", "replayed", b"replayed", "reward_failure", b"reward_failure", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

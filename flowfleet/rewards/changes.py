@@ -39,8 +39,8 @@ class ShadowPart(Part):
     """Handed to the scorer with each request."""
 
     def as_reward(self) -> RewardPart:
-        """What the service is asked with."""
-        return RewardPart(service=self.service, params=self.params)
+        """What the service is asked with; nothing trains on it."""
+        return RewardPart(service=self.service, params=self.params, weight=0.0)
 
 
 class RewardSet(BaseModel):

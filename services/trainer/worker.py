@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flowfleet.data.blobs import SyncBlobs
 from flowfleet.data.lineage import misfit
-from flowfleet.errors import Conflict, DataLoss, InvalidRequest, Unavailable
+from flowfleet.errors import Conflict, DataLoss, FlowfleetError, Unavailable
 from flowfleet.hardware import devices
 from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.process.telemetry import Timings
@@ -28,6 +28,7 @@ from flowfleet.proto import trainer_pb2
 from flowfleet.proto.common_pb2 import BlobRef
 from flowfleet.proto.rollout_pb2 import Bucket
 from flowfleet.redis import keys
+from flowfleet.rewards.failures import RewardRefused, RewardUnavailable, reward_of
 from flowfleet.weights import lora, weights
 from flowfleet.weights.transfer import TransferError, TransferMember
 from services.trainer.beats import Phase
@@ -182,14 +183,16 @@ class Worker:
             with self._turn():
                 metrics = trainer.train(chain([(plan[0], batches)], later), timings)
                 ratios = trainer.sample_ratios()
-        except (Unavailable, InvalidRequest) as failure:  # of a reward, before the first change
-            if rewards is None:
-                raise
+        except FlowfleetError as failure:  # before the first change
             job.reader.clear()
             log.warning("step not applied: %s", failure, extra=_extra(request))
-            is_permanent = isinstance(failure, InvalidRequest)
+            if not isinstance(failure, RewardRefused | RewardUnavailable):
+                raise
             return trainer_pb2.TrainStepResponse(
-                step=request.step, reward_failure=str(failure), is_permanent=is_permanent
+                step=request.step,
+                reward_failure=str(failure),
+                failed_reward=reward_of(failure) or request.gradient_rewards[0].name,
+                is_permanent=isinstance(failure, RewardRefused),
             )
         metrics |= job.mfu.metrics(batches, trainer.num_rounds, timings.seconds)
         job.reader.clear()

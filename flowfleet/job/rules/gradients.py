@@ -1,7 +1,7 @@
 """What goes with a loss that trains on the gradients of rewards. Asked at submit, as rules.py is.
 
-Whether a reward gives gradients, its service alone knows: a job with one that does not pauses at its first step and
-says so.
+Whether a reward gives gradients, its service alone knows: the controller asks it at submit. Where it does not answer
+then, the job pauses at its first step and says so.
 """
 
 from __future__ import annotations

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowfleet.data.blobs import BlobStore
+from flowfleet.job.model_files import GRADIENTS
 from flowfleet.job.spec import JobSpec, RewardPart
 from flowfleet.prompts.prompt import Prompt
 from flowfleet.proto import common_pb2, trainer_pb2
@@ -98,3 +100,4 @@ class JobContext(JobCore):
         await self.refs.release_before(ALL_STEPS)
         await self.redis.delete(keys.trajectories(self.job_id))
         await self.inputs.forget()
+        await asyncio.to_thread(shutil.rmtree, self.directory / "checkpoints" / GRADIENTS, ignore_errors=True)

@@ -16,15 +16,15 @@ import grpc
 
 from flowfleet.process.service import secret
 from flowfleet.proto import reward_pb2, reward_pb2_grpc
-from flowfleet.rewards.requests import CONTRACT, EncodedSample, ScoreCall, score_method
+from flowfleet.rewards.failures import is_too_large, newer_contract, without_gradient
+from flowfleet.rewards.requests import EncodedSample, ScoreCall, score_method
 from flowfleet.rpc.endpoint import open_channel
 from flowfleet.rpc.kinds import REWARD_TOKEN
 from services.controller.concurrency import end, gather_or_cancel
 from services.controller.fleet.directory import Directory
-from services.controller.rewards import failures as reward_failures
 from services.controller.rewards.answers import Answer, is_rubbish, read_answers
 from services.controller.rewards.chunking import MAX_CALL_BYTES, chunks, whole_groups
-from services.controller.rewards.failures import RewardFailure
+from services.controller.rewards.failures import RewardFailure, of_call
 from services.controller.rewards.metrics import RewardCalls
 
 DESCRIBE_DEADLINE_S = 10.0
@@ -162,11 +162,15 @@ class RewardService:
             )
         return answers
 
-    async def check(self, name: str, modality: reward_pb2.Modality.ValueType) -> None:
-        """Raises RewardFailure where the service does not answer, or cannot score what a job makes."""
+    async def check(self, name: str, modality: reward_pb2.Modality.ValueType, *, needs_gradient: bool = False) -> None:
+        """Raises RewardFailure where the service does not answer, cannot score what a job makes, or gives no
+        gradient where the job trains on it."""
         described = [*(await self._descriptions(name)).values()]
         self.needs_group = any(one.needs_group for one in described)
         self._check(name, described, modality)
+        problems = [without_gradient(name, self.service, one) for one in described]
+        if needs_gradient and (problem := next(filter(None, problems), "")):
+            raise RewardFailure(problem, permanent=True)
 
     async def close(self) -> None:
         await asyncio.gather(*(replica.close() for replica in self._replicas.values()))
@@ -245,12 +249,8 @@ class RewardService:
     ) -> None:
         """Raises RewardFailure for a reward that speaks a newer contract, or cannot score what the job makes."""
         for one in described:
-            if one.contract > CONTRACT:
-                raise RewardFailure(
-                    f"rewards.{name}: service {self.service!r} speaks contract {one.contract} of RewardService, but "
-                    f"this controller knows {CONTRACT}: upgrade the controller, or start an older version of it",
-                    permanent=True,
-                )
+            if problem := newer_contract(name, self.service, one, "controller"):
+                raise RewardFailure(problem, permanent=True)
             if modality not in (one.modalities or [reward_pb2.MODALITY_IMAGE]):
                 raise RewardFailure(
                     f"rewards.{name} does not score {_KIND[modality]}: leave it out of this job", permanent=True
@@ -276,7 +276,7 @@ class RewardService:
                     seconds = time.monotonic() - start
                     described = await replica.describe_what_answered(response)
             except grpc.aio.AioRpcError as error:
-                if reward_failures.is_too_large(error) and may_split and len(samples) > 1:
+                if is_too_large(error) and may_split and len(samples) > 1:
                     return await self._in_halves(name, params, samples, suited, call.num_bytes)
                 is_gone = error.code() is grpc.StatusCode.UNAVAILABLE
                 if is_gone and any(not one.broken and one.address not in tried for one in ready):
@@ -301,7 +301,7 @@ class RewardService:
     def _failure(
         self, name: str, replica: _Replica, error: grpc.aio.AioRpcError, deadline_s: float | None
     ) -> RewardFailure:
-        return reward_failures.of_call(name, self.service, replica.address, error, deadline_s)
+        return of_call(name, self.service, replica.address, error, deadline_s)
 
     def _not_understood(self, name: str, replica: _Replica) -> RewardFailure:
         return RewardFailure(

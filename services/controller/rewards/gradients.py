@@ -39,7 +39,7 @@ class GradientRewards:
         now = self._clock()
         self._since = now if self._since is None else self._since
         self._failures += 1
-        name = response.reward_failure.partition(":")[0].removeprefix("rewards.")
+        name = response.failed_reward
         failure = RewardFailure(response.reward_failure, permanent=response.is_permanent)
         patience = self._spec.timeouts.rewards_s
         is_over = now - self._since >= patience
@@ -62,6 +62,12 @@ class GradientRewards:
         for reward in sent.gradient_rewards:
             reward.addresses[:] = self._directory.rewards.get(reward.service, ())
         return sent
+
+
+def trains_on(spec: JobSpec, name: str, part: RewardPart) -> bool:
+    """Whether the trainer follows a reward's gradient, at some step and for some source of prompts."""
+    parts = [spec.data.scoring(source.name, {name: part}).get(name) for source in spec.data.each]
+    return spec.trains_on_gradients and any(one.has_influence for one in parts if one is not None)
 
 
 def told(

@@ -21,6 +21,7 @@ from services.controller.prompts.sources import Sources
 from services.controller.reading.places import is_remote
 from services.controller.rewards.client import RewardService
 from services.controller.rewards.failures import RewardFailure
+from services.controller.rewards.gradients import trains_on
 from services.controller.rewards.job_rewards import modality_of
 from services.controller.rewards.metrics import RewardCalls
 
@@ -50,7 +51,7 @@ async def _refusal(spec: JobSpec, name: str, part: RewardPart, directory: Direct
     modality = modality_of(spec)
     try:
         async with asyncio.timeout(TRIAL_S):
-            await service.check(name, modality)
+            await service.check(name, modality, needs_gradient=trains_on(spec, name, part))
             count = spec.rollout.group_size if service.needs_group else 1
             samples = await asyncio.to_thread(_samples, prompt, count, modality)
             await service.ask(name, part.params, samples, modality)

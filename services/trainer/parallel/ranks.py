@@ -24,11 +24,14 @@ from flowfleet import errors
 from flowfleet.hardware import devices
 from flowfleet.process.service import is_loopback
 from flowfleet.redis.trouble import trouble
+from flowfleet.rewards.failures import RewardRefused, RewardUnavailable
 from services.trainer.beats import Beats, Phase
 
 _FOREVER = timedelta(days=365)
 _MESSAGE_BYTES = 2048
 _KINDS: tuple[type[errors.FlowfleetError], ...] = (
+    RewardRefused,
+    RewardUnavailable,
     errors.InvalidRequest,
     errors.NotFound,
     errors.Conflict,
@@ -38,6 +41,9 @@ _KINDS: tuple[type[errors.FlowfleetError], ...] = (
     errors.Full,
     errors.OtherFormat,
 )
+"""A subclass stands before its base."""
+_BETWEEN = "\x1f"
+"""Separates what an error has besides its message, which is last and may be cut."""
 
 
 class Ranks:
@@ -134,18 +140,22 @@ class Ranks:
 
 
 def _pack(failure: errors.FlowfleetError | None) -> Tensor:
-    """(_MESSAGE_BYTES,) uint8: kind (0 is no failure), then the message in UTF-8, padded with zeros."""
+    """(_MESSAGE_BYTES,) uint8: kind (0 is no failure), then what it has besides a message and the message in UTF-8,
+    padded with zeros."""
     packed = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
     if failure is not None:
         kind = next((number for number, kind in enumerate(_KINDS) if isinstance(failure, kind)), 0)
-        message = bytes([1 + kind]) + str(failure).encode()[: _MESSAGE_BYTES - 1]
+        parts = [*map(str, failure.args[1:]), str(failure)]
+        text = _BETWEEN.join(part.replace(_BETWEEN, " ") for part in parts)
+        message = bytes([1 + kind]) + text.encode()[: _MESSAGE_BYTES - 1]
         packed[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
     return packed
 
 
 def _unpack(packed: Tensor) -> errors.FlowfleetError:
     data = bytes(packed.numpy())
-    return _KINDS[data[0] - 1](data[1:].rstrip(b"\0").decode(errors="replace"))
+    *more, message = data[1:].rstrip(b"\0").decode(errors="replace").split(_BETWEEN)
+    return _KINDS[data[0] - 1](message, *more)
 
 
 def _loopback_interface() -> str:

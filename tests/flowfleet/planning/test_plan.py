@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from flowfleet.job.files import prepare_job
+from flowfleet.job.files import changed_job, prepare_job
 from flowfleet.job.spec import EmaPart, JobSpec, TeacherPart, parse_job
 from flowfleet.planning.advice import advise
 from flowfleet.planning.facts import Facts, gather
@@ -20,6 +21,7 @@ from flowfleet.planning.memory import (
 )
 from flowfleet.planning.plan import predict
 from flowfleet.planning.work import work
+from services.trainer.step.gradients.store import GradientStore, RowGradient
 
 PROTOTYPE_LACKED = ("masters", "optimizer state", "gradients, whole", "samples")
 """What the LoRA runs behind the measurements had none of: adapters in bf16, one backward, no optimizer, no job."""
@@ -249,6 +251,19 @@ def test_advice_combines_changes_where_no_single_one_is_enough(eager: tuple[JobS
     assert "rollout: weights and one row need" in advice[1]
 
 
+def test_gradients_of_rewards_are_counted_as_the_trainer_keeps_them(full_size: Path, tmp_path: Path) -> None:
+    """Two noise levels of 4 × 8 samples in 1,024 × 64 latents, of the steps since the older of two checkpoints."""
+    changes = ("rewards.judge.weight=1", "algorithm.name=srpo", "algorithm.num_noise_levels=2")
+    sizes = ("rollout.prompts_per_step=4", "rollout.group_size=8", "schedule.save_every=5", "schedule.keep_last=2")
+    table = {"model": {"path": str(full_size)}, "data": {"train": "x"}, "rewards": {}}
+    spec = parse_job(changed_job(table, [*changes, *sizes, "rollout.height=512", "rollout.width=512"], []))
+    store = GradientStore(tmp_path, 0, "abc")
+    store.put("0-0-0", RowGradient(torch.zeros(1024, 64), 0.0))
+    (file,) = tmp_path.rglob("*.safetensors")
+    rows = 10 * 4 * 8 * 2
+    assert predict(spec).work.gradient_bytes == pytest.approx(rows * file.stat().st_size, rel=0.002)
+
+
 def test_work_of_the_reference_recipe(full_size: Path) -> None:
     recipe = Path("recipes/qwen_image_ocr_lora.toml")
     spec = prepare_job(recipe, [f"model.path={full_size}", "trainer.compile=false"], same_machine=True)
@@ -260,6 +275,7 @@ def test_work_of_the_reference_recipe(full_size: Path) -> None:
     assert work.checkpoint_bytes == 12 * adapter
     embeds = 32 * 128 * (3584 * 2 + 1)
     assert work.trajectory_bytes == 512 * 3 * 1024 * 64 * 4 + embeds
+    assert work.gradient_bytes == 0
     forward, own = 16.647e12, 2 * (adapter / 2) * (1024 + 128)  # half of the adapter sees pictures, half text
     row = 2 * (2 * forward + 3 * own + (forward + own) / 2)  # guided; every second row's old log-prob is recomputed
     assert work.train_flops_per_sample == pytest.approx(2 * row, rel=0.01)

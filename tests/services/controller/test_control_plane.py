@@ -23,7 +23,8 @@ from services.controller.fleet import watch as fleet_watch
 from services.controller.job.driver import TICK_S
 from services.controller.rewards import scoring
 from services.controller.store.records import Action
-from tests.services.controller.scripted import ScriptedFleet, ScriptedReward, scripted_fleet
+from tests.services.controller.scripted import ScriptedFleet, ScriptedReward, ScriptedTrainer, scripted_fleet
+from tests.waiting import until
 
 Use = Callable[[ScriptedFleet], Awaitable[None]]
 Run = Callable[..., None]
@@ -423,6 +424,28 @@ def test_each_step_and_each_validation_is_told_once(
             number = line.get("step", line.get("version"))
             figures = {name: value for name, value in line.items() if name not in ("step", "version", "time")}
             assert figures.items() <= rows[number].items()
+
+    run(use, ocr=ScriptedReward(by_index))
+
+
+def test_gradients_that_a_trainer_kept_go_with_the_job(
+    run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def keeping(self: ScriptedTrainer, request: Any, context: Any) -> Any:
+        folder = tmp_path / "state/jobs" / request.job_id / "checkpoints/gradients" / f"step-{request.step}-abc"
+        folder.mkdir(parents=True)
+        (folder / "0-0-0.safetensors").write_bytes(b"gradient")
+        return await plain(self, request, context)
+
+    plain = ScriptedTrainer.TrainStep
+    monkeypatch.setattr(ScriptedTrainer, "TrainStep", keeping)
+
+    async def use(fleet: ScriptedFleet) -> None:
+        record = await fleet.run(job(rewards={"ocr": {}}, algorithm={"name": "srpo"}))
+        assert record.status is JobStatus.SUCCEEDED, record.reason
+        checkpoints = tmp_path / "state/jobs" / record.id / "checkpoints"
+        assert checkpoints.is_dir()
+        await until(lambda: not (checkpoints / "gradients").exists())
 
     run(use, ocr=ScriptedReward(by_index))
 

@@ -235,7 +235,7 @@ def test_a_runner_that_ends_by_itself_is_not_alive_and_says_so(
 def test_it_stops_though_a_part_loses_its_cancellation(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
-    """As `asyncio.wait_for` of Python 3.11 may lose it: in a task of the scheduler, of the leader, and in a driver."""
+    """Python 3.11 may lose one in `asyncio.wait_for`: in a task of the scheduler, of the leader, and in a driver."""
     waits = asyncio.Event()
 
     async def stubborn(*_: object) -> None:

@@ -1,6 +1,7 @@
 """Losses that train on a reward's gradient, against plain PyTorch that goes through decoder and reward itself; what
 happens where a reward fails; and steps that are applied again."""
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,13 +15,18 @@ from torch import Tensor
 
 from flowfleet.data.blobs import SyncBlobs
 from flowfleet.data.trajectories import FinalLatents, Trajectory
+from flowfleet.errors import FlowfleetError, Full, Unavailable
 from flowfleet.job.spec import JobSpec
 from flowfleet.models.registry import adapter_for
 from flowfleet.proto import trainer_pb2
 from flowfleet.proto.trainer_pb2 import TrainSample, TrainStepRequest
+from flowfleet.rewards.failures import RewardRefused, RewardUnavailable
+from flowfleet.rewards.failures import reward_of as reward_named
 from flowfleet.seeds import derive_seed
 from services.reward.execution.batcher import Limits
+from services.trainer.parallel import ranks as of_ranks
 from services.trainer.parallel.ranks import Ranks
+from services.trainer.step.gradients.store import GradientStore, RowGradient
 from services.trainer.worker import Worker
 from tests.services.trainer.gradient_service import BAD, Known, reward_of, served, with_rewards
 from tests.services.trainer.oracle import Oracle
@@ -178,7 +184,7 @@ def test_a_reward_that_is_gone_changes_nothing_and_is_named(
         reward.stop()
         gone = worker.train(request)
     assert gone.reward_failure.startswith(f"rewards.judge: service 'judge' at {reward.address} cannot be reached")
-    assert not gone.is_permanent
+    assert (gone.failed_reward, gone.is_permanent) == ("judge", False)
     nowhere = worker.train(drawn(drawer, files, 0, ""))
     assert nowhere.reward_failure == "rewards.judge: service 'judge' has no replica that is ready"
     assert worker.job is not None
@@ -200,8 +206,8 @@ def test_a_reward_without_gradient_is_refused_by_name(
     worker, drawer = make_worker(spec, ranks, files, tmp_path), Drawer(spec)
     with served(Plain()) as reward:
         response = worker.train(drawn(drawer, files, 0, reward.address))
-    assert response.is_permanent
-    assert "gives no gradient (known 1): train on a reward that does" in response.reward_failure
+    assert (response.failed_reward, response.is_permanent) == ("judge", True)
+    assert "gives no gradient (known 1), and the job's loss trains on it: use a reward that" in response.reward_failure
 
 
 def test_a_sample_without_a_gradient_is_counted_and_teaches_nothing(
@@ -232,7 +238,7 @@ def test_a_reward_that_answers_for_no_sample_changes_nothing(
             prompt.text = BAD
         failure = worker.train(request)
         assert failure.reward_failure.startswith("rewards.judge: service 'judge': ")
-        assert not failure.is_permanent
+        assert (failure.failed_reward, failure.is_permanent) == ("judge", False)
         assert all(torch.equal(trained_of(worker)[name], tensor) for name, tensor in before.items())
         for prompt, text in zip(request.prompts, texts, strict=True):
             prompt.text = text
@@ -311,6 +317,54 @@ def test_a_checkpoint_that_covers_a_step_frees_its_gradients(
     assert sorted(path.name.split("-")[1] for path in folder.iterdir()) == ["0", "1"]
     worker.save(trainer_pb2.SaveCheckpointRequest(job_id=JOB))
     assert list(folder.iterdir()) == []
+
+
+def test_a_disk_that_takes_no_gradients_is_told_as_what_it_is(
+    tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
+) -> None:
+    """Not as a reward's failure. The step is applied once the disk is well."""
+    spec = job(tiny_qwen_image, ALGORITHMS["refl"])
+    worker, drawer = make_worker(spec, ranks, files, tmp_path), Drawer(spec)
+    folder = tmp_path / "checkpoints" / "gradients"
+    folder.parent.mkdir(exist_ok=True)
+    folder.write_text("in the way")
+    assert worker.job is not None
+    with served() as reward:
+        request = drawn(drawer, files, 0, reward.address)
+        with pytest.raises(
+            Unavailable, match=r"cannot keep the gradients of the step's rewards in .*: repair that disk"
+        ):
+            worker.train(request)
+        assert worker.job.record.applied == 0
+        folder.unlink()
+        assert not worker.train(request).reward_failure
+    assert worker.job.record.applied == 1
+
+
+def test_a_full_disk_keeps_no_gradient_and_nothing_half_written(tmp_path: Path) -> None:
+    store = GradientStore(tmp_path, 0, "abc")
+    folder = tmp_path / "gradients" / "step-0-abc"
+    folder.mkdir(parents=True)
+    (folder / f".0-0-0.safetensors.{os.getpid()}").symlink_to("/dev/full")
+    with pytest.raises(
+        Full, match=r"there is no room for the gradients of the step's rewards in .*: free some of that"
+    ):
+        store.put("0-0-0", RowGradient(torch.zeros(4), 0.5))
+    assert list(folder.iterdir()) == []
+    store.put("0-0-0", RowGradient(torch.ones(4), 0.5))
+    found = store.get("0-0-0")
+    assert found is not None
+    assert (found.gradient.tolist(), found.reward, found.is_missing) == ([1.0] * 4, 0.5, False)
+
+
+@pytest.mark.parametrize("kind", [RewardRefused, RewardUnavailable])
+def test_ranks_tell_each_other_whose_reward_failed(kind: type[FlowfleetError]) -> None:
+    told = of_ranks._unpack(of_ranks._pack(kind("ocr\x1fis gone: " + "ü" * 5000, "judge")))
+    assert type(told) is kind
+    assert reward_named(told) == "judge"
+    assert str(told).startswith("ocr is gone: üü")
+    plain = of_ranks._unpack(of_ranks._pack(Full("no room")))
+    assert (type(plain), str(plain), reward_named(plain)) == (Full, "no room", "")
 
 
 def test_a_step_without_prompts_is_refused(

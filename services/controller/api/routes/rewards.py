@@ -19,6 +19,7 @@ from services.controller.job.shadow_queue import pair_of
 from services.controller.prompts.sources import Sources
 from services.controller.rewards.client import RewardService
 from services.controller.rewards.failures import RewardFailure
+from services.controller.rewards.gradients import trains_on
 from services.controller.rewards.job_rewards import modality_of
 from services.controller.rewards.metrics import RewardCalls
 from services.controller.rewards.trials import refusals
@@ -93,7 +94,9 @@ async def _check_services(
         (name, part, kind)
         for kind, parts, known in (("rewards", after.rewards, before.rewards), ("shadow", shadows, known_shadows))
         for name, part in parts.items()
-        if name not in known or _asked_with(name, part) != _asked_with(name, known[name])
+        if name not in known
+        or _asked_with(name, part) != _asked_with(name, known[name])
+        or trains_on(spec, name, part) > trains_on(spec, name, known[name])
     ]
     there = ", ".join(sorted(directory.rewards)) or "none"
     unknown = [

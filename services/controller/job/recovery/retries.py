@@ -33,7 +33,7 @@ MAX_FAILURES = 5
 
 TRAINER_COMMANDS = (EnsureTrainer, TrainStep, Publish, Checkpoint, Export)
 
-WAITS_FOR_PEOPLE = {Code.RESOURCE_EXHAUSTED: (Checkpoint, Export), Code.UNIMPLEMENTED: (EnsureTrainer,)}
+WAITS_FOR_PEOPLE = {Code.RESOURCE_EXHAUSTED: (TrainStep, Checkpoint, Export), Code.UNIMPLEMENTED: (EnsureTrainer,)}
 """No room on a disk; a checkpoint of another version of Flowfleet. Another trainer would meet the same."""
 
 

@@ -1,8 +1,8 @@
 """Calls of `ScoreWithGradient` from a thread that computes: they run on an event loop elsewhere.
 
 Calls go to the addresses in turn, to the next one where one is unreachable or full, and in halves where they are too
-large. What goes wrong becomes an error that leaves the trainer unharmed: Unavailable where the controller is to send
-the step again, InvalidRequest where somebody must change something first.
+large. What goes wrong becomes an error that leaves the trainer unharmed: RewardUnavailable where the controller is to
+send the step again, RewardRefused where somebody must change something first.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from typing import Any, Final, TypeVar
 import grpc
 import grpc.aio
 
-from flowfleet.errors import FlowfleetError, InvalidRequest, Unavailable
+from flowfleet.errors import FlowfleetError
 from flowfleet.process.service import secret
 from flowfleet.proto import reward_pb2, reward_pb2_grpc
 from flowfleet.proto.trainer_pb2 import GradientReward
+from flowfleet.rewards import failures
+from flowfleet.rewards.failures import RewardRefused, RewardUnavailable, is_too_large
 from flowfleet.rewards.gradients import MAX_GRADIENT_BYTES, PixelInput, Pixels, cut, read_gradient
-from flowfleet.rewards.requests import CONTRACT, MAX_SCORE
+from flowfleet.rewards.requests import MAX_SCORE
 from flowfleet.rpc.endpoint import open_channel
 from flowfleet.rpc.kinds import REWARD_TOKEN
 
@@ -35,7 +37,6 @@ CALLS_AT_ONCE: Final = 4
 BEAT_S: Final = 1.0
 
 _CODE = grpc.StatusCode
-_PERMANENT = (_CODE.INVALID_ARGUMENT, _CODE.UNIMPLEMENTED)
 _ANOTHER_MAY = (_CODE.UNAVAILABLE, _CODE.RESOURCE_EXHAUSTED)
 """Another replica may answer: this one is unreachable, or its queue is full."""
 
@@ -66,8 +67,8 @@ class GradientClient:
         self._described: dict[str, tuple[reward_pb2.DescribeResponse, float]] = {}
 
     def ask(self, reward: GradientReward, samples: Sequence[PixelInput]) -> dict[str, Scored | str]:
-        """Asks one reward. By sample id: its answer, or why there is none. Raises Unavailable or InvalidRequest, which
-        name the reward."""
+        """Asks one reward. By sample id: its answer, or why there is none. Raises RewardUnavailable or
+        RewardRefused."""
         return self._run(self._ask(reward, samples))
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -80,7 +81,9 @@ class GradientClient:
 
     async def _ask(self, reward: GradientReward, samples: Sequence[PixelInput]) -> dict[str, Scored | str]:
         if not reward.addresses:
-            raise Unavailable(f"{_of(reward)} has no replica that is ready")
+            raise RewardUnavailable(
+                f"{failures.at(reward.name, reward.service)} has no replica that is ready", reward.name
+            )
         described = await self._any_description(reward)
         limit = described.gradient_bytes or MAX_GRADIENT_BYTES
         calls = cut(samples, described.max_batch_size or len(samples), min(limit, MAX_GRADIENT_BYTES))
@@ -109,18 +112,11 @@ class GradientClient:
             try:
                 found = await stub.Describe(reward_pb2.DescribeRequest(), timeout=DESCRIBE_DEADLINE_S)
             except grpc.aio.AioRpcError as error:
-                failure = self._failure(reward, address, error)
+                failure = _failure(reward, address, error, None)
                 continue
-            if found.contract > CONTRACT:
-                raise InvalidRequest(
-                    f"{_of(reward)} speaks contract {found.contract} of RewardService, but this trainer knows "
-                    f"{CONTRACT}: upgrade the trainer, or start an older version of it"
-                )
-            if not found.gives_gradient:
-                raise InvalidRequest(
-                    f"{_of(reward)} at {address} gives no gradient ({found.name} {found.version}): train on a reward "
-                    "that does, and give this one weight 0"
-                )
+            problem = failures.newer_contract(reward.name, reward.service, found, "trainer")
+            if problem := problem or failures.without_gradient(reward.name, reward.service, found):
+                raise RewardRefused(problem, reward.name)
             self._described[address] = found, time.monotonic()
             return found
         assert failure is not None
@@ -137,11 +133,11 @@ class GradientClient:
             try:
                 response = await stub.ScoreWithGradient(request, timeout=self._deadline_s)
             except grpc.aio.AioRpcError as error:
-                if _is_too_large(error) and len(samples) > 1:
+                if is_too_large(error) and len(samples) > 1:
                     middle = len(samples) // 2
                     return {**await self._call(reward, samples[:middle]), **await self._call(reward, samples[middle:])}
                 self._described.pop(address, None)
-                failure = self._failure(reward, address, error)
+                failure = _failure(reward, address, error, self._deadline_s)
                 if error.code() not in _ANOTHER_MAY:
                     break
                 continue
@@ -154,29 +150,14 @@ class GradientClient:
             self._channels[address] = open_channel(address, token=secret(REWARD_TOKEN))
         return self._channels[address]
 
-    def _failure(self, reward: GradientReward, address: str, error: grpc.aio.AioRpcError) -> FlowfleetError:
-        code, details = error.code(), error.details() or "no message"
-        place = f"{_of(reward)} at {address}"
-        match code:
-            case _CODE.UNAVAILABLE:
-                return Unavailable(f"{place} cannot be reached ({details}): start it, or correct its address")
-            case _CODE.DEADLINE_EXCEEDED:
-                return Unavailable(
-                    f"{place} gave no gradient in {self._deadline_s:g} s: make it faster, or raise timeouts.score_s"
-                )
-            case _CODE.UNAUTHENTICATED | _CODE.PERMISSION_DENIED:
-                return Unavailable(
-                    f"{place} refuses the trainer ({details}): give the trainer the token of rewards, {REWARD_TOKEN}"
-                )
-            case _CODE.RESOURCE_EXHAUSTED if _is_too_large(error):
-                return InvalidRequest(
-                    f"{place} does not take a picture of this size ({details}): raise its limit for messages, or lower "
-                    "rollout.height and rollout.width"
-                )
-            case _ if code in _PERMANENT:
-                return InvalidRequest(f"{place} refuses the request: {details}")
-            case _:
-                return Unavailable(f"{place} failed with {code.name} ({details}): its log may have the reason")
+
+def _failure(
+    reward: GradientReward, address: str, error: grpc.aio.AioRpcError, deadline_s: float | None
+) -> FlowfleetError:
+    message = failures.of_call(reward.name, reward.service, address, error, deadline_s, "trainer")
+    is_permanent = error.code() in failures.PERMANENT and not failures.may_heal(error)
+    kind = RewardRefused if is_permanent or is_too_large(error) else RewardUnavailable
+    return kind(message, reward.name)
 
 
 def _answers(
@@ -197,15 +178,6 @@ def _answers(
             except ValueError as error:
                 answers[sample.sample_id] = str(error)
     return answers
-
-
-def _of(reward: GradientReward) -> str:
-    return f"rewards.{reward.name}: service {reward.service!r}"
-
-
-def _is_too_large(error: grpc.aio.AioRpcError) -> bool:
-    details = (error.details() or "").lower()
-    return error.code() is _CODE.RESOURCE_EXHAUSTED and "message" in details and "larger than" in details
 
 
 def _loop_in_a_thread() -> asyncio.AbstractEventLoop:

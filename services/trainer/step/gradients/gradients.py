@@ -20,9 +20,9 @@ from torch import Tensor
 
 from flowfleet.algorithms.reward_gradient import Wish, with_words
 from flowfleet.data.lineage import digest_of, follow
-from flowfleet.errors import Unavailable
 from flowfleet.job.spec import JobSpec
 from flowfleet.proto.trainer_pb2 import GroupPrompt, TrainStepRequest
+from flowfleet.rewards.failures import RewardUnavailable, at
 from flowfleet.rewards.gradients import PixelInput, Pixels
 from services.trainer.beats import Phase
 from services.trainer.parallel.ranks import Ranks
@@ -61,14 +61,17 @@ class RewardGradients:
         self._prompts: dict[int, GroupPrompt] = {prompt.group: prompt for prompt in request.prompts}
         lineage = follow(history, request) or f"unknown_{digest_of(request)}"
         self._store = GradientStore(directory, int(request.step), lineage)
-        self._num_rows, self._num_missing, self._why = 0, 0, ""
+        self._num_rows, self._num_missing = 0, 0
+        self._why = ("another rank's log has the rewards' answers", "")
+        """Why the last such row has no gradient, and the reward's name."""
         self._unkept: dict[str, RowGradient] = {}
         """Rows without a gradient, by name, until `settle`."""
 
     def of(self, rows: Sequence[int], k: int, image: Tensor, wishes: Sequence[Wish]) -> BatchGradient:
         """Gradient of what a loss wishes, for the step's samples `rows` in round k.
 
-        Raises Unavailable or InvalidRequest where a reward gives no gradients, OSError where they cannot be kept.
+        Raises RewardUnavailable or RewardRefused where a reward gives no gradients, Full or Unavailable where there is
+        no room for them or they cannot be kept.
 
         Args:
             image: (B, *latent) predicted clean latents, on the device.
@@ -102,13 +105,13 @@ class RewardGradients:
 
     def settle(self) -> None:
         """Collective, after all rows of the step. Keeps which of them have no gradient, so that a step that is applied
-        again goes without them too. Raises Unavailable on every rank where that is so for all of several rows: then
-        none is kept, and all are asked again."""
+        again goes without them too. Where that is so for all of several rows, raises RewardUnavailable on every rank:
+        then none is kept, and all are asked again."""
         counts = self._ranks.sum(torch.tensor([self._num_rows, self._num_missing], dtype=torch.float64))
         num_rows, num_missing = map(int, counts.tolist())
         if num_missing == num_rows > 1:
-            why = self._why or "another rank's log has the rewards' answers"
-            raise Unavailable(f"{why}; so for all {num_rows} pictures of the step")
+            why, name = self._why
+            raise RewardUnavailable(f"{why}; so for all {num_rows} pictures of the step", name)
         with self._ranks.together():
             for name, row in self._unkept.items():
                 self._store.put(name, row)
@@ -145,7 +148,7 @@ class RewardGradients:
                     answer = answers.get(str(place), "it is missing in the answer")
                     if isinstance(answer, str):
                         sums[place] = None
-                        self._why = f"rewards.{reward.name}: service {reward.service!r}: {answer}"
+                        self._why = f"{at(reward.name, reward.service)}: {answer}", reward.name
                         continue
                     sums[place] = _added(sums[place], answer, wish, weights[place] * float(wish.factors[place]))
         return sums

@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
+from errno import EDQUOT, ENOSPC
 from pathlib import Path
 
 import safetensors.torch
@@ -18,7 +20,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-FOLDER = "gradients"
+from flowfleet.errors import Full, Unavailable
+from flowfleet.job.model_files import GRADIENTS
+
 _NAME = re.compile(r"step-(\d+)-\w+")
 
 
@@ -52,24 +56,32 @@ class GradientStore:
             return None
 
     def put(self, row: str, found: RowGradient) -> None:
-        """Raises OSError, as on a full disk."""
+        """Raises Full where the disk has no room, Unavailable where it cannot be written."""
         path = self._path(row)
-        path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(f".{path.name}.{os.getpid()}")
         tensors = {
             "gradient": found.gradient.contiguous(),
             "reward": torch.tensor(found.reward, dtype=torch.float64),
             "is_missing": torch.tensor(found.is_missing),
         }
-        aside.write_bytes(safetensors.torch.save(tensors))
-        aside.replace(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            aside.write_bytes(safetensors.torch.save(tensors))
+            aside.replace(path)
+        except OSError as error:
+            with suppress(OSError):
+                aside.unlink(missing_ok=True)
+            place = f"the gradients of the step's rewards in {path.parent}"
+            if error.errno in (ENOSPC, EDQUOT):
+                raise Full(f"there is no room for {place} ({error.strerror}): free some of that disk") from error
+            raise Unavailable(f"cannot keep {place} ({error}): repair that disk, or its permissions") from error
 
     def _path(self, row: str) -> Path:
-        return self.directory / FOLDER / f"step-{self.step}-{self.lineage}" / f"{row}.safetensors"
+        return self.directory / GRADIENTS / f"step-{self.step}-{self.lineage}" / f"{row}.safetensors"
 
 
 def release(directory: Path, before: int) -> None:
     """Deletes the gradients of steps below `before`."""
-    for folder in (directory / FOLDER).glob("step-*"):
+    for folder in (directory / GRADIENTS).glob("step-*"):
         if (match := _NAME.fullmatch(folder.name)) and int(match[1]) < before:
             shutil.rmtree(folder, ignore_errors=True)

@@ -15,7 +15,7 @@ from flowfleet.proto.common_pb2 import Sample, SampleId
 from flowfleet.proto.trainer_pb2 import TrainSample, TrainStepRequest, TrainStepResponse
 from services.controller.fleet.directory import StaticDirectory
 from services.controller.rewards.failures import RewardFailure, RewardPause
-from services.controller.rewards.gradients import GradientRewards, told
+from services.controller.rewards.gradients import GradientRewards, told, trains_on
 
 SPEC = parse_job(
     {
@@ -61,7 +61,7 @@ def request() -> TrainStepRequest:
 
 
 def failure(*, permanent: bool = False) -> TrainStepResponse:
-    return TrainStepResponse(reward_failure="rewards.judge: service 'vlm' at h:1 is gone", is_permanent=permanent)
+    return TrainStepResponse(reward_failure="the service is gone", failed_reward="judge", is_permanent=permanent)
 
 
 def rewards(clock: Clock) -> GradientRewards:
@@ -124,5 +124,17 @@ def test_success_and_a_resumed_job_count_anew() -> None:
 
 
 def test_what_somebody_must_change_first_pauses_at_once() -> None:
-    with pytest.raises(RewardPause, match=r"is gone\. The job is paused"):
+    with pytest.raises(RewardPause, match=r"is gone\. The job is paused as rewards\.judge\.on_failure"):
         asyncio.run(rewards(Clock()).trained(request(), Trainer([failure(permanent=True)])))
+
+
+def test_rewards_are_trained_on_where_they_weigh_at_some_step_of_some_source() -> None:
+    base = {"model": {"path": "model"}, "rewards": {"judge": {}, "ocr": {"weight": 0.0}}}
+    sources = [{"name": "a", "path": "a.txt", "rewards": {"judge": 1.0}}, {"name": "b", "path": "b.txt"}]
+    mixed = parse_job(base | {"data": {"sources": sources}, "algorithm": {"name": "srpo"}})
+    plain = parse_job(base | {"data": {"train": "a.txt"}})
+    judge, later, never = RewardPart(), RewardPart(curve=((0, 0.0), (9, 1.0))), RewardPart(weight=0.0)
+    assert trains_on(mixed, "judge", judge)
+    assert trains_on(mixed, "judge", later)
+    assert not trains_on(mixed, "judge", never)
+    assert not trains_on(plain, "judge", judge)

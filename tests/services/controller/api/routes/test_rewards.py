@@ -225,6 +225,27 @@ async def test_params_that_are_refused_are_told_at_submit(api: Api, job: MakeJob
     assert away.status_code == 202, away.text  # the job waits for it
 
 
+async def test_a_reward_without_gradient_is_told_before_a_job_trains_on_it(
+    api: Api, job: MakeJob, services: dict[str, Service]
+) -> None:
+    """At submit, and where a change gives it a weight; a reward that only watches, or a shadow, needs none."""
+    services["v2"].answer.gives_gradient = True
+    algorithm, words = (
+        {"name": "srpo"},
+        "rewards.ocr: service 'ocr' gives no gradient (a 1), and the job's loss trains on",
+    )
+    refused = await api.client.post("/v1/jobs", json=job(algorithm=algorithm))
+    assert refused.status_code == 422, refused.text
+    assert words in refused.text
+    assert "use a reward that gives one, and give this one weight 0" in refused.text
+    job_id = (await api.submit(job(algorithm=algorithm, rewards={"v2": {}, "ocr": {"weight": 0.0}})))["id"]
+    change = await patch(api, job_id, 0, set={"ocr": {"weight": 1.0}})
+    assert change.status_code == 422, change.text
+    assert words in change.text
+    shadow = await patch(api, job_id, 0, shadow={"beside": {"for": "v2", "service": "ocr"}})
+    assert shadow.status_code == 202, shadow.text
+
+
 async def test_a_job_that_has_ended_keeps_its_rewards(api: Api, job: MakeJob) -> None:
     job_id = (await api.submit(job()))["id"]
     await api.client.post(f"/v1/jobs/{job_id}/cancel")

@@ -140,7 +140,7 @@ def test_people_are_waited_for_by_who_needs_them() -> None:
         assert decide(Checkpoint(2), full, failures).action is FailureAction.RETRY
         assert decide(Export(), full, failures).action is FailureAction.RETRY
         assert decide(EnsureTrainer(), other, failures).action is FailureAction.RETRY
-        assert decide(TrainStep(0), full, failures).action is FailureAction.RESYNC
+        assert decide(TrainStep(0), full, failures).action is FailureAction.RETRY
         assert decide(TrainStep(0), other, failures).action is FailureAction.FAIL_JOB
 
 
