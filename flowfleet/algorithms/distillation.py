@@ -50,12 +50,12 @@ def diffusion_opd(rows: DistillationRows, part: AlgorithmPart) -> DistillationOu
 
     Both steps are Gaussians of one std, so the KL is exact and has no sampling noise: loss = mean((mu - mu_T)^2) /
     (2 std^2), the MEAN over the elements of a sample. A step without noise has no density. There the loss is the
-    paper's limit, mean((mu - mu_T)^2).
+    authors', mean((mu - mu_T)^2) / 2.
 
     Args:
         rows: uses all.
         part: uses nothing.
     """
     squared = (rows.mean - rows.teacher_mean.detach()).square().flatten(1).mean(dim=1)
-    loss = torch.where(rows.std > 0, reference_kl(rows.mean, rows.teacher_mean, rows.std), squared)
+    loss = torch.where(rows.std > 0, reference_kl(rows.mean, rows.teacher_mean, rows.std), squared / 2)
     return DistillationOutput(loss, {"actor/teacher_kl": loss.detach().sum()})

@@ -15,13 +15,13 @@ PART = AlgorithmPart(name="diffusion_opd", loss="diffusion_opd")
 
 def opd_oracle(mean: Array, teacher: Array, std: Array) -> tuple[Array, Array]:
     """Loss (B,) and its gradient in the policy's mean. The KL of N(m, s²) to N(t, s²) is log(s/s) + (s² + (m − t)²) /
-    (2 s²) − ½; without noise the squared distance of the means takes its place."""
+    (2 s²) − ½; without noise half the squared distance of the means takes its place."""
     gap, spread = mean - teacher, per_row(std, mean)
     with np.errstate(divide="ignore", invalid="ignore"):
         kl = (spread**2 + gap**2) / (2 * spread**2) - 0.5
         slope = gap / spread**2
-    loss = np.where(std > 0, row_mean(kl), row_mean(gap**2))
-    return loss, np.where(spread > 0, slope, 2 * gap) / mean[0].size
+    loss = np.where(std > 0, row_mean(kl), row_mean(gap**2) / 2)
+    return loss, np.where(spread > 0, slope, gap) / mean[0].size
 
 
 @PRECISIONS
