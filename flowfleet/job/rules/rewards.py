@@ -1,0 +1,105 @@
+"""What goes with the rewards of a job, of its sources and of its validations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import lcm
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flowfleet.job.spec import JobSpec, RewardPart
+
+_VOTES = "human"
+"""Name of the reward service that people's votes are for."""
+
+
+def rewards(job: JobSpec) -> Iterator[str]:
+    """Checks that rewards count, and what happens where one fails."""
+    rewards = job.rewards
+    is_scored = job.method.data == "prompts" and job.loss.reads_rewards
+    if (is_scored or job.data.is_validated) and not rewards:
+        yield "rewards: name at least one reward service, for example [rewards.ocr]"
+    if job.method.data != "prompts" or not rewards:
+        return
+    if not job.is_evaluation and is_scored:
+        yield from _without_influence(rewards)
+    for name, part in rewards.items():
+        if part.on_failure == "skip" and part.gate is not None:
+            yield (
+                f'rewards.{name}.on_failure = "skip" would open its gate while the service is unreachable: set it to '
+                '"pause" or "drop"'
+            )
+        if is_scored and part.on_failure == "skip" and part.has_influence and not _others_with_influence(job, name):
+            yield (f'rewards.{name}.on_failure = "skip" leaves no reward to continue with: set it to "pause" or "drop"')
+        if part.clip is not None and not part.has_influence:
+            yield f"rewards.{name}.clip has no effect with a weight of 0: leave it out"
+
+
+def _without_influence(rewards: Mapping[str, RewardPart]) -> Iterator[str]:
+    if not any(part.weight for part in rewards.values()):
+        yield "rewards.*.weight is 0 throughout, so nothing is learnt: give one of them a weight"
+    elif not any(part.has_influence for part in rewards.values()):
+        yield "rewards.*.curve is 0 throughout, so nothing is learnt: give one of them a factor other than 0"
+
+
+def _others_with_influence(job: JobSpec, name: str) -> bool:
+    """Whether every source that a reward scores has another reward that counts."""
+    parts = [job.data.scoring(source.name, job.rewards) for source in job.data.each]
+    return all(
+        any(part.has_influence for other, part in rewards.items() if other != name)
+        for rewards in parts
+        if name in rewards
+    )
+
+
+def sources(job: JobSpec) -> Iterator[str]:
+    """Checks the rewards of each source of prompts."""
+    known = ", ".join(sorted(job.rewards)) or "none"
+    for number, source in enumerate(job.data.sources):
+        setting = f"data.sources.{number}.rewards"
+        if source.rewards is None:
+            continue
+        if job.method.data != "prompts":
+            yield f"{setting} has no effect with algorithm.name = {job.method.name}, whose data say what is better"
+            continue
+        if unknown := sorted(source.rewards.keys() - job.rewards.keys()):
+            yield f"{setting}.{unknown[0]}: the job has no such reward; it has: {known}"
+        elif job.loss.reads_rewards and not any(
+            part.has_influence for part in job.data.scoring(source.name, job.rewards).values()
+        ):
+            yield f"{setting} has no weight throughout, so its samples teach nothing: name a reward that has one"
+    if job.data.sources and all(source.rewards is not None for source in job.data.sources):
+        used = {name for source in job.data.sources for name in source.rewards or ()}
+        if unused := sorted(job.rewards.keys() - used):
+            yield f"rewards.{unused[0]} scores no source: name it in data.sources.N.rewards, or leave it out"
+
+
+def best(job: JobSpec) -> Iterator[str]:
+    """Checks `schedule.keep_best`."""
+    schedule = job.schedule
+    if not schedule.keep_best:
+        return
+    if not job.data.is_validated:
+        yield "schedule.keep_best compares held-out rewards: give data.validation, or leave it out"
+    elif lcm(schedule.save_every, schedule.validate_every) >= schedule.steps:
+        yield (
+            f"schedule.keep_best has nothing to compare: no step below schedule.steps = {schedule.steps} is both saved "
+            f"and validated; set schedule.validate_every to schedule.save_every = {schedule.save_every}"
+        )
+    for name, part in job.rewards.items():
+        if part.weight and len({factor for _, factor in part.curve}) > 1:
+            yield (
+                f"schedule.keep_best compares the rewards of different steps, and rewards.{name}.curve changes what "
+                "they count: leave one of them out"
+            )
+
+
+def lone_votes(job: JobSpec) -> Iterator[str]:
+    """Warns where nothing but people's votes holds the policy."""
+    votes = [name for name, part in job.rewards.items() if part.service_of(name) == _VOTES]
+    others = [part for name, part in job.rewards.items() if name not in votes]
+    if votes and not job.algorithm.kl_coef and not any(part.gate or part.has_influence for part in others):
+        yield (
+            f"rewards.{votes[0]}: people's votes are the only guard of this job: add a reward with a gate, such as "
+            "image_quality, or set algorithm.kl_coef"
+        )

@@ -1,0 +1,170 @@
+"""What goes with how a trainer holds, shares and updates weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from flowfleet.job.rules.unheard import is_changed, unheard
+
+if TYPE_CHECKING:
+    from flowfleet.job.spec import JobSpec
+
+
+def adapter(job: JobSpec) -> Iterator[str]:
+    """Checks where an adapter begins, and how it is exported."""
+    if job.model.adapter is not None and job.trainer.resume is not None:
+        yield "model.adapter has no effect with trainer.resume, whose checkpoint has an adapter: leave one of them out"
+    if job.trainer.mode == "lora":
+        return
+    if job.model.adapter is not None:
+        yield (
+            'model.adapter: trainer.mode = "full" has no adapter that could start from it: export the pipeline with '
+            'the adapter merged in (trainer.lora.merge) and give that as model.path, or set trainer.mode = "lora"'
+        )
+    yield from unheard(
+        job, ("trainer.lora.merge",), 'with trainer.mode = "full", which exports a whole pipeline anyway: leave it out'
+    )
+
+
+def batches(job: JobSpec) -> Iterator[str]:
+    """Checks updates and micro-batches against what a step trains on."""
+    part = job.trainer
+    number, what = job.trained_per_step, "samples"
+    if job.loss.needs_pairs:
+        number, what = number // 2, "pairs"
+    elif job.loss.needs_groups:
+        number, what = job.rollout.prompts_per_step, "groups"
+    if number < part.updates_per_step and is_changed(job, "trainer.updates_per_step"):
+        yield (
+            f"trainer.updates_per_step = {part.updates_per_step} is more than the {number} {what} that a step trains "
+            "on; lower it or raise rollout.prompts_per_step"
+        )
+    if job.loss.needs_pairs and part.micro_batch_size < 2:
+        yield f"trainer.micro_batch_size = 1 cannot hold a pair, which algorithm.loss = {job.loss.name} needs: give 2"
+    if job.loss.needs_groups and part.micro_batch_size < (of_group := job.rollout.made_of_group):
+        setting = "rollout.group_size" if of_group == job.rollout.group_size else "rollout.preview.keep"
+        yield (
+            f"trainer.micro_batch_size = {part.micro_batch_size} cannot hold a group, which algorithm.loss = "
+            f"{job.loss.name} needs: raise it to {setting} = {of_group}, or lower that"
+        )
+    if part.deterministic and job.loss.kind == "policy" and job.algorithm.best_of is not None:
+        yield (
+            "trainer.deterministic repeats the rollout's batches, of which algorithm.best_of leaves samples out: set "
+            "trainer.deterministic = false, or leave algorithm.best_of out"
+        )
+    if part.deterministic and part.compile:
+        yield (
+            "trainer.deterministic recomputes the rollout's log-probs bit for bit, which compiled blocks do not: set "
+            "trainer.compile or trainer.deterministic to false"
+        )
+    if part.deterministic and job.loss.kind == "policy" and (job.rollout.compile or job.rollout.quantization != "none"):
+        yield (
+            "trainer.deterministic recomputes the rollout's log-probs bit for bit, which compiled or quantized ones do "
+            'not allow: set rollout.compile = false and rollout.quantization = "none", or trainer.deterministic = '
+            "false"
+        )
+
+
+def sharding(job: JobSpec) -> Iterator[str]:
+    """Checks `trainer.sharding`."""
+    if job.trainer.sharding == "replicate" and job.trainer.mode == "full":
+        yield (
+            'trainer.sharding = "replicate" with trainer.mode = "full" would keep gradients and moments of all weights '
+            'on every rank: set it to "auto" or "fsdp"'
+        )
+
+
+def samples(job: JobSpec) -> Iterator[str]:
+    """Checks `trainer.samples`."""
+    part = job.trainer
+    setting = f'trainer.samples = "{part.samples}"'
+    if part.samples == "no":
+        return
+    if part.mode == "full":
+        yield (
+            f"{setting} samples with the frozen base of an adapter, and full training has none: set trainer.mode "
+            '= "lora", or trainer.samples = "no"'
+        )
+    if part.world_size > 1 and part.sharding == "fsdp":
+        yield (
+            f'{setting} needs the whole base on each rank, which trainer.sharding = "fsdp" shares out: set that to '
+            '"auto", or trainer.samples = "no"'
+        )
+    if part.samples == "only" and job.schedule.max_staleness > 0:
+        yield (
+            f"{setting} is on-policy, and schedule.max_staleness = {job.schedule.max_staleness} is not: set that to 0, "
+            'or trainer.samples = "idle"'
+        )
+
+
+def base(job: JobSpec) -> Iterator[str]:
+    """Checks `model.base`."""
+    if job.model.base == "plain":
+        yield from unheard(
+            job, ("trainer.base_gradients",), 'with model.base = "plain": leave it out, or set that to "fp8"'
+        )
+        return
+    if job.trainer.mode == "full":
+        yield 'model.base = "fp8" is a frozen base: set trainer.mode = "lora", or leave model.base out'
+    if job.model.dtype != "bfloat16":
+        yield f'model.base = "fp8" works on models in bfloat16, not {job.model.dtype}: set model.dtype'
+    if job.trainer.sharding == "fsdp" and job.trainer.world_size > 1:
+        yield 'model.base = "fp8" is whole on every rank: set trainer.sharding to "auto" or "replicate"'
+    if job.loss.kind == "policy" and job.algorithm.old_log_probs == "rollout":
+        yield (
+            'algorithm.old_log_probs = "rollout" with model.base = "fp8" would put an unmeasured gap into the ratio of '
+            'the loss: set algorithm.old_log_probs to "first_forward" or "recompute"'
+        )
+    if job.trainer.lora.merge:
+        yield (
+            'model.base = "fp8" exports the adapter alone: leave trainer.lora.merge out, and merge the adapter into '
+            "the plain base after the job"
+        )
+    yield from unheard(
+        job, ("rollout.quantization",), 'with model.base = "fp8", which rollouts compute with anyway: leave it out'
+    )
+
+
+def merged(job: JobSpec) -> Iterator[str]:
+    """Checks `rollout.adapter`."""
+    if job.trainer.mode == "full":
+        yield from unheard(job, ("rollout.adapter",), 'with trainer.mode = "full", which has no adapter: leave it out')
+        return
+    if job.rollout.adapter == "separate" or job.loss.kind != "policy":
+        return
+    if job.algorithm.old_log_probs == "rollout":
+        yield (
+            'algorithm.old_log_probs = "rollout" with rollout.adapter = "merged" would put an unmeasured gap into the '
+            'ratio of the loss: set algorithm.old_log_probs to "first_forward" or "recompute"'
+        )
+    if job.trainer.deterministic:
+        yield (
+            "trainer.deterministic recomputes the rollout's log-probs bit for bit, which a merged adapter does not "
+            'allow: set rollout.adapter = "separate", or trainer.deterministic = false'
+        )
+
+
+def average(job: JobSpec) -> Iterator[str]:
+    """Checks `trainer.ema`."""
+    if not job.averages:
+        yield from unheard(job, ("trainer.ema.every",), "without trainer.ema.decay: give that too, or leave it out")
+
+
+def optimizer(job: JobSpec) -> Iterator[str]:
+    """Checks warm-up and decay of the learning rate."""
+    part = job.trainer.optimizer
+    total = job.schedule.steps * job.most_updates_per_step
+    if part.warmup_updates >= total and not job.is_evaluation:
+        yield (
+            f"trainer.optimizer.warmup_updates = {part.warmup_updates} is not below the {total} updates of the job: "
+            "lower it, or raise schedule.steps"
+        )
+    if part.lr_schedule == "constant":
+        yield from unheard(
+            job,
+            ("trainer.optimizer.final_lr",),
+            'with trainer.optimizer.lr_schedule = "constant": leave it out, or use "linear" or "cosine"',
+        )
+    elif part.final_lr > part.lr:
+        yield f"trainer.optimizer.final_lr = {part.final_lr} is above trainer.optimizer.lr = {part.lr}: lower it"
