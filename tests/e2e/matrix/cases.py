@@ -109,7 +109,7 @@ def make_job(checkpoint: Path, data: Path, algorithm: str, mode: str) -> dict[st
         "name": f"{checkpoint.name}-{algorithm}".replace("_", "-"),
         "model": {"path": str(checkpoint), "dtype": "float32"},
         "data": {"train": str(data / _data_name(is_video, family.takes_images, is_pairs))},
-        "rewards": {} if is_pairs else {_reward(algorithm): {}},
+        "rewards": {} if is_pairs else {reward_for(algorithm): {}},
         "algorithm": {"name": algorithm},
         "rollout": {
             "prompts_per_step": NUM_PROMPTS,
@@ -139,8 +139,8 @@ def make_job(checkpoint: Path, data: Path, algorithm: str, mode: str) -> dict[st
     return job
 
 
-def _reward(algorithm: str) -> str:
-    """One that the algorithm can train on."""
+def reward_for(algorithm: str) -> str:
+    """A service that the algorithm can train on."""
     return "image_quality" if LOSSES[ALGORITHMS[algorithm].loss].kind == "gradient" else "jpeg_compressibility"
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from docs.generate.papers import FOLDER, read_recipes
-from flowfleet.algorithms.registry import ALGORITHMS
+from flowfleet.algorithms.registry import ALGORITHMS, LOSSES
 from flowfleet.job.setting_files import put, read_table
 from flowfleet.job.spec import read_job_file
 from tests.e2e.conftest import Fleet, assert_accounted
+from tests.e2e.matrix.cases import reward_for
 
 SIZES = read_table(Path(__file__).with_name("paper_sizes.toml"), "a table of sizes")
 
@@ -21,16 +22,19 @@ SIZES = read_table(Path(__file__).with_name("paper_sizes.toml"), "a table of siz
 def make_job(name: str, checkpoint_of: Callable[[str], Path], data: Path) -> dict[str, Any]:
     """The recipe with the sizes of paper_sizes.toml, on a tiny checkpoint, with a reward that needs no model."""
     job = read_job_file(FOLDER / f"{name}.toml")
-    is_pairs = ALGORITHMS[job["algorithm"]["name"]].data == "preferences"
+    algorithm = ALGORITHMS[job["algorithm"]["name"]]
+    is_pairs = algorithm.data == "preferences"
     changes = SIZES["settings"] | SIZES["settings_of_pairs" if is_pairs else "settings_of_prompts"]
     changes |= SIZES["settings_of_lora"] if job["trainer"]["mode"] == "lora" else {}
+    changes |= SIZES["settings_of_gradients"] if LOSSES[algorithm.loss].kind == "gradient" else {}
     changes |= {
         "model.path": str(checkpoint_of(SIZES["checkpoints"][job["model"]["path"]])),
         "data.train": str(data / ("001.jsonl" if is_pairs else "000.jsonl")),
         "data.validation": str(data / "000.jsonl"),
     }
-    for reward in job.setdefault("rewards", {"jpeg_compressibility": {}}).values():
-        reward["service"] = "jpeg_compressibility"
+    service = reward_for(algorithm.name)
+    for reward in job.setdefault("rewards", {service: {}}).values():
+        reward["service"] = service
     for setting, value in changes.items():
         put(job, setting, value)
     return job

@@ -17,6 +17,7 @@ from flowfleet.data.blobs import SyncBlobs
 from flowfleet.data.trajectories import FinalLatents, Trajectory
 from flowfleet.errors import FlowfleetError, Full, Unavailable
 from flowfleet.job.spec import JobSpec
+from flowfleet.models.families.hunyuan_image3.vae import HunyuanImage3Vae
 from flowfleet.models.registry import adapter_for
 from flowfleet.proto import trainer_pb2
 from flowfleet.proto.trainer_pb2 import TrainSample, TrainStepRequest
@@ -34,6 +35,8 @@ from tests.services.trainer.processes import Launch, Trainer
 from tests.services.trainer.steps import JOB, PROMPTS, Drawer, make_spec
 from tests.services.trainer.test_service import curve
 from tests.services.trainer.workers import make_worker, trained_of
+from tests.tiny_models import make_tiny
+from tests.tiny_models.hunyuan_image3 import CONFIG
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "refl": {"name": "refl"},
@@ -98,11 +101,18 @@ class GradientOracle(Oracle):
         return -count * total + self._tie(v, x, 1000 * flat, items)
 
     def _rewards(self, image: Tensor, items: Sequence[TrainSample], words: str) -> Tensor:
-        """Rewards by the VAE of diffusers itself, as its pipeline scales latents."""
+        pixels = ((self._pixels(image) + 1) / 2).clamp(0, 1)
+        texts = [words + PROMPTS[item.sample.id.group] for item in items]
+        return torch.stack([reward_of(one, text) for one, text in zip(pixels, texts, strict=True)])
+
+    def _pixels(self, image: Tensor) -> Tensor:
+        """By the VAE itself, diffusers' or that of HunyuanImage-3.0, as pipelines scale latents."""
         decoder, size = self.decoder, self.spec.rollout.size
-        vae, config = decoder.vae, decoder.vae.config
-        rows = image.shape[1:] if image.ndim == 4 else None
-        assert rows is not None or image.ndim == 3
+        vae = decoder.vae
+        if isinstance(vae, HunyuanImage3Vae):
+            pixels: Tensor = vae.decode(image / CONFIG["vae"]["scaling_factor"])
+            return pixels
+        config = vae.config
         if image.ndim == 3:
             image = decoder.pipeline._unpack_latents(image, size.height, size.width, decoder.pipeline.vae_scale_factor)
             image = image if image.ndim == 4 else image[:, :, 0]
@@ -110,9 +120,7 @@ class GradientOracle(Oracle):
             pixels = vae.decode((image * std + mean)[:, :, None], return_dict=False)[0][:, :, 0]
         else:
             pixels = vae.decode(image / config.scaling_factor + (config.shift_factor or 0), return_dict=False)[0]
-        pixels = ((pixels + 1) / 2).clamp(0, 1)
-        texts = [words + PROMPTS[item.sample.id.group] for item in items]
-        return torch.stack([reward_of(one, text) for one, text in zip(pixels, texts, strict=True)])
+        return pixels
 
     def _tie(self, v: Tensor, x: Tensor, timestep: Tensor, items: Sequence[TrainSample]) -> Tensor:
         with torch.no_grad():
@@ -148,7 +156,20 @@ def steps(worker: Worker, drawer: Drawer, files: SyncBlobs, address: str, count:
 def test_two_steps_equal_one_graph_through_decoder_and_reward(
     name: str, mode: str, tiny_qwen_image: Path, ranks: Ranks, files: SyncBlobs, tmp_path: Path
 ) -> None:
-    spec = job(tiny_qwen_image, ALGORITHMS[name] | {"kl_coef": 0.01}, mode=mode)
+    assert_two_steps(job(tiny_qwen_image, ALGORITHMS[name] | {"kl_coef": 0.01}, mode=mode), ranks, files, tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_hunyuan_image3_learns_by_srpo_as_one_graph_says(
+    mode: str, ranks: Ranks, files: SyncBlobs, tmp_path: Path
+) -> None:
+    """Through the mixture of experts and its own VAE, whose activations the trainer computes again."""
+    path = make_tiny("hunyuan_image3", tmp_path / "model")
+    spec = job(path, ALGORITHMS["srpo_relative"] | {"kl_coef": 0.01}, mode=mode, gradient_checkpointing="full")
+    assert_two_steps(spec, ranks, files, tmp_path)
+
+
+def assert_two_steps(spec: JobSpec, ranks: Ranks, files: SyncBlobs, tmp_path: Path) -> None:
     worker, oracle, drawer = make_worker(spec, ranks, files, tmp_path), GradientOracle(spec, files), Drawer(spec)
     before = trained_of(worker)
     with served() as reward:

@@ -198,6 +198,9 @@ class HunyuanImage3Adapter(ModelAdapter):
     def _decode(self, latents: Tensor, size: Size) -> Tensor:
         return torch.cat([to_uint8(self._pixels(row, size)) for row in torch.split(latents, 1)])
 
+    def checkpoint_decoding(self) -> None:
+        self.vae.decoder.checkpoints = True
+
     def _pixels(self, latents: Tensor, size: Size) -> Tensor:
         planes = latents.to(self.device, torch.float32) / self._scaling + self._offset
         with self._half():

@@ -8,11 +8,13 @@ that averages or repeats channels, as in DC-AE, https://arxiv.org/abs/2410.10733
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 GROUPS = 32
 EPS = 1e-6
@@ -89,14 +91,25 @@ class Decoder(nn.Module):
             self.up.append(Level(blocks, "upsample", Upsample(width, inner, over_time) if is_resized else None))
         self.norm_out = _norm(inner)
         self.conv_out = _conv(inner, 3)
+        self.checkpoints = False
+        """Whether the backward computes the activations of each part again."""
 
     def forward(self, latents: Tensor) -> Tensor:
-        inner = self.conv_in(latents)
-        inner = self.mid(inner + latents.repeat_interleave(inner.shape[1] // latents.shape[1], dim=1))
-        for level in self.up:
-            inner = level(inner)
+        inner: Tensor = self.conv_in(latents)
+        inner = inner + latents.repeat_interleave(inner.shape[1] // latents.shape[1], dim=1)
+        levels: Sequence[Any] = list(self.up)
+        is_kept = not (self.checkpoints and torch.is_grad_enabled())
+        for part in (*self.mid.parts(), *(part for level in levels for part in level.parts()), self._end):
+            inner = part(inner) if is_kept else checkpoint(part, inner, use_reentrant=False)
+        return inner
+
+    def _end(self, inner: Tensor) -> Tensor:
         out: Tensor = self.conv_out(F.silu(self.norm_out(inner)))
         return out
+
+
+Part = Callable[[Tensor], Tensor]
+"""A module from planes to planes."""
 
 
 class Level(nn.Module):
@@ -109,11 +122,14 @@ class Level(nn.Module):
         if resize is not None:
             self.add_module(name, resize)
 
+    def parts(self) -> list[Part]:
+        """The modules of `forward` in their order."""
+        return [*self.block, *([] if self._resize is None else [getattr(self, self._resize)])]
+
     def forward(self, inner: Tensor) -> Tensor:
-        for block in self.block:
-            inner = block(inner)
-        resized: Tensor = inner if self._resize is None else getattr(self, self._resize)(inner)
-        return resized
+        for part in self.parts():
+            inner = part(inner)
+        return inner
 
 
 class Middle(nn.Module):
@@ -125,9 +141,14 @@ class Middle(nn.Module):
         self.attn_1 = AttentionBlock(width)
         self.block_2 = ResnetBlock(width, width)
 
+    def parts(self) -> list[Part]:
+        """The modules of `forward` in their order."""
+        return [self.block_1, self.attn_1, self.block_2]
+
     def forward(self, inner: Tensor) -> Tensor:
-        out: Tensor = self.block_2(self.attn_1(self.block_1(inner)))
-        return out
+        for part in self.parts():
+            inner = part(inner)
+        return inner
 
 
 class ResnetBlock(nn.Module):
