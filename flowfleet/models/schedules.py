@@ -1,4 +1,4 @@
-"""Sampling schedules from a checkpoint's scheduler configuration, without the scheduler's state."""
+"""Sampling schedules, from a checkpoint's scheduler configuration without the scheduler's state, or by a formula."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -47,8 +47,7 @@ def flow_match_schedule(
     Raises:
         ValueError: no steps, or a number of steps for which the configuration gives no falling sigmas.
     """
-    if num_steps < 1:
-        raise ValueError(f"the number of sampling steps must be at least 1, but it is {num_steps}")
+    _require_steps(num_steps)
     scheduler_class: Any = FlowMatchEulerDiscreteScheduler
     own = {} if shift is None else {"shift": shift, "use_dynamic_shifting": False, "shift_terminal": None}
     scheduler = scheduler_class.from_config({**config, **own})
@@ -58,6 +57,19 @@ def flow_match_schedule(
     if not bool((sigmas.diff() < 0).all()):
         raise ValueError(f"this model's scheduler gives no schedule of {num_steps} steps: use more steps")
     return Schedule(timesteps=scheduler.timesteps.to(torch.float32), sigmas=sigmas.to(torch.float32))
+
+
+def shifted_schedule(num_steps: int, shift: float) -> Schedule:
+    """sigma = s t / (1 + (s − 1) t) of t = linspace(1, 0, N + 1), in float32. Raises ValueError for no steps."""
+    _require_steps(num_steps)
+    even = torch.linspace(1, 0, num_steps + 1)
+    sigmas = shift * even / (1 + (shift - 1) * even)
+    return Schedule(timesteps=1000 * sigmas[:-1], sigmas=sigmas)
+
+
+def _require_steps(num_steps: int) -> None:
+    if num_steps < 1:
+        raise ValueError(f"the number of sampling steps must be at least 1, but it is {num_steps}")
 
 
 def _shift(config: Mapping[str, Any], num_image_tokens: int) -> float:

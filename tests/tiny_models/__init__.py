@@ -18,10 +18,10 @@ MAKERS = {
     "wan_5b": "tests.tiny_models.wan:make_tiny_wan_5b",
     "z_image": "tests.tiny_models.z_image:make_tiny_z_image",
     "qwen_image_edit": "tests.tiny_models.qwen_image_edit:make_tiny_qwen_image_edit",
-    "bagel": "tests.tiny_models.bagel:make_tiny_bagel",
+    "bagel": "recipes.tiny_unified.bagel:make_tiny_bagel",
     "qwen_image_edit_2511": "tests.tiny_models.qwen_image_edit:make_tiny_qwen_image_edit_2511",
-    "hunyuan_image3": "tests.tiny_models.hunyuan_image3:make_tiny_hunyuan_image3",
-    "hunyuan_image3_instruct": "tests.tiny_models.hunyuan_image3:make_tiny_hunyuan_image3_instruct",
+    "hunyuan_image3": "recipes.tiny_unified.hunyuan_image3:make_tiny_hunyuan_image3",
+    "hunyuan_image3_instruct": "recipes.tiny_unified.hunyuan_image3:make_tiny_hunyuan_image3_instruct",
 }
 """Kind of checkpoint to "module:function"."""
 

@@ -15,7 +15,7 @@ from flowfleet.algorithms.losses import limits
 from flowfleet.algorithms.registry import LossKind
 from flowfleet.job.spec import JobSpec
 from flowfleet.models.base import ModelAdapter
-from flowfleet.models.families.flat import FlatFiles
+from flowfleet.models.files import WeightFiles
 from flowfleet.models.loading import Layout, StoredNames
 from flowfleet.models.sequences.adapter import SequenceAdapter
 from flowfleet.models.sequences.stored_names import WHOLE, fused, stored, stored_name
@@ -84,10 +84,10 @@ class FlatFlowModel(FlowModel):
         return [(names[0], tensor)] if len(names) == 1 else zip(names, tensor, strict=True)
 
     def source(self, adapter: ModelAdapter, folder: Path, component: str) -> Source:
-        return FlatSource(folder, self._names)
+        return FlatSource(folder, self.layout, self._names)
 
     def untouched(self, folder: Path, expert: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        files = FlatFiles(folder)
+        files = WeightFiles(folder, self.layout)
         own = {one for name, tensor in persistent(expert) for one in self._names.of(name, len(tensor))}
         yield from ((name, files.tensor(name)) for name in files if name not in own)
 
@@ -95,9 +95,9 @@ class FlatFlowModel(FlowModel):
 class FlatSource:
     """See `Source`. Of experts that are stored one by one, those of `rows` alone are read."""
 
-    def __init__(self, folder: Path, names: StoredNames) -> None:
-        """Raises ValueError as `FlatFiles`."""
-        self._files, self._stored = FlatFiles(folder), names
+    def __init__(self, folder: Path, layout: Layout, names: StoredNames) -> None:
+        """Raises ValueError as `WeightFiles`."""
+        self._files, self._stored = WeightFiles(folder, layout), names
 
     def check(self, expert: nn.Module) -> None:
         own = [(name, tensor) for name, tensor in persistent(expert) if ".lora_" not in name]
@@ -148,11 +148,13 @@ class TransformersSource(CheckpointSource):
         """See `Source`."""
         missing = [name for name, _ in persistent(expert) if ".lora_" not in name and not self._names(name)]
         if missing:
-            raise ValueError(f"{self._folder} has no weights for {len(missing)} tensors, the first is {missing[0]}")
+            raise ValueError(
+                f"{self._files.folder} has no weights for {len(missing)} tensors, the first is {missing[0]}"
+            )
         for name, tensor in persistent(expert):
             if ".lora_" not in name and (shape := self._shape(name, tensor)) != tuple(tensor.shape):
                 raise ValueError(
-                    f"{name} in {self._folder} has shape {shape}, its configuration says {(*tensor.shape,)}"
+                    f"{name} in {self._files.folder} has shape {shape}, its configuration says {(*tensor.shape,)}"
                 )
 
     def rows(self, name: str, shape: Sequence[int], rows: slice) -> Tensor:
@@ -161,12 +163,8 @@ class TransformersSource(CheckpointSource):
         if self._place(stored_name(name)) or layout is None:
             return super().rows(self._names(name)[0], shape, rows)
         experts = range(shape[0])[rows]
-        read = [torch.cat([self._tensor(self._place(part)) for part in layout.of(expert)]) for expert in experts]
+        read = [torch.cat([self._files.tensor(self._place(part)) for part in layout.of(expert)]) for expert in experts]
         return torch.stack(read)
-
-    def _tensor(self, name: str) -> Tensor:
-        whole: Tensor = self._places[name].get_tensor(name)
-        return whole
 
     def _names(self, name: str) -> list[str]:
         """Stored names of a parameter, of one that all experts share those of the first; none where it is absent."""
@@ -179,10 +177,10 @@ class TransformersSource(CheckpointSource):
 
     def _place(self, name: str) -> str:
         """A stored name as these files have it; "" where it is absent."""
-        return next((one for one in (name, WHOLE + name) if one in self._places), "")
+        return next((one for one in (name, WHOLE + name) if one in self._files), "")
 
     def _shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
-        shapes = [tuple(self._places[one].get_slice(one).get_shape()) for one in self._names(name)]
+        shapes = [self._files.shape(one) for one in self._names(name)]
         if self._place(stored_name(name)) or fused(name) is None:
             return shapes[0]
         return (len(tensor), sum(shape[0] for shape in shapes), *shapes[0][1:])

@@ -8,16 +8,15 @@ read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from flowfleet.models.loading import PIPELINE, Layout, dummy_parameter, weight_files
+from flowfleet.models.files import WeightFiles
+from flowfleet.models.loading import PIPELINE, Layout, dummy_parameter
 from services.trainer.parallel.ranks import Ranks
 from services.trainer.parallel.sharding import local, own_rows
 
@@ -58,40 +57,18 @@ class CheckpointSource:
     """The safetensors of a component: one file, or several with an index."""
 
     def __init__(self, folder: Path, layout: Layout = PIPELINE) -> None:
-        """Raises ValueError for a folder without such files, or with one that cannot be read."""
-        self._folder = folder
-        self._files = ExitStack()
-        self._places: dict[str, Any] = {}
-        """The open file of each tensor."""
-        paths = weight_files(folder, layout)
-        try:
-            for path in paths:
-                file = self._files.enter_context(safe_open(str(path), framework="pt"))
-                self._places |= dict.fromkeys(file.keys(), file)
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
-            raise ValueError(f"the weights in {folder} cannot be read: {error}") from error
+        """Raises ValueError as `WeightFiles`."""
+        self._files = WeightFiles(folder, layout)
 
     def check(self, expert: nn.Module) -> None:
-        wanted = {name: tensor for name, tensor in persistent(expert) if ".lora_" not in name}
-        if missing := sorted(name for name in wanted if name not in self._places):
-            raise ValueError(
-                f"{self._folder} has no weights for {len(missing)} of {len(wanted)} tensors, the first is "
-                f"{missing[0]}: it must hold every parameter by its own name, tied ones too"
-            )
-        for name, tensor in wanted.items():
-            shape = tuple(self._places[name].get_slice(name).get_shape())
-            if shape != tuple(tensor.shape):
-                raise ValueError(
-                    f"{name} in {self._folder} has shape {shape}, its configuration says {(*tensor.shape,)}"
-                )
+        own = [(name, [name], tuple(tensor.shape)) for name, tensor in persistent(expert) if ".lora_" not in name]
+        self._files.check(own, ": it must hold every parameter by its own name, tied ones too")
 
     def rows(self, name: str, shape: Sequence[int], rows: slice) -> Tensor:
-        part: Tensor = self._places[name].get_slice(name)[rows]
-        return part
+        return self._files.rows([name], rows)
 
     def buffer(self, name: str) -> Tensor | None:
-        whole: Tensor = self._places[name].get_tensor(name)
-        return whole
+        return self._files.tensor(name)
 
 
 def fill(expert: nn.Module, source: Source, ranks: Ranks) -> None:

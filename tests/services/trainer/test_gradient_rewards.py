@@ -24,6 +24,7 @@ from flowfleet.proto.trainer_pb2 import TrainSample, TrainStepRequest
 from flowfleet.rewards.failures import RewardRefused, RewardUnavailable
 from flowfleet.rewards.failures import reward_of as reward_named
 from flowfleet.seeds import derive_seed
+from recipes.tiny_unified.hunyuan_image3 import CONFIG
 from services.reward.execution.batcher import Limits
 from services.trainer.parallel import ranks as of_ranks
 from services.trainer.parallel.ranks import Ranks
@@ -36,7 +37,6 @@ from tests.services.trainer.steps import JOB, PROMPTS, Drawer, make_spec
 from tests.services.trainer.test_service import curve
 from tests.services.trainer.workers import make_worker, trained_of
 from tests.tiny_models import make_tiny
-from tests.tiny_models.hunyuan_image3 import CONFIG
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "refl": {"name": "refl"},
@@ -106,7 +106,7 @@ class GradientOracle(Oracle):
         return torch.stack([reward_of(one, text) for one, text in zip(pixels, texts, strict=True)])
 
     def _pixels(self, image: Tensor) -> Tensor:
-        """By the VAE itself, diffusers' or that of HunyuanImage-3.0, as pipelines scale latents."""
+        """Decodes by the VAE itself, diffusers' or HunyuanImage-3.0's, with latents scaled as pipelines do."""
         decoder, size = self.decoder, self.spec.rollout.size
         vae = decoder.vae
         if isinstance(vae, HunyuanImage3Vae):

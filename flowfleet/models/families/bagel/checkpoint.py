@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,13 +19,14 @@ from typing import Any, Final
 import torch
 from diffusers import AutoencoderKL
 from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor, nn
 
 from flowfleet.models.empty import empty_model
 from flowfleet.models.families.bagel.transformer import Bagel, BagelConfig
-from flowfleet.models.loading import Layout, LoadFormat, fill_dummy, refuse_pickles, weight_files
+from flowfleet.models.files import Prefixed, WeightFiles
+from flowfleet.models.files import read_config as read_json
+from flowfleet.models.loading import Layout, LoadFormat, fill_dummy
 
 LAYOUT: Final = Layout("flowfleet", in_root=True, stem="ema", index="model.safetensors.index.json")
 VAE_FILE: Final = "ae.safetensors"
@@ -45,7 +45,7 @@ _FLUX_VAE: Final = {
 def read_config(path: str | Path) -> BagelConfig:
     """Raises ValueError for a folder that lacks a configuration, or whose configuration lacks a setting."""
     folder = Path(path)
-    whole, llm, vit = (read_json(folder / f"{name}config.json") for name in ("", "llm_", "vit_"))
+    whole, llm, vit = (read_json(folder, f"{name}config.json") for name in ("", "llm_", "vit_"))
     vae = _vae_settings(whole)
     try:
         return BagelConfig(
@@ -81,7 +81,7 @@ def load_transformer(path: str | Path, dtype: torch.dtype, device: Any, load_for
     config = read_config(path)
     model: Any = empty_model(lambda: Bagel(config), dtype)
     if load_format == "safetensors":
-        _fill(model, path, dtype)
+        WeightFiles(Path(path), LAYOUT).fill(model, Prefixed(), device, dtype)
     elif load_format == "dummy":
         fill_dummy(model, name, device)
     if load_format != "empty":
@@ -92,7 +92,7 @@ def load_transformer(path: str | Path, dtype: torch.dtype, device: Any, load_for
 
 def vae_config(path: str | Path) -> dict[str, Any]:
     """Settings of diffusers' `AutoencoderKL` for this VAE."""
-    part = _vae_settings(read_json(Path(path) / "config.json"))
+    part = _vae_settings(read_json(path))
     depth = len(part["ch_mult"])
     return {
         "down_block_types": ("DownEncoderBlock2D",) * depth,
@@ -125,46 +125,14 @@ def load_vae(path: str | Path, dtype: torch.dtype, device: Any, load_format: Loa
     return frozen
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Raises ValueError where it is not there, or not an object."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read: {error}; give the folder of a whole BAGEL") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} is not a configuration: give the folder of a whole BAGEL")
-    return content
-
-
 def _vae_settings(whole: Mapping[str, Any]) -> dict[str, Any]:
     return _FLUX_VAE | (whole.get("vae_config") or {})
 
 
-def _fill(model: nn.Module, path: str | Path, dtype: torch.dtype) -> None:
-    refuse_pickles([Path(path)])
-    state: dict[str, Tensor] = {}
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    try:
-        for file in weight_files(Path(path), LAYOUT):
-            with safe_open(str(file), framework="pt") as opened:
-                state |= {name: opened.get_tensor(name).to(dtype) for name in wanted.keys() & set(opened.keys())}
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"the weights of {path} cannot be read: {error}") from error
-    if missing := sorted(wanted.keys() - state.keys()):
-        raise ValueError(f"the weights of {path} lack {len(missing)} tensors, the first is {missing[0]}")
-    for name, shape in wanted.items():
-        if tuple(state[name].shape) != shape:
-            raise ValueError(f"{name} in {path} has shape {(*state[name].shape,)}, its configuration says {shape}")
-    model.load_state_dict(state, assign=True)
-
-
 def _stored_side(folder: Path) -> int | None:
     """Tokens in a row of the table of positions; None where no weights are here."""
-    for file in weight_files(folder, LAYOUT):
-        try:
-            with safe_open(str(file), framework="pt") as opened:
-                if _TABLE in set(opened.keys()):
-                    return math.isqrt(opened.get_slice(_TABLE).get_shape()[0])
-        except (OSError, SafetensorError):
-            continue
-    return None
+    try:
+        files = WeightFiles(folder, LAYOUT)
+    except ValueError:
+        return None
+    return math.isqrt(files.shape(_TABLE)[0]) if _TABLE in files else None

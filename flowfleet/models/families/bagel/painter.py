@@ -23,6 +23,7 @@ from flowfleet.models.families.bagel.tokens import SpecialTokens
 from flowfleet.models.kl_vae import PictureVae
 from flowfleet.models.loading import ALL_COMPONENTS, Component, LoadFormat
 from flowfleet.models.packing import token_grid
+from flowfleet.models.schedules import shifted_schedule
 from flowfleet.models.settings import Guidance, Size
 
 SHIFT: Final = 3.0
@@ -108,13 +109,9 @@ class BagelPainter(ModelAdapter):
     def schedule(self, num_steps: int, size: Size, shift: float | None = None) -> Schedule:
         """num_steps + 1 even levels from 1 to 0, shifted. The authors count the levels: their 15 are 14 steps."""
         self._token_grid(size)
-        if num_steps < 1:
-            raise ValueError(f"the number of sampling steps must be at least 1, but it is {num_steps}")
         key = num_steps, SHIFT if shift is None else shift
         if key not in self._schedules:
-            even = torch.linspace(1, 0, num_steps + 1)
-            sigmas = key[1] * even / (1 + (key[1] - 1) * even)
-            self._schedules[key] = Schedule(timesteps=1000 * sigmas[:-1], sigmas=sigmas)
+            self._schedules[key] = shifted_schedule(*key)
         return self._schedules[key]
 
     def latent_shape(self, size: Size) -> tuple[int, ...]:

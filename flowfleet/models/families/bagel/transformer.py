@@ -13,19 +13,16 @@ A painted picture has one rotary position, that after its text. Timesteps are si
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import torch
 from diffusers.loaders.peft import PeftAdapterMixin
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-FREQUENCIES: Final = 256
-"""Width of a timestep's sinusoids."""
-MAX_PERIOD: Final = 10_000
+from flowfleet.models.time_embedding import MAX_PERIOD, TimeEmbedding
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Queries (B, heads, N, D) and keys and values (B, key heads, N, D) to (B, heads, N, D)."""
@@ -233,22 +230,6 @@ class PictureEncoder(nn.Module):
         return output
 
 
-class TimeEmbedder(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
-
-    def forward(self, sigma: Tensor) -> Tensor:
-        """(B, width) of noise levels (B,) float32."""
-        half = FREQUENCIES // 2
-        falling = torch.arange(half, dtype=torch.float32, device=sigma.device)
-        angles = sigma[:, None].float() * torch.exp(-math.log(MAX_PERIOD) * falling / half)
-        waves = torch.cat([angles.cos(), angles.sin()], dim=-1)
-        first: Any = self.mlp[0]
-        embedded: Tensor = self.mlp(waves.to(first.weight.dtype))
-        return embedded
-
-
 class GridEmbedding(nn.Module):
     """Sines and cosines of a token's column and row. Published with the weights, and never trained."""
 
@@ -271,7 +252,7 @@ class Bagel(PeftAdapterMixin, nn.Module):  # type: ignore[misc]
         super().__init__()
         self.config = config
         self.language_model = LanguageModel(config)
-        self.time_embedder = TimeEmbedder(config.hidden_size)
+        self.time_embedder = TimeEmbedding(config.hidden_size, nn.SiLU())
         self.vae2llm = nn.Linear(config.token_width, config.hidden_size)
         self.llm2vae = nn.Linear(config.hidden_size, config.token_width)
         self.latent_pos_embed = GridEmbedding(config.latent_side, config.hidden_size)

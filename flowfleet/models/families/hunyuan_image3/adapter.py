@@ -23,12 +23,14 @@ from transformers import PreTrainedTokenizerFast
 from flowfleet.models.base import ModelAdapter, Schedule, to_pixels, to_uint8, without_images
 from flowfleet.models.embeds import PromptEmbeds, pad_embeds
 from flowfleet.models.empty import empty_model
-from flowfleet.models.families.flat import LAYOUT, FlatFiles, FlatPipeline, Prefixed, read_config
+from flowfleet.models.families.flat import LAYOUT, FlatPipeline
 from flowfleet.models.families.hunyuan_image3 import prompts as sequences
 from flowfleet.models.families.hunyuan_image3.transformer import HunyuanImage3Transformer, TransformerConfig
 from flowfleet.models.families.hunyuan_image3.vae import HunyuanImage3Vae
+from flowfleet.models.files import Prefixed, WeightFiles, read_config
 from flowfleet.models.loading import ALL_COMPONENTS, Component, LoadFormat, StoredNames, fill_dummy
 from flowfleet.models.packing import token_grid
+from flowfleet.models.schedules import shifted_schedule
 from flowfleet.models.settings import NO_GUIDANCE, Guidance, Size
 
 _EXPERTS: Final = re.compile(r"(.+\.experts)\.(gate_and_up_proj|down_proj)")
@@ -97,7 +99,7 @@ class HunyuanImage3Adapter(ModelAdapter):
             "text_encoder": Prefixed("model.wte."),
             "vae": Prefixed("vae."),
         }
-        files = FlatFiles(Path(path)) if load_format == "safetensors" and components else None
+        files = WeightFiles(Path(path), LAYOUT) if load_format == "safetensors" and components else None
         made: dict[str, Any] = dict.fromkeys(ALL_COMPONENTS)
         for component in components:
             own = torch.float32 if component == "vae" else dtype
@@ -149,14 +151,9 @@ class HunyuanImage3Adapter(ModelAdapter):
         return PromptEmbeds(embeds, mask, {_TEXT: places, _TOKENS: special}, has_padding=False)
 
     def schedule(self, num_steps: int, size: Size, shift: float | None = None) -> Schedule:
-        """sigma = s t / (1 + (s − 1) t) of t = linspace(1, 0, N + 1), in float32: the published scheduler."""
+        """`shifted_schedule`: the published scheduler."""
         self.latent_shape(size)
-        if num_steps < 1:
-            raise ValueError(f"the number of sampling steps must be at least 1, but it is {num_steps}")
-        factor = self.pipeline.shift if shift is None else shift
-        even = torch.linspace(1, 0, num_steps + 1)
-        sigmas = factor * even / (1 + (factor - 1) * even)
-        return Schedule(timesteps=1000 * sigmas[:-1], sigmas=sigmas)
+        return shifted_schedule(num_steps, self.pipeline.shift if shift is None else shift)
 
     def latent_shape(self, size: Size) -> tuple[int, ...]:
         return self._channels, *token_grid(size, multiple=self._multiple)

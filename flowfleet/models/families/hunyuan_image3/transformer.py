@@ -14,7 +14,6 @@ expert.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -24,9 +23,10 @@ from peft import inject_adapter_in_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flowfleet.models.time_embedding import TimeEmbedding
+
 GROUPS = 32
 """Groups of every group norm."""
-TIME_FREQUENCIES = 256
 _LAYER_LISTS = ("num_experts", "num_shared_expert", "moe_topk", "moe_intermediate_size", "intermediate_size")
 
 
@@ -110,9 +110,9 @@ class HunyuanImage3Transformer(nn.Module):
         self.config = config
         width, latents = config.hidden_size, config.latent_channels
         self.model = Decoder(config)
-        self.timestep_emb = TimestepEmbedder(width)
-        self.time_embed = TimestepEmbedder(width)
-        self.time_embed_2 = TimestepEmbedder(width)
+        self.timestep_emb = TimeEmbedding(width, nn.GELU())
+        self.time_embed = TimeEmbedding(width, nn.GELU())
+        self.time_embed_2 = TimeEmbedding(width, nn.GELU())
         self.patch_embed = PatchEmbed(latents, config.patch_width, width)
         self.final_layer = FinalLayer(width, config.patch_width, latents)
 
@@ -359,23 +359,6 @@ class _Permute(torch.autograd.Function):
 def _gated(inner: Tensor) -> Tensor:
     up, gate = inner.chunk(2, dim=-1)
     return F.silu(gate) * up
-
-
-class TimestepEmbedder(nn.Module):
-    """Sines of a timestep and two linears."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(TIME_FREQUENCIES, width), nn.GELU(), nn.Linear(width, width))
-
-    def forward(self, timesteps: Tensor) -> Tensor:
-        """(B, D) of (B,) float32."""
-        half = TIME_FREQUENCIES // 2
-        frequencies = torch.exp(-math.log(10000) * torch.arange(half, device=timesteps.device).float() / half)
-        angles = timesteps[:, None].float() * frequencies
-        dtype = next(self.mlp.parameters()).dtype
-        out: Tensor = self.mlp(torch.cat([angles.cos(), angles.sin()], dim=-1).to(dtype))
-        return out
 
 
 class TimeBlock(nn.Module):

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast
 
-from tests.tiny_models.hunyuan_image3 import SYSTEM_PROMPT
+from recipes.tiny_unified.hunyuan_image3 import SYSTEM_PROMPT
 
 PACKAGE = "vllm_omni.diffusion.models.hunyuan_image3"
 

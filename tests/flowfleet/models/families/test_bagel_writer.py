@@ -16,10 +16,10 @@ from flowfleet.models.settings import Size
 from flowfleet.planning.sequence_flops import sequence_flops
 from flowfleet.proto.rollout_pb2 import LoraSpec
 from flowfleet.weights.lora import install_lora, named_adapter_parameters
+from recipes.tiny_unified.bagel import VIT_PATCH, VIT_SIDE
 from services.rollout.engines.base import GenerationRequest, Noise, PromptGroup, Sampling, SequenceSampling
 from services.rollout.engines.tokens import TokenSampler, batches
 from tests.tiny_models import make_tiny
-from tests.tiny_models.bagel import VIT_PATCH, VIT_SIDE
 
 
 @pytest.fixture(scope="module")

@@ -28,10 +28,10 @@ from flowfleet.models.settings import Guidance, Size
 from flowfleet.planning.live import LiveBytes
 from flowfleet.proto.rollout_pb2 import LoraSpec
 from flowfleet.weights.lora import install_lora
+from recipes.tiny_unified.hunyuan_image3 import CONFIG, SYSTEM_PROMPT
 from tests.flowfleet.models import parity
 from tests.flowfleet.models.parity import RAGGED, SEEDS, sample_ode
 from tests.tiny_models import make_tiny
-from tests.tiny_models.hunyuan_image3 import CONFIG, SYSTEM_PROMPT
 
 SQUARE = Size(64, 64)
 TOLERANCE = 1e-4
@@ -92,7 +92,7 @@ def widen_time(path: Path) -> None:
     """Gives the VAE of a checkpoint the frames of the published one; its tensors are drawn again."""
     config = json.loads((path / "config.json").read_text())
     config["vae"] |= {"ffactor_temporal": 4}
-    from tests.tiny_models.hunyuan_image3 import make_tensors, save_shards
+    from recipes.tiny_unified.hunyuan_image3 import make_tensors, save_shards
 
     (path / "config.json").write_text(json.dumps(config))
     torch.manual_seed(3)

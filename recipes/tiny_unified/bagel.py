@@ -17,7 +17,7 @@ from transformers import Qwen2Tokenizer
 
 from flowfleet.models.families.bagel.checkpoint import read_config
 from flowfleet.models.families.bagel.transformer import Bagel
-from tests.tiny_models.qwen_image import make_tokenizer
+from recipes.tiny.components import build_tokenizer
 
 FRAMES = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
 LATENT_SIDE = 64
@@ -89,8 +89,8 @@ def write_configurations(path: Path, tokenizer: Qwen2Tokenizer) -> None:
 
 
 def make_bagel_tokenizer() -> Qwen2Tokenizer:
-    """The tiny tokenizer with the tokens that frame pictures."""
-    tokenizer = make_tokenizer()
+    """The tokenizer of the tiny model that paints signs, with the tokens that frame pictures."""
+    tokenizer = build_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": list(FRAMES)})
     return tokenizer
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from flowfleet.models.families.hunyuan_image3.adapter import HunyuanNames, TokenTable
 from flowfleet.models.families.hunyuan_image3.transformer import HunyuanImage3Transformer, TransformerConfig
 from flowfleet.models.families.hunyuan_image3.vae import HunyuanImage3Vae
-from tests.tiny_models.qwen_image import make_tokenizer
+from recipes.tiny.components import build_tokenizer
 
 NUM_RATIOS = 33
 SYSTEM_PROMPT = "Paint red and green signs."
@@ -101,7 +101,7 @@ def make_tiny_hunyuan_image3_instruct(path: Path, *, seed: int = 0) -> Path:
 def make_hunyuan_tokenizer() -> PreTrainedTokenizerFast:
     """Bytes and a few merges, and the special tokens by their names."""
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=make_tokenizer()._tokenizer,
+        tokenizer_object=build_tokenizer()._tokenizer,
         bos_token="<|startoftext|>",
         eos_token="<|endoftext|>",
         pad_token="<pad>",
