@@ -1,7 +1,8 @@
 """Trains prepared steps on all ranks of torchrun, without a service: `-m tests.services.trainer.ranked FOLDER…`.
 
 Each folder is a job: `spec.json` and `step-0.bin`, `step-1.bin`, … (TrainStepRequests). Rank 0 writes `metrics.json`, a
-list with an entry a step, `published.safetensors` and `moments.safetensors`; checkpoints go to `checkpoints`, and from
+list with an entry a step, `published.safetensors` and `moments.safetensors`; every rank R writes `shards-R.json`, the
+shapes of what it holds of each parameter; checkpoints go to `checkpoints`, and from
 the newest one there the job resumes. Blobs are under `blobs`.
 """
 
@@ -16,7 +17,9 @@ from safetensors.torch import save_file
 from flowfleet.data.blobs import FsspecBlobs, SyncBlobs
 from flowfleet.job.spec import JobSpec
 from flowfleet.proto import trainer_pb2
+from services.trainer.model.loading import plain_name
 from services.trainer.parallel.ranks import Ranks
+from services.trainer.parallel.sharding import local
 from services.trainer.worker import Worker
 from tests.services.trainer.steps import JOB
 from tests.services.trainer.workers import engine_of, state_of
@@ -45,6 +48,9 @@ def train(folder: Path, ranks: Ranks, blobs: SyncBlobs) -> None:
     worker = Worker(ranks, blobs)
     text = (folder / "spec.json").read_text()
     worker.configure(trainer_pb2.ConfigureRequest(job_id=JOB, spec_json=text, directory=str(folder / "checkpoints")))
+    named = engine_of(worker).experts["transformer"].named_parameters()
+    held = {plain_name(name): list(local(parameter).shape) for name, parameter in named}
+    (folder / f"shards-{ranks.rank}.json").write_text(json.dumps(held))
     files = sorted(folder.glob("step-*.bin"))
     requests = [trainer_pb2.TrainStepRequest.FromString(file.read_bytes()) for file in files]
     metrics = [dict(worker.train(request).metrics) for request in requests]
