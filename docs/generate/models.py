@@ -1,14 +1,14 @@
-"""The generated table of docs/models.md: which algorithm a family takes, and which pairs `make test-all` runs.
+"""The generated tables of docs/models.md: which algorithm a family takes, and which pairs `make test-all` runs.
 
-`python -m docs.generate.models` rewrites it, in the directory of the repository. Free of torch. `run_cases` chooses the
-pairs from the registries, so a new algorithm or family is run without a change here. tests/e2e/matrix runs them.
+`python -m docs.generate.models` rewrites them, in the directory of the repository. Free of torch. `run_cases` chooses
+the pairs from the registries, so a new algorithm or family is run without a change here. tests/e2e/matrix runs them.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,35 @@ from flowfleet.models.registry import FAMILIES, ModelFamily
 
 PAGE = Path("docs/models.md")
 MODES = ("lora", "full")
+
+
+class Seed(NamedTuple):
+    """A model that Flowfleet was begun for, with the algorithms that were wanted on it."""
+
+    title: str
+    kind: str
+    """Its tiny checkpoint in tests/e2e/matrix."""
+    pipeline: str
+    file: str
+    """The file there that runs it."""
+    algorithms: tuple[str, ...]
+
+
+SEEDS = (
+    Seed(
+        "Qwen-Image",
+        "qwen_image",
+        "QwenImagePipeline",
+        "test_from_text.py",
+        ("flow_grpo", "flow_dppo", "mix_grpo", "grpo_guard", "diffusion_nft", "dpo"),
+    ),
+    Seed("BAGEL, pictures", "bagel", "BagelForConditionalGeneration", "test_from_text.py", ("flow_grpo",)),
+    Seed("BAGEL, answers", "bagel", "BagelForConditionalGeneration", "test_texts.py", ("gspo",)),
+    Seed("Qwen3-Omni Thinker", "thinker", "Qwen3OmniMoeThinkerForConditionalGeneration", "test_texts.py", ("gspo",)),
+    Seed("Wan2.2", "wan_two_experts", "WanPipeline", "test_edits_and_videos.py", ("dance_grpo",)),
+    Seed("SD3.5", "stable_diffusion_3", "StableDiffusion3Pipeline", "test_from_text.py", ("flow_grpo", "dpo")),
+    Seed("HunyuanImage-3.0", "hunyuan_image3", "HunyuanImage3ForCausalMM", "test_from_text.py", ("mix_grpo", "srpo")),
+)
 
 
 class Case(NamedTuple):
@@ -47,15 +76,18 @@ def choose_cases(
     families: Mapping[str, Any],
     algorithms: Mapping[str, Algorithm],
     takes: Callable[[str, str], bool] = lambda family, algorithm: True,
+    given: Iterable[tuple[str, str]] = (),
 ) -> list[Case]:
-    """The pairs to run: every algorithm on two families, every family with a loss of every class that it takes, LoRA
-    and full weights in turn. Deterministic, and as few as that takes."""
+    """The pairs to run: those given (family, algorithm), every algorithm on two families, every family with a loss of
+    every class that it takes, LoRA and full weights in turn. Deterministic, and as few as that takes."""
     pairs: list[tuple[str, str]] = []
     for wanted in dict.fromkeys(map(loss_class, algorithms.values())):
         members = [name for name, algorithm in algorithms.items() if loss_class(algorithm) == wanted]
-        taken: list[tuple[str, str]] = []
-        for _ in range(2):
+        taken = [pair for pair in given if pair[1] in members]
+        for times in (1, 2):
             for name in members:
+                if sum(name == other for _, other in taken) >= times:
+                    continue
                 free = [family for family in families if (family, name) not in taken and takes(family, name)]
                 taken += [(_least_used(free, Counter(family for family, _ in taken)), name)] if free else []
         for family in families:
@@ -70,19 +102,51 @@ def run_cases() -> list[Case]:
     """The cases of the registries as they are: those of flows, then those of models that write text."""
     cases: list[Case] = []
     for writes in (False, True):
-        families = {name: family for name, family in FAMILIES.items() if family.writes_tokens == writes}
-        suited = {
-            name: known for name, known in ALGORITHMS.items() if (LOSSES[known.loss].kind == "sequence") == writes
-        }
-        cases += choose_cases(families, suited, lambda family, name: not refusal(FAMILIES[family], ALGORITHMS[name]))
+        families = {name: family for name, family in FAMILIES.items() if family.trains(writes_tokens=writes)}
+        suited = {name: known for name, known in ALGORITHMS.items() if writes_tokens(known) == writes}
+        seeds = [(seed.pipeline, name) for seed in SEEDS for name in seed.algorithms if name in suited]
+        cases += choose_cases(
+            families, suited, lambda family, name: not refusal(FAMILIES[family], ALGORITHMS[name]), seeds
+        )
     return cases
+
+
+def writes_tokens(algorithm: Algorithm) -> bool:
+    """Whether it trains models that write text, and not flows."""
+    return LOSSES[algorithm.loss].kind == "sequence"
+
+
+def cases_on(kind: str, pipeline: str, *, writes: bool) -> list[Case]:
+    """The cases that run on a kind of tiny checkpoint as a flow, or as a model that writes text. Two experts take the
+    other mode than one, where the algorithm takes both."""
+    own = [
+        case
+        for case in run_cases()
+        if case.pipeline == pipeline and writes_tokens(ALGORITHMS[case.algorithm]) == writes
+    ]
+    if kind != "wan_two_experts":
+        return own
+    return [
+        case._replace(
+            mode=next((mode for mode in modes_of(ALGORITHMS[case.algorithm]) if mode != case.mode), case.mode)
+        )
+        for case in own
+    ]
 
 
 def parts() -> dict[str, str]:
     """Name to content of the generated part of the page."""
     run = {(case.pipeline, case.algorithm) for case in run_cases()}
     header = ["", "samples", *(f"`{name}`" for name in ALGORITHMS)]
-    return {"support": table(header, [_row(family, run) for family in FAMILIES.values()])}
+    seeds = table(["", "algorithms", "tests in `tests/e2e/matrix`"], map(_seed_row, SEEDS))
+    return {"support": table(header, [_row(family, run) for family in FAMILIES.values()]), "seeds": seeds}
+
+
+def _seed_row(seed: Seed) -> list[str]:
+    writes = writes_tokens(ALGORITHMS[seed.algorithms[0]])
+    modes = {case.algorithm: case.mode for case in cases_on(seed.kind, seed.pipeline, writes=writes)}
+    tests = ", ".join(f"`[{seed.kind}-{name}-{modes[name]}]`" for name in seed.algorithms)
+    return [seed.title, ", ".join(f"✓ `{name}`" for name in seed.algorithms), f"`{seed.file}`: {tests}"]
 
 
 def refusal(family: ModelFamily, algorithm: Algorithm) -> str:

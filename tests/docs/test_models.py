@@ -1,5 +1,6 @@
 """The table of what works with what is that of the registries, and the cases that are run keep their rule."""
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from docs.generate import models as support
-from docs.generate.markdown import outdated
+from docs.generate.markdown import content, outdated
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, Algorithm
 from flowfleet.models.registry import FAMILIES
+from tests.e2e.matrix import test_edits_and_videos, test_from_text, test_texts
 
 PAGE = Path(__file__).parents[2] / support.PAGE
 
@@ -31,6 +33,28 @@ def test_every_algorithm_is_taken_on_every_family_of_its_kind(family: str, algor
     suits = kind != "gradient" or FAMILIES[family].modality == "image"
     is_of_its_kind = FAMILIES[family].trains(writes_tokens=kind == "sequence")
     assert (reason == "") == (is_of_its_kind and suits), reason
+
+
+def test_the_named_tests_of_the_seeds_are_there() -> None:
+    modules = {
+        module.__name__.rpartition(".")[2]: module for module in (test_from_text, test_edits_and_videos, test_texts)
+    }
+    table = content(PAGE.read_text(encoding="utf-8"), "seeds")
+    named = re.findall(r"`(test_\w+)\.py`: (.+) \|$", table, flags=re.MULTILINE)
+    assert len(named) == len(support.SEEDS)
+    for module, tests in named:
+        (mark,) = [
+            mark
+            for mark in modules[module].test_the_algorithm_trains_the_model.pytestmark
+            if mark.name == "parametrize"
+        ]
+        ids = {"-".join(case) for case in mark.args[1]}
+        assert set(re.findall(r"`\[([\w-]+)\]`", tests)) <= ids
+
+
+def test_every_seed_runs_with_each_of_its_algorithms() -> None:
+    run = {(case.pipeline, case.algorithm) for case in support.run_cases()}
+    assert all((seed.pipeline, name) in run for seed in support.SEEDS for name in seed.algorithms)
 
 
 def assert_rule(
@@ -55,7 +79,7 @@ def assert_rule(
 
 def test_the_cases_that_are_run_keep_the_rule() -> None:
     for writes in (False, True):
-        families = {name: family for name, family in FAMILIES.items() if family.writes_tokens == writes}
+        families = {name: family for name, family in FAMILIES.items() if family.trains(writes_tokens=writes)}
         suited = {
             name: known for name, known in ALGORITHMS.items() if (LOSSES[known.loss].kind == "sequence") == writes
         }

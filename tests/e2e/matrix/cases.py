@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from docs.generate import models as support
-from docs.generate.models import least_settings, modes_of, run_cases
+from docs.generate.models import cases_on, least_settings
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES
 from flowfleet.media.files import encode_media
 from flowfleet.models.registry import family_of
@@ -29,8 +28,8 @@ FROM_TEXT = ("qwen_image", "stable_diffusion_3", "flux", "chroma", "z_image", "b
 EDITS_AND_VIDEOS = ("qwen_image_edit", "wan", "wan_two_experts")
 """One checkpoint a family, and Wan with two experts as well; the trainer's and the rollout's tests meet every kind."""
 
-TEXTS = ("qwen3", "qwen3_moe", "thinker", "qwen3_omni")
-"""Checkpoints of models that write text."""
+TEXTS = ("qwen3", "qwen3_moe", "thinker", "qwen3_omni", "bagel")
+"""Checkpoints of models that write text; BAGEL is one of FROM_TEXT as well."""
 
 PIPELINES = {
     "qwen_image": "QwenImagePipeline",
@@ -55,18 +54,10 @@ Case = tuple[str, str, str]
 
 
 def cases(kinds: tuple[str, ...]) -> list[Case]:
-    """The cases of docs/generate/models.py for these checkpoints. Two experts take the other mode than one."""
-    return [
-        (kind, case.algorithm, _other(case) if kind == "wan_two_experts" else case.mode)
-        for kind in kinds
-        for case in run_cases()
-        if case.pipeline == PIPELINES[kind]
-    ]
-
-
-def _other(case: support.Case) -> str:
-    """The other mode, where the algorithm takes it."""
-    return next((mode for mode in modes_of(ALGORITHMS[case.algorithm]) if mode != case.mode), case.mode)
+    """The cases of docs/generate/models.py for these checkpoints."""
+    writes = kinds == TEXTS
+    found = [(kind, case) for kind in kinds for case in cases_on(kind, PIPELINES[kind], writes=writes)]
+    return [(kind, case.algorithm, case.mode) for kind, case in found]
 
 
 def write_data(folder: Path) -> None:
@@ -98,8 +89,13 @@ def _line(number: int, is_video: bool, has_images: bool, is_pairs: bool) -> dict
     return line
 
 
-SAMPLERS: dict[str, dict[str, Any]] = {"mix_grpo": {"tail_steps": 1}, "diffusion_nft": {"sampler": "dpm_solver_2"}}
-"""The authors' way to sample (MixGRPO-Flash): log-probs must stay exact."""
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "mix_grpo": {"tail_steps": 1},
+    "diffusion_nft": {"sampler": "dpm_solver_2"},
+    "diffusion_opd": {"window": {"high": 1}},
+}
+"""The authors' way to sample (MixGRPO-Flash): log-probs must stay exact. Later steps of three are too coarse for noise
+in schedules that end above 0."""
 
 
 def make_job(checkpoint: Path, data: Path, algorithm: str, mode: str) -> dict[str, Any]:
@@ -147,7 +143,7 @@ def reward_for(algorithm: str) -> str:
 def make_text_job(checkpoint: Path, data: Path, algorithm: str, mode: str) -> dict[str, Any]:
     """Questions of words that every tokenizer here knows, with a picture where the model takes some."""
     lines: list[dict[str, Any]] = [{"prompt": question} for question in QUESTIONS]
-    if checkpoint.name in ("thinker", "qwen3_omni"):
+    if checkpoint.name in ("thinker", "qwen3_omni", "bagel"):
         lines = [line | {"images": [f"{number}.png"]} for number, line in enumerate(lines)]
     questions = data / f"{checkpoint.name}.jsonl"
     questions.write_text("\n".join(map(json.dumps, lines)))
@@ -161,7 +157,7 @@ def make_text_job(checkpoint: Path, data: Path, algorithm: str, mode: str) -> di
             "prompts_per_step": NUM_PROMPTS,
             "group_size": GROUP_SIZE,
             "batch_size": NUM_PROMPTS * GROUP_SIZE,
-            "sequence": {"max_tokens": 6, "routed_experts": checkpoint.name != "qwen3"},
+            "sequence": {"max_tokens": 6, "routed_experts": checkpoint.name not in ("qwen3", "bagel")},
         },
         "trainer": {"mode": mode, "lora": {"rank": 4, "alpha": 8.0}, "deterministic": True, "threads": 1},
         "schedule": {"steps": NUM_STEPS, "save_every": NUM_STEPS},

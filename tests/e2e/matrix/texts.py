@@ -9,10 +9,13 @@ from safetensors.torch import load_file, save_file
 
 from recipes.tiny_thinker.model import save_random
 from tests.services.rollout.text_models import save_text_model
+from tests.tiny_models import make_tiny
 
 
 def make_text(kind: str, path: Path) -> Path:
     """Writes a checkpoint of a kind in `cases.TEXTS`."""
+    if kind == "bagel":
+        return make_tiny(kind, path)
     if kind in ("qwen3", "qwen3_moe"):
         return save_text_model(path, experts=kind == "qwen3_moe")
     save_random(path)
