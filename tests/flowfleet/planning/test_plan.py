@@ -251,17 +251,20 @@ def test_advice_combines_changes_where_no_single_one_is_enough(eager: tuple[JobS
     assert "rollout: weights and one row need" in advice[1]
 
 
-def test_gradients_of_rewards_are_counted_as_the_trainer_keeps_them(full_size: Path, tmp_path: Path) -> None:
+def test_gradients_of_rewards_are_counted_as_the_trainer_keeps_them(
+    eager: tuple[JobSpec, Facts], tmp_path: Path
+) -> None:
     """Two noise levels of 4 × 8 samples in 1,024 × 64 latents, of the steps since the older of two checkpoints."""
     changes = ("rewards.judge.weight=1", "algorithm.name=srpo", "algorithm.num_noise_levels=2")
-    sizes = ("rollout.prompts_per_step=4", "rollout.group_size=8", "schedule.save_every=5", "schedule.keep_last=2")
-    table = {"model": {"path": str(full_size)}, "data": {"train": "x"}, "rewards": {}}
-    spec = parse_job(changed_job(table, [*changes, *sizes, "rollout.height=512", "rollout.width=512"], []))
-    store = GradientStore(tmp_path, 0, "abc")
-    store.put("0-0-0", RowGradient(torch.zeros(1024, 64), 0.0))
+    sizes = ("rollout.prompts_per_step=4", "rollout.group_size=8")
+    saves = ("schedule.save_every=5", "schedule.keep_last=2")
+    table = {"model": {"path": "m"}, "data": {"train": "x"}, "rewards": {}}
+    spec = parse_job(changed_job(table, [*changes, *sizes, *saves], []))
+    GradientStore(tmp_path, 0, "abc").put("0-0-0", RowGradient(torch.zeros(1024, 64), 0.0))
     (file,) = tmp_path.rglob("*.safetensors")
     rows = 10 * 4 * 8 * 2
-    assert predict(spec).work.gradient_bytes == pytest.approx(rows * file.stat().st_size, rel=0.002)
+    assert work(spec, eager[1], 128).gradient_bytes == pytest.approx(rows * file.stat().st_size, rel=0.002)
+    assert work(eager[0], eager[1], 128).gradient_bytes == 0
 
 
 def test_work_of_the_reference_recipe(full_size: Path) -> None:
