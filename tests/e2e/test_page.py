@@ -1,4 +1,5 @@
-"""The page of a real job: what it trained is drawn, and each sample leads to the checkpoint that has it."""
+"""The page of real jobs: what one trained is drawn, each sample leads to the checkpoint that has it, and a shadow is
+added and promoted while its job runs."""
 
 from __future__ import annotations
 
@@ -41,3 +42,33 @@ def test_a_real_job_is_drawn(fleet: Fleet, small_job: Callable[..., dict[str, An
     expect(trace).to_contain_text(re.compile("Checkpoint that has it *step 4"))
     assert faults == []
     assert fleet.client.job(job.id).ended
+
+
+def test_a_shadow_is_added_compared_and_promoted(
+    fleet: Fleet, small_job: Callable[..., dict[str, Any]], browser: Browser
+) -> None:
+    job = fleet.client.submit(small_job(**{"name": "shadowed", "schedule.steps": 500}))
+    page = browser.new_page(base_url=fleet.stack.url)
+    page.set_default_timeout(60_000)
+    page.goto(f"/#/rewards/{job.id}")
+    page.get_by_role("button", name="Add a shadow").click()
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text("Training does not see its scores")
+    dialog.get_by_label("Name").fill("twin")
+    dialog.get_by_label("Next to the reward").select_option("ocr")
+    dialog.get_by_label("Reward service").fill("ocr")
+    dialog.get_by_role("button", name="Add a shadow").click()
+    shadows = page.get_by_role("region", name="Shadows")
+    row = shadows.get_by_role("row", name="twin")
+    expect(row.get_by_role("cell").nth(1)).to_have_text(re.compile(r"^(1|0\.\d+)$"), timeout=120_000)
+    row.get_by_role("button", name="Promote").click()
+    expect(dialog).to_contain_text("ocr is scored by twin's service")
+    dialog.get_by_role("button", name="Promote").click()
+    history = page.get_by_role("listitem").filter(has_text="Revision")
+    expect(history.first).to_contain_text("promot", timeout=120_000)
+    page.goto(f"/#/jobs/{job.id}")
+    page.get_by_role("button", name="Cancel job").click()
+    dialog.get_by_role("button", name="Cancel job").click()
+    assert fleet.client.wait(job.id, 120).status == "cancelled"
+    revisions = fleet.client.rewards(job.id).history
+    assert [revision.number for revision in revisions] == [0, 1, 2]

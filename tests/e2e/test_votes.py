@@ -22,8 +22,8 @@ def reason(fleet: Fleet, job: Job) -> str:
     return fleet.client.job(job.id).reason
 
 
-def test_votes_and_what_waits_for_them_survive_a_killed_controller(
-    make_fleet: Callable[..., Any], small_job: Callable[..., dict[str, Any]]
+def test_votes_survive_a_killed_controller_and_train_by_their_export(
+    make_fleet: Callable[..., Any], small_job: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     settings = small_job(
         **{
@@ -33,7 +33,7 @@ def test_votes_and_what_waits_for_them_survive_a_killed_controller(
             "schedule.steps": 1,
         }
     )
-    with make_fleet(rewards=("human",)) as fleet:
+    with make_fleet(rewards=("human", "ocr")) as fleet:
         client = fleet.client
         job = client.submit(settings)
         wait_until(lambda: "of 2 votes" in reason(fleet, job), timeout_s=240)
@@ -57,6 +57,13 @@ def test_votes_and_what_waits_for_them_survive_a_killed_controller(
             assert sample.versions == {"human": "human 1"}
             assert sample.scores["human.votes"] >= 1
         assert ended.progress.samples_trained == 6
+
+        found = client.export_preferences(job.id, tmp_path / "preferences")
+        assert found.pairs > 0
+        preferred = {"algorithm": {"name": "dpo"}, "data.train": str(tmp_path / "preferences/preferences.jsonl")}
+        sizes = {"rollout.prompts_per_step": 2, "rollout.group_size": 2, "trainer.micro_batch_size": 4}
+        learned = fleet.run(small_job(**preferred, **sizes, **{"schedule.steps": 1}))
+        assert learned.progress.samples_trained == 4
 
 
 def test_warm_votes_turn_the_model(tmp_path: Path) -> None:

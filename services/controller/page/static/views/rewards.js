@@ -1,7 +1,7 @@
 // Rewards of all jobs at work, and the alerts in words. `#/rewards/ID` shows one job's, as its tab does.
 
 import { all, get, jobPath } from "../lib/api.js";
-import { useEvent, useFetched, useLoaded, useThrottled } from "../lib/data.js";
+import { useEvent, useFetched, useFollowed, useLoaded, useThrottled } from "../lib/data.js";
 import { number, plural } from "../lib/format.js";
 import { html } from "../lib/html.js";
 import { link } from "../lib/router.js";
@@ -23,6 +23,9 @@ export function Rewards({ parts }) {
 
 function OneJob({ id }) {
   const loaded = useFetched(jobPath(id));
+  const soon = useThrottled(loaded.reload, 500);
+  useFollowed(id);
+  useEvent("jobs", ({ items }) => items.some((job) => job.id === id) && soon());
   return html`
     <${Await} of=${loaded} what="the job">
       ${(job) => html`

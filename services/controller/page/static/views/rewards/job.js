@@ -1,7 +1,7 @@
 // The rewards of one job: what is active, what is pending, how shadows compare, where rewards disagree, what changed.
 
 import { jobPath, patch } from "../../lib/api.js";
-import { useEvent, useFetched, useThrottled } from "../../lib/data.js";
+import { useEvent, useFetched, useResync, useThrottled } from "../../lib/data.js";
 import { moment, number, plural } from "../../lib/format.js";
 import { html } from "../../lib/html.js";
 import { Act } from "../../parts/confirm.js";
@@ -14,6 +14,7 @@ export function JobRewards({ job }) {
   const loaded = useFetched(jobPath(job.id, "rewards"));
   const soon = useThrottled(loaded.reload, 1000);
   useEvent("event", ({ type }) => ["trained", "validation", "request", "rewards"].includes(type) && soon());
+  useResync(soon);
   return html`
     <${Await} of=${loaded} what="rewards">
       ${(rewards) => html`
@@ -35,7 +36,7 @@ export function JobRewards({ job }) {
 }
 
 const SHADOWING =
-  "It scores the same samples as the reward beside it, from the next step that opens. Training does not see its " +
+  "It scores the same samples as the reward next to it, from the next step that opens. Training does not see its " +
   "scores. It costs its service as much as a reward.";
 
 const promoting = (name, beside) =>
@@ -100,7 +101,7 @@ function Shadows({ job, rewards, done }) {
     <section class="card">
       <div class="row">
         <h2>Shadows</h2>
-        <span class="soft">score beside a reward and change nothing</span>
+        <span class="soft">score with a reward and change nothing</span>
         <div class="row end">
           ${
             isOpen &&
@@ -112,7 +113,7 @@ function Shadows({ job, rewards, done }) {
                 follows=${SHADOWING}
                 fields=${[
                   { name: "name", label: "Name", pattern: "[A-Za-z0-9._\\-]{1,64}" },
-                  { name: "beside", label: "Beside the reward", options: names },
+                  { name: "beside", label: "Next to the reward", options: names },
                   { name: "service", label: "Reward service", type: "text" },
                 ]}
                 act=${add}
@@ -129,7 +130,7 @@ function Shadows({ job, rewards, done }) {
                   <thead>
                     <tr>
                       <th scope="col">Shadow</th>
-                      <th scope="col">Beside</th>
+                      <th scope="col">Next to</th>
                       <th scope="col" class="num">Rank correlation</th>
                       <th scope="col" class="num">Same order of pairs</th>
                       <th scope="col" class="num">Held out</th>
