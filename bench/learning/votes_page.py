@@ -32,8 +32,11 @@ Run = Mapping[str, Any]
 
 
 def write_page(directory: Path, page: Path = PAGE, results: Path = RESULTS) -> None:
-    """Results, pictures and the table of all runs in a directory."""
-    runs = [json.loads(path.read_text()) for path in sorted(directory.glob("*/run.json"))]
+    """Results, pictures and the table, by the runs in a directory; results of runs that are not there stay as they are,
+    and so do the pictures of the first seed."""
+    found = [json.loads(path.read_text()) for path in sorted(directory.glob("*/run.json"))]
+    newest = {(run["voter"], run["seed"]): run for run in [*json.loads(results.read_text()), *found]}
+    runs = list(newest.values())
     runs.sort(key=lambda run: ([*LABELS].index(run["voter"]), run["seed"]))
     results.write_text(json.dumps(runs, indent=1) + "\n")
     draw(runs, directory, page.parent / "images")
@@ -68,12 +71,19 @@ def draw(runs: Sequence[Run], directory: Path, images: Path) -> None:
         panels.setdefault(f"seed {run['seed']}", []).append(line)
     about = ("Votes turn a model", "Mean of red minus blue of the held-out pictures")
     measure_panels(images / "votes_curves.png", panels, *about, "training steps, about 60 votes each")
+    first = [run for run in runs if run["seed"] == runs[0]["seed"]]
+    if not all(_pictures(directory, run).exists() for run in first):
+        return
     rows, heads = {}, list[str]()
-    for run in (run for run in runs if run["seed"] == runs[0]["seed"]):
-        with np.load(directory / f"{run['voter']}-{run['seed']}" / "pictures.npz") as kept:
+    for run in first:
+        with np.load(_pictures(directory, run)) as kept:
             versions = [str(version) for version, _ in run["curve"]]
             heads = [words_of(str(prompt), 8) for prompt in kept["prompts"]]
             rows["before"] = list(kept[versions[0]])
             rows[SHORT[run["voter"]]] = list(kept[versions[-1]])
     subtitle = f"The first {len(heads)} held-out prompts, seed {runs[0]['seed']}"
     picture_rows(images / "votes.png", rows, heads, "The same prompts and noise, before and after votes", subtitle)
+
+
+def _pictures(directory: Path, run: Run) -> Path:
+    return directory / f"{run['voter']}-{run['seed']}" / "pictures.npz"
