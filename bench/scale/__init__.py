@@ -6,8 +6,7 @@ which are simulated, but are real gRPC servers at addresses of their own in 127.
     replicas.py     a process of simulated rollout replicas
     trainers.py     a process of simulated trainers, and the reward
     controller.py   the controller's own app, with a launcher that tells where those trainers are
-    collector.py    takes the controller's traces and drops them
-    traces.py       what traces cost, in pairs of rehearsals
+    tracing/        what traces cost, in pairs of rehearsals; a collector that drops them
     probe.py        asks /healthz from a process of its own
     processes.py    starts them, and reads what each used of the machine
     rehearsal.py    runs it and takes the figures

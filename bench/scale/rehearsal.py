@@ -55,7 +55,7 @@ def fleet(
             wait_for_line(child, folder)
         if load.traces:
             collector = folder / "collector.port"
-            start("collector", "bench.scale.collector", str(collector))
+            start("collector", "bench.scale.tracing.collector", str(collector))
             wait_for_line(children["collector"], folder)
             env["OTEL_EXPORTER_OTLP_ENDPOINT"] = f"http://{collector.read_text()}"
         start("probe", "bench.scale.probe", str(port_file), str(folder / "healthz.json"))

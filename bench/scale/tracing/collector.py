@@ -1,6 +1,6 @@
 """A collector that takes traces by OTLP over gRPC and drops them: what they cost their sender is measured.
 
-python -m bench.scale.collector PORT_FILE
+python -m bench.scale.tracing.collector PORT_FILE
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What traces cost the controller: CPU seconds a sample with a collector and without, in pairs of runs that take turns.
 
-    python -m bench.scale.traces [--pairs 5] [--seconds 60]
+    python -m bench.scale.tracing [--pairs 5] [--seconds 60]
 
 CPU time is a process's own, so other work on the machine moves it little. The figure is the median of the ratios.
 """
@@ -23,7 +23,7 @@ LOAD = Load(replicas=200, jobs=20)
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m bench.scale.traces", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench.scale.tracing", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=60.0, help="measured in each run")

@@ -1,0 +1,1 @@
+"""What traces cost a controller (`__main__.py`), and a collector that takes them."""
