@@ -143,7 +143,7 @@ class Reward:
     components: Sequence[str] = ()
     """Names of all components that `score` may give."""
     params: type[Params] | None = None
-    """What a job may set; anything else is refused."""
+    """Parameters that a job may set; others are refused."""
     batch: bool = False
     """`score` takes the samples of a call at once; with `needs_group`, those of one group."""
     needs_group: bool = False
@@ -153,7 +153,7 @@ class Reward:
     may_wait: bool = False
     """`score` may raise `Pending`; needs controllers of contract 2."""
     threads: int = 1
-    """How many calls of a plain `score` run at once."""
+    """Calls of a plain `score` that run at once."""
     hang_s: float = HANG_S
     """A plain `score` that runs for longer than this, and than four times its longest call so far, is taken for hung:
     health denies, so that the service is killed and started again. The first call has 900 s. Raise it if yours is

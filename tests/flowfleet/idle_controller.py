@@ -14,20 +14,22 @@ from tests.services.controller.conftest import IdleRunner
 T = TypeVar("T")
 
 
-def in_store(redis_url: str, act: Callable[[JobStore], Awaitable[T]]) -> T:
+async def with_store(redis_url: str, act: Callable[[JobStore], Awaitable[T]]) -> T:
     """Does something with the job store, as the part that runs jobs would."""
-    import asyncio
-
     from flowfleet.redis.client import connect
 
-    async def main() -> T:
-        redis = connect(redis_url)
-        try:
-            return await act(JobStore(redis))
-        finally:
-            await redis.aclose()
+    redis = connect(redis_url)
+    try:
+        return await act(JobStore(redis))
+    finally:
+        await redis.aclose()
 
-    return asyncio.run(main())
+
+def in_store(redis_url: str, act: Callable[[JobStore], Awaitable[T]]) -> T:
+    """Does the same for a test of a synchronous client."""
+    import asyncio
+
+    return asyncio.run(with_store(redis_url, act))
 
 
 def job_settings(directory: Path, **parts: Any) -> dict[str, Any]:

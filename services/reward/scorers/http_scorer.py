@@ -51,7 +51,7 @@ class HttpSettings(ScorerSettings):
     url: str
     """URL that requests are posted to, with its path: http:// or https://."""
     shape: Literal["lists", "flow_grpo", "verl_omni", "flow_factory", "single"] = "lists"
-    """What the server speaks."""
+    """Format of requests and answers."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Fields that every body has besides, as only_strict = false."""
     batch_size: int = Field(default=8, ge=1, le=1024)

@@ -23,19 +23,20 @@ def record(name: str, **said: Any) -> ReplicaRecord:
 
 
 @pytest.fixture
-def run(redis_url: str) -> Callable[[Use], None]:
-    def start(use: Use) -> None:
+def run(redis_url: str) -> Callable[[Use], Awaitable[None]]:
+    async def start(use: Use) -> None:
         async def scenario() -> None:
             redis = connect(redis_url)
             await use(ReplicaDirectory(redis), redis)
             await redis.aclose()
 
-        asyncio.run(scenario())
+        await scenario()
 
     return start
 
 
-def test_a_look_gives_what_changed_since_the_one_before_in_order(run: Callable[[Use], None]) -> None:
+@pytest.mark.anyio
+async def test_a_look_gives_what_changed_since_the_one_before_in_order(run: Callable[[Use], Awaitable[None]]) -> None:
     async def use(directory: ReplicaDirectory, redis: Any) -> None:
         empty = await directory.look()
         assert (empty.revision, empty.number, empty.changed) == (0, 0, ())
@@ -52,10 +53,13 @@ def test_a_look_gives_what_changed_since_the_one_before_in_order(run: Callable[[
         assert (await directory.look()).changed == (b, served)
         assert await directory.get("a") == served
 
-    run(use)
+    await run(use)
 
 
-def test_many_changes_come_in_parts(run: Callable[[Use], None], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_many_changes_come_in_parts(
+    run: Callable[[Use], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(replicas, "LOOK_COUNT", 2)
 
     async def use(directory: ReplicaDirectory, redis: Any) -> None:
@@ -67,10 +71,11 @@ def test_many_changes_come_in_parts(run: Callable[[Use], None], monkeypatch: pyt
         second = await directory.look(first.revision)
         assert [len(first.changed), len(second.changed), second.number] == [2, 1, 3]
 
-    run(use)
+    await run(use)
 
 
-def test_one_that_leaves_is_gone_but_not_its_successor(run: Callable[[Use], None]) -> None:
+@pytest.mark.anyio
+async def test_one_that_leaves_is_gone_but_not_its_successor(run: Callable[[Use], Awaitable[None]]) -> None:
     async def use(directory: ReplicaDirectory, redis: Any) -> None:
         await directory.put(record("a"))
         await directory.put(record("a", incarnation="2"), joins=True)
@@ -81,10 +86,11 @@ def test_one_that_leaves_is_gone_but_not_its_successor(run: Callable[[Use], None
         assert (await directory.look()).number == 0
         assert await directory.get("a") is None
 
-    run(use)
+    await run(use)
 
 
-def test_one_that_wakes_after_it_was_replaced_writes_nothing(run: Callable[[Use], None]) -> None:
+@pytest.mark.anyio
+async def test_one_that_wakes_after_it_was_replaced_writes_nothing(run: Callable[[Use], Awaitable[None]]) -> None:
     """Neither over its successor nor when that one has left; another of its id may join."""
 
     async def use(directory: ReplicaDirectory, redis: Any) -> None:
@@ -106,12 +112,13 @@ def test_one_that_wakes_after_it_was_replaced_writes_nothing(run: Callable[[Use]
         await redis.flushall()  # a server that lost its data takes what is there
         assert await directory.put(third)
 
-    run(use)
+    await run(use)
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("jump_s", [24 * 3600, -24 * 3600])
-def test_a_clock_that_jumps_forgets_nobody_who_lives(
-    run: Callable[[Use], None], monkeypatch: pytest.MonkeyPatch, jump_s: int
+async def test_a_clock_that_jumps_forgets_nobody_who_lives(
+    run: Callable[[Use], Awaitable[None]], monkeypatch: pytest.MonkeyPatch, jump_s: int
 ) -> None:
     """Redis's clock is not to be moved, so what it wrote is: as if it had said something else before."""
     monkeypatch.setattr(replicas, "SETTLES_S", 0.5)
@@ -139,11 +146,12 @@ def test_a_clock_that_jumps_forgets_nobody_who_lives(
         assert await directory.members() == {"living"}
         assert (await directory.look()).stale == frozenset()
 
-    run(use)
+    await run(use)
 
 
-def test_one_that_is_not_renewed_is_stale_and_then_gone(
-    run: Callable[[Use], None], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.anyio
+async def test_one_that_is_not_renewed_is_stale_and_then_gone(
+    run: Callable[[Use], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replicas, "STALE_S", 0.2)
     monkeypatch.setattr(replicas, "EXPIRES_S", 0.6)
@@ -160,10 +168,11 @@ def test_one_that_is_not_renewed_is_stale_and_then_gone(
         assert [one.replica_id for one in (await directory.look()).changed] == ["b"]
         assert await directory.members() == {"b"}
 
-    run(use)
+    await run(use)
 
 
-def test_a_server_that_lost_its_data_is_read_from_the_start(run: Callable[[Use], None]) -> None:
+@pytest.mark.anyio
+async def test_a_server_that_lost_its_data_is_read_from_the_start(run: Callable[[Use], Awaitable[None]]) -> None:
     async def use(directory: ReplicaDirectory, redis: Any) -> None:
         for name in "abc":
             await directory.put(record(name))
@@ -173,7 +182,7 @@ def test_a_server_that_lost_its_data_is_read_from_the_start(run: Callable[[Use],
         again = await directory.look(look.revision)
         assert (again.number, again.changed, again.revision) == (1, (record("a"),), 1)
 
-    run(use)
+    await run(use)
 
 
 async def put_text(directory: ReplicaDirectory, redis: Any, name: str, text: str) -> None:
@@ -203,9 +212,10 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("text", BROKEN + HOSTILE, ids=range(len(BROKEN + HOSTILE)))
-def test_a_record_that_cannot_be_read_hides_no_other(
-    run: Callable[[Use], None], text: str, caplog: pytest.LogCaptureFixture
+async def test_a_record_that_cannot_be_read_hides_no_other(
+    run: Callable[[Use], Awaitable[None]], text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def use(directory: ReplicaDirectory, redis: Any) -> None:
         await put_text(directory, redis, "b", text)
@@ -214,10 +224,11 @@ def test_a_record_that_cannot_be_read_hides_no_other(
         assert (look.number, look.changed, look.unreadable) == (2, (record("c"),), frozenset("b"))
         assert "replica 'b' ignored" in caplog.text
 
-    run(use)
+    await run(use)
 
 
-def test_a_name_that_is_no_text_hides_no_other(run: Callable[[Use], None]) -> None:
+@pytest.mark.anyio
+async def test_a_name_that_is_no_text_hides_no_other(run: Callable[[Use], Awaitable[None]]) -> None:
     async def use(directory: ReplicaDirectory, redis: Any) -> None:
         await directory.put(record("c"))
         await redis.hset(keys.replicas("records"), b"\xff", "{}")
@@ -228,4 +239,4 @@ def test_a_name_that_is_no_text_hides_no_other(run: Callable[[Use], None]) -> No
         assert (await directory.look()).stale == {"\\xff"}  # judged from the second look on
         assert await directory.members() == {"c", "\\xff"}
 
-    run(use)
+    await run(use)

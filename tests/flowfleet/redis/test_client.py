@@ -87,20 +87,17 @@ async def test_tasks_survive_a_killed_server_and_lose_nothing(server: RedisServe
             found |= {fields[b"name"] + b":" + fields[b"count"] for _, fields in entries}
             last = entries[-1][0] if entries else last
 
-    async def work() -> None:
-        done = asyncio.Event()
-        async with redis_client.connect(server.url) as client:
-            reading = asyncio.create_task(reader(client, done))
-            await asyncio.gather(*(write(client, name, 0) for name in "abcd"))
-            restart = restart_later(server)
-            counts = await asyncio.gather(*(writer(client, name, restart) for name in "abcd"))
-            done.set()
-            written = [f"{name}:{i}" for name, count in zip("abcd", counts, strict=True) for i in range(count)]
-            assert min(counts) > 1
-            assert set(map(str.encode, written)) <= await reading
-            assert None not in await client.mget(written)
-
-    await work()
+    done = asyncio.Event()
+    async with redis_client.connect(server.url) as client:
+        reading = asyncio.create_task(reader(client, done))
+        await asyncio.gather(*(write(client, name, 0) for name in "abcd"))
+        restart = restart_later(server)
+        counts = await asyncio.gather(*(writer(client, name, restart) for name in "abcd"))
+        done.set()
+        written = [f"{name}:{i}" for name, count in zip("abcd", counts, strict=True) for i in range(count)]
+        assert min(counts) > 1
+        assert set(map(str.encode, written)) <= await reading
+        assert None not in await client.mget(written)
 
 
 @pytest.mark.anyio
@@ -127,8 +124,9 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_client, "_BACKOFF_CAP_S", 0.2)
 
 
+@pytest.mark.anyio
 @pytest.mark.usefixtures("quick_retries")
-def test_the_retries_of_command_and_connection_do_not_multiply(server: RedisServer) -> None:
+async def test_the_retries_of_command_and_connection_do_not_multiply(server: RedisServer) -> None:
     """5 pauses of 0.05 to 0.2 s: 0.35 to 0.85 s in all; nested six times that, 2.1 s at least."""
     with redis_client.connect_sync(server.url) as client:
         client.ping()
@@ -138,14 +136,11 @@ def test_the_retries_of_command_and_connection_do_not_multiply(server: RedisServ
             client.set("a", 1)
         assert 0.3 < time.monotonic() - start < 2.0
 
-    async def work() -> None:
-        async with redis_client.connect(server_url(free_port(), "x")) as client:
-            start = time.monotonic()
-            with pytest.raises(redis.ConnectionError):
-                await client.set("a", 1)
-            assert 0.3 < time.monotonic() - start < 2.0
-
-    asyncio.run(work())
+    async with redis_client.connect(server_url(free_port(), "x")) as client:
+        start = time.monotonic()
+        with pytest.raises(redis.ConnectionError):
+            await client.set("a", 1)
+        assert 0.3 < time.monotonic() - start < 2.0
 
 
 def test_the_url_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,17 +64,18 @@ def shown(response: ScoreResponse) -> list[float | str]:
     return [one.error if one.WhichOneof("outcome") == "error" else one.score for one in response.scores]
 
 
-def test_a_score_that_comes_later_is_pending_where_the_reward_says_that_it_may_wait() -> None:
+@pytest.mark.anyio
+async def test_a_score_that_comes_later_is_pending_where_the_reward_says_that_it_may_wait() -> None:
     def people(sample: Sample) -> float:
         raise Pending(f"votes on {sample.prompt}")
 
     def together(samples: list[Sample]) -> list[Any]:
         return [1.0 if sample.prompt == "a" else Pending("one vote") for sample in samples]
 
-    assert asyncio.run(ask(request("a"), people, may_wait=True)).scores[0].pending == "votes on a"
-    batch = asyncio.run(ask(request("a", "b"), together, may_wait=True, batch=True)).scores
+    assert (await ask(request("a"), people, may_wait=True)).scores[0].pending == "votes on a"
+    batch = (await ask(request("a", "b"), together, may_wait=True, batch=True)).scores
     assert [one.WhichOneof("outcome") for one in batch] == ["score", "pending"]
-    assert asyncio.run(ask(request("a"), people)).scores[0].error  # callers were not told to expect it
+    assert (await ask(request("a"), people)).scores[0].error  # callers were not told to expect it
     assert [
         Reward(score=people, name="a", version="1", may_wait=waits).describe().contract for waits in (False, True)
     ] == [

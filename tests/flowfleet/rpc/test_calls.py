@@ -92,7 +92,8 @@ def pair(seen: Collector, name: str) -> tuple[Seen, Seen]:
     return client, server
 
 
-def test_a_call_of_each_kind_is_a_span_at_both_ends(seen: Collector) -> None:
+@pytest.mark.anyio
+async def test_a_call_of_each_kind_is_a_span_at_both_ends(seen: Collector) -> None:
     async def run() -> None:
         tracer = started()
         async with serving(Services()) as channel:
@@ -104,7 +105,7 @@ def test_a_call_of_each_kind_is_a_span_at_both_ends(seen: Collector) -> None:
             assert await describe(channel) == ""  # outside of a step: a poll
 
     told: list[str] = []
-    asyncio.run(run())
+    await run()
     traces.stop()
     (outer,) = seen.named("Outer")
     assert (outer.trace, outer.parent) == (IDS.trace_hex, f"{IDS.span:016x}")
@@ -121,19 +122,17 @@ def test_a_call_of_each_kind_is_a_span_at_both_ends(seen: Collector) -> None:
     assert (link.trace, link.span, link["samples"]) == (generated.trace, generated.span, "3/0 3/1")
 
 
-def test_failed_and_abandoned_calls_say_so(seen: Collector) -> None:
-    async def run() -> None:
-        tracer, servicer = started(), Services()
-        servicer.refuses = True
-        async with serving(servicer) as channel:
-            with pytest.raises(grpc.aio.AioRpcError), tracer.command(IDS, "Failed", {}, Waits):
-                await describe(channel)
-            with tracer.command(IDS, "Outer", {}, Waits):
-                with pytest.raises(TimeoutError):
-                    await asyncio.wait_for(generate(channel), 0.3)
-                await asyncio.sleep(0.2)
-
-    asyncio.run(run())
+@pytest.mark.anyio
+async def test_failed_and_abandoned_calls_say_so(seen: Collector) -> None:
+    tracer, servicer = started(), Services()
+    servicer.refuses = True
+    async with serving(servicer) as channel:
+        with pytest.raises(grpc.aio.AioRpcError), tracer.command(IDS, "Failed", {}, Waits):
+            await describe(channel)
+        with tracer.command(IDS, "Outer", {}, Waits):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(generate(channel), 0.3)
+            await asyncio.sleep(0.2)
     traces.stop()
     (refused, refusing), (left, leaving) = pair(seen, DESCRIBE), pair(seen, GENERATE)
     assert [span.error for span in seen.named("Failed")] == [refused.error]
@@ -174,20 +173,18 @@ def test_http_carries_spans_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [(span.name, span.trace) for span in seen.spans] == [("step", IDS.trace_hex)]
 
 
-def test_the_sampler_decides_for_a_whole_step(seen: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_the_sampler_decides_for_a_whole_step(seen: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trace is kept where the lower 64 bits of its id are below the ratio's share of their range."""
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.3")
 
-    async def run() -> None:
-        tracer = started()
-        async with serving(Services()) as channel:
-            for step in range(20):
-                with tracer.command(StepIds.of("job", step), "Outer", {}, Waits):
-                    await describe(channel)
-                tracer.step(StepIds.of("job", step), {}, 1.0, 2.0)
-
-    asyncio.run(run())
+    tracer = started()
+    async with serving(Services()) as channel:
+        for step in range(20):
+            with tracer.command(StepIds.of("job", step), "Outer", {}, Waits):
+                await describe(channel)
+            tracer.step(StepIds.of("job", step), {}, 1.0, 2.0)
     traces.stop()
     ids = [StepIds.of("job", step) for step in range(20)]
     kept = sorted(one.trace_hex for one in ids if one.trace % 2**64 < 0.3 * 2**64)

@@ -27,19 +27,19 @@ from tests.services.controller.scripted import ScriptedFleet, ScriptedReward, Sc
 from tests.waiting import until
 
 Use = Callable[[ScriptedFleet], Awaitable[None]]
-Run = Callable[..., None]
+Run = Callable[..., Awaitable[None]]
 
 
 @pytest.fixture
 def run(redis_url: str, tmp_path: Path) -> Run:
     """Starts a fleet with rewards and hands it to a coroutine function."""
 
-    def start(use: Use, **rewards: ScriptedReward) -> None:
+    async def start(use: Use, **rewards: ScriptedReward) -> None:
         async def scenario() -> None:
             async with scripted_fleet(redis_url, tmp_path / "state", rewards) as fleet:
                 await use(fleet)
 
-        asyncio.run(asyncio.wait_for(scenario(), 60))
+        await asyncio.wait_for(scenario(), 60)
 
     return start
 
@@ -73,7 +73,8 @@ def places(request: trainer_pb2.TrainStepRequest) -> list[tuple[int, int, int, f
     return [(s.sample.id.group, s.sample.id.index, s.pair, s.advantage) for s in request.samples]
 
 
-def test_policy_losses_get_steps_and_normalized_advantages(run: Run, job: Callable[..., dict[str, Any]]) -> None:
+@pytest.mark.anyio
+async def test_policy_losses_get_steps_and_normalized_advantages(run: Run, job: Callable[..., dict[str, Any]]) -> None:
     """Each reward's advantages are normalized before the sum: the large one does not drown the small one."""
     settings = job(
         algorithm={"reward_combination": "normalized", "advantage_clamp": None},
@@ -96,10 +97,11 @@ def test_policy_losses_get_steps_and_normalized_advantages(run: Run, job: Callab
             assert [place[:2] for place in places(request)] == [(g, i) for g in range(2) for i in range(4)]
             np.testing.assert_allclose([s.advantage for s in request.samples], expected, rtol=1e-9)
 
-    run(use, small=ScriptedReward(by_index), large=ScriptedReward(lambda sample: -1000 * by_index(sample)))
+    await run(use, small=ScriptedReward(by_index), large=ScriptedReward(lambda sample: -1000 * by_index(sample)))
 
 
-def test_an_average_is_validated_and_never_sampled_with(
+@pytest.mark.anyio
+async def test_an_average_is_validated_and_never_sampled_with(
     run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     """The replica refuses a request for other weights than it was given; so does the test's."""
@@ -115,10 +117,11 @@ def test_an_average_is_validated_and_never_sampled_with(
             assert request.evaluated == (request.purpose == common_pb2.PURPOSE_VALIDATE)
         assert dict.fromkeys(fleet.trainer.published) == dict.fromkeys([(0, True), (0, False), (1, False), (2, True)])
 
-    run(use, ocr=ScriptedReward(by_index))
+    await run(use, ocr=ScriptedReward(by_index))
 
 
-def test_a_job_of_no_steps_only_validates(run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_a_job_of_no_steps_only_validates(run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     """Training data are not read, groups are whole, so a reward of groups scores them, and nothing is trained."""
     held_out = tmp_path / "held-out.txt"
     held_out.write_text("d\ne\nf\n")
@@ -146,7 +149,7 @@ def test_a_job_of_no_steps_only_validates(run: Run, job: Callable[..., dict[str,
         repeated, _ = await fleet.store.samples(again.id, purpose="validate", limit=50)
         assert [sample.seed for sample in repeated] == [sample.seed for sample in samples]
 
-    run(use, ocr=ScriptedReward(by_index), whole=ScriptedReward(by_index, needs_group=True))
+    await run(use, ocr=ScriptedReward(by_index), whole=ScriptedReward(by_index, needs_group=True))
 
 
 SAMPLING_FLOWS = [
@@ -154,8 +157,9 @@ SAMPLING_FLOWS = [
 ]
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("name", SAMPLING_FLOWS)
-def test_every_algorithm_runs_to_its_end(
+async def test_every_algorithm_runs_to_its_end(
     run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path, name: str
 ) -> None:
     """What is recorded goes with the loss, steps are named where noise enters or a loss begins, and all samples are
@@ -177,10 +181,11 @@ def test_every_algorithm_runs_to_its_end(
         assert record.results["samples_trained"] == trained
         assert sum(record.results["samples_dropped"].values()) == 16 - trained
 
-    run(use, ocr=ScriptedReward(by_index))
+    await run(use, ocr=ScriptedReward(by_index))
 
 
-def test_online_pairs_are_best_and_worst_and_a_step_without_goes_on(
+@pytest.mark.anyio
+async def test_online_pairs_are_best_and_worst_and_a_step_without_goes_on(
     run: Run, job: Callable[..., dict[str, Any]]
 ) -> None:
     settings = job(algorithm={"name": "online_dpo"}, rewards={"ocr": {}})
@@ -202,10 +207,11 @@ def test_online_pairs_are_best_and_worst_and_a_step_without_goes_on(
         assert [row["critic/rewards/zero_std_ratio"] for row in rows] == [1, 0]
         assert record.progress.samples_dropped == {"not_in_a_pair": 12}
 
-    run(use, ocr=ScriptedReward(same_in_step_0))
+    await run(use, ocr=ScriptedReward(same_in_step_0))
 
 
-def test_given_preferences_are_encoded_never_scored(
+@pytest.mark.anyio
+async def test_given_preferences_are_encoded_never_scored(
     run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     pairs = tmp_path / "pairs.jsonl"
@@ -242,10 +248,11 @@ def test_given_preferences_are_encoded_never_scored(
         assert sum(fleet.rewards["ocr"].sizes) == 2 * 3  # the validations before and after
         assert record.progress.held_out_reward == 0.0
 
-    run(use, ocr=ScriptedReward(by_index))
+    await run(use, ocr=ScriptedReward(by_index))
 
 
-def test_condition_images_go_along_and_are_stored_once(
+@pytest.mark.anyio
+async def test_condition_images_go_along_and_are_stored_once(
     run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     prompts = tmp_path / "edits.jsonl"
@@ -270,10 +277,11 @@ def test_condition_images_go_along_and_are_stored_once(
                 while await fleet.blob_keys(record.id, kind):
                     await asyncio.sleep(0.02)
 
-    run(use, ocr=ScriptedReward(by_index))
+    await run(use, ocr=ScriptedReward(by_index))
 
 
-def test_a_preference_whose_file_is_gone_costs_its_own_group(
+@pytest.mark.anyio
+async def test_a_preference_whose_file_is_gone_costs_its_own_group(
     run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.controller.job.recovery.retries.MAX_FAILURES", 2)
@@ -299,10 +307,11 @@ def test_a_preference_whose_file_is_gone_costs_its_own_group(
         assert len(reasons) == 2
         assert all("b-.png, which does not exist" in reason for reason in reasons)
 
-    run(use)
+    await run(use)
 
 
-def test_a_sample_whose_blob_is_lost_is_made_again_and_nothing_is_dropped(
+@pytest.mark.anyio
+async def test_a_sample_whose_blob_is_lost_is_made_again_and_nothing_is_dropped(
     run: Run, job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gone before it was scored, gone before it was trained, and not what was written; each once."""
@@ -340,10 +349,11 @@ def test_a_sample_whose_blob_is_lost_is_made_again_and_nothing_is_dropped(
         lost = [name for e in await fleet.store.events(record.id) if e.type == "lost" for name in e.data["samples"]]
         assert sorted(lost) == sorted("/".join(map(str, place)) for place in again)
 
-    run(use, ocr=ScriptedReward(by_index))
+    await run(use, ocr=ScriptedReward(by_index))
 
 
-def test_a_broken_condition_image_costs_its_own_group_and_its_refills(
+@pytest.mark.anyio
+async def test_a_broken_condition_image_costs_its_own_group_and_its_refills(
     run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.controller.job.recovery.retries.MAX_FAILURES", 2)
@@ -362,9 +372,10 @@ def test_a_broken_condition_image_costs_its_own_group_and_its_refills(
         assert record.results["samples_trained"] == 8
         assert record.results["samples_dropped"] == {"rollout_failed": 2 * (4 + 3)}
 
-    run(use, ocr=ScriptedReward(by_index))
+    await run(use, ocr=ScriptedReward(by_index))
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("parts", "training", "validation"),
     [
@@ -380,7 +391,7 @@ def test_a_broken_condition_image_costs_its_own_group_and_its_refills(
         ),
     ],
 )
-def test_a_tail_is_for_training_and_a_sampler_for_validation_too(
+async def test_a_tail_is_for_training_and_a_sampler_for_validation_too(
     run: Run,
     job: Callable[..., dict[str, Any]],
     tmp_path: Path,
@@ -399,10 +410,11 @@ def test_a_tail_is_for_training_and_a_sampler_for_validation_too(
             asked[is_training].add((request.sampling.sampler, request.noise.tail_steps))
         assert asked == {True: {training}, False: {validation}}
 
-    run(use, ocr=ScriptedReward(by_index))
+    await run(use, ocr=ScriptedReward(by_index))
 
 
-def test_each_step_and_each_validation_is_told_once(
+@pytest.mark.anyio
+async def test_each_step_and_each_validation_is_told_once(
     run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     """An event has the distribution of rewards and advantages, and metrics.jsonl a line."""
@@ -425,10 +437,11 @@ def test_each_step_and_each_validation_is_told_once(
             figures = {name: value for name, value in line.items() if name not in ("step", "version", "time")}
             assert figures.items() <= rows[number].items()
 
-    run(use, ocr=ScriptedReward(by_index))
+    await run(use, ocr=ScriptedReward(by_index))
 
 
-def test_gradients_that_a_trainer_kept_go_with_the_job(
+@pytest.mark.anyio
+async def test_gradients_that_a_trainer_kept_go_with_the_job(
     run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def keeping(self: ScriptedTrainer, request: Any, context: Any) -> Any:
@@ -447,10 +460,13 @@ def test_gradients_that_a_trainer_kept_go_with_the_job(
         assert checkpoints.is_dir()
         await until(lambda: not (checkpoints / "gradients").exists())
 
-    run(use, ocr=ScriptedReward(by_index))
+    await run(use, ocr=ScriptedReward(by_index))
 
 
-def test_videos_go_to_rewards_that_score_videos(run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_videos_go_to_rewards_that_score_videos(
+    run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
     size = {"prompts_per_step": 2, "group_size": 4, "num_frames": 9, "embedded_guidance": 3.0, "condition_pixels": 512}
     good = job(rollout=size, rewards={"motion": {}}, data={"validation": str(tmp_path / "prompts.txt")})
     bad = job(rollout=size, rewards={"ocr": {}})
@@ -461,9 +477,9 @@ def test_videos_go_to_rewards_that_score_videos(run: Run, job: Callable[..., dic
         sampling = [request.sampling for request in fleet.rollout.requests]
         assert {(s.num_frames, s.embedded_guidance, s.condition_pixels) for s in sampling} == {(9, 3.0, 512)}
         assert {sample.media_type for sample in (await fleet.store.samples(record.id))[0]} == {"video/mp4"}
-        before, after = (e.data for e in await fleet.store.events(record.id) if e.type == "validation")
+        before, after = [e.data for e in await fleet.store.events(record.id) if e.type == "validation"]
         assert (before["val/num_prompts"], before["val/num_scored"]) == (3, 0)  # it scores whole groups
-        (told,) = (e.data for e in await fleet.store.events(record.id) if e.type == "not_validated")
+        (told,) = [e.data for e in await fleet.store.events(record.id) if e.type == "not_validated"]
         assert told["reward"] == "motion"
         assert before["val/edge_density"] == after["val/edge_density"] > 50  # noise
         assert fleet.rewards["motion"].sizes == [4] * 2 * 2
@@ -473,10 +489,11 @@ def test_videos_go_to_rewards_that_score_videos(run: Run, job: Callable[..., dic
         assert "rewards.ocr does not score videos" in record.reason
 
     video = ScriptedReward(by_index, modalities=[reward_pb2.MODALITY_VIDEO], needs_group=True, max_batch_size=4)
-    run(use, motion=video, ocr=ScriptedReward(by_index, modalities=[reward_pb2.MODALITY_IMAGE]))
+    await run(use, motion=video, ocr=ScriptedReward(by_index, modalities=[reward_pb2.MODALITY_IMAGE]))
 
 
-def test_what_is_refused_again_and_again_is_told_while_it_is_tried(
+@pytest.mark.anyio
+async def test_what_is_refused_again_and_again_is_told_while_it_is_tried(
     run: Run, job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.controller.job.driver.MAX_FAILURES", 2)
@@ -492,10 +509,11 @@ def test_what_is_refused_again_and_again_is_told_while_it_is_tried(
         record = await fleet.reached(record.id, lambda record: record.status.terminal)
         assert (record.status, record.reason) == (JobStatus.SUCCEEDED, "")
 
-    run(use, ocr=ScriptedReward(by_index))
+    await run(use, ocr=ScriptedReward(by_index))
 
 
-def test_a_pool_that_loses_all_replicas_in_mid_step_is_the_jobs_reason(
+@pytest.mark.anyio
+async def test_a_pool_that_loses_all_replicas_in_mid_step_is_the_jobs_reason(
     run: Run, job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet_watch, "EMPTY_S", 0.5)
@@ -514,11 +532,12 @@ def test_a_pool_that_loses_all_replicas_in_mid_step_is_the_jobs_reason(
         record = await fleet.reached(record.id, lambda record: record.status.terminal)
         assert (record.status, record.reason) == (JobStatus.SUCCEEDED, "")
 
-    run(use, ocr=ScriptedReward(by_index))
+    await run(use, ocr=ScriptedReward(by_index))
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("action", ["resume", "cancel"])
-def test_a_gap_above_the_limit_pauses_the_job_until_its_user_has_decided(
+async def test_a_gap_above_the_limit_pauses_the_job_until_its_user_has_decided(
     run: Run, job: Callable[..., dict[str, Any]], action: Action
 ) -> None:
     rollout = {"prompts_per_step": 2, "group_size": 4, "max_log_prob_gap": 1e-4}
@@ -542,10 +561,11 @@ def test_a_gap_above_the_limit_pauses_the_job_until_its_user_has_decided(
         rows = {row.step: row.values for row in await fleet.store.metrics(record.id)}
         assert rows[0][LOG_PROB_GAP] == 3e-4
 
-    run(use, ocr=ScriptedReward(by_index))
+    await run(use, ocr=ScriptedReward(by_index))
 
 
-def test_a_gap_that_is_not_finite_pauses_the_job(run: Run, job: Callable[..., dict[str, Any]]) -> None:
+@pytest.mark.anyio
+async def test_a_gap_that_is_not_finite_pauses_the_job(run: Run, job: Callable[..., dict[str, Any]]) -> None:
     rollout = {"prompts_per_step": 2, "group_size": 4, "max_log_prob_gap": 1e-4}
 
     async def use(fleet: ScriptedFleet) -> None:
@@ -555,10 +575,11 @@ def test_a_gap_that_is_not_finite_pauses_the_job(run: Run, job: Callable[..., di
         assert "NaN or infinite in 100.00% of the rows" in record.reason
         assert len(fleet.trainer.steps) == 1
 
-    run(use, ocr=ScriptedReward(by_index))
+    await run(use, ocr=ScriptedReward(by_index))
 
 
-def test_throughput_is_a_second_and_accelerator_of_trainer_and_rollouts(
+@pytest.mark.anyio
+async def test_throughput_is_a_second_and_accelerator_of_trainer_and_rollouts(
     run: Run, job: Callable[..., dict[str, Any]]
 ) -> None:
     settings = job(rewards={"ocr": {}}, trainer={"world_size": 2})
@@ -570,7 +591,7 @@ def test_throughput_is_a_second_and_accelerator_of_trainer_and_rollouts(
         one_replica, step_s = 1, rows[0]["timing_s/step"] or 0.0
         assert rows[0]["perf/throughput"] == pytest.approx(8 / step_s / (2 + one_replica))
 
-    run(use, ocr=ScriptedReward(by_index))
+    await run(use, ocr=ScriptedReward(by_index))
 
 
 class SlowReward(ScriptedReward):
@@ -591,7 +612,8 @@ class SlowReward(ScriptedReward):
             self.num_here -= len(request.samples)
 
 
-def test_a_step_does_not_run_into_the_deadline_of_a_slow_reward(
+@pytest.mark.anyio
+async def test_a_step_does_not_run_into_the_deadline_of_a_slow_reward(
     run: Run, job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight groups take four seconds, a call may take two: they wait in the controller, where no deadline runs."""
@@ -606,6 +628,6 @@ def test_a_step_does_not_run_into_the_deadline_of_a_slow_reward(
         assert record.status is JobStatus.SUCCEEDED, record.reason
         assert record.results["samples_dropped"] == {}
 
-    run(use, ocr=slow)
+    await run(use, ocr=slow)
     assert slow.sizes == [4] * 8
     assert slow.most_here == 8

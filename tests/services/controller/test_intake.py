@@ -15,6 +15,7 @@ from flowfleet.redis import keys
 from services.controller.job import events as ev
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward
 from tests.services.controller.test_control_plane import Run, by_index, job, run
+from tests.waiting import until
 
 __all__ = ["job", "run"]
 
@@ -43,7 +44,8 @@ def forged(sample: common_pb2.Sample) -> list[tuple[common_pb2.Sample, str]]:
     return found
 
 
-def test_samples_that_nobody_asked_for_become_dead_letters_and_cost_nothing(
+@pytest.mark.anyio
+async def test_samples_that_nobody_asked_for_become_dead_letters_and_cost_nothing(
     run: Run, job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
@@ -69,10 +71,11 @@ def test_samples_that_nobody_asked_for_become_dead_letters_and_cost_nothing(
         assert record.results["duplicates"] == 0
         assert {item.sample.id.job_id for request in fleet.trainer.steps for item in request.samples} == {record.id}
 
-    run(use, ocr=ScriptedReward(by_index))
+    await run(use, ocr=ScriptedReward(by_index))
 
 
-def test_a_duplicate_that_comes_as_its_sample_is_lost_has_its_reference_stored(
+@pytest.mark.anyio
+async def test_a_duplicate_that_comes_as_its_sample_is_lost_has_its_reference_stored(
     run: Run, job: Callable[..., dict[str, Any]]
 ) -> None:
     """What the machine counts as sampled is what is stored, whatever was folded since the duplicate was read."""
@@ -88,8 +91,7 @@ def test_a_duplicate_that_comes_as_its_sample_is_lost_has_its_reference_stored(
         while not (driver := fleet.runner._running.get(record.id)) or not driver.machine.state.batches:
             await asyncio.sleep(0.02)
         batch = driver.machine.state.batches[0]
-        while batch.has("wanted"):
-            await asyncio.sleep(0.02)
+        await until(lambda: not batch.has("wanted"))
         references, field = keys.sample_refs(record.id, 0), "0/1"
         duplicate = common_pb2.Sample.FromString(await fleet.redis.hget(references, field))
         async with driver._lock:
@@ -104,10 +106,11 @@ def test_a_duplicate_that_comes_as_its_sample_is_lost_has_its_reference_stored(
         record = await fleet.reached(record.id, lambda now: now.status is JobStatus.SUCCEEDED)
         assert record.results["samples_trained"] == 16
 
-    run(use, ocr=WaitingReward(by_index))
+    await run(use, ocr=WaitingReward(by_index))
 
 
-def test_a_blob_that_is_whole_and_holds_something_else_costs_no_job(
+@pytest.mark.anyio
+async def test_a_blob_that_is_whole_and_holds_something_else_costs_no_job(
     run: Run, job: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sample that it befell once is made again; one that it befalls each time is dropped."""
@@ -131,4 +134,4 @@ def test_a_blob_that_is_whole_and_holds_something_else_costs_no_job(
         assert record.results["samples_dropped"] == {"lost": 1}
         assert [len(request.samples) for request in fleet.trainer.steps] == [8, 8]
 
-    run(use, ocr=ScriptedReward(by_index))
+    await run(use, ocr=ScriptedReward(by_index))

@@ -23,15 +23,15 @@ Use = Callable[[ScriptedFleet], Awaitable[None]]
 
 
 @pytest.fixture
-def run(redis_url: str, tmp_path: Path) -> Callable[..., None]:
+def run(redis_url: str, tmp_path: Path) -> Callable[..., Awaitable[None]]:
     """Starts a fleet with one reward, `ocr`, and hands it to a coroutine function."""
 
-    def start(use: Use, reward: ScriptedReward, **settings: Any) -> None:
+    async def start(use: Use, reward: ScriptedReward, **settings: Any) -> None:
         async def scenario() -> None:
             async with scripted_fleet(redis_url, tmp_path / "state", {"ocr": reward}, **settings) as fleet:
                 await use(fleet)
 
-        asyncio.run(asyncio.wait_for(scenario(), 60))
+        await asyncio.wait_for(scenario(), 60)
 
     return start
 
@@ -90,7 +90,10 @@ def test_the_best_need_what_can_be_compared(
         parse_job(settings)
 
 
-def test_the_best_stay_and_the_card_tells_the_training(run: Callable[..., None], job: Callable[..., Any]) -> None:
+@pytest.mark.anyio
+async def test_the_best_stay_and_the_card_tells_the_training(
+    run: Callable[..., Awaitable[None]], job: Callable[..., Any]
+) -> None:
     settings = job(schedule={"keep_best": 1}, rewards={"ocr": {"gate": {"below": 0.1}}})
 
     async def use(fleet: ScriptedFleet) -> None:
@@ -113,7 +116,7 @@ def test_the_best_stay_and_the_card_tells_the_training(run: Callable[..., None],
 
     reward = by_version(0.25, 0.75, 0.5, 0.5)
     reward.described = {"name": "ScriptedReward", "version": "1"}
-    run(use, reward)
+    await run(use, reward)
 
 
 # Ended sooner, or later -----------------------------------------------------------------------------------------------
@@ -130,9 +133,10 @@ async def ended(fleet: ScriptedFleet, job_id: str) -> JobRecord:
     return await fleet.reached(job_id, lambda now: now.status.terminal)
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("is_paused", [False, True])
-def test_a_job_is_finished_with_all_that_its_end_brings(
-    run: Callable[..., None], job: Callable[..., Any], is_paused: bool
+async def test_a_job_is_finished_with_all_that_its_end_brings(
+    run: Callable[..., Awaitable[None]], job: Callable[..., Any], is_paused: bool
 ) -> None:
     settings = job(schedule={"steps": 10_000, "save_every": 1000, "validate_every": 1000})
 
@@ -155,10 +159,13 @@ def test_a_job_is_finished_with_all_that_its_end_brings(
         with pytest.raises(Conflict, match="flowfleet submit --from ID"):
             await fleet.store.request_steps(job_id, steps + 1)
 
-    run(use, ScriptedReward(lambda sample: float(sample.sample_id[-1])))
+    await run(use, ScriptedReward(lambda sample: float(sample.sample_id[-1])))
 
 
-def test_a_job_is_extended_and_what_cannot_be_is_refused(run: Callable[..., None], job: Callable[..., Any]) -> None:
+@pytest.mark.anyio
+async def test_a_job_is_extended_and_what_cannot_be_is_refused(
+    run: Callable[..., Awaitable[None]], job: Callable[..., Any]
+) -> None:
     settings = job(schedule={"steps": 2, "save_every": 2, "validate_every": 2})
 
     async def use(fleet: ScriptedFleet) -> None:
@@ -170,11 +177,12 @@ def test_a_job_is_extended_and_what_cannot_be_is_refused(run: Callable[..., None
         assert (record.status, record.progress.step, record.progress.steps) == (JobStatus.SUCCEEDED, 5, 5)
         assert [request.step for request in fleet.trainer.steps] == list(range(5))
 
-    run(use, ScriptedReward(lambda sample: float(sample.sample_id[-1])))
+    await run(use, ScriptedReward(lambda sample: float(sample.sample_id[-1])))
 
 
-def test_the_newest_checkpoint_has_the_model_of_a_cancelled_job(
-    run: Callable[..., None], job: Callable[..., Any], tmp_path: Path
+@pytest.mark.anyio
+async def test_the_newest_checkpoint_has_the_model_of_a_cancelled_job(
+    run: Callable[..., Awaitable[None]], job: Callable[..., Any], tmp_path: Path
 ) -> None:
     settings = job(schedule={"steps": 10_000})
 
@@ -186,4 +194,4 @@ def test_the_newest_checkpoint_has_the_model_of_a_cancelled_job(
         record = await ended(fleet, job_id)
         assert (record.status, record.results["model"]) == (JobStatus.CANCELLED, str(folder))
 
-    run(use, ScriptedReward(lambda sample: float(sample.sample_id[-1])))
+    await run(use, ScriptedReward(lambda sample: float(sample.sample_id[-1])))

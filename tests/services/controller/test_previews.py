@@ -37,8 +37,9 @@ def requests_of(fleet: ScriptedFleet, purpose: int) -> list[Any]:
     return [request for request in fleet.rollout.requests if request.purpose == purpose]
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("algorithm", ["diffusion_nft", "flow_grpo", "online_dpo"])
-def test_extremes_are_made_again_and_trained_on(run: Run, job: Job, algorithm: str) -> None:
+async def test_extremes_are_made_again_and_trained_on(run: Run, job: Job, algorithm: str) -> None:
     settings = job(algorithm={"name": algorithm}, rewards={"ocr": {}}, rollout=PREVIEW)
 
     async def use(fleet: ScriptedFleet) -> None:
@@ -59,10 +60,11 @@ def test_extremes_are_made_again_and_trained_on(run: Run, job: Job, algorithm: s
         assert record.results["samples_dropped"] == {"not_selected": 8}
         assert record.results["samples_trained"] == 8
 
-    run(use, ocr=ScriptedReward(by_index))
+    await run(use, ocr=ScriptedReward(by_index))
 
 
-def test_a_restart_after_the_choice_neither_previews_nor_chooses_again(run: Run, job: Job) -> None:
+@pytest.mark.anyio
+async def test_a_restart_after_the_choice_neither_previews_nor_chooses_again(run: Run, job: Job) -> None:
     settings = job(algorithm={"name": "diffusion_nft"}, rewards={"ocr": {}}, rollout=PREVIEW)
     refusing: list[ScriptedFleet] = []
 
@@ -86,10 +88,11 @@ def test_a_restart_after_the_choice_neither_previews_nor_chooses_again(run: Run,
             [(0, 0), (0, 3), (1, 0), (1, 3)]
         ] * 2
 
-    run(use, ocr=ScriptedReward(score))
+    await run(use, ocr=ScriptedReward(score))
 
 
-def test_a_restart_before_the_choice_makes_the_same_previews_again(run: Run, job: Job) -> None:
+@pytest.mark.anyio
+async def test_a_restart_before_the_choice_makes_the_same_previews_again(run: Run, job: Job) -> None:
     """Previews are kept in memory and asked for once while the reward fails. A restart begins again."""
     settings = job(algorithm={"name": "diffusion_nft"}, rewards={"ocr": {}}, rollout=PREVIEW)
 
@@ -108,10 +111,11 @@ def test_a_restart_before_the_choice_makes_the_same_previews_again(run: Run, job
         assert again[1].groups == first[0].groups
         assert ended.results["samples_dropped"] == {"not_selected": 8}
 
-    run(use, ocr=ScriptedReward(by_index))
+    await run(use, ocr=ScriptedReward(by_index))
 
 
-def test_a_preview_that_a_gate_masks_is_dropped_by_its_own_reason(run: Run, job: Job) -> None:
+@pytest.mark.anyio
+async def test_a_preview_that_a_gate_masks_is_dropped_by_its_own_reason(run: Run, job: Job) -> None:
     gate = {"below": 0.1, "action": "mask"}  # index 0
     settings = job(algorithm={"name": "diffusion_nft"}, rewards={"ocr": {"gate": gate}}, rollout=PREVIEW)
 
@@ -122,7 +126,7 @@ def test_a_preview_that_a_gate_masks_is_dropped_by_its_own_reason(run: Run, job:
         for request in requests_of(fleet, common_pb2.PURPOSE_TRAIN):
             assert [list(group.indices) for group in request.groups] == [[1, 3], [1, 3]]
 
-    run(use, ocr=ScriptedReward(by_index))
+    await run(use, ocr=ScriptedReward(by_index))
 
 
 @given(totals=st.lists(st.one_of(st.none(), st.integers(0, 5)), min_size=2, max_size=9), keep=st.integers(2, 8))
@@ -150,7 +154,8 @@ def test_a_group_is_chosen_from_once() -> None:
     assert not is_due(samples, 2)
 
 
-def test_previews_alone_compute_in_float8(run: Run, job: Job) -> None:
+@pytest.mark.anyio
+async def test_previews_alone_compute_in_float8(run: Run, job: Job) -> None:
     """Replicas hold copies, and all other requests ask for the weights as they are; noise is that of the samples."""
     preview = {"keep": 2, "quantization": "fp8"}
     settings = job(algorithm={"name": "flow_grpo"}, rewards={"ocr": {}}, rollout={**PREVIEW, "preview": preview})
@@ -166,4 +171,4 @@ def test_previews_alone_compute_in_float8(run: Run, job: Job) -> None:
             assert (preview.noise, preview.record) == (exact.noise, common_pb2.RECORD_UNSPECIFIED)
             assert preview.sampling.num_inference_steps == exact.sampling.num_inference_steps
 
-    run(use, ocr=ScriptedReward(by_index))
+    await run(use, ocr=ScriptedReward(by_index))

@@ -19,6 +19,7 @@ from flowfleet.redis.server import RedisServer
 from flowfleet.redis.trouble import patiently, trouble
 from tests.services.controller.conftest import Api
 from tests.services.controller.scripted import ScriptedReward, scripted_fleet
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 Job = Callable[..., dict[str, Any]]
@@ -180,15 +181,13 @@ async def test_a_running_job_waits_and_says_why_and_goes_on(redis_url: str, tmp_
         record = await fleet.submit(job)
         await fleet.reached(record.id, lambda now: now.progress.step >= 3)
         async with troubled(redis_url, tmp_path, name) as reason:
-            while fleet.runner.trouble != reason:
-                await asyncio.sleep(0.05)
+            await until(lambda: fleet.runner.trouble == reason)
             assert fleet.runner.alive
             assert (await fleet.store.get(record.id)).status is JobStatus.RUNNING
         record = await fleet.reached(record.id, lambda now: now.status.terminal)
         assert record.status is JobStatus.SUCCEEDED, record.reason
         assert (record.progress.samples_trained, record.results["samples_dropped"]) == (160, {})
-        while fleet.runner.trouble:
-            await asyncio.sleep(0.05)
+        await until(lambda: not fleet.runner.trouble)
 
 
 async def test_rest_names_the_reason_where_it_cannot_be_stored(api: Api, job: Job) -> None:

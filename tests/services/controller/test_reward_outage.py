@@ -13,18 +13,21 @@ import pytest
 from flowfleet.client.types import JobStatus
 from services.controller.rewards import outages
 from tests.services.controller.scripted import ScriptedFleet, ScriptedReward, scripted_fleet
+from tests.waiting import until
 
 GROUP = 4
 
 
 @pytest.fixture
-def run(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def run(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Awaitable[None]]:
     """Runs a coroutine function with a fleet, and a job of two steps with two rewards, `ocr` and `quality`."""
     monkeypatch.setattr(outages, "FIRST_DELAY_S", 0.01)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a\nb\nc\n")
 
-    def start(use: Callable[[ScriptedFleet, dict[str, Any]], Awaitable[None]], **settings: dict[str, Any]) -> None:
+    async def start(
+        use: Callable[[ScriptedFleet, dict[str, Any]], Awaitable[None]], **settings: dict[str, Any]
+    ) -> None:
         job = {
             "model": {"path": str(tmp_path / "m")},
             "data": {"train": str(prompts), "validation": str(prompts)},
@@ -39,7 +42,7 @@ def run(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
             async with scripted_fleet(redis_url, tmp_path / "state", rewards) as fleet:
                 await use(fleet, job)
 
-        asyncio.run(asyncio.wait_for(scenario(), 120))
+        await asyncio.wait_for(scenario(), 120)
 
     return start
 
@@ -52,7 +55,8 @@ async def training_samples(fleet: ScriptedFleet, job_id: str) -> list[Any]:
     return (await fleet.store.samples(job_id, purpose="train", limit=50))[0]
 
 
-def test_the_job_pauses_and_goes_on_when_it_is_resumed(run: Callable[..., None]) -> None:
+@pytest.mark.anyio
+async def test_the_job_pauses_and_goes_on_when_it_is_resumed(run: Callable[..., Awaitable[None]]) -> None:
     async def use(fleet: ScriptedFleet, job: dict[str, Any]) -> None:
         del job["data"]["validation"]
         fleet.rewards["ocr"].fails_after = 1  # in the middle of the first step
@@ -71,10 +75,11 @@ def test_the_job_pauses_and_goes_on_when_it_is_resumed(run: Callable[..., None])
         for sample in await training_samples(fleet, record.id):
             assert sample.versions == {"ocr": "ocr 7", "quality": "quality 7"}
 
-    run(use)
+    await run(use)
 
 
-def test_the_job_goes_on_without_it(run: Callable[..., None]) -> None:
+@pytest.mark.anyio
+async def test_the_job_goes_on_without_it(run: Callable[..., Awaitable[None]]) -> None:
     async def use(fleet: ScriptedFleet, job: dict[str, Any]) -> None:
         fleet.rewards["quality"].fails_after = 0
         record = await fleet.run(job)
@@ -90,10 +95,11 @@ def test_the_job_goes_on_without_it(run: Callable[..., None]) -> None:
         assert rows[2]["val/num_scored"] == 0, "a total without a reward is not compared with those that have it"
         assert rows[2]["val-core/rewards/ocr/mean"] == 0.0
 
-    run(use, quality={"on_failure": "skip"})
+    await run(use, quality={"on_failure": "skip"})
 
 
-def test_what_a_validation_has_scored_is_not_scored_again(run: Callable[..., None]) -> None:
+@pytest.mark.anyio
+async def test_what_a_validation_has_scored_is_not_scored_again(run: Callable[..., Awaitable[None]]) -> None:
     def no_third_prompt(sample: Any) -> float:
         if sample.sample_id.endswith("/2/0"):  # training has two groups, so it is held out
             raise RuntimeError("out of memory")
@@ -113,10 +119,13 @@ def test_what_a_validation_has_scored_is_not_scored_again(run: Callable[..., Non
         assert record.status is JobStatus.SUCCEEDED, record.reason
         assert ocr.sizes.count(2) == 2  # once each validation
 
-    run(use)
+    await run(use)
 
 
-def test_its_samples_are_dropped_and_a_step_without_any_pauses_the_job(run: Callable[..., None]) -> None:
+@pytest.mark.anyio
+async def test_its_samples_are_dropped_and_a_step_without_any_pauses_the_job(
+    run: Callable[..., Awaitable[None]],
+) -> None:
     async def use(fleet: ScriptedFleet, job: dict[str, Any]) -> None:
         del job["data"]["validation"]
         job["schedule"]["steps"] = 3
@@ -137,10 +146,11 @@ def test_its_samples_are_dropped_and_a_step_without_any_pauses_the_job(run: Call
         assert rows[1]["critic/rewards/mean"] is None
         assert rows[1]["training/samples_dropped"] == 3 * GROUP
 
-    run(use, quality={"on_failure": "drop"})
+    await run(use, quality={"on_failure": "drop"})
 
 
-def test_so_does_a_step_that_a_gate_masks(run: Callable[..., None]) -> None:
+@pytest.mark.anyio
+async def test_so_does_a_step_that_a_gate_masks(run: Callable[..., Awaitable[None]]) -> None:
     async def use(fleet: ScriptedFleet, job: dict[str, Any]) -> None:
         record = await fleet.submit(job)
         for step in (0, 1):
@@ -154,10 +164,11 @@ def test_so_does_a_step_that_a_gate_masks(run: Callable[..., None]) -> None:
         assert record.results["samples_dropped"] == {"gated_quality": 4 * GROUP}
         assert [len(request.samples) for request in fleet.trainer.steps] == [0, 0]
 
-    run(use, quality={"weight": 0.0, "gate": {"below": 2.0, "action": "mask"}})
+    await run(use, quality={"weight": 0.0, "gate": {"below": 2.0, "action": "mask"}})
 
 
-def test_a_masked_sample_is_counted_and_not_replaced(run: Callable[..., None]) -> None:
+@pytest.mark.anyio
+async def test_a_masked_sample_is_counted_and_not_replaced(run: Callable[..., Awaitable[None]]) -> None:
     async def use(fleet: ScriptedFleet, job: dict[str, Any]) -> None:
         record = await fleet.run(job)
         assert record.status is JobStatus.SUCCEEDED, record.reason
@@ -169,18 +180,18 @@ def test_a_masked_sample_is_counted_and_not_replaced(run: Callable[..., None]) -
             (0, "gated_quality", 0.0)
         }
 
-    run(use, quality={"weight": 0.0, "gate": {"below": 0.1, "action": "mask"}})
+    await run(use, quality={"weight": 0.0, "gate": {"below": 0.1, "action": "mask"}})
 
 
-def test_the_time_of_a_users_pause_is_not_the_rewards_fault(run: Callable[..., None]) -> None:
+@pytest.mark.anyio
+async def test_the_time_of_a_users_pause_is_not_the_rewards_fault(run: Callable[..., Awaitable[None]]) -> None:
     async def use(fleet: ScriptedFleet, job: dict[str, Any]) -> None:
         del job["data"]["validation"]
         job["timeouts"]["rewards_s"] = 2.0
         quality = fleet.rewards["quality"]
         quality.fails_after = 0
         record = await fleet.submit(job)
-        while not quality.failed:
-            await asyncio.sleep(0.01)
+        await until(lambda: quality.failed)
         await fleet.store.request(record.id, "pause")
         await fleet.runner.notify()
         record = await fleet.reached(record.id, lambda record: record.status is JobStatus.PAUSED)
@@ -188,10 +199,9 @@ def test_the_time_of_a_users_pause_is_not_the_rewards_fault(run: Callable[..., N
         failed = quality.failed
         await fleet.store.request(record.id, "resume")
         await fleet.runner.notify()
-        while quality.failed == failed:
-            await asyncio.sleep(0.01)
+        await until(lambda: quality.failed != failed)
         quality.fails_after = None
         record = await fleet.reached(record.id, lambda record: record.status.terminal)
         assert (record.results["samples_trained"], record.results["samples_dropped"]) == (16, {})
 
-    run(use, quality={"on_failure": "drop"})
+    await run(use, quality={"on_failure": "drop"})

@@ -17,6 +17,7 @@ from services.controller.rewards.answers import Answer, is_rubbish, read_answers
 from services.controller.rewards.failures import RewardFailure, RewardPause, of_call
 from services.controller.rewards.outages import PROBE_EVERY_S, Attempt, Outage
 from tests.services.controller.reward_fleet import PATIENCE_S, Fleet, Service, samples, with_services
+from tests.waiting import until
 
 SERVICE = "flowfleet.v1.RewardService"
 
@@ -348,8 +349,7 @@ def test_what_failed_before_a_pause_does_not_count_after_it(policy: Any) -> None
             await fleet.score(rewards, 0, samples("a"))
         bad.gate = gate = asyncio.Event()
         straggler = asyncio.create_task(fleet.score(rewards, 0, samples("b")))
-        while len(bad.sizes) < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(bad.sizes) >= 2)
         fleet.job_rewards.reset()
         fleet.now += PATIENCE_S
         gate.set()
@@ -371,8 +371,7 @@ def test_samples_whose_calls_take_long_are_not_forgotten_meanwhile() -> None:
     async def use(fleet: Fleet) -> None:
         bad.gate = gate = asyncio.Event()
         slow = asyncio.create_task(fleet.score({"bad": RewardPart()}, 0, samples("a")))
-        while not bad.sizes:
-            await asyncio.sleep(0.01)
+        await until(lambda: bad.sizes)
         fleet.now += 3 * PATIENCE_S
         await fleet.score({"good": RewardPart()}, 0, samples("b"))
         gate.set()
@@ -424,8 +423,7 @@ def test_a_probe_that_hangs_keeps_nobody_else_waiting() -> None:
         bad.gate = asyncio.Event()
         fleet.now += PROBE_EVERY_S
         probe = asyncio.create_task(fleet.score(rewards, 0, samples("b")))
-        while len(bad.sizes) < 3:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(bad.sizes) >= 3)
         fleet.now += 2 * PROBE_EVERY_S
         dropped = asyncio.gather(*(fleet.score(rewards, 0, samples(name)) for name in "cdef"))
         await asyncio.wait_for(dropped, 5)

@@ -62,7 +62,8 @@ async def versions(fleet: ScriptedFleet, job_id: str) -> dict[int, set[str]]:
     return {step: {sample.versions["ocr"] for sample in samples if sample.step == step} for step in range(STEPS)}
 
 
-def test_a_shadow_is_compared_then_promoted_at_a_boundary(run: Run, job: Any) -> None:
+@pytest.mark.anyio
+async def test_a_shadow_is_compared_then_promoted_at_a_boundary(run: Run, job: Any) -> None:
     first = HeldReward(by_index, 1, 3, name="ocr", version="1")
     second = ScriptedReward(lambda sample: 1.0 - by_index(sample), name="ocr", version="2")
     settings = job(rewards={"ocr": {"service": "first"}}, schedule=SCHEDULE)
@@ -98,10 +99,11 @@ def test_a_shadow_is_compared_then_promoted_at_a_boundary(run: Run, job: Any) ->
         told = [event.data for event in await fleet.store.events(job_id, limit=1000) if event.type == "rewards"]
         assert [(each["number"], each["from_step"]) for each in told] == [(1, 2), (2, 4)]
 
-    run(use, first=first, second=second)
+    await run(use, first=first, second=second)
 
 
-def test_weights_and_new_rewards_count_from_their_step(run: Run, job: Any) -> None:
+@pytest.mark.anyio
+async def test_weights_and_new_rewards_count_from_their_step(run: Run, job: Any) -> None:
     """The trainer's totals of each step are of the rewards of that step."""
     first = HeldReward(by_index, 1)
     settings = job(rewards={"ocr": {"service": "first"}}, schedule=SCHEDULE)
@@ -117,7 +119,7 @@ def test_weights_and_new_rewards_count_from_their_step(run: Run, job: Any) -> No
             expected = [i / 4 if step < 2 else 0.5 * i / 4 + 2.0 for i in range(4)]
             assert [sample.reward for sample in request.samples] == pytest.approx(expected * 2)
 
-    run(use, first=first, second=ScriptedReward(lambda sample: 1.0))
+    await run(use, first=first, second=ScriptedReward(lambda sample: 1.0))
 
 
 class PickyReward(ScriptedReward):
@@ -129,7 +131,8 @@ class PickyReward(ScriptedReward):
         return await super().Score(request, context)
 
 
-def test_wrong_params_pause_the_job_and_right_ones_let_it_go_on(run: Run, job: Any) -> None:
+@pytest.mark.anyio
+async def test_wrong_params_pause_the_job_and_right_ones_let_it_go_on(run: Run, job: Any) -> None:
     """They reach the step that is open, for nothing of it is scored; no step is lost, and none is done twice."""
     first = HeldReward(by_index, 1)
     picky = PickyReward(by_index, name="ocr", version="2")
@@ -157,7 +160,7 @@ def test_wrong_params_pause_the_job_and_right_ones_let_it_go_on(run: Run, job: A
         rows = await fleet.store.metrics(job_id)
         assert [row.values["critic/rewards/revision"] for row in rows] == [0, 0, 2, 2, 2, 2]
 
-    run(use, first=first, second=picky)
+    await run(use, first=first, second=picky)
 
 
 def test_what_was_scored_with_other_settings_is_not_taken_for_the_present_ones() -> None:
@@ -191,7 +194,8 @@ class WholeGroups(ScriptedReward):
         return answer
 
 
-def test_a_reward_that_needs_groups_never_gets_a_sample_alone(run: Run, job: Any) -> None:
+@pytest.mark.anyio
+async def test_a_reward_that_needs_groups_never_gets_a_sample_alone(run: Run, job: Any) -> None:
     """A sample that it refuses is not made again, and held-out samples are not sent to it."""
     grouped = WholeGroups()
     data = {"validation": job()["data"]["train"]}
@@ -207,11 +211,12 @@ def test_a_reward_that_needs_groups_never_gets_a_sample_alone(run: Run, job: Any
         events = await fleet.store.events(record.id, limit=1000)
         assert [event.data["reward"] for event in events if event.type == "not_validated"] == ["whole"]
 
-    run(use, whole=grouped)
+    await run(use, whole=grouped)
     assert set(grouped.calls) == {4}
 
 
-def test_a_shadow_outlives_closed_channels_and_ends_with_its_removal(
+@pytest.mark.anyio
+async def test_a_shadow_outlives_closed_channels_and_ends_with_its_removal(
     run: Run, job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, faults = HeldReward(by_index, 1, 4), iter([asyncio.CancelledError(), KeyError("x"), RuntimeError("y")])
@@ -241,11 +246,12 @@ def test_a_shadow_outlives_closed_channels_and_ends_with_its_removal(
         assert record.status is JobStatus.SUCCEEDED, record.reason
         assert await fleet.redis.ttl(keys.shadow(job_id, pair, "counts")) > 0
 
-    run(use, first=first, second=ScriptedReward(lambda sample: 1.0))
+    await run(use, first=first, second=ScriptedReward(lambda sample: 1.0))
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("kind", ["stuck", "broken"])
-def test_nobody_waits_for_a_shadow(
+async def test_nobody_waits_for_a_shadow(
     run: Run,
     job: Any,
     kind: str,
@@ -277,4 +283,4 @@ def test_nobody_waits_for_a_shadow(
         for gate in shadow.gates.values():
             gate.set()
 
-    run(use, first=first, second=shadow)
+    await run(use, first=first, second=shadow)

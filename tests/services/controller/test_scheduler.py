@@ -64,7 +64,7 @@ class RefusingLauncher(LocalLauncher):
         raise RuntimeError("refused")
 
 
-def with_runner(
+async def with_runner(
     url: str,
     state: Path,
     use: Callable[[WaitingRunner, JobStore], Awaitable[None]],
@@ -82,7 +82,7 @@ def with_runner(
             await runner.stop()
             await redis.aclose()
 
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    await asyncio.wait_for(scenario(), 30)
 
 
 async def reached(store: JobStore, job_id: str, status: JobStatus) -> None:
@@ -90,7 +90,8 @@ async def reached(store: JobStore, job_id: str, status: JobStatus) -> None:
         await asyncio.sleep(0.02)
 
 
-def test_jobs_run_one_after_the_other_and_a_cancelled_one_leaves_the_queue_at_once(
+@pytest.mark.anyio
+async def test_jobs_run_one_after_the_other_and_a_cancelled_one_leaves_the_queue_at_once(
     redis_url: str, tmp_path: Path
 ) -> None:
     async def use(runner: WaitingRunner, store: JobStore) -> None:
@@ -105,10 +106,11 @@ def test_jobs_run_one_after_the_other_and_a_cancelled_one_leaves_the_queue_at_on
         await reached(store, third, JobStatus.SUCCEEDED)
         assert runner.order == [first, third]
 
-    with_runner(redis_url, tmp_path, use)
+    await with_runner(redis_url, tmp_path, use)
 
 
-def test_each_pool_runs_a_job_of_its_own(redis_url: str, tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_each_pool_runs_a_job_of_its_own(redis_url: str, tmp_path: Path) -> None:
     async def use(runner: WaitingRunner, store: JobStore) -> None:
         first, second = [(await store.create(SPEC))[0].id for _ in range(2)]
         elsewhere, _ = await store.create(SPEC.model_copy(update={"rollout": RolloutPart(pool="wide")}))
@@ -120,10 +122,11 @@ def test_each_pool_runs_a_job_of_its_own(redis_url: str, tmp_path: Path) -> None
         await reached(store, second, JobStatus.SUCCEEDED)
         assert (set(runner.order[:2]), runner.order[2:]) == ({first, elsewhere.id}, [second])
 
-    with_runner(redis_url, tmp_path, use)
+    await with_runner(redis_url, tmp_path, use)
 
 
-def test_a_crash_of_the_driver_is_survived(redis_url: str, tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_a_crash_of_the_driver_is_survived(redis_url: str, tmp_path: Path) -> None:
     async def use(runner: WaitingRunner, store: JobStore) -> None:
         runner.crashes = 1
         runner.gate.set()
@@ -132,10 +135,11 @@ def test_a_crash_of_the_driver_is_survived(redis_url: str, tmp_path: Path) -> No
         await reached(store, job.id, JobStatus.SUCCEEDED)
         assert runner.order == [job.id, job.id]
 
-    with_runner(redis_url, tmp_path, use)
+    await with_runner(redis_url, tmp_path, use)
 
 
-def test_data_that_cannot_be_read_now_are_tried_again(redis_url: str, tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_data_that_cannot_be_read_now_are_tried_again(redis_url: str, tmp_path: Path) -> None:
     async def use(runner: WaitingRunner, store: JobStore) -> None:
         runner.crashes, runner.error = 1, Unread("s3://b/t.txt: prompts cannot be read: SlowDown")
         runner.gate.set()
@@ -144,7 +148,7 @@ def test_data_that_cannot_be_read_now_are_tried_again(redis_url: str, tmp_path: 
         await reached(store, job.id, JobStatus.SUCCEEDED)
         assert runner.order == [job.id, job.id]
 
-    with_runner(redis_url, tmp_path, use)
+    await with_runner(redis_url, tmp_path, use)
 
 
 @pytest.fixture
@@ -154,8 +158,9 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "STOP_DELAY_S", 0.01)
 
 
+@pytest.mark.anyio
 @pytest.mark.usefixtures("soon")
-def test_data_that_stay_unreadable_fail_the_job_with_their_reason(redis_url: str, tmp_path: Path) -> None:
+async def test_data_that_stay_unreadable_fail_the_job_with_their_reason(redis_url: str, tmp_path: Path) -> None:
     async def use(runner: WaitingRunner, store: JobStore) -> None:
         runner.crashes, runner.error = 2, Unread("s3://b/t.txt: prompts cannot be read: SlowDown")
         job, _ = await store.create(SPEC)
@@ -163,11 +168,12 @@ def test_data_that_stay_unreadable_fail_the_job_with_their_reason(redis_url: str
         await reached(store, job.id, JobStatus.FAILED)
         assert (await store.get(job.id)).reason == "s3://b/t.txt: prompts cannot be read: SlowDown"
 
-    with_runner(redis_url, tmp_path, use)
+    await with_runner(redis_url, tmp_path, use)
 
 
+@pytest.mark.anyio
 @pytest.mark.usefixtures("soon")
-def test_a_trainer_that_cannot_be_ended_ends_nothing_else(redis_url: str, tmp_path: Path) -> None:
+async def test_a_trainer_that_cannot_be_ended_ends_nothing_else(redis_url: str, tmp_path: Path) -> None:
     refusing = RefusingLauncher(tmp_path)
 
     async def use(runner: WaitingRunner, store: JobStore) -> None:
@@ -181,12 +187,13 @@ def test_a_trainer_that_cannot_be_ended_ends_nothing_else(redis_url: str, tmp_pa
         await reached(store, second, JobStatus.SUCCEEDED)
         assert runner.alive
 
-    with_runner(redis_url, tmp_path, use, refusing)
+    await with_runner(redis_url, tmp_path, use, refusing)
 
 
+@pytest.mark.anyio
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize(("error", "lasts_s"), [(Unavailable("no answer"), 0.0), (RuntimeError("a bug of ours"), 0.1)])
-def test_who_is_away_is_no_crash_and_those_of_long_ago_do_not_count(
+async def test_who_is_away_is_no_crash_and_those_of_long_ago_do_not_count(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, lasts_s: float
 ) -> None:
     monkeypatch.setattr(runner, "STEADY_S", 0.05)
@@ -199,10 +206,11 @@ def test_who_is_away_is_no_crash_and_those_of_long_ago_do_not_count(
         await reached(store, job.id, JobStatus.SUCCEEDED)
         assert runner.order == [job.id] * 5
 
-    with_runner(redis_url, tmp_path, use)
+    await with_runner(redis_url, tmp_path, use)
 
 
-def test_a_look_that_fails_is_followed_by_another(redis_url: str, tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_a_look_that_fails_is_followed_by_another(redis_url: str, tmp_path: Path) -> None:
     async def use(runner: WaitingRunner, store: JobStore) -> None:
         runner.gate.set()
         await runner._redis.zadd(keys.jobs_with_status(JobStatus.QUEUED), {"lost": time.time()})
@@ -213,10 +221,11 @@ def test_a_look_that_fails_is_followed_by_another(redis_url: str, tmp_path: Path
         job, _ = await store.create(SPEC)
         await reached(store, job.id, JobStatus.SUCCEEDED)
 
-    with_runner(redis_url, tmp_path, use)
+    await with_runner(redis_url, tmp_path, use)
 
 
-def test_a_runner_that_ends_by_itself_is_not_alive_and_says_so(
+@pytest.mark.anyio
+async def test_a_runner_that_ends_by_itself_is_not_alive_and_says_so(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def use(runner: WaitingRunner, store: JobStore) -> None:
@@ -228,11 +237,12 @@ def test_a_runner_that_ends_by_itself_is_not_alive_and_says_so(
         await until(lambda: not runner.alive)
         assert "scheduler ended" in caplog.text
 
-    with_runner(redis_url, tmp_path, use)
+    await with_runner(redis_url, tmp_path, use)
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("part", ["listen", "_tell_load", "_drive"])
-def test_it_stops_though_a_part_loses_its_cancellation(
+async def test_it_stops_though_a_part_loses_its_cancellation(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     """Python 3.11 may lose one in `asyncio.wait_for`: in a task of the scheduler, of the leader, and in a driver."""
@@ -254,7 +264,7 @@ def test_it_stops_though_a_part_loses_its_cancellation(
 
     monkeypatch.setattr(concurrency, "CANCEL_AGAIN_S", 0.05)
     monkeypatch.setattr(runner if part == "listen" else WaitingRunner, part, stubborn)
-    with_runner(redis_url, tmp_path, use)
+    await with_runner(redis_url, tmp_path, use)
 
 
 @pytest.mark.anyio

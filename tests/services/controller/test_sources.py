@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from flowfleet.client.types import JobStatus
 from flowfleet.proto import reward_pb2
@@ -19,7 +20,8 @@ def place_of(sample: reward_pb2.RewardSample) -> float:
     return int(sample.sample_id.rpartition("/")[2]) / 4
 
 
-def test_each_source_is_scored_by_its_own_rewards(redis_url: str, tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_each_source_is_scored_by_its_own_rewards(redis_url: str, tmp_path: Path) -> None:
     for name in ("signs", "scenes"):
         (tmp_path / f"{name}.txt").write_text("".join(f"{name} {k}\n" for k in range(5)))
         (tmp_path / f"{name}-held.txt").write_text(f"{name} held 0\n{name} held 1\n{name} held 2\n")
@@ -89,4 +91,4 @@ def test_each_source_is_scored_by_its_own_rewards(redis_url: str, tmp_path: Path
             )
             np.testing.assert_allclose(found, expected, rtol=1e-6)
 
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    await asyncio.wait_for(scenario(), 60)

@@ -22,6 +22,7 @@ from services.reward.scorers import http_scorer
 from services.reward.scorers.http_scorer import HttpScorer
 from services.reward.scorers.http_shapes import SHAPES
 from tests.services.reward.web_server import Answer, Asked, WebServer, web_server
+from tests.waiting import until
 
 T = TypeVar("T")
 QUICK = {"pause_s": 0.001, "timeout_s": 20.0}
@@ -34,7 +35,7 @@ def samples(number: int) -> list[EncodedSample]:
     ]
 
 
-def run(
+async def run(
     answer: Answer, scenario: Callable[[HttpScorer, WebServer], Awaitable[T]], scheme: str = "http", **settings: Any
 ) -> T:
     """A scenario with a scorer and the server that it asks."""
@@ -50,19 +51,19 @@ def run(
             finally:
                 await scorer.close()
 
-    return asyncio.run(main())
+    return await main()
 
 
-def ask(answer: Answer, number: int = 3, **settings: Any) -> list[Outcome]:
+async def ask(answer: Answer, number: int = 3, **settings: Any) -> list[Outcome]:
     async def scenario(scorer: HttpScorer, server: WebServer) -> list[Outcome]:
         return await scorer.score(samples(number), ())
 
-    return run(answer, scenario, **settings)
+    return await run(answer, scenario, **settings)
 
 
-def complaint(answer: Answer, **settings: Any) -> str:
+async def complaint(answer: Answer, **settings: Any) -> str:
     with pytest.raises(Unavailable) as caught:
-        ask(answer, **settings)
+        await ask(answer, **settings)
     assert str(caught.value).startswith("settings.url http")
     return str(caught.value)
 
@@ -83,7 +84,8 @@ async def by_index(asked: Asked) -> bytes:
     return json.dumps({"scores": [int(text.split('"')[1]) / 10 for text in asked.json["prompts"]]}).encode()
 
 
-def test_scores_come_back_in_order_and_media_go_as_they_came() -> None:
+@pytest.mark.anyio
+async def test_scores_come_back_in_order_and_media_go_as_they_came() -> None:
     async def scenario(scorer: HttpScorer, server: WebServer) -> None:
         outcomes = await scorer.score(samples(7), (("style", "plain"),))
         assert outcomes == [Score(index / 10) for index in range(7)]
@@ -95,7 +97,7 @@ def test_scores_come_back_in_order_and_media_go_as_they_came() -> None:
         assert (first["params"], first["strict"]) == ({"style": "plain"}, True)
         assert server.asked[0].headers["x-team"] == "red"
 
-    run(by_index, scenario, batch_size=3, extra={"strict": True}, headers={"X-Team": "red"})
+    await run(by_index, scenario, batch_size=3, extra={"strict": True}, headers={"X-Team": "red"})
 
 
 @pytest.mark.parametrize(
@@ -120,22 +122,25 @@ def test_the_shapes_of_others(shape: str, fields: set[str], answer: dict[str, An
     assert SHAPES[shape].outcomes(answer, 2, ()) == [Score(0.5), Score(1.0)]
 
 
-def test_the_single_shape_asks_sample_by_sample() -> None:
+@pytest.mark.anyio
+async def test_the_single_shape_asks_sample_by_sample() -> None:
     async def answer(asked: Asked) -> bytes:
         body = asked.json
         assert base64.b64decode(body["image"]).startswith(b"\x89PNG")
         return json.dumps({"score": int(body["metadata"]["index"]), "sharpness": 0.5, "why": "text"}).encode()
 
-    outcomes = ask(answer, 3, shape="single", components=["sharpness"])
+    outcomes = await ask(answer, 3, shape="single", components=["sharpness"])
     assert outcomes == [Score(float(index), {"sharpness": 0.5}) for index in range(3)]
 
 
-def test_named_columns_become_components() -> None:
-    outcomes = ask(giving(scores=[1, 2], strict=[0, 1], other="x"), 2, components=["strict", "absent"])
+@pytest.mark.anyio
+async def test_named_columns_become_components() -> None:
+    outcomes = await ask(giving(scores=[1, 2], strict=[0, 1], other="x"), 2, components=["strict", "absent"])
     assert outcomes == [Score(1.0, {"strict": 0.0}), Score(2.0, {"strict": 1.0})]
 
 
-def test_no_more_requests_than_settings_concurrency_over_kept_connections() -> None:
+@pytest.mark.anyio
+async def test_no_more_requests_than_settings_concurrency_over_kept_connections() -> None:
     async def answer(asked: Asked) -> bytes:
         await asyncio.sleep(0.02)
         return await by_index(asked)
@@ -146,14 +151,14 @@ def test_no_more_requests_than_settings_concurrency_over_kept_connections() -> N
         assert server.most_busy == 3
         assert server.num_connections <= 3
 
-    run(answer, scenario, batch_size=1, concurrency=3)
+    await run(answer, scenario, batch_size=1, concurrency=3)
 
 
-def test_a_cancelled_call_leaves_the_server() -> None:
+@pytest.mark.anyio
+async def test_a_cancelled_call_leaves_the_server() -> None:
     async def scenario(scorer: HttpScorer, server: WebServer) -> None:
         call = asyncio.create_task(scorer.score(samples(3), ()))
-        while server.busy < 3:
-            await asyncio.sleep(0.005)
+        await until(lambda: server.busy >= 3)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
@@ -163,28 +168,31 @@ def test_a_cancelled_call_leaves_the_server() -> None:
         await asyncio.sleep(5)
         return b""
 
-    run(never, scenario, batch_size=1, concurrency=3)
+    await run(never, scenario, batch_size=1, concurrency=3)
 
 
-def test_what_fails_for_now_is_asked_again() -> None:
+@pytest.mark.anyio
+async def test_what_fails_for_now_is_asked_again() -> None:
     failures = iter([503, 500, 429])
 
     async def answer(asked: Asked) -> bytes | tuple[int, bytes]:
         status = next(failures, 200)
         return await by_index(asked) if status == 200 else (status, b"wait")
 
-    assert ask(answer) == [Score(0.0), Score(0.1), Score(0.2)]
+    assert await ask(answer) == [Score(0.0), Score(0.1), Score(0.2)]
 
 
-def test_retries_are_bounded_by_their_budget() -> None:
+@pytest.mark.anyio
+async def test_retries_are_bounded_by_their_budget() -> None:
     async def scenario(scorer: HttpScorer, server: WebServer) -> None:
         calls = await asyncio.gather(*(scorer.score(samples(1), ()) for _ in range(40)), return_exceptions=True)
         assert all(isinstance(call, Unavailable) for call in calls)
         assert 40 + 10 <= len(server.asked) <= 40 + 10 + 40 * 0.1
 
-    run(said((500, b"")), scenario, retries=20, retry_ratio=0.1)
+    await run(said((500, b"")), scenario, retries=20, retry_ratio=0.1)
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
@@ -205,19 +213,20 @@ def test_retries_are_bounded_by_their_budget() -> None:
         (said((302, b"")), "answered status 302: name the address it points to"),
     ],
 )
-def test_a_server_that_is_of_no_use_makes_the_call_unavailable(answer: Answer, says: str) -> None:
-    assert re.search(says, complaint(answer, retries=0))
+async def test_a_server_that_is_of_no_use_makes_the_call_unavailable(answer: Answer, says: str) -> None:
+    assert re.search(says, await complaint(answer, retries=0))
 
 
 OUT_OF_TIME = "had not answered after 0.3 s: raise settings.timeout_s, or lower settings.concurrency"
 
 
-def test_a_silent_server_runs_out_of_time() -> None:
+@pytest.mark.anyio
+async def test_a_silent_server_runs_out_of_time() -> None:
     async def silent(asked: Asked) -> bytes:
         await asyncio.sleep(2)
         return b"{}"
 
-    assert OUT_OF_TIME in complaint(silent, timeout_s=0.3, retries=0)
+    assert OUT_OF_TIME in await complaint(silent, timeout_s=0.3, retries=0)
 
 
 @pytest.mark.anyio
@@ -238,8 +247,9 @@ async def test_a_slow_loris_runs_out_of_time() -> None:
     server.close()
 
 
-def test_one_bad_number_is_the_problem_of_its_sample() -> None:
-    outcomes = ask(said(b'{"scores": [0.5, "0.7", null]}'))
+@pytest.mark.anyio
+async def test_one_bad_number_is_the_problem_of_its_sample() -> None:
+    outcomes = await ask(said(b'{"scores": [0.5, "0.7", null]}'))
     assert outcomes[0] == Score(0.5)
     assert [one.reason for one in outcomes if isinstance(one, Problem)] == ["bad_answer"] * 2
     assert isinstance(outcomes[1], Problem)
@@ -248,18 +258,20 @@ def test_one_bad_number_is_the_problem_of_its_sample() -> None:
     )
 
 
-def test_a_request_that_is_refused_beside_one_that_is_not_costs_its_own_samples() -> None:
+@pytest.mark.anyio
+async def test_a_request_that_is_refused_beside_one_that_is_not_costs_its_own_samples() -> None:
     async def answer(asked: Asked) -> bytes | tuple[int, bytes]:
         return (400, b"no") if '"1"' in asked.json["prompts"][0] else await by_index(asked)
 
-    outcomes = ask(answer, batch_size=1)
+    outcomes = await ask(answer, batch_size=1)
     assert [outcomes[0], outcomes[2]] == [Score(0.0), Score(0.2)]
     assert isinstance(outcomes[1], Problem)
     assert outcomes[1].reason == "refused"
     assert "answered status 400: check settings.shape" in outcomes[1].message
 
 
-def test_a_request_that_the_server_fails_on_fails_the_call_and_the_next_try_asks_only_that() -> None:
+@pytest.mark.anyio
+async def test_a_request_that_the_server_fails_on_fails_the_call_and_the_next_try_asks_only_that() -> None:
     down = True
 
     async def answer(asked: Asked) -> bytes | tuple[int, bytes]:
@@ -277,7 +289,7 @@ def test_a_request_that_the_server_fails_on_fails_the_call_and_the_next_try_asks
         await scorer.score(samples(3), ())
         assert len(server.asked) == 3 + 1 + 1 + 3  # kept for the next try alone
 
-    run(answer, scenario, batch_size=1, retries=0)
+    await run(answer, scenario, batch_size=1, retries=0)
 
 
 @pytest.mark.anyio
@@ -289,7 +301,8 @@ async def test_nobody_at_the_address() -> None:
     await scorer.close()
 
 
-def test_tls_is_checked_against_settings_ca(tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_tls_is_checked_against_settings_ca(tmp_path: Path) -> None:
     authority = trustme.CA()
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.1").configure_cert(tls)
@@ -299,24 +312,25 @@ def test_tls_is_checked_against_settings_ca(tmp_path: Path) -> None:
     async def scenario(scorer: HttpScorer, server: WebServer) -> Sequence[Outcome]:
         return await scorer.score(samples(1), ())
 
-    assert run(by_index, scenario, "https", tls=tls, ca=str(ca)) == [Score(0.0)]
+    assert await run(by_index, scenario, "https", tls=tls, ca=str(ca)) == [Score(0.0)]
     with pytest.raises(Unavailable, match=r"shows a certificate that is not trusted .*: set settings.ca"):
-        run(by_index, scenario, "https", tls=tls, retries=0)
+        await run(by_index, scenario, "https", tls=tls, retries=0)
     with pytest.raises(Unavailable, match=r"does not speak TLS as asked .*: is it http:// instead"):
-        run(by_index, scenario, "https", retries=0)
+        await run(by_index, scenario, "https", retries=0)
 
 
-def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(scorer: HttpScorer, server: WebServer) -> str:
         await scorer.score(samples(1), ())
         return server.asked[0].headers["authorization"]
 
     secret: Any = {"headers_from_env": {"Authorization": "TEST_JUDGE_KEY"}}
     monkeypatch.setenv("TEST_JUDGE_KEY", "Bearer abc\n")
-    assert run(by_index, scenario, **secret) == "Bearer abc"
+    assert await run(by_index, scenario, **secret) == "Bearer abc"
     monkeypatch.delenv("TEST_JUDGE_KEY")
     with pytest.raises(ValueError, match="the environment variable TEST_JUDGE_KEY is not set"):
-        run(by_index, scenario, **secret)
+        await run(by_index, scenario, **secret)
 
 
 @pytest.mark.parametrize(

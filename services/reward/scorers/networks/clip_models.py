@@ -244,7 +244,7 @@ class HpsSettings(ModelSettings):
     """Settings of `hps`."""
 
     fit: Literal["pad", "crop"] = "pad"
-    """How a picture that is not square comes to be: "pad": with black on both sides, as HPSv2 does it. "crop": its
+    """Fits a picture that is not square. "pad": with black on both sides, as HPSv2 does it. "crop": its
     middle, as CLIP does it."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -64,22 +63,23 @@ async def test_a_trainer_of_more_ranks_than_accelerators_is_refused_at_submit() 
     assert any(problem.startswith(message) for problem in refused.value.problems)
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("name", ["none", "x" * 5000])
-def test_an_adapter_that_is_not_there_is_refused_at_submit(name: str, tmp_path: Path) -> None:
+async def test_an_adapter_that_is_not_there_is_refused_at_submit(name: str, tmp_path: Path) -> None:
     sources = Sources(Places.of([tmp_path], [], tmp_path / "state"))
 
-    def problems() -> list[str]:
+    async def problems() -> list[str]:
         spec = parse({**DEFAULT, "model": {"path": "m", "adapter": str(tmp_path / name)}})
         with pytest.raises(InvalidJob) as refused:
-            asyncio.run(check(spec, StaticDirectory({"ocr": "x:1"}), sources, Limits()))
+            await check(spec, StaticDirectory({"ocr": "x:1"}), sources, Limits())
         return [problem for problem in refused.value.problems if problem.startswith("model.adapter: ")]
 
-    assert len(problems()) == 1
+    assert len(await problems()) == 1
     if len(name) < 255:
         (tmp_path / name).mkdir()
-        assert "holds no adapter: give a folder with pytorch_lora_weights.safetensors" in problems()[0]
+        assert "holds no adapter: give a folder with pytorch_lora_weights.safetensors" in (await problems())[0]
         (tmp_path / name / "adapter_model.safetensors").touch()  # what is in it, the trainer says
-        assert problems() == []
+        assert await problems() == []
 
 
 @pytest.mark.parametrize(

@@ -95,12 +95,12 @@ Use = Callable[[FleetWatch, ReplicaDirectory, Answers, ReplicaRecord, grpc.aio.S
 
 
 @pytest.fixture
-def run(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Use], None]:
+def run(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Use], Awaitable[None]]:
     """A watch, and a replica that answers it."""
     monkeypatch.setattr(replicas, "STALE_S", 0.4)
     monkeypatch.setattr(replicas, "EXPIRES_S", 2.0)
 
-    def start(use: Use) -> None:
+    async def start(use: Use) -> None:
         async def scenario() -> None:
             redis, server, service = connect(redis_url), grpc.aio.server(), Answers()
             rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, server)
@@ -115,7 +115,7 @@ def run(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Use], None
                 await server.stop(None)
                 await redis.aclose()
 
-        asyncio.run(asyncio.wait_for(scenario(), 30))
+        await asyncio.wait_for(scenario(), 30)
 
     return start
 
@@ -125,7 +125,8 @@ def health(watch: FleetWatch) -> Health | None:
     return known.health if known else None
 
 
-def test_a_record_is_believed_and_nobody_is_asked(run: Callable[[Use], None]) -> None:
+@pytest.mark.anyio
+async def test_a_record_is_believed_and_nobody_is_asked(run: Callable[[Use], Awaitable[None]]) -> None:
     async def use(
         watch: FleetWatch, directory: ReplicaDirectory, service: Answers, said: ReplicaRecord, _: Any
     ) -> None:
@@ -140,10 +141,13 @@ def test_a_record_is_believed_and_nobody_is_asked(run: Callable[[Use], None]) ->
         await until(lambda: len(watch.fleet) == 0)
         assert service.asked == 0
 
-    run(use)
+    await run(use)
 
 
-def test_one_that_is_not_renewed_is_asked_and_serves_on_until_it_expires(run: Callable[[Use], None]) -> None:
+@pytest.mark.anyio
+async def test_one_that_is_not_renewed_is_asked_and_serves_on_until_it_expires(
+    run: Callable[[Use], Awaitable[None]],
+) -> None:
     async def use(
         watch: FleetWatch, directory: ReplicaDirectory, service: Answers, said: ReplicaRecord, _: Any
     ) -> None:
@@ -154,10 +158,11 @@ def test_one_that_is_not_renewed_is_asked_and_serves_on_until_it_expires(run: Ca
         await until(lambda: watch.fleet.choose("job", 4, 4, 1) is not None)
         await until(lambda: len(watch.fleet) == 0)
 
-    run(use)
+    await run(use)
 
 
-def test_an_idle_one_that_died_is_lost_before_it_expires(run: Callable[[Use], None]) -> None:
+@pytest.mark.anyio
+async def test_an_idle_one_that_died_is_lost_before_it_expires(run: Callable[[Use], Awaitable[None]]) -> None:
     async def use(
         watch: FleetWatch, directory: ReplicaDirectory, service: Answers, said: ReplicaRecord, server: Any
     ) -> None:
@@ -169,10 +174,13 @@ def test_an_idle_one_that_died_is_lost_before_it_expires(run: Callable[[Use], No
             await directory.put(replace(said, incarnation="2", state="idle"), joins=True)
             await until(lambda: health(watch) is Health.IDLE)
 
-    run(use)
+    await run(use)
 
 
-def test_a_broken_call_loses_it_until_it_answers_though_its_record_is_renewed(run: Callable[[Use], None]) -> None:
+@pytest.mark.anyio
+async def test_a_broken_call_loses_it_until_it_answers_though_its_record_is_renewed(
+    run: Callable[[Use], Awaitable[None]],
+) -> None:
     async def use(
         watch: FleetWatch, directory: ReplicaDirectory, service: Answers, said: ReplicaRecord, _: Any
     ) -> None:
@@ -187,11 +195,12 @@ def test_a_broken_call_loses_it_until_it_answers_though_its_record_is_renewed(ru
         assert service.asked >= 1
         assert watch.fleet.all()[0].outstanding == 0
 
-    run(use)
+    await run(use)
 
 
-def test_an_empty_pool_is_told_and_a_busy_one_is_waited_for(
-    run: Callable[[Use], None], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.anyio
+async def test_an_empty_pool_is_told_and_a_busy_one_is_waited_for(
+    run: Callable[[Use], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet_watch, "EMPTY_S", 0.3)
     monkeypatch.setattr(fleet_watch, "EMPTY_LOOK_S", 0.05)
@@ -222,10 +231,13 @@ def test_an_empty_pool_is_told_and_a_busy_one_is_waited_for(
         with pytest.raises(NobodyThere):
             await waiting
 
-    run(use)
+    await run(use)
 
 
-def test_a_look_goes_on_after_whatever_it_meets(run: Callable[[Use], None], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_a_look_goes_on_after_whatever_it_meets(
+    run: Callable[[Use], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fleet_watch, "RETRY_S", 0.01)
 
     async def use(
@@ -244,11 +256,12 @@ def test_a_look_goes_on_after_whatever_it_meets(run: Callable[[Use], None], monk
         await until(lambda: health(watch) is Health.SERVING)
         assert watch.alive
 
-    run(use)
+    await run(use)
 
 
-def test_an_unreadable_record_hides_no_replica_and_is_not_read_again(
-    run: Callable[[Use], None], redis_url: str
+@pytest.mark.anyio
+async def test_an_unreadable_record_hides_no_replica_and_is_not_read_again(
+    run: Callable[[Use], Awaitable[None]], redis_url: str
 ) -> None:
     async def use(
         watch: FleetWatch, directory: ReplicaDirectory, service: Answers, said: ReplicaRecord, _: Any
@@ -267,4 +280,4 @@ def test_an_unreadable_record_hides_no_replica_and_is_not_read_again(
         assert watch._unreadable == set()
         await redis.aclose()
 
-    run(use)
+    await run(use)

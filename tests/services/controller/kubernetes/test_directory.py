@@ -126,8 +126,7 @@ async def follow(api: ScriptedApi, monkeypatch: pytest.MonkeyPatch) -> set[str]:
         mirror = Mirror(api, PODS, "a=b")  # type: ignore[arg-type]
         task = asyncio.create_task(mirror.run())
         await mirror.synced.wait()
-        while api.lists or api.watches:
-            await asyncio.sleep(0.01)
+        await until(lambda: not (api.lists or api.watches))
         await asyncio.sleep(0.05)
         task.cancel()
         return set(mirror.objects)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -79,53 +78,57 @@ def test_a_request_says_what_rewards_are_asked_and_only_those_that_count() -> No
     ]
 
 
-def test_addresses_of_today_are_sent_and_are_no_part_of_the_step() -> None:
+@pytest.mark.anyio
+async def test_addresses_of_today_are_sent_and_are_no_part_of_the_step() -> None:
     made, trainer = request(), Trainer([TrainStepResponse(step=0)])
-    asyncio.run(rewards(Clock()).trained(made, trainer))
+    await rewards(Clock()).trained(made, trainer)
     (sent,) = trainer.sent
     assert list(sent.gradient_rewards[0].addresses) == ["10.0.0.7:9000"]
     assert list(made.gradient_rewards[0].addresses) == []
     assert follow({}, sent) == follow({}, made) != ""
 
 
-def test_a_reward_that_fails_is_waited_for_less_and_less_often_and_then_pauses() -> None:
+@pytest.mark.anyio
+async def test_a_reward_that_fails_is_waited_for_less_and_less_often_and_then_pauses() -> None:
     clock, trainer = Clock(), Trainer([failure() for _ in range(5)])
     asked = rewards(clock)
     waits = []
     for now in (0.0, 10.0, 59.0):
         clock.now = now
         with pytest.raises(RewardFailure) as waiting:
-            asyncio.run(asked.trained(request(), trainer))
+            await asked.trained(request(), trainer)
         waits.append(waiting.value.again_s)
     assert waits == [0.5, 1.0, 2.0]
     clock.now = 60.0
     with pytest.raises(RewardPause, match=r"It failed for timeouts\.rewards_s = 60 s") as pause:
-        asyncio.run(asked.trained(request(), trainer))
+        await asked.trained(request(), trainer)
     assert "rewards.judge.on_failure" in str(pause.value)
     clock.now = 61.0  # the job was resumed
     with pytest.raises(RewardFailure):
-        asyncio.run(asked.trained(request(), trainer))
+        await asked.trained(request(), trainer)
 
 
-def test_success_and_a_resumed_job_count_anew() -> None:
+@pytest.mark.anyio
+async def test_success_and_a_resumed_job_count_anew() -> None:
     clock, trainer = Clock(), Trainer([failure(), TrainStepResponse(), failure(), failure()])
     asked = rewards(clock)
     for now, is_failing in ((0.0, True), (50.0, False), (100.0, True)):
         clock.now = now
         if not is_failing:
-            asyncio.run(asked.trained(request(), trainer))
+            await asked.trained(request(), trainer)
             continue
         with pytest.raises(RewardFailure):
-            asyncio.run(asked.trained(request(), trainer))
+            await asked.trained(request(), trainer)
     asked.reset()
     clock.now = 1000.0
     with pytest.raises(RewardFailure):
-        asyncio.run(asked.trained(request(), trainer))
+        await asked.trained(request(), trainer)
 
 
-def test_what_somebody_must_change_first_pauses_at_once() -> None:
+@pytest.mark.anyio
+async def test_what_somebody_must_change_first_pauses_at_once() -> None:
     with pytest.raises(RewardPause, match=r"is gone\. The job is paused as rewards\.judge\.on_failure"):
-        asyncio.run(rewards(Clock()).trained(request(), Trainer([failure(permanent=True)])))
+        await rewards(Clock()).trained(request(), Trainer([failure(permanent=True)]))
 
 
 def test_rewards_are_trained_on_where_they_weigh_at_some_step_of_some_source() -> None:

@@ -17,6 +17,7 @@ from services.controller.fleet.directory import StaticDirectory
 from services.controller.rewards.chunking import chunks, whole_groups
 from services.controller.rewards.failures import RewardFailure, RewardPause
 from services.controller.rewards.job_rewards import JobRewards, SampleScore, modality_of, preference
+from tests.waiting import until
 
 Answer = Callable[[reward_pb2.RewardSample], reward_pb2.RewardScore | None]
 
@@ -394,8 +395,7 @@ async def test_a_call_ends_well_though_its_replica_is_no_longer_shown() -> None:
         replicas.services[0].gate = gate
         replicas.show(one)
         draining = asyncio.create_task(job_rewards.score(samples(1)))
-        while not replicas.calls[0]:
-            await asyncio.sleep(0.01)
+        await until(lambda: replicas.calls[0])
         replicas.show(two)
         assert len(await job_rewards.score(samples(1))) == 1
         gate.set()

@@ -12,6 +12,7 @@ from flowfleet.errors import NotFound, Unavailable
 from services.controller.fleet.replicas import Replica
 from services.controller.scaling import deletion_cost
 from services.controller.scaling.deletion_cost import PODS_A_LOOK, DeletionCosts, cost, keep_deletion_costs
+from tests.waiting import until
 
 
 def fleet(**outstanding: int) -> list[Replica]:
@@ -66,8 +67,7 @@ async def test_only_the_leader_tells_and_goes_on_after_faults(monkeypatch: pytes
         await asyncio.sleep(0.1)
         assert told == []
         runner.leads = True
-        while not told:
-            await asyncio.sleep(0.01)
+        await until(lambda: told)
         await asyncio.sleep(0.1)
         task.cancel()
 

@@ -26,6 +26,7 @@ from services.controller.scheduler import FencedLauncher
 from services.controller.store import leadership
 from services.controller.store.jobs import JobStore
 from services.controller.store.leadership import TRY_S, Lease, LeaseLost
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 SPEC = parse_job({"model": {"path": "m"}, "rewards": {"ocr": {}}, "data": {"train": "t.txt"}})
@@ -47,12 +48,10 @@ class Contender:
         await asyncio.Event().wait()
 
     async def leads(self) -> None:
-        while not self.lease.held:
-            await asyncio.sleep(0.005)
+        await until(lambda: self.lease.held)
 
     async def follows(self) -> None:
-        while self.lease.held:
-            await asyncio.sleep(0.005)
+        await until(lambda: not self.lease.held)
 
     @property
     def gauge(self) -> float | None:
@@ -184,8 +183,7 @@ async def test_an_emptied_redis_is_led_again(redis: Any, contender: Callable[...
     first = contender()
     await first.leads()
     await redis.flushall()
-    while first.works < 2:
-        await asyncio.sleep(0.01)
+    await until(lambda: first.works >= 2)
     await first.leads()
     await first.lease.confirm()
 

@@ -18,6 +18,7 @@ from flowfleet.rpc.kinds import JOB_ACCEPT, job_token
 from services.controller.trainers import fork_server
 from services.controller.trainers import launcher as module
 from services.controller.trainers.launcher import LocalLauncher
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -177,8 +178,7 @@ async def test_a_rank_that_is_killed_ends_the_trainer_at_once(
     async def scenario() -> None:
         await launcher.ensure("job", two)
         ranks = [tmp_path / "trainers" / f"job.port.rank{rank}" for rank in (0, 1)]
-        while not all(rank.exists() for rank in ranks):
-            await asyncio.sleep(0.01)
+        await until(lambda: all(rank.exists() for rank in ranks))
         first, second = (int(rank.read_text()) for rank in ranks)
         os.kill(second, signal.SIGKILL)
         killed = time.monotonic()

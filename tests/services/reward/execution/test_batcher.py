@@ -31,7 +31,7 @@ class Work:
         return [-item for item in items]
 
 
-def run(
+async def run(
     limits: Limits, scenario: Callable[[Batcher, Work], Coroutine[Any, Any, None]], num_batches: int = 1
 ) -> list[tuple[str, list[int]]]:
     """Runs a scenario against a started batcher; returns the batches that were worked on."""
@@ -47,7 +47,7 @@ def run(
             work.gate.set()
             await batcher.drain()
 
-    asyncio.run(main())
+    await main()
     return work.batches
 
 
@@ -55,8 +55,7 @@ async def occupied(batcher: Batcher, work: Work, num_items: int = 1) -> asyncio.
     """Closes the gate and lets one request into the worker, so that later ones queue."""
     work.gate.clear()
     task = asyncio.create_task(batcher.submit([0] * num_items, "first"))
-    while not work.batches:
-        await asyncio.sleep(0.001)
+    await until(lambda: work.batches)
     return task
 
 
@@ -71,53 +70,59 @@ async def released(work: Work, *tasks: Awaitable[list[int]]) -> list[Any]:
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def test_waiting_requests_of_one_key_share_a_batch_and_get_their_own_results() -> None:
+@pytest.mark.anyio
+async def test_waiting_requests_of_one_key_share_a_batch_and_get_their_own_results() -> None:
     async def scenario(batcher: Batcher, work: Work) -> None:
         first = await occupied(batcher, work)
         tasks = await queued(batcher, ([1, 2], "a"), ([3], "b"), ([4], "a"))
         assert batcher.num_queued == 4
         assert await released(work, first, *tasks) == [[0], [-1, -2], [-3], [-4]]
 
-    assert run(Limits(max_batch=8), scenario) == [("first", [0]), ("a", [1, 2, 4]), ("b", [3])]
+    assert await run(Limits(max_batch=8), scenario) == [("first", [0]), ("a", [1, 2, 4]), ("b", [3])]
 
 
-def test_requests_that_arrive_within_the_wait_are_merged() -> None:
+@pytest.mark.anyio
+async def test_requests_that_arrive_within_the_wait_are_merged() -> None:
     async def scenario(batcher: Batcher, work: Work) -> None:
         start = time.monotonic()
         tasks = [asyncio.create_task(batcher.submit([item], "a")) for item in (1, 2, 3)]
         assert await asyncio.gather(*tasks) == [[-1], [-2], [-3]]
         assert time.monotonic() - start >= 0.1
 
-    assert run(Limits(max_batch=8, max_wait_s=0.1), scenario) == [("a", [1, 2, 3])]
+    assert await run(Limits(max_batch=8, max_wait_s=0.1), scenario) == [("a", [1, 2, 3])]
 
 
-def test_a_full_batch_does_not_wait() -> None:
+@pytest.mark.anyio
+async def test_a_full_batch_does_not_wait() -> None:
     async def scenario(batcher: Batcher, work: Work) -> None:
         assert await batcher.submit([1, 2, 3], "a") == [-1, -2, -3]
 
-    assert run(Limits(max_batch=3, max_wait_s=60.0), scenario) == [("a", [1, 2, 3])]
+    assert await run(Limits(max_batch=3, max_wait_s=60.0), scenario) == [("a", [1, 2, 3])]
 
 
-def test_requests_are_not_split_and_small_ones_fill_up() -> None:
+@pytest.mark.anyio
+async def test_requests_are_not_split_and_small_ones_fill_up() -> None:
     async def scenario(batcher: Batcher, work: Work) -> None:
         first = await occupied(batcher, work, 4)
         tasks = await queued(batcher, ([1, 2, 3], "a"), ([4, 5], "a"), ([6], "a"), ([7, 8], "a"))
         await released(work, first, *tasks)
 
-    assert run(Limits(max_batch=4, max_wait_s=60.0), scenario)[1:] == [("a", [1, 2, 3, 6]), ("a", [4, 5, 7, 8])]
+    assert (await run(Limits(max_batch=4, max_wait_s=60.0), scenario))[1:] == [("a", [1, 2, 3, 6]), ("a", [4, 5, 7, 8])]
 
 
-def test_a_batch_that_leaves_one_of_its_key_behind_does_not_wait() -> None:
+@pytest.mark.anyio
+async def test_a_batch_that_leaves_one_of_its_key_behind_does_not_wait() -> None:
     async def scenario(batcher: Batcher, work: Work) -> None:
         first = await occupied(batcher, work, 4)
         small, large = await queued(batcher, ([1], "a"), ([2, 3, 4, 5], "a"))
         assert await released(work, first, small, large) == [[0] * 4, [-1], [-2, -3, -4, -5]]
 
-    run(Limits(max_batch=4, max_wait_s=60.0), scenario)
+    await run(Limits(max_batch=4, max_wait_s=60.0), scenario)
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("limits", [Limits(max_queued=3), Limits(max_queued_bytes=300)])
-def test_the_queue_is_bounded(limits: Limits) -> None:
+async def test_the_queue_is_bounded(limits: Limits) -> None:
     async def scenario(batcher: Batcher, work: Work) -> None:
         first = await occupied(batcher, work)
         second = asyncio.create_task(batcher.submit([1, 2], "a", 200))
@@ -127,10 +132,11 @@ def test_the_queue_is_bounded(limits: Limits) -> None:
         assert await released(work, first, second) == [[0], [-1, -2]]
         assert await batcher.submit([3, 4], "a", 200) == [-3, -4]
 
-    run(limits, scenario)
+    await run(limits, scenario)
 
 
-def test_a_cancelled_request_leaves_the_queue() -> None:
+@pytest.mark.anyio
+async def test_a_cancelled_request_leaves_the_queue() -> None:
     async def scenario(batcher: Batcher, work: Work) -> None:
         first = await occupied(batcher, work)
         gone, stays = await queued(batcher, ([1, 2], "a"), ([3], "a"))
@@ -138,30 +144,33 @@ def test_a_cancelled_request_leaves_the_queue() -> None:
         await until(lambda: batcher.num_queued == 1)
         assert await released(work, first, stays) == [[0], [-3]]
 
-    assert run(Limits(), scenario)[1:] == [("a", [3])]
+    assert (await run(Limits(), scenario))[1:] == [("a", [3])]
 
 
-def test_a_request_cancelled_while_it_runs_harms_no_other() -> None:
+@pytest.mark.anyio
+async def test_a_request_cancelled_while_it_runs_harms_no_other() -> None:
     async def scenario(batcher: Batcher, work: Work) -> None:
         first = await occupied(batcher, work)
         first.cancel()
         (second,) = await queued(batcher, ([1], "a"))
         assert await released(work, second) == [[-1]]
 
-    run(Limits(), scenario)
+    await run(Limits(), scenario)
 
 
-def test_a_failure_reaches_the_callers_of_its_batch_only() -> None:
+@pytest.mark.anyio
+async def test_a_failure_reaches_the_callers_of_its_batch_only() -> None:
     async def scenario(batcher: Batcher, work: Work) -> None:
         first = await occupied(batcher, work)
         tasks = await queued(batcher, ([1], "bad"), ([2], "good"), ([3], "bad"))
         results = await released(work, first, *tasks)
         assert [type(result) for result in results] == [list, ZeroDivisionError, list, ZeroDivisionError]
 
-    run(Limits(), scenario)
+    await run(Limits(), scenario)
 
 
-def test_draining_finishes_what_waits_and_admits_nothing_more() -> None:
+@pytest.mark.anyio
+async def test_draining_finishes_what_waits_and_admits_nothing_more() -> None:
     async def scenario(batcher: Batcher, work: Work) -> None:
         first = await occupied(batcher, work, 4)
         (second,) = await queued(batcher, ([1], "a"))
@@ -172,10 +181,11 @@ def test_draining_finishes_what_waits_and_admits_nothing_more() -> None:
         assert await released(work, first, second) == [[0] * 4, [-1]]
         await draining
 
-    run(Limits(max_batch=4, max_wait_s=60.0), scenario)
+    await run(Limits(max_batch=4, max_wait_s=60.0), scenario)
 
 
-def test_as_many_batches_run_at_once_as_may() -> None:
+@pytest.mark.anyio
+async def test_as_many_batches_run_at_once_as_may() -> None:
     async def scenario(batcher: Batcher, work: Work) -> None:
         first = await occupied(batcher, work)
         tasks = await queued(batcher, ([1], "a"))
@@ -184,10 +194,11 @@ def test_as_many_batches_run_at_once_as_may() -> None:
         assert batcher.num_queued == 2
         assert await released(work, first, *tasks) == [[0], [-1], [-2], [-3]]
 
-    assert run(Limits(max_wait_s=0.0), scenario, num_batches=2)[2:] == [("a", [2, 3])]
+    assert (await run(Limits(max_wait_s=0.0), scenario, num_batches=2))[2:] == [("a", [2, 3])]
 
 
-def test_draining_waits_for_every_batch_that_runs() -> None:
+@pytest.mark.anyio
+async def test_draining_waits_for_every_batch_that_runs() -> None:
     async def scenario(batcher: Batcher, work: Work) -> None:
         first = await occupied(batcher, work)
         (second,) = await queued(batcher, ([1], "a"))
@@ -197,4 +208,4 @@ def test_draining_waits_for_every_batch_that_runs() -> None:
         assert await released(work, first, second) == [[0], [-1]]
         await draining
 
-    run(Limits(max_wait_s=0.0), scenario, num_batches=2)
+    await run(Limits(max_wait_s=0.0), scenario, num_batches=2)

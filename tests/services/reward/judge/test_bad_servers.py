@@ -415,8 +415,7 @@ async def test_a_cancelled_call_closes_its_connections_and_frees_its_places() ->
         run = Run([server.url], timeout_s=30)
         await run.scorer.start()
         call = asyncio.create_task(run.scorer.score(samples(3), ()))
-        while len(server.asked) < 3:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(server.asked) >= 3)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call

@@ -50,7 +50,7 @@ def shown(asked: Asked) -> list[Any]:
     ]
 
 
-def run(
+async def run(
     say: Say, rubric: str, samples: list[EncodedSample], needs_group: bool = False, **settings: Any
 ) -> list[Outcome]:
     async def reply(asked: Asked, writer: asyncio.StreamWriter) -> None:
@@ -67,14 +67,15 @@ def run(
             finally:
                 await scorer.close()
 
-    return asyncio.run(body())
+    return await body()
 
 
 def pictures(parts: list[Any]) -> list[bytes]:
     return [part for part in parts if isinstance(part, bytes)]
 
 
-def test_pairs_are_asked_in_both_orders_so_that_a_bias_for_the_first_cancels() -> None:
+@pytest.mark.anyio
+async def test_pairs_are_asked_in_both_orders_so_that_a_bias_for_the_first_cancels() -> None:
     """The judge prefers greater numbers with P 0.9, and adds 0.08 to whatever comes first."""
 
     def say(parts: list[Any]) -> bytes:
@@ -82,7 +83,9 @@ def test_pairs_are_asked_in_both_orders_so_that_a_bias_for_the_first_cancels() -
         p = (0.9 if first > second else 0.1) + 0.08
         return completion("A" if p > 0.5 else "B", ("A" if p > 0.5 else "B", {"A": math.log(p), "B": math.log(1 - p)}))
 
-    outcomes = run(say, "preference", [sample(b"2"), sample(b"1", "h"), sample(b"1"), sample(b"3"), sample(b"2", "h")])
+    outcomes = await run(
+        say, "preference", [sample(b"2"), sample(b"1", "h"), sample(b"1"), sample(b"3"), sample(b"2", "h")]
+    )
     scores = [outcome for outcome in outcomes if isinstance(outcome, Score)]
     expected = bradley_terry(3, [(0, 1), (0, 2), (1, 2)], [0.9, 0.1, 0.1])  # of the samples 2, 1, 3
     assert [scores[place].value for place in (0, 2, 3)] == pytest.approx(expected.tolist())
@@ -92,27 +95,30 @@ def test_pairs_are_asked_in_both_orders_so_that_a_bias_for_the_first_cancels() -
     assert scores[0].components["comparisons"] == 2
 
 
-def test_a_judge_that_always_prefers_the_first_says_nothing() -> None:
-    outcomes = run(lambda parts: completion("A"), "preference", [sample(b"1"), sample(b"2")])
+@pytest.mark.anyio
+async def test_a_judge_that_always_prefers_the_first_says_nothing() -> None:
+    outcomes = await run(lambda parts: completion("A"), "preference", [sample(b"1"), sample(b"2")])
     assert [outcome.value for outcome in outcomes if isinstance(outcome, Score)] == pytest.approx([0.0, 0.0])
 
 
-def test_a_group_of_one_cannot_be_compared() -> None:
-    (outcome,) = run(lambda parts: completion("A"), "preference", [sample(b"1")])
+@pytest.mark.anyio
+async def test_a_group_of_one_cannot_be_compared() -> None:
+    (outcome,) = await run(lambda parts: completion("A"), "preference", [sample(b"1")])
     assert isinstance(outcome, Problem)
     assert "--max-batch" in outcome.message
     assert "held-out samples are groups of one" in outcome.message
 
 
-def test_rankings_of_shuffled_lists() -> None:
+@pytest.mark.anyio
+async def test_rankings_of_shuffled_lists() -> None:
     def say(parts: list[Any]) -> bytes:
         found = pictures(parts)
         return completion(", ".join(str(found.index(one) + 1) for one in sorted(found, reverse=True)))
 
     group = [sample(str(n).encode()) for n in (4, 1, 3, 2)]
-    outcomes = run(say, "ranking", group)
+    outcomes = await run(say, "ranking", group)
     assert [outcome.value for outcome in outcomes if isinstance(outcome, Score)] == [1.0, 0.0, 2 / 3, 1 / 3]
-    many = run(say, "ranking", [sample(str(n).encode()) for n in range(10, 30)])
+    many = await run(say, "ranking", [sample(str(n).encode()) for n in range(10, 30)])
     values = [outcome.value for outcome in many if isinstance(outcome, Score)]
     assert (values[0], values[-1]) == (0.0, 1.0)
     assert np.corrcoef(values, range(20))[0, 1] > 0.8
@@ -122,14 +128,15 @@ def answer(text: bytes, group: str = "g") -> EncodedSample:
     return EncodedSample(text, "text/plain", "What is 2 + 2?", {"answer": "4"}, group, text.decode(errors="replace"))
 
 
-def test_answers_are_judged_against_the_reference() -> None:
+@pytest.mark.anyio
+async def test_answers_are_judged_against_the_reference() -> None:
     asked: list[str] = []
 
     def say(parts: list[Any]) -> bytes:
         asked.extend(parts)
         return completion("Yes" if "Answer to grade: 4" in parts[0] else "No")
 
-    found = run(say, "answer", [answer(b"4"), answer(b"5"), answer(b"\xff")])
+    found = await run(say, "answer", [answer(b"4"), answer(b"5"), answer(b"\xff")])
     assert found[:2] == [Score(1.0, {"by_logprobs": 0.0}), Score(0.0, {"by_logprobs": 0.0})]
     assert isinstance(found[2], Problem)
     assert "not UTF-8" in found[2].message
@@ -139,7 +146,8 @@ def test_answers_are_judged_against_the_reference() -> None:
     )
 
 
-def test_answers_are_compared_in_pairs(tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_answers_are_compared_in_pairs(tmp_path: Path) -> None:
     orders: list[str] = []
     rubric = tmp_path / "pairs.toml"
     question = "{prompt} First: {first_answer} Second: {second_answer} Which is better?"
@@ -149,14 +157,15 @@ def test_answers_are_compared_in_pairs(tmp_path: Path) -> None:
         orders.append("".join(parts))
         return completion("A" if "First: 4" in parts[0] else "B")
 
-    found = run(say, str(rubric), [answer(b"4"), answer(b"5")], needs_group=True)
+    found = await run(say, str(rubric), [answer(b"4"), answer(b"5")], needs_group=True)
     assert [one.components["win_rate"] for one in found if isinstance(one, Score)] == [1.0, 0.0]
     pairs = (("4", "5"), ("5", "4"))
     asked = [question.format(prompt="What is 2 + 2?", first_answer=one, second_answer=two) for one, two in pairs]
     assert sorted(orders) == asked
 
 
-def test_a_video_is_shown_as_evenly_spaced_frames() -> None:
+@pytest.mark.anyio
+async def test_a_video_is_shown_as_evenly_spaced_frames() -> None:
     frames = np.stack([np.full((64, 64, 3), level, np.uint8) for level in range(0, 250, 10)])
     media, media_type = encode_media(frames)
     seen: list[bytes] = []
@@ -166,23 +175,24 @@ def test_a_video_is_shown_as_evenly_spaced_frames() -> None:
         return completion("Yes")
 
     video = EncodedSample(media, media_type, "a gray that brightens", {}, "g", "v")
-    assert run(say, "video_alignment", [video]) == [Score(1.0, {"by_logprobs": 0.0})]
+    assert await run(say, "video_alignment", [video]) == [Score(1.0, {"by_logprobs": 0.0})]
     levels = [int(np.asarray(Image.open(io.BytesIO(one))).mean().round()) for one in seen]
     assert levels == pytest.approx([0, 30, 70, 100, 140, 170, 210, 240], abs=4)
     broken = EncodedSample(b"no video", media_type, "p", {}, "g", "b")
-    (outcome,) = run(say, "video_alignment", [broken])
+    (outcome,) = await run(say, "video_alignment", [broken])
     assert isinstance(outcome, Problem)
     assert outcome.reason == "undecodable"
 
 
-def test_an_edit_is_shown_with_its_source() -> None:
+@pytest.mark.anyio
+async def test_an_edit_is_shown_with_its_source() -> None:
     url = f"data:image/png;base64,{base64.b64encode(b'before').decode()}"
 
     def say(parts: list[Any]) -> bytes:
         assert pictures(parts) == [b"before", b"after"]
         return completion("4")
 
-    good, bad = run(say, "edit", [sample(b"after", source=url), sample(b"after")])
+    good, bad = await run(say, "edit", [sample(b"after", source=url), sample(b"after")])
     assert good == Score(4.0, {"by_logprobs": 0.0})
     assert isinstance(bad, Problem)
     assert "metadata field source" in bad.message
