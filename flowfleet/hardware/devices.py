@@ -112,6 +112,11 @@ def has_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and _of(device).get_device_capability(device) >= (8, 9)
 
 
+def has_grouped_fp8(device: torch.device) -> bool:
+    """Whether torch multiplies rows of many experts there in one float8 product."""
+    return has_fp8(device) and _of(device).get_device_capability(device) >= (9, 0)
+
+
 def has_triton(device: torch.device) -> bool:
     """Whether Triton's kernels run there. It comes with torch for CUDA on Linux."""
     return device.type == "cuda" and find_spec("triton") is not None

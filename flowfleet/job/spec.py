@@ -64,8 +64,9 @@ class ModelPart(Part):
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Data type of the weights while sampling and of the forward pass while training. Latents stay fp32."""
     base: Literal["plain", "fp8"] = "plain"
-    """fp8: the large linears of the transformer's blocks are held and multiplied in float8 (e4m3, a scale a row), by
-    rollouts and trainer alike: the policy is that base and a bfloat16 adapter. The adapter is exported. LoRA only."""
+    """fp8: large linears and experts of the transformer's blocks are held and multiplied in float8 (e4m3, a scale a
+    row), by rollouts and trainer alike: the policy is that base and a bfloat16 adapter. The adapter is exported. LoRA
+    only."""
     load_format: Literal["safetensors", "dummy"] = "safetensors"
     """dummy reads no weights: the folder needs configurations alone, and every process draws the same random ones from
     the parameters' names. For benchmarks."""

@@ -69,10 +69,14 @@ class WeightFiles:
 
     @torch.no_grad()
     def fill(self, module: nn.Module, stored: StoredNames, device: torch.device | str, dtype: torch.dtype) -> None:
-        """Gives a module on the meta device its parameters and persistent buffers, one after the other. Raises
-        ValueError as `check`."""
+        """Gives a module the parameters that it has on the meta device, and persistent buffers, one after the other.
+        Raises ValueError as `check`."""
         state = module.state_dict(keep_vars=True)
-        named = [(name, stored.of(name, len(tensor)), tuple(tensor.shape)) for name, tensor in state.items()]
+        named = [
+            (name, stored.of(name, len(tensor)), tuple(tensor.shape))
+            for name, tensor in state.items()
+            if tensor.is_meta or not isinstance(tensor, nn.Parameter)
+        ]
         self.check(named)
         for name, names, _ in named:
             prefix, _, leaf = name.rpartition(".")

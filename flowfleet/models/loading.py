@@ -153,10 +153,11 @@ def _empty_parts(index: Mapping[str, Any], path: str | Path, wanted: Mapping[str
 
 
 def fill_dummy(module: nn.Module, component: str, device: torch.device | str) -> None:
-    """Gives a model of `empty_component` its dummy parameters, one after the other, on `device`."""
+    """Gives a model of `empty_component`, or what of it is on the meta device, its dummy parameters, one after the
+    other, on `device`."""
     for prefix, owner in module.named_modules():
         for leaf, parameter in list(owner._parameters.items()):
-            if parameter is not None:
+            if parameter is not None and parameter.is_meta:
                 name = ".".join(filter(None, (component, prefix, leaf)))
                 drawn = dummy_parameter(name, parameter.shape, parameter.dtype, device)
                 owner._parameters[leaf] = nn.Parameter(drawn, requires_grad=False)

@@ -18,7 +18,7 @@ from flowfleet.planning.activations import Activations, measure
 from flowfleet.planning.flops import ModelFlops, count_model, flops_of, forward
 from flowfleet.planning.live import LiveBytes
 from flowfleet.planning.skeleton import META, MetaRun, blocks, fused_attention, load_skeleton, shortened
-from flowfleet.quantization.layers import large_linears
+from flowfleet.quantization.layers import large_experts, large_linears
 from flowfleet.weights.weights import dtype_of
 
 DECODED_PIXELS = 2**22
@@ -37,7 +37,9 @@ class Facts:
     outside: int
     """Parameters of one expert outside its blocks."""
     fp8: int
-    """Weights that fp8 rollouts have copies of, and an fp8 base holds in place of others."""
+    """Weights of linears that fp8 rollouts have copies of, and an fp8 base holds in place of others."""
+    fp8_experts: int
+    """Weights of a mixture's experts that an fp8 base holds in float8."""
     merged_bytes: int
     """Weights that have an adapter, in the model's dtype: rollouts with a merged adapter have copies of them."""
     text_encoder_bytes: int
@@ -72,6 +74,7 @@ def gather(spec: JobSpec, text_tokens: int, *, compiled: bool) -> Facts:
     latent = math.prod(skeleton.latent_shape(size))
     params = _numel(parameter for module in experts.values() for parameter in module.parameters())
     fp8 = sum(_numel(_quantized(module)) for module in experts.values())
+    fp8_experts = sum(_numel(_quantized_experts(module)) for module in experts.values())
     decode_bytes, decode_flops = _decoding(skeleton, spec)
     gradient_bytes = _decoding_with_gradient(skeleton, spec) if spec.trains_on_gradients else 0
     flops = count_model(skeleton, spec)
@@ -92,6 +95,7 @@ def gather(spec: JobSpec, text_tokens: int, *, compiled: bool) -> Facts:
         block=block,
         outside=_outside(expert, own),
         fp8=fp8,
+        fp8_experts=fp8_experts,
         merged_bytes=merged,
         text_encoder_bytes=_part_bytes(skeleton, "text_encoder"),
         vae_bytes=_part_bytes(skeleton, "vae"),
@@ -176,6 +180,10 @@ def _outside(expert: nn.Module, own: Iterable[nn.Module]) -> int:
 
 def _quantized(expert: nn.Module) -> Iterable[Tensor]:
     return (cast(Tensor, linear.weight) for linear in large_linears(blocks(expert)))
+
+
+def _quantized_experts(expert: nn.Module) -> Iterable[Tensor]:
+    return (cast(Tensor, getattr(module, name)) for module, name in large_experts(blocks(expert)))
 
 
 def _part_bytes(skeleton: ModelAdapter, component: str) -> int:

@@ -66,8 +66,8 @@ def item_bytes(spec: JobSpec) -> int:
 
 
 def base_bytes(spec: JobSpec, facts: Facts) -> float:
-    """The transformers, without an adapter: of an fp8 base the large linears have a byte an element."""
-    quantized = facts.fp8 if spec.model.base == "fp8" else 0
+    """The transformers, without an adapter: of an fp8 base large linears and experts have a byte an element."""
+    quantized = facts.fp8 + facts.fp8_experts if spec.model.base == "fp8" else 0
     return float((facts.params - quantized) * item_bytes(spec) + quantized)
 
 

@@ -3,7 +3,8 @@
 `add_copies` leaves parameters with names, shapes and dtypes, for weights are what an update brings and what is hashed;
 `refresh` derives the copies again. `replace_weights` keeps nothing else: the quantized base is then the model
 (`model.base = "fp8"`). Both work on `nn.Linear`, below PEFT's layers too, and on vLLM's linear layers, which multiply
-by their `quant_method`. Linears of an adapter are left alone.
+by their `quant_method`; `replace_weights` rounds the experts of a mixture as well (experts.py). Linears of an adapter
+are left alone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from flowfleet.hardware import devices
-from flowfleet.quantization import adapted
+from flowfleet.quantization import adapted, experts
 from flowfleet.quantization.products import Gradients, fp8_linear
 from flowfleet.quantization.rows import FP8, Rows, quantize_rows
 
@@ -123,9 +124,11 @@ def full_precision(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @torch.no_grad()
 def replace_weights(blocks: Iterable[nn.Module], *, gradients: Gradients = "fp8", min_size: int | None = None) -> int:
-    """Rounds the large linears' weights to float8, which replaces them, one at a time; returns how many. Layers of vLLM
-    get copies instead. Linears that are a float8 base already stay as they are."""
-    count = 0
+    """Rounds the weights of large linears and experts to float8, which replaces them, one at a time; returns how many
+    linears. Layers of vLLM get copies instead. What is a float8 base already stays as it is."""
+    count, blocks = 0, list(blocks)
+    for module, name in large_experts(blocks, min_size):
+        experts.replace(module, name, gradients)
     for linear in list(large_linears(blocks, min_size)):
         if isinstance(linear, Fp8Base):
             continue
@@ -159,6 +162,13 @@ def large_linears(blocks: Iterable[nn.Module], min_size: int | None = None) -> I
                 sides = cast(Tensor, module.weight).shape
                 if min(sides) >= least and all(side % MULTIPLE == 0 for side in sides):
                     yield module
+
+
+def large_experts(
+    blocks: Iterable[nn.Module], min_size: int | None = None
+) -> Iterator[tuple[experts.ExpertWeights, str]]:
+    """The blocks' matrices of experts that are worth it, by module and parameter."""
+    return experts.expert_weights(blocks, MIN_SIZE if min_size is None else min_size, MULTIPLE)
 
 
 def require_fp8(device: torch.device, dtype: torch.dtype, setting: str, *, emulated: bool = False) -> None:

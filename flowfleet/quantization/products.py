@@ -57,7 +57,7 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(weight, weight_scale)
         ctx.gradients = gradients
-        return _multiply(quantized, scale, weight, weight_scale, x.dtype, bias)
+        return multiply(quantized, scale, weight, weight_scale, x.dtype, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -66,15 +66,16 @@ class _Product(torch.autograd.Function):
         if ctx.gradients == "fp8":
             rows, scale = quantize_rows(grad, weight_scale[0])
             ones = torch.ones(1, weight.shape[1], device=grad.device)
-            into = _multiply(rows, scale, weight.t().contiguous(), ones, grad.dtype)
+            into = multiply(rows, scale, weight.t().contiguous(), ones, grad.dtype)
         else:
             into = (grad * weight_scale).to(grad.dtype) @ weight.to(grad.dtype)
         return into, None, None, None, None, None, None
 
 
-def _multiply(
+def multiply(
     rows: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
+    """(M, N) of rows (M, K) and weight (N, K) in float8 with scales (M, 1) and (1, N)."""
     return torch._scaled_mm(
         rows,
         weight.t(),

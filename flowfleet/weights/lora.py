@@ -56,13 +56,18 @@ def install_lora(
 
 def inject_lora(experts: Experts, lora: LoraSpec, *, dtype: torch.dtype | None = None) -> dict[str, nn.Parameter]:
     """Installs an adapter whose values follow later; on the meta device where the model is. See `install_lora`."""
-    wanted = {component: dtype or next(module.parameters()).dtype for component, module in experts.items()}
+    wanted = {component: dtype or _dtype(module) for component, module in experts.items()}
     for transformer in experts.values():
         _inject(transformer, lora)
     parameters = named_adapter_parameters(experts)
     for name, parameter in parameters.items():
         parameter.data = torch.empty_like(parameter, dtype=wanted[name.partition(".")[0]])
     return parameters
+
+
+def _dtype(transformer: nn.Module) -> torch.dtype:
+    """A transformer's dtype, whatever of it is a float8 base."""
+    return next(parameter.dtype for parameter in transformer.parameters() if parameter.itemsize > 1)
 
 
 def initial_values(parameters: Mapping[str, Tensor], lora: LoraSpec, seed: int) -> Iterator[tuple[str, Tensor]]:

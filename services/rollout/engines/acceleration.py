@@ -24,6 +24,7 @@ from torch import nn
 
 from flowfleet.process.pulse import Pulse
 from flowfleet.quantization import adapted, layers
+from flowfleet.quantization.rows import FP8
 
 Experts = Mapping[str, nn.Module]
 
@@ -49,7 +50,7 @@ def accelerate(experts: Experts, *, compile: bool, quantization: str) -> None:
     if quantization not in ("", *QUANTIZATIONS):
         raise ValueError(f"rollout.quantization = {quantization!r}: give one of {', '.join(QUANTIZATIONS)}")
     for expert in experts.values() if quantization.startswith("fp8") else ():
-        first = next(expert.parameters())
+        first = next(parameter for parameter in expert.parameters() if parameter.dtype != FP8)
         if quantization == "fp8":
             layers.require_fp8(first.device, first.dtype, "rollout.quantization = 'fp8'")
             layers.add_copies(blocks(expert).values())

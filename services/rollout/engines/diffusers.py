@@ -9,6 +9,7 @@ from flowfleet.models.registry import ModelFamily
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
 from services.rollout.engines import acceleration
 from services.rollout.engines.base import GeneratedBatch, GenerationRequest
+from services.rollout.engines.by_blocks import load_by_blocks
 from services.rollout.engines.local import LocalEngine
 from services.rollout.engines.prompts import Encoded
 from services.rollout.engines.sampler import Row, Sampler, batches
@@ -19,6 +20,12 @@ class DiffusersEngine(LocalEngine[ModelAdapter]):
 
     name = "diffusers"
     writes_tokens = False
+
+    def _adapter_of(self, model: ModelSpec, family: ModelFamily) -> ModelAdapter:
+        kind = family.load()
+        if model.quantization == "fp8_base" and kind.stored is not None:
+            return load_by_blocks(kind, model, self.device, self.pulse.beat)
+        return super()._adapter_of(model, family)
 
     def _set_up(self, adapter: ModelAdapter, model: ModelSpec) -> None:
         adapter.limit_tokens(model.max_sequence_length or None)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flowfleet import hub
 from flowfleet.hardware import devices
@@ -31,7 +31,7 @@ from flowfleet.seeds import derive_seed
 from flowfleet.weights import lora, weights
 from services.trainer.model.gather import Gather
 from services.trainer.model.kinds import ModelKind, model_kind
-from services.trainer.model.loading import DummySource, Source, fill, fill_parameter
+from services.trainer.model.loading import DummySource, Source, fill, fill_by_blocks, fill_parameter
 from services.trainer.model.policies import Policies, Policy
 from services.trainer.model.warm_start import WarmStart, open_adapter
 from services.trainer.optim.adamw import ShardedAdamW
@@ -109,10 +109,12 @@ class Engine:
         for component, expert in self.experts.items():
             blocks = blocks_of(expert)  # FSDP renames their classes
             shard_expert(expert, self.ranks, self.dtype, replicates=self.replicates)
-            allocate(expert, self.ranks.device)
-            fill(expert, self._sources.pop(component), self.ranks)
+            source = self._sources.pop(component)
             if self.is_quantized:
-                layers.replace_weights(blocks, gradients=self.spec.trainer.base_gradients)
+                fill_by_blocks(expert, blocks, source, self.ranks, self._quantize)
+            else:
+                allocate(expert, self.ranks.device)
+                fill(expert, source, self.ranks)
         self.adapter.device, self.adapter.dtype = self.ranks.device, self.dtype
         named = lora.named_adapter_parameters if self.is_lora else weights.full_parameters
         self.trained = dict(named(self.experts))
@@ -186,6 +188,9 @@ class Engine:
         )
         loaded.checkpoint_decoding()
         return loaded
+
+    def _quantize(self, block: nn.Module) -> None:
+        layers.replace_weights([block], gradients=self.spec.trainer.base_gradients)
 
     def _all_fit(self) -> bool:
         """Collective. Whether the base is to be whole on every rank, and every rank's device has room for it."""

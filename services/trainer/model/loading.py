@@ -7,6 +7,7 @@ read.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from flowfleet.models.files import WeightFiles
 from flowfleet.models.loading import PIPELINE, Layout, dummy_parameter
 from services.trainer.parallel.ranks import Ranks
-from services.trainer.parallel.sharding import local, own_rows
+from services.trainer.parallel.sharding import allocate, local, own_rows
 
 _WRAPPED = ".base_layer."
 """What PEFT puts into the name of a module that it adapts."""
@@ -71,15 +72,31 @@ class CheckpointSource:
         return self._files.tensor(name)
 
 
-def fill(expert: nn.Module, source: Source, ranks: Ranks) -> None:
-    """Gives a transformer its weights, but for the adapter's, in the dtypes that it has. Each rank for itself."""
+def fill_by_blocks(
+    expert: nn.Module, blocks: Sequence[nn.Module], source: Source, ranks: Ranks, then: Callable[[nn.Module], object]
+) -> None:
+    """Allocates and fills a transformer on the meta device a block at a time; `then` is called with each that is full,
+    so that no more than one is whole where it makes it smaller."""
+    names = {id(module): f"{name}." for name, module in expert.named_modules()}
+    prefixes = tuple(names[id(block)] for block in blocks)
+    for block, prefix in zip(blocks, prefixes, strict=True):
+        allocate(block, ranks.device)
+        fill(expert, source, ranks, wanted=re.compile(re.escape(prefix)).match)
+        then(block)
+    allocate(expert, ranks.device)
+    fill(expert, source, ranks, wanted=lambda name: not name.startswith(prefixes))
+
+
+def fill(expert: nn.Module, source: Source, ranks: Ranks, wanted: Callable[[str], object] = bool) -> None:
+    """Gives a transformer its weights, or those that are wanted by name, but for the adapter's, in the dtypes that it
+    has. Each rank for itself."""
     with torch.no_grad():
         for name, parameter in expert.named_parameters():
-            if ".lora_" not in name:
+            if ".lora_" not in name and wanted(name):
                 fill_parameter(parameter, partial(source.rows, plain_name(name), parameter.shape))
                 ranks.beats.beat()
         for name, buffer in persistent(expert):
-            value = source.buffer(name) if not isinstance(buffer, nn.Parameter) else None
+            value = source.buffer(name) if not isinstance(buffer, nn.Parameter) and wanted(name) else None
             if value is not None:
                 buffer.copy_(value)
 

@@ -18,6 +18,7 @@ from flowfleet.models.registry import ModelFamily
 from flowfleet.process.pulse import Pulse
 from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
 from flowfleet.quantization import layers
+from flowfleet.quantization.experts import ExpertWeights, adopt
 from flowfleet.weights import weights
 from services.rollout.engines.base import GeneratedBatch, GenerationRequest
 from services.rollout.engines.diffusers import DiffusersEngine
@@ -93,6 +94,10 @@ def share(trained: nn.Module, bare: nn.Module) -> None:
             linear = bare.get_submodule(plain_name(f"{name}.").removesuffix("."))
             assert isinstance(linear, nn.Linear)
             layers.adopt(linear, module)
+        if isinstance(module, ExpertWeights):
+            target = bare.get_submodule(plain_name(f"{name}.").removesuffix("."))
+            assert isinstance(target, ExpertWeights)
+            adopt(target, module)
     held = {plain_name(name): local(tensor) for name, tensor in _tensors(trained) if ".lora_" not in name}
     for prefix, module in bare.named_modules():
         for tensors in (module._parameters, module._buffers):

@@ -13,11 +13,14 @@ from services.trainer.model.engine import lora_spec, model_spec
 from services.trainer.parallel.ranks import Ranks
 from tests.services.trainer.steps import JOB, Drawer, make_spec
 from tests.services.trainer.workers import engine_of, make_worker, state_of
+from tests.tiny_models import make_tiny
 
 
-@pytest.mark.parametrize("gradients", ["fp8", "bf16"])
+@pytest.mark.parametrize(
+    ("kind", "gradients"), [("qwen_image", "fp8"), ("qwen_image", "bf16"), ("hunyuan_image3", "fp8")]
+)
 def test_the_trainer_recomputes_the_rollouts_log_probs_bit_for_bit(
-    tiny_qwen_image: Path,
+    kind: str,
     ranks: Ranks,
     files: SyncBlobs,
     tmp_path: Path,
@@ -26,7 +29,7 @@ def test_the_trainer_recomputes_the_rollouts_log_probs_bit_for_bit(
 ) -> None:
     monkeypatch.setattr(layers, "MIN_SIZE", 16)
     model = {"dtype": "bfloat16", "base": "fp8"}
-    spec = make_spec(tiny_qwen_image, model=model, trainer={"base_gradients": gradients})
+    spec = make_spec(make_tiny(kind, tmp_path / "model"), model=model, trainer={"base_gradients": gradients})
     assert model_spec(spec).quantization == "fp8_base"
     drawer = Drawer(spec)
     assert layers.replace_weights(blocks(drawer.adapter.transformer).values()) > 0

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flowfleet.models.time_embedding import TimeEmbedding
+from flowfleet.quantization.experts import ExpertWeights
 
 GROUPS = 32
 """Groups of every group norm."""
@@ -298,7 +299,7 @@ class SharedExpert(nn.Module):
         return out
 
 
-class Experts(nn.Module):
+class Experts(ExpertWeights):
     """SwiGLUs in two tensors, computed by grouped matrix products over the tokens sorted by expert."""
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -320,8 +321,8 @@ class Experts(nn.Module):
         numbers = torch.arange(len(self.down_proj), device=tokens.device)
         ends = (experts.unsqueeze(1) == numbers).sum(0).cumsum(0).to(torch.int32)
         rows: Tensor = _Dispatch.apply(tokens, order, inverse)  # type: ignore[no-untyped-call]
-        inner = _gated(F.grouped_mm(rows, self.gate_and_up_proj.transpose(1, 2), offs=ends))
-        outer = F.grouped_mm(inner, self.down_proj.transpose(1, 2), offs=ends)
+        inner = _gated(self.grouped("gate_and_up_proj", rows, ends))
+        outer = self.grouped("down_proj", inner, ends)
         back: Tensor = _Permute.apply(outer, inverse, order)  # type: ignore[no-untyped-call]
         mixed: Tensor = (back.view(*scores.shape, -1) * scores.unsqueeze(-1)).sum(1)
         return mixed
