@@ -27,6 +27,7 @@ KINDS = {
     "chroma": "chroma",
     "bagel": "bagel",
     "hunyuanimage-3": "hunyuan_image3",
+    "hunyuan_image3": "hunyuan_image3",
     "wan2.2": "wan_two_experts",
     "wan": "wan",
 }
