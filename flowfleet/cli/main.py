@@ -78,7 +78,7 @@ def up(
     model: Annotated[str | None, typer.Option(help="Pipeline directory that the rollouts load at start.")] = None,
     dtype: Annotated[str, typer.Option(help="Data type of --model.")] = "float32",
     engine: Annotated[
-        Literal["diffusers", "transformers", "vllm-omni"], typer.Option(help="Engine of the rollouts.")
+        Literal["diffusers", "transformers", "vllm", "vllm-omni"], typer.Option(help="Engine of the rollouts.")
     ] = "diffusers",
     max_batch: Annotated[int | None, typer.Option(help="Maximum rows of a rollout's forward.")] = None,
     data_root: Annotated[

@@ -23,7 +23,7 @@ from flowfleet.local.plan import StackOptions
 from flowfleet.local.session import local_stack, stop_stack
 from flowfleet.local.stack import StackError, StateDir
 
-Engine = Literal["diffusers", "transformers", "vllm-omni"]
+Engine = Literal["diffusers", "transformers", "vllm", "vllm-omni"]
 """Engine of the rollouts."""
 MARKER = ".flowfleet-demo"
 """The job as submitted. Says that a directory was made by the demo, and may be replaced by the next one."""

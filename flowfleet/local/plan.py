@@ -52,7 +52,7 @@ class StackOptions(BaseModel):
     """Diffusers pipeline that the rollouts load while they start."""
     dtype: str = "float32"
     """Data type of the preloaded model."""
-    engine: Literal["diffusers", "transformers", "vllm-omni"] = "diffusers"
+    engine: Literal["diffusers", "transformers", "vllm", "vllm-omni"] = "diffusers"
     """Engine of the rollouts."""
     max_batch: int | None = Field(default=None, ge=1)
     """Most rows of one forward of a rollout; unset: the rollout's default."""

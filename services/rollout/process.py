@@ -90,6 +90,10 @@ def make_engine(options: argparse.Namespace) -> RolloutEngine:
             attention_backend=options.attention_backend,
             pulse=pulse,
         )
+    if options.engine == "vllm":
+        from services.rollout.engines.vllm.engine import VllmEngine
+
+        return VllmEngine(device, max_batch=options.max_batch, threads=options.threads, pulse=pulse)
     if options.engine == "transformers":
         from services.rollout.engines.transformers import TransformersEngine
 

@@ -20,6 +20,9 @@ class Routing:
     def __init__(self, model: nn.Module | None) -> None:
         modules: list[Any] = [] if model is None else list(model.modules())
         self._routers = [module for module in modules if type(module).__name__.endswith("TopKRouter")]
+        names = [] if model is None else [name for name, module in model.named_modules() if module in self._routers]
+        self.layers = tuple(int(part) for name in names for part in name.split(".") if part.isdigit())
+        """Numbers of the layers that have experts."""
         self._replayed: Tensor | None = None
         """(N, layers, top_k) int64 on the model's device; kept until the next forward, for a block that is computed
         again in the backward."""
@@ -36,6 +39,11 @@ class Routing:
     def top_k(self) -> int:
         """Experts that a token takes; 0 of a model without."""
         return int(self._routers[0].top_k) if self._routers else 0
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer; 0 of a model without."""
+        return int(self._routers[0].num_experts) if self._routers else 0
 
     def replay(self, routed: Sequence[Tensor | None], lengths: Sequence[int]) -> None:
         """What the next forward takes: of each sequence (its length, layers, top_k), or of none at all, then the model

@@ -19,17 +19,34 @@ def letters(text, prompt, metadata):
 """
 
 
+VLLM_CASES = [("qwen3", "gspo", "lora"), ("qwen3_moe", "grpo", "full"), ("thinker", "gspo", "lora")]
+TOLERANCE = 1e-4
+"""Ratios between the trainer's log-probs and vLLM's, in float32, are that near 1."""
+
+
 @pytest.fixture(scope="module")
-def fleet(make_fleet: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(
+    make_fleet: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Fleet]:
     folder = tmp_path_factory.mktemp("reward")
     (folder / "my_rewards.py").write_text(REWARD)
     settings = f"function=my_rewards:letters,path={folder},text=true,score_min=0,score_max=1"
-    with make_fleet(rewards=(f"letters=python:{settings}",), model=None, engine="transformers") as running:
+    with make_fleet(rewards=(f"letters=python:{settings}",), model=None, engine=request.param) as running:
         yield running
 
 
+@pytest.mark.parametrize("fleet", ["transformers"], indirect=True)
 @pytest.mark.parametrize(("kind", "algorithm", "mode"), cases(TEXTS))
 def test_the_algorithm_trains_the_model(
     fleet: Fleet, checkpoint_of: Callable[[str], Path], data: Path, kind: str, algorithm: str, mode: str
 ) -> None:
     check(fleet, checkpoint_of(kind), data, algorithm, mode)
+
+
+@pytest.mark.parametrize("fleet", ["vllm"], indirect=True)
+@pytest.mark.parametrize(("kind", "algorithm", "mode"), VLLM_CASES)
+def test_vllm_samples_for_the_algorithm(
+    fleet: Fleet, checkpoint_of: Callable[[str], Path], data: Path, kind: str, algorithm: str, mode: str
+) -> None:
+    """Weights and adapters reach vLLM's layers: the second step's ratios hold as the first's do."""
+    check(fleet, checkpoint_of(kind), data, algorithm, mode, tolerance=TOLERANCE)
