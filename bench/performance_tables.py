@@ -111,6 +111,7 @@ def _speeds(found: Measured) -> str:
         lines.append(
             [
                 machine_.get("devices", NONE),
+                settings["engine"],
                 f"{settings['layers']}, {settings['dtype']}",
                 f"{settings['rows']} × ({settings['prompt']} + {written})",
                 _number(rollout.get("tokens_per_s"), ",.0f"),
@@ -122,7 +123,16 @@ def _speeds(found: Measured) -> str:
                 f"{_number(rollout.get('peak_gib'), '.0f')}, {_number(train.get('peak_gib'), '.0f')}",
             ]
         )
-    header = ["on", "layers", "sequences × tokens", "rollout: tokens/s", "decoding alone", "update: tokens/s", "MFU"]
+    header = [
+        "on",
+        "engine",
+        "layers",
+        "sequences × tokens",
+        "rollout: tokens/s",
+        "decoding alone",
+        "update: tokens/s",
+        "MFU",
+    ]
     return table([*header, "update s", "old log-probs s", "GiB"], lines)
 
 
@@ -135,15 +145,18 @@ def _token_gaps(found: Measured) -> str:
     lines = [
         [
             machine_.get("devices", NONE),
+            it["settings"]["engine"],
             said[name],
             *(_number(gap[key], ".2e") for key in ("mean", "p99", "max", "token_mean")),
             _percent(gap["beyond_clip"]),
+            _percent(gap.get("rerouted")),
             _percent(gap["exact"]),
         ]
         for machine_, it in found
         for name, gap in it["train"].get("gap", {}).items()
     ]
-    return table(["on", "trainer", "mean", "p99", "max", "mean of tokens", "beyond clip", "exact"], lines)
+    header = ["on", "engine", "trainer", "mean", "p99", "max", "mean of tokens", "beyond clip", "rerouted", "exact"]
+    return table(header, lines)
 
 
 def _updates(found: Measured) -> str:
@@ -155,6 +168,7 @@ def _updates(found: Measured) -> str:
         lines.append(
             [
                 machine_.get("devices", NONE),
+                it["settings"]["engine"],
                 f"{sent['parameters'] / 1e9:.2f} B, {it['settings']['full_layers']} layers",
                 f"{sent['bytes'] / 1e9:.2f} GB, {sent['expert_bytes'] / 1e9:.2f} GB experts",
                 f"{sent['transfer_s']:.1f} s",
@@ -164,7 +178,16 @@ def _updates(found: Measured) -> str:
                 _percent(sent["exact_after"]),
             ]
         )
-    header = ["on", "weights", "sent over Gloo", "transfer", "hashing", "hashes equal", "a flipped element is found"]
+    header = [
+        "on",
+        "engine",
+        "weights",
+        "sent over Gloo",
+        "transfer",
+        "hashing",
+        "hashes equal",
+        "a flipped element is found",
+    ]
     return table([*header, "then exact"], lines)
 
 

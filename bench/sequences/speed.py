@@ -1,11 +1,11 @@
 """How fast does a policy that writes text sample and train at the real width of Qwen3-Omni's Thinker, on one GPU?
 
-    python -m bench.sequences.speed [--layers N] [--json FILE]
+    python -m bench.sequences.speed [--engine vllm] [--layers N] [--json FILE]
     python -m bench.sequences.speed --tiny
 
 Three stages, each in a process of its own, on random weights that are drawn on the device:
 
-rollout   the transformers engine samples questions with a picture, with the trainer's adapter in it
+rollout   the engine samples questions with a picture, with the trainer's adapter in it
 train     the trainer's own step on these sequences: GSPO, LoRA, packed rows; then the gap of log-probs between trainer
           and rollout, with the experts of the rollout taken again and without
 publish   all weights of as many layers as fit are trained by a step and sent to the engine's live weights, which are
@@ -122,7 +122,7 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
         "rank",
         "checkpointing",
     )
-    return {name: getattr(options, name) for name in (*names, "dtype", "tiny")} | {"engine": "transformers"}
+    return {name: getattr(options, name) for name in (*names, "dtype", "tiny", "engine")}
 
 
 def tables(result: dict[str, Any]) -> str:
@@ -146,6 +146,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    flags.add_argument("--engine", choices=("transformers", "vllm"), default="transformers", help="of the rollouts")
     flags.add_argument("--layers", type=int, help="of the language model (what fits, at most 48)")
     flags.add_argument("--full-layers", type=int, help="of the stage publish (what fits)")
     flags.add_argument("--memory-gib", type=float, help="of the device (asked)")

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from services.rollout.engines.base import (
     GenerationRequest,
     Noise,
     PromptGroup,
+    RolloutEngine,
     Sampling,
     SequenceSampling,
 )
@@ -48,6 +49,8 @@ from services.trainer.worker import Worker
 
 JOB: Final = "bench"
 REQUEST: Final = "request.bin"
+BESIDE_TRAINER: Final = 0.25
+"""Share of the memory that an engine may fill next to a trainer of all weights."""
 FROZEN: Final = 1e-12
 """Learning rate that moves nothing, so that every step's gap is that of one policy."""
 WARM_UP_TOKENS: Final = 8
@@ -66,7 +69,7 @@ def rollout(options: argparse.Namespace) -> dict[str, Any]:
 
 async def _rollout(options: argparse.Namespace) -> dict[str, Any]:
     spec, deadline = job(options, "model", "lora"), end_of(options)
-    engine = TransformersEngine(devices.pick_device(), max_batch=options.rows)
+    engine = engine_of(options)
     try:
         start = time.perf_counter()
         await engine.prepare(model_spec(spec), lora_spec(spec))
@@ -74,7 +77,8 @@ async def _rollout(options: argparse.Namespace) -> dict[str, Any]:
         small = argparse.Namespace(**vars(options) | {"rows": options.group})
         await drawn(engine, small, WARM_UP_TOKENS)
         (warm, *_) = await drawn(engine, small, WARM_UP_TOKENS)
-        steps = int((deadline - time.monotonic()) / (warm.seconds["decode"] / WARM_UP_TOKENS)) - 2 * options.rows
+        per_token = warm.seconds["decode"] / WARM_UP_TOKENS
+        steps = int((deadline - time.monotonic()) / per_token) - 2 * options.rows
         options.tokens = min(options.tokens, max(MIN_TOKENS, steps))  # log-probs take a forward a sequence
         rates, seconds = list[float](), list[dict[str, float]]()
         while not rates or (len(rates) < options.steps and time.monotonic() + sum(seconds[-1].values()) < deadline):
@@ -82,7 +86,8 @@ async def _rollout(options: argparse.Namespace) -> dict[str, Any]:
             batches = await drawn(engine, options, options.tokens)
             tokens = sum(sample.num_tokens for batch in batches for sample in batch.samples)
             rates.append(tokens / (time.perf_counter() - start))
-            seconds.append({name: sum(batch.seconds[name] for batch in batches) for name in ("decode", "log_probs")})
+            parts = ("decode", "log_probs")  # vLLM's log-probs come with its tokens.
+            seconds.append({name: sum(batch.seconds.get(name, 0.0) for batch in batches) for name in parts})
         store(options, batches, with_experts=True)
         decode, log_probs = (statistics.median(each[name] for each in seconds) for name in ("decode", "log_probs"))
         return {
@@ -143,7 +148,8 @@ def gaps(
     worker: Worker, spec: JobSpec, request: trainer_pb2.TrainStepRequest, options: argparse.Namespace
 ) -> dict[str, dict[str, float]]:
     """|trainer's - rollout's| mean log-prob of a sequence: packed, with the rollout's experts and with the model's own,
-    and one sequence a forward."""
+    and one sequence a forward. `rerouted` is the share of tokens for which the trainer's router would choose other
+    experts than the rollout's in any layer, `rerouted_choices` that of tokens and layers."""
     assert worker.job is not None
     adapter: SequenceAdapter = worker.job.engine.adapter
     sequences, stored = read(options, request)
@@ -153,9 +159,12 @@ def gaps(
     alone = [(row,) for row in range(min(len(sequences), 16))]
     found = {}
     for name, items, rows in (("replayed", sequences, packs), ("recomputed", bare, packs), ("alone", bare, alone)):
-        means, tokens = [], []
+        means, tokens, changed = [], [], []
         for part in rows:
-            values = adapter.log_probs([items[row] for row in part], temperature=1.0).cpu().double()
+            with adapter.routing.recording() as chosen:
+                values = adapter.log_probs([items[row] for row in part], temperature=1.0).cpu().double()
+            own_experts = torch.stack([torch.cat(layer) for layer in chosen], dim=1).cpu()
+            changed.append(differing(own_experts, [sequences[row].routed_experts for row in part]))
             for row, own in zip(part, torch.split(values, [len(items[row].token_ids) for row in part]), strict=True):
                 gap = own - stored[row].double()
                 means.append(gap.mean())
@@ -169,8 +178,17 @@ def gaps(
             "exact": metrics["rollout_corr/exact"],
             "token_mean": float(torch.cat(tokens).mean()),
             "sequences": float(len(means)),
+            "rerouted": float(torch.cat(changed).any(dim=1).double().mean()),
+            "rerouted_choices": float(torch.cat(changed).double().mean()),
         }
     return found
+
+
+def differing(chosen: torch.Tensor, recorded: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """(tokens, layers) bool: whether a token takes other experts in a layer, in any order, than were recorded. `chosen`
+    is (tokens, layers, top_k)."""
+    before = torch.cat([experts for experts in recorded if experts is not None]).to(chosen.dtype)
+    return (chosen.sort(dim=-1).values != before.sort(dim=-1).values).any(dim=-1)
 
 
 def publish(options: argparse.Namespace) -> dict[str, Any]:
@@ -181,7 +199,7 @@ def publish(options: argparse.Namespace) -> dict[str, Any]:
 async def _publish(options: argparse.Namespace) -> dict[str, Any]:
     options = argparse.Namespace(**vars(options) | {"rows": options.group, "tokens": min(options.tokens, 32)})
     spec = job(options, "full", "full")
-    engine = TransformersEngine(devices.pick_device(), max_batch=options.rows)
+    engine = engine_of(options, memory=BESIDE_TRAINER)
     try:
         await engine.prepare(model_spec(spec), None)
         store(options, await drawn(engine, options, options.tokens), with_experts=False)
@@ -241,7 +259,7 @@ async def joined(device: torch.device) -> tuple[TransferMember, TransferMember]:
     return sender, receiver
 
 
-async def torn(engine: TransformersEngine, hashes: dict[str, int]) -> bool:
+async def torn(engine: RolloutEngine, hashes: dict[str, int]) -> bool:
     """Whether one changed element of one expert is found."""
     name, tensor = next((name, tensor) for name, tensor in live(engine) if ".experts." in name)
     with torch.no_grad():
@@ -267,7 +285,16 @@ def exactly(worker: Worker, batches: list[GeneratedBatch]) -> float:
     return sum(found) / len(found)
 
 
-def live(engine: TransformersEngine) -> Iterator[tuple[str, torch.Tensor]]:
+def engine_of(options: argparse.Namespace, memory: float = 0.9) -> RolloutEngine:
+    """The engine of `--engine`; vLLM may fill `memory` of the device."""
+    if options.engine == "vllm":
+        from services.rollout.engines.vllm.engine import VllmEngine
+
+        return VllmEngine(devices.pick_device(), max_batch=options.rows, memory=memory)
+    return TransformersEngine(devices.pick_device(), max_batch=options.rows)
+
+
+def live(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The engine's weights by published name."""
     yield from engine._live_weights().items()
 
@@ -309,7 +336,7 @@ def configured(spec: JobSpec, options: argparse.Namespace) -> Worker:
     return worker
 
 
-async def drawn(engine: TransformersEngine, options: argparse.Namespace, num_tokens: int) -> list[GeneratedBatch]:
+async def drawn(engine: RolloutEngine, options: argparse.Namespace, num_tokens: int) -> list[GeneratedBatch]:
     """A request of groups whose prompts are different words and pictures, but equally long."""
     draw = np.random.default_rng(0)
     patch = options.pixels // (16 if options.tiny else 32)
