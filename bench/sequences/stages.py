@@ -199,12 +199,12 @@ def publish(options: argparse.Namespace) -> dict[str, Any]:
 async def _publish(options: argparse.Namespace) -> dict[str, Any]:
     options = argparse.Namespace(**vars(options) | {"rows": options.group, "tokens": min(options.tokens, 32)})
     spec = job(options, "full", "full")
+    worker = await asyncio.to_thread(configured, spec, options)  # First: vLLM takes the process group that is there.
     engine = engine_of(options, memory=BESIDE_TRAINER)
     try:
         await engine.prepare(model_spec(spec), None)
         store(options, await drawn(engine, options, options.tokens), with_experts=False)
         request = trainer_pb2.TrainStepRequest.FromString((options.work / REQUEST).read_bytes())
-        worker = await asyncio.to_thread(configured, spec, options)
         before = weights.digest(weights.tensor_hashes(live(engine)))
         await asyncio.to_thread(worker.train, of_step(request, 0))
         worker.member, receiver = await joined(worker.ranks.device)
@@ -221,23 +221,22 @@ async def _publish(options: argparse.Namespace) -> dict[str, Any]:
         digest = await engine.verify(sent.hashes)
         verified = time.perf_counter() - start
         after = await drawn(engine, options, options.tokens)
-        found = await torn(engine, sent.hashes)
+        return {
+            "parameters": sum(tensor.numel() for _, tensor in live(engine)),
+            "tensors": len(sent.hashes),
+            "expert_bytes": sum(tensor.nbytes for name, tensor in live(engine) if ".experts." in name),
+            "bytes": sent.bytes,
+            "transfer_s": round(received, 2),
+            "verify_s": round(verified, 3),
+            "digest": digest,
+            "is_verified": digest == sent.digest,
+            "is_new": digest != before,
+            "flipped_element_found": await torn(engine, sent.hashes),
+            "exact_after": exactly(worker, after),
+            "peak_gib": _peak(),
+        }
     finally:
         await engine.close()
-    return {
-        "parameters": sum(tensor.numel() for _, tensor in live(engine)),
-        "tensors": len(sent.hashes),
-        "expert_bytes": sum(tensor.nbytes for name, tensor in live(engine) if ".experts." in name),
-        "bytes": sent.bytes,
-        "transfer_s": round(received, 2),
-        "verify_s": round(verified, 3),
-        "digest": digest,
-        "is_verified": digest == sent.digest,
-        "is_new": digest != before,
-        "flipped_element_found": found,
-        "exact_after": exactly(worker, after),
-        "peak_gib": _peak(),
-    }
 
 
 async def joined(device: torch.device) -> tuple[TransferMember, TransferMember]:
