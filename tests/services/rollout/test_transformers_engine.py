@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,10 +40,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture
-def engine() -> Iterator[TransformersEngine]:
+async def engine() -> AsyncIterator[TransformersEngine]:
     made = TransformersEngine(torch.device("cpu"), max_batch=8, threads=1)
     yield made
-    asyncio.run(made.close())
+    await made.close()
 
 
 def group(number: int, prompt: str, *seeds: int) -> PromptGroup:
@@ -74,11 +73,14 @@ def adapter_of(engine: TransformersEngine) -> SequenceAdapter:
     return engine._adapter
 
 
-def test_every_token_is_drawn_from_the_models_own_distribution(engine: TransformersEngine, model: ModelSpec) -> None:
+@pytest.mark.anyio
+async def test_every_token_is_drawn_from_the_models_own_distribution(
+    engine: TransformersEngine, model: ModelSpec
+) -> None:
     """Token by token without keys and values, through transformers' own forward."""
     settings = replace(SETTINGS, temperature=0.8, top_p=0.9)
     request = asked(group(0, "1+1=", 5, 6), group(1, "7+2=", 7), settings=settings)
-    samples = asyncio.run(sampled(engine, model, request))
+    samples = await sampled(engine, model, request)
     adapter = adapter_of(engine)
     assert len({sample.text for sample in samples}) > 1
     for sample in samples:
@@ -108,9 +110,10 @@ def test_every_token_is_drawn_from_the_models_own_distribution(engine: Transform
         assert sample.prompt_tokens == 4
 
 
-def test_log_probs_are_the_trainers_bit_for_bit(engine: TransformersEngine, model: ModelSpec) -> None:
+@pytest.mark.anyio
+async def test_log_probs_are_the_trainers_bit_for_bit(engine: TransformersEngine, model: ModelSpec) -> None:
     settings = replace(SETTINGS, temperature=0.7, top_p=0.8, routed_experts=True)
-    samples = asyncio.run(sampled(engine, model, asked(group(0, "1+1=", 5, 6, 7), settings=settings)))
+    samples = await sampled(engine, model, asked(group(0, "1+1=", 5, 6, 7), settings=settings))
     adapter = adapter_of(engine)
     is_mixture = adapter.routing.num_layers > 0
     for sample in samples:
@@ -123,36 +126,36 @@ def test_log_probs_are_the_trainers_bit_for_bit(engine: TransformersEngine, mode
             assert record.routed_experts.shape == (3 + len(record.token_ids), 2, 2)
 
 
-def test_a_sample_depends_on_its_own_seed_only(engine: TransformersEngine, model: ModelSpec) -> None:
+@pytest.mark.anyio
+async def test_a_sample_depends_on_its_own_seed_only(engine: TransformersEngine, model: ModelSpec) -> None:
     together = asked(group(0, "1+1=", 5, 6, 7), group(2, "a+b=", 9), group(3, "long?", 11))
-    samples = {(one.group, one.index): one for one in asyncio.run(sampled(engine, model, together))}
-    again = asyncio.run(generated(engine, together))
+    samples = {(one.group, one.index): one for one in await sampled(engine, model, together)}
+    again = await generated(engine, together)
     assert [tokens_of(one).log_probs.tolist() for one in again] == [
         tokens_of(one).log_probs.tolist() for one in samples.values()
     ]
-    alone = asyncio.run(generated(engine, asked(PromptGroup(0, "1+1=", (1,), (6,)))))
+    alone = await generated(engine, asked(PromptGroup(0, "1+1=", (1,), (6,))))
     assert torch.equal(tokens_of(alone[0]).token_ids, tokens_of(samples[0, 1]).token_ids)
     assert torch.equal(tokens_of(alone[0]).log_probs, tokens_of(samples[0, 1]).log_probs)
     assert alone[0].text == samples[0, 1].text
 
 
-def test_batches_are_cut_and_keep_the_order(engine: TransformersEngine, model: ModelSpec) -> None:
-    async def body() -> list[list[tuple[int, int]]]:
-        await engine.prepare(model, None)
-        request = asked(group(0, "1+1=", *range(9)), group(1, "longer?", 1), group(2, "short?", 1, 2))
-        batches = [batch async for batch in engine.generate(request, lambda: False)]
-        assert [sorted(batch.embeds) for batch in batches] == [[0], [0], [1], [2]]
-        assert sum(batch.prompts["encoder"] for batch in batches) == 3
-        return [[(one.group, one.index) for one in batch.samples] for batch in batches]
-
-    found = asyncio.run(body())
+@pytest.mark.anyio
+async def test_batches_are_cut_and_keep_the_order(engine: TransformersEngine, model: ModelSpec) -> None:
+    await engine.prepare(model, None)
+    request = asked(group(0, "1+1=", *range(9)), group(1, "longer?", 1), group(2, "short?", 1, 2))
+    batches = [batch async for batch in engine.generate(request, lambda: False)]
+    assert [sorted(batch.embeds) for batch in batches] == [[0], [0], [1], [2]]
+    assert sum(batch.prompts["encoder"] for batch in batches) == 3
+    found = [[(one.group, one.index) for one in batch.samples] for batch in batches]
     assert [len(batch) for batch in found] == [8, 1, 1, 2]
     assert [place for batch in found for place in batch] == [*((0, i) for i in range(9)), (1, 0), (2, 0), (2, 1)]
 
 
-def test_stops(engine: TransformersEngine, model: ModelSpec) -> None:
+@pytest.mark.anyio
+async def test_stops(engine: TransformersEngine, model: ModelSpec) -> None:
     request = asked(group(0, "1+1=", *range(30, 38)), settings=replace(SETTINGS, max_tokens=60))
-    samples = asyncio.run(sampled(engine, model, request))
+    samples = await sampled(engine, model, request)
     for sample in samples:
         ids = tokens_of(sample).token_ids.tolist()
         assert 1 not in ids[:-1]
@@ -162,8 +165,8 @@ def test_stops(engine: TransformersEngine, model: ModelSpec) -> None:
     longest = max(samples, key=lambda one: one.num_tokens)
     assert longest.text is not None
     mark = longest.text[10:12]
-    stopped = asyncio.run(
-        generated(engine, asked(group(0, "1+1=", longest.seed), settings=SequenceSampling(60, stop=(mark,))))
+    stopped = await generated(
+        engine, asked(group(0, "1+1=", longest.seed), settings=SequenceSampling(60, stop=(mark,)))
     )
     text = longest.text[: longest.text.index(mark) + 2]
     assert (stopped[0].text, stopped[0].stop_reason) == (text, "stop")
@@ -171,9 +174,10 @@ def test_stops(engine: TransformersEngine, model: ModelSpec) -> None:
     assert ids == tokens_of(longest).token_ids.tolist()[: len(ids)]
 
 
-def test_temperature_0_takes_the_likeliest(engine: TransformersEngine, model: ModelSpec) -> None:
+@pytest.mark.anyio
+async def test_temperature_0_takes_the_likeliest(engine: TransformersEngine, model: ModelSpec) -> None:
     request = replace(asked(group(0, "1+1=", 1, 2), settings=replace(SETTINGS, temperature=0.0)), record="none")
-    first, second = asyncio.run(sampled(engine, model, request))
+    first, second = await sampled(engine, model, request)
     assert first.record is None
     assert first.text == second.text
     with torch.no_grad():
@@ -198,7 +202,8 @@ def test_draws_have_the_models_frequencies() -> None:
     assert frequencies.tolist() == pytest.approx(torch.softmax(logits[0], 0).tolist(), abs=2e-4)
 
 
-def test_cancelled_work_stops_at_the_next_token(engine: TransformersEngine, model: ModelSpec) -> None:
+@pytest.mark.anyio
+async def test_cancelled_work_stops_at_the_next_token(engine: TransformersEngine, model: ModelSpec) -> None:
     asked_for = 0
 
     def cancelled() -> bool:
@@ -206,53 +211,48 @@ def test_cancelled_work_stops_at_the_next_token(engine: TransformersEngine, mode
         asked_for += 1
         return asked_for > 3
 
-    async def body() -> None:
-        await engine.prepare(model, None)
-        async for _ in engine.generate(asked(group(0, "1+1=", 1)), cancelled):
-            pytest.fail("a batch came out")
-
+    await engine.prepare(model, None)
     with pytest.raises(Cancelled):
-        asyncio.run(body())
+        assert not [batch async for batch in engine.generate(asked(group(0, "1+1=", 1)), cancelled)]
     assert asked_for == 4
 
 
-def test_an_adapter_changes_what_is_written_and_is_verified(engine: TransformersEngine, model: ModelSpec) -> None:
+@pytest.mark.anyio
+async def test_an_adapter_changes_what_is_written_and_is_verified(engine: TransformersEngine, model: ModelSpec) -> None:
     request = asked(group(0, "1+1=", 5))
-
-    async def body() -> None:
-        await engine.prepare(model, LORA)
-        before = await generated(engine, request)
-        state = {
-            name: torch.randn(value.shape, generator=torch.Generator().manual_seed(1))
-            for name, value in adapters.named_adapter_parameters(adapter_of(engine).experts).items()
-        }
-        assert all(name.startswith("model.model.layers.") for name in state)
-        await engine.load_adapter(state)
-        hashes = weights.tensor_hashes(state.items())
-        assert await engine.verify(hashes)
-        after = await generated(engine, request)
-        assert tokens_of(before[0]).log_probs.tolist() != tokens_of(after[0]).log_probs.tolist()
-        wrong = dict(hashes)
-        wrong[next(iter(wrong))] ^= 1
-        with pytest.raises(DataLoss, match="do not match the hash"):
-            await engine.verify(wrong)
-
-    asyncio.run(body())
+    await engine.prepare(model, LORA)
+    before = await generated(engine, request)
+    state = {
+        name: torch.randn(value.shape, generator=torch.Generator().manual_seed(1))
+        for name, value in adapters.named_adapter_parameters(adapter_of(engine).experts).items()
+    }
+    assert all(name.startswith("model.model.layers.") for name in state)
+    await engine.load_adapter(state)
+    hashes = weights.tensor_hashes(state.items())
+    assert await engine.verify(hashes)
+    after = await generated(engine, request)
+    assert tokens_of(before[0]).log_probs.tolist() != tokens_of(after[0]).log_probs.tolist()
+    wrong = dict(hashes)
+    wrong[next(iter(wrong))] ^= 1
+    with pytest.raises(DataLoss, match="do not match the hash"):
+        await engine.verify(wrong)
 
 
-def test_what_does_not_fit_is_the_users_mistake(engine: TransformersEngine, model: ModelSpec) -> None:
+@pytest.mark.anyio
+async def test_what_does_not_fit_is_the_users_mistake(engine: TransformersEngine, model: ModelSpec) -> None:
     settings = replace(SETTINGS, max_prompt_tokens=3)
     with pytest.raises(ValueError, match=r"4 tokens, more than rollout\.sequence\.max_prompt_tokens = 3"):
-        asyncio.run(sampled(engine, model, asked(group(0, "1+1=", 1), settings=settings)))
+        await sampled(engine, model, asked(group(0, "1+1=", 1), settings=settings))
     with pytest.raises(ValueError, match=r"rollout\.compile"):
-        asyncio.run(engine.prepare(ModelSpec(path=model.path, dtype="float32", compile=True), None))
+        await engine.prepare(ModelSpec(path=model.path, dtype="float32", compile=True), None)
     other = DiffusersEngine(torch.device("cpu"), max_batch=8, threads=1)
     with pytest.raises(ValueError, match="start rollouts with --engine transformers"):
-        asyncio.run(other.prepare(model, None))
-    asyncio.run(other.close())
+        await other.prepare(model, None)
+    await other.close()
 
 
-def test_a_flow_is_sampled_by_another_engine(engine: TransformersEngine) -> None:
+@pytest.mark.anyio
+async def test_a_flow_is_sampled_by_another_engine(engine: TransformersEngine) -> None:
     flow = Path(__file__).parents[3] / "recipes/tiny/model"
     with pytest.raises(ValueError, match="start rollouts with --engine diffusers"):
-        asyncio.run(engine.prepare(ModelSpec(path=str(flow), dtype="float32"), None))
+        await engine.prepare(ModelSpec(path=str(flow), dtype="float32"), None)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
@@ -144,13 +143,14 @@ def test_the_default_adapter_is_of_the_language_model_alone(folder: Path) -> Non
 
 
 @pytest.fixture
-def engine() -> Iterator[TransformersEngine]:
+async def engine() -> AsyncIterator[TransformersEngine]:
     made = TransformersEngine(torch.device("cpu"), max_batch=8, threads=1)
     yield made
-    asyncio.run(made.close())
+    await made.close()
 
 
-def test_the_engine_samples_questions_with_media(
+@pytest.mark.anyio
+async def test_the_engine_samples_questions_with_media(
     engine: TransformersEngine, adapter: Qwen3OmniThinkerAdapter, folder: Path
 ) -> None:
     groups = tuple(
@@ -158,24 +158,20 @@ def test_the_engine_samples_questions_with_media(
     )
     sampling = SequenceSampling(max_tokens=6, routed_experts=True)
     request = GenerationRequest(groups, NO_SAMPLING, Noise(), "tokens", sequence=sampling)
-
-    async def body() -> None:
-        await engine.prepare(ModelSpec(path=str(folder), dtype="float32"), None)
-        async for batch in engine.generate(request, lambda: False):
-            for sample in batch.samples:
-                prompt = batch.embeds[sample.group]
-                assert isinstance(prompt, EncodedPrompt)
-                assert isinstance(sample.record, TokenTrajectory)
-                again = PromptBlob.from_bytes(PromptBlob.of(prompt).to_bytes()).encoded()
-                row = Tokens(again, sample.record.token_ids, sample.record.routed_experts)
-                with torch.no_grad():
-                    assert torch.equal(adapter.log_probs([row], temperature=1.0), sample.record.log_probs)
-                draws = torch.rand(6, generator=torch.Generator().manual_seed(sample.seed), dtype=torch.float64)
-                for step, token in enumerate(sample.record.token_ids.tolist()):
-                    sums = _distribution(adapter, prompt, sample.record.token_ids[:step]).cumsum(-1)
-                    assert token == int(torch.searchsorted(sums, draws[step] * sums[-1], right=True))
-
-    asyncio.run(body())
+    await engine.prepare(ModelSpec(path=str(folder), dtype="float32"), None)
+    async for batch in engine.generate(request, lambda: False):
+        for sample in batch.samples:
+            prompt = batch.embeds[sample.group]
+            assert isinstance(prompt, EncodedPrompt)
+            assert isinstance(sample.record, TokenTrajectory)
+            again = PromptBlob.from_bytes(PromptBlob.of(prompt).to_bytes()).encoded()
+            row = Tokens(again, sample.record.token_ids, sample.record.routed_experts)
+            with torch.no_grad():
+                assert torch.equal(adapter.log_probs([row], temperature=1.0), sample.record.log_probs)
+            draws = torch.rand(6, generator=torch.Generator().manual_seed(sample.seed), dtype=torch.float64)
+            for step, token in enumerate(sample.record.token_ids.tolist()):
+                sums = _distribution(adapter, prompt, sample.record.token_ids[:step]).cumsum(-1)
+                assert token == int(torch.searchsorted(sums, draws[step] * sums[-1], right=True))
 
 
 def _distribution(adapter: Qwen3OmniThinkerAdapter, prompt: EncodedPrompt, written: torch.Tensor) -> torch.Tensor:

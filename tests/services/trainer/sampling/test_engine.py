@@ -1,6 +1,5 @@
 """A rank's own sampler, held to a rollout's engine bit for bit, and to what an update must not change."""
 
-import asyncio
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -78,11 +77,8 @@ async def by_a_rollout(spec: JobSpec, state: dict[str, torch.Tensor]) -> list[Ge
         await engine.close()
 
 
-def test_a_rank_makes_a_rollouts_bits_from_one_copy_of_the_base(worker: Worker) -> None:
-    asyncio.run(check_bits(worker))
-
-
-async def check_bits(worker: Worker) -> None:
+@pytest.mark.anyio
+async def test_a_rank_makes_a_rollouts_bits_from_one_copy_of_the_base(worker: Worker) -> None:
     trained = engine_of(worker)
     spec, state = trained.spec, state_of(worker)
     assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16}
@@ -111,11 +107,8 @@ async def check_bits(worker: Worker) -> None:
     await engine.close()
 
 
-def test_an_update_passes_between_two_denoising_steps_and_changes_no_bit(worker: Worker) -> None:
-    asyncio.run(check_turns(worker))
-
-
-async def check_turns(worker: Worker) -> None:
+@pytest.mark.anyio
+async def test_an_update_passes_between_two_denoising_steps_and_changes_no_bit(worker: Worker) -> None:
     trained, begun = engine_of(worker), threading.Event()
     seen: list[str] = []
     engine = SharingEngine(trained, worker.turns, worker.shared_adapter)
