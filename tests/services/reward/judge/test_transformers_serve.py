@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import os
@@ -121,19 +120,17 @@ def test_the_service_scores_by_the_word(server: HuggingFaceServer, tmp_path: Pat
         assert service.metric("flowfleet_reward_judge_tokens_total", kind="completion") == 2 * len(shown)
 
 
-def score(server: HuggingFaceServer, **changes: Any) -> list[Outcome]:
-    async def body() -> list[Outcome]:
-        given = {"urls": server.url, "model": server.model, "rubric": str(RUBRIC), **PATIENCE} | changes
-        scorer = VlmScorer(VlmSettings.read(given), JudgeMetrics(CollectorRegistry()))
-        await scorer.start()
-        try:
-            return await scorer.score([EncodedSample(png(signs(2)[0]), "image/png", "a sign", {}, "g", "0")], ())
-        finally:
-            await scorer.close()
-
-    return asyncio.run(body())
+async def score(server: HuggingFaceServer, **changes: Any) -> list[Outcome]:
+    given = {"urls": server.url, "model": server.model, "rubric": str(RUBRIC), **PATIENCE} | changes
+    scorer = VlmScorer(VlmSettings.read(given), JudgeMetrics(CollectorRegistry()))
+    await scorer.start()
+    try:
+        return await scorer.score([EncodedSample(png(signs(2)[0]), "image/png", "a sign", {}, "g", "0")], ())
+    finally:
+        await scorer.close()
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -141,14 +138,15 @@ def score(server: HuggingFaceServer, **changes: Any) -> list[Outcome]:
         ({"model": "judge"}, r"answered 400: Server is pinned to .*settings.model is 'judge'"),
     ],
 )
-def test_settings_that_it_cannot_serve(server: HuggingFaceServer, changes: dict[str, Any], message: str) -> None:
+async def test_settings_that_it_cannot_serve(server: HuggingFaceServer, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(Unavailable, match=message):
-        score(server, **changes)
+        await score(server, **changes)
 
 
-def test_an_answer_off_the_scale_and_a_field_that_it_does_not_know(server: HuggingFaceServer) -> None:
-    (rated,) = score(server, rubric="quality", max_parse_failures=1.0)
-    (refused,) = score(server, extra={"top_k": 1})
+@pytest.mark.anyio
+async def test_an_answer_off_the_scale_and_a_field_that_it_does_not_know(server: HuggingFaceServer) -> None:
+    (rated,) = await score(server, rubric="quality", max_parse_failures=1.0)
+    (refused,) = await score(server, extra={"top_k": 1})
     assert isinstance(rated, Problem)
     assert isinstance(refused, Problem)
     assert "is not on the scale 1-5" in rated.message
