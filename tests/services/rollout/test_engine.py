@@ -1,8 +1,7 @@
 """The diffusers engine in process, held to `QwenImagePipeline`, to the trainer's forward, and to its own promises."""
 
-import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -33,10 +32,6 @@ from services.rollout.engines.base import Cancelled, GeneratedBatch, GeneratedSa
 from services.rollout.engines.diffusers import DiffusersEngine
 from services.rollout.engines.vllm_omni.engine import VllmOmniEngine
 from tests.services.rollout.conftest import LORA, PROMPTS, SIZE, make_request
-
-
-def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(coroutine)
 
 
 async def collect(
@@ -73,13 +68,14 @@ def assert_same(one: GeneratedSample, other: GeneratedSample) -> None:
         assert one.record.to_bytes() == other.record.to_bytes()
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
-def test_ode_draws_what_the_diffusers_pipeline_draws(
+async def test_ode_draws_what_the_diffusers_pipeline_draws(
     engine: DiffusersEngine, model: ModelSpec, guidance_scale: float
 ) -> None:
-    run(engine.prepare(model, None))
+    await engine.prepare(model, None)
     request = make_request(indices=(0, 1), sde_steps=(), guidance_scale=guidance_scale)
-    ours = samples_of(run(collect(engine, request)))
+    ours = samples_of(await collect(engine, request))
     assert all(sample.record is None for sample in ours)
 
     pipeline: Any = QwenImagePipeline.from_pretrained(model.path)
@@ -135,13 +131,14 @@ def recomputed(adapter: ModelAdapter, request: GenerationRequest, batch: Generat
     return log_probs
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("step_type", ["sde", "cps"])
 @pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
 @pytest.mark.parametrize("is_lora", [True, False])
-def test_log_probs_equal_the_trainers_bit_for_bit(
+async def test_log_probs_equal_the_trainers_bit_for_bit(
     engine: DiffusersEngine, model: ModelSpec, step_type: str, guidance_scale: float, is_lora: bool
 ) -> None:
-    run(engine.prepare(model, LORA if is_lora else None))
+    await engine.prepare(model, LORA if is_lora else None)
     experts = adapter_of(engine).experts
     generator = torch.Generator().manual_seed(5)
     trained = lora.named_adapter_parameters(experts) if is_lora else weights.full_parameters(experts)
@@ -149,7 +146,7 @@ def test_log_probs_equal_the_trainers_bit_for_bit(
         for parameter in trained.values():
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
     request = make_request(step_type=step_type, guidance_scale=guidance_scale, sde_steps=(0, 1, 2))
-    (batch,) = run(collect(engine, request))
+    (batch,) = await collect(engine, request)
     for parameter in trained.values():
         parameter.requires_grad_(True)
     try:
@@ -161,19 +158,21 @@ def test_log_probs_equal_the_trainers_bit_for_bit(
             parameter.requires_grad_(False)
 
 
-def test_repeated_requests_make_the_same_bits(engine: DiffusersEngine, model: ModelSpec) -> None:
-    run(engine.prepare(model, None))
-    first, second = (samples_of(run(collect(engine, make_request()))) for _ in range(2))
+@pytest.mark.anyio
+async def test_repeated_requests_make_the_same_bits(engine: DiffusersEngine, model: ModelSpec) -> None:
+    await engine.prepare(model, None)
+    first, second = [samples_of(await collect(engine, make_request())) for _ in range(2)]
     for one, other in zip(first, second, strict=True):
         assert_same(one, other)
     assert not np.array_equal(first[0].frames, first[1].frames)
 
 
-def test_a_sample_depends_on_its_own_seed_only(engine: DiffusersEngine, model: ModelSpec) -> None:
+@pytest.mark.anyio
+async def test_a_sample_depends_on_its_own_seed_only(engine: DiffusersEngine, model: ModelSpec) -> None:
     """Up to rounding: a kernel may sum in another order when the batch has another size."""
-    run(engine.prepare(model, None))
-    together = samples_of(run(collect(engine, make_request(indices=(0, 1, 2)))))
-    alone = samples_of(run(collect(engine, make_request(indices=(2,)))))
+    await engine.prepare(model, None)
+    together = samples_of(await collect(engine, make_request(indices=(0, 1, 2))))
+    alone = samples_of(await collect(engine, make_request(indices=(2,))))
     for sample in alone:
         (same,) = [s for s in together if (s.group, s.index) == (sample.group, sample.index)]
         torch.testing.assert_close(
@@ -184,11 +183,12 @@ def test_a_sample_depends_on_its_own_seed_only(engine: DiffusersEngine, model: M
         )
 
 
-def test_batches_are_cut_in_order_and_no_wider_than_their_prompts(model: ModelSpec) -> None:
+@pytest.mark.anyio
+async def test_batches_are_cut_in_order_and_no_wider_than_their_prompts(model: ModelSpec) -> None:
     engine = DiffusersEngine(torch.device("cpu"), max_batch=4, threads=1)
-    run(engine.prepare(model, None))
-    batches = run(collect(engine, make_request()))
-    run(engine.close())
+    await engine.prepare(model, None)
+    batches = await collect(engine, make_request())
+    await engine.close()
     assert [[(s.group, s.index) for s in batch.samples] for batch in batches] == [
         [(0, 0), (0, 1), (0, 2), (1, 0)],
         [(1, 1), (1, 2)],
@@ -203,10 +203,11 @@ def test_batches_are_cut_in_order_and_no_wider_than_their_prompts(model: ModelSp
     assert bool(short.mask.all())
 
 
-def test_noise_enters_in_the_window_only(engine: DiffusersEngine, model: ModelSpec) -> None:
+@pytest.mark.anyio
+async def test_noise_enters_in_the_window_only(engine: DiffusersEngine, model: ModelSpec) -> None:
     """Latents outside the window follow the ODE, so a trajectory is a pure function of its ends."""
-    run(engine.prepare(model, None))
-    (batch,) = run(collect(engine, make_request(sde_steps=(1, 3))))
+    await engine.prepare(model, None)
+    (batch,) = await collect(engine, make_request(sde_steps=(1, 3)))
     adapter = adapter_of(engine)
     schedule = adapter.schedule(4, SIZE)
     for sample in batch.samples:
@@ -225,17 +226,18 @@ def test_noise_enters_in_the_window_only(engine: DiffusersEngine, model: ModelSp
     assert torch.equal(found, expected)
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
-def test_the_second_order_sampler_draws_what_diffusers_scheduler_draws(
+async def test_the_second_order_sampler_draws_what_diffusers_scheduler_draws(
     engine: DiffusersEngine, model: ModelSpec, guidance_scale: float
 ) -> None:
     """Hands that scheduler the model's own noise levels."""
-    run(engine.prepare(model, None))
+    await engine.prepare(model, None)
     request = make_request(
         sde_steps=(), num_steps=6, sampler="dpm_solver_2", record="final", guidance_scale=guidance_scale
     )
-    (batch,) = run(collect(engine, request))
-    (euler,) = run(collect(engine, make_request(sde_steps=(), num_steps=6, record="final")))
+    (batch,) = await collect(engine, request)
+    (euler,) = await collect(engine, make_request(sde_steps=(), num_steps=6, record="final"))
     adapter = adapter_of(engine)
     schedule = adapter.schedule(6, SIZE)
     scheduler_class: Any = DPMSolverMultistepScheduler
@@ -256,14 +258,15 @@ def test_the_second_order_sampler_draws_what_diffusers_scheduler_draws(
     assert (found - other).abs().max() > 1e-3
 
 
-def test_a_group_is_guided_by_its_own_negative_prompt(engine: DiffusersEngine, model: ModelSpec) -> None:
+@pytest.mark.anyio
+async def test_a_group_is_guided_by_its_own_negative_prompt(engine: DiffusersEngine, model: ModelSpec) -> None:
     """It replaces the job's; the other group keeps the job's."""
-    run(engine.prepare(model, None))
+    await engine.prepare(model, None)
     job = make_request(guidance_scale=3.0)
     own = "a blurred photograph of nothing at all"
     mixed = replace(job, groups=(replace(job.groups[0], negative_prompt=own), job.groups[1]))
     as_job = replace(job, sampling=replace(job.sampling, negative_prompt=own))
-    found, plain, all_own = (samples_of(run(collect(engine, request))) for request in (mixed, job, as_job))
+    found, plain, all_own = [samples_of(await collect(engine, request)) for request in (mixed, job, as_job)]
 
     def latents(made: list[GeneratedSample], group: int) -> torch.Tensor:
         return torch.stack([path_of(sample).next_latents for sample in made if sample.group == group])
@@ -273,15 +276,18 @@ def test_a_group_is_guided_by_its_own_negative_prompt(engine: DiffusersEngine, m
     assert (latents(found, 0) - latents(plain, 0)).abs().max() > 1e-3
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("step_type", ["sde", "cps"])
-def test_a_tail_leaves_what_is_trained_as_it_is(engine: DiffusersEngine, model: ModelSpec, step_type: str) -> None:
+async def test_a_tail_leaves_what_is_trained_as_it_is(
+    engine: DiffusersEngine, model: ModelSpec, step_type: str
+) -> None:
     """Same bits up to the end of the last noisy step, in fewer calls; the pictures are coarser ones."""
-    run(engine.prepare(model, LORA))
+    await engine.prepare(model, LORA)
     calls = []
     for tail_steps in (0, 3):
         asked: list[None] = []
         request = make_request(step_type=step_type, num_steps=10, sde_steps=(1, 2), tail_steps=tail_steps)
-        (batch,) = run(collect(engine, request, lambda asked=asked: bool(asked.append(None))))  # type: ignore[misc]
+        (batch,) = await collect(engine, request, lambda asked=asked: bool(asked.append(None)))  # type: ignore[misc]
         calls.append((len(asked), batch))
     (whole, plain), (short, tailed) = calls
     assert (whole, short) == (10, 3 + 3)
@@ -293,11 +299,14 @@ def test_a_tail_leaves_what_is_trained_as_it_is(engine: DiffusersEngine, model: 
         assert torch.equal(recomputed_without_gradient(adapter_of(engine), request, tailed, step), stored)
 
 
-def test_a_tail_follows_the_second_order_sampler_on_its_own_levels(engine: DiffusersEngine, model: ModelSpec) -> None:
-    run(engine.prepare(model, None))
+@pytest.mark.anyio
+async def test_a_tail_follows_the_second_order_sampler_on_its_own_levels(
+    engine: DiffusersEngine, model: ModelSpec
+) -> None:
+    await engine.prepare(model, None)
     request = make_request(num_steps=10, sde_steps=(0, 1), tail_steps=3, record="final")
-    (batch,) = run(collect(engine, request))
-    (steps,) = run(collect(engine, make_request(num_steps=10, sde_steps=(0, 1), tail_steps=3)))
+    (batch,) = await collect(engine, request)
+    (steps,) = await collect(engine, make_request(num_steps=10, sde_steps=(0, 1), tail_steps=3))
     adapter = adapter_of(engine)
     schedule = adapter.schedule(10, SIZE)
     sigmas = tail_sigmas(float(schedule.sigmas[2]), 0.8, 3)
@@ -317,12 +326,13 @@ def test_a_tail_follows_the_second_order_sampler_on_its_own_levels(engine: Diffu
     assert torch.equal(torch.stack([final_of(sample) for sample in batch.samples]), latents)
 
 
-def test_a_share_of_the_noisy_steps_is_recorded(engine: DiffusersEngine, model: ModelSpec) -> None:
+@pytest.mark.anyio
+async def test_a_share_of_the_noisy_steps_is_recorded(engine: DiffusersEngine, model: ModelSpec) -> None:
     """The samples are those of all noisy steps; of the steps only those that were asked for are kept."""
-    run(engine.prepare(model, None))
+    await engine.prepare(model, None)
     request = make_request(sde_steps=(0, 1, 2))
-    (whole,) = run(collect(engine, request))
-    (part,) = run(collect(engine, replace(request, noise=replace(request.noise, recorded=(0, 2)))))
+    (whole,) = await collect(engine, request)
+    (part,) = await collect(engine, replace(request, noise=replace(request.noise, recorded=(0, 2))))
     for one, other in zip(whole.samples, part.samples, strict=True):
         assert np.array_equal(one.frames, other.frames)
         assert path_of(other).step_indices.tolist() == [0, 2]
@@ -330,30 +340,33 @@ def test_a_share_of_the_noisy_steps_is_recorded(engine: DiffusersEngine, model: 
             assert torch.equal(getattr(path_of(one), name)[[0, 2]], getattr(path_of(other), name))
 
 
-def test_a_jobs_shift_is_the_schedules(engine: DiffusersEngine, model: ModelSpec) -> None:
-    run(engine.prepare(model, None))
+@pytest.mark.anyio
+async def test_a_jobs_shift_is_the_schedules(engine: DiffusersEngine, model: ModelSpec) -> None:
+    await engine.prepare(model, None)
     request = make_request(sde_steps=(1, 2))
     shifted = replace(request, sampling=replace(request.sampling, shift=2.5))
-    (batch,) = run(collect(engine, shifted))
+    (batch,) = await collect(engine, shifted)
     u = np.linspace(1, 1 / 4, 4)
     np.testing.assert_allclose(path_of(batch.samples[0]).sigmas, (2.5 * u / (1 + 1.5 * u))[1:3], rtol=1e-6)
 
 
-def test_a_group_can_share_its_initial_noise(engine: DiffusersEngine, model: ModelSpec) -> None:
-    run(engine.prepare(model, None))
-    (batch,) = run(collect(engine, make_request(sde_steps=(0,), share_initial=True)))
+@pytest.mark.anyio
+async def test_a_group_can_share_its_initial_noise(engine: DiffusersEngine, model: ModelSpec) -> None:
+    await engine.prepare(model, None)
+    (batch,) = await collect(engine, make_request(sde_steps=(0,), share_initial=True))
     starts = {g: [path_of(s).latents[0] for s in batch.samples if s.group == g] for g in (0, 1)}
     for group in starts.values():
         assert all(torch.equal(start, group[0]) for start in group)
     assert not torch.equal(starts[0][0], starts[1][0])
-    (refill,) = run(collect(engine, make_request(sde_steps=(0,), share_initial=True, indices=(5,))))
+    (refill,) = await collect(engine, make_request(sde_steps=(0,), share_initial=True, indices=(5,)))
     assert torch.equal(path_of(refill.samples[0]).latents[0], starts[0][0])
     ends = [path_of(s).next_latents[0] for s in batch.samples if s.group == 0]
     assert not torch.equal(ends[0], ends[1])
 
 
-def test_cancelled_work_stops_at_the_next_step(engine: DiffusersEngine, model: ModelSpec) -> None:
-    run(engine.prepare(model, None))
+@pytest.mark.anyio
+async def test_cancelled_work_stops_at_the_next_step(engine: DiffusersEngine, model: ModelSpec) -> None:
+    await engine.prepare(model, None)
     asked = 0
 
     def cancelled() -> bool:
@@ -362,10 +375,10 @@ def test_cancelled_work_stops_at_the_next_step(engine: DiffusersEngine, model: M
         return asked > 2
 
     with pytest.raises(Cancelled):
-        run(collect(engine, make_request(), cancelled))
+        await collect(engine, make_request(), cancelled)
     assert asked == 3
     assert engine.pulse.stalled_s() == 0.0
-    assert len(samples_of(run(collect(engine, make_request())))) == 6
+    assert len(samples_of(await collect(engine, make_request()))) == 6
 
 
 def untrained(model: ModelSpec, spec: LoraSpec) -> dict[str, torch.Tensor]:
@@ -396,8 +409,9 @@ def velocity_by(adapter: ModelAdapter, request: GenerationRequest, batch: Genera
     return velocity.double().numpy()
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
-def test_the_reference_kl_is_that_of_the_steps_with_and_without_adapter(
+async def test_the_reference_kl_is_that_of_the_steps_with_and_without_adapter(
     engine: RolloutEngine, model: ModelSpec, guidance_scale: float
 ) -> None:
     """Against two models of our own, one without any adapter, and the formula of the `sde` step in float64."""
@@ -407,10 +421,10 @@ def test_the_reference_kl_is_that_of_the_steps_with_and_without_adapter(
     )
     lora.install_lora(adapted.experts, LORA)
     lora.load_adapter(adapted.experts, state)
-    run(engine.prepare(model, LORA))
-    run(engine.load_adapter(state))
+    await engine.prepare(model, LORA)
+    await engine.load_adapter(state)
     request = replace(make_request(guidance_scale=guidance_scale), reference_kl=True)
-    (batch,) = run(collect(engine, request))
+    (batch,) = await collect(engine, request)
     expected = np.zeros(len(batch.samples))
     for step in range(2):
         path = path_of(batch.samples[0])
@@ -424,55 +438,61 @@ def test_the_reference_kl_is_that_of_the_steps_with_and_without_adapter(
     np.testing.assert_allclose(measured, expected, rtol=1e-3)
 
 
-def test_the_reference_kl_changes_no_sample_and_is_0_before_training(engine: RolloutEngine, model: ModelSpec) -> None:
-    run(engine.prepare(model, LORA))
+@pytest.mark.anyio
+async def test_the_reference_kl_changes_no_sample_and_is_0_before_training(
+    engine: RolloutEngine, model: ModelSpec
+) -> None:
+    await engine.prepare(model, LORA)
     for state, is_zero in ((published(model, LORA, 3), False), (untrained(model, LORA), True)):
-        run(engine.load_adapter(state))
-        without, measured = (
-            samples_of(run(collect(engine, replace(make_request(), reference_kl=wanted)))) for wanted in (False, True)
-        )
+        await engine.load_adapter(state)
+        without, measured = [
+            samples_of(await collect(engine, replace(make_request(), reference_kl=wanted))) for wanted in (False, True)
+        ]
         for one, other in zip(without, measured, strict=True):
             assert_same(one, other)
             assert one.reference_kl == 0
             assert (other.reference_kl == 0) == is_zero
 
 
-def test_full_weights_have_no_reference_kl(engine: RolloutEngine, model: ModelSpec) -> None:
-    run(engine.prepare(model, None))
+@pytest.mark.anyio
+async def test_full_weights_have_no_reference_kl(engine: RolloutEngine, model: ModelSpec) -> None:
+    await engine.prepare(model, None)
     with pytest.raises(ValueError, match=r"reference_kl: .*set trainer.mode to lora or algorithm.kl_reward to 0"):
-        run(collect(engine, replace(make_request(), reference_kl=True)))
+        await collect(engine, replace(make_request(), reference_kl=True))
 
 
-def test_an_adapter_replaces_another_and_leaves_without_trace(engine: DiffusersEngine, model: ModelSpec) -> None:
-    run(engine.prepare(model, None))
-    base = samples_of(run(collect(engine, make_request())))
+@pytest.mark.anyio
+async def test_an_adapter_replaces_another_and_leaves_without_trace(engine: DiffusersEngine, model: ModelSpec) -> None:
+    await engine.prepare(model, None)
+    base = samples_of(await collect(engine, make_request()))
     other = LoraSpec(rank=2, alpha=2.0, target_modules=["to_k"])
     for spec, seed in ((other, 1), (LORA, 2)):
         state = published(model, spec, seed)
-        run(engine.prepare(model, spec))
-        run(engine.load_adapter(state))
-        assert run(engine.verify(weights.tensor_hashes(state.items()))) == weights.digest(
+        await engine.prepare(model, spec)
+        await engine.load_adapter(state)
+        assert await engine.verify(weights.tensor_hashes(state.items())) == weights.digest(
             weights.tensor_hashes(state.items())
         )
-        assert not np.array_equal(samples_of(run(collect(engine, make_request())))[0].frames, base[0].frames)
-    run(engine.prepare(model, None))
-    for one, two in zip(base, samples_of(run(collect(engine, make_request()))), strict=True):
+        assert not np.array_equal(samples_of(await collect(engine, make_request()))[0].frames, base[0].frames)
+    await engine.prepare(model, None)
+    for one, two in zip(base, samples_of(await collect(engine, make_request())), strict=True):
         assert_same(one, two)
 
 
-def test_verify_refuses_one_wrong_element_and_a_missing_name(engine: DiffusersEngine, model: ModelSpec) -> None:
-    run(engine.prepare(model, LORA))
+@pytest.mark.anyio
+async def test_verify_refuses_one_wrong_element_and_a_missing_name(engine: DiffusersEngine, model: ModelSpec) -> None:
+    await engine.prepare(model, LORA)
     state = published(model, LORA, 3)
     hashes = weights.tensor_hashes(state.items())
     name = next(iter(state))
-    run(engine.load_adapter({**state, name: state[name] + 1e-6}))
+    await engine.load_adapter({**state, name: state[name] + 1e-6})
     with pytest.raises(DataLoss, match=name):
-        run(engine.verify(hashes))
-    run(engine.load_adapter(state))
+        await engine.verify(hashes)
+    await engine.load_adapter(state)
     with pytest.raises(DataLoss):
-        run(engine.verify({key: value for key, value in hashes.items() if key != name}))
+        await engine.verify({key: value for key, value in hashes.items() if key != name})
     with pytest.raises(ValueError, match="does not fit"):
-        run(engine.load_adapter({key: value for key, value in state.items() if key != name}))
+        await engine.load_adapter({key: value for key, value in state.items() if key != name})
 
 
 class Sender:
@@ -502,11 +522,12 @@ class Recorder(Sender):
         return self
 
 
-def test_full_weights_are_received_whole_and_the_next_job_gets_the_base_back(
+@pytest.mark.anyio
+async def test_full_weights_are_received_whole_and_the_next_job_gets_the_base_back(
     engine: DiffusersEngine, model: ModelSpec
 ) -> None:
-    run(engine.prepare(model, None))
-    base = samples_of(run(collect(engine, make_request())))
+    await engine.prepare(model, None)
+    base = samples_of(await collect(engine, make_request()))
     adapter = adapter_for(model.path).load(model.path, dtype=torch.float32, components=("transformer",))
     trained = {name: value + 0.01 for name, value in weights.full_parameters(adapter.experts).items()}
     buckets = weights.make_buckets(weights.specs_of(trained), bucket_bytes=100_000)
@@ -514,41 +535,43 @@ def test_full_weights_are_received_whole_and_the_next_job_gets_the_base_back(
     recorder = Recorder()
     weights.send(recorder, buckets, weights.filling(trained))
     with pytest.raises(ValueError, match="every weight once"):
-        run(engine.receive(Sender(recorder.flats), buckets[:-1]))
-    run(engine.receive(Sender(recorder.flats), buckets))
-    run(engine.verify(weights.tensor_hashes(trained.items())))
-    assert not np.array_equal(samples_of(run(collect(engine, make_request())))[0].frames, base[0].frames)
+        await engine.receive(Sender(recorder.flats), buckets[:-1])
+    await engine.receive(Sender(recorder.flats), buckets)
+    await engine.verify(weights.tensor_hashes(trained.items()))
+    assert not np.array_equal(samples_of(await collect(engine, make_request()))[0].frames, base[0].frames)
 
-    run(engine.prepare(model, None))
-    for one, two in zip(base, samples_of(run(collect(engine, make_request()))), strict=True):
+    await engine.prepare(model, None)
+    for one, two in zip(base, samples_of(await collect(engine, make_request())), strict=True):
         assert_same(one, two)
 
 
-def test_a_model_that_is_not_there_is_the_users_mistake(engine: DiffusersEngine, model: ModelSpec) -> None:
+@pytest.mark.anyio
+async def test_a_model_that_is_not_there_is_the_users_mistake(engine: DiffusersEngine, model: ModelSpec) -> None:
     with pytest.raises(ValueError, match="nowhere"):
-        run(engine.prepare(ModelSpec(path="/nowhere", dtype="float32"), None))
+        await engine.prepare(ModelSpec(path="/nowhere", dtype="float32"), None)
     with pytest.raises(ValueError, match="no_such_module"):
-        run(engine.prepare(model, LoraSpec(rank=1, alpha=1.0, target_modules=["no_such_module"])))
-    run(engine.prepare(model, None))
+        await engine.prepare(model, LoraSpec(rank=1, alpha=1.0, target_modules=["no_such_module"]))
+    await engine.prepare(model, None)
 
 
-def fp8_linears(engine: RolloutEngine) -> list[Any]:
+async def fp8_linears(engine: RolloutEngine) -> list[Any]:
     """The live ones, of either engine."""
     if isinstance(engine, VllmOmniEngine):
-        experts = run(engine._perform("prepare", lambda worker: worker.model_runner.pipeline.experts))
+        experts = await engine._perform("prepare", lambda worker: worker.model_runner.pipeline.experts)
     else:
         assert isinstance(engine, DiffusersEngine)
         experts = adapter_of(engine).experts
     return [module for expert in experts.values() for module in expert.modules() if "fp8_weight" in module._buffers]
 
 
-def scales_of(engine: RolloutEngine) -> torch.Tensor:
+async def scales_of(engine: RolloutEngine) -> torch.Tensor:
     """What the forward multiplies by, of every linear."""
-    return torch.cat([linear.fp8_scale.flatten() for linear in fp8_linears(engine)])
+    return torch.cat([linear.fp8_scale.flatten() for linear in await fp8_linears(engine)])
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("engine_class", [DiffusersEngine, VllmOmniEngine])
-def test_a_quantized_model_computes_with_the_weights_that_were_verified_last(
+async def test_a_quantized_model_computes_with_the_weights_that_were_verified_last(
     monkeypatch: pytest.MonkeyPatch,
     tiny_qwen_image: Path,
     engine_class: type[DiffusersEngine] | type[VllmOmniEngine],
@@ -559,8 +582,8 @@ def test_a_quantized_model_computes_with_the_weights_that_were_verified_last(
     monkeypatch.setattr(layers, "MIN_SIZE", 16)
     engine = engine_class(torch.device("cpu"), max_batch=8, threads=1)
     model = ModelSpec(path=str(tiny_qwen_image), dtype="bfloat16", quantization="fp8")
-    run(engine.prepare(model, None))
-    base = scales_of(engine).clone()
+    await engine.prepare(model, None)
+    base = (await scales_of(engine)).clone()
     assert len(base) > 0
     adapter = adapter_for(model.path).load(model.path, dtype=torch.bfloat16, components=("transformer",))
     trained = {name: value * 2 for name, value in weights.full_parameters(adapter.experts).items()}
@@ -568,34 +591,36 @@ def test_a_quantized_model_computes_with_the_weights_that_were_verified_last(
     recorder = Recorder()
     weights.send(recorder, buckets, weights.filling(trained))
 
-    run(engine.receive(Sender(recorder.flats), buckets))
+    await engine.receive(Sender(recorder.flats), buckets)
     with pytest.raises(DataLoss):
-        run(engine.verify({name: value + 1 for name, value in hashes.items()}))
-    assert torch.equal(scales_of(engine), base)
-    run(engine.verify(hashes))
-    assert torch.equal(scales_of(engine), base * 2)
-    for linear in fp8_linears(engine):
+        await engine.verify({name: value + 1 for name, value in hashes.items()})
+    assert torch.equal(await scales_of(engine), base)
+    await engine.verify(hashes)
+    assert torch.equal(await scales_of(engine), base * 2)
+    for linear in await fp8_linears(engine):
         quantized, scale = quantize_rows(linear.weight)
         assert torch.equal(linear.fp8_weight.float(), quantized.float())
         assert torch.equal(linear.fp8_scale, scale.t())
-    run(engine.prepare(model, None))
-    assert torch.equal(scales_of(engine), base)
-    run(engine.close())
+    await engine.prepare(model, None)
+    assert torch.equal(await scales_of(engine), base)
+    await engine.close()
 
 
-def test_what_the_device_cannot_do_is_the_users_mistake(tiny_qwen_image: Path) -> None:
+@pytest.mark.anyio
+async def test_what_the_device_cannot_do_is_the_users_mistake(tiny_qwen_image: Path) -> None:
     engine = DiffusersEngine(torch.device("cpu"), max_batch=8, threads=1)
     model = ModelSpec(path=str(tiny_qwen_image), dtype="bfloat16", quantization="fp8")
     with pytest.raises(ValueError, match=r"rollout.quantization = 'fp8' needs"):
-        run(engine.prepare(model, None))
+        await engine.prepare(model, None)
     model.quantization = ""
-    run(engine.prepare(model, None))
-    assert run(collect(engine, make_request(num_groups=1)))
-    run(engine.close())
+    await engine.prepare(model, None)
+    assert await collect(engine, make_request(num_groups=1))
+    await engine.close()
 
 
+@pytest.mark.anyio
 @pytest.mark.long
-def test_a_compilation_three_times_as_long_as_the_limit_is_no_hang(
+async def test_a_compilation_three_times_as_long_as_the_limit_is_no_hang(
     tiny_qwen_image: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one in the middle of a run, of a size that was sampled before: only the compiler can tell."""
@@ -610,20 +635,21 @@ def test_a_compilation_three_times_as_long_as_the_limit_is_no_hang(
     compile_blocks, backend = acceleration.compile_blocks, cast(Any, slow_backend)
     monkeypatch.setattr(acceleration, "compile_blocks", lambda experts: compile_blocks(experts, backend))
     engine = DiffusersEngine(torch.device("cpu"), max_batch=8, threads=1, pulse=Pulse(hang_s, 600.0, shared=True))
-    run(engine.prepare(ModelSpec(path=str(tiny_qwen_image), dtype="float32", compile=True), None))
+    await engine.prepare(ModelSpec(path=str(tiny_qwen_image), dtype="float32", compile=True), None)
     for _ in range(2):
         torch._dynamo.reset()
         del compiled[:]
-        assert run(collect(engine, make_request(num_groups=1)))
+        assert await collect(engine, make_request(num_groups=1))
         assert compiled
         assert not any(compiled)
-    run(engine.close())
+    await engine.close()
     torch._dynamo.reset()
 
 
-def test_dummy_weights_are_drawn_from_their_names(tiny_qwen_image: Path) -> None:
+@pytest.mark.anyio
+async def test_dummy_weights_are_drawn_from_their_names(tiny_qwen_image: Path) -> None:
     engine = DiffusersEngine(torch.device("cpu"), max_batch=8, threads=1)
-    run(engine.prepare(ModelSpec(path=str(tiny_qwen_image), dtype="float32", load_format="dummy"), None))
+    await engine.prepare(ModelSpec(path=str(tiny_qwen_image), dtype="float32", load_format="dummy"), None)
     name, live = next(iter(weights.full_parameters(adapter_of(engine).experts).items()))
     assert torch.equal(live, dummy_parameter(name, tuple(live.shape), live.dtype, live.device))
-    run(engine.close())
+    await engine.close()

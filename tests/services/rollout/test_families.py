@@ -63,13 +63,9 @@ def request_for(model: ModelSpec, **changes: Any) -> GenerationRequest:
     return replace(request, groups=groups, sampling=replace(request.sampling, condition_pixels=CONDITION_PIXELS))
 
 
-def run(engine: RolloutEngine, request: GenerationRequest) -> GeneratedBatch:
+async def batch_of(engine: RolloutEngine, request: GenerationRequest) -> GeneratedBatch:
     """The only batch of a request."""
-
-    async def collect() -> list[GeneratedBatch]:
-        return [batch async for batch in engine.generate(request, lambda: False)]
-
-    (batch,) = asyncio.run(collect())
+    (batch,) = [batch async for batch in engine.generate(request, lambda: False)]
     return batch
 
 
@@ -95,10 +91,11 @@ def prompts_of(batch: GeneratedBatch) -> tuple[PromptEmbeds, PromptEmbeds | None
     return concat_embeds([batch.embeds[group] for group in groups]), negative
 
 
-def test_stored_steps_are_the_trainers_bit_for_bit(ready: DiffusersEngine, model: ModelSpec) -> None:
+@pytest.mark.anyio
+async def test_stored_steps_are_the_trainers_bit_for_bit(ready: DiffusersEngine, model: ModelSpec) -> None:
     """Log-probs recomputed with gradients from the blobs alone equal the stored ones: the ratio is exactly 1."""
     request = request_for(model, guidance_scale=3.0)
-    batch, adapter = run(ready, request), adapter_of(ready)
+    batch, adapter = await batch_of(ready, request), adapter_of(ready)
     prompts, negative = prompts_of(batch)
     assert negative is not None
     for module in adapter.experts.values():
@@ -129,13 +126,14 @@ def test_stored_steps_are_the_trainers_bit_for_bit(ready: DiffusersEngine, model
         module.requires_grad_(False)
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize(("guidance_scale", "sde_steps"), [(1.0, ()), (3.0, (0, 1))])
-def test_the_ode_ends_where_euler_steps_end(
+async def test_the_ode_ends_where_euler_steps_end(
     ready: DiffusersEngine, model: ModelSpec, guidance_scale: float, sde_steps: tuple[int, ...]
 ) -> None:
     """Without noisy steps, or with noise of no strength: final latents, and frames that are their decoding."""
     request = request_for(model, guidance_scale=guidance_scale, sde_steps=sde_steps, eta=0.0, record="final")
-    batch, adapter, size = run(ready, request), adapter_of(ready), request.sampling.size
+    batch, adapter, size = await batch_of(ready, request), adapter_of(ready), request.sampling.size
     prompts, negative = prompts_of(batch)
     schedule = adapter.schedule(NUM_STEPS, size)
     latents = adapter.initial_latents([sample.seed for sample in batch.samples], size)
@@ -156,9 +154,12 @@ def test_the_ode_ends_where_euler_steps_end(
     assert np.array_equal(frames, adapter.decode(latents, size).numpy())
 
 
-def test_a_request_repeated_makes_the_same_bits_whatever_is_recorded(ready: DiffusersEngine, model: ModelSpec) -> None:
+@pytest.mark.anyio
+async def test_a_request_repeated_makes_the_same_bits_whatever_is_recorded(
+    ready: DiffusersEngine, model: ModelSpec
+) -> None:
     """The final latents are the end of the recorded steps if noise reaches the last step."""
-    first, again = (run(ready, request_for(model, record=record)) for record in ("steps", "final"))
+    first, again = [await batch_of(ready, request_for(model, record=record)) for record in ("steps", "final")]
     assert not first.negative
     for one, same in zip(first.samples, again.samples, strict=True):
         assert torch.equal(path_of(one).next_latents[-1], final_of(same))
@@ -166,7 +167,8 @@ def test_a_request_repeated_makes_the_same_bits_whatever_is_recorded(ready: Diff
     assert not np.array_equal(first.samples[0].frames, first.samples[1].frames)
 
 
-def test_finished_media_become_latents(ready: DiffusersEngine, model: ModelSpec) -> None:
+@pytest.mark.anyio
+async def test_finished_media_become_latents(ready: DiffusersEngine, model: ModelSpec) -> None:
     """They equal the adapter's latents, row by row, and come with the prompts' embeds."""
     request = request_for(model, sde_steps=(), record="final", indices=(3, 5))
     size = request.sampling.size
@@ -175,7 +177,7 @@ def test_finished_media_become_latents(ready: DiffusersEngine, model: ModelSpec)
     groups = tuple(
         replace(group, media=tuple(media[2 * place : 2 * place + 2])) for place, group in enumerate(request.groups)
     )
-    batch = run(ready, replace(request, groups=groups))
+    batch = await batch_of(ready, replace(request, groups=groups))
     expected = [adapter_of(ready).encode_media(torch.from_numpy(frames[None]), size)[0] for frames in media]
     assert [(sample.group, sample.index) for sample in batch.samples] == [(0, 3), (0, 5), (1, 3), (1, 5)]
     for sample, frames, latents in zip(batch.samples, media, expected, strict=True):
@@ -184,65 +186,68 @@ def test_finished_media_become_latents(ready: DiffusersEngine, model: ModelSpec)
     assert batch.embeds.keys() == {0, 1}
 
 
-def test_every_expert_is_updated_and_verified(ready: DiffusersEngine, model: ModelSpec) -> None:
+@pytest.mark.anyio
+async def test_every_expert_is_updated_and_verified(ready: DiffusersEngine, model: ModelSpec) -> None:
     adapter = adapter_of(ready)
-    base = run(ready, request_for(model, sde_steps=(), record="final"))
+    base = await batch_of(ready, request_for(model, sde_steps=(), record="final"))
     spec = LoraSpec(rank=2, alpha=2.0, target_modules=list(adapter.lora_targets)[:2])
-    asyncio.run(ready.prepare(model, spec))
+    await ready.prepare(model, spec)
     generator = torch.Generator().manual_seed(3)
     shapes = {name: parameter.shape for name, parameter in lora.named_adapter_parameters(adapter.experts).items()}
     assert {name.partition(".")[0] for name in shapes} == set(adapter.experts)
     state = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
-    asyncio.run(ready.load_adapter(state))
+    await ready.load_adapter(state)
     hashes = weights.tensor_hashes(state.items())
-    assert asyncio.run(ready.verify(hashes)) == weights.digest(hashes)
+    assert await ready.verify(hashes) == weights.digest(hashes)
     for component in adapter.experts:
         name = next(name for name in state if name.startswith(f"{component}."))
-        asyncio.run(ready.load_adapter({**state, name: state[name] + 1e-6}))
+        await ready.load_adapter({**state, name: state[name] + 1e-6})
         with pytest.raises(DataLoss, match=name):
-            asyncio.run(ready.verify(hashes))
-    asyncio.run(ready.load_adapter(state))
-    changed = run(ready, request_for(model, sde_steps=(), record="final"))
+            await ready.verify(hashes)
+    await ready.load_adapter(state)
+    changed = await batch_of(ready, request_for(model, sde_steps=(), record="final"))
     assert not torch.equal(final_of(changed.samples[0]), final_of(base.samples[0]))
-    asyncio.run(ready.prepare(model, None))
+    await ready.prepare(model, None)
 
 
-def test_settings_that_a_family_would_not_heed_are_refused(ready: DiffusersEngine, model: ModelSpec) -> None:
+@pytest.mark.anyio
+async def test_settings_that_a_family_would_not_heed_are_refused(ready: DiffusersEngine, model: ModelSpec) -> None:
     family, request = family_of(model.path), request_for(model)
     sampling = request.sampling
     if not family.embedded_guidance:
         told = replace(sampling, guidance=Guidance(1.0, 2.0))
         with pytest.raises(ValueError, match="takes no embedded guidance"):
-            run(ready, replace(request, sampling=told))
+            await batch_of(ready, replace(request, sampling=told))
     if family.takes_images:
         bare = tuple(replace(group, images=()) for group in request.groups)
         with pytest.raises(ValueError, match="needs condition images"):
-            run(ready, replace(request, groups=bare))
+            await batch_of(ready, replace(request, groups=bare))
     else:
         shown = tuple(replace(group, images=(picture(1),)) for group in request.groups)
         with pytest.raises(ValueError, match="takes no condition images"):
-            run(ready, replace(request, groups=shown))
+            await batch_of(ready, replace(request, groups=shown))
         with pytest.raises(ValueError, match="condition_pixels"):
-            run(ready, replace(request, sampling=replace(sampling, condition_pixels=1024)))
+            await batch_of(ready, replace(request, sampling=replace(sampling, condition_pixels=1024)))
     with pytest.raises(ValueError, match="frames"):
-        run(ready, replace(request, sampling=replace(sampling, size=Size(32, 32, 3))))
+        await batch_of(ready, replace(request, sampling=replace(sampling, size=Size(32, 32, 3))))
 
 
-def test_a_distilled_model_heeds_its_embedded_guidance(engine: DiffusersEngine, tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_a_distilled_model_heeds_its_embedded_guidance(engine: DiffusersEngine, tmp_path: Path) -> None:
     """Left out, it is the default of diffusers' pipeline; a checkpoint without that input refuses it."""
     default = inspect.signature(FluxPipeline.__call__).parameters["guidance_scale"].default
 
-    def end(model: ModelSpec, strength: float | None) -> torch.Tensor:
+    async def end(model: ModelSpec, strength: float | None) -> torch.Tensor:
         request = request_for(model, sde_steps=(), record="final")
         sampling = replace(request.sampling, guidance=Guidance(1.0, strength))
-        return final_of(run(engine, replace(request, sampling=sampling)).samples[0])
+        return final_of((await batch_of(engine, replace(request, sampling=sampling))).samples[0])
 
     for kind in ("flux_distilled", "flux"):
         model = ModelSpec(path=str(make_tiny(kind, tmp_path / kind)), dtype="float32")
-        asyncio.run(engine.prepare(model, None))
+        await engine.prepare(model, None)
         if kind == "flux_distilled":
-            assert torch.equal(end(model, None), end(model, default))
-            assert not torch.allclose(end(model, None), end(model, 1.0), atol=1e-3)
+            assert torch.equal(await end(model, None), await end(model, default))
+            assert not torch.allclose(await end(model, None), await end(model, 1.0), atol=1e-3)
         else:
             with pytest.raises(ValueError, match="takes no embedded guidance"):
-                end(model, default)
+                await end(model, default)

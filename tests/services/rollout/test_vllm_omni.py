@@ -3,7 +3,7 @@
 import asyncio
 import importlib.util
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +31,6 @@ from tests.services.rollout.test_engine import (  # The tests among these run he
     path_of,
     published,
     recomputed,
-    run,
     samples_of,
     test_a_group_can_share_its_initial_noise,  # noqa: F401
     test_a_model_that_is_not_there_is_the_users_mistake,  # noqa: F401
@@ -56,6 +55,10 @@ ALL_TARGETS = LoraSpec(
         *("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2", "img_in", "proj_out"),
     ],
 )
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(coroutine)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from services.rollout.engines.base import GeneratedBatch, GenerationRequest
 from services.rollout.engines.diffusers import DiffusersEngine
 from services.rollout.engines.vllm_omni.engine import VllmOmniEngine
 from tests.services.rollout.test_engine import Recorder, Sender
-from tests.services.rollout.test_families import final_of, path_of, request_for, run
+from tests.services.rollout.test_families import batch_of, final_of, path_of, request_for
 from tests.tiny_models import make_tiny
 
 KINDS = ("stable_diffusion_3", "wan_two_experts", "wan_5b")
@@ -37,7 +37,7 @@ class Pair:
             asyncio.run(engine.prepare(self.model, spec))
 
     def draw(self, request: GenerationRequest) -> tuple[GeneratedBatch, GeneratedBatch]:
-        return run(self.omni, request), run(self.diffusers, request)
+        return asyncio.run(batch_of(self.omni, request)), asyncio.run(batch_of(self.diffusers, request))
 
     @property
     def adapter(self) -> type[ModelAdapter]:
@@ -110,7 +110,7 @@ def test_full_weights_arrive_by_name_and_the_base_comes_back(pair: Pair) -> None
     assert not torch.allclose(path_of(one.samples[0]).next_latents, path_of(base.samples[0]).next_latents, atol=1e-2)
 
     pair.prepare(None)
-    for left, right in zip(run(pair.omni, request).samples, base.samples, strict=True):
+    for left, right in zip(asyncio.run(batch_of(pair.omni, request)).samples, base.samples, strict=True):
         assert torch.equal(path_of(left).next_latents, path_of(right).next_latents)
 
 
@@ -152,7 +152,7 @@ def test_what_vllm_omni_cannot_adapt_is_refused(pair: Pair) -> None:
         with pytest.raises(ValueError, match=message):
             asyncio.run(pair.omni.prepare(pair.model, LoraSpec(rank=2, alpha=2.0, target_modules=[target])))
     asyncio.run(pair.omni.prepare(pair.model, None))
-    assert len(run(pair.omni, request_for(pair.model)).samples) == 2
+    assert len(asyncio.run(batch_of(pair.omni, request_for(pair.model))).samples) == 2
 
 
 def test_final_latents_are_kept_for_matching_losses(pair: Pair) -> None:
