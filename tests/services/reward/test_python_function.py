@@ -215,12 +215,15 @@ def messages(outcomes: Sequence[Outcome]) -> list[str]:
     return [outcome.message for outcome in outcomes if isinstance(outcome, Problem)]
 
 
-def test_as_a_service_it_has_a_process_of_its_own_and_logs_what_is_printed(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_as_a_service_it_has_a_process_of_its_own_and_logs_what_is_printed(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "python.toml"
     file.write_text(f'function = "my_reward_functions:one"\npath = "{folder}"\nname = "changed"\n')
     flags = ("--scorer", "python", "--settings", str(file), "--set", "name=length")
     with reward_process(tmp_path, *flags) as service:
-        given = score(service, [sample("a", Image.new("RGB", (8, 4)), "pid"), sample("b", Image.new("L", (8, 4)), "b")])
+        given = await score(
+            service, [sample("a", Image.new("RGB", (8, 4)), "pid"), sample("b", Image.new("L", (8, 4)), "b")]
+        )
         assert given["b"].score == 1.0
         assert given["a"].score != service.process.pid
         assert service.metric("flowfleet_reward_processes", scorer="length") == 1

@@ -372,13 +372,14 @@ def test_ocr_in_processes_gives_the_same_bits() -> None:
     here.close()
 
 
-def test_processes_end_with_a_service_that_is_killed(tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_processes_end_with_a_service_that_is_killed(tmp_path: Path) -> None:
     with reward_process(tmp_path, "--scorer", "jpeg_compressibility", "--processes", "2") as service:
         assert service.metric("flowfleet_reward_processes") == 2
         parent = psutil.Process(service.process.pid)
         children = parent.children(recursive=True)
         assert len(children) >= 2
-        assert score(service, [sign_sample(str(number), "AB3") for number in range(5)])["4"].score < 0.0
+        assert (await score(service, [sign_sample(str(number), "AB3") for number in range(5)]))["4"].score < 0.0
         service.process.kill()
         _, alive = psutil.wait_procs(children, timeout=10)
         assert not alive
