@@ -10,6 +10,7 @@ import pytest
 
 from services.controller import concurrency
 from services.controller.concurrency import Budget, Changes, Children, end, gather_or_cancel
+from tests.waiting import until
 
 
 async def stubborn() -> None:
@@ -29,7 +30,7 @@ async def broken() -> None:
 async def test_a_lost_cancellation_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(concurrency, "CANCEL_AGAIN_S", 0.01)
     tasks = [asyncio.create_task(part()) for part in (stubborn, broken, stubborn)]
-    await asyncio.sleep(0.01)
+    await until(lambda: tasks[1].done())
     await asyncio.wait_for(end(tasks), 5)
     assert [task.cancelled() for task in tasks] == [True, False, True]
     await end([])
@@ -62,7 +63,7 @@ async def test_children_that_lose_a_cancellation_end_with_their_parents(monkeypa
         await family(stubborn, stubborn)
 
     task = asyncio.create_task(family(parent, stubborn))
-    await asyncio.sleep(0.01)
+    await until(lambda: len(alive("stubborn")) == 3)
     await asyncio.wait_for(end([task]), 5)
     assert task.cancelled()
     assert alive("stubborn") == []
@@ -109,9 +110,9 @@ async def test_ending_is_finished_though_its_caller_is_cancelled_and_then_says_s
 ) -> None:
     monkeypatch.setattr(concurrency, "CANCEL_AGAIN_S", 60.0)
     slow = asyncio.create_task(stubborn())
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0)  # it begins
     ending = asyncio.create_task(end([slow]))
-    await asyncio.sleep(0.01)
+    await until(slow.cancelling)
     assert not slow.done()
     ending.cancel()  # passed on: the task's second cancellation
     await asyncio.wait({ending}, timeout=5)

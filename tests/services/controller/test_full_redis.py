@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
@@ -22,6 +23,7 @@ from services.controller.settings import ControllerSettings
 from services.controller.store import removal
 from tests.services.controller.conftest import Api, serve
 from tests.services.controller.scripted import ScriptedReward, scripted_fleet
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 Job = Callable[..., dict[str, Any]]
@@ -163,6 +165,10 @@ async def test_running_jobs_pause_above_the_higher_watermark(
         assert (record.status, record.progress.samples_trained) == (JobStatus.SUCCEEDED, 4)
 
 
+def ended(name: str) -> bool:
+    return all(task.get_name() != name for task in asyncio.all_tasks())
+
+
 async def soak(
     redis_url: str, folder: Path, job: dict[str, Any], *, jobs: int, first: int, keep: int
 ) -> list[tuple[int, int]]:
@@ -181,7 +187,7 @@ async def soak(
             record = await fleet.run(job)
             assert record.status is JobStatus.SUCCEEDED, record.reason
             if number in (first, jobs):
-                await asyncio.sleep(0.5)  # the last job's driver ends
+                await until(partial(ended, f"job {record.id}"))
                 seen.append(await settled(fleet))
         assert len(await fleet.store.ended()) == keep
     return seen

@@ -16,6 +16,7 @@ from services.controller.api import feed, sse
 from services.controller.api.keys import ANYONE
 from services.controller.settings import ControllerSettings
 from tests.services.controller.conftest import Api, serve
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 Job = Callable[..., dict[str, Any]]
@@ -108,18 +109,21 @@ async def test_a_silent_stream_shows_that_it_lives(api: Api, job: Job, monkeypat
     assert [await anext(stream) for _ in range(3)] == ["retry: 1000\n\n", ": alive\n\n", ": alive\n\n"]
 
 
-async def collect(stream: AsyncIterator[str]) -> str:
-    return "".join([text async for text in stream])
+async def collect(stream: AsyncIterator[str], texts: list[str]) -> None:
+    async for text in stream:
+        texts.append(text)
 
 
 async def test_streams_end_when_the_server_closes(api: Api, job: Job) -> None:
     job_id = str((await api.submit(job()))["id"])
-    reading = asyncio.ensure_future(collect(sse.stream(api.services.feed, ANYONE, job_id, None)))
-    page = asyncio.ensure_future(collect(sse.page(api.services.feed, ANYONE, None, None)))
-    await asyncio.sleep(0.1)
+    events, shown = list[str](), list[str]()
+    reading = asyncio.ensure_future(collect(sse.stream(api.services.feed, ANYONE, job_id, None), events))
+    page = asyncio.ensure_future(collect(sse.page(api.services.feed, ANYONE, None, None), shown))
+    await until(lambda: parse("".join(events)) and messages("".join(shown)))
     api.services.closing.set()
-    assert len(parse(await asyncio.wait_for(reading, 1))) == 1
-    assert messages(await asyncio.wait_for(page, 1))[-1] == ("end", {"reason": "closing"})
+    await asyncio.wait_for(asyncio.gather(reading, page), 1)
+    assert len(parse("".join(events))) == 1
+    assert messages("".join(shown))[-1] == ("end", {"reason": "closing"})
 
 
 def messages(text: str) -> list[tuple[str, Any]]:

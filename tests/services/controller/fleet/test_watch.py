@@ -226,7 +226,7 @@ async def test_an_empty_pool_is_told_and_a_busy_one_is_waited_for(
         await directory.put(replace(said, version=4))
         await until(lambda: watch.fleet.choose("job", 3, 3, 2) is None)
         waiting = asyncio.create_task(wait())
-        await asyncio.sleep(0.1)
+        await until(lambda: watch._desk._waiting)
         await directory.remove(said)
         with pytest.raises(NobodyThere):
             await waiting

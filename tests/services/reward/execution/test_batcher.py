@@ -59,9 +59,15 @@ async def occupied(batcher: Batcher, work: Work, num_items: int = 1) -> asyncio.
     return task
 
 
-async def queued(batcher: Batcher, *requests: tuple[Sequence[int], str]) -> list[asyncio.Task[list[int]]]:
+async def queued(batcher: Batcher, work: Work, *requests: tuple[Sequence[int], str]) -> list[asyncio.Task[list[int]]]:
+    """Returns once the batcher has the requests, in its queue or at work."""
+
+    def admitted() -> int:
+        return batcher.num_queued + sum(len(items) for _, items in work.batches)
+
+    expected = admitted() + sum(len(items) for items, _ in requests)
     tasks = [asyncio.create_task(batcher.submit(items, key)) for items, key in requests]
-    await asyncio.sleep(0.01)
+    await until(lambda: admitted() == expected)
     return tasks
 
 
@@ -74,7 +80,7 @@ async def released(work: Work, *tasks: Awaitable[list[int]]) -> list[Any]:
 async def test_waiting_requests_of_one_key_share_a_batch_and_get_their_own_results() -> None:
     async def scenario(batcher: Batcher, work: Work) -> None:
         first = await occupied(batcher, work)
-        tasks = await queued(batcher, ([1, 2], "a"), ([3], "b"), ([4], "a"))
+        tasks = await queued(batcher, work, ([1, 2], "a"), ([3], "b"), ([4], "a"))
         assert batcher.num_queued == 4
         assert await released(work, first, *tasks) == [[0], [-1, -2], [-3], [-4]]
 
@@ -104,7 +110,7 @@ async def test_a_full_batch_does_not_wait() -> None:
 async def test_requests_are_not_split_and_small_ones_fill_up() -> None:
     async def scenario(batcher: Batcher, work: Work) -> None:
         first = await occupied(batcher, work, 4)
-        tasks = await queued(batcher, ([1, 2, 3], "a"), ([4, 5], "a"), ([6], "a"), ([7, 8], "a"))
+        tasks = await queued(batcher, work, ([1, 2, 3], "a"), ([4, 5], "a"), ([6], "a"), ([7, 8], "a"))
         await released(work, first, *tasks)
 
     assert (await run(Limits(max_batch=4, max_wait_s=60.0), scenario))[1:] == [("a", [1, 2, 3, 6]), ("a", [4, 5, 7, 8])]
@@ -114,7 +120,7 @@ async def test_requests_are_not_split_and_small_ones_fill_up() -> None:
 async def test_a_batch_that_leaves_one_of_its_key_behind_does_not_wait() -> None:
     async def scenario(batcher: Batcher, work: Work) -> None:
         first = await occupied(batcher, work, 4)
-        small, large = await queued(batcher, ([1], "a"), ([2, 3, 4, 5], "a"))
+        small, large = await queued(batcher, work, ([1], "a"), ([2, 3, 4, 5], "a"))
         assert await released(work, first, small, large) == [[0] * 4, [-1], [-2, -3, -4, -5]]
 
     await run(Limits(max_batch=4, max_wait_s=60.0), scenario)
@@ -126,7 +132,7 @@ async def test_the_queue_is_bounded(limits: Limits) -> None:
     async def scenario(batcher: Batcher, work: Work) -> None:
         first = await occupied(batcher, work)
         second = asyncio.create_task(batcher.submit([1, 2], "a", 200))
-        await asyncio.sleep(0.01)
+        await until(lambda: batcher.num_queued == 2)
         with pytest.raises(QueueFull, match="send fewer at a time"):
             await batcher.submit([3, 4], "a", 200)
         assert await released(work, first, second) == [[0], [-1, -2]]
@@ -139,7 +145,7 @@ async def test_the_queue_is_bounded(limits: Limits) -> None:
 async def test_a_cancelled_request_leaves_the_queue() -> None:
     async def scenario(batcher: Batcher, work: Work) -> None:
         first = await occupied(batcher, work)
-        gone, stays = await queued(batcher, ([1, 2], "a"), ([3], "a"))
+        gone, stays = await queued(batcher, work, ([1, 2], "a"), ([3], "a"))
         gone.cancel()
         await until(lambda: batcher.num_queued == 1)
         assert await released(work, first, stays) == [[0], [-3]]
@@ -152,7 +158,7 @@ async def test_a_request_cancelled_while_it_runs_harms_no_other() -> None:
     async def scenario(batcher: Batcher, work: Work) -> None:
         first = await occupied(batcher, work)
         first.cancel()
-        (second,) = await queued(batcher, ([1], "a"))
+        (second,) = await queued(batcher, work, ([1], "a"))
         assert await released(work, second) == [[-1]]
 
     await run(Limits(), scenario)
@@ -162,7 +168,7 @@ async def test_a_request_cancelled_while_it_runs_harms_no_other() -> None:
 async def test_a_failure_reaches_the_callers_of_its_batch_only() -> None:
     async def scenario(batcher: Batcher, work: Work) -> None:
         first = await occupied(batcher, work)
-        tasks = await queued(batcher, ([1], "bad"), ([2], "good"), ([3], "bad"))
+        tasks = await queued(batcher, work, ([1], "bad"), ([2], "good"), ([3], "bad"))
         results = await released(work, first, *tasks)
         assert [type(result) for result in results] == [list, ZeroDivisionError, list, ZeroDivisionError]
 
@@ -173,9 +179,9 @@ async def test_a_failure_reaches_the_callers_of_its_batch_only() -> None:
 async def test_draining_finishes_what_waits_and_admits_nothing_more() -> None:
     async def scenario(batcher: Batcher, work: Work) -> None:
         first = await occupied(batcher, work, 4)
-        (second,) = await queued(batcher, ([1], "a"))
+        (second,) = await queued(batcher, work, ([1], "a"))
         draining = asyncio.create_task(batcher.drain())
-        await asyncio.sleep(0.01)
+        await until(lambda: batcher._closing)
         with pytest.raises(Unavailable, match="draining"):
             await batcher.submit([2], "a")
         assert await released(work, first, second) == [[0] * 4, [-1]]
@@ -188,8 +194,9 @@ async def test_draining_finishes_what_waits_and_admits_nothing_more() -> None:
 async def test_as_many_batches_run_at_once_as_may() -> None:
     async def scenario(batcher: Batcher, work: Work) -> None:
         first = await occupied(batcher, work)
-        tasks = await queued(batcher, ([1], "a"))
-        tasks += await queued(batcher, ([2], "a"), ([3], "a"))
+        tasks = await queued(batcher, work, ([1], "a"))
+        await until(lambda: len(work.batches) == 2)
+        tasks += await queued(batcher, work, ([2], "a"), ([3], "a"))
         assert [items for _, items in work.batches] == [[0], [1]]
         assert batcher.num_queued == 2
         assert await released(work, first, *tasks) == [[0], [-1], [-2], [-3]]
@@ -201,7 +208,7 @@ async def test_as_many_batches_run_at_once_as_may() -> None:
 async def test_draining_waits_for_every_batch_that_runs() -> None:
     async def scenario(batcher: Batcher, work: Work) -> None:
         first = await occupied(batcher, work)
-        (second,) = await queued(batcher, ([1], "a"))
+        (second,) = await queued(batcher, work, ([1], "a"))
         draining = asyncio.create_task(batcher.drain())
         await asyncio.sleep(0.01)
         assert not draining.done()
