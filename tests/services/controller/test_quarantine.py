@@ -17,6 +17,7 @@ from flowfleet.redis.client import connect
 from services.controller import quarantine
 from services.controller.quarantine import STRIKES, WITHIN_S, Quarantine
 from tests.services.controller.test_handover import Scene
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -116,8 +117,7 @@ async def test_a_controller_that_is_told_to_end_leaves_no_suspicion(watch: tuple
             await asyncio.Event().wait()
 
     task = asyncio.create_task(opens())
-    while not await redis.exists(keys.driving()):
-        await asyncio.sleep(0.01)
+    await until(lambda: redis.exists(keys.driving()))
     task.cancel()
     await asyncio.wait([task])
     await quarantined.take_over()
@@ -172,19 +172,23 @@ async def test_a_job_that_kills_controllers_is_quarantined_and_the_others_go_on(
         jobs = [job(name=name, rollout=rollout, schedule={"steps": 3}) for name in ("hog", "good")]
         first, second = [(await ask("POST", "/v1/jobs", json=one))["id"] for one in jobs]
 
-        async def until(job_id: str, status: str) -> dict[str, Any]:
-            async with asyncio.timeout(90):
-                while (record := await ask("GET", f"/v1/jobs/{job_id}"))["status"] != status:
-                    assert record["status"] not in ("failed", "cancelled"), record["reason"]
-                    await asyncio.sleep(0.2)
+        async def reached(job_id: str, status: str) -> dict[str, Any]:
+            record: dict[str, Any] = {}
+
+            async def has_status() -> bool:
+                record.update(await ask("GET", f"/v1/jobs/{job_id}"))
+                assert record["status"] not in ("failed", "cancelled"), record["reason"]
+                return bool(record["status"] == status)
+
+            await until(has_status, 90, 0.2)
             return record
 
-        reason = (await until(first, "quarantined"))["reason"]
+        reason = (await reached(first, "quarantined"))["reason"]
         assert "it stopped the controller 3 times" in reason
         assert "last: its driver held the" in reason
-        await until(second, "succeeded")  # of the same pool
+        await reached(second, "succeeded")  # of the same pool
         assert (await ask("GET", f"/v1/jobs/{first}"))["desired"] == "paused"
         hog.unlink()
         scene.trainer.steps.clear()  # of the other job
         await ask("POST", f"/v1/jobs/{first}/resume")
-        await until(first, "succeeded")
+        await reached(first, "succeeded")

@@ -72,15 +72,6 @@ def changed(page: Page, before: list[str]) -> bool:
     return shown(page) != before
 
 
-def until(page: Page, holds: Callable[[], bool]) -> None:
-    """Waits without `wait_for_function`, whose scripts the page's policy stops."""
-    for _ in range(200):
-        if holds():
-            return
-        page.wait_for_timeout(30)
-    raise AssertionError("the page does not change")
-
-
 Act = Callable[[Page], object]
 ACTS: list[tuple[str, Act]] = [
     ("left", lambda page: page.keyboard.press("ArrowLeft")),
@@ -101,7 +92,7 @@ def test_keys_buttons_and_pictures_vote_until_no_pair_waits(visit: Visit, site: 
         pair = shown(page)
         expected.append((choice, *[int(path.split("/")[-2]) for path in pair]))
         act(page)
-        until(page, partial(changed, page, pair))
+        wait_until(partial(changed, page, pair))
     wait_until(lambda: len(votes_of(site, waiting)) == len(ACTS))
     votes = sorted(votes_of(site, waiting), key=lambda vote: vote["time"])
     assert {vote["voter"] for vote in votes} == {"steer"}
@@ -137,10 +128,10 @@ def test_the_next_pair_is_loaded_before_it_is_shown(visit: Visit, waiting: str) 
     hidden = page.locator(".hidden img")
     expect(hidden).to_have_count(2)
     loaded = "all => all.every(one => one.complete && one.naturalWidth)"
-    until(page, lambda: hidden.evaluate_all(loaded))
+    wait_until(lambda: hidden.evaluate_all(loaded))
     following = [one.get_attribute("src") for one in hidden.all()]
     page.keyboard.press("ArrowLeft")
-    until(page, lambda: shown(page) == following)
+    wait_until(lambda: shown(page) == following)
 
 
 def test_who_may_only_look_gets_no_pair(visit: Visit, waiting: str) -> None:
