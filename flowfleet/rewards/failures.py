@@ -99,6 +99,11 @@ def _what(error: grpc.aio.AioRpcError, deadline_s: float | None, caller: Caller)
             if deadline_s is None:
                 return f"did not answer Describe: restart it, or correct its address ({_SETTING})"
             return f"gave no answer in {deadline_s:g} s: make it faster, or raise timeouts.score_s"
+        case _CODE.UNIMPLEMENTED if caller == "trainer" and deadline_s is not None:
+            return (
+                f"has no ScoreWithGradient ({details}), though it says that it gives gradients: serve that method, or "
+                "give the reward weight 0"
+            )
         case _CODE.UNIMPLEMENTED:
             return (
                 f"is no flowfleet.v1.RewardService ({details}): another service answers at this address, correct it "

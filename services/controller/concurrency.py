@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CANCEL_AGAIN_S = 0.5
@@ -65,15 +67,26 @@ class Children:
         try:
             await self._over
         finally:
-            while self._tasks:
+            await self._end_all()
+
+    async def _end_all(self) -> None:
+        """Ends all, and what these start meanwhile."""
+        cancelled: asyncio.CancelledError | None = None
+        while self._tasks:
+            try:
                 await end(self._tasks)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if self._over.done():
-            return
-        if error is not None:
+            if error is not None:
+                log.warning("%s failed while it was being ended: %s: %s", task.get_name(), type(error).__name__, error)
+        elif error is not None:
             self._over.set_exception(error)
         elif not self._tasks:
             self._over.set_result(None)

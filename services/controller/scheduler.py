@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -28,7 +29,7 @@ from services.controller.fleet.directory import Directory, StaticDirectory
 from services.controller.fleet.pool import RolloutPool
 from services.controller.fleet.replicas import Replica
 from services.controller.fleet.watch import FleetWatch
-from services.controller.job.context import JobContext, JobCore
+from services.controller.job.context import JobContext, JobCore, forget_gradients
 from services.controller.job.driver import JobDriver
 from services.controller.job.ledger import Ledger, RolledBack
 from services.controller.job.reporting.reports import Reports
@@ -174,10 +175,10 @@ class JobScheduler:
         except LeaseLost:
             log.warning("lost leadership; stopping job drivers")
         finally:
-            await self._monitor.stop()
             for job_id in self._jobs.values():
                 self._metrics.forget(job_id)
             self._jobs.clear()
+            await self._monitor.stop()
 
     async def _run_jobs(self) -> None:
         """Runs the jobs and what goes with them, until one part fails."""
@@ -268,6 +269,7 @@ class JobScheduler:
         """Whether the user lifted a job's quarantine. One that is not wanted any more ends."""
         if record.desired is Desired.CANCELLED:
             await self._store.set_status(record.id, JobStatus.CANCELLED, "cancelled in quarantine")
+            await forget_gradients(self._folder(record.id))
         if record.desired is not Desired.RUNNING:
             return False
         await self._quarantine.forgive(record.id)
@@ -321,6 +323,8 @@ class JobScheduler:
         """Says why the job does not run here; True once it is cancelled."""
         cancelled = record.desired is Desired.CANCELLED
         await self._store.set_status(record.id, JobStatus.CANCELLED if cancelled else record.status, reason)
+        if cancelled:
+            await forget_gradients(self._folder(record.id))
         return cancelled
 
     async def _drive(self, record: JobRecord) -> None:
@@ -340,7 +344,7 @@ class JobScheduler:
 
     def _context(self, record: JobRecord, data: JobData, machine: Machine, emit: Any, changes: Changes) -> JobContext:
         spec = machine.spec
-        directory = self._settings.state_dir.resolve() / "jobs" / record.id
+        directory = self._folder(record.id)
         directory.mkdir(parents=True, exist_ok=True)
         blobs = open_blobs(self._redis, self._settings.blobs, self._registry)
         deal = Deal(data.training, Mixture(spec.data.each, spec.seed, spec.rollout.prompts_per_step))
@@ -381,6 +385,10 @@ class JobScheduler:
             await self._store.set_status(job_id, JobStatus.FAILED, reason)
         except (Conflict, NotFound, RedisError) as error:
             log.error("could not record the job's failure: %s", error, extra={"job": job_id})
+        await forget_gradients(self._folder(job_id))
+
+    def _folder(self, job_id: str) -> Path:
+        return self._settings.state_dir.resolve() / "jobs" / job_id
 
 
 class FencedLauncher:

@@ -100,4 +100,9 @@ class JobContext(JobCore):
         await self.refs.release_before(ALL_STEPS)
         await self.redis.delete(keys.trajectories(self.job_id))
         await self.inputs.forget()
-        await asyncio.to_thread(shutil.rmtree, self.directory / "checkpoints" / GRADIENTS, ignore_errors=True)
+        await forget_gradients(self.directory)
+
+
+async def forget_gradients(directory: Path) -> None:
+    """Deletes what an ended job kept for steps that might be applied again."""
+    await asyncio.to_thread(shutil.rmtree, directory / "checkpoints" / GRADIENTS, ignore_errors=True)

@@ -51,8 +51,10 @@ class Monitor:
         self._tasks = [asyncio.create_task(part(), name=part.__name__) for part in (self._watch, self._watch_redis)]
 
     async def stop(self) -> None:
-        await end(self._tasks)
-        self._board.clear()
+        try:
+            await end(self._tasks)
+        finally:
+            self._board.clear()
 
     async def _watch(self) -> None:
         last = time.monotonic()

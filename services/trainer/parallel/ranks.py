@@ -42,6 +42,8 @@ _KINDS: tuple[type[errors.FlowfleetError], ...] = (
     errors.OtherFormat,
 )
 """A subclass stands before its base."""
+_OTHER = _KINDS.index(errors.InvalidRequest)
+"""What other ranks raise for a kind that is not among them."""
 _BETWEEN = "\x1f"
 """Separates what an error has besides its message, which is last and may be cut."""
 
@@ -144,7 +146,7 @@ def _pack(failure: errors.FlowfleetError | None) -> Tensor:
     padded with zeros."""
     packed = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
     if failure is not None:
-        kind = next((number for number, kind in enumerate(_KINDS) if isinstance(failure, kind)), 0)
+        kind = next((number for number, kind in enumerate(_KINDS) if isinstance(failure, kind)), _OTHER)
         parts = [*map(str, failure.args[1:]), str(failure)]
         text = _BETWEEN.join(part.replace(_BETWEEN, " ") for part in parts)
         message = bytes([1 + kind]) + text.encode()[: _MESSAGE_BYTES - 1]

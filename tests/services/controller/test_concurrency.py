@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -41,6 +42,31 @@ async def test_the_first_failure_ends_the_others(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(concurrency, "CANCEL_AGAIN_S", 0.01)
     with pytest.raises(ValueError, match="broken"):
         await asyncio.wait_for(gather_or_cancel([stubborn(), broken()]), 5)
+
+
+@pytest.mark.anyio
+async def test_children_started_while_others_end_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leader that loses a cancellation continues for a moment, and starts a job."""
+    monkeypatch.setattr(concurrency, "CANCEL_AGAIN_S", 0.01)
+
+    async def parent() -> None:
+        children = Children()
+
+        async def leader() -> None:
+            with suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            children.create_task(asyncio.Event().wait(), name="late")
+            await asyncio.Event().wait()
+
+        children.create_task(leader(), name="leader")
+        await children.wait()
+
+    task = asyncio.create_task(parent())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await asyncio.wait_for(end([task]), 5)
+    assert task.cancelled()
+    assert alive("late") == alive("leader") == []
 
 
 async def family(*parts: Callable[[], Coroutine[Any, Any, None]]) -> None:

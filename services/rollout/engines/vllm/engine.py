@@ -89,9 +89,8 @@ class VllmEngine(RolloutEngine):
         """The installed adapter, a `LiveAdapter`."""
         self._asked: list[_Asked] = []
         """Requests under way, on the engine's thread."""
-        self._open = 0
-        """Requests that wait for batches, on the event loop."""
         self._pump: asyncio.Task[None] | None = None
+        """Runs while there are requests under way, on the event loop."""
         self._is_broken = False
 
     async def prepare(self, model: ModelSpec, lora: LoraSpec | None) -> None:
@@ -103,7 +102,6 @@ class VllmEngine(RolloutEngine):
         asked = await self._run(self.pulse.work("encode", len(request.groups)), self._begin, request, cancelled)
         is_whole = False
         try:
-            self._open += 1
             if self._pump is None:
                 self._pump = asyncio.create_task(self._step_while_asked(), name="vllm")
             for _ in request.groups:
@@ -113,7 +111,6 @@ class VllmEngine(RolloutEngine):
                 yield outcome
             is_whole = True
         finally:
-            self._open -= 1
             if not is_whole:
                 self._thread.submit(self._abandon, asked)
 
@@ -139,7 +136,7 @@ class VllmEngine(RolloutEngine):
 
     async def _step_while_asked(self) -> None:
         try:
-            while self._open:
+            while self._asked:
                 for asked, outcome in await self._run(self.pulse.work("tokens"), self._turn):
                     asked.outcomes.put_nowait(outcome)
         finally:

@@ -10,6 +10,7 @@ step is read again (store.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,9 +131,12 @@ class RewardGradients:
         latents = image.detach().clone().requires_grad_()
         with torch.enable_grad():
             pixels: Tensor = self._decoder.pixels(latents, self._spec.rollout.size)
-            target = torch.from_numpy(by_pixels)[None].to(pixels)
-            (gradient,) = torch.autograd.grad(pixels, latents, target)
-        return gradient[0].float().cpu()
+            target = torch.from_numpy(by_pixels)[None]
+            scale = (
+                2.0 ** math.frexp(float(target.abs().max()))[1]
+            )  # keeps small ones in the range of a float16 decoder
+            (gradient,) = torch.autograd.grad(pixels, latents, (target / scale).to(pixels))
+        return gradient[0].float().cpu() * scale
 
     def _asked(self, rows: Sequence[int], pixels: Tensor, wishes: Sequence[Wish]) -> list[tuple[Pixels, float] | None]:
         """Asks the rewards. For each row the gradient (3, H, W) of its wishes' weighted sum, and that sum; None where a
