@@ -35,7 +35,8 @@ def write_page(directory: Path, page: Path = PAGE, results: Path = RESULTS) -> N
     """Results, pictures and the table, by the runs in a directory; results of runs that are not there stay as they are,
     and so do the pictures of the first seed."""
     found = [json.loads(path.read_text()) for path in sorted(directory.glob("*/run.json"))]
-    newest = {(run["voter"], run["seed"]): run for run in [*json.loads(results.read_text()), *found]}
+    kept = json.loads(results.read_text()) if results.exists() else []
+    newest = {(run["voter"], run["seed"]): run for run in [*kept, *found]}
     runs = list(newest.values())
     runs.sort(key=lambda run: ([*LABELS].index(run["voter"]), run["seed"]))
     results.write_text(json.dumps(runs, indent=1) + "\n")

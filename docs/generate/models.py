@@ -21,8 +21,8 @@ PAGE = Path("docs/models.md")
 MODES = ("lora", "full")
 
 
-class Seed(NamedTuple):
-    """A model that Flowfleet was begun for, with the algorithms that were wanted on it."""
+class CoreModel(NamedTuple):
+    """A core model with the algorithms that `make test-all` always runs on it."""
 
     title: str
     kind: str
@@ -33,20 +33,24 @@ class Seed(NamedTuple):
     algorithms: tuple[str, ...]
 
 
-SEEDS = (
-    Seed(
+CORE_MODELS = (
+    CoreModel(
         "Qwen-Image",
         "qwen_image",
         "QwenImagePipeline",
         "test_from_text.py",
         ("flow_grpo", "flow_dppo", "mix_grpo", "grpo_guard", "diffusion_nft", "dpo"),
     ),
-    Seed("BAGEL, pictures", "bagel", "BagelForConditionalGeneration", "test_from_text.py", ("flow_grpo",)),
-    Seed("BAGEL, answers", "bagel", "BagelForConditionalGeneration", "test_texts.py", ("gspo",)),
-    Seed("Qwen3-Omni Thinker", "thinker", "Qwen3OmniMoeThinkerForConditionalGeneration", "test_texts.py", ("gspo",)),
-    Seed("Wan2.2", "wan_two_experts", "WanPipeline", "test_edits_and_videos.py", ("dance_grpo",)),
-    Seed("SD3.5", "stable_diffusion_3", "StableDiffusion3Pipeline", "test_from_text.py", ("flow_grpo", "dpo")),
-    Seed("HunyuanImage-3.0", "hunyuan_image3", "HunyuanImage3ForCausalMM", "test_from_text.py", ("mix_grpo", "srpo")),
+    CoreModel("BAGEL, pictures", "bagel", "BagelForConditionalGeneration", "test_from_text.py", ("flow_grpo",)),
+    CoreModel("BAGEL, answers", "bagel", "BagelForConditionalGeneration", "test_texts.py", ("gspo",)),
+    CoreModel(
+        "Qwen3-Omni Thinker", "thinker", "Qwen3OmniMoeThinkerForConditionalGeneration", "test_texts.py", ("gspo",)
+    ),
+    CoreModel("Wan2.2", "wan_two_experts", "WanPipeline", "test_edits_and_videos.py", ("dance_grpo",)),
+    CoreModel("SD3.5", "stable_diffusion_3", "StableDiffusion3Pipeline", "test_from_text.py", ("flow_grpo", "dpo")),
+    CoreModel(
+        "HunyuanImage-3.0", "hunyuan_image3", "HunyuanImage3ForCausalMM", "test_from_text.py", ("mix_grpo", "srpo")
+    ),
 )
 
 
@@ -104,9 +108,9 @@ def run_cases() -> list[Case]:
     for writes in (False, True):
         families = {name: family for name, family in FAMILIES.items() if family.trains(writes_tokens=writes)}
         suited = {name: known for name, known in ALGORITHMS.items() if writes_tokens(known) == writes}
-        seeds = [(seed.pipeline, name) for seed in SEEDS for name in seed.algorithms if name in suited]
+        core = [(model.pipeline, name) for model in CORE_MODELS for name in model.algorithms if name in suited]
         cases += choose_cases(
-            families, suited, lambda family, name: not refusal(FAMILIES[family], ALGORITHMS[name]), seeds
+            families, suited, lambda family, name: not refusal(FAMILIES[family], ALGORITHMS[name]), core
         )
     return cases
 
@@ -138,15 +142,15 @@ def parts() -> dict[str, str]:
     """Name to content of the generated part of the page."""
     run = {(case.pipeline, case.algorithm) for case in run_cases()}
     header = ["", "samples", *(f"`{name}`" for name in ALGORITHMS)]
-    seeds = table(["", "algorithms", "tests in `tests/e2e/matrix`"], map(_seed_row, SEEDS))
-    return {"support": table(header, [_row(family, run) for family in FAMILIES.values()]), "seeds": seeds}
+    core = table(["", "algorithms", "tests in `tests/e2e/matrix`"], map(_core_row, CORE_MODELS))
+    return {"support": table(header, [_row(family, run) for family in FAMILIES.values()]), "core-models": core}
 
 
-def _seed_row(seed: Seed) -> list[str]:
-    writes = writes_tokens(ALGORITHMS[seed.algorithms[0]])
-    modes = {case.algorithm: case.mode for case in cases_on(seed.kind, seed.pipeline, writes=writes)}
-    tests = ", ".join(f"`[{seed.kind}-{name}-{modes[name]}]`" for name in seed.algorithms)
-    return [seed.title, ", ".join(f"✓ `{name}`" for name in seed.algorithms), f"`{seed.file}`: {tests}"]
+def _core_row(model: CoreModel) -> list[str]:
+    writes = writes_tokens(ALGORITHMS[model.algorithms[0]])
+    modes = {case.algorithm: case.mode for case in cases_on(model.kind, model.pipeline, writes=writes)}
+    tests = ", ".join(f"`[{model.kind}-{name}-{modes[name]}]`" for name in model.algorithms)
+    return [model.title, ", ".join(f"✓ `{name}`" for name in model.algorithms), f"`{model.file}`: {tests}"]
 
 
 def refusal(family: ModelFamily, algorithm: Algorithm) -> str:

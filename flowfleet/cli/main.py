@@ -7,7 +7,7 @@ import threading
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -31,6 +31,7 @@ from flowfleet.client.progress import follow
 from flowfleet.client.types import Job
 from flowfleet.job.files import find_job_file, prepare_job, shipped
 from flowfleet.local.stack import DEFAULT_PORT, DEFAULT_STATE_DIR, Stack, StateDir
+from flowfleet.models.registry import Engine
 from flowfleet.process.pulse import HANG_S
 
 app = typer.Typer(
@@ -77,9 +78,7 @@ def up(
     ] = None,
     model: Annotated[str | None, typer.Option(help="Pipeline directory that the rollouts load at start.")] = None,
     dtype: Annotated[str, typer.Option(help="Data type of --model.")] = "float32",
-    engine: Annotated[
-        Literal["diffusers", "transformers", "vllm", "vllm-omni"], typer.Option(help="Engine of the rollouts.")
-    ] = "diffusers",
+    engine: Annotated[Engine, typer.Option(help="Engine of the rollouts.")] = "diffusers",
     max_batch: Annotated[int | None, typer.Option(help="Maximum rows of a rollout's forward.")] = None,
     data_root: Annotated[
         list[Path] | None,

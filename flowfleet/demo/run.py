@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 from rich.console import Console
@@ -22,9 +22,8 @@ from flowfleet.job.spec import JobSpec
 from flowfleet.local.plan import StackOptions
 from flowfleet.local.session import local_stack, stop_stack
 from flowfleet.local.stack import StackError, StateDir
+from flowfleet.models.registry import Engine
 
-Engine = Literal["diffusers", "transformers", "vllm", "vllm-omni"]
-"""Engine of the rollouts."""
 MARKER = ".flowfleet-demo"
 """The job as submitted. Says that a directory was made by the demo, and may be replaced by the next one."""
 PICTURES, TEXTS = "before_after.png", "before_after.txt"

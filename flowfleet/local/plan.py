@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -18,6 +17,7 @@ from flowfleet.local.placement import NOWHERE, Placement
 from flowfleet.local.rewards import Reward, parse_reward
 from flowfleet.local.secrets import StackSecrets
 from flowfleet.local.stack import DEFAULT_PORT, DEFAULT_STATE_DIR, MARK, StackError, StateDir
+from flowfleet.models.registry import Engine
 from flowfleet.process.pulse import HANG_S
 from flowfleet.process.service import PATIENT_THREADS, usable_cpus
 from flowfleet.redis.server import server_url
@@ -52,7 +52,7 @@ class StackOptions(BaseModel):
     """Diffusers pipeline that the rollouts load while they start."""
     dtype: str = "float32"
     """Data type of the preloaded model."""
-    engine: Literal["diffusers", "transformers", "vllm", "vllm-omni"] = "diffusers"
+    engine: Engine = "diffusers"
     """Engine of the rollouts."""
     max_batch: int | None = Field(default=None, ge=1)
     """Most rows of one forward of a rollout; unset: the rollout's default."""

@@ -69,7 +69,7 @@ class ModelAdapter(ABC):
     layout: ClassVar[Layout] = PIPELINE
     """Where a checkpoint holds the transformers' weights."""
     stored: ClassVar[StoredNames | None] = None
-    """How the transformer is stored where a checkpoint is one folder of files (families/flat.py); None: diffusers'
+    """How the transformer is stored where a checkpoint is one folder of files (models/files.py); None: diffusers'
     layout. Such a family overrides `load`, and needs neither `pipeline_class` nor `vae_class`."""
     own_parts: ClassVar[tuple[str, ...]] = ()
     """Parts of the pipeline that the family makes in `load`, and diffusers does not."""

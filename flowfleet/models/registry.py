@@ -14,13 +14,17 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from flowfleet import hub, plugins
 
 if TYPE_CHECKING:
     from flowfleet.models.base import ModelAdapter
     from flowfleet.models.sequences.adapter import SequenceAdapter
+
+Engine = Literal["diffusers", "transformers", "vllm", "vllm-omni"]
+"""What samples a family in rollouts."""
+ENGINES: Final[tuple[Engine, ...]] = get_args(Engine)
 
 
 @dataclass(frozen=True, slots=True)

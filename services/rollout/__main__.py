@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 
+from flowfleet.models.registry import ENGINES
 from flowfleet.process.pulse import add_pulse_arguments
 from flowfleet.process.service import PATIENT_THREADS, end_soon, rpc_parser, run_service
 
@@ -20,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--replica-id", help="name in the fleet; default: its address")
     flags.add_argument("--pool", default="default", help="pool that it belongs to; jobs name theirs (default)")
     flags.add_argument("--advertise", help="host:port at which the fleet reaches it; default: the address it binds")
-    flags.add_argument("--engine", choices=("diffusers", "transformers", "vllm", "vllm-omni"), default="diffusers")
+    flags.add_argument("--engine", choices=ENGINES, default="diffusers")
     flags.add_argument("--attention-backend", default="TORCH_SDPA", help="of the vllm-omni engine on GPUs")
     flags.add_argument("--device", default="auto", help='"auto", "cpu", "cuda:0", …')
     flags.add_argument("--max-batch", type=_positive, default=256, help="most rows of one forward")

@@ -35,26 +35,26 @@ def test_every_algorithm_is_taken_on_every_family_of_its_kind(family: str, algor
     assert (reason == "") == (is_of_its_kind and suits), reason
 
 
-def test_the_named_tests_of_the_seeds_are_there() -> None:
+def test_the_named_tests_of_the_core_models_are_there() -> None:
     modules = {
         module.__name__.rpartition(".")[2]: module for module in (test_from_text, test_edits_and_videos, test_texts)
     }
-    table = content(PAGE.read_text(encoding="utf-8"), "seeds")
+    table = content(PAGE.read_text(encoding="utf-8"), "core-models")
     named = re.findall(r"`(test_\w+)\.py`: (.+) \|$", table, flags=re.MULTILINE)
-    assert len(named) == len(support.SEEDS)
+    assert len(named) == len(support.CORE_MODELS)
     for module, tests in named:
         (mark,) = [
             mark
             for mark in modules[module].test_the_algorithm_trains_the_model.pytestmark
-            if mark.name == "parametrize"
+            if mark.name == "parametrize" and mark.args[0] == ("kind", "algorithm", "mode")
         ]
         ids = {"-".join(case) for case in mark.args[1]}
         assert set(re.findall(r"`\[([\w-]+)\]`", tests)) <= ids
 
 
-def test_every_seed_runs_with_each_of_its_algorithms() -> None:
+def test_every_core_model_runs_with_each_of_its_algorithms() -> None:
     run = {(case.pipeline, case.algorithm) for case in support.run_cases()}
-    assert all((seed.pipeline, name) in run for seed in support.SEEDS for name in seed.algorithms)
+    assert all((model.pipeline, name) in run for model in support.CORE_MODELS for name in model.algorithms)
 
 
 def assert_rule(

@@ -73,7 +73,7 @@ class FlowModel:
 
 
 class FlatFlowModel(FlowModel):
-    """See `ModelKind`. The files hold all components, and names of their own; see flowfleet/models/families/flat.py."""
+    """See `ModelKind`. The files hold all components under `StoredNames` (flowfleet/models/loading.py)."""
 
     def __init__(self, layout: Layout, names: StoredNames) -> None:
         super().__init__(layout)
