@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from flowfleet.process.service import PATIENT_THREADS
 
 # Before torch: two files of tests at a time share few cores. Threads that meet at barriers wait for one that has no
 # core: with two a process, steps of the tiny model took four times as long next to one other process.
 os.environ.update(PATIENT_THREADS | {"OMP_NUM_THREADS": "1"})
+
+# A time says more of the machine than of what is tested.
+settings.register_profile("flowfleet", deadline=None)
+settings.load_profile("flowfleet")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
