@@ -1,4 +1,4 @@
-"""Models that write text × algorithms, end to end through the services: two steps each, log-probs exact."""
+"""Models that write text × algorithms, end to end through the services: two steps each, log-probs equal."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ def letters(text, prompt, metadata):
 """
 
 
+ROUNDING = 1e-6
+"""A rollout decodes token by token, and a trainer reads packed sequences: float32 sums may end a bit or two apart."""
 VLLM_CASES = [("qwen3", "gspo", "lora"), ("qwen3_moe", "grpo", "full"), ("thinker", "gspo", "lora")]
 TOLERANCE = 1e-4
 """Ratios between the trainer's log-probs and vLLM's, in float32, are that near 1."""
@@ -40,7 +42,7 @@ def fleet(
 def test_the_algorithm_trains_the_model(
     fleet: Fleet, checkpoint_of: Callable[[str], Path], data: Path, kind: str, algorithm: str, mode: str
 ) -> None:
-    check(fleet, checkpoint_of(kind), data, algorithm, mode)
+    check(fleet, checkpoint_of(kind), data, algorithm, mode, tolerance=ROUNDING)
 
 
 @pytest.mark.parametrize("fleet", ["vllm"], indirect=True)
