@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 EMBEDDING_WIDTH = 128
+TEXT_HEAD_WIDTH = 32
 LATENT_CHANNELS = 16
 
 SPECIAL_TOKENS = [
@@ -96,9 +97,12 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Any:
     )
 
 
-def build_text_encoder(tokenizer: Any) -> Any:
-    """A two-layer Qwen2.5-VL whose random weights keep the scale of activations, frozen and rounded to fp16."""
-    encoder: Any = Qwen2_5_VLForConditionalGeneration(_text_encoder_config(tokenizer))
+def build_text_encoder(tokenizer: Any, width: int = EMBEDDING_WIDTH) -> Any:
+    """A two-layer Qwen2.5-VL whose random weights keep the scale of activations, frozen and rounded to fp16.
+
+    width: of its embeddings, a multiple of `TEXT_HEAD_WIDTH`.
+    """
+    encoder: Any = Qwen2_5_VLForConditionalGeneration(_text_encoder_config(tokenizer, width))
     for name, weight in encoder.named_parameters():
         if "embed_tokens" in name:
             torch.nn.init.normal_(weight, std=1.0)
@@ -121,14 +125,14 @@ def media_token_ids(tokenizer: Any) -> dict[str, int]:
     }
 
 
-def _text_encoder_config(tokenizer: Any) -> Qwen2_5_VLConfig:
+def _text_encoder_config(tokenizer: Any, width: int) -> Qwen2_5_VLConfig:
     text = {
         "vocab_size": len(tokenizer),
-        "hidden_size": EMBEDDING_WIDTH,
-        "intermediate_size": 2 * EMBEDDING_WIDTH,
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
+        "num_attention_heads": width // TEXT_HEAD_WIDTH,
+        "num_key_value_heads": width // TEXT_HEAD_WIDTH,
         "max_position_embeddings": 4096,
         "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0},
         "bos_token_id": tokenizer.pad_token_id,
@@ -140,15 +144,18 @@ def _text_encoder_config(tokenizer: Any) -> Qwen2_5_VLConfig:
         "hidden_size": 32,
         "intermediate_size": 32,
         "num_heads": 2,
-        "out_hidden_size": EMBEDDING_WIDTH,
+        "out_hidden_size": width,
         "fullatt_block_indexes": [0],
     }
     return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **media_token_ids(tokenizer))
 
 
-def build_vae() -> Any:
-    """An untrained autoencoder: factor of eight and 16 latent channels as the real one, one residual block a stage."""
-    return AutoencoderKLQwenImage(base_dim=16, z_dim=LATENT_CHANNELS, dim_mult=[1, 2, 4, 4], num_res_blocks=1)
+def build_vae(width: int = 16) -> Any:
+    """An untrained autoencoder: factor of eight and 16 latent channels as the real one, one residual block a stage.
+
+    width: channels at the full resolution.
+    """
+    return AutoencoderKLQwenImage(base_dim=width, z_dim=LATENT_CHANNELS, dim_mult=[1, 2, 4, 4], num_res_blocks=1)
 
 
 def build_transformer() -> Any:

@@ -27,8 +27,9 @@ from diffusers import QwenImagePipeline
 
 from flowfleet.models.loading import ALL_COMPONENTS, load_pipeline
 from recipes.tiny.components import build_pipeline
-from recipes.tiny.evaluation import NOISE_SEEDS, Judge, Legibility, contact_sheet, mean_over, paint
+from recipes.tiny.evaluation import Judge, Legibility, mean_over
 from recipes.tiny.make_prompts import read_prompts
+from recipes.tiny.painting import NOISE_SEEDS, contact_sheet, paint
 from recipes.tiny.signs import draw_example, word_in
 from recipes.tiny.training import encode_images, train_transformer, train_vae
 

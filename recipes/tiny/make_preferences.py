@@ -22,8 +22,9 @@ from flowfleet.algorithms.preferences import make_pairs
 from flowfleet.job.spec import read_job_file
 from flowfleet.models.loading import ALL_COMPONENTS, load_pipeline
 from flowfleet.process.service import usable_cpus
-from recipes.tiny.evaluation import JOB_FILE, paint
+from recipes.tiny.evaluation import JOB_FILE
 from recipes.tiny.make_prompts import read_prompts
+from recipes.tiny.painting import paint
 from services.reward.scorer import Sample, Score
 from services.reward.scorers.reading.ocr import OcrScorer
 

@@ -69,13 +69,18 @@ def train_vae(vae: Any, pixels: Tensor, seconds: float, batch_size: int) -> None
         with autocast(device):
             modes = vae.encode(images).latent_dist.mode()
             painted = vae.decode(modes + 0.03 * torch.randn_like(modes), return_dict=False)[0]
-        error = painted.float() - images
-        loss = 4 * error.square().mean() + 0.2 * error.abs().mean() + 1e-4 * modes.float().square().mean()
+        loss = reconstruction_loss(images, modes, painted)
         _apply(optimizer, loss)
         if budget.step():
             logger.info("vae step %d loss %.4f", budget.num_steps, loss.item())
     logger.info("vae trained for %d steps, loss %.4f", budget.num_steps, loss.item())
     round_to_half(vae.eval().requires_grad_(False))
+
+
+def reconstruction_loss(images: Tensor, modes: Tensor, painted: Tensor) -> Tensor:
+    """Squared and absolute error of `painted` against `images`, with a light pull of the latents' `modes` to zero."""
+    error = painted.float() - images
+    return 4 * error.square().mean() + 0.2 * error.abs().mean() + 1e-4 * modes.float().square().mean()
 
 
 def to_video(pixels: Tensor) -> Tensor:

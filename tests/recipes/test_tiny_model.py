@@ -10,8 +10,9 @@ import torch
 from diffusers import QwenImagePipeline
 
 from flowfleet.models.loading import ALL_COMPONENTS, load_pipeline
-from recipes.tiny.evaluation import Judge, paint
+from recipes.tiny.evaluation import Judge
 from recipes.tiny.make_prompts import NUM_TRAIN, NUM_VALIDATION, read_prompts
+from recipes.tiny.painting import paint
 from recipes.tiny.signs import ALPHABET, BOARD_COLORS, WORD_LENGTHS, Sign, prompt_for, word_in
 
 MODEL = Path(__file__).parents[2] / "recipes" / "tiny" / "model"
