@@ -155,6 +155,45 @@ def test_tokens_have_the_models_frequencies(
     assert ((found - expected).abs() <= 5 * (expected * (1 - expected) / count).sqrt() + 1e-6).all()
 
 
+def test_undrawn_tokens_count_in_log_probs_but_are_not_drawn(
+    engine: VllmEngine, loop: asyncio.AbstractEventLoop, model: ModelSpec
+) -> None:
+    """Also where they are the likeliest by far. The engine comes first: it sets what vLLM reads when it is imported."""
+    loop.run_until_complete(engine.prepare(model, None))
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+
+    from services.rollout.engines.vllm.log_probs import TemperedSampler
+
+    rows, none = 400, torch.empty(0)
+    logits = torch.zeros(rows, 6)
+    logits[:, [2, 5]] = 9.0
+    for temperature, drawn in ((None, {0}), (0.5, {0, 1, 3, 4})):
+        metadata = SamplingMetadata(
+            temperature=None if temperature is None else torch.full((rows,), temperature),
+            all_greedy=temperature is None,
+            all_random=temperature is not None,
+            top_p=None,
+            top_k=None,
+            generators={},
+            max_num_logprobs=0,
+            no_penalties=True,
+            prompt_token_ids=None,
+            frequency_penalties=none,
+            presence_penalties=none,
+            repetition_penalties=none,
+            output_token_ids=[[]] * rows,
+            allowed_token_ids_mask=None,
+            bad_words_token_ids={},
+            logitsprocs=LogitsProcessors(),
+        )
+        found = TemperedSampler([2, 5], CPU).forward(logits.clone(), metadata)
+        tokens = found.sampled_token_ids.long()
+        assert set(tokens.flatten().tolist()) == drawn
+        expected = torch.log_softmax(logits / (temperature or 1.0), dim=-1).gather(1, tokens)
+        assert torch.allclose(found.logprobs_tensors.logprobs[:, :1], expected)
+
+
 def test_a_sample_depends_on_its_own_seed_only(
     engine: VllmEngine, loop: asyncio.AbstractEventLoop, model: ModelSpec
 ) -> None:

@@ -18,6 +18,7 @@ from flowfleet.weights import lora as adapters
 from flowfleet.weights import weights
 from recipes.tiny_thinker.model import QUESTION, save_random
 from services.rollout.engines.base import GeneratedSample, GenerationRequest, PromptGroup, SequenceSampling
+from services.rollout.engines.vllm import parameters
 from services.rollout.engines.vllm.engine import VllmEngine
 from tests.e2e.matrix.texts import as_whole
 from tests.services.rollout.test_vllm import LORA, TOLERANCE, asked, generated, received, tokens_of
@@ -116,3 +117,20 @@ def test_new_weights_change_what_is_seen(
             assert_agrees(reference, (PICTURE,), sample)
 
     asyncio.run(body())
+
+
+def test_weights_have_the_names_of_the_transformers_that_is_there(engine: VllmEngine, folder: Path) -> None:
+    """5.17's Thinker holds its encoders next to the language model, later ones in one model with it."""
+    asyncio.run(engine.prepare(spec_of(folder), None))
+    from services.rollout.engines.vllm.thinker import renames
+
+    thinker = torch.nn.Module()
+    thinker.model = torch.nn.Module()
+    ours = ["language_model.model.norm.weight", "language_model.lm_head.weight", "visual.x", "audio_tower.x"]
+    for names in (
+        ["model.norm.weight", "lm_head.weight", "visual.x", "audio_tower.x"],
+        ["model.language_model.norm.weight", "lm_head.weight", "model.visual.x", "model.audio_tower.x"],
+    ):
+        assert [parameters.transformers_name(name, renames(thinker)) for name in ours] == names
+        assert [parameters.vllm_name(name, renames(thinker)) for name in names] == ours
+        thinker.model.language_model = torch.nn.Module()

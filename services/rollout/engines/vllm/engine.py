@@ -287,6 +287,7 @@ class VllmEngine(RolloutEngine):
                 memory=self._memory,
                 records_experts=bool(adapter.routing.num_layers),
                 is_thinker=family.pipeline in THINKERS,
+                undrawn=adapter.undrawn_ids,
             )
             self._adapter, self._is_thinker = adapter, family.pipeline in THINKERS
             if model.load_format == "dummy":
@@ -320,9 +321,10 @@ class VllmEngine(RolloutEngine):
     def _renames(self) -> Mapping[str, str]:
         if not self._is_thinker:
             return {}
-        from services.rollout.engines.vllm.thinker import RENAMES
+        from services.rollout.engines.vllm.thinker import renames
 
-        return RENAMES
+        assert self._adapter is not None, "prepare comes first"
+        return renames(self._adapter.transformer)
 
     def _load_adapter(self, state: Mapping[str, Tensor]) -> None:
         assert self._live is not None, "prepare with an adapter comes first"

@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import os
 import sys
+from collections.abc import Collection
 from types import ModuleType
 from typing import Any, Final
 
@@ -38,6 +39,7 @@ def start(
     memory: float,
     records_experts: bool,
     is_thinker: bool,
+    undrawn: Collection[int],
 ) -> Any:
     """vLLM's `LLMEngine` with its model in it, and layers for an adapter of this shape. Takes seconds to minutes.
 
@@ -49,6 +51,7 @@ def start(
         memory: share of the accelerator's memory that vLLM may fill with weights, keys and values.
         records_experts: whether results hold the experts that each token took.
         is_thinker: whether it is Qwen3-Omni's.
+        undrawn: tokens that are never drawn.
     """
     _set_environment(device)
     from vllm.engine.arg_utils import EngineArgs
@@ -91,7 +94,7 @@ def start(
         )
     )
     torch.set_num_threads = set_num_threads  # vLLM's worker for CPUs turns it off for the whole process.
-    worker_of(engine).model_runner.sampler = TemperedSampler(MODE)
+    worker_of(engine).model_runner.sampler = TemperedSampler(sorted(undrawn), device)
     return engine
 
 

@@ -114,7 +114,7 @@ def check(request: GenerationRequest, prompts: Mapping[int, EncodedPrompt], long
 def parameters(request: GenerationRequest, adapter: SequenceAdapter, seed: int) -> SamplingParams:
     """How vLLM samples one sequence."""
     settings = settings_of(request)
-    found = SamplingParams(
+    return SamplingParams(
         temperature=settings.temperature,
         top_p=settings.top_p,
         seed=seed,
@@ -126,9 +126,6 @@ def parameters(request: GenerationRequest, adapter: SequenceAdapter, seed: int) 
         logprobs=0 if request.record == "tokens" else None,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-    if adapter.undrawn_ids:
-        found._bad_words_token_ids = [[token] for token in sorted(adapter.undrawn_ids)]
-    return found
 
 
 def _log_probs(written: Any) -> Tensor:

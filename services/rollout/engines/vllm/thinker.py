@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import BatchFeature, PretrainedConfig, Qwen3OmniMoeConfig
 from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import _get_feat_extract_output_lengths
 from vllm.inputs import mm_input, tokens_input
@@ -29,13 +29,19 @@ from flowfleet.models.sequences.adapter import EncodedPrompt
 
 ARCHITECTURE: Final = "FlowfleetQwen3OmniThinker"
 """Name of the model class in vLLM's registry."""
-RENAMES: Final = {
+_RENAMES: Final = {
     "language_model.model.": "model.language_model.",
     "language_model.lm_head.": "lm_head.",
     "visual.": "model.visual.",
     "audio_tower.": "model.audio_tower.",
 }
-"""Beginnings of parameters' names here, and in transformers."""
+_FLAT_RENAMES: Final = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
+"""The same for a transformers whose Thinker holds the encoders next to the language model, such as 5.17."""
+
+
+def renames(thinker: nn.Module) -> Mapping[str, str]:
+    """Beginnings of parameters' names here, and in transformers' Thinker."""
+    return _RENAMES if hasattr(thinker.model, "language_model") else _FLAT_RENAMES
 
 
 class _Info(BaseProcessingInfo):
