@@ -19,12 +19,14 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from recipes.composition.nouns import Noun
+from recipes.composition.nouns import Noun, read_nouns
 
 Bytes = NDArray[np.uint8]
 
 FOLDER = "FLOWFLEET_COMPOSITION_ATLAS"
 """Environment variable that names the folder of the atlas."""
+STYLES = ("cartoon", "glossy", "flat")
+"""Words of the styles in captions."""
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 NUM_DIRECTIONS = 72
 """Directions in which the extent of a sprite is known."""
@@ -84,12 +86,12 @@ class Atlas:
 
     @cached_property
     def brightness(self) -> torch.Tensor:
-        """(sprites, 2) float32: the 5th and the 95th percentile of a thing's luminance, of 0 … 1."""
+        """(sprites, 3) float32: 5th percentile, median and 95th percentile of a thing's luminance, of 0 … 1."""
         bounds = []
         for sprite in self.sprites.astype(np.float32) / 255:
             inside = sprite[..., 3] >= 0.5
             luminance = (sprite[inside][:, :3] / sprite[inside][:, 3:]) @ np.array([0.299, 0.587, 0.114], np.float32)
-            bounds.append(np.percentile(luminance, (5, 95)))
+            bounds.append(np.percentile(luminance, (5, 50, 95)))
         return torch.from_numpy(np.array(bounds, np.float32))
 
 
@@ -124,6 +126,13 @@ def read(folder: Path) -> Atlas:
     return Atlas(nouns, tuple(index["styles"]), sprites, glyphs.reshape(*advances.shape, *glyphs.shape[1:]), advances)
 
 
+def blank() -> Atlas:
+    """An atlas of all nouns and styles without pictures, for what depends on names alone."""
+    nouns = read_nouns()
+    sprites = np.zeros((len(nouns) * len(STYLES), 64, 64, 4), np.uint8)
+    return Atlas(nouns, STYLES, sprites, np.zeros((1, 26, 1, 1), np.uint8), np.ones((1, 26), np.float32))
+
+
 def default_folder() -> Path:
     """Where `load` looks: $FLOWFLEET_COMPOSITION_ATLAS, else a folder in the user's cache."""
     if FOLDER in os.environ:
@@ -132,12 +141,16 @@ def default_folder() -> Path:
 
 
 def load() -> Atlas:
-    """The atlas in `default_folder`, built first where it is missing."""
+    """The atlas in `default_folder`, built first where it is missing, or made from another list of nouns. One that
+    the environment names is taken as it is."""
     folder = default_folder()
-    if not (folder / "atlas.json").is_file():
-        from recipes.composition.sprites import build  # needs node and a renderer, which a copied atlas does not
+    if FOLDER in os.environ:
+        return read(folder)
+    if (folder / "atlas.json").is_file() and (kept := read(folder)).nouns == read_nouns():
+        return kept
+    from recipes.composition.sprites import build  # needs node and a renderer, which a copied atlas does not
 
-        save(build(folder.parent / "packages"), folder)
+    save(build(folder.parent / "packages"), folder)
     return read(folder)
 
 

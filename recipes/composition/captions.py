@@ -14,7 +14,7 @@ from recipes.composition.atlas import LETTERS
 from recipes.composition.heldout import is_allowed
 from recipes.composition.nouns import article
 from recipes.composition.scenes import Scenes
-from recipes.composition.world import CATEGORIES, NUM_WORDINGS, RELATIONS, World
+from recipes.composition.world import CATEGORIES, NUM_STYLE_WORDINGS, NUM_WORDINGS, RELATIONS, World
 
 FRAMES: Final = (
     "a photo of {}",
@@ -41,7 +41,7 @@ PLACES: Final = {
 }
 SIGNS: Final = ('a sign that says "{}"', 'a sign with the word "{}"', 'a sign that reads "{}"')
 SILENT_SIGN: Final = "a sign with a word"
-assert len(FRAMES) == NUM_WORDINGS
+assert (len(FRAMES), len(STYLE_FRAMES)) == (NUM_WORDINGS, NUM_STYLE_WORDINGS)
 
 SINGLE, TWO, COUNTING, COLORS, POSITION, COLOR_ATTR, TEXT, STYLE = range(len(CATEGORIES))
 SILENT_AS: Final = {COLORS: SINGLE, STYLE: SINGLE, POSITION: TWO, COLOR_ATTR: TWO, TWO: SINGLE}
@@ -77,7 +77,7 @@ def flawed(world: World, scenes: Scenes, share: float, generator: torch.Generato
     device = scenes.device
     numbers = torch.rand(2, len(scenes), generator=generator, device=device)
     is_flawed, is_silent = numbers[0] < share, numbers[1] < silent
-    wrong = _altered(world, scenes, generator)
+    wrong = altered(world, scenes, generator)
     said_less = _reduced(scenes)
     is_silent |= ~is_allowed(world, wrong, "train") | (
         (scenes.category == TWO) & (wrong.nouns[:, 0] == wrong.nouns[:, 1])
@@ -90,6 +90,41 @@ def flawed(world: World, scenes: Scenes, share: float, generator: torch.Generato
         (_sentence(world, true), _sentence(world, other), _silent(world, true, less))[which]
         for true, other, less, which in rows
     ]
+
+
+def altered(world: World, scenes: Scenes, generator: torch.Generator) -> Scenes:
+    """The scenes with another count, color, relation, word, style or noun than they show, as their category is about.
+    Of two colors half are exchanged; the word differs in one letter at least."""
+    n, device = len(scenes), scenes.device
+
+    def other(value: torch.Tensor, high: int) -> torch.Tensor:
+        step = 1 + torch.randint(high - 1, value.shape, generator=generator, device=device)
+        return torch.where(value >= 0, (value + step) % high, value)
+
+    def among(*kinds: int) -> torch.Tensor:
+        return torch.isin(scenes.category, torch.tensor(kinds, device=device))
+
+    coin = torch.rand(n, generator=generator, device=device) < 0.5
+    nouns, colors, word = scenes.nouns.clone(), scenes.colors.clone(), scenes.word.clone()
+    second = coin & among(TWO)
+    changed = other(nouns, len(world.nouns))
+    nouns[:, 0] = torch.where(among(SINGLE) | (among(TWO) & ~second), changed[:, 0], nouns[:, 0])
+    nouns[:, 1] = torch.where(second, changed[:, 1], nouns[:, 1])
+    recolored = other(colors, len(world.colors))
+    swapped = coin & among(COLOR_ATTR)
+    first = torch.where(swapped, colors[:, 1], recolored[:, 0])
+    colors[:, 1] = torch.where(swapped, colors[:, 0], colors[:, 1])
+    colors[:, 0] = torch.where(among(COLORS, COLOR_ATTR), first, colors[:, 0])
+    kept = torch.rand(word.shape, generator=generator, device=device) < 0.3
+    kept[:, 0] = False
+    word = torch.where(kept, word, other(word, len(LETTERS)))
+    count = torch.where(among(COUNTING), 1 + other(scenes.count - 1, 4), scenes.count)
+    relation = torch.where(among(POSITION), other(scenes.relation, len(RELATIONS)), scenes.relation)
+    styles = torch.where(among(STYLE)[:, None], other(scenes.styles[:, :1], len(world.styles)), scenes.styles)
+    styles = torch.where(scenes.styles >= 0, styles, -1)
+    return dataclasses.replace(
+        scenes, nouns=nouns, colors=colors, word=word, count=count, relation=relation, styles=styles
+    )
 
 
 def words(world: World) -> list[str]:
@@ -142,7 +177,7 @@ def _rows(scenes: Scenes) -> Iterator[_Row]:
 
 def _sentence(world: World, row: _Row) -> str:
     if row.category == STYLE:
-        frame = STYLE_FRAMES[row.wording % len(STYLE_FRAMES)]
+        frame = STYLE_FRAMES[row.wording % NUM_STYLE_WORDINGS]
         return frame.format(article(world.nouns[row.nouns[0]]), style=world.styles[row.styles[0]])
     return FRAMES[row.wording].format(_content(world, row))
 
@@ -187,41 +222,6 @@ def _reduced(scenes: Scenes) -> Scenes:
     nouns[alone, 1] = -1
     relation = torch.where(scenes.category == POSITION, -1, scenes.relation)
     return dataclasses.replace(scenes, category=category, count=count, nouns=nouns, relation=relation)
-
-
-def _altered(world: World, scenes: Scenes, generator: torch.Generator) -> Scenes:
-    """The scenes with another count, color, relation, word, style or noun than they show, as their category is about.
-    Of two colors half are exchanged; the word differs in one letter at least."""
-    n, device = len(scenes), scenes.device
-
-    def other(value: torch.Tensor, high: int) -> torch.Tensor:
-        step = 1 + torch.randint(high - 1, value.shape, generator=generator, device=device)
-        return torch.where(value >= 0, (value + step) % high, value)
-
-    def among(*kinds: int) -> torch.Tensor:
-        return torch.isin(scenes.category, torch.tensor(kinds, device=device))
-
-    coin = torch.rand(n, generator=generator, device=device) < 0.5
-    nouns, colors, word = scenes.nouns.clone(), scenes.colors.clone(), scenes.word.clone()
-    second = coin & among(TWO)
-    changed = other(nouns, len(world.nouns))
-    nouns[:, 0] = torch.where(among(SINGLE) | (among(TWO) & ~second), changed[:, 0], nouns[:, 0])
-    nouns[:, 1] = torch.where(second, changed[:, 1], nouns[:, 1])
-    recolored = other(colors, len(world.colors))
-    swapped = coin & among(COLOR_ATTR)
-    first = torch.where(swapped, colors[:, 1], recolored[:, 0])
-    colors[:, 1] = torch.where(swapped, colors[:, 0], colors[:, 1])
-    colors[:, 0] = torch.where(among(COLORS, COLOR_ATTR), first, colors[:, 0])
-    kept = torch.rand(word.shape, generator=generator, device=device) < 0.3
-    kept[:, 0] = False
-    word = torch.where(kept, word, other(word, len(LETTERS)))
-    count = torch.where(among(COUNTING), 1 + other(scenes.count - 1, 4), scenes.count)
-    relation = torch.where(among(POSITION), other(scenes.relation, len(RELATIONS)), scenes.relation)
-    styles = torch.where(among(STYLE)[:, None], other(scenes.styles[:, :1], len(world.styles)), scenes.styles)
-    styles = torch.where(scenes.styles >= 0, styles, -1)
-    return dataclasses.replace(
-        scenes, nouns=nouns, colors=colors, word=word, count=count, relation=relation, styles=styles
-    )
 
 
 def _asked(world: World, row: _Row) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from recipes.composition.world import CATEGORIES, PAIR_SHARE, PROMPT_SHARE, Split, World, mix
+from recipes.composition.world import CATEGORIES, NUM_STYLE_WORDINGS, PAIR_SHARE, PROMPT_SHARE, Split, World, mix
 
 if TYPE_CHECKING:
     from recipes.composition.scenes import Scenes
@@ -63,7 +63,8 @@ def is_held_prompt(world: World, scenes: Scenes) -> torch.Tensor:
     asks_color = _among(scenes, "colors", "color_attr")[:, None] & (scenes.colors >= 0)
     colors = torch.where(asks_color, world.color_keys.to(device)[scenes.colors.clamp(min=0)], 0)
     style = torch.where(_among(scenes, "style"), world.style_keys.to(device)[scenes.styles[:, 0].clamp(min=0)], 0)
-    wording = torch.where(_among(scenes, *FEW), scenes.wording, 0)
+    wording = torch.where(_among(scenes, "style"), scenes.wording % NUM_STYLE_WORDINGS, scenes.wording)
+    wording = torch.where(_among(scenes, *FEW), wording, 0)
     parts = [nouns[:, 0], nouns[:, 1], colors[:, 0], colors[:, 1], scenes.relation + 1, style, wording]
     mixed = mix(PROMPT, scenes.category, scenes.count, *parts, *(scenes.word + 1).unbind(1))
     return mixed % PROMPT_SHARE == 0

@@ -57,20 +57,38 @@ def place(world: World, scenes: Scenes, generator: torch.Generator) -> Placed:
     flips = numbers[2] < 0.5
     reach = _reach(world, scenes, angles, flips)
     centers = torch.zeros(n, MAX_THINGS, 2, device=device)
-    todo = torch.nonzero(scenes.count > 0).squeeze(1)
-    while len(todo):
-        reached = reach[todo] * sizes[todo][..., None]
-        spots = torch.rand(len(todo), NUM_CANDIDATES, MAX_THINGS, 2, generator=generator, device=device)
-        low, high = MARGIN + reached[:, None, :, :2], 1 - MARGIN - reached[:, None, :, 2:]
-        candidates = low + (high - low).clamp(min=0) * spots
-        boxes = _boxes(candidates, reached[:, None])
-        fits = _are_apart(boxes, shown[todo]) & _relate(boxes, scenes.relation[todo])
-        first = fits.float().argmax(1)
-        centers[todo] = candidates[torch.arange(len(todo), device=device), first]
-        todo = todo[~fits.any(1)]
-        sizes[todo] = sizes[todo] * SHRINK
+    for number in range(1, MAX_THINGS + 1):
+        _search(
+            torch.nonzero(scenes.count == number).squeeze(1), number, scenes.relation, reach, sizes, centers, generator
+        )
     boxes = _boxes(centers, reach * sizes[..., None]) * shown[..., None]
     return Placed(boxes, centers * shown[..., None], sizes, angles * shown, flips & shown)
+
+
+def _search(
+    todo: torch.Tensor,
+    number: int,
+    relation: torch.Tensor,
+    reach: torch.Tensor,
+    sizes: torch.Tensor,
+    centers: torch.Tensor,
+    generator: torch.Generator,
+) -> None:
+    """Fill `centers`, and shrink `sizes`, of the scenes `todo`, which have so many things."""
+    candidates = NUM_CANDIDATES if number > 1 else 1
+    while len(todo):
+        reached = reach[todo, :number] * sizes[todo, :number, None]
+        spots = torch.rand(len(todo), candidates, number, 2, generator=generator, device=todo.device)
+        low, high = MARGIN + reached[:, None, :, :2], 1 - MARGIN - reached[:, None, :, 2:]
+        found = low + (high - low).clamp(min=0) * spots
+        boxes = _boxes(found, reached[:, None])
+        fits = _are_apart(boxes)
+        if number == 2:
+            fits &= _relate(boxes, relation[todo])
+        first = fits.float().argmax(1)
+        centers[todo, :number] = found[torch.arange(len(todo), device=todo.device), first]
+        todo = todo[~fits.any(1)]
+        sizes[todo] = sizes[todo] * SHRINK
 
 
 def place_signs(wanted: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -101,14 +119,14 @@ def _boxes(centers: torch.Tensor, reached: torch.Tensor) -> torch.Tensor:
     return torch.cat([centers - reached[..., :2], centers + reached[..., 2:]], -1)
 
 
-def _are_apart(boxes: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
-    """(N, M): whether all boxes (N, M, 4, 4) that are shown are at least `GAP` apart."""
+def _are_apart(boxes: torch.Tensor) -> torch.Tensor:
+    """(N, M): whether all of the boxes (N, M, things, 4) are at least `GAP` apart."""
     apart = torch.ones(boxes.shape[:2], dtype=torch.bool, device=boxes.device)
-    for i in range(MAX_THINGS):
+    for i in range(boxes.shape[2]):
         for j in range(i):
             one, other = boxes[..., i, :], boxes[..., j, :]
             gaps = torch.maximum(one[..., :2] - other[..., 2:], other[..., :2] - one[..., 2:]).amax(-1)
-            apart &= (gaps >= GAP) | ~(shown[:, i] & shown[:, j])[:, None]
+            apart &= gaps >= GAP
     return apart
 
 

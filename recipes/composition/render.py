@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 SHADOW = 0.30
 """How much darker the ground is under a thing."""
+LEAST_CONTRAST = 0.12
+"""Difference in luminance, at least, that the whole way from a color's middle to its dark or light takes."""
 DROP = 0.018
 """How far down a shadow falls, a share of the edge."""
 
@@ -31,6 +33,16 @@ def render(world: World, scenes: Scenes, device: torch.device | str) -> torch.Te
     for rows, layer in layers:
         canvas[rows] = canvas[rows] * (1 - layer[:, 3:]) + layer[:, :3]
     return paint_signs(world, scenes, canvas).clamp_(0, 1)
+
+
+@torch.no_grad()
+def coverage(world: World, scenes: Scenes) -> torch.Tensor:
+    """(N, 4, S, S) float32 on the scenes' device: how much of each pixel each thing covers."""
+    cover = torch.zeros(len(scenes), MAX_THINGS, world.size, world.size, device=scenes.device)
+    for slot in range(MAX_THINGS):
+        rows, layer = _things(world, scenes, slot)
+        cover[rows, slot] = layer[:, 3]
+    return cover
 
 
 def _things(world: World, scenes: Scenes, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,8 +60,8 @@ def _things(world: World, scenes: Scenes, slot: int) -> tuple[torch.Tensor, torc
 
 
 def _tinted(world: World, scenes: Scenes, rows: torch.Tensor, slot: int) -> torch.Tensor:
-    """(rows, 4, E, E) sprites in the colors of the scenes: luminance, stretched to the sprite's own range, picks a
-    place between the dark, the middle and the light of a color."""
+    """(rows, 4, E, E) sprites in the colors of the scenes. A thing's median luminance becomes the middle of a color,
+    what is darker or lighter goes towards its dark or its light."""
     device = scenes.device
     at = scenes.nouns[rows, slot] * len(world.styles) + scenes.styles[rows, slot]
     sprites = world.sprites(device)[at].float() / 255
@@ -59,11 +71,11 @@ def _tinted(world: World, scenes: Scenes, rows: torch.Tensor, slot: int) -> torc
     alpha = part[:, 3:]
     weights = torch.tensor([0.299, 0.587, 0.114], device=device)[:, None, None]
     luminance = (part[:, :3] * weights).sum(1, keepdim=True) / alpha.clamp(min=1 / 255)
-    low, high = world.atlas.brightness.to(device)[at[tinted]].unbind(1)
-    place = (luminance - low[:, None, None, None]) / (high - low).clamp(min=0.1)[:, None, None, None]
-    place = 2 * place.clamp(0, 1)
+    low, median, high = world.atlas.brightness.to(device)[at[tinted]][..., None, None, None].unbind(1)
+    darker = (median - luminance) / (median - low).clamp(min=LEAST_CONTRAST)
+    lighter = (luminance - median) / (high - median).clamp(min=LEAST_CONTRAST)
     dark, middle, light = tints(world.colors, device)[color[tinted]][..., None, None].unbind(1)
-    shade = torch.where(place < 1, dark + (middle - dark) * place, middle + (light - middle) * (place - 1))
+    shade = middle + (dark - middle) * darker.clamp(0, 1) + (light - middle) * lighter.clamp(0, 1)
     return sprites.index_copy(0, tinted, torch.cat([shade * alpha, alpha], 1))
 
 

@@ -32,7 +32,7 @@ NUM_LOOKS = 64
 """Random numbers of a scene that say how its background and its sign look."""
 TINTED_SHARE = 0.25
 """Share of scenes whose caption asks for no color in which things have one."""
-MAX_ROUNDS = 2000
+MAX_ROUNDS = 400
 """Rounds of drawing again what a split does not allow, before `draw` gives up."""
 
 
@@ -113,6 +113,18 @@ def draw(
     "unseen": prompts whose decisive combination is held out. The same generator state gives the same scenes on the
     same kind of device. Raises ValueError for a split that has no scene of a category.
     """
+    return _laid_out(world, choose(world, n, generator, split=split, categories=categories), generator)
+
+
+def choose(
+    world: World,
+    n: int,
+    generator: torch.Generator,
+    *,
+    split: Split = "train",
+    categories: Sequence[str] = CATEGORIES,
+) -> Scenes:
+    """What `draw` shows, with no places yet: for prompts without pictures."""
     device = generator.device
     chosen = torch.tensor([CATEGORIES.index(name) for name in categories], device=device)
     category = chosen[torch.randint(len(chosen), (n,), generator=generator, device=device)]
@@ -130,7 +142,7 @@ def draw(
         raise ValueError(
             f"split {split!r} of this world has no {', '.join(names)}: take more nouns, or other categories"
         )
-    return _laid_out(world, scenes, generator)
+    return scenes
 
 
 def _specs(world: World, category: torch.Tensor, generator: torch.Generator) -> Scenes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,31 +52,53 @@ def paint_signs(world: World, scenes: Scenes, canvas: torch.Tensor) -> torch.Ten
     painted = painted * (1 - cover) + board[..., None, None] * cover
     frame = (0.5 - ((outside + FRAME).abs() - 0.006) * size).clamp(0, 1)[:, None]
     painted = painted * (1 - frame) + ink * frame
-    covered = _letters(world, part, look)[:, None]
+    covered = _letters(world, part)[:, None]
     canvas[rows] = painted * (1 - covered) + ink * covered
     return canvas
 
 
-def _letters(world: World, scenes: Scenes, look: torch.Tensor) -> torch.Tensor:
-    """(N, S, S): how much of each pixel the word covers."""
-    device = scenes.device
-    glyphs, advances = world.glyphs(device)
+@dataclass(frozen=True, eq=False)
+class Lettering:
+    """Where the letters of signs are, in shares of the picture's edge."""
+
+    font: torch.Tensor
+    """(N,) int64."""
+    height: torch.Tensor
+    """(N,)."""
+    middles: torch.Tensor
+    """(N, 4): x of each letter's middle."""
+    middle_y: torch.Tensor
+    """(N,)."""
+    widths: torch.Tensor
+    """(N, 4): widths with the space around; 0 where the word has ended."""
+
+
+def lettering(world: World, scenes: Scenes) -> Lettering:
+    """Lettering of scenes with signs. Words fill their boards but for a margin that varies."""
+    look = scenes.look[:, NUM_USED:]
+    glyphs, advances = world.glyphs(scenes.device)
     font = (look[:, 4] * len(glyphs)).long()
     widths = torch.where(scenes.word >= 0, advances[font[:, None], scenes.word.clamp(min=0)], 0.0)
     left, top, right, bottom = scenes.sign.unbind(1)
     room_x, room_y = LETTER_SHARE * (right - left) - 2 * FRAME, (bottom - top) - 2 * FRAME - 0.08
     height = torch.minimum(room_x / widths.sum(1), room_y) * (0.88 + 0.12 * look[:, 5])
-    start = (left + right) / 2 - height * widths.sum(1) / 2
-    middles = start[:, None] + height[:, None] * (widths.cumsum(1) - widths / 2)
+    widths = widths * height[:, None]
+    middles = ((left + right) / 2 - widths.sum(1) / 2)[:, None] + widths.cumsum(1) - widths / 2
     spare = (bottom - top - 2 * FRAME - height).clamp(min=0) * 0.5
-    middle_y = (top + bottom) / 2 + spare * (look[:, 6] - 0.5)
-    points = grid(world.size, device)
-    covered = torch.zeros(len(scenes), world.size, world.size, device=device)
+    return Lettering(font, height, middles, (top + bottom) / 2 + spare * (look[:, 6] - 0.5), widths)
+
+
+def _letters(world: World, scenes: Scenes) -> torch.Tensor:
+    """(N, S, S): how much of each pixel the word covers."""
+    at = lettering(world, scenes)
+    glyphs, _ = world.glyphs(scenes.device)
+    points = grid(world.size, scenes.device)
+    covered = torch.zeros(len(scenes), world.size, world.size, device=scenes.device)
     for place in range(scenes.word.shape[1]):
-        center = torch.stack([middles[:, place], middle_y], 1)[:, None, None]
-        at = (points - center) * (2 / height)[:, None, None, None]
+        center = torch.stack([at.middles[:, place], at.middle_y], 1)[:, None, None]
+        offset = (points - center) * (2 / at.height)[:, None, None, None]
         letter = scenes.word[:, place]
-        picture = glyphs[font, letter.clamp(min=0)][:, None]
-        drawn = F.grid_sample(picture, at, mode="bilinear", padding_mode="zeros", align_corners=False)[:, 0]
+        picture = glyphs[at.font, letter.clamp(min=0)][:, None]
+        drawn = F.grid_sample(picture, offset, mode="bilinear", padding_mode="zeros", align_corners=False)[:, 0]
         covered = torch.maximum(covered, drawn * (letter >= 0)[:, None, None])
     return covered

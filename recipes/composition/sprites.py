@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from recipes.composition.atlas import LETTERS, Atlas, Bytes
+from recipes.composition.atlas import LETTERS, STYLES, Atlas, Bytes
 from recipes.composition.nouns import read_nouns
 
-STYLES: Final[Mapping[str, tuple[str, str]]] = {
+PACKAGES: Final[Mapping[str, tuple[str, str]]] = {
     "cartoon": ("noto", "1.2.9"),
     "glossy": ("fluent-emoji", "1.2.7"),
     "flat": ("fluent-emoji-flat", "1.2.6"),
@@ -41,10 +41,10 @@ def build(packages: Path) -> Atlas:
     Raises ValueError where npm or a package cannot be had, or a package lacks an icon.
     """
     nouns = read_nouns()
-    sets = {style: _icons(name, version, packages) for style, (name, version) in STYLES.items()}
-    sprites = [_draw(noun.icon, sets[style], STYLES[style][0]) for noun in nouns for style in STYLES]
+    sets = {style: _icons(name, version, packages) for style, (name, version) in PACKAGES.items()}
+    sprites = [_draw(noun.icon, sets[style], PACKAGES[style][0]) for noun in nouns for style in STYLES]
     glyphs, advances = draw_letters()
-    return Atlas(nouns, tuple(STYLES), np.stack(sprites), glyphs, advances)
+    return Atlas(nouns, STYLES, np.stack(sprites), glyphs, advances)
 
 
 def draw_letters(edge: int = GLYPH_EDGE) -> tuple[Bytes, NDArray[np.float32]]:

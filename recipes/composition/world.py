@@ -29,6 +29,8 @@ MAX_THINGS = 4
 WORD_LENGTHS: Final = (3, 4)
 NUM_WORDINGS: Final = 8
 """Sentences that can ask for the same scene."""
+NUM_STYLE_WORDINGS: Final = 4
+"""The same for scenes of the category "style"."""
 
 SMALL_NOUNS: Final = ("apple", "banana", "car", "cat", "fish", "guitar", "house", "key", "star", "umbrella")
 

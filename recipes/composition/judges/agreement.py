@@ -1,0 +1,99 @@
+"""How often a judge agrees with the truth: on renders, each asked for what it shows and for something else.
+
+python -m recipes.composition.judges.agreement --world small --reward FILE --heldout FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from recipes.composition.captions import altered, prompt_lines
+from recipes.composition.judges.findings import Findings, answer
+from recipes.composition.render import render
+from recipes.composition.scenes import CATEGORIES, World, draw
+from recipes.composition.world import Split
+
+SEED = 999
+"""Seed of the scenes that agreement is measured on; no judge is trained with it."""
+BATCH = 128
+
+
+class Judge(Protocol):
+    """What finds things in pictures."""
+
+    def look(self, pictures: torch.Tensor) -> list[Findings]:
+        """Findings of pictures (N, 3, S, S) float32 from 0 to 1."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Shares of renders on which a judge says what is so. `right`: asked for what is shown; `wrong`: for another."""
+
+    right: float
+    wrong: float
+    num_scenes: int
+
+    @property
+    def mean(self) -> float:
+        return (self.right + self.wrong) / 2
+
+
+def measure(judge: Judge, world: World, num_scenes: int, split: Split = "train") -> dict[str, Agreement]:
+    """Agreement by category, over `num_scenes` renders of all together, reduced to 8 bits as stored pictures are."""
+    generator = torch.Generator().manual_seed(SEED)
+    said: dict[str, list[tuple[bool, bool]]] = defaultdict(list)
+    for _ in range(0, num_scenes, BATCH):
+        scenes = draw(world, BATCH, generator, split=split)
+        pictures = (render(world, scenes, "cpu") * 255).round() / 255
+        asked, other = prompt_lines(world, scenes), prompt_lines(world, altered(world, scenes, generator))
+        for findings, true, false in zip(judge.look(pictures), asked, other, strict=True):
+            verdicts = [answer(findings, line["metadata"])["correct"] for line in (true, false)]
+            said[true["metadata"]["tag"]].append((verdicts[0] == 1.0, verdicts[1] == 0.0))
+    return {
+        name: Agreement(*(sum(column) / len(said[name]) for column in zip(*said[name], strict=True)), len(said[name]))
+        for name in CATEGORIES
+    }
+
+
+def table(agreement: Mapping[str, Agreement]) -> str:
+    """The figures as Markdown."""
+    lines = ["| category | says yes to what is shown | says no to another | mean |", "|---|---|---|---|"]
+    lines += [f"| {name} | {one.right:.3f} | {one.wrong:.3f} | {one.mean:.3f} |" for name, one in agreement.items()]
+    columns = [[getattr(one, name) for one in agreement.values()] for name in ("right", "wrong", "mean")]
+    lines.append("| mean | " + " | ".join(f"{sum(column) / len(column):.3f}" for column in columns) + " |")
+    return "\n".join(lines)
+
+
+def agree(one: Sequence[Findings], other: Sequence[Findings], metadata: Sequence[Mapping[str, str]]) -> float:
+    """Share of pictures on which two judges say the same of "correct"."""
+    rows = zip(one, other, metadata, strict=True)
+    return sum(answer(a, asked)["correct"] == answer(b, asked)["correct"] for a, b, asked in rows) / len(metadata)
+
+
+def main() -> None:
+    from recipes.composition.judges.loading import load_judge  # which both judges' packages come with
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--world", choices=("small", "full"), default="small")
+    parser.add_argument("--reward", type=Path)
+    parser.add_argument("--heldout", type=Path)
+    parser.add_argument("--scenes", type=int, default=4000)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    world = getattr(World, options.world)()
+    for name in ("reward", "heldout"):
+        if path := getattr(options, name):
+            for split in ("train", "unseen"):
+                print(f"\n{name}, split {split}\n")
+                print(table(measure(load_judge(path, options.device), world, options.scenes, split)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""The judge that training never sees: pretrained features, a class for every cell, learned colors, and RapidOCR.
+
+Features of EfficientNet-Lite0 at three strides are joined on 16×16 cells. Each cell says which noun, which color and
+which style it is in the middle of, or none, and where the thing's box is, as in FCOS (arXiv 1904.01355). Words are read
+by RapidOCR's recognizer, whose characters are reduced to A–Z.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from PIL import Image
+from torch import nn
+
+from recipes.composition.judges.files import Kind, write
+from recipes.composition.judges.findings import SIGN, Findings, Thing
+from recipes.composition.judges.lite import WIDTHS, Lite
+from services.reward.scorers.networks.geneval_rules import Box, overlap
+from services.reward.scorers.reading.recognition import WHOLE, LineReader, as_line
+
+CELLS = 16
+"""Cells along an edge, of pictures of any size."""
+HEAD_WIDTHS = {64: 96, 128: 160}
+"""Width of the head by the picture's edge."""
+THRESHOLD = 0.5
+MAX_OVERLAP = 0.45
+LINE_WIDTH = 120
+INSET = 0.06
+"""Share of a sign's box that is left out on each side before reading: its frame."""
+ALIKE: Mapping[str, str] = {"0": "O", "1": "I", "|": "I", "l": "I", "5": "S", "8": "B", "2": "Z"}
+"""Characters that are read for a capital which looks like them."""
+
+
+class Head(nn.Module):
+    """Features to answers of cells."""
+
+    def __init__(self, size: int, num_nouns: int, num_styles: int, num_colors: int) -> None:
+        super().__init__()
+        self.fold, width = size // 4 // CELLS, HEAD_WIDTHS[size]
+        inside = self.fold**2 * WIDTHS[0] + WIDTHS[1] + WIDTHS[2]
+        self.join = nn.Sequential(nn.Conv2d(inside, width, 1, bias=False), nn.BatchNorm2d(width), nn.GELU())
+        self.blocks = nn.ModuleList([Mixer(width) for _ in range(3)])
+        self.sizes = (num_nouns + 2, 4, num_styles, num_colors)
+        self.out = nn.Conv2d(width, sum(self.sizes), 1)
+
+    def forward(self, features: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Answers of each cell: logits of nothing, the nouns and the sign; logs of the box's reach; logits of styles
+        and of colors. Each is (N, channels, CELLS, CELLS)."""
+        near, *others = features
+        x = self.join(torch.cat([F.pixel_unshuffle(near, self.fold), *map(_spread, others)], 1))
+        for block in self.blocks:
+            x = block(x)
+        return list(self.out(x).split(self.sizes, 1))
+
+
+class Mixer(nn.Module):
+    """Each channel over 7×7 cells, then each cell over its channels (ConvNeXt's block, arXiv 2201.03545)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.over_cells = nn.Conv2d(width, width, 7, padding=3, groups=width, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+        self.wide, self.narrow = nn.Conv2d(width, 2 * width, 1), nn.Conv2d(2 * width, width, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = x + self.narrow(F.gelu(self.wide(self.norm(self.over_cells(x)))))
+        return result
+
+
+class HeldoutJudge:
+    """Looks at pictures of one size. `look` is all that others need."""
+
+    def __init__(self, kind: Kind, device: torch.device | str = "cpu") -> None:
+        self.kind, self.device = kind, torch.device(device)
+        self.features = Lite().to(device)
+        self.head = Head(kind.size, len(kind.nouns), len(kind.styles), len(kind.colors)).to(device)
+
+    def cells(self, pictures: torch.Tensor) -> list[torch.Tensor]:
+        """What `Head` says of pictures (N, 3, S, S) from 0 to 1."""
+        said: list[torch.Tensor] = self.head(self.features(pictures))
+        return said
+
+    @torch.inference_mode()
+    def look(self, pictures: torch.Tensor) -> list[Findings]:
+        """Findings of pictures (N, 3, S, S) float32 from 0 to 1, on any device."""
+        self.features.eval()
+        self.head.eval()
+        nouns, reach, styles, colors = self.cells(pictures.to(self.device))
+        certainty, kind = nouns.softmax(1).max(1)
+        owner, row, column = ((kind > 0) & (certainty > THRESHOLD)).nonzero(as_tuple=True)
+        sides = reach[owner, :, row, column].exp()
+        middle = (torch.stack([column, row], 1) + 0.5) / CELLS
+        boxes = torch.cat([middle - sides[:, :2], middle + sides[:, 2:]], 1).clamp(0, 1) * self.kind.size
+        found: list[list[tuple[Thing, int]]] = [[] for _ in pictures]
+        columns = (
+            owner,
+            kind[owner, row, column],
+            boxes,
+            certainty[owner, row, column],
+            colors[owner, :, row, column].argmax(1),
+            styles[owner, :, row, column].argmax(1),
+        )
+        names = (*self.kind.nouns, SIGN)
+        for place, number, box, sure, color, style in zip(*(each.tolist() for each in columns), strict=True):
+            found[place].append((Thing(names[number - 1], tuple(box), sure, self.kind.colors[color]), style))
+        kept = [_without_doubles(ones) for ones in found]
+        words = self._read(pictures, kept)
+        return [
+            Findings([thing for thing, _ in ones], self._style(ones), words.get(place, ""))
+            for place, ones in enumerate(kept)
+        ]
+
+    def _style(self, found: Sequence[tuple[Thing, int]]) -> str:
+        """What most things are drawn in, "" without things."""
+        said = [style for thing, style in found if thing.name != SIGN]
+        return self.kind.styles[max(set(said), key=said.count)] if said else ""
+
+    def _read(self, pictures: torch.Tensor, found: Sequence[Sequence[tuple[Thing, int]]]) -> dict[int, str]:
+        """What the most certain sign of each picture says."""
+        places, lines = [], []
+        for place, ones in enumerate(found):
+            sign = next((thing for thing, _ in ones if thing.name == SIGN), None)
+            if sign is not None:
+                pixels = (pictures[place].permute(1, 2, 0) * 255).round().byte().cpu().numpy()
+                places.append(place)
+                lines.append(as_line(Image.fromarray(pixels).crop(_inner(sign.box)), WHOLE, LINE_WIDTH))
+        if not lines:
+            return {}
+        reader, letters = self._reader
+        return {places[index]: _spell(one.probabilities @ letters) for index, one in reader.read(lines)}
+
+    @cached_property
+    def _reader(self) -> tuple[LineReader, NDArray[np.float32]]:
+        """RapidOCR's recognizer, and (its alphabet, 27): which character counts as which letter, 0 as none."""
+        reader = LineReader(1)
+        counts = np.zeros((len(reader.alphabet), 27), np.float32)
+        for column, character in enumerate(reader.alphabet):
+            letter = ALIKE.get(character, character.upper())
+            is_letter = column > 0 and len(letter) == 1 and "A" <= letter <= "Z"
+            counts[column, ord(letter) - 64 if is_letter else 0] = 1
+        return reader, counts
+
+    def save(self, path: Path) -> None:
+        """Write the judge."""
+        write(path, self.kind, {"features": self.features.state_dict(), "head": self.head.state_dict()})
+
+    def restore(self, parts: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Take the weights of a file."""
+        self.features.load_state_dict(parts["features"])
+        self.head.load_state_dict(parts["head"])
+
+
+def _spread(features: torch.Tensor) -> torch.Tensor:
+    """Features on `CELLS` cells along an edge."""
+    factor = CELLS // features.shape[-1]
+    return features.repeat_interleave(factor, 2).repeat_interleave(factor, 3)
+
+
+def _without_doubles(found: Sequence[tuple[Thing, int]]) -> list[tuple[Thing, int]]:
+    """The most certain first, without those whose box is mostly that of a more certain one."""
+    kept: list[tuple[Thing, int]] = []
+    for thing, style in sorted(found, key=lambda one: -one[0].certainty):
+        if all(overlap(thing.box, other.box) < MAX_OVERLAP for other, _ in kept):
+            kept.append((thing, style))
+    return kept
+
+
+def _inner(box: Box) -> tuple[int, int, int, int]:
+    left, top, right, bottom = box
+    across, down = INSET * (right - left), INSET * (bottom - top)
+    left, top = round(left + across), round(top + down)
+    return left, top, max(round(right - across), left + 4), max(round(bottom - down), top + 4)
+
+
+def _spell(frames: NDArray[np.float32]) -> str:
+    """The best path through (frames, 27) probabilities, repeats joined and blanks left out."""
+    best = frames.argmax(1)
+    changed = np.concatenate([[True], best[1:] != best[:-1]])
+    return "".join(chr(64 + letter) for letter in best[changed & (best > 0)])

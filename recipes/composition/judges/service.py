@@ -1,0 +1,85 @@
+"""The judges as rewards: functions of the scorer `python`, next to which a settings file lies for each.
+
+    python -m services.reward --scorer python --settings recipes/composition/judges/reward.toml --port 9001
+    python -m services.reward --scorer python --settings recipes/composition/judges/heldout.toml --port 9002
+    flowfleet up --reward composition=127.0.0.1:9001 --reward composition_judge=127.0.0.1:9002
+
+A judge is read when the first pictures come, from `weights`, or the folder that $FLOWFLEET_COMPOSITION_JUDGES names:
+`reward-64.safetensors` looks at pictures of 64 pixels. Larger pictures than a judge's are averaged down to its size.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from flowfleet.hardware import devices
+from recipes.composition.judges.findings import Findings, answer
+from recipes.composition.judges.heldout import HeldoutJudge
+from recipes.composition.judges.loading import load_judge
+from recipes.composition.judges.reward import RewardJudge
+
+FOLDER: Final = "FLOWFLEET_COMPOSITION_JUDGES"
+"""Environment variable that names the folder of the judges."""
+WEIGHTS: Final = Path(__file__).parent / "weights"
+SIZES: Final = (64, 128)
+
+Scores = list[dict[str, float]]
+
+
+def reward(
+    pictures: Sequence[Image.Image],
+    prompts: Sequence[str],
+    metadata: Sequence[Mapping[str, str]],
+    score: str = "partial",
+) -> Scores:
+    """What training is paid: the detector's answers, of which `score` says which one counts."""
+    return _answers("reward", pictures, metadata, score)
+
+
+def heldout(
+    pictures: Sequence[Image.Image],
+    prompts: Sequence[str],
+    metadata: Sequence[Mapping[str, str]],
+    score: str = "correct",
+) -> Scores:
+    """What training never sees: the other judge's answers."""
+    return _answers("heldout", pictures, metadata, score)
+
+
+def look(name: str, pictures: torch.Tensor) -> list[Findings]:
+    """Findings of a judge by name in squares (N, 3, S, S) float32 from 0 to 1, of any size that is a multiple of 64.
+    ValueError for other pictures, and where the judge's file is missing."""
+    height, width = pictures.shape[2:]
+    if height != width or height % SIZES[0]:
+        raise ValueError(f"pictures of {width}×{height} pixels: the judges look at squares of a multiple of {SIZES[0]}")
+    size = max(size for size in SIZES if height % size == 0)
+    if height > size:
+        pictures = F.avg_pool2d(pictures, height // size)
+    return judge_of(name, size).look(pictures)
+
+
+@cache
+def judge_of(name: str, size: int) -> RewardJudge | HeldoutJudge:
+    """The judge "reward" or "heldout" for pictures of a size, on the first accelerator, else the CPU."""
+    folder = Path(os.environ.get(FOLDER, WEIGHTS))
+    return load_judge(folder / f"{name}-{size}.safetensors", devices.pick_device())
+
+
+def _answers(name: str, pictures: Sequence[Image.Image], metadata: Sequence[Mapping[str, str]], score: str) -> Scores:
+    """Scores in the order given; pictures of one size are looked at together."""
+    scores: dict[int, dict[str, float]] = {}
+    for size in {picture.size for picture in pictures}:
+        places = [place for place, picture in enumerate(pictures) if picture.size == size]
+        pixels = np.stack([np.asarray(pictures[place].convert("RGB")) for place in places])
+        found = look(name, torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255)
+        scores |= {place: answer(one, metadata[place], score) for place, one in zip(places, found, strict=True)}
+    return [scores[place] for place in range(len(pictures))]

@@ -1,0 +1,131 @@
+"""Train the held-out judge: `python -m recipes.composition.judges.train_heldout --world small --output FILE`.
+
+Other seeds, another roughening and another loss than the reward's. The small world keeps the pretrained features as
+they are, so that two CPU cores do it in minutes; for the full world they are trained along.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from recipes.composition.judges.agreement import measure, table
+from recipes.composition.judges.files import Kind
+from recipes.composition.judges.heldout import CELLS, HeldoutJudge
+from recipes.composition.judges.lite import pretrained
+from recipes.composition.render import render
+from recipes.composition.scenes import Scenes, World, draw
+
+SEED = 7_000_003
+ITERATIONS = {64: 500, 128: 3000}
+BATCH = {64: 32, 128: 128}
+LR = 2e-3
+FEATURES_LR = 3e-4
+INNER = 0.5
+"""A cell is in the middle of a thing if it lies in so much of its box's width and height."""
+
+
+def train(world: World, device: torch.device, iterations: int | None = None) -> HeldoutJudge:
+    """A judge of this world. iterations: in place of the default."""
+    torch.manual_seed(SEED)
+    torch.backends.cudnn.deterministic = True
+    generator = torch.Generator(device).manual_seed(SEED)
+    judge = HeldoutJudge(Kind.of("heldout", world), device)
+    judge.features.load_state_dict(pretrained().state_dict())
+    judge.features.eval().requires_grad_(world.size > 64)
+    judge.head.train()
+    groups = [{"params": list(judge.head.parameters()), "lr": LR}]
+    if world.size > 64:
+        groups.append({"params": list(judge.features.parameters()), "lr": FEATURES_LR})
+    steps = iterations or ITERATIONS[world.size]
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.02)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, [group["lr"] for group in groups], total_steps=steps, pct_start=0.1
+    )
+    for step in range(steps):
+        scenes = draw(world, BATCH[world.size], generator)
+        pictures = disturb(render(world, scenes, device), generator)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            said = judge.cells(pictures)
+        loss = _loss(scenes, [each.float() for each in said])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        if step % 100 == 99:
+            print(f"{step + 1}: loss {loss.item():.3f}", flush=True)
+    return judge
+
+
+def disturb(pictures: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Pictures of other brightness and contrast, a third of them halved in resolution, with noise of one level."""
+    numbers = torch.rand(3, len(pictures), 1, 1, 1, generator=generator, device=pictures.device)
+    edge = pictures.shape[-1]
+    coarse = F.interpolate(F.avg_pool2d(pictures, 2), (edge, edge), mode="bilinear", align_corners=False)
+    pictures = torch.where(numbers[0] < 1 / 3, 0.5 * (pictures + coarse), pictures)
+    pictures = 0.5 + (pictures - 0.5) * (0.92 + 0.16 * numbers[1]) + 0.08 * (numbers[2] - 0.5)
+    return (pictures + 0.015 * torch.randn(pictures.shape, generator=generator, device=pictures.device)).clamp(0, 1)
+
+
+def _loss(scenes: Scenes, said: list[torch.Tensor]) -> torch.Tensor:
+    """Cross entropies of nouns over all cells, of styles and colors over cells inside of things, and 1 − GIoU of the
+    boxes there."""
+    nouns, reach, styles, colors = said
+    device = nouns.device
+    boxes = torch.cat([scenes.boxes, scenes.sign[:, None]], 1)
+    kinds = torch.cat([scenes.nouns, torch.full_like(scenes.nouns[:, :1], nouns.shape[1] - 2)], 1)
+    at = (torch.arange(CELLS, device=device) + 0.5) / CELLS
+    middle, half = (boxes[..., :2] + boxes[..., 2:]) / 2, (boxes[..., 2:] - boxes[..., :2]) * INNER / 2
+    half = torch.where(half > 0, half.clamp(min=0.55 / CELLS), -1.0)
+    across, down = ((at - middle[..., axis, None]).abs() <= half[..., axis, None] for axis in (0, 1))
+    inside = down[..., :, None] & across[..., None, :]
+    owner, slot, row, column = inside.nonzero(as_tuple=True)
+    target = torch.zeros(len(nouns), CELLS, CELLS, dtype=torch.long, device=device)
+    target[owner, row, column] = kinds[owner, slot] + 1
+    is_thing = target > 0
+    entropy = F.cross_entropy(nouns, target, reduction="none")
+    loss = entropy[is_thing].mean() + 2 * entropy[~is_thing].mean()
+
+    box, cell = boxes[owner, slot], torch.stack([at[column], at[row]], 1)
+    wanted = torch.cat([cell - box[:, :2], box[:, 2:] - cell], 1).clamp(min=1e-3)
+    given = reach[owner, :, row, column].clamp(-8, 2).exp()
+    least, most = torch.minimum(wanted, given), torch.maximum(wanted, given)
+    shared = (least[:, 0] + least[:, 2]) * (least[:, 1] + least[:, 3])
+    union = _area(wanted) + _area(given) - shared
+    around = (most[:, 0] + most[:, 2]) * (most[:, 1] + most[:, 3])
+    loss = loss + (1 - shared / union + (around - union) / around).mean()
+
+    is_noun = slot < scenes.nouns.shape[1]
+    owner, slot, row, column = owner[is_noun], slot[is_noun], row[is_noun], column[is_noun]
+    loss = loss + 0.5 * F.cross_entropy(styles[owner, :, row, column], scenes.styles[owner, slot])
+    color = scenes.colors[owner, slot]
+    tinted = color >= 0
+    hue = F.cross_entropy(colors[owner, :, row, column][tinted], color[tinted], reduction="sum")
+    return loss + hue / tinted.sum().clamp(min=1)
+
+
+def _area(sides: torch.Tensor) -> torch.Tensor:
+    return (sides[:, 0] + sides[:, 2]) * (sides[:, 1] + sides[:, 3])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--world", choices=("small", "full"), default="small")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--iterations", type=int, help="in place of the default")
+    options = parser.parse_args()
+    world = getattr(World, options.world)()
+    begun = time.monotonic()
+    judge = train(world, torch.device(options.device), options.iterations)
+    print(f"trained in {time.monotonic() - begun:.0f} s")
+    judge.save(options.output)
+    print(table(measure(judge, world, 4000 if options.device != "cpu" else 800)))
+
+
+if __name__ == "__main__":
+    main()

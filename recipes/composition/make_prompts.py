@@ -1,0 +1,75 @@
+"""Write the prompts of both worlds: `python -m recipes.composition.make_prompts`. A rerun gives the same bytes.
+
+Each line has a prompt, and metadata with what GenEval's rules and the judges ask of a picture. No prompt is in two
+files of a world; `train` and `validation` differ from `seen` and `unseen` as `world` says: the prompts of validation
+and seen are kept from training, those of unseen have a combination that is. Categories take turns, and one without as
+many prompts has fewer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from recipes.composition.atlas import blank
+from recipes.composition.captions import prompt_lines
+from recipes.composition.scenes import CATEGORIES, World, choose
+from recipes.composition.world import Split
+
+PROMPTS: Final = Path(__file__).parent / "prompts"
+SEED: Final = 20261124
+NUM_TRAIN, NUM_VALIDATION, NUM_SEEN, NUM_UNSEEN = 256, 16, 40, 40
+"""Prompts of each category."""
+VALIDATION_SHARE = 3
+"""Where a category has too few held-out prompts for both, validation gets one of so many."""
+DRAWS = 40
+"""Scenes drawn for each prompt wanted, before a category counts as exhausted."""
+
+Line = dict[str, Any]
+
+
+def splits(world: World) -> dict[str, list[Line]]:
+    """The lines of each file of a world, by "train", "validation", "seen" and "unseen"."""
+    generator = torch.Generator().manual_seed(SEED)
+    parts: dict[str, list[list[Line]]] = {name: [] for name in ("train", "validation", "seen", "unseen")}
+    for category in CATEGORIES:
+        parts["train"].append(_distinct(world, category, "train", NUM_TRAIN, generator))
+        held = _distinct(world, category, "seen", NUM_VALIDATION + NUM_SEEN, generator)
+        cut = min(NUM_VALIDATION, len(held) // VALIDATION_SHARE)
+        parts["validation"].append(held[:cut])
+        parts["seen"].append(held[cut : cut + NUM_SEEN])
+        parts["unseen"].append(_distinct(world, category, "unseen", NUM_UNSEEN, generator))
+    return {name: _in_turns(lines) for name, lines in parts.items()}
+
+
+def read_prompts(world: str, split: str) -> list[Line]:
+    """The lines of prompts/`world`_`split`.jsonl."""
+    return [json.loads(line) for line in (PROMPTS / f"{world}_{split}.jsonl").read_text().splitlines()]
+
+
+def _distinct(world: World, category: str, split: Split, count: int, generator: torch.Generator) -> list[Line]:
+    """At most `count` different prompts of a category, in the order drawn."""
+    scenes = choose(world, DRAWS * count, generator, split=split, categories=[category])
+    lines = {line["prompt"]: line for line in prompt_lines(world, scenes)}
+    return list(lines.values())[:count]
+
+
+def _in_turns(parts: Iterable[list[Line]]) -> list[Line]:
+    return [line for row in zip_longest(*parts) for line in row if line is not None]
+
+
+def main() -> None:
+    PROMPTS.mkdir(exist_ok=True)
+    for name, world in (("small", World.small(blank())), ("full", World.full(blank()))):
+        for split, lines in splits(world).items():
+            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            (PROMPTS / f"{name}_{split}.jsonl").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
