@@ -45,12 +45,14 @@ class Agreement:
         return (self.right + self.wrong) / 2
 
 
-def measure(judge: Judge, world: World, num_scenes: int, split: Split = "train") -> dict[str, Agreement]:
+def measure(
+    judge: Judge, world: World, num_scenes: int, split: Split = "train", categories: Sequence[str] = CATEGORIES
+) -> dict[str, Agreement]:
     """Agreement by category, over `num_scenes` renders of all together, reduced to 8 bits as stored pictures are."""
     generator = torch.Generator().manual_seed(SEED)
     said: dict[str, list[tuple[bool, bool]]] = defaultdict(list)
     for _ in range(0, num_scenes, BATCH):
-        scenes = draw(world, BATCH, generator, split=split)
+        scenes = draw(world, BATCH, generator, split=split, categories=categories)
         pictures = (render(world, scenes, "cpu") * 255).round() / 255
         asked, other = prompt_lines(world, scenes), prompt_lines(world, altered(world, scenes, generator))
         for findings, true, false in zip(judge.look(pictures), asked, other, strict=True):
@@ -58,7 +60,7 @@ def measure(judge: Judge, world: World, num_scenes: int, split: Split = "train")
             said[true["metadata"]["tag"]].append((verdicts[0] == 1.0, verdicts[1] == 0.0))
     return {
         name: Agreement(*(sum(column) / len(said[name]) for column in zip(*said[name], strict=True)), len(said[name]))
-        for name in CATEGORIES
+        for name in categories
     }
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Final
 
+from rapidfuzz.distance import Levenshtein
+
 from services.reward.scorers.networks.geneval_rules import (
     SCORES,
     Detection,
@@ -19,7 +21,6 @@ from services.reward.scorers.networks.geneval_rules import (
     needs_colors,
     read_request,
 )
-from services.reward.scorers.reading.text import text_distance
 
 SIGN: Final = "sign"
 POSITION_THRESHOLD: Final = 0.1
@@ -66,7 +67,7 @@ def answer(findings: Findings, metadata: Mapping[str, str], score: str = "partia
     answered = judge(request, found, colors, POSITION_THRESHOLD)
     ours = {}
     if word := metadata.get("word"):
-        ours["word"] = max(0.0, 1.0 - text_distance(findings.word, word) / len(word))
+        ours["word"] = max(0.0, 1.0 - Levenshtein.distance(findings.word, word) / len(word))
     if style := metadata.get("style"):
         ours["style"] = float(findings.style == style)
     criteria = [*answered.counts, *answered.colors, *answered.positions, *answered.excluded, *ours.values()]

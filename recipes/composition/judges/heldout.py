@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,11 +19,13 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import nn
 
+if TYPE_CHECKING:
+    from services.reward.scorers.reading.recognition import LineReader
+
 from recipes.composition.judges.files import Kind, write
 from recipes.composition.judges.findings import SIGN, Findings, Thing
 from recipes.composition.judges.lite import WIDTHS, Lite
 from services.reward.scorers.networks.geneval_rules import Box, overlap
-from services.reward.scorers.reading.recognition import WHOLE, LineReader, as_line
 
 CELLS = 16
 """Cells along an edge, of pictures of any size."""
@@ -123,6 +126,8 @@ class HeldoutJudge:
 
     def _read(self, pictures: torch.Tensor, found: Sequence[Sequence[tuple[Thing, int]]]) -> dict[int, str]:
         """What the most certain sign of each picture says."""
+        from services.reward.scorers.reading.recognition import WHOLE, as_line  # RapidOCR, which training does without
+
         places, lines = [], []
         for place, ones in enumerate(found):
             sign = next((thing for thing, _ in ones if thing.name == SIGN), None)
@@ -138,6 +143,8 @@ class HeldoutJudge:
     @cached_property
     def _reader(self) -> tuple[LineReader, NDArray[np.float32]]:
         """RapidOCR's recognizer, and (its alphabet, 27): which character counts as which letter, 0 as none."""
+        from services.reward.scorers.reading.recognition import LineReader
+
         reader = LineReader(1)
         counts = np.zeros((len(reader.alphabet), 27), np.float32)
         for column, character in enumerate(reader.alphabet):

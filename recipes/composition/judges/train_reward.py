@@ -19,7 +19,7 @@ from recipes.composition.judges.files import Kind
 from recipes.composition.judges.pixels import count_shades
 from recipes.composition.judges.reward import RewardJudge
 from recipes.composition.render import render
-from recipes.composition.scenes import Scenes, World, draw
+from recipes.composition.scenes import CATEGORIES, Scenes, World, draw
 from recipes.composition.signs import lettering
 
 SEED = 11
@@ -132,13 +132,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--iterations", type=int, help="in place of the default")
+    parser.add_argument("--scenes", type=int, default=1024, help="renders that agreement is measured on; 0: none")
+    parser.add_argument("--categories", nargs="+", choices=CATEGORIES, default=CATEGORIES, help="of these renders")
     options = parser.parse_args()
     world = getattr(World, options.world)()
     begun = time.monotonic()
     judge = train(world, torch.device(options.device), options.iterations)
     print(f"trained in {time.monotonic() - begun:.0f} s")
     judge.save(options.output)
-    print(table(measure(judge, world, 4000 if options.device != "cpu" else 800)))
+    if options.scenes:
+        print(table(measure(judge, world, options.scenes, categories=options.categories)))
 
 
 if __name__ == "__main__":
