@@ -81,6 +81,7 @@ class HeldoutJudge:
 
     def __init__(self, kind: Kind, device: torch.device | str = "cpu") -> None:
         self.kind, self.device = kind, torch.device(device)
+        self.reads = True  # words; without RapidOCR all else can be looked at
         self.features = Lite().to(device)
         self.head = Head(kind.size, len(kind.nouns), len(kind.styles), len(kind.colors)).to(device)
 
@@ -113,7 +114,7 @@ class HeldoutJudge:
         for place, number, box, sure, color, style in zip(*(each.tolist() for each in columns), strict=True):
             found[place].append((Thing(names[number - 1], tuple(box), sure, self.kind.colors[color]), style))
         kept = [_without_doubles(ones) for ones in found]
-        words = self._read(pictures, kept)
+        words = self._read(pictures, kept) if self.reads else {}
         return [
             Findings([thing for thing, _ in ones], self._style(ones), words.get(place, ""))
             for place, ones in enumerate(kept)

@@ -127,6 +127,7 @@ def main() -> None:
     print(f"trained in {time.monotonic() - begun:.0f} s")
     judge.save(options.output)
     if options.scenes:
+        judge.reads = "text" in options.categories
         print(table(measure(judge, world, options.scenes, categories=options.categories)))
 
 
