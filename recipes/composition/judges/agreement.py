@@ -58,10 +58,12 @@ def measure(
         for findings, true, false in zip(judge.look(pictures), asked, other, strict=True):
             verdicts = [answer(findings, line["metadata"])["correct"] for line in (true, false)]
             said[true["metadata"]["tag"]].append((verdicts[0] == 1.0, verdicts[1] == 0.0))
-    return {
-        name: Agreement(*(sum(column) / len(said[name]) for column in zip(*said[name], strict=True)), len(said[name]))
-        for name in categories
-    }
+    return {name: _shares(said[name]) for name in categories}
+
+
+def _shares(said: Sequence[tuple[bool, bool]]) -> Agreement:
+    right, wrong = (sum(column) / len(said) for column in zip(*said, strict=True))
+    return Agreement(right, wrong, len(said))
 
 
 def table(agreement: Mapping[str, Agreement]) -> str:

@@ -41,7 +41,7 @@ class Detector(nn.Module):
         super().__init__()
         steps = (size // CELLS).bit_length() - 1
         widths = [max(16, width >> (steps - step)) for step in range(steps + 1)]
-        down = [_conv(3, widths[0])]
+        down: list[nn.Module] = [_conv(3, widths[0])]
         for before, after in pairwise(widths):
             down += [_conv(before, after, 2), Block(after)]
         self.near = nn.Sequential(*down, Block(width))
@@ -51,6 +51,7 @@ class Detector(nn.Module):
         self.heat = nn.Conv2d(width, num_nouns + 1, 1)
         self.reach = nn.Conv2d(width, 4, 1)
         self.style = nn.Linear(3 * width, num_styles)
+        assert self.heat.bias is not None
         nn.init.constant_(self.heat.bias, -4.6)  # a sigmoid of 0.01: almost all cells are empty
 
     def forward(self, pictures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +39,7 @@ def train(world: World, device: torch.device, iterations: int | None = None) -> 
     judge.features.load_state_dict(pretrained().state_dict())
     judge.features.eval().requires_grad_(world.size > 64)
     judge.head.train()
-    groups = [{"params": list(judge.head.parameters()), "lr": LR}]
+    groups: list[dict[str, Any]] = [{"params": list(judge.head.parameters()), "lr": LR}]
     if world.size > 64:
         groups.append({"params": list(judge.features.parameters()), "lr": FEATURES_LR})
     steps = iterations or ITERATIONS[world.size]
@@ -53,7 +54,7 @@ def train(world: World, device: torch.device, iterations: int | None = None) -> 
             said = judge.cells(pictures)
         loss = _loss(scenes, [each.float() for each in said])
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         schedule.step()
         if step % 100 == 99:

@@ -25,7 +25,7 @@ from recipes.composition.signs import lettering
 SEED = 11
 ITERATIONS = {64: 600, 128: 3000}
 BATCH = {64: 32, 128: 128}
-READER_ITERATIONS = {64: 500, 128: 1500}
+READER_ITERATIONS = {64: 900, 128: 2000}
 READER_BATCH = 32
 LR = 3e-3
 NUM_SHADE_SCENES = {64: 1024, 128: 4096}
@@ -48,7 +48,7 @@ def train(world: World, device: torch.device, iterations: int | None = None) -> 
             heat, reach, style = judge.detector(pictures)
         loss = _losses(scenes, len(world.nouns), heat.float(), reach.float(), style.float())
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         schedule.step()
         if step % 100 == 99:
@@ -103,7 +103,7 @@ def _train_reader(judge: RewardJudge, world: World, generator: torch.Generator, 
         logits = judge.reader(cut_lines(pictures, boxes))
         loss = F.cross_entropy(logits.flatten(0, 1), _frames(world, scenes, boxes).flatten())
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         schedule.step()
         if step % 100 == 99:

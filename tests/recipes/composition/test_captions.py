@@ -64,7 +64,7 @@ def test_metadata_have_the_form_of_the_benchmark(world: World) -> None:
 
 
 def test_every_line_is_a_request_that_the_scorer_reads(world: World, scenes: Scenes) -> None:
-    asked = Counter()
+    asked: Counter[str] = Counter()
     for line, text in zip(prompt_lines(world, scenes), caption(world, scenes), strict=True):
         request = read_request(line["metadata"])
         asked[request.tag] += 1

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
+from recipes.composition.atlas import LETTERS
 from recipes.composition.captions import altered, prompt_lines
 from recipes.composition.judges.findings import SIGN, Findings, Thing, answer
 from recipes.composition.scenes import CATEGORIES, Scenes, World
-from recipes.composition.world import LETTERS
 
 
 def truth(world: World, scenes: Scenes) -> list[Findings]:

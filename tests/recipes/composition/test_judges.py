@@ -1,0 +1,192 @@
+"""The judges' parts against what they are meant to compute, their files, and the sheets of labels."""
+
+import csv
+import math
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+from recipes.composition.captions import prompt_lines
+from recipes.composition.judges import labels, service
+from recipes.composition.judges.detector import FRAMES, LINE, cut_lines, spell_out
+from recipes.composition.judges.files import Kind, read
+from recipes.composition.judges.findings import COMPONENTS, Thing
+from recipes.composition.judges.heldout import HeldoutJudge, _inner, _spell, _without_doubles
+from recipes.composition.judges.lite import Lite, SameConv, pretrained
+from recipes.composition.judges.loading import load_judge
+from recipes.composition.judges.pixels import BINS, count_shades, shade_of, vote
+from recipes.composition.judges.reward import RewardJudge
+from recipes.composition.judges.train_reward import _frames
+from recipes.composition.render import render
+from recipes.composition.scenes import World, draw
+from services.reward import scorers
+
+
+@pytest.fixture(scope="module")
+def pair(world: World) -> tuple[RewardJudge, HeldoutJudge]:
+    """Untrained judges."""
+    torch.manual_seed(0)
+    return RewardJudge(Kind.of("reward", world)), HeldoutJudge(Kind.of("heldout", world))
+
+
+def test_the_two_judges_share_no_weights(pair: tuple[RewardJudge, HeldoutJudge]) -> None:
+    reward, heldout = pair
+    of_reward = {id(one) for net in (reward.detector, reward.reader) for one in net.parameters()}
+    of_heldout = {id(one) for net in (heldout.features, heldout.head) for one in net.parameters()}
+    assert of_reward
+    assert of_heldout
+    assert not of_reward & of_heldout
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_file_gives_the_same_findings_to_half_precision(
+    pair: tuple[RewardJudge, HeldoutJudge], world: World, tmp_path: Path, index: int
+) -> None:
+    judge = pair[index]
+    judge.save(tmp_path / "judge.safetensors")
+    again = load_judge(tmp_path / "judge.safetensors")
+    assert (type(again), again.kind) == (type(judge), judge.kind)
+    pictures = render(world, draw(world, 3, torch.Generator().manual_seed(1)), "cpu")
+    nets = [(one.detector if isinstance(one, RewardJudge) else one.cells) for one in (judge, again)]
+    for net in (judge, again):
+        net.look(pictures)  # which turns training off
+    with torch.no_grad():
+        for before, after in zip(*(net(pictures) for net in nets), strict=True):
+            assert torch.allclose(before, after, atol=0.02 * before.abs().max().item())
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is not a file: train a judge"):
+        read(tmp_path / "none.safetensors")
+    save_file({"a": torch.zeros(1)}, tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match="is not a judge"):
+        read(tmp_path / "other.safetensors")
+
+
+def test_pixels_vote_for_the_color_of_a_thing(world: World) -> None:
+    """On true boxes: the table alone is right, without any network."""
+    gains = count_shades(world, 512, torch.Generator().manual_seed(1))
+    scenes = draw(world, 200, torch.Generator().manual_seed(2), categories=["color_attr"])
+    shades = shade_of(render(world, scenes, "cpu"))
+    for slot in (0, 1):
+        said = vote(gains, shades, scenes.boxes[:, slot] * world.size)
+        assert (said == scenes.colors[:, slot]).float().mean() >= 0.98
+
+
+def test_shades_are_numbered_by_red_green_and_blue() -> None:
+    pictures = torch.tensor([1.0, 0.5, 0.0]).view(1, 3, 1, 1)
+    assert shade_of(pictures).item() == 15 * BINS**2 + 8 * BINS
+
+
+def test_a_line_is_what_is_in_the_box(world: World) -> None:
+    pictures = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+    box = torch.tensor([[0.25, 0.5, 0.75, 1.0]])
+    part = F.interpolate(pictures[:, :, 32:, 16:48], LINE, mode="bilinear", align_corners=False)
+    inner = (slice(None), slice(None), slice(2, -2), slice(4, -4))  # at the edges the line sees what is around
+    assert torch.allclose(cut_lines(pictures, box)[inner], part[inner], atol=1e-5)
+
+
+def test_each_run_of_frames_is_a_letter(world: World) -> None:
+    logits = torch.full((1, FRAMES, 27), -5.0)
+    for frame, letter in enumerate([0, 3, 3, 0, 0, 1, 2, 2, 0, 20, 0, 20]):
+        logits[0, frame, letter] = 5.0
+    logits[0, 12:, 0] = 5.0
+    assert spell_out(logits) == ["CBTT"]  # the third run is mostly a B
+    scenes = draw(world, 50, torch.Generator().manual_seed(1), categories=["text"])
+    frames = _frames(world, scenes, scenes.sign)
+    words = [line["metadata"]["word"] for line in prompt_lines(world, scenes)]
+    assert spell_out(F.one_hot(frames, 27).float() * 10) == words
+
+
+def test_the_held_out_judge_spells_by_the_best_path() -> None:
+    frames = F.one_hot(torch.tensor([0, 11, 11, 0, 1, 0, 1, 20]), 27).float().numpy()
+    assert _spell(frames) == "KAAT"
+    assert _inner((10.0, 10.0, 60.0, 30.0)) == (13, 11, 57, 29)
+
+
+def test_doubles_are_left_out_whatever_they_are_called() -> None:
+    cat = (Thing("cat", (0.0, 0.0, 20.0, 20.0), 0.6, "red"), 0)
+    dog = (Thing("dog", (1.0, 0.0, 20.0, 20.0), 0.9, "red"), 1)
+    far = (Thing("cat", (40.0, 40.0, 60.0, 60.0), 0.7, "red"), 0)
+    assert _without_doubles([cat, dog, far]) == [dog, far]
+
+
+def test_padding_is_that_of_tensorflow() -> None:
+    """At stride 2 an even edge is padded at its end alone: a kernel's first place is the picture's first pixel."""
+    layer = SameConv(1, 1, 3, 2, bias=False)
+    torch.nn.init.zeros_(layer.weight)
+    layer.weight.data[0, 0, 0, 0] = 1
+    picture = torch.arange(16.0).view(1, 1, 4, 4)
+    assert layer(picture).flatten().tolist() == [0, 2, 8, 10]
+    assert [tuple(each.shape[1:]) for each in Lite().eval()(torch.zeros(1, 3, 64, 64))] == [
+        (24, 16, 16),
+        (40, 8, 8),
+        (112, 4, 4),
+    ]
+
+
+def test_layers_see_what_the_statistics_kept_from_their_training_say(world: World) -> None:
+    """Channel means before batch norms: of renders they are as of ImageNet's pictures, which another order of channels,
+    padding or scale would spoil."""
+    net = pretrained().eval()
+    seen: list[torch.Tensor] = []
+    for norm in [module for name, module in net.named_modules() if name.endswith("_bn1")][:5]:
+        norm.register_forward_hook(
+            lambda norm, inputs, output: seen.append(
+                torch.corrcoef(torch.stack([inputs[0].mean((0, 2, 3)), norm.running_mean]))[0, 1]
+            )
+        )
+    with torch.no_grad():
+        net(render(world, draw(world, 32, torch.Generator().manual_seed(1)), "cpu"))
+    assert min(seen) > 0.85
+
+
+@pytest.mark.parametrize(("edge", "wanted"), [(64, 64), (128, 128), (192, 64), (256, 128)])
+def test_pictures_go_to_the_judge_of_the_largest_size_that_fits(
+    monkeypatch: pytest.MonkeyPatch, edge: int, wanted: int
+) -> None:
+    class Seen:
+        def look(self, pictures: torch.Tensor) -> list[tuple[int, ...]]:
+            return [tuple(pictures.shape)]
+
+    monkeypatch.setattr(service, "judge_of", lambda name, size: Seen() if size == wanted else None)
+    assert service.look("reward", torch.zeros(2, 3, edge, edge)) == [(2, 3, wanted, wanted)]
+    with pytest.raises(ValueError, match="squares of a multiple of 64"):
+        service.look("reward", torch.zeros(1, 3, 100, 100))
+
+
+def test_sheets_ask_for_labels_of_every_category(world: World, tmp_path: Path) -> None:
+    scenes = draw(world, 96, torch.Generator().manual_seed(1))
+    lines = prompt_lines(world, scenes)
+    labels.save(tmp_path / "pictures", render(world, scenes, "cpu"), lines)
+    labels.write_sheets(tmp_path / "pictures", tmp_path / "labels", 32)
+    with (tmp_path / "labels" / "labels.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 32
+    assert {row["category"] for row in rows} == {line["metadata"]["tag"] for line in lines}
+    assert len(list((tmp_path / "labels").glob("sheet-*.png"))) == math.ceil(32 / (labels.COLUMNS * labels.ROWS))
+    with pytest.raises(ValueError, match="write yes or no"):
+        labels.read_labels(tmp_path / "labels" / "labels.csv")
+    pictures = labels.read(tmp_path / "pictures", [3, 5])
+    assert torch.allclose(pictures, render(world, scenes.pick([3, 5]), "cpu"), atol=0.5 / 255 + 1e-6)
+
+
+def test_agreement_with_labels_is_counted_by_category() -> None:
+    lines = [{"metadata": {"tag": "colors"}}] * 3 + [{"metadata": {"tag": "text"}}]
+    said = labels.agreement({0: 1.0, 1: 0.0, 2: 1.0, 3: 0.0}, {0: 1.0, 1: 1.0, 2: 1.0, 3: 0.0}, lines)
+    assert "| colors | 3 | 2 | 3 | 0.667 |" in said
+    assert "| text | 1 | 0 | 0 | 1.000 |" in said
+    assert "| all | 4 | 2 | 3 | 0.750 |" in said
+
+
+def test_settings_of_the_services_are_taken_by_the_scorer() -> None:
+    for name in ("reward", "heldout"):
+        path = Path(service.__file__).parent / f"{name}.toml"
+        settings = tomllib.loads(path.read_text())
+        scorer = scorers.make("python", settings, 1)
+        assert scorer.components == COMPONENTS
+        assert scorer.parse({"score": "strict"}) == (("score", "strict"),)
