@@ -251,6 +251,8 @@ def _rollout(
 def _reward(reward: Reward, options: StackOptions, ports: Iterator[int], env: Mapping[str, str]) -> ProcessPlan:
     port, metrics = next(ports), next(ports)
     argv = [*_service("reward", port, metrics), "--scorer", str(reward.scorer), *_pulse(options)]
+    if reward.settings_file is not None:
+        argv += ["--settings", str(reward.settings_file)]
     for setting in reward.settings:
         argv += ["--set", setting]
     address = f"{HOST}:{port}"

@@ -4,6 +4,7 @@ ocr                            a scorer
 pickscore:model=PATH           a scorer with settings, as key=value[,key=value]
 taste=pickscore:model=PATH     the same under a name of its own
 mine=my_rewards.py:score       a function of a Python file
+mine=my_reward.toml            the scorer `python` with the settings of a file
 mine=10.0.0.7:9000             a service that runs elsewhere
 """
 
@@ -13,6 +14,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from flowfleet.job.setting_files import read_table
 from flowfleet.job.spec import REWARD_NAME
 
 SCORERS = (
@@ -46,6 +48,7 @@ WITHOUT_SETTINGS = ("ocr", "jpeg_compressibility", "jpeg_incompressibility", "mo
 """Scorers that need no settings."""
 _SCORER = re.compile(rf"(?P<scorer>{'|'.join(SCORERS)})(?::(?P<settings>.+))?")
 _FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<function>[A-Za-z_]\w*)")
+_SETTINGS = re.compile(r".+\.(toml|ya?ml|json)")
 _ADDRESS = re.compile(r"[^/\s]+:\d{1,5}")
 
 
@@ -58,6 +61,8 @@ class Reward:
     settings: tuple[str, ...] = ()
     """key=value changes, as `--set` of the reward service takes them."""
     address: str | None = None
+    settings_file: Path | None = None
+    """Absolute path of the file that the reward service reads its settings from."""
 
 
 def parse_reward(text: str) -> Reward:
@@ -74,17 +79,31 @@ def parse_reward(text: str) -> Reward:
         return Reward(name, found["scorer"], tuple(map(_absolute, settings)))
     if is_named and (found := _FUNCTION.fullmatch(value)):
         return Reward(name, "python", _of_function(name, Path(found["file"]), found["function"], text))
+    if is_named and _SETTINGS.fullmatch(value):
+        return _of_settings(name, _existing(Path(value), text))
     if is_named and _ADDRESS.fullmatch(value):
         return Reward(name, address=value)
-    forms = f"a scorer ({', '.join(SCORERS)}), SCORER:key=value, NAME=FILE.py:FUNCTION or NAME=HOST:PORT"
+    forms = (
+        f"a scorer ({', '.join(SCORERS)}), SCORER:key=value, NAME=FILE.py:FUNCTION, NAME=FILE.toml or NAME=HOST:PORT"
+    )
     raise ValueError(f"unknown reward {text!r}: give {forms}")
 
 
 def _of_function(name: str, file: Path, function: str, text: str) -> tuple[str, ...]:
+    place = _existing(file, text)
+    return (f"function={place.stem}:{function}", f"path={place.parent}", f"name={name}")
+
+
+def _of_settings(name: str, file: Path) -> Reward:
+    """A module is looked for in the current folder, unless the settings say where."""
+    folder = () if "path" in read_table(file, "a settings") else (f"path={Path.cwd()}",)
+    return Reward(name, "python", (f"name={name}", *folder), settings_file=file)
+
+
+def _existing(file: Path, text: str) -> Path:
     if not file.is_file():
         raise ValueError(f"--reward {text}: there is no file {file}")
-    place = file.resolve()
-    return (f"function={place.stem}:{function}", f"path={place.parent}", f"name={name}")
+    return file.resolve()
 
 
 def _absolute(setting: str) -> str:

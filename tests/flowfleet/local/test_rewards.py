@@ -30,6 +30,14 @@ def test_scorers_with_settings_under_names_and_services(tmp_path: Path) -> None:
     assert parse_reward("mine=10.0.0.7:9000") == Reward("mine", address="10.0.0.7:9000")
 
 
+def test_settings_in_a_file_say_where_the_module_is(tmp_path: Path) -> None:
+    there, here = tmp_path / "there.toml", tmp_path / "here.toml"
+    there.write_text('function = "my_rewards:score"\npath = "/rewards"\n')
+    here.write_text('function = "my_rewards:score"\n')
+    assert parse_reward(f"mine={there}") == Reward("mine", "python", ("name=mine",), settings_file=there)
+    assert parse_reward(f"mine={here}").settings == ("name=mine", f"path={Path.cwd()}")
+
+
 def test_folders_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "pick").mkdir(parents=True)
@@ -42,6 +50,7 @@ def test_folders_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("nonsense", "unknown reward 'nonsense': give a scorer"),
         ("mine=nonsense", "unknown reward"),
         ("mine=missing.py:score", "there is no file missing.py"),
+        ("mine=missing.toml", "there is no file missing.toml"),
         ("pickscore:model", "'model' is not a setting"),
         ("a b=ocr", "'a b' is not a name"),
         ("my.py:score", "'my.py' is not a name"),
@@ -59,3 +68,11 @@ def test_the_service_is_started_with_its_settings(tmp_path: Path) -> None:
     assert reward.argv[reward.argv.index("--scorer") :][:2] == ("--scorer", "pickscore")
     assert reward.argv[-4:] == ("--set", "model=a/b", "--set", "dtype=bfloat16")
     assert f"taste={reward.address}" in plan.processes[-1].argv
+
+
+def test_the_service_reads_its_settings_from_the_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('path = "/rewards"\n')
+    options = StackOptions(state_dir=tmp_path, rewards=(f"mine={tmp_path}/mine.toml",))
+    plan = make_plan(options, range(20_000, 20_000 + ports_needed(options)), ["redis-server"], StackSecrets())
+    [reward] = [process for process in plan.processes if process.name == "reward-mine"]
+    assert reward.argv[-4:] == ("--settings", f"{tmp_path}/mine.toml", "--set", "name=mine")
