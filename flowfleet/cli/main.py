@@ -72,8 +72,8 @@ def up(
     reward: Annotated[
         list[str] | None,
         typer.Option(
-            help="SCORER[:key=value,…], NAME=FILE.py:FUNCTION (of picture, prompt and metadata), or NAME=HOST:PORT; "
-            "repeatable (ocr)."
+            help="SCORER[:key=value,…], NAME=FILE.py:FUNCTION (of picture, prompt and metadata), NAME=FILE.toml "
+            "(settings of `python`), or NAME=HOST:PORT; repeatable (ocr)."
         ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="Pipeline directory that the rollouts load at start.")] = None,
@@ -173,19 +173,23 @@ def down(state_dir: StackDir = DEFAULT_STATE_DIR, json_: Json = False) -> None:
 
 @app.command()
 def demo(
+    name: Annotated[str, typer.Argument(help="signs, or composition, which needs the repository.")] = "signs",
     seed: Annotated[int | None, typer.Option(help="Seed of the job; default: the recipe's.")] = None,
-    recipe: Annotated[Path, typer.Option(help="Job file, or name of a recipe.")] = Path("tiny_ocr"),
+    recipe: Annotated[Path | None, typer.Option(help="Job file, or name of a recipe; default: the demo's.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="key=value of the job; repeatable.")] = None,
     state_dir: Annotated[
         Path, typer.Option(help="Folder for results and the stack's files; its contents are replaced.")
     ] = Path("runs/demo"),
     json_: Json = False,
 ) -> None:
-    """Train the tiny model from start to end, and leave figures, pictures and the model."""
-    from flowfleet.demo.run import run_demo
+    """Train a small model from start to end, and leave figures, pictures and the model."""
+    from flowfleet.demo.run import DEMOS, run_demo
 
+    if name not in DEMOS:
+        raise ValueError(f"no demo is called {name!r}: take one of {', '.join(DEMOS)}")
     changes = [*(set_ or ()), *([] if seed is None else [f"seed={seed}"])]
-    summary = run_demo(recipe, state_dir, changes, err if json_ else out)
+    chosen = DEMOS[name]
+    summary = run_demo(recipe or chosen.recipe, state_dir, changes, err if json_ else out, rewards=chosen.rewards)
     if json_:
         tell_line(summary)
 

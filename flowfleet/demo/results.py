@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,20 @@ def held_out_curve(outcome: Outcome) -> Curve:
     return Curve([samples for samples, _ in known], [reward for _, reward in known])
 
 
+def _watched(outcome: Outcome, seed: int) -> dict[str, dict[str, Any]]:
+    """The rewards of weight 0: means over the pairs that both have a score, and the gain's interval."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, part in outcome.job.spec["rewards"].items():
+        if part["weight"] == 0:
+            scores = [[sample.scores.get(name) for sample in pair] for pair in outcome.pairs]
+            known = [(first, last) for first, last in scores if first is not None and last is not None]
+            if known:
+                before, after = zip(*known, strict=True)
+                interval = list(paired_bootstrap(before, after, seed))
+                found[name] = {"before": fmean(before), "after": fmean(after), "bootstrap_ci95": interval}
+    return found
+
+
 def _trained(row: MetricsRow) -> bool:
     return row.values.get("training/samples") is not None
 
@@ -133,6 +148,7 @@ def summarize(outcome: Outcome, started: datetime, ended: datetime) -> dict[str,
         "held_out_reward_after": last["val/reward"],
         "improvement": last["val/reward"] - first["val/reward"],
         "bootstrap_ci95": list(paired_bootstrap(before, after, seed)),
+        "watched": _watched(outcome, seed),
         "edge_density_before": first.get("val/edge_density"),
         "edge_density_after": last.get("val/edge_density"),
         "colour_entropy_before": first.get("val/colour_entropy"),

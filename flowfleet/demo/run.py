@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import psutil
 from rich.console import Console
@@ -17,12 +18,33 @@ from flowfleet.client.progress import duration, follow
 from flowfleet.client.types import Job, JobEvent
 from flowfleet.demo import plots
 from flowfleet.demo.results import Outcome, fetch, fetch_pairs, fetch_texts, held_out_curve, summarize, training_curve
-from flowfleet.job.files import data_folders, prepare_job
+from flowfleet.job.files import RECIPES, data_folders, prepare_job
 from flowfleet.job.spec import JobSpec
 from flowfleet.local.plan import StackOptions
+from flowfleet.local.rewards import parse_reward
 from flowfleet.local.session import local_stack, stop_stack
 from flowfleet.local.stack import StackError, StateDir
 from flowfleet.models.registry import Engine
+
+
+@dataclass(frozen=True)
+class Demo:
+    """A recipe that comes with Flowfleet, and how the rewards start that no scorer is named after."""
+
+    recipe: Path
+    rewards: tuple[str, ...] = ()
+    """Arguments of `flowfleet up --reward`."""
+
+
+_JUDGES = RECIPES / "composition" / "judges"
+DEMOS: Final = {
+    "signs": Demo(Path("tiny_ocr")),
+    "composition": Demo(
+        Path("composition_small_lora"),
+        (f"composition={_JUDGES}/reward.toml", f"composition_judge={_JUDGES}/heldout.toml"),
+    ),
+}
+"""What `flowfleet demo` shows, by name."""
 
 MARKER = ".flowfleet-demo"
 """The job as submitted. Says that a directory was made by the demo, and may be replaced by the next one."""
@@ -36,11 +58,13 @@ def run_demo(
     console: Console,
     started: datetime | None = None,
     engine: Engine | None = None,
+    rewards: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Leaves everything in `directory` and returns the summary. Raises ValueError, StackError or ApiError.
 
     `changes` are settings as `key=value`; `started` is when the clock began, by default this process; `engine` is what
-    samples, by default `transformers` for a model that writes text and `diffusers` for others.
+    samples, by default `transformers` for a model that writes text and `diffusers` for others. `rewards` say how
+    rewards of the recipe start, as `flowfleet up --reward` takes them; the others are scorers of their names.
     """
     started = started or datetime.fromtimestamp(psutil.Process().create_time(), UTC)
     spec = prepare_job(recipe, changes, same_machine=True)
@@ -48,7 +72,7 @@ def run_demo(
         raise ValueError(f"{recipe} leaves nothing to compare: give it rewards and data.validation")
     _make_fresh(directory, spec)
     with (
-        local_stack(_stack_options(spec, directory, engine or _usual_engine(spec))) as stack,
+        local_stack(_stack_options(spec, directory, engine or _usual_engine(spec), rewards)) as stack,
         Client(stack.url) as client,
     ):
         _say(console, f"The stack runs ({', '.join(stack.processes)}); its REST API is {stack.url}.")
@@ -81,12 +105,13 @@ def _usual_engine(spec: JobSpec) -> Engine:
     return "transformers" if spec.writes_tokens else "diffusers"
 
 
-def _stack_options(spec: JobSpec, directory: Path, engine: Engine) -> StackOptions:
+def _stack_options(spec: JobSpec, directory: Path, engine: Engine, rewards: Sequence[str]) -> StackOptions:
+    given = {parse_reward(reward).name: reward for reward in rewards}
     return StackOptions(
         state_dir=directory / "stack",
         port=0,
         data_roots=data_folders(spec),
-        rewards=spec.reward_services,
+        rewards=tuple(given.get(name, name) for name in spec.reward_services),
         model=spec.model.path,
         dtype=spec.model.dtype,
         engine=engine,
@@ -134,6 +159,7 @@ def _tell(summary: dict[str, Any], directory: Path, console: Console) -> None:
     gain = f"+{after - before:.3f}" if after >= before else f"{after - before:.3f}"
     lines = [
         f"\nHeld-out reward {before:.3f} → {after:.3f}: {gain} (95 % {low:+.3f} … {high:+.3f})",
+        *map(_watched_line, summary["watched"].items()),
         f"{summary['samples_trained']} samples trained on, {summary['samples_dropped']} dropped",
         f"{training} of training, {first} to its first step, {total} in all\n",
     ]
@@ -150,6 +176,13 @@ def _tell(summary: dict[str, Any], directory: Path, console: Console) -> None:
     width = max(len(str(directory / name)) for name in there)
     for line in [*lines, *(f"  {directory / name!s:<{width}}  {what}" for name, what in there.items())]:
         _say(console, line)
+
+
+def _watched_line(item: tuple[str, dict[str, Any]]) -> str:
+    name, seen = item
+    low, high = seen["bootstrap_ci95"]
+    gain = f"{seen['after'] - seen['before']:+.3f} (95 % {low:+.3f} … {high:+.3f})"
+    return f"{name}, which training never sees, {seen['before']:.3f} → {seen['after']:.3f}: {gain}"
 
 
 def _say(console: Console, text: str) -> None:

@@ -20,6 +20,7 @@ RECIPES = [Path("recipes") / f"{name}.toml" for name in recipe_names()]
 KINDS = {
     "qwen-image-edit": "qwen_image_edit",
     "qwen-image": "qwen_image",
+    "composition": "qwen_image",
     "flux": "flux_distilled",
     "stable-diffusion-3": "stable_diffusion_3",
     "sd3": "stable_diffusion_3",
@@ -45,7 +46,7 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelA
     def find(path: str) -> ModelAdapter:
         if (ROOT / path / "model_index.json").exists():
             return load_skeleton(ROOT / path, torch.float32, ())
-        kinds = [kind for part, kind in KINDS.items() if part in Path(path).name.lower()]
+        kinds = [kind for part, kind in KINDS.items() if part in path.lower()]
         assert kinds, f"{path}: name the family of this checkpoint in KINDS"
         return load(kinds[0])
 

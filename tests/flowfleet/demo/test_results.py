@@ -22,6 +22,7 @@ from tests.flowfleet.idle_controller import in_store, job_settings
 STEPS = 2
 BEFORE = (0.0, 0.5, None, 0.25)
 AFTER = (1.0, 0.5, 0.75, 0.75)
+REWARDS = {"ocr": {"weight": 1.0}, "watch": {"weight": 0.0, "service": "ocr"}}
 
 
 def picture(shade: int) -> bytes:
@@ -44,6 +45,7 @@ async def play(store: JobStore, job_id: str) -> None:
                 purpose="validate",
                 prompt=f'says "W{group}"',
                 reward=score,
+                scores={"watch": None if score is None else 2 * score},
                 media_uri=ref.uri,
                 media_size_bytes=ref.size_bytes,
                 media_sha256=ref.sha256,
@@ -68,7 +70,7 @@ async def play(store: JobStore, job_id: str) -> None:
 
 def test_summary_curves_and_pairs(api_url: str, redis_url: str, tmp_path: Path) -> None:
     with Client(api_url) as client:
-        job = client.submit(job_settings(tmp_path, seed=5, schedule={"steps": STEPS}))
+        job = client.submit(job_settings(tmp_path, seed=5, schedule={"steps": STEPS}, rewards=REWARDS))
         in_store(redis_url, lambda store: play(store, job.id))
         outcome = fetch(client, job.id, list(client.events(job.id)))
         pairs = list(fetch_pairs(client, outcome))
@@ -86,6 +88,10 @@ def test_summary_curves_and_pairs(api_url: str, redis_url: str, tmp_path: Path) 
     assert (summary["seed"], summary["job_id"], summary["total_seconds"]) == (5, job.id, 100.0)
     low, high = summary["bootstrap_ci95"]
     assert 0.0 <= low < (1.0 + 0.0 + 0.5) / 3 < high <= 1.0
+    assert list(summary["watched"]) == ["watch"]
+    watched = summary["watched"]["watch"]
+    assert (watched["before"], watched["after"]) == (0.5, 1.5)
+    assert watched["bootstrap_ci95"] == pytest.approx([2 * low, 2 * high])
     rollout, trained = (
         next(e.time for e in outcome.events if all(e.data.get(name) == value for name, value in wanted.items()))
         for wanted in ({"phase": "rollout"}, {"step": STEPS})

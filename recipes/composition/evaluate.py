@@ -1,0 +1,136 @@
+"""How well a model composes: pictures of held-out prompts from fixed noise, scored by a judge, by category.
+
+    python -m recipes.composition.evaluate --world full --model runs/composition_full --judge HELDOUT.safetensors \\
+        --guidance 1 1.5 2 3
+
+Prints a JSON line per guidance scale and writes the first pictures to `--sheet`. Two controls of what reinforcement
+learning gains: the best of the scales, and `--best-of 16 --chooser REWARD.safetensors`, the score of the picture that
+the reward likes most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from flowfleet.media.image_stats import colour_entropy, edge_density
+from recipes.composition.captions import prompt_lines
+from recipes.composition.judges.agreement import Judge
+from recipes.composition.judges.findings import answer
+from recipes.composition.judges.loading import load_judge
+from recipes.composition.pretrain import NUM_SAMPLING_STEPS, NUM_SHOWN, SHOWN_COLUMNS, load
+from recipes.composition.scenes import CATEGORIES, draw
+from recipes.composition.world import World
+from recipes.tiny.painting import contact_sheet, paint
+from recipes.tiny.signs import Pixels
+
+PROMPTS_SEED = 20_000
+LOOK_BATCH = 128
+
+Line = Mapping[str, Any]
+"""A prompt with its metadata, as `captions.prompt_lines` writes it."""
+
+
+def by_category(judge: Judge, pictures: Pixels, lines: Sequence[Line], score: str) -> dict[str, float]:
+    """Mean `score` of the judge in each category that occurs, then "mean" over the categories."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for line, value in zip(lines, scores(judge, pictures, lines, score), strict=True):
+        found[line["metadata"]["tag"]].append(value)
+    means = {name: float(np.mean(found[name])) for name in CATEGORIES if name in found}
+    return means | {"mean": float(np.mean(list(means.values())))}
+
+
+def scores(judge: Judge, pictures: Pixels, lines: Sequence[Line], score: str) -> list[float]:
+    """A score for each of the pictures (N, S, S, 3) uint8."""
+    findings = []
+    for part in torch.split(torch.from_numpy(pictures).permute(0, 3, 1, 2), LOOK_BATCH):
+        findings += judge.look(part.float() / 255)
+    return [answer(seen, line["metadata"], score)["score"] for seen, line in zip(findings, lines, strict=True)]
+
+
+def best_of(pictures: Sequence[Pixels], chooser: Judge, lines: Sequence[Line]) -> Pixels:
+    """Chooses for each prompt the one of its pictures that `chooser` gives the most; the first of equals."""
+    liked = np.array([scores(chooser, ones, lines, "partial") for ones in pictures])
+    chosen: Pixels = np.stack(pictures)[liked.argmax(0), np.arange(len(lines))]
+    return chosen
+
+
+def looks(pictures: Pixels) -> dict[str, float]:
+    """Statistics that a hacked reward moves."""
+    return {
+        "edge_density": float(np.mean([edge_density(picture) for picture in pictures])),
+        "colour_entropy": float(np.mean([colour_entropy(picture) for picture in pictures])),
+    }
+
+
+def held_out(world: World, split: str, num: int) -> list[dict[str, Any]]:
+    """The first `num` prompts of a split, the same everywhere."""
+    scenes = draw(world, num, torch.Generator().manual_seed(PROMPTS_SEED), split=split)  # type: ignore[arg-type]
+    return prompt_lines(world, scenes)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Prompts of a JSON Lines file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--world", choices=("small", "full"), default="full")
+    parser.add_argument("--judge", type=Path, required=True, help="file of the judge that scores")
+    parser.add_argument("--chooser", type=Path, help="file of the judge that chooses among --best-of pictures")
+    parser.add_argument("--best-of", type=int, default=1, help="pictures for each prompt, of which one is scored")
+    parser.add_argument("--score", choices=("correct", "strict", "partial"), default="correct")
+    parser.add_argument("--prompts", type=Path, help="JSON Lines file; without it prompts are drawn")
+    parser.add_argument("--split", choices=("train", "seen", "unseen"), default="seen", help="of drawn prompts")
+    parser.add_argument("--num", type=int, default=1024, help="prompts at most")
+    parser.add_argument("--guidance", type=float, nargs="+", default=[1.0])
+    parser.add_argument("--sampling-steps", type=int, default=NUM_SAMPLING_STEPS)
+    parser.add_argument("--seed", type=int, default=7, help="seed of the noise")
+    parser.add_argument("--sheet", type=Path, help="write the first pictures at the first scale to this PNG")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    if (options.best_of > 1) != (options.chooser is not None):
+        parser.error("--best-of and --chooser need each other: give both, or neither")
+    return options
+
+
+def main() -> None:
+    options = parse_options()
+    world: World = getattr(World, options.world)()
+    lines = read_lines(options.prompts) if options.prompts else held_out(world, options.split, options.num)
+    lines = lines[: options.num]
+    prompts = [line["prompt"] for line in lines]
+    pipeline = load(options.model, torch.device(options.device))
+    judge = load_judge(options.judge, options.device)
+    chooser = load_judge(options.chooser, options.device) if options.chooser else None
+    for place, scale in enumerate(options.guidance):
+        tries = [
+            paint(
+                pipeline,
+                prompts,
+                options.seed + number,
+                image_size=world.size,
+                num_steps=options.sampling_steps,
+                guidance_scale=scale,
+            )
+            for number in range(options.best_of)
+        ]
+        pictures = tries[0] if chooser is None else best_of(tries, chooser, lines)
+        about = {"guidance": scale, "prompts": len(lines), "best_of": options.best_of}
+        figures = by_category(judge, pictures, lines, options.score) | looks(pictures)
+        print(json.dumps(about | {name: round(value, 4) for name, value in figures.items()}), flush=True)
+        if options.sheet is not None and place == 0:
+            contact_sheet(pictures[:NUM_SHOWN], scale=1, num_columns=SHOWN_COLUMNS).save(options.sheet)
+
+
+if __name__ == "__main__":
+    main()
