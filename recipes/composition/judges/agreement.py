@@ -54,8 +54,12 @@ def measure(
     for _ in range(0, num_scenes, BATCH):
         scenes = draw(world, BATCH, generator, split=split, categories=categories)
         pictures = (render(world, scenes, "cpu") * 255).round() / 255
-        asked, other = prompt_lines(world, scenes), prompt_lines(world, altered(world, scenes, generator))
-        for findings, true, false in zip(judge.look(pictures), asked, other, strict=True):
+        other = altered(world, scenes, generator)
+        is_twice = (other.nouns[:, 0] == other.nouns[:, 1]) & (scenes.category == CATEGORIES.index("two_object"))
+        lines = zip(prompt_lines(world, scenes), prompt_lines(world, other), is_twice.tolist(), strict=True)
+        for findings, (true, false, is_same) in zip(judge.look(pictures), lines, strict=True):
+            if is_same:  # "a cat and a cat" asks for less than the picture shows
+                continue
             verdicts = [answer(findings, line["metadata"])["correct"] for line in (true, false)]
             said[true["metadata"]["tag"]].append((verdicts[0] == 1.0, verdicts[1] == 0.0))
     return {name: _shares(said[name]) for name in categories}

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from recipes.composition.backgrounds import grid
 from recipes.composition.judges.agreement import measure, table
 from recipes.composition.judges.files import Kind
 from recipes.composition.judges.heldout import CELLS, HeldoutJudge
@@ -26,6 +27,9 @@ ITERATIONS = {64: 500, 128: 3000}
 BATCH = {64: 32, 128: 128}
 LR = 2e-3
 FEATURES_LR = 3e-4
+BENT_SHARE = 6
+"""One picture in so many is bent out of shape, and shows nothing."""
+NUM_WAVES = 4
 INNER = 0.5
 """A cell is in the middle of a thing if it lies in so much of its box's width and height."""
 
@@ -49,7 +53,11 @@ def train(world: World, device: torch.device, iterations: int | None = None) -> 
     )
     for step in range(steps):
         scenes = draw(world, BATCH[world.size], generator)
-        pictures = disturb(render(world, scenes, device), generator)
+        pictures = render(world, scenes, device)
+        num_bent = len(scenes) // BENT_SHARE
+        pictures[:num_bent] = bend(scenes.pick(slice(0, num_bent)), pictures[:num_bent], generator)
+        scenes.boxes[:num_bent], scenes.sign[:num_bent] = 0, 0
+        pictures = disturb(pictures, generator)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             said = judge.cells(pictures)
         loss = _loss(scenes, [each.float() for each in said])
@@ -60,6 +68,22 @@ def train(world: World, device: torch.device, iterations: int | None = None) -> 
         if step % 100 == 99:
             print(f"{step + 1}: loss {loss.item():.3f}", flush=True)
     return judge
+
+
+def bend(scenes: Scenes, pictures: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Pictures through `NUM_WAVES` waves in random directions, of lengths and heights that ruin the things' shapes."""
+    device = pictures.device
+    sizes = (scenes.sizes.sum(1) / scenes.count.clamp(min=1)).clamp(min=0.2)[:, None, None]
+    points = grid(pictures.shape[-1], device)
+    moved = torch.zeros(len(pictures), *points.shape, device=device)
+    for numbers in torch.rand(NUM_WAVES, 4, len(pictures), 1, 1, generator=generator, device=device):
+        along, across, phase = 2 * torch.pi * numbers[0], 2 * torch.pi * numbers[1], 2 * torch.pi * numbers[2]
+        wave = torch.sin(
+            2 * torch.pi * (0.8 + numbers[3]) / sizes * (points[..., 0] * along.cos() + points[..., 1] * along.sin())
+            + phase
+        )
+        moved += 0.13 * (sizes * wave)[..., None] * torch.stack([across.cos(), across.sin()], -1)
+    return F.grid_sample(pictures, 2 * (points + moved) - 1, padding_mode="border", align_corners=False)
 
 
 def disturb(pictures: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from recipes.composition.backgrounds import grid
 from recipes.composition.judges.agreement import measure, table
 from recipes.composition.judges.detector import BLANK, CELLS, FRAMES, cut_lines
 from recipes.composition.judges.files import Kind
@@ -28,6 +29,8 @@ BATCH = {64: 32, 128: 128}
 READER_ITERATIONS = {64: 900, 128: 2000}
 READER_BATCH = 32
 LR = 3e-3
+MELTED_SHARE = 5
+"""One picture in so many is melted, and shows nothing."""
 NUM_SHADE_SCENES = {64: 1024, 128: 4096}
 
 
@@ -43,7 +46,12 @@ def train(world: World, device: torch.device, iterations: int | None = None) -> 
     judge.detector.train()
     for step in range(steps):
         scenes = draw(world, BATCH[world.size], generator)
-        pictures = roughen(render(world, scenes, device), generator)
+        pictures = render(world, scenes, device)
+        num_melted = len(scenes) // MELTED_SHARE
+        pictures[:num_melted] = melt(scenes.pick(slice(0, num_melted)), pictures[:num_melted], generator)
+        scenes.boxes[:num_melted], scenes.sign[:num_melted] = 0, 0
+        scenes.styles[:num_melted] = -1
+        pictures = roughen(pictures, generator)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             heat, reach, style = judge.detector(pictures)
         loss = _losses(scenes, len(world.nouns), heat.float(), reach.float(), style.float())
@@ -64,6 +72,24 @@ def roughen(pictures: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     noise = torch.randn(pictures.shape, generator=generator, device=pictures.device)
     share = (numbers[0] - 0.4).clamp(min=0)
     return (pictures + share * (blurred - pictures) + 0.05 * numbers[1] ** 2 * noise).clamp(0, 1)
+
+
+def melt(scenes: Scenes, pictures: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Pictures whose things are bent until they are nothing: what a model paints that has not learned their shapes.
+
+    Each pixel is taken from a place that is moved by smooth noise, by a quarter of the things' size.
+    """
+    device = pictures.device
+    sizes = (scenes.sizes.sum(1) / scenes.count.clamp(min=1)).clamp(min=0.2)[:, None, None, None]
+    fine, coarse = (
+        F.interpolate(
+            torch.randn(len(pictures), 2, n, n, generator=generator, device=device), pictures.shape[2:], mode="bicubic"
+        )
+        for n in (8, 4)
+    )
+    moved = sizes * torch.where(sizes < 0.4, fine, coarse)
+    points = 2 * grid(pictures.shape[-1], device) - 1 + 0.5 * moved.permute(0, 2, 3, 1)
+    return F.grid_sample(pictures, points, mode="bilinear", padding_mode="reflection", align_corners=False)
 
 
 def _losses(
