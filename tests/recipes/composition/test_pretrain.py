@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from flowfleet.models.families.qwen_image_attention import use_joint_attention
+from recipes.composition import captions
 from recipes.composition.base.autoencoder import encode_modes, encode_pixels, single_frames, train_autoencoder
 from recipes.composition.base.components import (
     FULL,
@@ -33,8 +35,10 @@ from recipes.composition.base.flow import (
     velocity,
 )
 from recipes.composition.base.training import Recipe, train
-from recipes.composition.pretrain import load, save, weights_hash
+from recipes.composition.pretrain import Plan, load, make, save, weights_hash
+from recipes.composition.world import SMALL_NOUNS, World
 from recipes.tiny.components import LATENT_CHANNELS
+from tests.recipes.composition.shapes import shapes
 
 TINY = ModelSize(num_blocks=2, num_heads=2, rope_axes=(8, 12, 12), text_width=64, vae_width=8)
 WORDS = ["a", "red", "blue", "disc", "box", "left", "of", "Q", '"']
@@ -50,6 +54,12 @@ def pipeline() -> Any:
 def test_a_word_is_a_token_wherever_it_stands(pipeline: Any) -> None:
     assert all(len(pipeline.tokenizer(text).input_ids) == 1 for word in WORDS for text in (word, f" {word}"))
     assert pipeline.tokenizer.tokenize('red box "QQ"') == ["red", "Ġbox", 'Ġ"', "Q", "Q", '"']
+
+
+def test_all_that_captions_are_made_of_is_a_token(world: World) -> None:
+    words = captions.words(world)
+    tokenizer = build_tokenizer(words)
+    assert all(len(tokenizer(text).input_ids) == 1 for word in words for text in (word, f" {word}"))
 
 
 def test_the_template_takes_as_many_tokens_as_the_pipeline_drops(pipeline: Any) -> None:
@@ -181,6 +191,25 @@ def test_what_is_saved_loads_as_a_job_loads_it(pipeline: Any, tmp_path: Path) ->
 def test_sizes_of_the_transformers(size: ModelSize, least: float, most: float) -> None:
     with torch.device("meta"):
         assert least < num_parameters(build_transformer(size)) < most
+
+
+@pytest.mark.long
+def test_a_miniature_pretraining_learns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    world = World.of(32, SMALL_NOUNS[:3], shapes())
+    steps = Recipe(60, rate=2e-3, num_warmup=10)
+    flow = FlowRecipe(200, rate=2e-3, num_warmup=10, batch_size=32)
+    with caplog.at_level(logging.INFO):
+        pipeline = make(world, Plan(TINY, steps, 16, 128, flow, pictures=512), 0.3, 1, CPU, compiled=False)
+    said = [message.split(" step ") for message in caplog.messages if ": loss " in message]
+    losses = {
+        name: [float(rest.split("loss ")[1].split(",")[0]) for who, rest in said if who == name]
+        for name in ("autoencoder", "transformer")
+    }
+    assert losses["autoencoder"][-1] < 0.8 * losses["autoencoder"][0]
+    assert losses["transformer"][0] < 2.1  # before the first step it is the variance of noise and latents: 2
+    assert losses["transformer"][-1] < 0.5
+    save(pipeline, tmp_path)
+    assert load(tmp_path, CPU)("a star", height=32, width=32, num_inference_steps=2).images[0].size == (32, 32)
 
 
 def _shaken(transformer: Any) -> Any:
