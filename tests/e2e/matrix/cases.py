@@ -141,12 +141,8 @@ def reward_for(algorithm: str) -> str:
 
 
 def make_text_job(checkpoint: Path, data: Path, algorithm: str, mode: str) -> dict[str, Any]:
-    """Questions of words that every tokenizer here knows, with a picture where the model takes some."""
-    lines: list[dict[str, Any]] = [{"prompt": question} for question in QUESTIONS]
-    if checkpoint.name in ("thinker", "qwen3_omni", "bagel"):
-        lines = [line | {"images": [f"{number}.png"]} for number, line in enumerate(lines)]
-    questions = data / f"{checkpoint.name}.jsonl"
-    questions.write_text("\n".join(map(json.dumps, lines)))
+    """A job of two steps, with a picture in each question where the model takes some."""
+    questions = write_questions(data, has_images=checkpoint.name in ("thinker", "qwen3_omni", "bagel"))
     return {
         "name": f"{checkpoint.name}-{algorithm}".replace("_", "-"),
         "model": {"path": str(checkpoint), "dtype": "float32"},
@@ -162,6 +158,16 @@ def make_text_job(checkpoint: Path, data: Path, algorithm: str, mode: str) -> di
         "trainer": {"mode": mode, "lora": {"rank": 4, "alpha": 8.0}, "deterministic": True, "threads": 1},
         "schedule": {"steps": NUM_STEPS, "save_every": NUM_STEPS},
     }
+
+
+def write_questions(data: Path, *, has_images: bool) -> Path:
+    """A file of questions, of words that every tokenizer here knows."""
+    lines: list[dict[str, Any]] = [{"prompt": question} for question in QUESTIONS]
+    if has_images:
+        lines = [line | {"images": [f"{number}.png"]} for number, line in enumerate(lines)]
+    file = data / f"questions-{int(has_images)}.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    return file
 
 
 def check(fleet: Fleet, checkpoint: Path, data: Path, algorithm: str, mode: str, *, tolerance: float = 0.0) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.conftest import Fleet
 from tests.e2e.matrix.cases import TEXTS, cases, check
+from tests.e2e.matrix.test_papers import check_recipe, make_job, recipes
 
 pytestmark = pytest.mark.long
 
@@ -43,6 +44,12 @@ def test_the_algorithm_trains_the_model(
     fleet: Fleet, checkpoint_of: Callable[[str], Path], data: Path, kind: str, algorithm: str, mode: str
 ) -> None:
     check(fleet, checkpoint_of(kind), data, algorithm, mode, tolerance=ROUNDING)
+
+
+@pytest.mark.parametrize("fleet", ["transformers"], indirect=True)
+@pytest.mark.parametrize("name", recipes(writes=True))
+def test_the_recipe_of_a_paper_runs(fleet: Fleet, checkpoint_of: Callable[[str], Path], data: Path, name: str) -> None:
+    check_recipe(fleet, make_job(name, checkpoint_of, data))
 
 
 @pytest.mark.parametrize("fleet", ["vllm"], indirect=True)

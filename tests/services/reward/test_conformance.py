@@ -53,7 +53,8 @@ def test_a_scorer_keeps_the_contract(name: str, settings: dict[str, Any], tmp_pa
     assert report.failed == [], report.text()
     noted = [result.name for result in report.results if result.status is conformance.Status.NOTE]
     blind = ["order and company", "large call in order", "media size", "truncated media"]
-    assert noted == (blind if name in ASKING else []), report.text()
+    softened = ["gradient score"] if name == "image_quality" else []  # of few colors, as the suite's pictures have
+    assert noted == (blind if name in ASKING else softened), report.text()
 
 
 @pytest.mark.long

@@ -48,7 +48,8 @@ def train(folder: Path, ranks: Ranks, blobs: SyncBlobs) -> None:
     worker = Worker(ranks, blobs)
     text = (folder / "spec.json").read_text()
     worker.configure(trainer_pb2.ConfigureRequest(job_id=JOB, spec_json=text, directory=str(folder / "checkpoints")))
-    named = engine_of(worker).experts["transformer"].named_parameters()
+    (trained,) = engine_of(worker).experts.values()
+    named = trained.named_parameters()
     held = {plain_name(name): list(local(parameter).shape) for name, parameter in named}
     (folder / f"shards-{ranks.rank}.json").write_text(json.dumps(held))
     files = sorted(folder.glob("step-*.bin"))
