@@ -3,6 +3,7 @@
 import csv
 import math
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,9 @@ from recipes.composition.judges.lite import Lite, SameConv, pretrained
 from recipes.composition.judges.loading import load_judge
 from recipes.composition.judges.pixels import BINS, count_shades, shade_of, vote
 from recipes.composition.judges.reward import RewardJudge
-from recipes.composition.judges.train_reward import _frames
-from recipes.composition.render import render
+from recipes.composition.judges.train_heldout import bend
+from recipes.composition.judges.train_reward import _frames, melt
+from recipes.composition.render import coverage, render
 from recipes.composition.scenes import World, draw
 from services.reward import scorers
 
@@ -190,3 +192,18 @@ def test_settings_of_the_services_are_taken_by_the_scorer() -> None:
         scorer = scorers.make("python", settings, 1)
         assert scorer.components == COMPONENTS
         assert scorer.parse({"score": "strict"}) == (("score", "strict"),)
+
+
+@pytest.mark.parametrize("ruin", [melt, bend])
+def test_ruined_pictures_keep_their_colors_and_lose_their_shapes(
+    world: World, ruin: Callable[..., torch.Tensor]
+) -> None:
+    generator = torch.Generator().manual_seed(2)
+    scenes = draw(world, 64, generator, categories=["single_object", "counting"])
+    pictures = render(world, scenes, "cpu")
+    ruined = ruin(scenes, pictures, generator)
+    assert ruined.shape == pictures.shape
+    assert (ruined.mean((2, 3)) - pictures.mean((2, 3))).abs().mean() < 0.05
+    cover = coverage(world, scenes).amax(1, keepdim=True) > 0.9
+    bared = (ruined - pictures).abs().amax(1, keepdim=True)[cover] > 0.1
+    assert bared.float().mean() > 0.2  # of the things' pixels: shapes of one color change at their rims alone
