@@ -189,6 +189,8 @@ def demo(
         raise ValueError(f"no demo is called {name!r}: take one of {', '.join(DEMOS)}")
     changes = [*(set_ or ()), *([] if seed is None else [f"seed={seed}"])]
     chosen = DEMOS[name]
+    if recipe is None:
+        chosen.require_made()
     summary = run_demo(recipe or chosen.recipe, state_dir, changes, err if json_ else out, rewards=chosen.rewards)
     if json_:
         tell_line(summary)

@@ -34,14 +34,29 @@ class Demo:
     recipe: Path
     rewards: tuple[str, ...] = ()
     """Arguments of `flowfleet up --reward`."""
+    made: tuple[tuple[Path, str], ...] = ()
+    """What it needs that is made first, with the module that makes each, and its flags."""
+
+    def require_made(self) -> None:
+        """Raises ValueError with the commands for what is missing."""
+        missing = [(path, command) for path, command in self.made if not path.exists()]
+        if missing:
+            commands = "\n".join(f"    python -m {command} --output {path}" for path, command in missing)
+            raise ValueError(f"this demo's model and judges are made first, on a GPU in minutes:\n{commands}")
 
 
-_JUDGES = RECIPES / "composition" / "judges"
+_COMPOSITION = RECIPES / "composition"
+_JUDGES = _COMPOSITION / "judges"
 DEMOS: Final = {
     "signs": Demo(Path("tiny_ocr")),
     "composition": Demo(
         Path("composition_small_lora"),
         (f"composition={_JUDGES}/reward.toml", f"composition_judge={_JUDGES}/heldout.toml"),
+        (
+            (_COMPOSITION / "model", "recipes.composition.pretrain --world small"),
+            (_JUDGES / "weights" / "reward-64.safetensors", "recipes.composition.judges.train_reward --world small"),
+            (_JUDGES / "weights" / "heldout-64.safetensors", "recipes.composition.judges.train_heldout --world small"),
+        ),
     ),
 }
 """What `flowfleet demo` shows, by name."""

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from safetensors import safe_open
 
-from flowfleet.demo.run import run_demo
+from flowfleet.demo.run import Demo, run_demo
 from flowfleet.local.stack import StateDir
 
 ROOT = Path(__file__).parents[3]
@@ -47,3 +47,13 @@ def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
         run_demo(ROOT / "recipes/tiny_ocr.toml", tmp_path, [], Console(file=io.StringIO()))
 
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_demo_says_how_what_it_lacks_is_made(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.touch()
+    demo = Demo(Path("tiny_ocr"), made=((there, "a.module"), (tmp_path / "model", "another.module --world small")))
+    with pytest.raises(ValueError, match=rf"python -m another.module --world small --output {tmp_path}/model$"):
+        demo.require_made()
+    (tmp_path / "model").touch()
+    demo.require_made()
