@@ -15,7 +15,7 @@ from recipes.composition.captions import prompt_lines
 from recipes.composition.judges import labels, service
 from recipes.composition.judges.detector import FRAMES, LINE, cut_lines, spell_out
 from recipes.composition.judges.files import Kind, read
-from recipes.composition.judges.findings import COMPONENTS, Thing
+from recipes.composition.judges.findings import COMPONENTS, Thing, answer
 from recipes.composition.judges.heldout import HeldoutJudge, _inner, _spell, _without_doubles
 from recipes.composition.judges.lite import Lite, SameConv, pretrained
 from recipes.composition.judges.loading import load_judge
@@ -26,6 +26,8 @@ from recipes.composition.judges.train_reward import _frames, melt
 from recipes.composition.render import coverage, render
 from recipes.composition.scenes import World, draw
 from services.reward import scorers
+from services.reward.scorer import Sample, Score
+from services.reward.scorers.python_function import PythonFunction
 
 
 @pytest.fixture(scope="module")
@@ -207,3 +209,26 @@ def test_ruined_pictures_keep_their_colors_and_lose_their_shapes(
     cover = coverage(world, scenes).amax(1, keepdim=True) > 0.9
     bared = (ruined - pictures).abs().amax(1, keepdim=True)[cover] > 0.1
     assert bared.float().mean() > 0.2  # of the things' pixels: shapes of one color change at their rims alone
+
+
+def test_the_scorer_scores_pictures_by_their_metadata(
+    pair: tuple[RewardJudge, HeldoutJudge], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uses an untrained judge, whose answers are those that `look` and `answer` give."""
+    pair[0].save(tmp_path / "reward-64.safetensors")
+    monkeypatch.setenv(service.FOLDER, str(tmp_path))
+    service.judge_of.cache_clear()
+    scorer = scorers.make("python", tomllib.loads((Path(service.__file__).parent / "reward.toml").read_text()), 1)
+    assert isinstance(scorer, PythonFunction)
+    scorer.start()
+    scenes = draw(world, 6, torch.Generator().manual_seed(1))
+    pixels = (render(world, scenes, "cpu").permute(0, 2, 3, 1) * 255).round().byte().numpy()
+    lines = prompt_lines(world, scenes)
+    samples = [Sample(one[None], line["prompt"], line["metadata"]) for one, line in zip(pixels, lines, strict=True)]
+    found = service.look("reward", torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255)
+    for outcome, findings, line in zip(scorer.score(samples, ()), found, lines, strict=True):
+        said = answer(findings, line["metadata"])
+        assert isinstance(outcome, Score)
+        assert outcome.value == said["score"]
+        assert {"score": outcome.value, **outcome.components} == said
+    service.judge_of.cache_clear()
