@@ -178,7 +178,7 @@ MEASUREMENTS = (
     Measurement("loop-base-idle", "lora-idle", 2, 480, f"{BASE_LOOP} --samples idle --images 128", tiny=None),
     Measurement("loop-base-cfg", "lora-cfg", 2, 500, f"{CFG_LOOP} {ONLY} --trainers 2", tiny=None),
     Measurement("loop-base-flash", "lora-flash", 2, 480, f"{BASE_LOOP} {ONLY} --trainers 2 --tail-steps 3", tiny=None),
-    Measurement("loop-base-one", "lora-one", 1, 480, f"{BASE_LOOP} {ONLY} --images 128", tiny=None),
+    Measurement("loop-base-one", "lora-one", 1, 560, f"{BASE_LOOP} {ONLY} --images 128", tiny=None),
     Measurement("loop-base-cfg-one", "lora-one", 1, 480, f"{CFG_LOOP} {ONLY}", tiny=None),
     Measurement(
         "loop-base-flash-one", "lora-one", 1, 480, f"{BASE_LOOP} {ONLY} --images 128 --tail-steps 3", tiny=None
