@@ -36,9 +36,13 @@ class Demo:
     """Arguments of `flowfleet up --reward`."""
     made: tuple[tuple[Path, str], ...] = ()
     """What it needs that is made first, with the module that makes each, and its flags."""
+    code: Path | None = None
+    """Folder of the repository whose code its rewards import from the working folder; no wheel has it."""
 
     def require_made(self) -> None:
-        """Raises ValueError with the commands for what is missing."""
+        """Raises ValueError with the commands for what is missing, and outside of the repository where it is needed."""
+        if self.code is not None and not self.code.is_dir():
+            raise ValueError(f"this demo needs {self.code} of the repository: run it in the folder of a clone")
         missing = [(path, command) for path, command in self.made if not path.exists()]
         if missing:
             commands = "\n".join(f"    python -m {command} --output {path}" for path, command in missing)
@@ -57,6 +61,7 @@ DEMOS: Final = {
             (_JUDGES / "weights" / "reward-64.safetensors", "recipes.composition.judges.train_reward --world small"),
             (_JUDGES / "weights" / "heldout-64.safetensors", "recipes.composition.judges.train_heldout --world small"),
         ),
+        Path("recipes/composition"),
     ),
 }
 """What `flowfleet demo` shows, by name."""

@@ -26,8 +26,8 @@ from recipes.composition.judges.agreement import Judge
 from recipes.composition.judges.findings import answer
 from recipes.composition.judges.loading import load_judge
 from recipes.composition.pretrain import NUM_SAMPLING_STEPS, NUM_SHOWN, SHOWN_COLUMNS, load
-from recipes.composition.scenes import CATEGORIES, draw
-from recipes.composition.world import World
+from recipes.composition.scenes import CATEGORIES, choose
+from recipes.composition.world import Split, World
 from recipes.tiny.painting import contact_sheet, paint
 from recipes.tiny.signs import Pixels
 
@@ -70,10 +70,9 @@ def looks(pictures: Pixels) -> dict[str, float]:
     }
 
 
-def held_out(world: World, split: str, num: int) -> list[dict[str, Any]]:
+def held_out(world: World, split: Split, num: int) -> list[dict[str, Any]]:
     """The first `num` prompts of a split, the same everywhere."""
-    scenes = draw(world, num, torch.Generator().manual_seed(PROMPTS_SEED), split=split)  # type: ignore[arg-type]
-    return prompt_lines(world, scenes)
+    return prompt_lines(world, choose(world, num, torch.Generator().manual_seed(PROMPTS_SEED), split=split))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -129,6 +128,7 @@ def main() -> None:
         figures = by_category(judge, pictures, lines, options.score) | looks(pictures)
         print(json.dumps(about | {name: round(value, 4) for name, value in figures.items()}), flush=True)
         if options.sheet is not None and place == 0:
+            options.sheet.parent.mkdir(parents=True, exist_ok=True)
             contact_sheet(pictures[:NUM_SHOWN], scale=1, num_columns=SHOWN_COLUMNS).save(options.sheet)
 
 

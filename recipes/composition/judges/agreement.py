@@ -48,7 +48,7 @@ class Agreement:
 def measure(
     judge: Judge, world: World, num_scenes: int, split: Split = "train", categories: Sequence[str] = CATEGORIES
 ) -> dict[str, Agreement]:
-    """Agreement by category, over `num_scenes` renders of all together, reduced to 8 bits as stored pictures are."""
+    """Agreement by category, over at least `num_scenes` renders of all together, in 8 bits as stored pictures are."""
     generator = torch.Generator().manual_seed(SEED)
     said: dict[str, list[tuple[bool, bool]]] = defaultdict(list)
     for _ in range(0, num_scenes, BATCH):
@@ -77,12 +77,6 @@ def table(agreement: Mapping[str, Agreement]) -> str:
     columns = [[getattr(one, name) for one in agreement.values()] for name in ("right", "wrong", "mean")]
     lines.append("| mean | " + " | ".join(f"{sum(column) / len(column):.3f}" for column in columns) + " |")
     return "\n".join(lines)
-
-
-def agree(one: Sequence[Findings], other: Sequence[Findings], metadata: Sequence[Mapping[str, str]]) -> float:
-    """Share of pictures on which two judges say the same of "correct"."""
-    rows = zip(one, other, metadata, strict=True)
-    return sum(answer(a, asked)["correct"] == answer(b, asked)["correct"] for a, b, asked in rows) / len(metadata)
 
 
 def main() -> None:

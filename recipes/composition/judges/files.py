@@ -29,6 +29,15 @@ class Kind:
         """The kind for a world's pictures."""
         return cls(name, world.size, world.nouns, world.styles, world.colors)
 
+    def check(self, pictures: torch.Tensor) -> None:
+        """Raises ValueError for pictures that are not (N, 3, size, size)."""
+        height, width = pictures.shape[2:]
+        if (height, width) != (self.size, self.size):
+            raise ValueError(
+                f"this judge looks at pictures of {self.size}×{self.size} pixels, these have {width}×{height}: "
+                "take the judge of the other world"
+            )
+
 
 def write(path: Path, kind: Kind, parts: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
     """Write the state of each part, by the part's name."""

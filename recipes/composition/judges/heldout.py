@@ -92,7 +92,8 @@ class HeldoutJudge:
 
     @torch.inference_mode()
     def look(self, pictures: torch.Tensor) -> list[Findings]:
-        """Findings of pictures (N, 3, S, S) float32 from 0 to 1, on any device."""
+        """Findings of pictures (N, 3, S, S) float32 from 0 to 1, on any device. ValueError for others."""
+        self.kind.check(pictures)
         self.features.eval()
         self.head.eval()
         nouns, reach, styles, colors = self.cells(pictures.to(self.device))

@@ -30,7 +30,8 @@ class RewardJudge:
 
     @torch.inference_mode()
     def look(self, pictures: torch.Tensor) -> list[Findings]:
-        """Findings of pictures (N, 3, S, S) float32 from 0 to 1, on any device."""
+        """Findings of pictures (N, 3, S, S) float32 from 0 to 1, on any device. ValueError for others."""
+        self.kind.check(pictures)
         self.detector.eval()
         self.reader.eval()
         pictures = pictures.to(self.device)

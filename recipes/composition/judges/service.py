@@ -69,9 +69,16 @@ def look(name: str, pictures: torch.Tensor) -> list[Findings]:
 
 @cache
 def judge_of(name: str, size: int) -> RewardJudge | HeldoutJudge:
-    """The judge "reward" or "heldout" for pictures of a size, on the first accelerator, else the CPU."""
-    folder = Path(os.environ.get(FOLDER, WEIGHTS))
-    return load_judge(folder / f"{name}-{size}.safetensors", devices.pick_device())
+    """The judge "reward" or "heldout" for pictures of a size, on the first accelerator, else the CPU. ValueError where
+    its file is missing."""
+    path = Path(os.environ.get(FOLDER, WEIGHTS)) / f"{name}-{size}.safetensors"
+    if not path.is_file():
+        world = "small" if size == SIZES[0] else "full"
+        raise ValueError(
+            f"{path} is missing: make it by `python -m recipes.composition.judges.train_{name} --world {world} "
+            f"--output {path}`, or name the folder of the judges by ${FOLDER}"
+        )
+    return load_judge(path, devices.pick_device())
 
 
 def _answers(name: str, pictures: Sequence[Image.Image], metadata: Sequence[Mapping[str, str]], score: str) -> Scores:

@@ -1,7 +1,6 @@
 """Train the reward judge on renders: `python -m recipes.composition.judges.train_reward --world small --output FILE`.
 
-Fixed iterations and seeds; about a minute and a half on two CPU cores for the small world, half a minute on an H200
-for the full one.
+Fixed iterations and seeds: minutes on two CPU cores for the small world; the full one wants a GPU.
 """
 
 from __future__ import annotations

@@ -232,3 +232,15 @@ def test_the_scorer_scores_pictures_by_their_metadata(
         assert outcome.value == said["score"]
         assert {"score": outcome.value, **outcome.components} == said
     service.judge_of.cache_clear()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_judge_refuses_pictures_of_another_world(pair: tuple[RewardJudge, HeldoutJudge], which: int) -> None:
+    with pytest.raises(ValueError, match="looks at pictures of 64×64 pixels, these have 128×128"):
+        pair[which].look(torch.zeros(1, 3, 128, 128))
+
+
+def test_a_service_without_its_judge_says_how_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(service.FOLDER, str(tmp_path))
+    with pytest.raises(ValueError, match=r"train_heldout --world full --output .*heldout-128.safetensors"):
+        service.judge_of("heldout", 128)
