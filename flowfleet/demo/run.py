@@ -155,7 +155,8 @@ def _recorded(events: Iterable[JobEvent], record: list[JobEvent]) -> Iterator[Jo
 
 
 def _draw(outcome: Outcome, pairs: list[plots.Pair], directory: Path) -> None:
-    rewards = ", ".join(outcome.job.spec["rewards"])
+    parts = outcome.job.spec["rewards"]
+    rewards = ", ".join([name for name, part in parts.items() if part["weight"]] or parts)
     held_out = held_out_curve(outcome)
     gain = f"{held_out.rewards[0]:.2f} → {held_out.rewards[-1]:.2f} on {len(outcome.pairs)} held-out prompts"
     about = f"reward {rewards} · {gain} · {held_out.samples[-1]:,} samples · seed {outcome.job.spec['seed']}"
@@ -202,7 +203,7 @@ def _watched_line(item: tuple[str, dict[str, Any]]) -> str:
     name, seen = item
     low, high = seen["bootstrap_ci95"]
     gain = f"{seen['after'] - seen['before']:+.3f} (95 % {low:+.3f} … {high:+.3f})"
-    return f"{name}, which training never sees, {seen['before']:.3f} → {seen['after']:.3f}: {gain}"
+    return f"{name}, of weight 0: {seen['before']:.3f} → {seen['after']:.3f}, {gain}"
 
 
 def _say(console: Console, text: str) -> None:
