@@ -1,1 +1,1 @@
-"""Two judges of scenes that share nothing but GenEval's rules: `reward`, which training sees, and `heldout`."""
+"""Two judges of scenes: `reward`, which training sees, and `heldout`. They share renders and GenEval's rules alone."""

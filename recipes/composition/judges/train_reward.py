@@ -34,7 +34,7 @@ NUM_SHADE_SCENES = {64: 1024, 128: 4096}
 
 
 def train(world: World, device: torch.device, iterations: int | None = None) -> RewardJudge:
-    """A judge of this world. iterations: of the detector, in place of the default."""
+    """A judge of this world. iterations: of the detector and of the reader, in place of each default."""
     torch.manual_seed(SEED)
     torch.backends.cudnn.deterministic = True
     generator = torch.Generator(device).manual_seed(SEED)
