@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from recipes.composition.world import CATEGORIES, NUM_STYLE_WORDINGS, PAIR_SHARE, PROMPT_SHARE, Split, World, mix
+from recipes.composition.world import CATEGORIES, FEW_SHARE, PAIR_SHARE, PROMPT_SHARE, Split, World, mix
 
 if TYPE_CHECKING:
     from recipes.composition.scenes import Scenes
@@ -26,7 +26,7 @@ DECISIVE = {
 }
 """The kind of pair that is held out in a category's "unseen" scenes; their other pairs are trained on."""
 FEW = ("single_object", "counting", "colors", "style")
-"""Categories of few prompts, where another sentence makes another prompt."""
+"""Categories that ask for few things in all, of which one in `FEW_SHARE` is kept from training."""
 
 
 def held_pairs(world: World, scenes: Scenes) -> torch.Tensor:
@@ -57,17 +57,19 @@ def held_pairs(world: World, scenes: Scenes) -> torch.Tensor:
 
 
 def is_held_prompt(world: World, scenes: Scenes) -> torch.Tensor:
-    """(N,) bool: whether a scene's prompt is kept from training. What the prompt does not say has no part in it."""
+    """(N,) bool: whether what a scene's prompt asks for is kept from training, in any words: "a cat left of a car" is
+    "a car right of a cat". What the prompt does not say has no part in it."""
     device = scenes.device
     nouns = torch.where(scenes.nouns >= 0, world.noun_keys.to(device)[scenes.nouns.clamp(min=0)], 0)
     asks_color = _among(scenes, "colors", "color_attr")[:, None] & (scenes.colors >= 0)
     colors = torch.where(asks_color, world.color_keys.to(device)[scenes.colors.clamp(min=0)], 0)
     style = torch.where(_among(scenes, "style"), world.style_keys.to(device)[scenes.styles[:, 0].clamp(min=0)], 0)
-    wording = torch.where(_among(scenes, "style"), scenes.wording % NUM_STYLE_WORDINGS, scenes.wording)
-    wording = torch.where(_among(scenes, *FEW), wording, 0)
-    parts = [nouns[:, 0], nouns[:, 1], colors[:, 0], colors[:, 1], scenes.relation + 1, style, wording]
-    mixed = mix(PROMPT, scenes.category, scenes.count, *parts, *(scenes.word + 1).unbind(1))
-    return mixed % PROMPT_SHARE == 0
+    first, second = mix(PROMPT, nouns[:, 0], colors[:, 0]), mix(PROMPT, nouns[:, 1], colors[:, 1])
+    mirrored = (first > second) & (scenes.relation >= 0)
+    relation = torch.where(mirrored, scenes.relation ^ 1, scenes.relation)
+    things = (torch.minimum(first, second), torch.maximum(first, second))
+    mixed = mix(PROMPT, scenes.category, scenes.count, *things, relation + 1, style, *(scenes.word + 1).unbind(1))
+    return mixed % torch.where(_among(scenes, *FEW), FEW_SHARE, PROMPT_SHARE) == 0
 
 
 def is_allowed(world: World, scenes: Scenes, split: Split) -> torch.Tensor:

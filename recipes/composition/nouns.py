@@ -25,7 +25,7 @@ def read_nouns() -> tuple[Noun, ...]:
 
 def article(words: str) -> str:
     """The words after "a" or "an"."""
-    is_vowel = words[0] in "aeiou" and not words.startswith(("unicorn", "ufo", "eu"))
+    is_vowel = words.startswith(("a", "e", "i", "o", "u", "hour")) and not words.startswith(("unicorn", "ufo", "eu"))
     return f"{'an' if is_vowel else 'a'} {words}"
 
 

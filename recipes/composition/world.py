@@ -37,7 +37,9 @@ SMALL_NOUNS: Final = ("apple", "banana", "car", "cat", "fish", "guitar", "house"
 PAIR_SHARE: Final = 8
 """One pair in so many is never trained on."""
 PROMPT_SHARE: Final = 10
-"""One prompt in so many is kept from training."""
+"""One prompt in so many is kept from training, in all of its wordings."""
+FEW_SHARE: Final = 7
+"""The same where a category asks for few things in all."""
 SALT: Final = 20681054
 """Chosen so that the small world holds out a few of every kind of pair, of no noun most of them."""
 

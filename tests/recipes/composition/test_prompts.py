@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +41,31 @@ def test_pictures_of_training_are_never_captioned_with_a_prompt_of_a_test(small:
     trained = set(caption(small, choose(small, 20_000, torch.Generator().manual_seed(1))))
     for split in ("validation", "seen", "unseen"):
         assert not trained & {line["prompt"] for line in read_prompts("small", split)}
+
+
+INVERSE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
+
+
+def asked(line: dict[str, Any]) -> tuple[Any, ...]:
+    """What a line asks for, in no order and no words: things and their relation as the first by name stands to the
+    second, word and style."""
+    metadata = line["metadata"]
+    include = json.loads(metadata["geneval"]).get("include", [])
+    things = sorted((thing["class"], str(thing.get("count")), thing.get("color", "")) for thing in include)
+    placed = [(thing["class"], *thing["position"]) for thing in include if thing.get("position")]
+    relation: tuple[str, ...] = ()
+    for subject, place, target in placed:
+        other = include[target]["class"]
+        relation = (subject, place, other) if subject < other else (other, INVERSE[place], subject)
+    return metadata["tag"], tuple(things), relation, metadata.get("word"), metadata.get("style")
+
+
+@pytest.mark.parametrize("world", ["small", "full"])
+def test_nothing_that_a_test_asks_for_is_asked_in_training(world: str) -> None:
+    trained = {asked(line) for line in read_prompts(world, "train")}
+    assert len({asked(line)[2] for line in read_prompts(world, "train")}) > 50  # not all are the same
+    for split in ("validation", "seen", "unseen"):
+        assert not trained & {asked(line) for line in read_prompts(world, split)}
 
 
 def test_combinations_of_the_seen_prompts_are_trained_and_those_of_unseen_are_not() -> None:
