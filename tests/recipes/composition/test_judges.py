@@ -1,5 +1,6 @@
 """The judges' parts against what they are meant to compute, their files, and the sheets of labels."""
 
+import ast
 import csv
 import math
 import tomllib
@@ -29,6 +30,9 @@ from services.reward import scorers
 from services.reward.scorer import Sample, Score
 from services.reward.scorers.python_function import PythonFunction
 
+PACKAGE = "recipes.composition.judges."
+JUDGES = Path(service.__file__).parent
+
 
 @pytest.fixture(scope="module")
 def pair(world: World) -> tuple[RewardJudge, HeldoutJudge]:
@@ -37,13 +41,23 @@ def pair(world: World) -> tuple[RewardJudge, HeldoutJudge]:
     return RewardJudge(Kind.of("reward", world)), HeldoutJudge(Kind.of("heldout", world))
 
 
-def test_the_two_judges_share_no_weights(pair: tuple[RewardJudge, HeldoutJudge]) -> None:
-    reward, heldout = pair
-    of_reward = {id(one) for net in (reward.detector, reward.reader) for one in net.parameters()}
-    of_heldout = {id(one) for net in (heldout.features, heldout.head) for one in net.parameters()}
-    assert of_reward
-    assert of_heldout
-    assert not of_reward & of_heldout
+def reached(module: str) -> set[str]:
+    """Modules of the judges that a module imports, itself or through others."""
+    found, todo = set[str](), [module]
+    while todo:
+        name = todo.pop()
+        tree = ast.parse((JUDGES / f"{name}.py").read_text())
+        sources = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        here = {source.removeprefix(PACKAGE) for source in sources if source.startswith(PACKAGE)} - found
+        found |= here
+        todo += here
+    return found
+
+
+def test_the_two_judges_share_what_findings_and_files_are_and_no_network() -> None:
+    assert reached("reward") & reached("heldout") == {"files", "findings"}
+    assert {"detector", "pixels"} <= reached("reward")
+    assert "lite" in reached("heldout")
 
 
 @pytest.mark.parametrize("index", [0, 1])
