@@ -25,6 +25,7 @@ from recipes.composition.captions import prompt_lines
 from recipes.composition.judges.agreement import Judge
 from recipes.composition.judges.findings import answer
 from recipes.composition.judges.loading import load_judge
+from recipes.composition.make_prompts import read_lines
 from recipes.composition.pretrain import NUM_SAMPLING_STEPS, NUM_SHOWN, SHOWN_COLUMNS, load
 from recipes.composition.scenes import CATEGORIES, choose
 from recipes.composition.world import Split, World
@@ -73,11 +74,6 @@ def looks(pictures: Pixels) -> dict[str, float]:
 def held_out(world: World, split: Split, num: int) -> list[dict[str, Any]]:
     """The first `num` prompts of a split, the same everywhere."""
     return prompt_lines(world, choose(world, num, torch.Generator().manual_seed(PROMPTS_SEED), split=split))
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Prompts of a JSON Lines file."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def parse_options() -> argparse.Namespace:

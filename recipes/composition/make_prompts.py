@@ -49,7 +49,12 @@ def splits(world: World) -> dict[str, list[Line]]:
 
 def read_prompts(world: str, split: str) -> list[Line]:
     """The lines of prompts/`world`_`split`.jsonl."""
-    return [json.loads(line) for line in (PROMPTS / f"{world}_{split}.jsonl").read_text().splitlines()]
+    return read_lines(PROMPTS / f"{world}_{split}.jsonl")
+
+
+def read_lines(path: Path) -> list[Line]:
+    """The lines of a file of prompts."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def _distinct(world: World, category: str, split: Split, count: int, generator: torch.Generator) -> list[Line]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,12 +97,11 @@ def train_transformer(
     recipe: FlowRecipe,
     *,
     compiled: bool = False,
-    on_report: Callable[[int], None] = lambda step: None,
 ) -> list[float]:
     """Flow matching: the velocity noise − latents at random noise levels. Returns the losses as `train` does.
 
     grid: rows and columns of tokens. The pipeline's transformer becomes the moving average of the weights, at the end
-    rounded to fp16 and frozen. `on_report` is called now and then while the pipeline holds the average so far.
+    rounded to fp16 and frozen.
     """
     average = pipeline.transformer.requires_grad_(False)
     learner = copy.deepcopy(average).train().requires_grad_(True)
@@ -136,7 +135,7 @@ def train_transformer(
         with torch.no_grad():
             torch._foreach_lerp_(averages, weights, 1 - recipe.decay)
 
-    losses = train("transformer", weights, loss, recipe, follow, on_report)
+    losses = train("transformer", weights, loss, recipe, follow)
     round_to_half(average.eval())
     return losses
 

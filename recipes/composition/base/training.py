@@ -76,11 +76,10 @@ def train(
     loss: Callable[[], Tensor],
     recipe: Recipe,
     after_step: Callable[[], None] = lambda: None,
-    on_report: Callable[[int], None] = lambda step: None,
 ) -> list[float]:
     """Takes `recipe.num_steps` steps on `parameters` in place. Returns the mean loss between reports, oldest first.
 
-    `after_step` runs within each step, under the same rules as `loss`; `on_report` runs between steps, on the host.
+    `after_step` runs within each step, under the same rules as `loss`. Raises ValueError where the loss is no number.
     """
     step = _Step(parameters, loss, recipe, after_step)
     size = max(1, recipe.num_steps // NUM_REPORTS)
@@ -91,9 +90,10 @@ def train(
             step.take(count)
         losses.append(step.mean_loss(count))
         done += count
+        if not math.isfinite(losses[-1]):
+            raise ValueError(f"{name}: the loss is {losses[-1]} after {done} steps: lower the learning rate")
         speed = count / (time.perf_counter() - started)
         logger.info("%s step %d of %d: loss %.4f, %.1f steps/s", name, done, recipe.num_steps, losses[-1], speed)
-        on_report(done)
     return losses
 
 

@@ -25,7 +25,9 @@ from PIL import Image, ImageDraw, ImageFont
 
 from recipes.composition.judges.findings import answer
 from recipes.composition.judges.service import look
+from recipes.composition.make_prompts import read_lines
 
+PROMPTS = "prompts.jsonl"
 COLUMNS, ROWS = 7, 4
 SHOWN_EDGE = 192
 LINE_HEIGHT = 13
@@ -40,18 +42,13 @@ def save(folder: Path, pictures: torch.Tensor, lines: Sequence[Mapping[str, Any]
     pixels = (pictures.permute(0, 2, 3, 1) * 255).round().byte().cpu().numpy()
     for number, picture in enumerate(pixels):
         Image.fromarray(picture).save(folder / f"{number}.png")
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / PROMPTS).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def read(folder: Path, numbers: Sequence[int]) -> torch.Tensor:
     """Pictures (N, 3, S, S) float32 from 0 to 1 of these numbers."""
     pixels = np.stack([np.asarray(Image.open(folder / f"{number}.png").convert("RGB")) for number in numbers])
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
-
-
-def read_lines(folder: Path) -> list[dict[str, Any]]:
-    """The lines of prompts of a folder."""
-    return [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
 
 
 def chosen(lines: Sequence[Mapping[str, Any]], count: int, seed: int) -> list[int]:
@@ -66,7 +63,7 @@ def chosen(lines: Sequence[Mapping[str, Any]], count: int, seed: int) -> list[in
 
 def write_sheets(folder: Path, output: Path, count: int, seed: int = 1) -> None:
     """Write sheet-0.png, … and an unfilled labels.csv."""
-    lines = read_lines(folder)
+    lines = read_lines(folder / PROMPTS)
     numbers = chosen(lines, count, seed)
     output.mkdir(parents=True, exist_ok=True)
     for place in range(0, len(numbers), COLUMNS * ROWS):
@@ -141,7 +138,7 @@ def main() -> None:
     if options.command == "sheets":
         write_sheets(options.pictures, options.output, options.count)
         return
-    labels, lines = read_labels(options.labels), read_lines(options.pictures)
+    labels, lines = read_labels(options.labels), read_lines(options.pictures / PROMPTS)
     pictures = read(options.pictures, list(labels))
     for name in ("reward", "heldout"):
         found = look(name, pictures)

@@ -27,6 +27,7 @@ class RewardJudge:
         self.detector = Detector(kind.size, len(kind.nouns), len(kind.styles), WIDTHS[kind.size]).to(device)
         self.reader = Reader().to(device)
         self.gains = torch.zeros(len(kind.colors), BINS**3, device=device)
+        self.reads = True  # words
 
     @torch.inference_mode()
     def look(self, pictures: torch.Tensor) -> list[Findings]:
@@ -45,7 +46,7 @@ class RewardJudge:
         boxes = torch.cat([middle - sides[:, :2], middle + sides[:, 2:]], 1).clamp(0, 1)
         shades = shade_of(pictures)
         color = vote(self.gains, shades[owner], boxes * self.kind.size) if len(owner) else owner
-        words = self._read(pictures, boxes, owner, noun, certainty)
+        words = self._read(pictures, boxes, owner, noun, certainty) if self.reads else {}
         things: list[list[Thing]] = [[] for _ in pictures]
         found = zip(*(t.tolist() for t in (owner, noun, boxes * self.kind.size, certainty, color)), strict=True)
         for place, kind, box, sure, tint in found:

@@ -6,21 +6,18 @@ they are, so that two CPU cores do it in minutes; for the full world they are tr
 
 from __future__ import annotations
 
-import argparse
-import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from recipes.composition.backgrounds import grid
-from recipes.composition.judges.agreement import measure, table
+from recipes.composition.judges.command import train_and_measure
 from recipes.composition.judges.files import Kind
 from recipes.composition.judges.heldout import CELLS, HeldoutJudge
 from recipes.composition.judges.lite import pretrained
 from recipes.composition.render import render
-from recipes.composition.scenes import CATEGORIES, Scenes, World, draw
+from recipes.composition.scenes import Scenes, World, draw
 
 SEED = 7_000_003
 ITERATIONS = {64: 500, 128: 3000}
@@ -138,22 +135,7 @@ def _area(sides: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--world", choices=("small", "full"), default="small")
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--iterations", type=int, help="in place of the default")
-    parser.add_argument("--scenes", type=int, default=1024, help="renders that agreement is measured on; 0: none")
-    parser.add_argument("--categories", nargs="+", choices=CATEGORIES, default=CATEGORIES, help="of these renders")
-    options = parser.parse_args()
-    world = getattr(World, options.world)()
-    begun = time.monotonic()
-    judge = train(world, torch.device(options.device), options.iterations)
-    print(f"trained in {time.monotonic() - begun:.0f} s")
-    judge.save(options.output)
-    if options.scenes:
-        judge.reads = "text" in options.categories
-        print(table(measure(judge, world, options.scenes, categories=options.categories)))
+    train_and_measure(__doc__, train)
 
 
 if __name__ == "__main__":

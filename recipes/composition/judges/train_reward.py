@@ -5,21 +5,17 @@ Fixed iterations and seeds: minutes on two CPU cores for the small world; the fu
 
 from __future__ import annotations
 
-import argparse
-import time
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
 
 from recipes.composition.backgrounds import grid
-from recipes.composition.judges.agreement import measure, table
+from recipes.composition.judges.command import train_and_measure
 from recipes.composition.judges.detector import BLANK, CELLS, FRAMES, cut_lines
 from recipes.composition.judges.files import Kind
 from recipes.composition.judges.pixels import count_shades
 from recipes.composition.judges.reward import RewardJudge
 from recipes.composition.render import render
-from recipes.composition.scenes import CATEGORIES, Scenes, World, draw
+from recipes.composition.scenes import Scenes, World, draw
 from recipes.composition.signs import lettering
 
 SEED = 11
@@ -152,21 +148,7 @@ def _optimizer(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--world", choices=("small", "full"), default="small")
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--iterations", type=int, help="in place of the default")
-    parser.add_argument("--scenes", type=int, default=1024, help="renders that agreement is measured on; 0: none")
-    parser.add_argument("--categories", nargs="+", choices=CATEGORIES, default=CATEGORIES, help="of these renders")
-    options = parser.parse_args()
-    world = getattr(World, options.world)()
-    begun = time.monotonic()
-    judge = train(world, torch.device(options.device), options.iterations)
-    print(f"trained in {time.monotonic() - begun:.0f} s")
-    judge.save(options.output)
-    if options.scenes:
-        print(table(measure(judge, world, options.scenes, categories=options.categories)))
+    train_and_measure(__doc__, train)
 
 
 if __name__ == "__main__":

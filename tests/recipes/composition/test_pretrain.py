@@ -218,3 +218,9 @@ def _shaken(transformer: Any) -> Any:
     for parameter in shaken.parameters():
         nn.init.normal_(parameter, std=0.05)
     return shaken
+
+
+def test_training_ends_where_the_loss_is_no_number() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match="the loss is nan after 1 steps: lower the learning rate"):
+        train("test", [weight], lambda: (weight * torch.nan).sum(), Recipe(5, rate=1e-3))
