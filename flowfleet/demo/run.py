@@ -18,7 +18,7 @@ from flowfleet.client.progress import duration, follow
 from flowfleet.client.types import Job, JobEvent
 from flowfleet.demo import plots
 from flowfleet.demo.results import Outcome, fetch, fetch_pairs, fetch_texts, held_out_curve, summarize, training_curve
-from flowfleet.job.files import RECIPES, data_folders, prepare_job
+from flowfleet.job.files import data_folders, prepare_job
 from flowfleet.job.spec import JobSpec
 from flowfleet.local.plan import StackOptions
 from flowfleet.local.rewards import parse_reward
@@ -49,7 +49,7 @@ class Demo:
             raise ValueError(f"this demo's model and judges are made first, on a GPU in minutes:\n{commands}")
 
 
-_COMPOSITION = RECIPES / "composition"
+_COMPOSITION = Path("recipes/composition")  # of the working folder: a wheel has none of its code
 _JUDGES = _COMPOSITION / "judges"
 DEMOS: Final = {
     "signs": Demo(Path("tiny_ocr")),
@@ -61,7 +61,7 @@ DEMOS: Final = {
             (_JUDGES / "weights" / "reward-64.safetensors", "recipes.composition.judges.train_reward --world small"),
             (_JUDGES / "weights" / "heldout-64.safetensors", "recipes.composition.judges.train_heldout --world small"),
         ),
-        Path("recipes/composition"),
+        _COMPOSITION,
     ),
 }
 """What `flowfleet demo` shows, by name."""
