@@ -1,5 +1,6 @@
 # Starts a Sentinel. What it learned stays on the disk over restarts: who is the primary, since which epoch, and whom it
-# voted for. All else is written at each start. It keeps the operator's password in that file, which only its user may read.
+# voted for. All else is written at each start. An election without a result is held again after twice `failover-timeout`.
+# It keeps the operator's password in that file, which only its user may read.
 umask 077
 . /etc/redis/client.sh
 . /etc/redis/users.sh
@@ -24,7 +25,7 @@ sentinel announce-ip $REDIS_SELF
 $learned
 sentinel auth-pass flowfleet $REDISCLI_AUTH
 sentinel down-after-milliseconds flowfleet ${DOWN_AFTER_SECONDS}000
-sentinel failover-timeout flowfleet 30000
+sentinel failover-timeout flowfleet 10000
 END
 mv "$file.new" "$file"
 exec redis-server "$file" --sentinel
