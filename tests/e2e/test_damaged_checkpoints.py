@@ -37,9 +37,15 @@ def test_a_flipped_bit_costs_steps_and_changes_nothing(
     client = fleet.client
     job = client.submit(spec)
     wait_until(lambda: len(list(client.checkpoints(job.id))) == keep_last and client.job(job.id).progress.step == 3)
-    kill_trainer_agent(fleet, job)
+    trainer = fleet.trainer(job)
+    processes = [trainer, *trainer.children(recursive=True)]
+    for process in processes:
+        process.suspend()  # killed first, it could be back before the damage
     newest = max((Path(fleet.stack.state_dir) / "jobs" / job.id / "checkpoints").glob("step-????????"))
     damage.flip_tensor(newest, "exp_avg.")
+    for process in processes:
+        process.resume()
+    kill_trainer_agent(fleet, job)
     job = client.wait(job.id, 240)
     assert job.status == "succeeded", job.reason
     assert exported(job) == undisturbed[0]
