@@ -3,7 +3,8 @@
     python -m recipes.composition.evaluate --world full --model runs/composition_full --judge HELDOUT.safetensors \\
         --guidance 1 1.5 2 3
 
-Prints a JSON line per guidance scale and writes the first pictures to `--sheet`. Two controls of what reinforcement
+Prints a JSON line per guidance scale and writes the first pictures to `--sheet`, and all with their prompts to
+`--pictures`, where people label them by `recipes.composition.judges.labels`. Two controls of what reinforcement
 learning gains: the best of the scales, and `--best-of 16 --chooser REWARD.safetensors`, the score of the picture that
 the reward likes most.
 """
@@ -22,6 +23,7 @@ import torch
 
 from flowfleet.media.image_stats import colour_entropy, edge_density
 from recipes.composition.captions import prompt_lines
+from recipes.composition.judges import labels
 from recipes.composition.judges.agreement import Judge
 from recipes.composition.judges.findings import answer
 from recipes.composition.judges.loading import load_judge
@@ -91,6 +93,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--sampling-steps", type=int, default=NUM_SAMPLING_STEPS)
     parser.add_argument("--seed", type=int, default=7, help="seed of the noise")
     parser.add_argument("--sheet", type=Path, help="write the first pictures at the first scale to this PNG")
+    parser.add_argument("--pictures", type=Path, help="write the pictures at the first scale here, for judges.labels")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     if (options.best_of > 1) != (options.chooser is not None):
@@ -123,6 +126,8 @@ def main() -> None:
         about = {"guidance": scale, "prompts": len(lines), "best_of": options.best_of}
         figures = by_category(judge, pictures, lines, options.score) | looks(pictures)
         print(json.dumps(about | {name: round(value, 4) for name, value in figures.items()}), flush=True)
+        if options.pictures is not None and place == 0:
+            labels.save(options.pictures, torch.from_numpy(pictures).permute(0, 3, 1, 2) / 255, lines)
         if options.sheet is not None and place == 0:
             options.sheet.parent.mkdir(parents=True, exist_ok=True)
             contact_sheet(pictures[:NUM_SHOWN], scale=1, num_columns=SHOWN_COLUMNS).save(options.sheet)

@@ -31,7 +31,7 @@ that are found and not asked for."""
 
 @dataclass(frozen=True)
 class Thing:
-    """Something found: its class, box in pixels, certainty, and color by name."""
+    """Something found: its class, box in pixels, certainty, and color by name, "" where nothing tells it."""
 
     name: str
     box: tuple[float, float, float, float]

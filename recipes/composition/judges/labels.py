@@ -1,11 +1,12 @@
 """Judges against people: sheets of pictures to label without knowing what a judge says, and the agreement afterwards.
 
+    python -m recipes.composition.evaluate --pictures PICTURES …
     python -m recipes.composition.judges.labels sheets PICTURES --output LABELS --count 200
     python -m recipes.composition.judges.labels agree PICTURES --labels LABELS/labels.csv
 
-PICTURES is a folder of 0.png, 1.png, … and prompts.jsonl, a line of a prompt file for each, as `save` writes it. Sheets
-show each picture with its number and prompt. labels.csv has a line `number,category,shown` for each; write yes or no
-under `shown`: does the picture show all that the prompt says?
+PICTURES is a folder of 0.png, 1.png, … and prompts.jsonl, a line of a prompt file for each. Sheets show each picture
+with its number and prompt. labels.csv has a line `number,category,shown` for each; write yes or no under `shown`: does
+the picture show all that the prompt says?
 """
 
 from __future__ import annotations

@@ -45,10 +45,11 @@ def shade_of(pictures: torch.Tensor) -> torch.Tensor:
 
 
 def vote(gains: torch.Tensor, shades: torch.Tensor, boxes: torch.Tensor) -> torch.Tensor:
-    """(B,) int64: the color of the thing in each box. shades (B, S, S) of its picture; boxes (B, 4) in pixels."""
+    """(B,) int64: the color of the thing in each box, −1 where no pixel speaks for any. shades (B, S, S) of its
+    picture; boxes (B, 4) in pixels."""
     at = torch.arange(shades.shape[-1], device=shades.device) + 0.5
     left, top, right, bottom = (side[:, None] for side in boxes.unbind(1))
     across, down = (at > left) & (at < right), (at > top) & (at < bottom)
     inside = (down[:, :, None] & across[:, None, :]).flatten(1)
-    votes = [(row[shades.flatten(1)] * inside).sum(1) for row in gains]
-    return torch.stack(votes, 1).argmax(1)
+    votes = torch.stack([(row[shades.flatten(1)] * inside).sum(1) for row in gains], 1)
+    return torch.where(votes.amax(1) > 0, votes.argmax(1), -1)

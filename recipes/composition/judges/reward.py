@@ -51,7 +51,7 @@ class RewardJudge:
         found = zip(*(t.tolist() for t in (owner, noun, boxes * self.kind.size, certainty, color)), strict=True)
         for place, kind, box, sure, tint in found:
             name = SIGN if kind == len(self.kind.nouns) else self.kind.nouns[kind]
-            things[place].append(Thing(name, tuple(box), sure, self.kind.colors[tint]))
+            things[place].append(Thing(name, tuple(box), sure, self.kind.colors[tint] if tint >= 0 else ""))
         styles = style.argmax(1).tolist()
         return [
             Findings(_surest(ones), self.kind.styles[styles[place]], words.get(place, ""))

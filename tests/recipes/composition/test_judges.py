@@ -95,6 +95,14 @@ def test_pixels_vote_for_the_color_of_a_thing(world: World) -> None:
         assert (said == scenes.colors[:, slot]).float().mean() >= 0.98
 
 
+def test_where_no_pixel_speaks_for_a_color_there_is_none() -> None:
+    gains = torch.zeros(2, BINS**3)
+    gains[1, 7] = 1.0
+    shades = torch.zeros(2, 4, 4, dtype=torch.long)
+    shades[1, 0, 0] = 7
+    assert vote(gains, shades, torch.tensor([[0.0, 0.0, 4.0, 4.0]] * 2)).tolist() == [-1, 1]
+
+
 def test_shades_are_numbered_by_red_green_and_blue() -> None:
     pictures = torch.tensor([1.0, 0.5, 0.0]).view(1, 3, 1, 1)
     assert shade_of(pictures).item() == 15 * BINS**2 + 8 * BINS
