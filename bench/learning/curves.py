@@ -105,7 +105,7 @@ def main() -> int:
     options, console = _parser().parse_args(), Console(width=200)
     if options.only:
         recipe, seed, directory = options.only
-        run = Run(recipe, int(seed), Path(directory), tuple(options.set), options.keep_model)
+        run = Run(recipe, int(seed), Path(directory), tuple(options.set), options.keep_model, tuple(options.reward))
         train_here(run, options.cores or own_cores()[0])
         return 0
     entries = [entry for entry in ENTRIES if options.recipes is None or entry.recipe in options.recipes]
@@ -234,6 +234,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--page", type=Path, default=PAGE, help="rewritten, with its pictures (docs/results.md)")
     parser.add_argument("--no-page", dest="page", action="store_const", const=None, help="print alone")
     parser.add_argument("--only", nargs=3, metavar=("RECIPE", "SEED", "DIRECTORY"), help="one run, in this process")
+    parser.add_argument("--reward", action="append", default=[], metavar="REWARD", help="of --only: as `up` takes it")
     parser.add_argument("--keep-model", action="store_true", help="of --only: leave the trained model")
     parser.add_argument("--cores", type=int, nargs="+", help="of --only (the first two)")
     return parser

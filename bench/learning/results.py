@@ -66,12 +66,13 @@ class Result:
         return 100.0 * (after / before - 1.0) if before and after is not None else None
 
 
-def read_result(directory: Path) -> Result:
-    """Reads a directory with summary.json and metrics.jsonl."""
+def read_result(directory: Path, metric: str = "val/reward") -> Result:
+    """Reads a directory with summary.json and metrics.jsonl, whose points are this metric's."""
     summary = json.loads((directory / "summary.json").read_text())
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     rollout = summary["settings"]["rollout"]
-    return Result(summary, points_of(rows, rollout["prompts_per_step"] * (rollout["group_size"] + previewed(rollout))))
+    per_step = rollout["prompts_per_step"] * (rollout["group_size"] + previewed(rollout))
+    return Result(summary, points_of(rows, per_step, metric))
 
 
 def previewed(rollout: Mapping[str, Any]) -> int:
@@ -79,15 +80,15 @@ def previewed(rollout: Mapping[str, Any]) -> int:
     return rollout.get("preview", {}).get("keep") or 0
 
 
-def points_of(rows: Iterable[Mapping[str, Any]], per_step: int) -> list[Point]:
+def points_of(rows: Iterable[Mapping[str, Any]], per_step: int, metric: str = "val/reward") -> list[Point]:
     """The validations in rows of metrics.jsonl, the row of whose step is the number of steps before them.
 
     per_step: pictures made for a step, previews included. Those made again in place of dropped ones are not counted.
     """
     points, seconds = list[Point](), 0.0
     for row in sorted(rows, key=lambda row: int(row["step"])):
-        if row.get("val/reward") is not None:
-            points.append(Point(row["step"] * per_step, seconds, row["val/reward"]))
+        if row.get(metric) is not None:
+            points.append(Point(row["step"] * per_step, seconds, row[metric]))
         seconds += sum(row.get(f"timing_s/{phase}") or 0.0 for phase in PHASES)
     return points
 

@@ -38,6 +38,8 @@ class Run:
     changes: tuple[str, ...] = ()
     keeps_model: bool = False
     """Leaves the trained model, for others to learn from."""
+    rewards: tuple[str, ...] = ()
+    """How rewards start, as `flowfleet up --reward` takes them, of which no scorer has the name."""
 
     @property
     def is_done(self) -> bool:
@@ -96,6 +98,7 @@ def _train_in_process(run: Run, cores: tuple[int, ...]) -> str | None:
     """Trains in a process without GPUs, whose stack it takes with it when it ends."""
     command = [sys.executable, "-m", "bench.learning.curves", "--only", run.recipe, str(run.seed), str(run.directory)]
     command += ["--keep-model"] * run.keeps_model
+    command += [part for reward in run.rewards for part in ("--reward", reward)]
     command += ["--cores", *map(str, cores), *(part for change in run.changes for part in ("--set", change))]
     environment = {**os.environ, "OMP_NUM_THREADS": str(len(cores)), "CUDA_VISIBLE_DEVICES": ""}
     run.log.parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +118,8 @@ def train_here(run: Run, cores: Sequence[int]) -> None:
     """In this process, which keeps to `cores` from now on, as does all that it starts. Leaves figures and pictures."""
     os.sched_setaffinity(0, cores)
     changes = [f"seed={run.seed}", *run.changes]
-    run_demo(Path(f"recipes/{run.recipe}.toml"), run.directory, changes, Console(width=160), started=datetime.now(UTC))
+    recipe, now = Path(f"recipes/{run.recipe}.toml"), datetime.now(UTC)
+    run_demo(recipe, run.directory, changes, Console(width=160), now, rewards=run.rewards)
     for large in ("stack", *([] if run.keeps_model else ["model"])):
         shutil.rmtree(run.directory / large)
 

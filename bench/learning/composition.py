@@ -1,0 +1,242 @@
+"""Composition: every algorithm on the small world at equal samples, scored by the judge that training never sees.
+
+    python -m bench.learning.composition sweep --parallel 8    three learning rates of each, one seed
+    python -m bench.learning.composition runs --parallel 8     the best of each by its reward, three seeds
+    python -m bench.learning.composition page                  table and curves of what is there
+
+An algorithm's job is the small world's (`recipes/bases/composition_small.toml`) with what the algorithm's own recipe
+of signs says under rollout, algorithm and trainer, and half of the steps noisy where a fixed window says how many. The
+sweep is validated on `small_validation`, the runs on `small_seen`. DPO from pairs and DiffusionOPD want preferences and
+teachers of this world, ReFL and SRPO a reward with gradients: none is here. Every run makes the same number of
+pictures, on a fresh stack of its own; a run that is there is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+
+from bench.learning.results import NONE, Result, link, percent, reached, read_result, spread
+from bench.learning.runs import Run, train_all
+from docs.generate.markdown import rewrite, table
+from flowfleet.demo.plots import Curve, learning_panels
+from flowfleet.demo.run import DEMOS
+
+RECIPE: Final = "bases/composition_small"
+PROMPTS: Final = "recipes/composition/prompts"
+JUDGE: Final = "composition_judge"
+SCORE: Final = f"val-core/rewards/{JUDGE}/mean"
+"""Of a validation: the judge's mean over all held-out prompts."""
+TARGETS: Final = (0.75, 0.85)
+WINDOW: Final = 4
+FACTORS: Final = (0.5, 1.0, 2.0)
+"""Of the learning rate of the recipe of signs: the whole sweep."""
+SWEEP_SEED: Final = 1
+PAGE: Final = Path("docs/results.md")
+PART: Final = "learning-composition"
+PICTURE: Final = "learning_composition.png"
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A line of the table."""
+
+    title: str
+    recipe: str
+    """Of signs."""
+
+    @property
+    def key(self) -> str:
+        """What its directories begin with."""
+        return self.recipe.removeprefix("tiny_")
+
+
+ALGORITHMS: Final = (
+    Algorithm("Flow-GRPO", "tiny_ocr"),
+    Algorithm("Flow-GRPO, full", "tiny_ocr_full"),
+    Algorithm("Flow-CPS", "tiny_flow_cps"),
+    Algorithm("MixGRPO", "tiny_mix_grpo"),
+    Algorithm("GRPO-Guard", "tiny_grpo_guard"),
+    Algorithm("Flow-DPPO", "tiny_flow_dppo"),
+    Algorithm("DanceGRPO", "tiny_dance_grpo"),
+    Algorithm("TempFlow-GRPO", "tiny_temp_flow_grpo"),
+    Algorithm("GARDO", "tiny_gardo"),
+    Algorithm("DiffusionNFT", "tiny_diffusion_nft"),
+    Algorithm("DiffusionNFT, full", "tiny_diffusion_nft_full"),
+    Algorithm("AWM", "tiny_awm"),
+    Algorithm("ELBO-PG", "tiny_elbo_pg"),
+    Algorithm("DGPO", "tiny_dgpo"),
+    Algorithm("CRD", "tiny_crd"),
+    Algorithm("online DPO", "tiny_online_dpo"),
+    Algorithm("previews", "tiny_previews"),
+)
+
+
+def main() -> int:
+    options, console = _parser().parse_args(), Console(width=200)
+    chosen = [one for one in ALGORITHMS if options.algorithms is None or one.key in options.algorithms]
+    errors: dict[Run, str] = {}
+    if options.what != "page":
+        runs = (
+            sweep(chosen, options.directory)
+            if options.what == "sweep"
+            else plan(chosen, options.seeds, options.directory)
+        )
+        runs = [replace(run, changes=(*run.changes, *options.set)) for run in runs]
+        errors = train_all(runs, options.parallel, options.budget, console)
+    best = {one: best_factor(one, options.directory) for one in chosen}
+    for one, factor in best.items():
+        if factor is not None:
+            console.print(f"{one.title}: {factor:g} × its learning rate", highlight=False)
+    results = read_all(chosen, options.seeds, options.directory)
+    if results:
+        text = page_part(results)
+        if options.page is not None:
+            draw(results, options.page.parent / "images" / PICTURE)
+            rewrite(options.page, {PART: text})
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    for run, error in errors.items():
+        console.print(f"\n{run.directory.name} failed: {error}", markup=False, highlight=False, soft_wrap=True)
+    return 1 if errors else 0
+
+
+def sweep(algorithms: Sequence[Algorithm], directory: Path) -> list[Run]:
+    """Every algorithm with each of `FACTORS`, validated on prompts that no figure is of."""
+    return [
+        _run(one, factor, SWEEP_SEED, directory / "sweep" / f"{one.key}-{factor:g}", "small_validation")
+        for factor in FACTORS
+        for one in algorithms
+    ]
+
+
+def plan(algorithms: Sequence[Algorithm], seeds: Sequence[int], directory: Path) -> list[Run]:
+    """Every algorithm at its best learning rate, seed after seed, so that an early end leaves whole seeds. ValueError
+    where the sweep has none of an algorithm."""
+    factors = {one: best_factor(one, directory) for one in algorithms}
+    if missing := [one.key for one, factor in factors.items() if factor is None]:
+        raise ValueError(f"no sweep of {', '.join(missing)} in {directory}: run `sweep` first")
+    return [
+        _run(one, factor, seed, directory / f"{one.key}-{seed}", "small_seen")
+        for seed in seeds
+        for one, factor in factors.items()
+        if factor is not None
+    ]
+
+
+def best_factor(one: Algorithm, directory: Path) -> float | None:
+    """The factor whose run has the greatest reward in the end; the judge has no say in it. None without runs."""
+    found = {}
+    for factor in FACTORS:
+        summary = directory / "sweep" / f"{one.key}-{factor:g}" / "summary.json"
+        if summary.exists():
+            found[factor] = json.loads(summary.read_text())["held_out_reward_after"]
+    return max(found, key=lambda factor: found[factor]) if found else None
+
+
+def own_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """What an algorithm's recipe of signs says for any world: key with dots → value."""
+    parts = {name: recipe[name] for name in ("rollout", "algorithm", "trainer") if name in recipe}
+    rewards = {name: part for name, part in recipe.get("rewards", {}).items() if name != "ocr"}
+    settings = dict(_flat({**parts, "rewards": rewards}))
+    if settings.get("rollout.window.strategy") == "fixed":
+        settings["rollout.window.size"] = WINDOW
+    return settings
+
+
+def page_part(results: Mapping[Algorithm, Sequence[Result]]) -> str:
+    """The table with its picture."""
+    shown = f"![The judge's score of each algorithm over the pictures that it generated](images/{PICTURE})"
+    header = (
+        *("algorithm", "settings of", "learning rate", "judge before", "after", "gain", "at least", "reward after"),
+        *(f"pictures to {target}" for target in TARGETS),
+        *(f"seconds to {TARGETS[-1]}", "edges", "colors"),
+    )
+    return f"{shown}\n\n{table(header, [_row(one, runs) for one, runs in results.items()])}"
+
+
+def draw(results: Mapping[Algorithm, Sequence[Result]], path: Path) -> None:
+    """A panel an algorithm."""
+    panels = {
+        one.title: [Curve([p.generated for p in run.points], [p.reward for p in run.points]) for run in runs]
+        for one, runs in results.items()
+    }
+    about = f"Each line is a seed; dotted: {TARGETS[-1]}; the judge is one that training never sees"
+    title = "How well each algorithm teaches composition"
+    learning_panels(path, panels, (), title, about, "pictures generated", TARGETS[-1])
+
+
+def read_all(algorithms: Sequence[Algorithm], seeds: Sequence[int], directory: Path) -> dict[Algorithm, list[Result]]:
+    """The finished runs, their points the judge's; algorithms without any are left out."""
+    found = {
+        one: [read_result(path, SCORE) for seed in seeds if (path := directory / f"{one.key}-{seed}").is_dir()]
+        for one in algorithms
+    }
+    return {one: runs for one, runs in found.items() if runs}
+
+
+def _row(one: Algorithm, runs: Sequence[Result]) -> list[str]:
+    judged = [run.summary["watched"][JUDGE] for run in runs]
+    rates = {run.settings["trainer"]["optimizer"]["lr"] for run in runs}
+    return [
+        one.title,
+        link(one.recipe),
+        ", ".join(f"{rate:.1e}" for rate in sorted(rates)) or NONE,
+        spread([score["before"] for score in judged], ".3f"),
+        spread([score["after"] for score in judged], ".3f"),
+        spread([score["after"] - score["before"] for score in judged], "+.3f"),
+        f"≥ {min(score['bootstrap_ci95'][0] for score in judged):+.3f}",
+        spread([run.summary["held_out_reward_after"] for run in runs], ".3f"),
+        *(reached([run.first_at(target, lambda point: point.generated) for run in runs]) for target in TARGETS),
+        reached([run.first_at(TARGETS[-1], lambda point: point.seconds) for run in runs]),
+        percent([run.change("edge_density") for run in runs]),
+        percent([run.change("colour_entropy") for run in runs]),
+    ]
+
+
+def _run(one: Algorithm, factor: float, seed: int, directory: Path, held_out: str) -> Run:
+    settings = own_settings(tomllib.loads(Path(f"recipes/{one.recipe}.toml").read_text()))
+    rate = settings.pop("trainer.optimizer.lr") * factor
+    settings |= {"name": f"composition-{one.key}".replace("_", "-"), "trainer.optimizer.lr": rate}
+    settings |= {"data.validation": f"{PROMPTS}/{held_out}.jsonl", "schedule.validate_every": 5}
+    changes = tuple(f"{name}={json.dumps(value)}" for name, value in settings.items())
+    return Run(RECIPE, seed, directory, changes, rewards=DEMOS["composition"].rewards)
+
+
+def _flat(part: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in part.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.learning.composition",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("what", choices=("sweep", "runs", "page"))
+    keys = [one.key for one in ALGORITHMS]
+    parser.add_argument("--algorithms", nargs="+", choices=keys, metavar="NAME", help=f"of {', '.join(keys)}")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--parallel", type=int, default=1, help="runs at once, two cores each (1)")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds; starts nothing in the last 200")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of every job; repeatable")
+    parser.add_argument("--directory", type=Path, default=Path("runs/composition"))
+    parser.add_argument("--page", type=Path, default=PAGE, help="rewritten, with its picture (docs/results.md)")
+    parser.add_argument("--no-page", dest="page", action="store_const", const=None, help="print alone")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
