@@ -48,9 +48,8 @@ def train(folder: Path, ranks: Ranks, blobs: SyncBlobs) -> None:
     worker = Worker(ranks, blobs)
     text = (folder / "spec.json").read_text()
     worker.configure(trainer_pb2.ConfigureRequest(job_id=JOB, spec_json=text, directory=str(folder / "checkpoints")))
-    (trained,) = engine_of(worker).experts.values()
-    named = trained.named_parameters()
-    held = {plain_name(name): list(local(parameter).shape) for name, parameter in named}
+    named = [pair for expert in engine_of(worker).experts.values() for pair in expert.named_parameters()]
+    held = {plain_name(name): list(local(parameter).shape) for name, parameter in named}  # experts of a job are alike
     (folder / f"shards-{ranks.rank}.json").write_text(json.dumps(held))
     files = sorted(folder.glob("step-*.bin"))
     requests = [trainer_pb2.TrainStepRequest.FromString(file.read_bytes()) for file in files]
