@@ -25,7 +25,8 @@ def commands(page: str, heading: str) -> str:
 def test_the_restore_drill_of_the_operations_page(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
     drill = commands((ROOT / "docs/operations.md").read_text(), "Restore drill")
-    smaller = "--set rollout.prompts_per_step=4 --set schedule.steps=4"
+    (tmp_path / "few.txt").write_text("a sign that says CAT\na sign that says DOG\n")
+    smaller = "--set rollout.prompts_per_step=4 --set schedule.steps=4 --set data.validation=few.txt"
     drill = drill.replace("recipes/tiny_ocr.toml", f"recipes/tiny_ocr.toml {smaller}")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
