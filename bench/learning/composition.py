@@ -92,7 +92,7 @@ def main() -> int:
             else plan(chosen, options.seeds, options.directory)
         )
         runs = [replace(run, changes=(*run.changes, *options.set)) for run in runs]
-        errors = train_all(runs, options.parallel, options.budget, console)
+        errors = train_all(runs, options.parallel, options.budget, console, options.gpus)
     best = {one: best_factor(one, options.directory) for one in chosen}
     for one, factor in best.items():
         if factor is not None:
@@ -230,6 +230,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--algorithms", nargs="+", choices=keys, metavar="NAME", help=f"of {', '.join(keys)}")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--parallel", type=int, default=1, help="runs at once, two cores each (1)")
+    parser.add_argument("--gpus", default="", help="that all runs share, as 0 or 0,1; without it they train on CPUs")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds; starts nothing in the last 200")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of every job; repeatable")
     parser.add_argument("--directory", type=Path, default=Path("runs/composition"))

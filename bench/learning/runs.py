@@ -61,10 +61,13 @@ def own_cores() -> list[tuple[int, ...]]:
     return core_groups(sorted(os.sched_getaffinity(0)))
 
 
-def train_all(runs: Sequence[Run], parallel: int, budget_s: float, console: Console) -> dict[Run, str]:
+def train_all(
+    runs: Sequence[Run], parallel: int, budget_s: float, console: Console, visible_gpus: str = ""
+) -> dict[Run, str]:
     """Trains what is not done yet, in this order, `parallel` at once, and returns the errors of those that failed.
 
     Raises ValueError where there are too few cores. Runs that the budget leaves no time for are not started.
+    `visible_gpus` as CUDA_VISIBLE_DEVICES has it: all runs share them.
     """
     groups = own_cores()
     if not 1 <= parallel <= len(groups):
@@ -75,18 +78,20 @@ def train_all(runs: Sequence[Run], parallel: int, budget_s: float, console: Cons
     deadline = time.monotonic() + budget_s
     todo = [run for run in runs if not run.is_done]
     with ThreadPoolExecutor(parallel) as pool:
-        errors = list(pool.map(lambda run: _train_if_time(run, free, deadline, console), todo))
+        errors = list(pool.map(lambda run: _train_if_time(run, free, deadline, console, visible_gpus), todo))
     return {run: error for run, error in zip(todo, errors, strict=True) if error is not None}
 
 
-def _train_if_time(run: Run, free: queue.Queue[tuple[int, ...]], deadline: float, console: Console) -> str | None:
+def _train_if_time(
+    run: Run, free: queue.Queue[tuple[int, ...]], deadline: float, console: Console, visible_gpus: str
+) -> str | None:
     """The error, if there was one."""
     if deadline - time.monotonic() < LAST_START_S:
         return None
     cores = free.get()
     try:
         started = time.monotonic()
-        error = _train_in_process(run, cores)
+        error = _train_in_process(run, cores, visible_gpus)
         took = f"{time.monotonic() - started:.0f} s on cores {', '.join(map(str, cores))}"
         console.print(f"{run.directory.name}: {'failed' if error else 'done'}, {took}", highlight=False)
         return error
@@ -94,13 +99,13 @@ def _train_if_time(run: Run, free: queue.Queue[tuple[int, ...]], deadline: float
         free.put(cores)
 
 
-def _train_in_process(run: Run, cores: tuple[int, ...]) -> str | None:
-    """Trains in a process without GPUs, whose stack it takes with it when it ends."""
+def _train_in_process(run: Run, cores: tuple[int, ...], visible_gpus: str) -> str | None:
+    """Trains in a process, whose stack it takes with it when it ends."""
     command = [sys.executable, "-m", "bench.learning.curves", "--only", run.recipe, str(run.seed), str(run.directory)]
     command += ["--keep-model"] * run.keeps_model
     command += [part for reward in run.rewards for part in ("--reward", reward)]
     command += ["--cores", *map(str, cores), *(part for change in run.changes for part in ("--set", change))]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(len(cores)), "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(len(cores)), "CUDA_VISIBLE_DEVICES": visible_gpus}
     run.log.parent.mkdir(parents=True, exist_ok=True)
     with run.log.open("wb") as log:
         try:
