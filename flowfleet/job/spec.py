@@ -611,6 +611,10 @@ class SchedulePart(Part):
     """Samples of each held-out prompt. The first keeps its seed whatever the number."""
     max_staleness: int = Field(default=0, ge=0, le=16)
     """Policy versions a sample may be behind the step that trains on it. 0 is strictly on-policy."""
+    max_disagreement: float | None = Field(default=None, gt=0.0)
+    """The job pauses when a reward of weight 0 has lost more than this since its best validation, in standard
+    deviations, and the job's reward has not (docs/results.md); unset: never. 0.5 bears the noise of 100 held-out
+    prompts."""
 
 
 class TimeoutPart(Part):

@@ -94,6 +94,22 @@ def best(job: JobSpec) -> Iterator[str]:
             )
 
 
+def disagreement(job: JobSpec) -> Iterator[str]:
+    """Checks `schedule.max_disagreement`."""
+    if job.schedule.max_disagreement is None:
+        return
+    if not job.data.is_validated or job.is_evaluation:
+        yield (
+            "schedule.max_disagreement compares validations while a job trains: give data.validation and a "
+            "schedule.steps above 0, or leave it out"
+        )
+    elif all(part.has_influence for part in job.rewards.values()):
+        yield (
+            "schedule.max_disagreement has nothing to compare the job's reward with: give it a reward to watch, with "
+            "weight = 0, or leave it out"
+        )
+
+
 def lone_votes(job: JobSpec) -> Iterator[str]:
     """Warns where nothing but people's votes holds the policy."""
     votes = [name for name, part in job.rewards.items() if part.service_of(name) == _VOTES]

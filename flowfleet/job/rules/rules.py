@@ -46,6 +46,7 @@ def problems(job: JobSpec) -> Iterator[str]:
         trainer.average,
         trainer.optimizer,
         rewards.best,
+        rewards.disagreement,
     ):
         yield from rule(job)
 

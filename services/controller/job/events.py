@@ -139,6 +139,10 @@ class Validated(_Event):
     version: int
     reward: float | None
     """Mean over the held-out prompts; none where no prompt could be scored."""
+    disagreement: float | None = None
+    """How far the job's reward and a watched one have parted (disagreement.py); none where it watches none."""
+    parted: str = ""
+    """That watched reward."""
 
 
 class Exported(_Event):

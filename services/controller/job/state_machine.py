@@ -35,6 +35,7 @@ from typing import assert_never
 from flowfleet.job.drop_reasons import DropReason
 from flowfleet.job.spec import JobSpec, RewardPart
 from flowfleet.rewards.changes import ShadowPart
+from services.controller.job import disagreement
 from services.controller.job import events as ev
 from services.controller.job import log_prob_gap as gap
 from services.controller.job.batch import Batch, Phase, SampleState, with_dropped
@@ -257,6 +258,8 @@ class Machine:
                 self.state.weights.setdefault(event.version, set()).add(event.digest)
 
     def _on_validated(self, event: ev.Validated) -> None:
+        if self.parted(event):
+            self.state.status, self.state.reason = Status.PAUSED, disagreement.reason(self.spec, event)
         self.state.validated = max(self.state.validated, event.version)
         self.state.held_out_reward = event.reward
 
@@ -388,6 +391,12 @@ class Machine:
         pause it again; nor does the last one, after which nothing is sampled to train on."""
         is_new, is_last = event.step == self.state.version, event.step + 1 == self.steps
         return is_new and not is_last and gap.is_above(self.spec, event)
+
+    def parted(self, event: ev.Validated) -> bool:
+        """Whether the job pauses after this validation, for its reward and a watched one disagree. The last one pauses
+        no job, nor does one that is repeated."""
+        is_new = event.version > self.state.validated
+        return is_new and event.version < self.steps and disagreement.is_above(self.spec, event)
 
     def rewards_at(self, step: int) -> Mapping[str, RewardPart]:
         """Rewards that score the samples of a step, and the validation of the version with the same number."""

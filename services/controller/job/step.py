@@ -222,8 +222,9 @@ class TrainingStep:
 
     async def validate(self, version: int) -> None:
         """Sample the held-out prompts without noise, from the same seeds each time, and score them."""
-        reward = await self._validation.run(version)
-        await self.job.emit(ev.Validated(version=version, reward=reward))
+        validated = await self._validation.run(version)
+        hold = partial(self.job.store.hold, self.job.job_id) if self.job.machine.parted(validated) else None
+        await self.job.emit(validated, also=hold)
 
     async def export(self) -> None:
         """Write the trained model as files that diffusers loads."""

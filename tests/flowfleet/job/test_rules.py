@@ -608,6 +608,19 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         "rollout.max_log_prob_gap has no effect",
         "leave it out",
     ),
+    "a disagreement between validations that there are not": (
+        {"rewards": {"ocr": {}, "people": {"weight": 0.0}}, "schedule": {"max_disagreement": 0.5}},
+        "schedule.max_disagreement compares validations",
+        "give data.validation",
+    ),
+    "a disagreement with nothing that is watched": (
+        {
+            "data": {"train": "prompts.txt", "validation": "held_out.txt"},
+            "schedule": {"max_disagreement": 0.5},
+        },
+        "schedule.max_disagreement has nothing to compare",
+        "weight = 0",
+    ),
     "more updates than pairs": (
         {"algorithm": {"name": "online_dpo"}, "trainer": {"updates_per_step": 3}, "rollout": {"prompts_per_step": 2}},
         "trainer.updates_per_step = 3",

@@ -579,6 +579,42 @@ async def test_a_gap_that_is_not_finite_pauses_the_job(run: Run, job: Callable[.
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("hacks", [True, False])
+async def test_a_job_pauses_when_what_it_watches_falls_and_its_reward_does_not(
+    run: Run, job: Callable[..., dict[str, Any]], tmp_path: Path, hacks: bool
+) -> None:
+    settings = job(
+        data={"validation": str(tmp_path / "prompts.txt")},
+        rewards={"ocr": {}, "people": {"weight": 0.0}},
+        schedule={"steps": 3, "save_every": 1, "validate_every": 1, "max_disagreement": 0.5},
+    )
+    trained: list[trainer_pb2.TrainStepRequest] = []
+
+    def liked(sample: reward_pb2.RewardSample) -> float:
+        group = int(sample.sample_id.split("/")[2])
+        return (0.9 - 0.5 * len(trained) if hacks else 0.1 + 0.1 * len(trained)) + 0.1 * (group % 2)
+
+    async def use(fleet: ScriptedFleet) -> None:
+        nonlocal trained
+        trained = fleet.trainer.steps
+        record = await fleet.submit(settings)
+        if hacks:
+            record = await fleet.reached(record.id, lambda record: record.status is JobStatus.PAUSED)
+            assert record.desired is Desired.PAUSED
+            assert "version 1: since its best validation rewards.people has lost" in record.reason
+            await fleet.store.request(record.id, "resume")  # it goes on to the next validation
+            record = await fleet.reached(record.id, lambda record: "version 2: " in record.reason)
+            await fleet.store.request(record.id, "resume")  # and the last one pauses no job
+        record = await fleet.reached(record.id, lambda record: record.status.terminal)
+        assert record.status is JobStatus.SUCCEEDED, record.reason
+        found = [row.values["val/disagreement"] for row in await fleet.store.validations(record.id)]
+        assert found[0] == 0.0
+        assert all(value is not None and value > 5 for value in found[1:]) if hacks else found[1:] == [0.0] * 3
+
+    await run(use, ocr=ScriptedReward(by_index), people=ScriptedReward(liked))
+
+
+@pytest.mark.anyio
 async def test_throughput_is_a_second_and_accelerator_of_trainer_and_rollouts(
     run: Run, job: Callable[..., dict[str, Any]]
 ) -> None:

@@ -23,6 +23,8 @@ from flowfleet.process.clock import steady_time
 from flowfleet.process.telemetry import JobMetrics
 from flowfleet.prompts.prompt import Prompt
 from flowfleet.proto import common_pb2, trainer_pb2
+from services.controller.job import disagreement
+from services.controller.job import events as ev
 from services.controller.job.batch import Batch, Scored, with_dropped
 from services.controller.job.context import JobCore
 from services.controller.job.credit import credits_of, left_out_reason
@@ -118,9 +120,10 @@ class Reports:
         await job.store.add_point(job.job_id, step, reward)
         await self._progress(step + 1, batch, reward)
 
-    async def validated(self, version: int, parts: Sequence[ValidationPart]) -> float | None:
-        """The row of a validation: mean reward, and image statistics as a guard against reward hacking; of videos those
-        of the first frames. A total that goes without a reward is not in the mean."""
+    async def validated(self, version: int, parts: Sequence[ValidationPart]) -> ev.Validated:
+        """The row of a validation: mean reward, and as guards against reward hacking image statistics, of videos those
+        of the first frames, and how far watched rewards disagree. A total that goes without a reward is not in the
+        mean."""
         job = self._job
         verdicts = [verdict for part in parts for verdict in part.verdicts]
         scores = [verdict.score for verdict in verdicts if verdict.score is not None and not verdict.skipped]
@@ -144,18 +147,31 @@ class Reports:
             "val/edge_density": _mean([item.edge_density for item in stats]),
             "val/colour_entropy": _mean([item.colour_entropy for item in stats]),
         }
+        revision = job.machine.rewards_number_at(version)
+        validation = Validation(version=version, reward=reward, revision=revision, values=_finite(row))
+        parted = await self._parted(validation)
+        if parted is not None:
+            row[disagreement.METRIC] = parted[1]
+            validation.values[disagreement.METRIC] = parted[1]
         await job.store.append_event(
             job.job_id, "validation", {"version": version, **_finite(row)}, once=f"val-{version}"
         )
-        revision = job.machine.rewards_number_at(version)
-        await job.store.add_validation(
-            job.job_id, Validation(version=version, reward=reward, revision=revision, values=_finite(row))
-        )
+        await job.store.add_validation(job.job_id, validation)
         await job.store.update_progress(job.job_id, held_out_reward=reward)
         await job.store.metrics_put(job.job_id, version, row)
         await asyncio.to_thread(self._file.append, "version", version, row)
         self._metrics.observe(job.job_id, row)
-        return reward
+        name, far = parted or ("", None)
+        return ev.Validated(version=version, reward=reward, disagreement=far, parted=name)
+
+    async def _parted(self, newest: Validation) -> tuple[str, float] | None:
+        """The watched reward that the newest validation is furthest from, among those by the same revision."""
+        names = disagreement.watched(self._job.machine.rewards_at(newest.version))
+        if not names:
+            return None
+        found = await self._job.store.validations(self._job.job_id)
+        before = [one for one in found if one.version < newest.version and one.revision == newest.revision]
+        return disagreement.largest([*before, newest], names)
 
     def _num_devices(self) -> int:
         """Accelerators of the job: one a trainer rank, and those of its live replicas."""

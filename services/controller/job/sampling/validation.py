@@ -12,6 +12,7 @@ from flowfleet.prompts.prompt import Prompt
 from flowfleet.proto import common_pb2
 from services.controller.job import requests
 from services.controller.job.context import JobContext
+from services.controller.job.events import Validated
 from services.controller.job.reporting.reports import ValidationPart
 from services.controller.job.sampling.drawing import draw
 from services.controller.rewards.failures import RewardPause
@@ -38,17 +39,17 @@ class Validation:
         self._drawn: dict[tuple[int, int], ValidationSamples] = {}
         """(version, first prompt) → what was sampled there."""
 
-    async def run(self, version: int) -> float | None:
-        """Validates the version on all held-out prompts and reports it. Returns the mean reward, if any has a score."""
+    async def run(self, version: int) -> Validated:
+        """Validates the version on all held-out prompts and reports it."""
         chunks = [self._chunk(version, *chunk) for chunk in _chunks(self._job)]
         ended = await asyncio.gather(*chunks, return_exceptions=True)
         failures = [one for one in ended if isinstance(one, BaseException)]
         if failures:  # raised when all have ended: what is scored is kept for the next try
             raise next((one for one in failures if isinstance(one, RewardPause)), failures[0])
         parts = [one for one in ended if not isinstance(one, BaseException)]
-        reward = await self._job.reports.validated(version, parts)
+        validated = await self._job.reports.validated(version, parts)
         self._drawn.clear()
-        return reward
+        return validated
 
     async def _chunk(self, version: int, start: int, prompts: Sequence[Prompt]) -> ValidationPart:
         """Samples and scores held-out prompts of one source, from number `start` on, on one replica that serves the

@@ -1,0 +1,65 @@
+"""How far a job's reward and one that it only watches may part, `schedule.max_disagreement`, and what a job says that
+paused for it.
+
+A watched reward has weight 0. With b the version at which it had its greatest held-out mean so far, at version v
+
+    disagreement = (mean at b - mean at v) / std    if the total reward at v is at least that at b, else 0
+
+where std is the greatest standard deviation over held-out samples of any validation so far (ddof 0). A policy that
+hacks its reward shows it so: the total rises on, and what is watched falls. While both rise, or both fall, it is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from flowfleet.job.spec import JobSpec, RewardPart
+from services.controller.job.events import Validated
+from services.controller.store.records import Validation
+
+METRIC = "val/disagreement"
+
+
+def watched(rewards: Mapping[str, RewardPart]) -> list[str]:
+    """Names of the rewards that count for nothing at any step."""
+    return [name for name, part in rewards.items() if not part.has_influence]
+
+
+def largest(validations: Sequence[Validation], names: Sequence[str]) -> tuple[str, float] | None:
+    """The watched reward that the newest validation is furthest from, and its disagreement, in standard deviations.
+    None where no reward is watched, or none has a mean. `validations`: by version, ascending, of one revision."""
+    found = {name: _of(validations, name) for name in names}
+    known = {name: value for name, value in found.items() if value is not None}
+    return max(known.items(), key=lambda item: item[1]) if known else None
+
+
+def is_above(spec: JobSpec, validated: Validated) -> bool:
+    """Whether a validation's disagreement is above the job's limit. Never without a limit."""
+    limit, found = spec.schedule.max_disagreement, validated.disagreement
+    return limit is not None and found is not None and found > limit
+
+
+def reason(spec: JobSpec, validated: Validated) -> str:
+    """Reason for the user: which rewards part, by how much, and what to do."""
+    return (
+        f"version {validated.version}: since its best validation rewards.{validated.parted} has lost "
+        f"{validated.disagreement:.2f} of its standard deviations, above schedule.max_disagreement = "
+        f"{spec.schedule.max_disagreement:g}, while the job's reward has not fallen. Look at the samples (`flowfleet "
+        "samples ID --disagree 20`); then finish the job, submit one from an earlier checkpoint with other rewards or "
+        "algorithm.kl_coef, or resume it to go on unchanged to the next validation"
+    )
+
+
+def _of(validations: Sequence[Validation], name: str) -> float | None:
+    rows = [(one.reward, *(one.values.get(_metric(name, what)) for what in ("mean", "std"))) for one in validations]
+    known = [(total, mean, std or 0.0) for total, mean, std in rows if total is not None and mean is not None]
+    if not known or not rows or rows[-1][0] is None or rows[-1][1] is None:
+        return None
+    total, mean, _ = known[-1]
+    best_total, best, _ = max(known, key=lambda row: row[1])
+    std = max(row[2] for row in known)
+    return (best - mean) / std if total >= best_total and std > 0 else 0.0
+
+
+def _metric(name: str, what: str) -> str:
+    return f"val-core/rewards/{name}/{what}"

@@ -1,0 +1,95 @@
+"""How far rewards have parted, by hand-worked numbers, and which validations pause a job."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowfleet.job.spec import RewardPart
+from services.controller.job import events as ev
+from services.controller.job.disagreement import largest, watched
+from services.controller.job.state import Status
+from services.controller.job.state_machine import Machine
+from services.controller.store.records import Validation
+from tests.services.controller.job.test_state_machine import make_spec
+
+
+def validation(version: int, total: float | None, mean: float | None, std: float = 0.4) -> Validation:
+    values: dict[str, float | None] = (
+        {} if mean is None else {"val-core/rewards/judge/mean": mean, "val-core/rewards/judge/std": std}
+    )
+    return Validation(version=version, reward=total, values=values)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([(0.5, 0.5)], 0.0),
+        ([(0.5, 0.5), (0.6, 0.6)], 0.0),  # both rise
+        ([(0.5, 0.5), (0.6, 0.6), (0.7, 0.4)], (0.6 - 0.4) / 0.4),  # since the best, not since the first
+        ([(0.5, 0.5), (0.6, 0.6), (0.6, 0.4)], (0.6 - 0.4) / 0.4),  # the total stands still
+        ([(0.5, 0.5), (0.6, 0.6), (0.55, 0.4)], 0.0),  # both fall
+        ([(0.5, 0.5), (None, 0.4), (0.6, 0.3)], (0.5 - 0.3) / 0.4),  # one that no reward scored
+    ],
+)
+def test_what_is_watched_falls_while_the_total_does_not(
+    rows: list[tuple[float | None, float]], expected: float
+) -> None:
+    found = largest([validation(version, *row) for version, row in enumerate(rows)], ["judge"])
+    assert found == ("judge", pytest.approx(expected))
+
+
+def test_a_mean_is_compared_with_the_widest_spread_that_was_seen() -> None:
+    rows = [validation(0, 0.5, 0.6, std=0.2), validation(1, 0.6, 0.5, std=0.1)]
+    assert largest(rows, ["judge"]) == ("judge", pytest.approx(0.5))
+    same = [validation(0, 0.5, 0.6, std=0.0), validation(1, 0.6, 0.5, std=0.0)]
+    assert largest(same, ["judge"]) == ("judge", 0.0)
+
+
+def test_without_a_score_nothing_is_compared() -> None:
+    assert largest([validation(0, 0.5, 0.6)], []) is None
+    assert largest([validation(0, 0.5, 0.6), validation(1, 0.6, None)], ["judge"]) is None
+    assert largest([validation(0, 0.5, 0.6), validation(1, None, 0.1)], ["judge"]) is None
+
+
+def test_what_counts_at_some_step_is_not_watched() -> None:
+    rewards = {
+        "ocr": RewardPart(),
+        "people": RewardPart(weight=0.0),
+        "late": RewardPart(curve=((0, 0.0), (10, 1.0))),
+        "silent": RewardPart(curve=((0, 0.0),)),
+    }
+    assert watched(rewards) == ["people", "silent"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "disagreement", "pauses"), [(0.5, 0.6, True), (0.5, 0.5, False), (0.5, None, False), (None, 9.0, False)]
+)
+def test_a_job_pauses_above_its_limit(limit: float | None, disagreement: float | None, pauses: bool) -> None:
+    machine = ready(limit)
+    event = ev.Validated(version=1, reward=0.9, disagreement=disagreement, parted="judge")
+    machine.apply(event)
+    assert (machine.state.status is Status.PAUSED) is pauses
+    assert machine.state.validated == 1
+    if not pauses:
+        return
+    assert "version 1: since its best validation rewards.judge has lost 0.60" in machine.state.reason
+    assert "schedule.max_disagreement = 0.5" in machine.state.reason
+    machine.apply(ev.ResumeRequested())
+    machine.apply(event)  # again, after a crash
+    assert machine.state.status is Status.RUNNING
+
+
+def test_the_last_validation_pauses_no_job() -> None:
+    machine = ready(0.5)
+    last = ev.Validated(version=machine.steps, reward=0.9, disagreement=9.0, parted="judge")
+    assert not machine.parted(last)
+
+
+def ready(limit: float | None) -> Machine:
+    schedule = {"steps": 3, "validate_every": 1, "max_disagreement": limit}
+    rewards = {"ocr": {}, "judge": {"weight": 0.0}}
+    machine = Machine(make_spec(schedule=schedule, rewards=rewards))
+    machine.apply(ev.TrainerReady(applied=0))
+    machine.apply(ev.Published(version=0))
+    machine.apply(ev.Validated(version=0, reward=0.5))
+    return machine
