@@ -35,11 +35,11 @@ RECIPE: Final = "bases/composition_small"
 PROMPTS: Final = "recipes/composition/prompts"
 JUDGE: Final = "composition_judge"
 SCORE: Final = f"val-core/rewards/{JUDGE}/mean"
-"""Of a validation: the judge's mean over all held-out prompts."""
+"""The judge's mean over all held-out prompts, of a validation."""
 TARGETS: Final = (0.75, 0.85)
 WINDOW: Final = 4
 FACTORS: Final = (0.5, 1.0, 2.0)
-"""Of the learning rate of the recipe of signs: the whole sweep."""
+"""The whole sweep: factors of the learning rate of the recipe of signs."""
 SWEEP_SEED: Final = 1
 PAGE: Final = Path("docs/results.md")
 PART: Final = "learning-composition"
@@ -52,7 +52,7 @@ class Algorithm:
 
     title: str
     recipe: str
-    """Of signs."""
+    """Stem of its recipe of signs."""
 
     @property
     def key(self) -> str:

@@ -142,7 +142,7 @@ class Validated(_Event):
     disagreement: float | None = None
     """How far the job's reward and a watched one have parted (disagreement.py); none where it watches none."""
     parted: str = ""
-    """That watched reward."""
+    """The watched reward."""
 
 
 class Exported(_Event):

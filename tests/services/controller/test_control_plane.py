@@ -602,7 +602,7 @@ async def test_a_job_pauses_when_what_it_watches_falls_and_its_reward_does_not(
             record = await fleet.reached(record.id, lambda record: record.status is JobStatus.PAUSED)
             assert record.desired is Desired.PAUSED
             assert "version 1: since its best validation rewards.people has lost" in record.reason
-            await fleet.store.request(record.id, "resume")  # it goes on to the next validation
+            await fleet.store.request(record.id, "resume")  # it continues to the next validation
             record = await fleet.reached(record.id, lambda record: "version 2: " in record.reason)
             await fleet.store.request(record.id, "resume")  # and the last one pauses no job
         record = await fleet.reached(record.id, lambda record: record.status.terminal)

@@ -133,7 +133,7 @@ def test_scrolled_cells_are_painted_at_once(crowded: tuple[str, str], page: Page
     places = [(0.2, 0.0), (0.7, 0.5), (0.4, 0.8), (0.9, 0.2), (0.55, 0.6)]
     found = [float(page.evaluate(SCROLL, place)) for place in places]
     print("cells in sight painted after", ", ".join(f"{one:.0f}" for one in found), "ms")
-    assert min(found) < SCROLLED_MS  # beside other tests the median says what the machine is busy with
+    assert min(found) < SCROLLED_MS  # next to other tests the median says what the machine is busy with
 
 
 def test_only_what_is_in_sight_exists(crowded: tuple[str, str], page: Page) -> None:
