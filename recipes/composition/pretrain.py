@@ -82,8 +82,9 @@ def make(world: World, plan: Plan, flawed_share: float, seed: int, device: torch
     few = torch.cat([pixels for pixels, _ in rendered(world, plan.autoencoder_pictures, 0.0, seed + 1, device)])
     clock.log("rendered %d scenes for the autoencoder", len(few))
     train_autoencoder(pipeline.vae, few, plan.autoencoder, plan.autoencoder_batch)
-    clock.log("autoencoder trained: PSNR %.1f dB", fidelity(pipeline.vae, few[:NUM_SHOWN]))
     del few
+    fresh, _ = next(rendered(world, NUM_SHOWN, 0.0, seed + 4, device))
+    clock.log("autoencoder trained: PSNR %.1f dB on fresh scenes", fidelity(pipeline.vae, fresh))
 
     latents, texts = list[Tensor](), list[str]()
     for pixels, words in rendered(world, plan.pictures, flawed_share, seed + 2, device):

@@ -15,8 +15,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from flowfleet.models.families.qwen_image_attention import use_joint_attention
-from recipes.composition import captions
-from recipes.composition.base.autoencoder import encode_modes, encode_pixels, single_frames, train_autoencoder
+from recipes.composition import captions, pretrain
+from recipes.composition.base.autoencoder import (
+    encode_modes,
+    encode_pixels,
+    fidelity,
+    single_frames,
+    train_autoencoder,
+)
 from recipes.composition.base.components import (
     FULL,
     SMALL,
@@ -194,7 +200,21 @@ def test_sizes_of_the_transformers(size: ModelSize, least: float, most: float) -
 
 
 @pytest.mark.long
-def test_a_miniature_pretraining_learns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_miniature_pretraining_learns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taught, measured = list[Tensor](), list[Tensor]()
+
+    def teach(vae: Any, pixels: Tensor, recipe: Recipe, batch_size: int) -> None:
+        taught.append(pixels)
+        train_autoencoder(vae, pixels, recipe, batch_size)
+
+    def measure(vae: Any, pixels: Tensor) -> float:
+        measured.append(pixels)
+        return fidelity(vae, pixels)
+
+    monkeypatch.setattr(pretrain, "train_autoencoder", teach)
+    monkeypatch.setattr(pretrain, "fidelity", measure)
     world = World.of(32, SMALL_NOUNS[:3], shapes())
     steps = Recipe(60, rate=2e-3, num_warmup=10)
     flow = FlowRecipe(200, rate=2e-3, num_warmup=10, batch_size=32)
@@ -205,6 +225,7 @@ def test_a_miniature_pretraining_learns(tmp_path: Path, caplog: pytest.LogCaptur
         name: [float(rest.split("loss ")[1].split(",")[0]) for who, rest in said if who == name]
         for name in ("autoencoder", "transformer")
     }
+    assert not (measured[0].flatten(1)[:, None] == taught[0].flatten(1)).all(2).any()  # on scenes that it never saw
     assert losses["autoencoder"][-1] < 0.8 * losses["autoencoder"][0]
     assert losses["transformer"][0] < 2.1  # before the first step it is the variance of noise and latents: 2
     assert losses["transformer"][-1] < 0.6
