@@ -11,8 +11,9 @@ text.
         return [picture.width for picture in pictures]
 
 It gives a number, or a mapping with `score` and components; a batch gives one of these a sample, and may put them first
-in a pair, as flow_grpo's reward functions do. What it prints goes to the log. What it raises becomes the error of the
-samples it had, with type and message; what it takes longer than `time_limit_s`, or crashes, kills its process alone.
+in a pair, as flow_grpo's reward functions do. What it prints goes to the log. Where it raises on a batch, it gets each
+sample once more by itself; what it raises then becomes that sample's error, with type and message. What it takes longer
+than `time_limit_s`, or crashes, kills its process alone.
 """
 
 from __future__ import annotations
@@ -143,8 +144,13 @@ class PythonFunction(Scorer[Params]):
             with _printing_to_log():
                 results = self._call(samples, dict(params))
         except Exception as error:
-            log.exception("%s raised", self._settings.function)
-            return [Problem(FAILED, f"{self._settings.function} raised {type(error).__name__}: {error}")] * len(samples)
+            log.exception("%s raised on %d samples", self._settings.function, len(samples))
+            if len(samples) > 1:
+                return [outcome for sample in samples for outcome in self.score([sample], params)]
+            return [Problem(FAILED, f"{self._settings.function} raised {type(error).__name__}: {error}")]
+        if len(results) != len(samples):
+            text = f"{self._settings.function} gave {len(results)} scores for {len(samples)} samples"
+            return [Problem(FAILED, text)] * len(samples)
         return [self._outcome(result) for result in results]
 
     def _call(self, samples: Sequence[Sample], params: Mapping[str, str]) -> list[Any]:
@@ -155,10 +161,7 @@ class PythonFunction(Scorer[Params]):
         given = self._function(media, prompts, metadata, **params)
         if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
             given = given[0]
-        results = list(given)
-        if len(results) != len(samples):
-            raise ValueError(f"it gave {len(results)} scores for {len(samples)} samples")
-        return results
+        return list(given)
 
     def _outcome(self, result: Any) -> Outcome:
         numbers = result if isinstance(result, Mapping) else {"score": result}

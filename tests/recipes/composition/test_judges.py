@@ -27,7 +27,7 @@ from recipes.composition.judges.train_reward import _frames, melt
 from recipes.composition.render import coverage, render
 from recipes.composition.scenes import World, draw
 from services.reward import scorers
-from services.reward.scorer import Sample, Score
+from services.reward.scorer import Problem, Sample, Score
 from services.reward.scorers.python_function import PythonFunction
 
 PACKAGE = "recipes.composition.judges."
@@ -253,6 +253,11 @@ def test_the_scorer_scores_pictures_by_their_metadata(
         assert isinstance(outcome, Score)
         assert outcome.value == said["score"]
         assert {"score": outcome.value, **outcome.components} == said
+    wrong = Sample(pixels[0][None], "a cat", {"tag": "colors"})
+    first, second = scorer.score([samples[0], wrong], ())
+    assert first == scorer.score(samples[:1], ())[0]
+    assert isinstance(second, Problem)
+    assert "ValueError: metadata.geneval is missing" in second.message
     service.judge_of.cache_clear()
 
 

@@ -52,6 +52,8 @@ def one(picture, prompt, metadata, scale="1"):
 
 
 def many(pictures, prompts, metadata):
+    if "raise" in prompts:
+        raise KeyError("nothing there")
     scores = [len(prompt) for prompt in prompts]
     return (scores[1:] if "short" in prompts else scores), {"info": True}
 
@@ -103,9 +105,12 @@ def test_one_sample_a_call(folder: Path, caplog: pytest.LogCaptureFixture) -> No
 def test_batches_and_pairs_of_scores_and_more(folder: Path) -> None:
     assert ask(made(folder, "many", batch=4), "a", "bcd") == [Score(1.0), Score(3.0)]
     (problem, _) = ask(made(folder, "many", batch=4), "a", "short")
-    assert problem == Problem(
-        "scorer_failed", "my_reward_functions:many raised ValueError: it gave 1 scores for 2 samples"
-    )
+    assert problem == Problem("scorer_failed", "my_reward_functions:many gave 1 scores for 2 samples")
+
+
+def test_a_sample_that_a_batch_fails_on_fails_alone(folder: Path) -> None:
+    problem = Problem("scorer_failed", "my_reward_functions:many raised KeyError: 'nothing there'")
+    assert ask(made(folder, "many", batch=4), "a", "raise", "bcd") == [Score(1.0), problem, Score(3.0)]
 
 
 def test_videos_come_as_frames(folder: Path) -> None:
