@@ -4,7 +4,7 @@
     python -m services.reward --scorer python --settings recipes/composition/judges/heldout.toml --port 9002
     flowfleet up --reward composition=127.0.0.1:9001 --reward composition_judge=127.0.0.1:9002
 
-A judge is read when the first pictures come, from `weights`, or the folder that $FLOWFLEET_COMPOSITION_JUDGES names:
+A service reads its judge when it starts, from `weights`, or the folder that $FLOWFLEET_COMPOSITION_JUDGES names:
 `reward-64.safetensors` looks at pictures of 64 pixels. Larger pictures than a judge's are averaged down to its size.
 """
 
@@ -32,27 +32,44 @@ FOLDER: Final = "FLOWFLEET_COMPOSITION_JUDGES"
 WEIGHTS: Final = Path(__file__).parent / "weights"
 SIZES: Final = (64, 128)
 
-Scores = list[dict[str, float]]
+
+class Service:
+    """A judge by its name, "reward" or "heldout", as a function of the scorer `python`. It gives all `COMPONENTS` that
+    are asked for, and as the score the one that the parameter names."""
+
+    def __init__(self, name: str, score: str) -> None:
+        self._name, self._score = name, score
+
+    def start(self) -> None:
+        """Reads the judge for pictures of each size. ValueError where there is none."""
+        there = [size for size in SIZES if file_of(self._name, size).is_file()]
+        for size in there or SIZES[:1]:
+            judge_of(self._name, size)
+
+    def __call__(
+        self,
+        pictures: Sequence[Image.Image],
+        prompts: Sequence[str],
+        metadata: Sequence[Mapping[str, str]],
+        score: str | None = None,
+    ) -> list[dict[str, float]]:
+        """Scores in the order given; pictures of one size are looked at together."""
+        scores: dict[int, dict[str, float]] = {}
+        for size in {picture.size for picture in pictures}:
+            places = [place for place, picture in enumerate(pictures) if picture.size == size]
+            pixels = np.stack([np.asarray(pictures[place].convert("RGB")) for place in places])
+            found = look(self._name, torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255)
+            scores |= {
+                place: answer(one, metadata[place], score or self._score)
+                for place, one in zip(places, found, strict=True)
+            }
+        return [scores[place] for place in range(len(pictures))]
 
 
-def reward(
-    pictures: Sequence[Image.Image],
-    prompts: Sequence[str],
-    metadata: Sequence[Mapping[str, str]],
-    score: str = "partial",
-) -> Scores:
-    """What training is paid: the detector's answers, of which `score` says which one counts."""
-    return _answers("reward", pictures, metadata, score)
-
-
-def heldout(
-    pictures: Sequence[Image.Image],
-    prompts: Sequence[str],
-    metadata: Sequence[Mapping[str, str]],
-    score: str = "correct",
-) -> Scores:
-    """What training never sees: the other judge's answers."""
-    return _answers("heldout", pictures, metadata, score)
+reward: Final = Service("reward", "partial")
+"""What training is paid."""
+heldout: Final = Service("heldout", "correct")
+"""What training never sees."""
 
 
 def look(name: str, pictures: torch.Tensor) -> list[Findings]:
@@ -67,11 +84,16 @@ def look(name: str, pictures: torch.Tensor) -> list[Findings]:
     return judge_of(name, size).look(pictures)
 
 
+def file_of(name: str, size: int) -> Path:
+    """The file of a judge for pictures of a size."""
+    return Path(os.environ.get(FOLDER, WEIGHTS)) / f"{name}-{size}.safetensors"
+
+
 @cache
 def judge_of(name: str, size: int) -> RewardJudge | HeldoutJudge:
     """The judge "reward" or "heldout" for pictures of a size, on the first accelerator, else the CPU. ValueError where
     its file is missing."""
-    path = Path(os.environ.get(FOLDER, WEIGHTS)) / f"{name}-{size}.safetensors"
+    path = file_of(name, size)
     if not path.is_file():
         world = "small" if size == SIZES[0] else "full"
         raise ValueError(
@@ -79,14 +101,3 @@ def judge_of(name: str, size: int) -> RewardJudge | HeldoutJudge:
             f"--output {path}`, or name the folder of the judges by ${FOLDER}"
         )
     return load_judge(path, devices.pick_device())
-
-
-def _answers(name: str, pictures: Sequence[Image.Image], metadata: Sequence[Mapping[str, str]], score: str) -> Scores:
-    """Scores in the order given; pictures of one size are looked at together."""
-    scores: dict[int, dict[str, float]] = {}
-    for size in {picture.size for picture in pictures}:
-        places = [place for place, picture in enumerate(pictures) if picture.size == size]
-        pixels = np.stack([np.asarray(pictures[place].convert("RGB")) for place in places])
-        found = look(name, torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255)
-        scores |= {place: answer(one, metadata[place], score) for place, one in zip(places, found, strict=True)}
-    return [scores[place] for place in range(len(pictures))]

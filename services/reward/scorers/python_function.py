@@ -13,7 +13,8 @@ text.
 It gives a number, or a mapping with `score` and components; a batch gives one of these a sample, and may put them first
 in a pair, as flow_grpo's reward functions do. What it prints goes to the log. Where it raises on a batch, it gets each
 sample once more by itself; what it raises then becomes that sample's error, with type and message. What it takes longer
-than `time_limit_s`, or crashes, kills its process alone.
+than `time_limit_s`, or crashes, kills its process alone. An object that can be called may have a method `start`, which
+loads what it needs; what that raises ends the service.
 """
 
 from __future__ import annotations
@@ -125,7 +126,8 @@ class PythonFunction(Scorer[Params]):
         self._function: Callable[..., Any]
 
     def start(self) -> None:
-        """ValueError for a module that has no such function, or one of other arguments; whatever its import raises."""
+        """ValueError for a module that has no such function, or one of other arguments; whatever its import and its own
+        `start` raise."""
         module, _, name = self._settings.function.partition(":")
         if self._settings.path is not None:
             sys.path.insert(0, str(self._settings.path.resolve()))
@@ -134,6 +136,9 @@ class PythonFunction(Scorer[Params]):
         if not callable(function):
             raise ValueError(f"settings.function {self._settings.function}: {module} has no function {name}")
         _check_arguments(function, self._settings)
+        if prepare := getattr(function, "start", None):
+            with _printing_to_log():
+                prepare()
         self._function = function
 
     def parse(self, params: Mapping[str, str]) -> Params:

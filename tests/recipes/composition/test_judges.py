@@ -271,3 +271,5 @@ def test_a_service_without_its_judge_says_how_it_is_made(tmp_path: Path, monkeyp
     monkeypatch.setenv(service.FOLDER, str(tmp_path))
     with pytest.raises(ValueError, match=r"train_heldout --world full --output .*heldout-128.safetensors"):
         service.judge_of("heldout", 128)
+    with pytest.raises(ValueError, match=r"train_heldout --world small --output .*heldout-64.safetensors"):
+        service.heldout.start()

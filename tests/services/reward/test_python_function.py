@@ -194,6 +194,16 @@ def test_a_function_that_takes_what_it_gets_starts(folder: Path, code: str) -> N
     made(folder, "f", params=["scale"]).start()
 
 
+def test_an_object_loads_what_it_needs_at_the_start(folder: Path) -> None:
+    (folder / "my_reward_functions.py").write_text(
+        "class Counted:\n"
+        "    def start(self): self.known = 3\n"
+        "    def __call__(self, picture, prompt, metadata): return self.known\n"
+        "f = Counted()\n"
+    )
+    assert ask(made(folder, "f"), "a") == [Score(3.0)]
+
+
 def test_hangs_and_crashes_cost_their_own_sample(folder: Path) -> None:
     given = settings(folder, time_limit_s=4.0)
     scorer = make("python", given, 1)
