@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ class Demo:
 
 _COMPOSITION = Path("recipes/composition")  # of the working folder: a wheel has none of its code
 _JUDGES = _COMPOSITION / "judges"
+_WEIGHTS = Path(os.environ.get("FLOWFLEET_COMPOSITION_JUDGES", _JUDGES / "weights"))  # as their service reads them
 DEMOS: Final = {
     "signs": Demo(Path("tiny_ocr")),
     "composition": Demo(
@@ -58,8 +60,8 @@ DEMOS: Final = {
         (f"composition={_JUDGES}/reward.toml", f"composition_judge={_JUDGES}/heldout.toml"),
         (
             (_COMPOSITION / "model", "recipes.composition.pretrain --world small"),
-            (_JUDGES / "weights" / "reward-64.safetensors", "recipes.composition.judges.train_reward --world small"),
-            (_JUDGES / "weights" / "heldout-64.safetensors", "recipes.composition.judges.train_heldout --world small"),
+            (_WEIGHTS / "reward-64.safetensors", "recipes.composition.judges.train_reward --world small"),
+            (_WEIGHTS / "heldout-64.safetensors", "recipes.composition.judges.train_heldout --world small"),
         ),
         _COMPOSITION,
     ),

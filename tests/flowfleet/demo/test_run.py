@@ -2,6 +2,8 @@
 
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,3 +59,17 @@ def test_a_demo_says_how_what_it_lacks_is_made(tmp_path: Path) -> None:
         demo.require_made()
     (tmp_path / "model").touch()
     demo.require_made()
+
+
+def test_the_demo_of_composition_takes_the_folder_of_judges_that_their_service_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("FLOWFLEET_COMPOSITION_JUDGES", str(tmp_path))
+    code = "from flowfleet.demo.run import DEMOS; DEMOS['composition'].require_made()"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
+    assert f"train_reward --world small --output {tmp_path}/reward-64.safetensors\n" in said
+    assert f"train_heldout --world small --output {tmp_path}/heldout-64.safetensors\n" in said
+    (tmp_path / "reward-64.safetensors").touch()
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
+    assert "reward-64" not in said
