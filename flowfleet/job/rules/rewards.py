@@ -86,12 +86,7 @@ def best(job: JobSpec) -> Iterator[str]:
             f"schedule.keep_best has nothing to compare: no step below schedule.steps = {schedule.steps} is both saved "
             f"and validated; set schedule.validate_every to schedule.save_every = {schedule.save_every}"
         )
-    for name, part in job.rewards.items():
-        if part.weight and len({factor for _, factor in part.curve}) > 1:
-            yield (
-                f"schedule.keep_best compares the rewards of different steps, and rewards.{name}.curve changes what "
-                "they count: leave one of them out"
-            )
+    yield from _compared(job, "schedule.keep_best")
 
 
 def disagreement(job: JobSpec) -> Iterator[str]:
@@ -108,6 +103,17 @@ def disagreement(job: JobSpec) -> Iterator[str]:
             "schedule.max_disagreement has nothing to compare the job's reward with: give it a reward to watch, with "
             "weight = 0, or leave it out"
         )
+    yield from _compared(job, "schedule.max_disagreement")
+
+
+def _compared(job: JobSpec, setting: str) -> Iterator[str]:
+    """Checks that totals count the same at all steps, for a setting that compares them."""
+    for name, part in job.rewards.items():
+        if part.weight and len({factor for _, factor in part.curve}) > 1:
+            yield (
+                f"{setting} compares the rewards of different steps, and rewards.{name}.curve changes what they count: "
+                "leave one of them out"
+            )
 
 
 def lone_votes(job: JobSpec) -> Iterator[str]:

@@ -621,6 +621,15 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         "schedule.max_disagreement has nothing to compare",
         "weight = 0",
     ),
+    "a disagreement of totals that count otherwise": (
+        {
+            "data": {"train": "prompts.txt", "validation": "held_out.txt"},
+            "rewards": {"ocr": {"curve": [[0, 1.0], [20, 2.0]]}, "people": {"weight": 0.0}},
+            "schedule": {"max_disagreement": 0.5},
+        },
+        "schedule.max_disagreement compares the rewards of different steps, and rewards.ocr.curve changes what they",
+        "leave one of them out",
+    ),
     "more updates than pairs": (
         {"algorithm": {"name": "online_dpo"}, "trainer": {"updates_per_step": 3}, "rollout": {"prompts_per_step": 2}},
         "trainer.updates_per_step = 3",
