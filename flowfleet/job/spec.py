@@ -613,8 +613,8 @@ class SchedulePart(Part):
     """Policy versions a sample may be behind the step that trains on it. 0 is strictly on-policy."""
     max_disagreement: float | None = Field(default=None, gt=0.0)
     """The job pauses when a reward of weight 0 has lost more than this since its best validation, in standard
-    deviations, and the job's reward has not (docs/results.md); unset: never. 0.5 bears the noise of 100 held-out
-    prompts."""
+    deviations, and the job's reward has not (docs/results.md); unset: never. By noise alone 10 validations exceed 0.5
+    in at most 1 % of jobs with 100 held-out prompts, and in 27 % with 32."""
 
 
 class TimeoutPart(Part):

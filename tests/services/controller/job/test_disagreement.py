@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from flowfleet.job.spec import RewardPart
@@ -49,6 +50,21 @@ def test_without_a_score_nothing_is_compared() -> None:
     assert largest([validation(0, 0.5, 0.6)], []) is None
     assert largest([validation(0, 0.5, 0.6), validation(1, 0.6, None)], ["judge"]) is None
     assert largest([validation(0, 0.5, 0.6), validation(1, None, 0.1)], ["judge"]) is None
+
+
+@pytest.mark.parametrize(("num_prompts", "least", "most"), [(100, 0.0, 0.02), (32, 0.2, 0.35)])
+def test_noise_alone_is_above_one_half_as_rarely_as_the_setting_says(
+    num_prompts: int, least: float, most: float
+) -> None:
+    """The total rises, what is watched has the same distribution in each of ten validations; to its disadvantage a
+    prompt's scores at two versions are independent."""
+    scores = np.random.default_rng(0).standard_normal((400, 10, num_prompts))
+    alarms = 0
+    for means, stds in zip(scores.mean(2), scores.std(2), strict=True):
+        rows = [validation(version, version, *row) for version, row in enumerate(zip(means, stds, strict=True))]
+        far = [largest(rows[:count], ["judge"]) for count in range(1, len(rows) + 1)]
+        alarms += any(found is not None and found[1] > 0.5 for found in far)
+    assert least <= alarms / len(scores) <= most
 
 
 def test_what_counts_at_some_step_is_not_watched() -> None:
