@@ -8,7 +8,8 @@ An algorithm's job is the small world's (`recipes/bases/composition_small.toml`)
 of signs says under rollout, algorithm and trainer, and half of the steps noisy where a fixed window says how many. The
 sweep is validated on `small_validation`, the runs on `small_seen`. DPO from pairs and DiffusionOPD want preferences and
 teachers of this world, ReFL and SRPO a reward with gradients: none is here. Every run makes the same number of
-pictures, on a fresh stack of its own; a run that is there is kept.
+pictures, but `previews` makes half of them once more, in full; its figures count both. Every run has a fresh stack of
+its own; a run that is there is kept.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from bench.learning.results import NONE, Result, link, percent, reached, read_result, spread
+from bench.learning.results import NONE, Result, changes, curve, gains, link, reached, read_all, spread
 from bench.learning.runs import Run, train_all
 from docs.generate.markdown import rewrite, table
-from flowfleet.demo.plots import Curve, learning_panels
+from flowfleet.demo.plots import learning_panels
 from flowfleet.demo.run import DEMOS
 
 RECIPE: Final = "bases/composition_small"
@@ -86,18 +87,21 @@ def main() -> int:
     chosen = [one for one in ALGORITHMS if options.algorithms is None or one.key in options.algorithms]
     errors: dict[Run, str] = {}
     if options.what != "page":
-        runs = (
-            sweep(chosen, options.directory)
-            if options.what == "sweep"
-            else plan(chosen, options.seeds, options.directory)
-        )
+        try:
+            runs = (
+                sweep(chosen, options.directory)
+                if options.what == "sweep"
+                else plan(chosen, options.seeds, options.directory)
+            )
+        except ValueError as unswept:
+            sys.exit(str(unswept))
         runs = [replace(run, changes=(*run.changes, *options.set)) for run in runs]
         errors = train_all(runs, options.parallel, options.budget, console, options.gpus)
     best = {one: best_factor(one, options.directory) for one in chosen}
     for one, factor in best.items():
         if factor is not None:
             console.print(f"{one.title}: {factor:g} × its learning rate", highlight=False)
-    results = read_all(chosen, options.seeds, options.directory)
+    results = read_all(chosen, options.seeds, options.directory, SCORE)
     if results:
         text = page_part(results)
         if options.page is not None:
@@ -123,7 +127,10 @@ def plan(algorithms: Sequence[Algorithm], seeds: Sequence[int], directory: Path)
     where the sweep has none of an algorithm."""
     factors = {one: best_factor(one, directory) for one in algorithms}
     if missing := [one.key for one, factor in factors.items() if factor is None]:
-        raise ValueError(f"no sweep of {', '.join(missing)} in {directory}: run `sweep` first")
+        raise ValueError(
+            f"{directory} has no finished sweep of {len(missing)} algorithms: first run `python -m "
+            f"bench.learning.composition sweep --algorithms {' '.join(missing)} --directory {directory}`"
+        )
     return [
         _run(one, factor, seed, directory / f"{one.key}-{seed}", "small_seen")
         for seed in seeds
@@ -165,22 +172,10 @@ def page_part(results: Mapping[Algorithm, Sequence[Result]]) -> str:
 
 def draw(results: Mapping[Algorithm, Sequence[Result]], path: Path) -> None:
     """A panel an algorithm."""
-    panels = {
-        one.title: [Curve([p.generated for p in run.points], [p.reward for p in run.points]) for run in runs]
-        for one, runs in results.items()
-    }
+    panels = {one.title: [curve(run) for run in runs] for one, runs in results.items()}
     about = f"Each line is a seed; dotted: {TARGETS[-1]}; the judge is one that training never sees"
     title = "How well each algorithm teaches composition"
     learning_panels(path, panels, (), title, about, "pictures generated", TARGETS[-1])
-
-
-def read_all(algorithms: Sequence[Algorithm], seeds: Sequence[int], directory: Path) -> dict[Algorithm, list[Result]]:
-    """The finished runs, their points the judge's; algorithms without any are left out."""
-    found = {
-        one: [read_result(path, SCORE) for seed in seeds if (path := directory / f"{one.key}-{seed}").is_dir()]
-        for one in algorithms
-    }
-    return {one: runs for one, runs in found.items() if runs}
 
 
 def _row(one: Algorithm, runs: Sequence[Result]) -> list[str]:
@@ -190,15 +185,15 @@ def _row(one: Algorithm, runs: Sequence[Result]) -> list[str]:
         one.title,
         link(one.recipe),
         ", ".join(f"{rate:.1e}" for rate in sorted(rates)) or NONE,
-        spread([score["before"] for score in judged], ".3f"),
-        spread([score["after"] for score in judged], ".3f"),
-        spread([score["after"] - score["before"] for score in judged], "+.3f"),
-        f"≥ {min(score['bootstrap_ci95'][0] for score in judged):+.3f}",
+        *gains(
+            [score["before"] for score in judged],
+            [score["after"] for score in judged],
+            [score["bootstrap_ci95"][0] for score in judged],
+        ),
         spread([run.summary["held_out_reward_after"] for run in runs], ".3f"),
         *(reached([run.first_at(target, lambda point: point.generated) for run in runs]) for target in TARGETS),
         reached([run.first_at(TARGETS[-1], lambda point: point.seconds) for run in runs]),
-        percent([run.change("edge_density") for run in runs]),
-        percent([run.change("colour_entropy") for run in runs]),
+        *changes(runs),
     ]
 
 

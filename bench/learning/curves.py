@@ -22,9 +22,10 @@ from rich.console import Console
 from bench.learning.results import (
     TARGET,
     Result,
+    curve,
     link,
     merged,
-    read_result,
+    read_all,
     results_row,
     results_table,
     settings_row,
@@ -33,7 +34,7 @@ from bench.learning.results import (
 )
 from bench.learning.runs import Run, own_cores, train_all, train_here
 from docs.generate.markdown import content, rewrite
-from flowfleet.demo.plots import Curve, learning_panels
+from flowfleet.demo.plots import learning_panels
 
 Suite = Literal["signs", "newer", "videos", "answers"]
 
@@ -164,19 +165,6 @@ def _teacher(recipe: str, seed: int, directory: Path) -> Path:
     return (directory / "teachers" / f"{recipe}-{seed}").absolute()
 
 
-def read_all(entries: Sequence[Entry], seeds: Sequence[int], directory: Path) -> Results:
-    """Reads the finished runs; recipes without any are left out."""
-    found = {
-        entry: [directory / f"{entry.key}-{seed}" for seed in seeds if _is_done(directory / f"{entry.key}-{seed}")]
-        for entry in entries
-    }
-    return {entry: [read_result(path) for path in paths] for entry, paths in found.items() if paths}
-
-
-def _is_done(directory: Path) -> bool:
-    return (directory / "summary.json").exists()
-
-
 def parts(results: Results) -> dict[str, str]:
     """The generated parts of the page by name."""
     made: dict[str, str] = {}
@@ -201,17 +189,13 @@ def _results_of(results: Results, media: str) -> str:
 def draw(results: Results, directory: Path) -> None:
     """Each suite's panels."""
     for suite, media in MEDIA.items():
-        chosen = {entry: [_curve(run) for run in runs] for entry, runs in results.items() if entry.suite == suite}
+        chosen = {entry: [curve(run) for run in runs] for entry, runs in results.items() if entry.suite == suite}
         panels = {entry.title: curves for entry, curves in chosen.items() if not entry.is_control}
-        control = [curve for entry, curves in chosen.items() if entry.is_control for curve in curves]
+        control = [seen for entry, curves in chosen.items() if entry.is_control for seen in curves]
         if panels:
             title = f"How well each algorithm teaches the tiny model of {TAUGHT.get(suite, suite)}"
             about = f"Each line is a seed; {'dashed: frozen; ' if control else ''}dotted: {TARGET}"
             learning_panels(directory / PICTURES[suite], panels, control, title, about, f"{media} generated", TARGET)
-
-
-def _curve(result: Result) -> Curve:
-    return Curve([point.generated for point in result.points], [point.reward for point in result.points])
 
 
 def _parser() -> argparse.ArgumentParser:

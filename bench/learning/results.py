@@ -7,11 +7,12 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from docs.generate.markdown import table
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES
 from flowfleet.algorithms.windows import default_end
+from flowfleet.demo.plots import Curve
 
 TARGET = 0.85
 """Held-out reward that a recipe is timed to."""
@@ -75,6 +76,29 @@ def read_result(directory: Path, metric: str = "val/reward") -> Result:
     return Result(summary, points_of(rows, per_step, metric))
 
 
+class Keyed(Protocol):
+    """A line of a table of runs."""
+
+    @property
+    def key(self) -> str:
+        """What its directories begin with."""
+
+
+Line = TypeVar("Line", bound=Keyed)
+
+
+def read_all(
+    lines: Sequence[Line], seeds: Sequence[int], directory: Path, metric: str = "val/reward"
+) -> dict[Line, list[Result]]:
+    """Reads the finished runs, whose points are this metric's; lines without any are left out."""
+    paths = {line: [directory / f"{line.key}-{seed}" for seed in seeds] for line in lines}
+    found = {
+        line: [read_result(path, metric) for path in some if (path / "summary.json").exists()]
+        for line, some in paths.items()
+    }
+    return {line: runs for line, runs in found.items() if runs}
+
+
 def previewed(rollout: Mapping[str, Any]) -> int:
     """Samples of a group that previews chose, which are made once more; 0 without previews."""
     return rollout.get("preview", {}).get("keep") or 0
@@ -105,21 +129,37 @@ def _share(low: float, high: float, target: float) -> float:
     return (target - low) / (high - low)
 
 
+def curve(result: Result) -> Curve:
+    """Its validations over the pictures generated."""
+    return Curve([point.generated for point in result.points], [point.reward for point in result.points])
+
+
 def results_row(recipe: str, title: str, results: Sequence[Result]) -> list[str]:
     """Summarizes one recipe over its seeds."""
     summaries = [result.summary for result in results]
     return [
         recipe,
         title,
-        spread([summary["held_out_reward_before"] for summary in summaries], ".3f"),
-        spread([summary["held_out_reward_after"] for summary in summaries], ".3f"),
-        spread([summary["improvement"] for summary in summaries], "+.3f"),
-        f"≥ {min(summary['bootstrap_ci95'][0] for summary in summaries):+.3f}",
+        *gains(
+            [summary["held_out_reward_before"] for summary in summaries],
+            [summary["held_out_reward_after"] for summary in summaries],
+            [summary["bootstrap_ci95"][0] for summary in summaries],
+        ),
         reached([result.first_at(TARGET, lambda point: point.generated) for result in results]),
         reached([result.first_at(TARGET, lambda point: point.seconds) for result in results]),
-        percent([result.change("edge_density") for result in results]),
-        percent([result.change("colour_entropy") for result in results]),
+        *changes(results),
     ]
+
+
+def gains(before: Sequence[float], after: Sequence[float], least: Sequence[float]) -> list[str]:
+    """Before, after, gain and its least lower bound, over seeds."""
+    gained = [late - early for early, late in zip(before, after, strict=True)]
+    return [spread(before, ".3f"), spread(after, ".3f"), spread(gained, "+.3f"), f"≥ {min(least):+.3f}"]
+
+
+def changes(results: Sequence[Result]) -> list[str]:
+    """How edges and colors changed, over seeds."""
+    return [percent([run.change(name) for run in results]) for name in ("edge_density", "colour_entropy")]
 
 
 def spread(values: Sequence[float], form: str) -> str:

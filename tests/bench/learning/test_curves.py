@@ -14,7 +14,7 @@ from PIL import Image
 from rich.console import Console
 
 from bench.learning import curves as learning
-from bench.learning.curves import ENTRIES, parts, plan, read_all, teachers
+from bench.learning.curves import ENTRIES, parts, plan, teachers
 from bench.learning.results import (
     Point,
     Result,
@@ -24,6 +24,7 @@ from bench.learning.results import (
     points_of,
     previewed,
     reached,
+    read_all,
     settings_row,
     spread,
 )
