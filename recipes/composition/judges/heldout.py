@@ -25,14 +25,15 @@ if TYPE_CHECKING:
 from recipes.composition.judges.files import Kind, write
 from recipes.composition.judges.findings import SIGN, Findings, Thing
 from recipes.composition.judges.lite import WIDTHS, Lite
-from services.reward.scorers.networks.geneval_rules import Box, overlap
+from services.reward.scorers.networks.geneval_rules import Box
 
 CELLS = 16
 """Cells along an edge, of pictures of any size."""
 HEAD_WIDTHS = {64: 96, 128: 160}
 """Width of the head by the picture's edge."""
 THRESHOLD = 0.5
-MAX_OVERLAP = 0.45
+MAX_COVERED = 0.5
+"""Boxes of two things share no more of the smaller one: what shares more is one thing, found twice."""
 LINE_WIDTH = 120
 INSET = 0.06
 """Share of a sign's box that is left out on each side before reading: its frame."""
@@ -172,12 +173,21 @@ def _spread(features: torch.Tensor) -> torch.Tensor:
 
 
 def _without_doubles(found: Sequence[tuple[Thing, int]]) -> list[tuple[Thing, int]]:
-    """The most certain first, without those whose box is mostly that of a more certain one."""
+    """The most certain first, without those whose box mostly lies in that of a more certain one, or around it."""
     kept: list[tuple[Thing, int]] = []
     for thing, style in sorted(found, key=lambda one: -one[0].certainty):
-        if all(overlap(thing.box, other.box) < MAX_OVERLAP for other, _ in kept):
+        if all(_covered(thing.box, other.box) < MAX_COVERED for other, _ in kept):
             kept.append((thing, style))
     return kept
+
+
+def _covered(one: Box, other: Box) -> float:
+    """The share of the smaller box that lies in the other."""
+    across = min(one[2], other[2]) - max(one[0], other[0])
+    down = min(one[3], other[3]) - max(one[1], other[1])
+    if across <= 0 or down <= 0:
+        return 0.0
+    return across * down / min((box[2] - box[0]) * (box[3] - box[1]) for box in (one, other))
 
 
 def _inner(box: Box) -> tuple[int, int, int, int]:

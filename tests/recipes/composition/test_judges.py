@@ -138,7 +138,9 @@ def test_doubles_are_left_out_whatever_they_are_called() -> None:
     cat = (Thing("cat", (0.0, 0.0, 20.0, 20.0), 0.6, "red"), 0)
     dog = (Thing("dog", (1.0, 0.0, 20.0, 20.0), 0.9, "red"), 1)
     far = (Thing("cat", (40.0, 40.0, 60.0, 60.0), 0.7, "red"), 0)
-    assert _without_doubles([cat, dog, far]) == [dog, far]
+    half = (Thing("dog", (8.0, 8.0, 14.0, 13.0), 0.5, "red"), 1)  # a part of the dog, taken for a second one
+    near = (Thing("dog", (16.0, 0.0, 36.0, 20.0), 0.5, "red"), 1)
+    assert _without_doubles([cat, dog, far, half, near]) == [dog, far, near]
 
 
 def test_padding_is_that_of_tensorflow() -> None:
