@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from playwright.sync_api import Browser, Page
 
@@ -119,6 +120,14 @@ def seen_after_s(page: Page, url: str) -> float:
     return statistics.median(found)
 
 
+def cpu_s() -> tuple[float, float, float]:
+    """CPU seconds so far: of this process and its children, of all others, and idle."""
+    ours = [process.cpu_times() for process in (psutil.Process(), *psutil.Process().children(recursive=True))]
+    own, cpus = sum(one.user + one.system for one in ours), psutil.cpu_times()
+    idle = cpus.idle + cpus.iowait
+    return own, sum(cpus) - cpus.guest - cpus.guest_nice - idle - own, idle
+
+
 def test_first_paint(crowded: tuple[str, str], page: Page) -> None:
     url, job = crowded
     jobs, gallery = (seen_after_s(page, f"{url}/#/{place}") for place in ("jobs", f"jobs/{job}/gallery"))
@@ -131,9 +140,13 @@ def test_scrolled_cells_are_painted_at_once(crowded: tuple[str, str], page: Page
     page.goto(f"{url}/#/jobs/{job}/gallery")
     page.locator(".cell img").first.wait_for()
     places = [(0.2, 0.0), (0.7, 0.5), (0.4, 0.8), (0.9, 0.2), (0.55, 0.6)]
-    found = [float(page.evaluate(SCROLL, place)) for place in places]
-    print("cells in sight painted after", ", ".join(f"{one:.0f}" for one in found), "ms")
-    assert min(found) < SCROLLED_MS  # next to other tests the median says what the machine is busy with
+    before = cpu_s()
+    taken = [float(page.evaluate(SCROLL, place)) for place in places]
+    own, others, idle = (late - early for early, late in zip(before, cpu_s(), strict=True))
+    free = 1 - others / (own + others + idle)
+    print("cells in sight painted after", ", ".join(f"{one:.0f}" for one in taken), f"ms, with {free:.0%} of the CPUs")
+    found = [one * free for one in taken]  # without the time that other tests had the CPUs for
+    assert statistics.median(found) < SCROLLED_MS
 
 
 def test_only_what_is_in_sight_exists(crowded: tuple[str, str], page: Page) -> None:

@@ -36,12 +36,18 @@ export function WindowRows({ items, size, row, ...attributes }) {
   `;
 }
 
-/** False from a change of `place` on until it has rested for `ms`. */
-export function useRested(place, ms = 250) {
+/** False from a change of `place` on until it has rested for `ms` and `isReady()`, at most `most` times `ms`. */
+export function useRested(place, isReady, ms = 250, most = 8) {
   const [rested, setRested] = useState("");
   useEffect(() => {
-    const timer = setTimeout(() => setRested(place), ms);
-    return () => clearTimeout(timer);
+    let looks = 0;
+    const timer = setInterval(() => {
+      looks += 1;
+      if (!isReady() && looks < most) return;
+      clearInterval(timer);
+      setRested(place);
+    }, ms);
+    return () => clearInterval(timer);
   }, [place]);
   return rested === place;
 }

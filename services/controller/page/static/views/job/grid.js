@@ -1,5 +1,5 @@
 // The scrolled grid of the gallery. While it scrolls, only the pictures in sight and one column of records load, so that
-// nothing else takes their connections; the rest follows once it rests.
+// nothing else takes their connections; the rest follows once it rests and these are there.
 
 import { HeldOut, mediaPath } from "../../lib/held_out.js";
 import { number } from "../../lib/format.js";
@@ -21,7 +21,7 @@ export function Grid({ job, versions, prompts, first, size, compare }) {
   const [, setTurn] = useState(0);
   const samples = useMemo(() => new HeldOut(job.id, () => setTurn((turn) => turn + 1)), [job.id]);
   const [wide, high] = [size + GAP, size + SCORE + GAP];
-  const isRested = useRested(`${seen.top} ${seen.left}`);
+  const isRested = useRested(`${seen.top} ${seen.left}`, () => isPainted(box.current));
   const [top, bottom] = inSight(seen.top, seen.height - HEADS, high, prompts, isRested ? 2 : 0);
   const [left, right] = inSight(seen.left, seen.width - PROMPT, wide, versions.length, isRested ? 1 : 0);
   useEffect(() => {
@@ -112,6 +112,7 @@ export function Grid({ job, versions, prompts, first, size, compare }) {
   `;
 }
 
+const isPainted = (grid) => [...grid.querySelectorAll("img")].every((picture) => picture.complete);
 const clamp = (value, count) => Math.max(0, Math.min(count - 1, value));
 
 function promptOf(samples, versions, row, left, right) {
