@@ -7,6 +7,9 @@ A watched reward has weight 0. With b the version at which it had its greatest h
 
 where std is the greatest standard deviation over held-out samples of any validation so far (ddof 0). A policy that
 hacks its reward shows it so: the total rises on, and what is watched falls. While both rise, or both fall, it is 0.
+
+The page's mark (page/static/lib/signs.js) asks the eye instead: it compares late values with early ones once there are
+four, also of training samples, image statistics and the held-out reward itself, and stops nothing.
 """
 
 from __future__ import annotations
