@@ -74,6 +74,8 @@ def is_held_prompt(world: World, scenes: Scenes) -> torch.Tensor:
 
 def is_allowed(world: World, scenes: Scenes, split: Split) -> torch.Tensor:
     """(N,) bool: whether a split may show each scene."""
+    if split == "any":
+        return torch.ones(len(scenes), dtype=torch.bool, device=scenes.device)
     held = held_pairs(world, scenes)
     if split != "unseen":
         return ~held.any(1) & (is_held_prompt(world, scenes) == (split == "seen"))

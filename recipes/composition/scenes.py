@@ -110,8 +110,9 @@ def draw(
     """`n` scenes on the generator's device, each of a random one of `categories`.
 
     "train": no held-out combination and no held-out prompt. "seen": held-out prompts of trained combinations.
-    "unseen": prompts whose decisive combination is held out. The same generator state gives the same scenes on the
-    same kind of device. Raises ValueError for a split that has no scene of a category.
+    "unseen": prompts whose decisive combination is held out. "any": all scenes, as judges learn them. The same
+    generator state gives the same scenes on the same kind of device. Raises ValueError for a split that has no scene
+    of a category.
     """
     return _laid_out(world, choose(world, n, generator, split=split, categories=categories), generator)
 

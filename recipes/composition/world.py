@@ -20,7 +20,7 @@ from recipes.composition.atlas import LETTERS, Atlas
 from recipes.composition.nouns import Noun, read_nouns
 from services.reward.scorers.networks.geneval_rules import COLORS
 
-Split = Literal["train", "seen", "unseen"]
+Split = Literal["train", "seen", "unseen", "any"]
 Category = Literal["single_object", "two_object", "counting", "colors", "position", "color_attr", "text", "style"]
 CATEGORIES: Final[tuple[str, ...]] = get_args(Category)
 """GenEval's six tags, then two of our own. A scene's category is an index into these."""

@@ -23,7 +23,7 @@ def count_shades(world: World, num_scenes: int, generator: torch.Generator) -> t
     num_colors = len(world.colors)
     counts = torch.full((num_colors + 1, BINS**3), SMOOTHING, dtype=torch.float64, device=generator.device)
     for _ in range(0, num_scenes, 128):
-        scenes = draw(world, 128, generator, categories=["colors", "color_attr"])
+        scenes = draw(world, 128, generator, split="any", categories=["colors", "color_attr"])
         pictures = render(world, scenes, generator.device)
         cover = coverage(world, scenes)
         shades = shade_of(pictures)

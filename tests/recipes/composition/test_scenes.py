@@ -127,6 +127,14 @@ def test_splits_show_what_they_may(world: World, split: Split) -> None:
         assert (is_held_prompt(world, scenes) == (split == "seen")).all()
 
 
+def test_judges_learn_what_is_held_out_too(world: World) -> None:
+    scenes = draw(world, 400, torch.Generator().manual_seed(9), split="any")
+    held = held_pairs(world, scenes)
+    assert held.any(0).all()  # of each kind of pair
+    assert 0.2 < held.any(1).float().mean() < 0.6
+    assert is_held_prompt(world, scenes).any()
+
+
 def test_every_noun_is_trained_in_some_style_and_most_pairs_are(world: World) -> None:
     scenes = draw(world, 3000, torch.Generator().manual_seed(9))
     assert set(scenes.nouns[scenes.nouns >= 0].tolist()) == set(range(len(world.nouns)))
