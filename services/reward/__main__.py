@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from flowfleet.process.pulse import Pulse, add_pulse_arguments
-from flowfleet.process.service import rpc_parser, run_service, usable_cpus
+from flowfleet.process.service import PATIENT_THREADS, rpc_parser, run_service, usable_cpus
 from flowfleet.rewards.requests import SERVICE_NAME
 from flowfleet.rpc import endpoint as rpc
 from services.reward import scorers
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 
 def main() -> int:
     logging.captureWarnings(True)
+    for name, value in PATIENT_THREADS.items():  # read when torch is imported, here or in a process that scores
+        os.environ.setdefault(name, value)
     return run_service("reward", _serve, _parser())
 
 

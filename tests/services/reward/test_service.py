@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from PIL import Image
 
 from flowfleet.media.files import encode_media
+from flowfleet.process.service import PATIENT_THREADS
 from flowfleet.proto.reward_pb2 import (
     MODALITY_IMAGE,
     MODALITY_VIDEO,
@@ -31,6 +33,7 @@ from flowfleet.proto.reward_pb2 import (
 )
 from flowfleet.proto.reward_pb2_grpc import RewardServiceStub
 from flowfleet.rpc.endpoint import open_channel
+from services.reward import __main__ as main_module
 from tests.services.reward.conftest import ServiceProcess, reward_process
 from tests.services.reward.pictures import encoded, sample, sign, sign_sample
 from tests.waiting import until
@@ -268,3 +271,12 @@ def test_the_service_needs_neither_torch_nor_a_redis() -> None:
     program = "import sys, services.reward.__main__, services.reward.scorers.reading.ocr; print('torch' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True)
     assert ended.stdout.strip() == "False"
+
+
+def test_threads_that_wait_leave_the_cores_to_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch is imported, in this process or in one that scores: OpenMP reads it then."""
+    for name in PATIENT_THREADS:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(main_module, "run_service", lambda *_: 0)
+    assert main_module.main() == 0
+    assert {name: os.environ[name] for name in PATIENT_THREADS} == PATIENT_THREADS
