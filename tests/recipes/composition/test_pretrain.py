@@ -228,7 +228,7 @@ def test_a_miniature_pretraining_learns(
     assert not (measured[0].flatten(1)[:, None] == taught[0].flatten(1)).all(2).any()  # on scenes that it never saw
     assert losses["autoencoder"][-1] < 0.8 * losses["autoencoder"][0]
     assert losses["transformer"][0] < 2.1  # before the first step it is the variance of noise and latents: 2
-    assert losses["transformer"][-1] < 0.7  # each element guessed by itself, of Gaussian latents, gives at least 1
+    assert losses["transformer"][-1] < 0.6  # each element guessed by itself, of Gaussian latents, gives at least 1
     save(pipeline, tmp_path)
     assert load(tmp_path, CPU)("a star", height=32, width=32, num_inference_steps=2).images[0].size == (32, 32)
 
