@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Qwen3OmniMoeThinkerForConditionalGeneration
 
@@ -59,6 +59,16 @@ class Qwen3OmniThinkerAdapter(SequenceAdapter):
     def next_positions(self, position_ids: Tensor) -> Tensor:
         text, rotary = position_ids[:1].amax(), position_ids[1:].amax()
         return torch.stack([text, rotary, rotary, rotary])[:, None] + 1
+
+    def hidden_states(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
+        if hasattr(model.model, "language_model"):
+            return super().hidden_states(model, inputs)
+        head, model.lm_head = model.lm_head, nn.Identity()  # Before transformers 5.21 only the whole model takes media.
+        try:
+            hidden: Tensor = model.forward(**inputs, use_cache=False).logits
+        finally:
+            model.lm_head = head
+        return hidden
 
     def _rotary(self, item: Tokens) -> Tensor:
         """(3, P + T - 1) float32 on the CPU."""

@@ -139,7 +139,8 @@ def test_the_default_adapter_is_of_the_language_model_alone(folder: Path) -> Non
     spec = LoraSpec(rank=2, alpha=4, target_modules=own.lora_targets)
     names = lora.install_lora(own.experts, spec)
     assert len(names) == 2 * 2 * len(own.lora_targets)
-    assert all(name.startswith("model.model.language_model.layers.") for name in names)
+    before = ("model.model.language_model.layers.", "model.model.layers.")  # the second before transformers 5.21
+    assert all(name.startswith(before) for name in names)
 
 
 @pytest.fixture
