@@ -37,7 +37,7 @@ PROMPTS: Final = "recipes/composition/prompts"
 JUDGE: Final = "composition_judge"
 SCORE: Final = f"val-core/rewards/{JUDGE}/mean"
 """The judge's mean over all held-out prompts, of a validation."""
-TARGETS: Final = (0.75, 0.85)
+TARGETS: Final = (0.5, 0.75)
 WINDOW: Final = 4
 FACTORS: Final = (0.5, 1.0, 2.0)
 """The whole sweep: factors of the learning rate of the recipe of signs."""
@@ -103,7 +103,7 @@ def main() -> int:
             console.print(f"{one.title}: {factor:g} × its learning rate", highlight=False)
     results = read_all(chosen, options.seeds, options.directory, SCORE)
     if results:
-        text = page_part(results)
+        text = page_part(results, {one: swept(one, options.directory) for one in chosen})
         if options.page is not None:
             draw(results, options.page.parent / "images" / PICTURE)
             rewrite(options.page, {PART: text})
@@ -141,12 +141,18 @@ def plan(algorithms: Sequence[Algorithm], seeds: Sequence[int], directory: Path)
 
 def best_factor(one: Algorithm, directory: Path) -> float | None:
     """The factor whose run has the greatest reward in the end; the judge has no say in it. None without runs."""
-    found = {}
-    for factor in FACTORS:
-        summary = directory / "sweep" / f"{one.key}-{factor:g}" / "summary.json"
-        if summary.exists():
-            found[factor] = json.loads(summary.read_text())["held_out_reward_after"]
+    found = swept(one, directory)
     return max(found, key=lambda factor: found[factor]) if found else None
+
+
+def swept(one: Algorithm, directory: Path) -> dict[float, float]:
+    """Factor of the learning rate → reward on `small_validation` in the end, of the factors that ran."""
+    files = {factor: directory / "sweep" / f"{one.key}-{factor:g}" / "summary.json" for factor in FACTORS}
+    return {
+        factor: json.loads(file.read_text())["held_out_reward_after"]
+        for factor, file in files.items()
+        if file.exists()
+    }
 
 
 def own_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,23 +165,35 @@ def own_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def page_part(results: Mapping[Algorithm, Sequence[Result]]) -> str:
-    """The table with its picture."""
+def page_part(
+    results: Mapping[Algorithm, Sequence[Result]], sweeps: Mapping[Algorithm, Mapping[float, float]]
+) -> str:
+    """The picture, the table, and what the sweep came to."""
     shown = f"![The judge's score of each algorithm over the pictures that it generated](images/{PICTURE})"
     header = (
-        *("algorithm", "settings of", "learning rate", "judge before", "after", "gain", "at least", "reward after"),
+        *("algorithm", "settings of", "seeds", "learning rate"),
+        *("judge before", "after", "gain", "at least", "reward after"),
         *(f"pictures to {target}" for target in TARGETS),
-        *(f"seconds to {TARGETS[-1]}", "edges", "colors"),
+        *(f"seconds to {TARGETS[0]}", "edges", "colors"),
     )
-    return f"{shown}\n\n{table(header, [_row(one, runs) for one, runs in results.items()])}"
+    runs = table(header, [_row(one, runs) for one, runs in results.items()])
+    rates = table(
+        ("algorithm", *(f"reward at {factor:g} × the learning rate" for factor in FACTORS)),
+        [
+            (one.title, *(f"{found[factor]:.3f}" if factor in found else NONE for factor in FACTORS))
+            for one, found in sweeps.items()
+            if found
+        ],
+    )
+    return f"{shown}\n\n{runs}\n\n{rates}"
 
 
 def draw(results: Mapping[Algorithm, Sequence[Result]], path: Path) -> None:
     """A panel an algorithm."""
     panels = {one.title: [curve(run) for run in runs] for one, runs in results.items()}
-    about = f"Each line is a seed; dotted: {TARGETS[-1]}; the judge is one that training never sees"
+    about = f"Each line is a seed; dotted: {TARGETS[0]}; the judge is one that training never sees"
     title = "How well each algorithm teaches composition"
-    learning_panels(path, panels, (), title, about, "pictures generated", TARGETS[-1])
+    learning_panels(path, panels, (), title, about, "pictures generated", TARGETS[0])
 
 
 def _row(one: Algorithm, runs: Sequence[Result]) -> list[str]:
@@ -184,6 +202,7 @@ def _row(one: Algorithm, runs: Sequence[Result]) -> list[str]:
     return [
         one.title,
         link(one.recipe),
+        str(len(runs)),
         ", ".join(f"{rate:.1e}" for rate in sorted(rates)) or NONE,
         *gains(
             [score["before"] for score in judged],
@@ -192,7 +211,7 @@ def _row(one: Algorithm, runs: Sequence[Result]) -> list[str]:
         ),
         spread([run.summary["held_out_reward_after"] for run in runs], ".3f"),
         *(reached([run.first_at(target, lambda point: point.generated) for run in runs]) for target in TARGETS),
-        reached([run.first_at(TARGETS[-1], lambda point: point.seconds) for run in runs]),
+        reached([run.first_at(TARGETS[0], lambda point: point.seconds) for run in runs]),
         *changes(runs),
     ]
 
