@@ -149,9 +149,7 @@ def swept(one: Algorithm, directory: Path) -> dict[float, float]:
     """Factor of the learning rate → reward on `small_validation` in the end, of the factors that ran."""
     files = {factor: directory / "sweep" / f"{one.key}-{factor:g}" / "summary.json" for factor in FACTORS}
     return {
-        factor: json.loads(file.read_text())["held_out_reward_after"]
-        for factor, file in files.items()
-        if file.exists()
+        factor: json.loads(file.read_text())["held_out_reward_after"] for factor, file in files.items() if file.exists()
     }
 
 
@@ -165,9 +163,7 @@ def own_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def page_part(
-    results: Mapping[Algorithm, Sequence[Result]], sweeps: Mapping[Algorithm, Mapping[float, float]]
-) -> str:
+def page_part(results: Mapping[Algorithm, Sequence[Result]], sweeps: Mapping[Algorithm, Mapping[float, float]]) -> str:
     """The picture, the table, and what the sweep came to."""
     shown = f"![The judge's score of each algorithm over the pictures that it generated](images/{PICTURE})"
     header = (
