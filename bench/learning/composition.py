@@ -116,7 +116,7 @@ def main() -> int:
 def sweep(algorithms: Sequence[Algorithm], directory: Path) -> list[Run]:
     """Every algorithm with each of `FACTORS`, validated on prompts that no figure is of."""
     return [
-        _run(one, factor, SWEEP_SEED, directory / "sweep" / f"{one.key}-{factor:g}", "small_validation")
+        run_of(one, factor, SWEEP_SEED, directory / "sweep" / f"{one.key}-{factor:g}", "small_validation")
         for factor in FACTORS
         for one in algorithms
     ]
@@ -132,7 +132,7 @@ def plan(algorithms: Sequence[Algorithm], seeds: Sequence[int], directory: Path)
             f"bench.learning.composition sweep --algorithms {' '.join(missing)} --directory {directory}`"
         )
     return [
-        _run(one, factor, seed, directory / f"{one.key}-{seed}", "small_seen")
+        run_of(one, factor, seed, directory / f"{one.key}-{seed}", "small_seen")
         for seed in seeds
         for one, factor in factors.items()
         if factor is not None
@@ -212,7 +212,7 @@ def _row(one: Algorithm, runs: Sequence[Result]) -> list[str]:
     ]
 
 
-def _run(one: Algorithm, factor: float, seed: int, directory: Path, held_out: str) -> Run:
+def run_of(one: Algorithm, factor: float, seed: int, directory: Path, held_out: str) -> Run:
     settings = own_settings(tomllib.loads(Path(f"recipes/{one.recipe}.toml").read_text()))
     rate = settings.pop("trainer.optimizer.lr") * factor
     settings |= {"name": f"composition-{one.key}".replace("_", "-"), "trainer.optimizer.lr": rate}

@@ -1,0 +1,164 @@
+"""Composition: what a setting changes for Flow-GRPO, and what holds back a reward that is pushed too far.
+
+    python -m bench.learning.ablations staleness --parallel 8    [--set KEY=VALUE …]
+    python -m bench.learning.ablations group window guards …
+
+Each line of a study is Flow-GRPO's job of `bench.learning.composition`, at the best learning rate of its sweep, with
+changes of its own; every line of `staleness`, `group` and `window` makes as many pictures. Runs go into
+DIRECTORY/<study>/<line>-<seed>; a run that is there is kept. Each study is a part of the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+
+from bench.learning.composition import ALGORITHMS, JUDGE, PAGE, SCORE, best_factor, run_of
+from bench.learning.results import NONE, Result, changes, gains, read_all, spread
+from bench.learning.runs import Run, train_all
+from docs.generate.markdown import rewrite, table
+
+FLOW_GRPO: Final = ALGORITHMS[0]
+CORRECTED: Final = ('algorithm.correction.mode="truncated"',)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a study."""
+
+    title: str
+    changes: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """What its directories begin with."""
+        return self.title.replace(" × ", "x").replace(", ", "-").replace(" ", "_")
+
+
+def _stale(versions: int) -> tuple[str, ...]:
+    """Samples may be so many versions old; batches are then no longer the rollout's."""
+    return (f"schedule.max_staleness={versions}", "trainer.deterministic=false")
+
+
+STUDIES: Final[Mapping[str, Sequence[Line]]] = {
+    "staleness": [
+        *(Line(f"at most {versions}", _stale(versions)) for versions in (0, 1, 2, 4, 8)),
+        *(Line(f"at most {versions}, corrected", _stale(versions) + CORRECTED) for versions in (1, 2, 4, 8)),
+    ],
+    "group": [
+        Line(f"{prompts} × {size}", (f"rollout.prompts_per_step={prompts}", f"rollout.group_size={size}"))
+        for prompts, size in ((36, 4), (24, 6), (12, 12), (6, 24))
+    ],
+    "window": [
+        *(Line(f"first {size}", (f"rollout.window.size={size}",)) for size in (1, 2, 4, 7)),
+        Line("moving 2", ('rollout.window.strategy="random"', "rollout.window.size=2")),
+    ],
+    "guards": [
+        Line("reward alone"),
+        Line("KL", ("algorithm.kl_coef=0.04",)),
+        Line(
+            "gate",
+            ("rewards.image_quality.weight=0.0", 'rewards.image_quality.gate={below=0.7,action="mask"}'),
+        ),
+        Line("second reward", ("rewards.image_quality.weight=0.5",)),
+        Line(
+            "GARDO",
+            (
+                'algorithm.advantage_std="none"',
+                "rewards.diversity.weight=0.0",
+                'algorithm.diversity="diversity"',
+                "algorithm.kl_coef=0.04",
+                "rewards.image_quality.weight=0.0",
+                'algorithm.kl_gate={rewards=["image_quality"]}',
+                "algorithm.kl_reference={every=3}",
+            ),
+        ),
+    ],
+}
+"""Settings that users ask for most, and what hinders a hacked reward."""
+
+
+def main() -> int:
+    options, console = _parser().parse_args(), Console(width=200)
+    runs = [run for study in options.studies for run in plan(study, options.seeds, options.directory)]
+    runs = [replace(run, changes=(*run.changes, *options.set)) for run in runs]
+    errors = {} if options.table_only else train_all(runs, options.parallel, options.budget, console, options.gpus)
+    parts = {}
+    for study in options.studies:
+        results = read_all(STUDIES[study], options.seeds, options.directory / study, SCORE)
+        if results:
+            parts[f"learning-composition-{study}"] = study_table(results)
+            console.print(f"{study}\n\n{study_table(results)}\n", markup=False, highlight=False, soft_wrap=True)
+    if options.page is not None:
+        rewrite(options.page, parts)
+    for run, error in errors.items():
+        console.print(f"\n{run.directory} failed: {error}", markup=False, highlight=False, soft_wrap=True)
+    return 1 if errors else 0
+
+
+def plan(study: str, seeds: Sequence[int], directory: Path) -> list[Run]:
+    """All runs of a study, seed after seed, so that an early end leaves whole seeds."""
+    factor = best_factor(FLOW_GRPO, directory)
+    runs = []
+    for seed in seeds:
+        for line in STUDIES[study]:
+            run = run_of(FLOW_GRPO, factor or 1.0, seed, directory / study / f"{line.key}-{seed}", "small_seen")
+            runs.append(replace(run, changes=(*run.changes, *line.changes)))
+    return runs
+
+
+def study_table(results: Mapping[Line, Sequence[Result]]) -> str:
+    """A line of the study in each row."""
+    header = (
+        *("", "seeds", "judge before", "after", "gain", "at least", "reward after"),
+        *("seconds of training", "edges", "colors"),
+    )
+    return table(header, [_row(line, runs) for line, runs in results.items()])
+
+
+def _row(line: Line, runs: Sequence[Result]) -> list[str]:
+    judged = [run.summary["watched"][JUDGE] for run in runs]
+    seconds = [run.summary["training_seconds"] for run in runs]
+    return [
+        line.title,
+        str(len(runs)),
+        *gains(
+            [score["before"] for score in judged],
+            [score["after"] for score in judged],
+            [score["bootstrap_ci95"][0] for score in judged],
+        ),
+        spread([run.summary["held_out_reward_after"] for run in runs], ".3f"),
+        f"{statistics.fmean(seconds):.0f}" if seconds else NONE,
+        *changes(runs),
+    ]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.learning.ablations",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("studies", nargs="+", choices=list(STUDIES))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--parallel", type=int, default=1, help="runs at once, two cores each (1)")
+    parser.add_argument("--gpus", default="", help="that all runs share, as 0 or 0,1; without it they train on CPUs")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds; starts nothing in the last 200")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of every job; repeatable")
+    parser.add_argument("--directory", type=Path, default=Path("runs/composition"), help="where the sweep is too")
+    parser.add_argument("--table-only", action="store_true", help="train nothing")
+    parser.add_argument("--page", type=Path, default=PAGE, help="rewritten (docs/results.md)")
+    parser.add_argument("--no-page", dest="page", action="store_const", const=None, help="print alone")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
