@@ -95,7 +95,7 @@ def main() -> int:
             )
         except ValueError as unswept:
             sys.exit(str(unswept))
-        runs = [replace(run, changes=(*run.changes, *options.set)) for run in runs]
+        runs = [replace(run, changes=(*run.changes, *options.set), keeps_model=options.keep_models) for run in runs]
         errors = train_all(runs, options.parallel, options.budget, console, options.gpus)
     best = {one: best_factor(one, options.directory) for one in chosen}
     for one, factor in best.items():
@@ -243,6 +243,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpus", default="", help="that all runs share, as 0 or 0,1; without it they train on CPUs")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds; starts nothing in the last 200")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of every job; repeatable")
+    parser.add_argument("--keep-models", action="store_true", help="in each run's folder, as `model`")
     parser.add_argument("--directory", type=Path, default=Path("runs/composition"))
     parser.add_argument("--page", type=Path, default=PAGE, help="rewritten, with its picture (docs/results.md)")
     parser.add_argument("--no-page", dest="page", action="store_const", const=None, help="print alone")

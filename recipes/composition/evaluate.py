@@ -6,7 +6,11 @@
 Prints a JSON line per guidance scale and writes the first pictures to `--sheet`, and all with their prompts to
 `--pictures`, where people label them by `recipes.composition.judges.labels`. Two controls of what reinforcement
 learning gains: the best of the scales, and `--best-of 16 --chooser REWARD.safetensors`, the score of the picture that
-the reward likes most.
+the reward likes most. `--adapter` adds what a LoRA job left in its folder `model`.
+
+Guards in each line: edge density and color entropy; by the held-out judge's features, the distance of the pictures to
+renders, and of several of a prompt to one another; with `--chooser`, the share of the prompts on which the two judges
+part.
 """
 
 from __future__ import annotations
@@ -22,20 +26,25 @@ import numpy as np
 import torch
 
 from flowfleet.media.image_stats import colour_entropy, edge_density
+from recipes.composition import guards
 from recipes.composition.captions import prompt_lines
 from recipes.composition.judges import labels
 from recipes.composition.judges.agreement import Judge
 from recipes.composition.judges.findings import answer
+from recipes.composition.judges.heldout import HeldoutJudge
 from recipes.composition.judges.loading import load_judge
 from recipes.composition.make_prompts import read_lines
 from recipes.composition.pretrain import NUM_SAMPLING_STEPS, NUM_SHOWN, SHOWN_COLUMNS, load
-from recipes.composition.scenes import CATEGORIES, choose
+from recipes.composition.render import render
+from recipes.composition.scenes import CATEGORIES, choose, draw
 from recipes.composition.world import Split, World
 from recipes.tiny.painting import contact_sheet, paint
 from recipes.tiny.signs import Pixels
 
 PROMPTS_SEED = 20_000
 LOOK_BATCH = 128
+NUM_RENDERS = 2048
+"""Renders that pictures are compared with."""
 
 Line = Mapping[str, Any]
 """A prompt with its metadata, as `captions.prompt_lines` writes it."""
@@ -73,6 +82,21 @@ def looks(pictures: Pixels) -> dict[str, float]:
     }
 
 
+def unlike(judge: HeldoutJudge, pictures: Pixels, tries: Sequence[Pixels], renders: torch.Tensor) -> dict[str, float]:
+    """Distance of the pictures to renders, whose features are given, and of a prompt's `tries` to one another."""
+    found = {"distance_to_renders": guards.frechet(guards.features(judge.features, pictures), renders)}
+    if len(tries) > 1:
+        found["diversity"] = guards.diversity([guards.features(judge.features, ones) for ones in tries])
+    return found
+
+
+def features_of_renders(judge: HeldoutJudge, world: World) -> torch.Tensor:
+    """(NUM_RENDERS, channels): features of renders of all kinds of scenes."""
+    scenes = draw(world, NUM_RENDERS, torch.Generator().manual_seed(PROMPTS_SEED), split="any")
+    pixels = (render(world, scenes, "cpu").permute(0, 2, 3, 1) * 255).round().byte().numpy()
+    return guards.features(judge.features, pixels)
+
+
 def held_out(world: World, split: Split, num: int) -> list[dict[str, Any]]:
     """The first `num` prompts of a split, the same everywhere."""
     return prompt_lines(world, choose(world, num, torch.Generator().manual_seed(PROMPTS_SEED), split=split))
@@ -81,6 +105,7 @@ def held_out(world: World, split: Split, num: int) -> list[dict[str, Any]]:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--adapter", type=Path, help="folder of a LoRA adapter that a job left")
     parser.add_argument("--world", choices=("small", "full"), default="full")
     parser.add_argument("--judge", type=Path, required=True, help="file of the judge that scores")
     parser.add_argument("--chooser", type=Path, help="file of the judge that chooses among --best-of pictures")
@@ -96,8 +121,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--pictures", type=Path, help="write the pictures at the first scale here, for judges.labels")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
-    if (options.best_of > 1) != (options.chooser is not None):
-        parser.error("--best-of and --chooser need each other: give both, or neither")
+    if options.best_of > 1 and options.chooser is None:
+        parser.error("--best-of needs a chooser: give --chooser")
     return options
 
 
@@ -108,7 +133,10 @@ def main() -> None:
     lines = lines[: options.num]
     prompts = [line["prompt"] for line in lines]
     pipeline = load(options.model, torch.device(options.device))
+    if options.adapter is not None:
+        pipeline.load_lora_weights(str(options.adapter))
     judge = load_judge(options.judge, options.device)
+    renders = features_of_renders(judge, world) if isinstance(judge, HeldoutJudge) else None
     chooser = load_judge(options.chooser, options.device) if options.chooser else None
     for place, scale in enumerate(options.guidance):
         tries = [
@@ -125,6 +153,11 @@ def main() -> None:
         pictures = tries[0] if chooser is None else best_of(tries, chooser, lines)
         about = {"guidance": scale, "prompts": len(lines), "best_of": options.best_of}
         figures = by_category(judge, pictures, lines, options.score) | looks(pictures)
+        if isinstance(judge, HeldoutJudge) and renders is not None:
+            figures |= unlike(judge, pictures, tries, renders)
+        if chooser is not None:
+            both = (scores(one, pictures, lines, "correct") for one in (judge, chooser))
+            figures["judges_part"] = guards.parted(*both)
         print(json.dumps(about | {name: round(value, 4) for name, value in figures.items()}), flush=True)
         if options.pictures is not None and place == 0:
             labels.save(options.pictures, torch.from_numpy(pictures).permute(0, 3, 1, 2) / 255, lines)
