@@ -5,7 +5,7 @@
 
 Each line of a study is Flow-GRPO's job of `bench.learning.composition`, at the best learning rate of its sweep, with
 changes of its own; every line of `staleness`, `group` and `window` makes as many pictures. Runs go into
-DIRECTORY/<study>/<line>-<seed>; a run that is there is kept. Each study is a part of the page.
+DIRECTORY/<study>/<line>-<seed>; a run that is there is kept. With --page each study's part of a page is rewritten.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Final
 
 from rich.console import Console
 
-from bench.learning.composition import ALGORITHMS, JUDGE, PAGE, SCORE, best_factor, run_of
-from bench.learning.results import NONE, Result, changes, gains, read_all, spread
+from bench.learning.composition import ALGORITHMS, JUDGE, SCORE, chosen_factors, run_of
+from bench.learning.results import Result, changes, gains, read_all, spread
 from bench.learning.runs import Run, train_all
 from docs.generate.markdown import rewrite, table
 
@@ -44,7 +44,7 @@ class Line:
 
 
 def _stale(versions: int) -> tuple[str, ...]:
-    """Samples may be so many versions old; batches are then no longer the rollout's."""
+    """Allows samples up to `versions` old, which rules out deterministic batches."""
     return (f"schedule.max_staleness={versions}", "trainer.deterministic=false")
 
 
@@ -88,9 +88,16 @@ STUDIES: Final[Mapping[str, Sequence[Line]]] = {
 
 def main() -> int:
     options, console = _parser().parse_args(), Console(width=200)
-    runs = [run for study in options.studies for run in plan(study, options.seeds, options.directory)]
-    runs = [replace(run, changes=(*run.changes, *options.set)) for run in runs]
-    errors = {} if options.table_only else train_all(runs, options.parallel, options.budget, console, options.gpus)
+    errors: dict[Run, str] = {}
+    if not options.table_only:
+        try:
+            runs = [run for study in options.studies for run in plan(study, options.seeds, options.directory)]
+        except ValueError as unswept:
+            sys.exit(str(unswept))
+        runs = [replace(run, changes=(*run.changes, *options.set)) for run in runs]
+        errors = train_all(runs, options.parallel, options.budget, console, options.gpus)
+    for run, error in errors.items():
+        console.print(f"{run.directory} failed: {error}\n", markup=False, highlight=False, soft_wrap=True)
     parts = {}
     for study in options.studies:
         results = read_all(STUDIES[study], options.seeds, options.directory / study, SCORE)
@@ -99,18 +106,17 @@ def main() -> int:
             console.print(f"{study}\n\n{study_table(results)}\n", markup=False, highlight=False, soft_wrap=True)
     if options.page is not None:
         rewrite(options.page, parts)
-    for run, error in errors.items():
-        console.print(f"\n{run.directory} failed: {error}", markup=False, highlight=False, soft_wrap=True)
     return 1 if errors else 0
 
 
 def plan(study: str, seeds: Sequence[int], directory: Path) -> list[Run]:
-    """All runs of a study, seed after seed, so that an early end leaves whole seeds."""
-    factor = best_factor(FLOW_GRPO, directory)
+    """All runs of a study, seed after seed, so that an early end leaves whole seeds. ValueError where the sweep has
+    none of Flow-GRPO."""
+    factor = chosen_factors([FLOW_GRPO], directory)[FLOW_GRPO]
     runs = []
     for seed in seeds:
         for line in STUDIES[study]:
-            run = run_of(FLOW_GRPO, factor or 1.0, seed, directory / study / f"{line.key}-{seed}", "small_seen")
+            run = run_of(FLOW_GRPO, factor, seed, directory / study / f"{line.key}-{seed}", "small_seen")
             runs.append(replace(run, changes=(*run.changes, *line.changes)))
     return runs
 
@@ -136,7 +142,7 @@ def _row(line: Line, runs: Sequence[Result]) -> list[str]:
             [score["bootstrap_ci95"][0] for score in judged],
         ),
         spread([run.summary["held_out_reward_after"] for run in runs], ".3f"),
-        f"{statistics.fmean(seconds):.0f}" if seconds else NONE,
+        f"{statistics.fmean(seconds):.0f}",
         *changes(runs),
     ]
 
@@ -155,8 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of every job; repeatable")
     parser.add_argument("--directory", type=Path, default=Path("runs/composition"), help="where the sweep is too")
     parser.add_argument("--table-only", action="store_true", help="train nothing")
-    parser.add_argument("--page", type=Path, default=PAGE, help="rewritten (docs/results.md)")
-    parser.add_argument("--no-page", dest="page", action="store_const", const=None, help="print alone")
+    parser.add_argument("--page", type=Path, help="whose parts learning-composition-STUDY are rewritten")
     return parser
 
 

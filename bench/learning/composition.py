@@ -125,18 +125,23 @@ def sweep(algorithms: Sequence[Algorithm], directory: Path) -> list[Run]:
 def plan(algorithms: Sequence[Algorithm], seeds: Sequence[int], directory: Path) -> list[Run]:
     """Every algorithm at its best learning rate, seed after seed, so that an early end leaves whole seeds. ValueError
     where the sweep has none of an algorithm."""
+    factors = chosen_factors(algorithms, directory)
+    return [
+        run_of(one, factor, seed, directory / f"{one.key}-{seed}", "small_seen")
+        for seed in seeds
+        for one, factor in factors.items()
+    ]
+
+
+def chosen_factors(algorithms: Sequence[Algorithm], directory: Path) -> dict[Algorithm, float]:
+    """`best_factor` of each. ValueError where the sweep has none of an algorithm."""
     factors = {one: best_factor(one, directory) for one in algorithms}
     if missing := [one.key for one, factor in factors.items() if factor is None]:
         raise ValueError(
             f"{directory} has no finished sweep of {len(missing)} algorithms: first run `python -m "
             f"bench.learning.composition sweep --algorithms {' '.join(missing)} --directory {directory}`"
         )
-    return [
-        run_of(one, factor, seed, directory / f"{one.key}-{seed}", "small_seen")
-        for seed in seeds
-        for one, factor in factors.items()
-        if factor is not None
-    ]
+    return {one: factor for one, factor in factors.items() if factor is not None}
 
 
 def best_factor(one: Algorithm, directory: Path) -> float | None:
@@ -189,7 +194,7 @@ def draw(results: Mapping[Algorithm, Sequence[Result]], path: Path) -> None:
     panels = {one.title: [curve(run) for run in runs] for one, runs in results.items()}
     about = f"Each line is a seed; dotted: {TARGETS[0]}; the judge is one that training never sees"
     title = "How well each algorithm teaches composition"
-    learning_panels(path, panels, (), title, about, "pictures generated", TARGETS[0])
+    learning_panels(path, panels, (), title, about, "pictures generated", TARGETS[0], y_label="the judge's mean score")
 
 
 def _row(one: Algorithm, runs: Sequence[Result]) -> list[str]:

@@ -1,7 +1,7 @@
 """Does a faster way to compute learn the same? A recipe in several ways at equal samples, paired by seed.
 
     python -m bench.learning.same [--ways plain only idle fp8 merged flash] [--seeds 1 2 3] [--parallel 1]
-    python -m bench.learning.same --table-only
+    python -m bench.learning.same --table-only --page docs/results.md
 
 Every way trains in bfloat16 without `trainer.deterministic`, as `plain` does. Tiny models have no linears that float8
 is worth: for `fp8` the smallest is lowered (`FLOWFLEET_FP8_MIN_SIZE`), in every process alike. Runs go into
@@ -23,7 +23,7 @@ from rich.console import Console
 
 from bench.learning.results import Result, read_result, spread
 from bench.learning.runs import Run, train_all
-from docs.generate.markdown import table
+from docs.generate.markdown import rewrite, table
 
 PLAIN = "plain"
 WAYS: dict[str, tuple[str, ...]] = {
@@ -37,6 +37,7 @@ WAYS: dict[str, tuple[str, ...]] = {
 """What each way changes in the recipe."""
 COMMON = ("model.dtype=bfloat16", "trainer.deterministic=false", "schedule.validate_every=3")
 MIN_SIZE = "64"
+PART = "learning-same"
 ALLOWED = 0.02
 """Largest difference of the means that counts as the same."""
 
@@ -48,6 +49,8 @@ def main() -> int:
     errors = {} if options.table_only else train_all(runs, options.parallel, options.budget, console)
     found = read(options.recipe, options.ways, options.seeds, options.directory)
     console.print(same_table(found), markup=False, highlight=False, soft_wrap=True)
+    if options.page is not None:
+        rewrite(options.page, {PART: same_table(found)})
     missing = [f"{run.directory.parent.name} {run.seed}" for run in runs if not run.is_done]
     if missing:
         console.print(f"\nnot done yet: {', '.join(missing)}", highlight=False, soft_wrap=True)
@@ -107,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--directory", type=Path, default=Path("runs/same"))
     parser.add_argument("--table-only", action="store_true", help="train nothing")
+    parser.add_argument("--page", type=Path, help="whose part is rewritten, as docs/results.md")
     return parser
 
 

@@ -97,6 +97,7 @@ def learning_panels(
     x_label: str,
     target: float,
     num_columns: int = 4,
+    y_label: str = "mean held-out reward",
 ) -> None:
     """Small multiples as a PNG: a panel a recipe, a thin line a seed, the control dashed in each, `target` dotted."""
     num_columns = min(num_columns, len(panels))
@@ -113,7 +114,7 @@ def learning_panels(
         for axes in grid.flat[max(0, len(panels) - num_columns) : len(panels)]:
             axes.tick_params(labelbottom=True)
         figure.supxlabel(x_label, color=QUIET, fontsize=9.5, y=0.12 / size[1])
-        figure.supylabel("mean held-out reward", color=QUIET, fontsize=9.5, x=0.12 / size[0])
+        figure.supylabel(y_label, color=QUIET, fontsize=9.5, x=0.12 / size[0])
         _head(figure, title, subtitle, margin=0.72, foot=0.58)
         figure.subplots_adjust(wspace=0.12, hspace=0.32)
         _save(figure, path)

@@ -9,8 +9,8 @@ learning gains: the best of the scales, and `--best-of 16 --chooser REWARD.safet
 the reward likes most. `--adapter` adds what a LoRA job left in its folder `model`.
 
 Guards in each line: edge density and color entropy; by the held-out judge's features, the distance of the pictures to
-renders, and of several of a prompt to one another; with `--chooser`, the share of the prompts on which the two judges
-part.
+renders, and with `--best-of` how unlike a prompt's pictures are; with `--chooser`, the share of the prompts on whose
+first picture the two judges part.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--adapter", type=Path, help="folder of a LoRA adapter that a job left")
     parser.add_argument("--world", choices=("small", "full"), default="full")
     parser.add_argument("--judge", type=Path, required=True, help="file of the judge that scores")
-    parser.add_argument("--chooser", type=Path, help="file of the judge that chooses among --best-of pictures")
+    parser.add_argument("--chooser", type=Path, help="file of a second judge: it chooses among --best-of pictures")
     parser.add_argument("--best-of", type=int, default=1, help="pictures for each prompt, of which one is scored")
     parser.add_argument("--score", choices=("correct", "strict", "partial"), default="correct")
     parser.add_argument("--prompts", type=Path, help="JSON Lines file; without it prompts are drawn")
@@ -156,7 +156,7 @@ def main() -> None:
         if isinstance(judge, HeldoutJudge) and renders is not None:
             figures |= unlike(judge, pictures, tries, renders)
         if chooser is not None:
-            both = (scores(one, pictures, lines, "correct") for one in (judge, chooser))
+            both = (scores(one, tries[0], lines, "correct") for one in (judge, chooser))
             figures["judges_part"] = guards.parted(*both)
         print(json.dumps(about | {name: round(value, 4) for name, value in figures.items()}), flush=True)
         if options.pictures is not None and place == 0:

@@ -26,7 +26,10 @@ def features(net: Lite, pictures: Pixels) -> torch.Tensor:
 
 def frechet(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """Fréchet distance of two sets of features (N, channels), each as a Gaussian (https://arxiv.org/abs/1706.08500): as
-    FID, but of other features, so only comparable with itself."""
+    FID, but of other features. It depends on how many pictures there are: compare equal numbers, of the same prompts.
+    Raises ValueError for less than two."""
+    if min(len(ours), len(theirs)) < 2:
+        raise ValueError("a distance is of at least two pictures on either side")
     means, spreads = zip(*((each.mean(0), torch.cov(each.T)) for each in (ours, theirs)), strict=True)
     shared = torch.linalg.eigvals(spreads[0] @ spreads[1]).real.clamp(min=0).sqrt().sum()
     return float((means[0] - means[1]).square().sum() + spreads[0].trace() + spreads[1].trace() - 2 * shared)

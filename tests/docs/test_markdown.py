@@ -62,6 +62,7 @@ def test_make_docs_runs_every_generator() -> None:
         "bench.learning.ablations",
         "bench.learning.composition",
         "bench.learning.curves",
+        "bench.learning.same",
         "bench.learning.votes_page",
         "bench.rewards.learning",
     }

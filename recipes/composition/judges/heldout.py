@@ -32,7 +32,7 @@ CELLS = 16
 HEAD_WIDTHS = {64: 96, 128: 160}
 """Width of the head by the picture's edge."""
 THRESHOLD = 0.95
-"""Certainty from which a thing counts. On blurry pictures the judge then says yes as often as a person does."""
+"""Certainty from which a thing counts: on blurry pictures the judge then says yes about as often as a person does."""
 MAX_COVERED = 0.5
 """Boxes of two things share no more of the smaller one: what shares more is one thing, found twice."""
 LINE_WIDTH = 120

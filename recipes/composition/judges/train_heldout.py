@@ -1,7 +1,7 @@
 """Train the held-out judge: `python -m recipes.composition.judges.train_heldout --world small --output FILE`.
 
 Other seeds, another roughening and another loss than the reward's. The small world keeps the pretrained features as
-they are, so that CPUs do it: 7 minutes on twelve cores. For the full world they are trained along.
+they are, so that CPUs do it: 7 minutes on ten cores. For the full world they are trained along.
 """
 
 from __future__ import annotations

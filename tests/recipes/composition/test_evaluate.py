@@ -7,10 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
-from recipes.composition.evaluate import best_of, by_category
+from recipes.composition.evaluate import best_of, by_category, features_of_renders, unlike
+from recipes.composition.judges.files import Kind
 from recipes.composition.judges.findings import Findings, Thing
+from recipes.composition.judges.heldout import HeldoutJudge
+from recipes.composition.render import render
+from recipes.composition.scenes import draw
+from recipes.composition.world import World
 
 
 class _BrightnessJudge:
@@ -44,3 +50,18 @@ def test_the_best_of_several_is_what_the_chooser_likes_most() -> None:
     lines = _asking([1, 2, 3])
     chosen = best_of([_showing(1, 1, 1), _showing(0, 2, 1), _showing(1, 1, 3)], _BrightnessJudge(), lines)
     assert chosen[:, 0, 0, 0].tolist() == [1, 2, 3]
+
+
+def test_pictures_are_compared_with_renders_and_with_one_another(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipes.composition.evaluate.NUM_RENDERS", 24)
+    torch.manual_seed(1)
+    judge = HeldoutJudge(Kind.of("heldout", world))
+    renders = features_of_renders(judge, world)
+    assert len(renders) == 24
+    scenes = draw(world, 24, torch.Generator().manual_seed(5), split="any")
+    pictures = (render(world, scenes, "cpu").permute(0, 2, 3, 1) * 255).round().byte().numpy()
+    noise = np.random.default_rng(1).integers(0, 255, pictures.shape, np.uint8)
+    assert unlike(judge, pictures, [pictures], renders).keys() == {"distance_to_renders"}
+    near = unlike(judge, pictures, [pictures, pictures], renders)
+    assert near["diversity"] == 0.0
+    assert near["distance_to_renders"] < unlike(judge, noise, [pictures, noise], renders)["distance_to_renders"]

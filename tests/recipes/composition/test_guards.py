@@ -37,6 +37,11 @@ def test_frechet_distance_of_correlated_features_is_that_of_the_symmetric_root()
     assert frechet(ours, theirs) == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_distance_wants_two_pictures() -> None:
+    with pytest.raises(ValueError, match="at least two pictures"):
+        frechet(torch.zeros(1, 2), torch.zeros(5, 2))
+
+
 def test_diversity_is_the_mean_distance_of_a_prompts_pictures() -> None:
     tries = [torch.tensor([[0.0, 0.0], [1.0, 1.0]]), torch.tensor([[3.0, 4.0], [1.0, 1.0]]), torch.zeros(2, 2)]
     assert diversity(tries) == pytest.approx((2.5 + math.sqrt(2) / 2 + (5 + math.sqrt(2)) / 2) / 3)

@@ -101,8 +101,8 @@ def start(
 
 
 def captured(max_batch: int) -> list[int]:
-    """Batch sizes that CUDA graphs are captured for, powers of two and the largest: a start that takes seconds less a
-    graph. Others are padded to the next."""
+    """Batch sizes to capture CUDA graphs for: powers of two and `max_batch`. Each graph makes the start longer;
+    other sizes are padded to the next."""
     return sorted({1 << power for power in range(max_batch.bit_length())} | {max_batch})
 
 

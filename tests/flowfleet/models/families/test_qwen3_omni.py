@@ -5,10 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from flowfleet.data.sequences import PromptBlob, TokenTrajectory
 from flowfleet.models.families.qwen3_omni import Qwen3OmniThinkerAdapter
@@ -139,8 +142,35 @@ def test_the_default_adapter_is_of_the_language_model_alone(folder: Path) -> Non
     spec = LoraSpec(rank=2, alpha=4, target_modules=own.lora_targets)
     names = lora.install_lora(own.experts, spec)
     assert len(names) == 2 * 2 * len(own.lora_targets)
-    before = ("model.model.language_model.layers.", "model.model.layers.")  # the second before transformers 5.21
-    assert all(name.startswith(before) for name in names)
+    inside = "language_model." if hasattr(own.transformer.model, "language_model") else ""  # from 5.21 on
+    assert all(name.startswith(f"model.model.{inside}layers.") for name in names)
+
+
+class _Flat(nn.Module):
+    """A Thinker as before transformers 5.21: media go into the whole model, which also gives out logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.lm_head = nn.Linear(1, 1), nn.Linear(2, 5)
+        self.given: dict[str, Any] = {}
+
+    def forward(self, **given: Any) -> Any:
+        self.given = given
+        if "broken" in given:
+            raise RuntimeError("broken")
+        return SimpleNamespace(logits=self.lm_head(given["pixel_values"]))
+
+
+def test_before_transformers_5_21_media_go_through_the_whole_model_without_its_output_layer(
+    adapter: Qwen3OmniThinkerAdapter,
+) -> None:
+    flat, pixels = _Flat(), torch.randn(1, 3, 2)
+    head = flat.lm_head
+    assert torch.equal(adapter.hidden_states(flat, {"pixel_values": pixels}), pixels)
+    assert flat.given["use_cache"] is False
+    with pytest.raises(RuntimeError, match="broken"):
+        adapter.hidden_states(flat, {"broken": True})
+    assert flat.lm_head is head
 
 
 @pytest.fixture
