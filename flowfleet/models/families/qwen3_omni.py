@@ -31,6 +31,9 @@ class Qwen3OmniThinkerAdapter(SequenceAdapter):
         super().__init__(model, processor, dtype=dtype, device=device)
         if model is not None:
             model.lora_excluded = r"(.*\.)?(audio_tower|visual)\..*"
+            text = getattr(model.model, "language_model", model.model)
+            blocks = {type(layer).__name__ for layer in text.layers}  # transformers before 5.15 leave them out
+            model._no_split_modules = {*(model._no_split_modules or ()), *blocks}
 
     @classmethod
     def load_processor(cls, path: str | Path) -> QuestionProcessor:
