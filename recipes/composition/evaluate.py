@@ -26,9 +26,8 @@ import numpy as np
 import torch
 
 from flowfleet.media.image_stats import colour_entropy, edge_density
-from recipes.composition import guards
 from recipes.composition.captions import prompt_lines
-from recipes.composition.judges import labels
+from recipes.composition.judges import guards, labels
 from recipes.composition.judges.agreement import Judge
 from recipes.composition.judges.findings import answer
 from recipes.composition.judges.heldout import HeldoutJudge

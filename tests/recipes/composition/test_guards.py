@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.composition.guards import diversity, features, frechet, parted
+from recipes.composition.judges.guards import diversity, features, frechet, parted
 from recipes.composition.judges.lite import Lite
 
 
