@@ -56,7 +56,7 @@ _WEIGHTS = Path(os.environ.get("FLOWFLEET_COMPOSITION_JUDGES", _JUDGES / "weight
 DEMOS: Final = {
     "signs": Demo(Path("tiny_ocr")),
     "composition": Demo(
-        Path("composition_small_lora"),
+        Path("composition_small_dgpo"),
         (f"composition={_JUDGES}/reward.toml", f"composition_judge={_JUDGES}/heldout.toml"),
         (
             (_COMPOSITION / "model", "recipes.composition.pretrain --world small"),
