@@ -21,8 +21,8 @@ from typing import Final
 
 from rich.console import Console
 
-from bench.learning.composition import ALGORITHMS, JUDGE, SCORE, chosen_factors, run_of
-from bench.learning.results import Result, changes, gains, read_all, spread
+from bench.learning.composition import ALGORITHMS, SCORE, chosen_factors, judged, run_of
+from bench.learning.results import Result, changes, read_all, spread
 from bench.learning.runs import Run, train_all
 from docs.generate.markdown import rewrite, table
 
@@ -131,16 +131,11 @@ def study_table(results: Mapping[Line, Sequence[Result]]) -> str:
 
 
 def _row(line: Line, runs: Sequence[Result]) -> list[str]:
-    judged = [run.summary["watched"][JUDGE] for run in runs]
     seconds = [run.summary["training_seconds"] for run in runs]
     return [
         line.title,
         str(len(runs)),
-        *gains(
-            [score["before"] for score in judged],
-            [score["after"] for score in judged],
-            [score["bootstrap_ci95"][0] for score in judged],
-        ),
+        *judged(runs),
         spread([run.summary["held_out_reward_after"] for run in runs], ".3f"),
         f"{statistics.fmean(seconds):.0f}",
         *changes(runs),

@@ -198,23 +198,28 @@ def draw(results: Mapping[Algorithm, Sequence[Result]], path: Path) -> None:
 
 
 def _row(one: Algorithm, runs: Sequence[Result]) -> list[str]:
-    judged = [run.summary["watched"][JUDGE] for run in runs]
     rates = {run.settings["trainer"]["optimizer"]["lr"] for run in runs}
     return [
         one.title,
         link(one.recipe),
         str(len(runs)),
         ", ".join(f"{rate:.1e}" for rate in sorted(rates)) or NONE,
-        *gains(
-            [score["before"] for score in judged],
-            [score["after"] for score in judged],
-            [score["bootstrap_ci95"][0] for score in judged],
-        ),
+        *judged(runs),
         spread([run.summary["held_out_reward_after"] for run in runs], ".3f"),
         *(reached([run.first_at(target, lambda point: point.generated) for run in runs]) for target in TARGETS),
         reached([run.first_at(TARGETS[0], lambda point: point.seconds) for run in runs]),
         *changes(runs),
     ]
+
+
+def judged(runs: Sequence[Result]) -> list[str]:
+    """Cells of the judge's score before and after, its gain, and the least that this is."""
+    scores = [run.summary["watched"][JUDGE] for run in runs]
+    return gains(
+        [score["before"] for score in scores],
+        [score["after"] for score in scores],
+        [score["bootstrap_ci95"][0] for score in scores],
+    )
 
 
 def run_of(one: Algorithm, factor: float, seed: int, directory: Path, held_out: str) -> Run:
