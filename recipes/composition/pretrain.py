@@ -33,7 +33,7 @@ from flowfleet.models.loading import ALL_COMPONENTS, load_pipeline
 from recipes.composition import captions
 from recipes.composition.base.autoencoder import encode_pixels, fidelity, train_autoencoder
 from recipes.composition.base.components import FULL, SMALL, ModelSize, build_pipeline, num_parameters
-from recipes.composition.base.flow import FlowRecipe, pictures_of, train_transformer
+from recipes.composition.base.flow import FlowRecipe, Pictures, pictures_of, train_transformer
 from recipes.composition.base.training import Recipe, prepare_cuda
 from recipes.composition.render import render
 from recipes.composition.scenes import choose, draw
@@ -87,19 +87,29 @@ def make(world: World, plan: Plan, flawed_share: float, seed: int, device: torch
     fresh, _ = next(rendered(world, NUM_SHOWN, 0.0, seed + 4, device))
     clock.log("autoencoder trained: PSNR %.1f dB on fresh scenes", fidelity(pipeline.vae, fresh))
 
-    latents, texts = list[Tensor](), list[str]()
-    for pixels, words in rendered(world, plan.pictures, flawed_share, seed + 2, device):
-        latents.append(encode_pixels(pipeline.vae, pixels).to(_stored(device)))
-        texts += words
-    clock.log("rendered and encoded %d scenes", plan.pictures)
-    pictures = pictures_of(pipeline, torch.cat(latents), texts, _stored(device))
-    clock.log("encoded %d distinct captions of %d tokens at most", *pictures.mask.shape)
-    del latents
+    pictures = scenes_to_learn(pipeline, world, plan.pictures, flawed_share, seed + 2, device)
+    about = "rendered and encoded %d scenes, and %d distinct captions of %d tokens at most"
+    clock.log(about, plan.pictures, *pictures.mask.shape)
 
-    edge = world.size // TOKEN_EDGE
-    train_transformer(pipeline, pictures, (edge, edge), plan.transformer, compiled=compiled)
+    train_transformer(pipeline, pictures, grid_of(world), plan.transformer, compiled=compiled)
     clock.log("transformer trained")
     return pipeline
+
+
+def scenes_to_learn(
+    pipeline: Any, world: World, num: int, flawed_share: float, seed: int, device: torch.device
+) -> Pictures:
+    """`rendered` scenes, encoded for `train_transformer`."""
+    latents, texts = list[Tensor](), list[str]()
+    for pixels, words in rendered(world, num, flawed_share, seed, device):
+        latents.append(encode_pixels(pipeline.vae, pixels).to(stored_dtype(device)))
+        texts += words
+    return pictures_of(pipeline, torch.cat(latents), texts, stored_dtype(device))
+
+
+def grid_of(world: World) -> tuple[int, int]:
+    """Rows and columns of a picture's tokens."""
+    return world.size // TOKEN_EDGE, world.size // TOKEN_EDGE
 
 
 def rendered(
@@ -149,7 +159,8 @@ def show(pipeline: Any, world: World, guidance_scale: float, seed: int, file: Pa
     file.with_suffix(".txt").write_text("\n".join(prompts) + "\n")
 
 
-def _stored(device: torch.device) -> torch.dtype:
+def stored_dtype(device: torch.device) -> torch.dtype:
+    """What latents and embeddings are kept in for training."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 

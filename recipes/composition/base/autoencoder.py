@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flowfleet.models.packing import pack
-from recipes.composition.base.training import Recipe, train
+from recipes.composition.base.training import Recipe, Report, train
 from recipes.tiny.components import round_to_half
 from recipes.tiny.training import autocast, reconstruction_loss, to_video
 
@@ -56,11 +56,11 @@ def encode_modes(vae: Any, images: Tensor) -> Tensor:
     return modes
 
 
-def train_autoencoder(vae: Any, pixels: Tensor, recipe: Recipe, batch_size: int) -> list[float]:
+def train_autoencoder(vae: Any, pixels: Tensor, recipe: Recipe, batch_size: int) -> list[Report]:
     """Teaches it `pixels` (N, 3, H, W) uint8 on its device, in place; its weights end rounded to fp16, and frozen.
 
     Latents are the mode of the posterior, trained with a little noise so that the decoder forgives small errors. Their
-    mean and standard deviation go into its configuration. Returns the losses as `train` does.
+    mean and standard deviation go into its configuration. Returns the reports of `train`.
     """
     device = pixels.device
 
@@ -74,14 +74,14 @@ def train_autoencoder(vae: Any, pixels: Tensor, recipe: Recipe, batch_size: int)
         return reconstruction_loss(images, modes, painted)
 
     with single_frames(vae):
-        losses = train("autoencoder", list(vae.parameters()), loss, recipe)
+        reports = train("autoencoder", list(vae.parameters()), loss, recipe)
         round_to_half(vae.eval().requires_grad_(False))
         with torch.no_grad():
             parts = [encode_modes(vae, to_video(part)) for part in torch.split(pixels[:4096], ENCODE_BATCH)]
     modes = torch.cat(parts)
     mean, std = modes.mean(dim=(0, 2, 3, 4)), modes.std(dim=(0, 2, 3, 4))
     vae.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())
-    return losses
+    return reports
 
 
 @torch.no_grad()

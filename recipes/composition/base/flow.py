@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flowfleet.models.families.qwen_image_attention import use_joint_attention
-from recipes.composition.base.training import Recipe, train
+from recipes.composition.base.training import Recipe, Report, train
 from recipes.tiny.components import round_to_half
 from recipes.tiny.training import autocast
 
@@ -28,12 +28,14 @@ class Pictures:
     """What is learned, on one device. Latents (N, tokens, 64); `caption` (N,) int64 is a row of the other two.
 
     Embeddings (C + 1, L, W) and mask (C + 1, L) bool, true where a token counts; the last row is `NEGATIVE_PROMPT`.
+    Each picture's loss is multiplied by its weight (N,) float32; None counts all alike.
     """
 
     latents: Tensor
     caption: Tensor
     embeddings: Tensor
     mask: Tensor
+    weights: Tensor | None = None
 
 
 def pictures_of(pipeline: Any, latents: Tensor, captions: Sequence[str], dtype: torch.dtype) -> Pictures:
@@ -97,11 +99,11 @@ def train_transformer(
     recipe: FlowRecipe,
     *,
     compiled: bool = False,
-) -> list[float]:
-    """Flow matching: the velocity noise − latents at random noise levels. Returns the losses as `train` does.
+) -> list[Report]:
+    """Flow matching: the velocity noise − latents at random noise levels. Returns the reports of `train`.
 
-    grid: rows and columns of tokens. The pipeline's transformer becomes the moving average of the weights, at the end
-    rounded to fp16 and frozen.
+    grid: rows and columns of tokens. Training begins with the weights of the pipeline's transformer, which becomes the
+    moving average of the weights, at the end rounded to fp16 and frozen.
     """
     average = pipeline.transformer.requires_grad_(False)
     learner = copy.deepcopy(average).train().requires_grad_(True)
@@ -127,7 +129,10 @@ def train_transformer(
             pictures.mask.index_select(0, caption),
             frequencies,
         )
-        return (predicted - (noise - clean)).square().mean()
+        errors = (predicted - (noise - clean)).square()
+        if pictures.weights is not None:
+            errors = errors * pictures.weights.index_select(0, rows)[:, None, None]
+        return errors.mean()
 
     weights, averages = list(learner.parameters()), list(average.parameters())
 
@@ -135,9 +140,9 @@ def train_transformer(
         with torch.no_grad():
             torch._foreach_lerp_(averages, weights, 1 - recipe.decay)
 
-    losses = train("transformer", weights, loss, recipe, follow)
+    reports = train("transformer", weights, loss, recipe, follow)
     round_to_half(average.eval())
-    return losses
+    return reports
 
 
 def velocity(

@@ -28,6 +28,23 @@ NUM_REPORTS = 20
 
 
 @dataclass(frozen=True)
+class Report:
+    """What the steps since the last report came to. On a GPU the first report's seconds include compilation."""
+
+    num_steps: int
+    loss: float
+    """Mean over these steps."""
+    seconds: float
+
+
+def seconds_at_speed(reports: Sequence[Report]) -> float:
+    """Seconds that all steps take at the speed of every report but the first, if there are more."""
+    later = reports[1:] or reports
+    speed = sum(one.num_steps for one in later) / sum(one.seconds for one in later)
+    return sum(one.num_steps for one in reports) / speed
+
+
+@dataclass(frozen=True)
 class Recipe:
     """How weights are trained. The rate rises over `num_warmup` steps and falls to zero over the last `cooldown`."""
 
@@ -76,25 +93,26 @@ def train(
     loss: Callable[[], Tensor],
     recipe: Recipe,
     after_step: Callable[[], None] = lambda: None,
-) -> list[float]:
-    """Takes `recipe.num_steps` steps on `parameters` in place. Returns the mean loss between reports, oldest first.
+) -> list[Report]:
+    """Takes `recipe.num_steps` steps on `parameters` in place. Returns the reports, oldest first.
 
     `after_step` runs within each step, under the same rules as `loss`. Raises ValueError where the loss is no number.
     """
     step = _Step(parameters, loss, recipe, after_step)
     size = max(1, recipe.num_steps // NUM_REPORTS)
-    losses, done = list[float](), 0
+    reports, done = list[Report](), 0
     while done < recipe.num_steps:
         count, started = min(size, recipe.num_steps - done), time.perf_counter()
         with deterministic():
             step.take(count)
-        losses.append(step.mean_loss(count))
+        report = Report(count, step.mean_loss(count), time.perf_counter() - started)
+        reports.append(report)
         done += count
-        if not math.isfinite(losses[-1]):
-            raise ValueError(f"{name}: the loss is {losses[-1]} after {done} steps: lower the learning rate")
-        speed = count / (time.perf_counter() - started)
-        logger.info("%s step %d of %d: loss %.4f, %.1f steps/s", name, done, recipe.num_steps, losses[-1], speed)
-    return losses
+        if not math.isfinite(report.loss):
+            raise ValueError(f"{name}: the loss is {report.loss} after {done} steps: lower the learning rate")
+        speed = count / report.seconds
+        logger.info("%s step %d of %d: loss %.4f, %.1f steps/s", name, done, recipe.num_steps, report.loss, speed)
+    return reports
 
 
 class _Step:

@@ -140,11 +140,11 @@ def test_training_is_adamw_with_clipped_gradients() -> None:
     target = torch.tensor([3.0, -1.0, 0.5])
     recipe = Recipe(7, rate=0.1, num_warmup=3, weight_decay=0.1, max_norm=0.5)
     ours, theirs = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    losses = train("test", [ours], lambda: (ours - target).square().sum(), recipe)
+    reports = train("test", [ours], lambda: (ours - target).square().sum(), recipe)
     optimizer = torch.optim.AdamW([theirs], betas=recipe.betas, weight_decay=recipe.weight_decay, foreach=False)
-    for rate, seen in zip(recipe.rates().tolist(), losses, strict=True):
+    for rate, seen in zip(recipe.rates().tolist(), reports, strict=True):
         loss = (theirs - target).square().sum()
-        assert seen == pytest.approx(loss.item(), rel=1e-5)
+        assert seen.loss == pytest.approx(loss.item(), rel=1e-5)
         optimizer.param_groups[0]["lr"] = rate
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
