@@ -29,8 +29,8 @@ from rich.console import Console
 from bench.learning.results import NONE, Result, changes, curve, gains, link, reached, read_all, spread
 from bench.learning.runs import Run, train_all
 from docs.generate.markdown import rewrite, table
+from flowfleet.demo.demos import DEMOS
 from flowfleet.demo.plots import learning_panels
-from flowfleet.demo.run import DEMOS
 
 RECIPE: Final = "bases/composition_small"
 PROMPTS: Final = "recipes/composition/prompts"

@@ -173,7 +173,7 @@ def down(state_dir: StackDir = DEFAULT_STATE_DIR, json_: Json = False) -> None:
 
 @app.command()
 def demo(
-    name: Annotated[str, typer.Argument(help="signs, or composition, which needs the repository.")] = "signs",
+    name: Annotated[str, typer.Argument(help="signs, or composition: needs the repository, uses a GPU.")] = "signs",
     seed: Annotated[int | None, typer.Option(help="Seed of the job; default: the recipe's.")] = None,
     recipe: Annotated[Path | None, typer.Option(help="Job file, or name of a recipe; default: the demo's.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="key=value of the job; repeatable.")] = None,
@@ -183,15 +183,16 @@ def demo(
     json_: Json = False,
 ) -> None:
     """Train a small model from start to end, and leave figures, pictures and the model."""
-    from flowfleet.demo.run import DEMOS, run_demo
+    from flowfleet.demo.demos import DEMOS, Demo
+    from flowfleet.demo.run import run_demo
 
     if name not in DEMOS:
         raise ValueError(f"no demo is called {name!r}: take one of {', '.join(DEMOS)}")
-    changes = [*(set_ or ()), *([] if seed is None else [f"seed={seed}"])]
-    chosen = DEMOS[name]
-    if recipe is None:
-        chosen.require_made()
-    summary = run_demo(recipe or chosen.recipe, state_dir, changes, err if json_ else out, rewards=chosen.rewards)
+    chosen = DEMOS[name].here() if recipe is None else Demo(recipe, DEMOS[name].rewards)
+    chosen.require()
+    changes = [*chosen.changes, *(set_ or ()), *([] if seed is None else [f"seed={seed}"])]
+    console = err if json_ else out
+    summary = run_demo(chosen.recipe, state_dir, changes, console, rewards=chosen.rewards, model=chosen.model)
     if json_:
         tell_line(summary)
 

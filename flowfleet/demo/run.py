@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import psutil
 from rich.console import Console
@@ -18,6 +17,7 @@ from flowfleet.client.client import Client
 from flowfleet.client.progress import duration, follow
 from flowfleet.client.types import Job, JobEvent
 from flowfleet.demo import plots
+from flowfleet.demo.demos import Made
 from flowfleet.demo.results import Outcome, fetch, fetch_pairs, fetch_texts, held_out_curve, summarize, training_curve
 from flowfleet.job.files import data_folders, prepare_job
 from flowfleet.job.spec import JobSpec
@@ -26,47 +26,6 @@ from flowfleet.local.rewards import parse_reward
 from flowfleet.local.session import local_stack, stop_stack
 from flowfleet.local.stack import StackError, StateDir
 from flowfleet.models.registry import Engine
-
-
-@dataclass(frozen=True)
-class Demo:
-    """A recipe that comes with Flowfleet, and how the rewards start that no scorer is named after."""
-
-    recipe: Path
-    rewards: tuple[str, ...] = ()
-    """Arguments of `flowfleet up --reward`."""
-    made: tuple[tuple[Path, str], ...] = ()
-    """What it needs that is made first, with the module that makes each, and its flags."""
-    code: Path | None = None
-    """Folder of the repository whose code its rewards import from the working folder; no wheel has it."""
-
-    def require_made(self) -> None:
-        """Raises ValueError with the commands for what is missing, and outside of the repository where it is needed."""
-        if self.code is not None and not self.code.is_dir():
-            raise ValueError(f"this demo needs {self.code} of the repository: run it in the folder of a clone")
-        missing = [(path, command) for path, command in self.made if not path.exists()]
-        if missing:
-            commands = "\n".join(f"    python -m {command} --output {path}" for path, command in missing)
-            raise ValueError(f"this demo's model and judges are made first, on a GPU in minutes:\n{commands}")
-
-
-_COMPOSITION = Path("recipes/composition")  # of the working folder: a wheel has none of its code
-_JUDGES = _COMPOSITION / "judges"
-_WEIGHTS = Path(os.environ.get("FLOWFLEET_COMPOSITION_JUDGES", _JUDGES / "weights"))  # as their service reads them
-DEMOS: Final = {
-    "signs": Demo(Path("tiny_ocr")),
-    "composition": Demo(
-        Path("composition_small_dgpo"),
-        (f"composition={_JUDGES}/reward.toml", f"composition_judge={_JUDGES}/heldout.toml"),
-        (
-            (_COMPOSITION / "model", "recipes.composition.pretrain --world small"),
-            (_WEIGHTS / "reward-64.safetensors", "recipes.composition.judges.train_reward --world small"),
-            (_WEIGHTS / "heldout-64.safetensors", "recipes.composition.judges.train_heldout --world small"),
-        ),
-        _COMPOSITION,
-    ),
-}
-"""What `flowfleet demo` shows, by name."""
 
 MARKER = ".flowfleet-demo"
 """The job as submitted. Says that a directory was made by the demo, and may be replaced by the next one."""
@@ -81,18 +40,22 @@ def run_demo(
     started: datetime | None = None,
     engine: Engine | None = None,
     rewards: Sequence[str] = (),
+    model: Made | None = None,
 ) -> dict[str, Any]:
     """Leaves everything in `directory` and returns the summary. Raises ValueError, StackError or ApiError.
 
     `changes` are settings as `key=value`; `started` is when the clock began, by default this process; `engine` is what
     samples, by default `transformers` for a model that writes text and `diffusers` for others. `rewards` say how
-    rewards of the recipe start, as `flowfleet up --reward` takes them; the others are scorers of their names.
+    rewards of the recipe start, as `flowfleet up --reward` takes them; the others are scorers of their names. `model`
+    is made first where the job trains it.
     """
     started = started or datetime.fromtimestamp(psutil.Process().create_time(), UTC)
     spec = prepare_job(recipe, changes, same_machine=True)
     if not spec.rewards or not spec.data.is_validated:
         raise ValueError(f"{recipe} leaves nothing to compare: give it rewards and data.validation")
     _make_fresh(directory, spec)
+    if model is not None and spec.model.path == str(model.path):
+        model.make(partial(_say, console))
     with (
         local_stack(_stack_options(spec, directory, engine or _usual_engine(spec), rewards)) as stack,
         Client(stack.url) as client,

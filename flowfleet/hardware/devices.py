@@ -37,18 +37,24 @@ _PEAK_FLOPS = {
 
 def pick_device(local_rank: int = 0) -> torch.device:
     """The device of this rank on its host. Raises ValueError when `FLOWFLEET_DEVICE` names one that is not there."""
+    kind = pick_kind()
+    device = torch.device(kind) if kind == "cpu" else torch.device(kind, local_rank)
+    bind(device)
+    return device
+
+
+def pick_kind() -> str:
+    """Returns the kind of `pick_device`'s device, or raises as it does. Binds to none, and so takes no memory of it."""
     wanted = os.environ.get("FLOWFLEET_DEVICE", "auto")
     if wanted not in ("auto", *_BACKENDS):
         raise ValueError(f"FLOWFLEET_DEVICE={wanted!r}: use auto, {', '.join(_BACKENDS)}")
     for kind in ("cuda", "npu"):
         module = _module(kind)
         if wanted in ("auto", kind) and module is not None and module.is_available():
-            device = torch.device(kind, local_rank)
-            bind(device)
-            return device
+            return kind
     if wanted not in ("auto", "cpu"):
         raise ValueError(f"FLOWFLEET_DEVICE={wanted}: torch {torch.__version__} finds no such device here")
-    return torch.device("cpu")
+    return "cpu"
 
 
 def bind(device: torch.device) -> None:

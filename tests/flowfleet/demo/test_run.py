@@ -2,15 +2,14 @@
 
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 from safetensors import safe_open
 
-from flowfleet.demo.run import Demo, run_demo
+from flowfleet.demo.demos import Made
+from flowfleet.demo.run import run_demo
 from flowfleet.local.stack import StateDir
 
 ROOT = Path(__file__).parents[3]
@@ -22,11 +21,12 @@ def test_a_short_demo_leaves_everything_and_no_process(tmp_path: Path, monkeypat
     lines = (ROOT / "recipes/tiny/prompts/validation.txt").read_text().splitlines()[:5]
     prompts.write_text("\n".join(lines))
     changes = ["schedule.steps=1", "rollout.prompts_per_step=2", "rollout.group_size=3", f"data.validation={prompts}"]
-    changes += ["trainer.threads=1", "seed=3"]
+    model = Made(tmp_path / "cache" / "model", "tests.flowfleet.demo.maker copies")
+    changes += ["trainer.threads=1", "seed=3", f"model.path={model.path}"]
     text = io.StringIO()
     directory = tmp_path / "demo"
 
-    summary = run_demo(Path("recipes/tiny_ocr.toml"), directory, changes, Console(file=text, width=200))
+    summary = run_demo(Path("recipes/tiny_ocr.toml"), directory, changes, Console(file=text, width=200), model=model)
 
     assert (summary["samples_trained"], summary["samples_dropped"], summary["seed"]) == (6, 0, 3)
     assert summary["held_out_prompts"] == 5
@@ -37,6 +37,7 @@ def test_a_short_demo_leaves_everything_and_no_process(tmp_path: Path, monkeypat
     assert {path.name for path in directory.iterdir()} >= {"reward_curve.png", "before_after.png", "metrics.jsonl"}
     with safe_open(directory / "model/pytorch_lora_weights.safetensors", "pt") as adapter:
         assert all(name.startswith("transformer.") for name in adapter.keys())  # noqa: SIM118
+    assert "transformer step 2 of 2" in text.getvalue()
     assert "step 1/1" in text.getvalue()
     assert str(directory / "summary.json") in text.getvalue()
     assert StateDir(directory / "stack").read() is None
@@ -51,25 +52,11 @@ def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
-def test_a_demo_says_how_what_it_lacks_is_made(tmp_path: Path) -> None:
-    there = tmp_path / "there"
-    there.touch()
-    demo = Demo(Path("tiny_ocr"), made=((there, "a.module"), (tmp_path / "model", "another.module --world small")))
-    with pytest.raises(ValueError, match=rf"python -m another.module --world small --output {tmp_path}/model$"):
-        demo.require_made()
-    (tmp_path / "model").touch()
-    demo.require_made()
+def test_a_mistake_in_the_job_is_found_before_the_model_is_made(tmp_path: Path) -> None:
+    model = Made(tmp_path / "cache" / "model", "tests.flowfleet.demo.maker copies")
+    changes = [f"model.path={model.path}", "schedule.stpes=1"]
 
+    with pytest.raises(ValueError, match=r"did you mean schedule\.steps"):
+        run_demo(ROOT / "recipes/tiny_ocr.toml", tmp_path / "demo", changes, Console(file=io.StringIO()), model=model)
 
-def test_the_demo_of_composition_takes_the_folder_of_judges_that_their_service_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("FLOWFLEET_COMPOSITION_JUDGES", str(tmp_path))
-    code = "from flowfleet.demo.run import DEMOS; DEMOS['composition'].require_made()"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
-    assert f"train_reward --world small --output {tmp_path}/reward-64.safetensors\n" in said
-    assert f"train_heldout --world small --output {tmp_path}/heldout-64.safetensors\n" in said
-    (tmp_path / "reward-64.safetensors").touch()
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
-    assert "reward-64" not in said
+    assert not model.path.exists()
