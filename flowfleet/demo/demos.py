@@ -133,12 +133,12 @@ _WIDER_PATH = _USERS_CACHE / "flowfleet" / "composition" / _WIDER_NAME  # next t
 DEMOS: Final = {
     "signs": Demo(Path("tiny_ocr")),
     "composition": Demo(
-        Path("composition_small_dgpo"),
+        Path("composition_small_awm"),
         _REWARDS,
         (Made(_COMPOSITION / "model", _PRETRAIN), *_JUDGES_MADE),
         _COMPOSITION,
         on_gpu=Demo(
-            Path("composition_wide_dgpo"),
+            Path("composition_wide_awm"),
             _REWARDS,
             _JUDGES_MADE,
             _COMPOSITION,

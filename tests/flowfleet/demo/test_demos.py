@@ -25,7 +25,7 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "recipe"),
-    [("cpu", "composition_small_dgpo"), ("npu", "composition_small_dgpo"), ("cuda", "composition_wide_dgpo")],
+    [("cpu", "composition_small_awm"), ("npu", "composition_small_awm"), ("cuda", "composition_wide_awm")],
 )
 def test_the_device_decides_which_composition_is_shown(kind: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "pick_kind", lambda: kind)
