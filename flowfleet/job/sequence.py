@@ -24,5 +24,7 @@ class SequencePart(Part):
     """Texts that end a sequence, besides the model's own end."""
     validation_temperature: float = Field(default=0.0, ge=0.0, le=100.0)
     """The same in validation; 0 takes the likeliest token."""
-    routed_experts: bool = False
-    """Record which experts each token took, and train with the same ones. For mixtures of experts."""
+    routed_experts: bool = True
+    """Train a mixture of experts with the experts that each token took in the rollout. transformers and vllm record
+    them, one byte per token, layer and expert. Dense models and BAGEL have no routers and record none. A mixture's
+    sample without its experts fails the job."""

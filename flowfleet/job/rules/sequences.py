@@ -12,8 +12,11 @@ from flowfleet.job.sequence import SequencePart
 if TYPE_CHECKING:
     from flowfleet.job.spec import JobSpec
 
-_OF_SEQUENCES = (*(f"rollout.sequence.{name}" for name in SequencePart.model_fields), "trainer.micro_batch_tokens")
-"""Settings that only policies that write tokens read."""
+_OF_SEQUENCES = (
+    *(f"rollout.sequence.{name}" for name in SequencePart.model_fields if name != "routed_experts"),
+    "trainer.micro_batch_tokens",
+)
+"""Settings that only policies that write tokens read. A flow may have `routed_experts` off: stored jobs say so."""
 _FLOW_SAMPLING = (
     "height",
     "width",

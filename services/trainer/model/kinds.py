@@ -130,8 +130,6 @@ class SequenceModel:
                 'trainer.mode = "full" would pull the output layer of this model apart from its embeddings, to which '
                 'it is tied (tie_word_embeddings): set trainer.mode = "lora"'
             )
-        if spec.rollout.sequence.routed_experts and not adapter.routing.num_layers:
-            raise ValueError("rollout.sequence.routed_experts: this model has no experts: leave it out")
         return 1
 
     def source(self, adapter: SequenceAdapter, folder: Path, component: str) -> Source:

@@ -112,15 +112,20 @@ class SequenceReader:
         with naming(sample):
             written = TokenTrajectory.from_bytes(self._blobs.get(ref))
             self._check_ids("sequence", written.token_ids, sample.num_tokens)
-            if self._spec.rollout.sequence.routed_experts:
-                if written.routed_experts is None:
-                    raise InvalidRequest("it has no routed_experts, which rollout.sequence.routed_experts asks for")
-                prompt = self._prompts[sample.prompt_embeds.sha256]
-                length = len(prompt.token_ids) + len(written.token_ids) - 1
-                self._adapter.routing.check(written.routed_experts, length)
-            elif written.routed_experts is not None:
-                raise InvalidRequest("it has routed_experts, and rollout.sequence.routed_experts is off")
+            self._check_experts(self._prompts[sample.prompt_embeds.sha256], written)
             return written
+
+    def _check_experts(self, prompt: EncodedPrompt, written: TokenTrajectory) -> None:
+        """A model without experts has none to replay, whatever the job asks."""
+        routing, is_replayed = self._adapter.routing, self._spec.rollout.sequence.routed_experts
+        if written.routed_experts is not None:
+            if not is_replayed:
+                raise InvalidRequest("it has routed_experts, and rollout.sequence.routed_experts is off")
+            routing.check(written.routed_experts, len(prompt.token_ids) + len(written.token_ids) - 1)
+        elif is_replayed and routing.num_layers:
+            raise InvalidRequest(
+                "it has no routed_experts: set rollout.sequence.routed_experts = false if rollouts cannot record them"
+            )
 
     def _check_ids(self, what: str, token_ids: Tensor, number: int) -> None:
         if len(token_ids) != number:

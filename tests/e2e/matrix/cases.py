@@ -153,7 +153,7 @@ def make_text_job(checkpoint: Path, data: Path, algorithm: str, mode: str) -> di
             "prompts_per_step": NUM_PROMPTS,
             "group_size": GROUP_SIZE,
             "batch_size": NUM_PROMPTS * GROUP_SIZE,
-            "sequence": {"max_tokens": 6, "routed_experts": checkpoint.name not in ("qwen3", "bagel")},
+            "sequence": {"max_tokens": 6},
         },
         "trainer": {"mode": mode, "lora": {"rank": 4, "alpha": 8.0}, "deterministic": True, "threads": 1},
         "schedule": {"steps": NUM_STEPS, "save_every": NUM_STEPS},

@@ -66,6 +66,15 @@ def test_a_flow_refuses_what_only_sequences_read(part: str, settings: dict[str, 
         job("flow_grpo", **{part: settings})
 
 
+@pytest.mark.parametrize(("name", "value"), [("flow_grpo", False), ("gspo", False), ("gspo", True)])
+def test_stored_jobs_that_name_routed_experts_are_read(name: str, value: bool) -> None:
+    """A stored job names every setting, with the default of its time."""
+    data = job(name).model_dump(mode="json")
+    assert data["rollout"]["sequence"]["routed_experts"] is True
+    data["rollout"]["sequence"]["routed_experts"] = value
+    assert parse_job(data).rollout.sequence.routed_experts is value
+
+
 def test_gspo_has_one_aggregation() -> None:
     with pytest.raises(ValueError, match=r"algorithm\.aggregation has no effect with algorithm\.loss = gspo"):
         job("gspo", algorithm={"aggregation": "token"})

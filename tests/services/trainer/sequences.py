@@ -113,7 +113,7 @@ class Writer:
         mask = torch.ones(length, dtype=torch.bool)
         mask[1] = not masked
         routed = None
-        if part.routed_experts:
+        if part.routed_experts and record:
             routed = torch.stack([torch.cat(layer) for layer in record], 1).to(torch.uint8)
         return TokenTrajectory(tokens.token_ids, log_probs, mask, "length", routed)
 

@@ -116,6 +116,7 @@ def test_two_steps_are_those_of_a_plain_loop(
     data = spec.model_dump(mode="json")
     data["trainer"]["mode"] = mode
     data["algorithm"]["kl_coef"] = kl if name == "grpo" else 0.0
+    data["rollout"]["sequence"]["routed_experts"] = False  # the plain loop's model chooses its experts
     spec = JobSpec.model_validate(data)
     writer = Writer(spec)
     requests = [writer.write(files, step, masked=name != "gspo") for step in range(2)]
@@ -185,10 +186,10 @@ def test_corrections_weigh_tokens_or_sequences(
     assert metrics["rollout_corr/log_ratio_abs_max"] == pytest.approx(0.3, abs=1e-5)
 
 
-def test_experts_are_replayed_where_the_job_records_them(files: SyncBlobs, ranks: Ranks, tmp_path: Path) -> None:
+def test_experts_are_replayed_unless_the_job_says_no(files: SyncBlobs, ranks: Ranks, tmp_path: Path) -> None:
     """Log-probs under other experts are other log-probs; a trajectory that lacks them is refused."""
     folder = save_tiny(tmp_path / "model", "experts")
-    rollout = {"prompts_per_step": 1, "group_size": 2, "sequence": {"max_tokens": 8, "routed_experts": True}}
+    rollout = {"prompts_per_step": 1, "group_size": 2, "sequence": {"max_tokens": 8}}
     spec = make_spec(folder, "gspo", rollout=rollout)
     worker = make_worker(spec, ranks, files, tmp_path)
     request = Writer(spec).write(files, 0)
@@ -201,12 +202,49 @@ def test_experts_are_replayed_where_the_job_records_them(files: SyncBlobs, ranks
     less = replace(written, routed_experts=None)
     bare = TrainStepRequest.FromString(request.SerializeToString())
     bare.samples[1].sample.trajectory.CopyFrom(files.put(keys.blob(JOB, "bare"), less.to_bytes()))
-    with pytest.raises(InvalidRequest, match=r"sample job-1/0/0/1: it has no routed_experts"):
+    with pytest.raises(InvalidRequest, match=r"job-1/0/0/1: it has no routed_experts: set rollout\.sequence"):
         worker.train(bare)
     metrics = dict(worker.train(request).metrics)
     assert metrics["rollout_corr/log_ratio_abs_max"] < 1e-5
     moved_metrics = dict(make_worker(spec, ranks, files, tmp_path / "other").train(other).metrics)
     assert moved_metrics["rollout_corr/log_ratio_abs_max"] > 1e-3
+
+
+def test_an_update_from_the_rollouts_weights_is_the_same_without_replay(
+    files: SyncBlobs, ranks: Ranks, tmp_path: Path
+) -> None:
+    """Bit for bit: the router chooses the same experts again. In later updates its weights are others."""
+    folder = save_tiny(tmp_path / "model", "experts")
+    rollouts = [
+        {"prompts_per_step": 3, "group_size": 2, "sequence": {"max_tokens": 8, "routed_experts": is_on}}
+        for is_on in (True, False)
+    ]
+    specs = [make_spec(folder, "gspo", rollout=rollout) for rollout in rollouts]
+    workers = [make_worker(spec, ranks, files, tmp_path / str(number)) for number, spec in enumerate(specs)]
+    request = Writer(specs[0]).write(files, 0)
+    with pytest.raises(InvalidRequest, match=r"sample job-1/0/0/0: it has routed_experts, and .* is off"):
+        workers[1].train(request)
+    workers[0].train(request)
+    workers[1].train(Writer(specs[1]).write(files, 0))
+    expected = trained_of(workers[0])
+    for name, tensor in trained_of(workers[1]).items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_experts_of_a_model_that_has_none_are_refused(
+    dense: Path, files: SyncBlobs, ranks: Ranks, tmp_path: Path
+) -> None:
+    """A dense model's own samples have none, and are trained on with the default."""
+    spec = make_spec(dense)
+    request = Writer(spec).write(files, 0)
+    sample = request.samples[0].sample
+    written = TokenTrajectory.from_bytes(files.get(sample.trajectory))
+    assert (spec.rollout.sequence.routed_experts, written.routed_experts) == (True, None)
+    shape = (sample.prompt_tokens + sample.num_tokens - 1, 2, 2)
+    odd = replace(written, routed_experts=torch.zeros(shape, dtype=torch.uint8))
+    sample.trajectory.CopyFrom(files.put(keys.blob(JOB, "odd"), odd.to_bytes()))
+    with pytest.raises(InvalidRequest, match=r"sample job-1/0/0/0: the trajectory has routed_experts, and this model"):
+        make_worker(spec, ranks, files, tmp_path).train(request)
 
 
 def test_a_broken_sequence_is_named_before_anything_changes(
