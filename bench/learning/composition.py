@@ -37,7 +37,7 @@ PROMPTS: Final = "recipes/composition/prompts"
 JUDGE: Final = "composition_judge"
 SCORE: Final = f"val-core/rewards/{JUDGE}/mean"
 """The judge's mean over all held-out prompts, of a validation."""
-TARGETS: Final = (0.5, 0.75)
+TARGETS: Final = (0.5, 0.6)
 WINDOW: Final = 4
 FACTORS: Final = (0.5, 1.0, 2.0)
 """The whole sweep: factors of the learning rate of the recipe of signs."""
@@ -173,7 +173,7 @@ def page_part(results: Mapping[Algorithm, Sequence[Result]], sweeps: Mapping[Alg
     shown = f"![The judge's score of each algorithm over the pictures that it generated](images/{PICTURE})"
     header = (
         *("algorithm", "settings of", "seeds", "learning rate"),
-        *("judge before", "after", "gain", "at least", "reward after"),
+        *("judge before", "after", "gain", "at least", "highest on the way", "reward after"),
         *(f"pictures to {target}" for target in TARGETS),
         *(f"seconds to {TARGETS[0]}", "edges", "colors"),
     )
@@ -205,6 +205,7 @@ def _row(one: Algorithm, runs: Sequence[Result]) -> list[str]:
         str(len(runs)),
         ", ".join(f"{rate:.1e}" for rate in sorted(rates)) or NONE,
         *judged(runs),
+        spread([max(point.reward for point in run.points) for run in runs], ".3f"),
         spread([run.summary["held_out_reward_after"] for run in runs], ".3f"),
         *(reached([run.first_at(target, lambda point: point.generated) for run in runs]) for target in TARGETS),
         reached([run.first_at(TARGETS[0], lambda point: point.seconds) for run in runs]),

@@ -135,7 +135,7 @@ def test_the_table_is_of_finished_runs_and_counts_previews(tmp_path: Path) -> No
     results = read_all(chosen, [1, 2], tmp_path, SCORE)
     assert {one.key: len(runs) for one, runs in results.items()} == {"ocr": 1, "previews": 1}
     text = page_part(results, {chosen[0]: {0.5: 0.61, 1.0: 0.72}, chosen[1]: {}})
-    # pictures of a step: 12 groups of 12, and with previews 6 more of each; 0.5 and 0.75 are half way through a step
-    assert "| 0.400 | 0.900 | +0.500 | ≥ +0.450 | 0.500 | 72 | 216 | 2 | +1.0 % | -2.0 % |" in text
-    assert "| 0.400 | 0.900 | +0.500 | ≥ +0.450 | 0.500 | 108 | 324 | 2 | +1.0 % | -2.0 % |" in text
+    # pictures of a step: 12 groups of 12, and with previews 6 more of each; 0.5 is half way through a step, 0.6 its end
+    assert "| 0.400 | 0.900 | +0.500 | ≥ +0.450 | 0.900 | 0.500 | 72 | 144 | 2 | +1.0 % | -2.0 % |" in text
+    assert "| 0.400 | 0.900 | +0.500 | ≥ +0.450 | 0.900 | 0.500 | 108 | 216 | 2 | +1.0 % | -2.0 % |" in text
     assert text.endswith("| Flow-GRPO | 0.610 | 0.720 | – |")
