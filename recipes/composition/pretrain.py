@@ -34,7 +34,7 @@ from recipes.composition import captions
 from recipes.composition.base.autoencoder import encode_pixels, fidelity, train_autoencoder
 from recipes.composition.base.components import FULL, SMALL, ModelSize, build_pipeline, num_parameters
 from recipes.composition.base.flow import FlowRecipe, Pictures, pictures_of, train_transformer
-from recipes.composition.base.training import Recipe, prepare_cuda
+from recipes.composition.base.training import Recipe, prepared
 from recipes.composition.render import render
 from recipes.composition.scenes import choose, draw
 from recipes.composition.world import World
@@ -223,11 +223,11 @@ def _given(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
+@prepared()
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
     options, started = parse_options(), time.perf_counter()
     device = torch.device(options.device)
-    prepare_cuda()
     world = World.small() if options.world == "small" else World.full()
     compiled = device.type == "cuda" and not options.no_compile
     pipeline = make(world, plan_of(options), options.flawed_share, options.seed, device, compiled=compiled)

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from flowfleet.algorithms.advantages import group_advantages
 from recipes.composition.base.autoencoder import encode_pixels
 from recipes.composition.base.flow import FlowRecipe, Pictures, pictures_of, train_transformer
-from recipes.composition.base.training import prepare_cuda, seconds_at_speed
+from recipes.composition.base.training import prepared, seconds_at_speed
 from recipes.composition.evaluate import scores
 from recipes.composition.judges.agreement import Judge
 from recipes.composition.judges.loading import load_judge
@@ -206,10 +206,10 @@ def reward_of(path: Path, device: str) -> Judge:
     return judge
 
 
+@prepared()
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_options(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
-    prepare_cuda()
     world: World = getattr(World, options.world)()
     pipeline = load(options.model, torch.device(options.device))
     path = options.judge if options.data == "samples" else None

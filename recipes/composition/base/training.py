@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 import torch._inductor.config
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 logger = logging.getLogger(__name__)
 
@@ -67,14 +68,24 @@ class Recipe:
         return (self.rate * torch.minimum(rising, falling)).float()
 
 
-def prepare_cuda() -> None:
-    """Settings that `deterministic` needs before CUDA is first used, and attention that takes masks."""
+@contextmanager
+def prepared() -> Iterator[None]:
+    """Within, settings that `deterministic` needs before CUDA is first used, and attention that takes masks.
+
+    Those that also choose kernels of the CPU are undone at the end.
+    """
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.backends.cudnn.benchmark = False
-    torch.backends.cuda.enable_flash_sdp(False)  # takes no mask
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch._inductor.config.deterministic = True  # choose no kernel by its time where that changes a sum's order
+    try:
+        with (
+            sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]),  # the others take no mask on a GPU
+            torch._inductor.config.patch(deterministic=True),  # choose no kernel by its time if that changes a sum
+        ):
+            yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
 
 
 @contextmanager
