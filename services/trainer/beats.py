@@ -73,6 +73,8 @@ class Beats:
         self._store: Any = None
         self._asked_at = float("-inf")
         self._heard = threading.Event()
+        self._closed = threading.Event()
+        self._carrier: threading.Thread | None = None
 
     def beat(self) -> None:
         """Counts a unit of work."""
@@ -118,7 +120,14 @@ class Beats:
             self._store = TCPStore(
                 os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=STORE_TIMEOUT
             )
-            threading.Thread(target=self._carry, name="beats", daemon=True).start()
+            self._carrier = threading.Thread(target=self._carry, name="beats", daemon=True)
+            self._carrier.start()
+
+    def close(self) -> None:
+        """Ends the thread of `carry`: if it is inside the store when the interpreter exits, the process aborts."""
+        self._closed.set()
+        if self._carrier is not None:
+            self._carrier.join(STORE_TIMEOUT.total_seconds())
 
     def _enter(self, phase: Phase) -> None:
         self._phase = phase
@@ -139,7 +148,7 @@ class Beats:
 
     def _carry(self) -> None:
         keys = [_key(rank) for rank in range(1, self._world_size)]
-        while True:
+        while not self._closed.is_set():
             try:
                 if self.rank > 0:
                     self._store.set(_key(self.rank), self._sign().SerializeToString())
@@ -147,7 +156,7 @@ class Beats:
                     self._others = [RankProgress.FromString(data) for data in self._store.multi_get(keys)]
             except RuntimeError as error:  # the process that holds the store is gone or hangs: the controller will see
                 log.warning("could not send progress to rank 0: %s", error)
-            time.sleep(CARRY_S)
+            self._closed.wait(CARRY_S)
 
 
 def _key(rank: int) -> str:

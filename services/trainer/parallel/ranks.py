@@ -62,6 +62,7 @@ class Ranks:
         self.beats.carry()
 
     def close(self) -> None:
+        self.beats.close()
         dist.destroy_process_group()
 
     def connect(self) -> None:

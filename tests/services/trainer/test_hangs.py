@@ -3,6 +3,7 @@ named in time."""
 
 import os
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,11 +11,13 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
+from torch._C._distributed_c10d import TCPStore
 
 from flowfleet.data.blobs import SyncBlobs
 from flowfleet.proto import trainer_pb2
 from services.controller.job.recovery.trainer_watch import ANSWER_S, LOOK_S
 from services.controller.trainers.hangs import HangJudge, Progress
+from services.trainer.beats import Beats
 from tests.services.trainer.processes import Launch, Trainer
 from tests.services.trainer.steps import Drawer, make_spec
 from tests.waiting import wait_until
@@ -28,6 +31,22 @@ def heard(trainer: Trainer) -> list[Progress] | None:
     except grpc.RpcError:
         return None
     return [Progress(one.rank, one.phase, one.limit_s, one.count, one.signs) for one in status.ranks]
+
+
+def test_no_rank_is_inside_the_store_once_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter may end then; a thread that comes back from the store would abort it."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+    before = set(threading.enumerate())
+    ranks = [Beats(rank, 2) for rank in range(2)]
+    for beats in ranks:
+        beats.carry()
+    assert len(set(threading.enumerate()) - before) == 2
+    wait_until(lambda: [one.rank for one in ranks[0].progress()] == [0, 1])
+    for beats in ranks:
+        beats.close()
+    assert set(threading.enumerate()) <= before
 
 
 @pytest.mark.long
