@@ -173,7 +173,7 @@ def down(state_dir: StackDir = DEFAULT_STATE_DIR, json_: Json = False) -> None:
 
 @app.command()
 def demo(
-    name: Annotated[str, typer.Argument(help="signs, or composition: needs the repository, uses a GPU.")] = "signs",
+    name: Annotated[str, typer.Argument(help="signs, or composition: in a clone, on a GPU if there is one.")] = "signs",
     seed: Annotated[int | None, typer.Option(help="Seed of the job; default: the recipe's.")] = None,
     recipe: Annotated[Path | None, typer.Option(help="Job file, or name of a recipe; default: the demo's.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="key=value of the job; repeatable.")] = None,

@@ -75,7 +75,7 @@ def _run(command: str, output: Path, say: Callable[[str], None]) -> None:
     if process.returncode:
         raise ValueError(
             f"the demo's model was not made: `python -m {command}` ended with code {process.returncode}: {last}\n"
-            "Fix that and start the demo again, or set CUDA_VISIBLE_DEVICES= to train a smaller model on CPUs."
+            "Fix that and start the demo again, or set FLOWFLEET_DEVICE=cpu to train a smaller model on CPUs."
         )
 
 
@@ -129,7 +129,7 @@ _PRETRAIN = "recipes.composition.pretrain --world small"
 _WIDER = "--blocks 6 --heads 8 --rate 1e-3 --steps 70000"
 _USERS_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
 _WIDER_NAME = "-".join(["small", *_WIDER.split()[1::2]])  # other flags make another model
-_WIDER_PATH = _USERS_CACHE / "flowfleet" / "composition" / _WIDER_NAME  # next to the atlas
+_WIDER_PATH = (_USERS_CACHE / "flowfleet" / "composition" / _WIDER_NAME).absolute()  # next to the atlas
 DEMOS: Final = {
     "signs": Demo(Path("tiny_ocr")),
     "composition": Demo(

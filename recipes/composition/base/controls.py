@@ -2,13 +2,13 @@
 
     python -m recipes.composition.base.controls renders --world small --model BASE --output FOLDER
     python -m recipes.composition.base.controls samples --world small --model BASE --weight best \\
-        --judge REWARD.safetensors --output FOLDER
+        --reward REWARD.safetensors --output FOLDER
 
 `renders` trains on new scenes of the training split with right captions. `samples` trains on the base's own pictures
 of the training prompts, weighted within each prompt:
 
     none    all alike
-    best    the picture that the judge gives the most, and no other (RAFT, https://arxiv.org/abs/2304.06767)
+    best    the picture that the reward gives the most, and no other (RAFT, https://arxiv.org/abs/2304.06767)
     reward  exp(advantage / beta): reward-weighted regression, as AWR weights it (https://arxiv.org/abs/1910.00177)
 
 Only the transformer changes. Another round begins with the output of the last one as `--model`. Prints a JSON line;
@@ -169,7 +169,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     samples.add_argument("--guidance", type=float, default=1.0, help="scale that pictures are made with")
     samples.add_argument("--sampling-steps", type=count, default=NUM_SAMPLING_STEPS)
     samples.add_argument("--weight", choices=get_args(Weight), default="none")
-    samples.add_argument("--judge", type=Path, help="file of the reward's judge, whose partial score is the reward")
+    samples.add_argument("--reward", type=Path, help="file of the reward's judge, whose partial score is the reward")
     samples.add_argument("--beta", type=above_zero, default=1.0, help="temperature of --weight reward")
     options = parser.parse_args(arguments)
     if options.output.resolve() == options.model.resolve():
@@ -177,8 +177,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if options.data == "samples":
         if options.guidance < 1:
             samples.error(f"--guidance {options.guidance:g} is below 1, which is no guidance: give 1 or more")
-        if options.weight != "none" and options.judge is None:
-            samples.error(f"--weight {options.weight} needs a reward: give --judge")
+        if options.weight != "none" and options.reward is None:
+            samples.error(f"--weight {options.weight} needs a reward: give --reward")
         if options.weight != "none" and options.per_prompt < 2:
             samples.error(f"--weight {options.weight} compares a prompt's pictures: give --per-prompt 2 or more")
     return options
@@ -212,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
     world: World = getattr(World, options.world)()
     pipeline = load(options.model, torch.device(options.device))
-    path = options.judge if options.data == "samples" else None
+    path = options.reward if options.data == "samples" else None
     about = tune(pipeline, reward_of(path, options.device) if path else None, world, options)
     print(json.dumps(about | {"output": str(options.output), "sha256": save(pipeline, options.output)}))
 

@@ -49,7 +49,7 @@ def files(world: World, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     torch.manual_seed(1)
     RewardJudge(Kind.of("reward", world)).save(tmp_path / "reward.safetensors")
     common = f"--model {base} --output {tmp_path}/tuned --world small --device cpu --steps 2 --batch 2"
-    own = f"--prompts {tmp_path}/prompts.jsonl --per-prompt 2 --sampling-steps 2 --judge {tmp_path}/reward.safetensors"
+    own = f"--prompts {tmp_path}/prompts.jsonl --per-prompt 2 --sampling-steps 2 --reward {tmp_path}/reward.safetensors"
     return f"{common} {own}".split()
 
 
@@ -156,8 +156,8 @@ def test_speed_leaves_out_the_first_report() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("samples --model a --output b --weight best", "--weight best needs a reward: give --judge"),
-        ("samples --model a --output b --weight reward --judge j --per-prompt 1", "give --per-prompt 2 or more"),
+        ("samples --model a --output b --weight best", "--weight best needs a reward: give --reward"),
+        ("samples --model a --output b --weight reward --reward j --per-prompt 1", "give --per-prompt 2 or more"),
         ("samples --model a --output b --guidance 0.5", "--guidance 0.5 is below 1"),
         ("samples --model a --output b --beta 0", "0 is not above 0"),
         ("samples --model a --output a", "--output would overwrite the base: name another folder"),
