@@ -221,12 +221,13 @@ def test_an_update_from_the_rollouts_weights_is_the_same_without_replay(
     ]
     specs = [make_spec(folder, "gspo", rollout=rollout) for rollout in rollouts]
     workers = [make_worker(spec, ranks, files, tmp_path / str(number)) for number, spec in enumerate(specs)]
-    request = Writer(specs[0]).write(files, 0)
+    request, before = Writer(specs[0]).write(files, 0), trained_of(workers[0])
     with pytest.raises(InvalidRequest, match=r"sample job-1/0/0/0: it has routed_experts, and .* is off"):
         workers[1].train(request)
     workers[0].train(request)
     workers[1].train(Writer(specs[1]).write(files, 0))
     expected = trained_of(workers[0])
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in expected.items())
     for name, tensor in trained_of(workers[1]).items():
         assert torch.equal(tensor, expected[name]), name
 
@@ -236,15 +237,16 @@ def test_experts_of_a_model_that_has_none_are_refused(
 ) -> None:
     """A dense model's own samples have none, and are trained on with the default."""
     spec = make_spec(dense)
-    request = Writer(spec).write(files, 0)
+    worker, request = make_worker(spec, ranks, files, tmp_path), Writer(spec).write(files, 0)
     sample = request.samples[0].sample
     written = TokenTrajectory.from_bytes(files.get(sample.trajectory))
     assert (spec.rollout.sequence.routed_experts, written.routed_experts) == (True, None)
+    worker.train(request)
     shape = (sample.prompt_tokens + sample.num_tokens - 1, 2, 2)
     odd = replace(written, routed_experts=torch.zeros(shape, dtype=torch.uint8))
     sample.trajectory.CopyFrom(files.put(keys.blob(JOB, "odd"), odd.to_bytes()))
     with pytest.raises(InvalidRequest, match=r"sample job-1/0/0/0: the trajectory has routed_experts, and this model"):
-        make_worker(spec, ranks, files, tmp_path).train(request)
+        make_worker(spec, ranks, files, tmp_path / "again").train(request)
 
 
 def test_a_broken_sequence_is_named_before_anything_changes(
