@@ -5,10 +5,13 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from flowfleet.demo import demos
+from flowfleet.cli.main import app
+from flowfleet.demo import demos, run
 from flowfleet.demo.demos import DEMOS, Demo, Made
 from flowfleet.hardware import devices
 from flowfleet.job.files import prepare_job
@@ -33,6 +36,25 @@ def test_the_device_decides_which_composition_is_shown(kind: str, recipe: str, m
     assert demo.recipe == Path(recipe)
     demo.require()
     assert DEMOS["signs"].here() is DEMOS["signs"]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_the_command_runs_the_demo_of_the_device(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def run_demo(recipe: Path, directory: Path, changes: list[str], console: object, **others: Any) -> dict[str, Any]:
+        asked.update(recipe=recipe, changes=changes, **others)
+        return {}
+
+    monkeypatch.setattr(devices, "pick_kind", lambda: kind)
+    monkeypatch.setattr(run, "run_demo", run_demo)
+    arguments = ["demo", "composition", "--set", "schedule.steps=2", "--seed", "5", "--state-dir", str(tmp_path)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    demo = DEMOS["composition"].here()
+    assert (asked["recipe"], asked["rewards"], asked["model"]) == (demo.recipe, demo.rewards, demo.model)
+    assert asked["changes"] == [*demo.changes, "schedule.steps=2", "seed=5"]  # what the user says comes last
+    assert bool(demo.changes) == (kind == "cuda")
 
 
 def test_the_demo_on_a_gpu_trains_the_model_that_its_recipe_describes() -> None:
