@@ -209,7 +209,7 @@ def reward_of(path: Path, device: str) -> Judge:
 @prepared()
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_options(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     world: World = getattr(World, options.world)()
     pipeline = load(options.model, torch.device(options.device))
     path = options.reward if options.data == "samples" else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,7 @@ def test_renders_tune_a_model_the_same_each_time(
     files: list[str], base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["renders", *files[: files.index("--prompts")], "--pictures", "8"]
+    handlers = logging.getLogger().handlers[:]
     main(options)
     about = json.loads(capsys.readouterr().out)
     assert about["made"] == 8
@@ -129,7 +131,8 @@ def test_renders_tune_a_model_the_same_each_time(
     is_tuned(about, base)
     main(options)
     assert json.loads(capsys.readouterr().out)["sha256"] == about["sha256"]
-    # Other tests of this process compare bits of attention.
+    # Other tests of this process read logs, and compare bits of attention.
+    assert logging.getLogger().handlers == handlers
     assert torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
 
 
