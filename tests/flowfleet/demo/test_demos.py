@@ -82,7 +82,7 @@ def test_a_model_is_made_once_and_its_log_is_shown(tmp_path: Path) -> None:
 
 def test_why_a_model_was_not_made_is_said_and_half_of_it_is_never_taken(tmp_path: Path) -> None:
     model, said = Made(tmp_path / "cache" / "model", f"{MAKER} fails"), list[str]()
-    with pytest.raises(ValueError, match=r"ended with code 1: ValueError: the atlas cannot be drawn\n.*DEVICES= to"):
+    with pytest.raises(ValueError, match=r"ended with code 1: ValueError: the atlas cannot be drawn\n.*DEVICE=cpu to"):
         model.make(said.append)
     assert "half of it is written" in said
     assert list(model.path.parent.iterdir()) == []
