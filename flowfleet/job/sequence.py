@@ -26,5 +26,5 @@ class SequencePart(Part):
     """The same in validation; 0 takes the likeliest token."""
     routed_experts: bool = True
     """Train a mixture of experts with the experts that each token took in the rollout. transformers and vllm record
-    them, one byte per token, layer and expert. Dense models and BAGEL have no routers and record none. A mixture's
-    sample without its experts fails the job."""
+    them, one byte per token, layer and expert (two above 256 experts). Dense models and BAGEL have no routers and
+    record none. A mixture's sample without its experts fails the job."""

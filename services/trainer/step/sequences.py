@@ -120,7 +120,9 @@ class SequenceReader:
         routing, is_replayed = self._adapter.routing, self._spec.rollout.sequence.routed_experts
         if written.routed_experts is not None:
             if not is_replayed:
-                raise InvalidRequest("it has routed_experts, and rollout.sequence.routed_experts is off")
+                raise InvalidRequest(
+                    "it has routed_experts, and rollout.sequence.routed_experts is off: restart its rollout"
+                )
             routing.check(written.routed_experts, len(prompt.token_ids) + len(written.token_ids) - 1)
         elif is_replayed and routing.num_layers:
             raise InvalidRequest(
