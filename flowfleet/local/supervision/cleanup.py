@@ -14,11 +14,14 @@ def end_stack(state: StateDir, grace_s: float = GRACE_S) -> int:
     """Ends every process of the stack and forgets them; returns how many there were.
 
     The controller goes first, so that it launches nothing more, and Redis last, so that all others could still write.
+    The others are looked for until none is left: one that is just being started bears no mark yet.
     """
     controller, redis = _named(state, "controller"), _named(state, "redis")
     end_processes(controller, grace_s)
-    others = [process for process in _all(state) if process not in redis]
-    end_processes(others, grace_s)
+    others: list[psutil.Process] = []
+    while left := [process for process in _all(state) if process not in [*redis, *others]]:
+        end_processes(left, grace_s)
+        others += left
     end_processes(redis, grace_s)
     state.forget()
     return len({*controller, *others, *redis})

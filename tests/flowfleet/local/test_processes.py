@@ -17,10 +17,11 @@ from flowfleet.local.supervision.cleanup import end_stack
 
 SLEEP = "import time; time.sleep(60)"
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+CHILD = "import os; print(os.getpid(), flush=True); " + SLEEP
+"""Tells its pid itself: between fork and exec a process has no environment to be found by."""
 PARENT = (
     "import subprocess, sys, time;"
-    f"child = subprocess.Popen([sys.executable, '-c', {SLEEP!r}], start_new_session=True);"
-    "print(child.pid, flush=True); time.sleep(60)"
+    f"subprocess.Popen([sys.executable, '-c', {CHILD!r}], start_new_session=True); time.sleep(60)"
 )
 
 
