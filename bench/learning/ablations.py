@@ -4,7 +4,8 @@
     python -m bench.learning.ablations group window guards …
 
 Each line of a study is Flow-GRPO's job of `bench.learning.composition`, at the best learning rate of its sweep, with
-changes of its own; every line of `staleness`, `group` and `window` makes as many pictures. Runs go into
+changes of its own; every line of `staleness`, `group` and `window` makes as many pictures. How old samples may be is
+a limit: how old they were is a column. Runs go into
 DIRECTORY/<study>/<line>-<seed>; a run that is there is kept. With --page each study's part of a page is rewritten.
 """
 
@@ -125,7 +126,7 @@ def study_table(results: Mapping[Line, Sequence[Result]]) -> str:
     """A line of the study in each row."""
     header = (
         *("", "seeds", "judge before", "after", "gain", "at least", "reward after"),
-        *("seconds of training", "edges", "colors"),
+        *("versions behind", "seconds of training", "edges", "colors"),
     )
     return table(header, [_row(line, runs) for line, runs in results.items()])
 
@@ -137,6 +138,7 @@ def _row(line: Line, runs: Sequence[Result]) -> list[str]:
         str(len(runs)),
         *judged(runs),
         spread([run.summary["held_out_reward_after"] for run in runs], ".3f"),
+        f"{statistics.fmean(run.staleness for run in runs):.2f}",
         f"{statistics.fmean(seconds):.0f}",
         *changes(runs),
     ]

@@ -29,6 +29,7 @@ PHASES = (
     "update_weights",
 )
 """Metrics `timing_s/…` that together are a step without what it waits for: validations, and checkpoints."""
+STALENESS = "training/off_policy/trajectory_staleness/mean"
 NONE = "–"
 
 SETTINGS_HEADER = ("recipe", "trains", "learning rate", "updates a step", "steps carry noise", "its loss, and samples")
@@ -51,6 +52,8 @@ class Result:
 
     summary: Mapping[str, Any]
     points: Sequence[Point]
+    staleness: float = 0.0
+    """Versions between sampling and training, mean over samples."""
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -73,7 +76,8 @@ def read_result(directory: Path, metric: str = "val/reward") -> Result:
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     rollout = summary["settings"]["rollout"]
     per_step = rollout["prompts_per_step"] * (rollout["group_size"] + previewed(rollout))
-    return Result(summary, points_of(rows, per_step, metric))
+    stale = [row[STALENESS] for row in rows if row.get(STALENESS) is not None]
+    return Result(summary, points_of(rows, per_step, metric), statistics.fmean(stale or [0.0]))
 
 
 class Keyed(Protocol):

@@ -68,7 +68,7 @@ def test_seeds_come_whole(tmp_path: Path) -> None:
     assert [run.seed for run in plan("group", [1, 2], tmp_path)] == [1] * 4 + [2] * 4
 
 
-def result(before: float, after: float, least: float, seconds: float) -> Result:
+def result(before: float, after: float, least: float, seconds: float, staleness: float) -> Result:
     summary = {
         "held_out_reward_after": 0.7,
         "training_seconds": seconds,
@@ -76,14 +76,14 @@ def result(before: float, after: float, least: float, seconds: float) -> Result:
         **dict.fromkeys(("edge_density_before", "edge_density_after"), 8.0),
         **dict.fromkeys(("colour_entropy_before", "colour_entropy_after"), 2.0),
     }
-    return Result(summary, ())
+    return Result(summary, (), staleness)
 
 
 def test_the_table_pairs_before_and_after() -> None:
     """Gains are of a seed each: +0.1 and +0.4, not those of other pairings."""
-    runs = [result(0.4, 0.5, 0.02, 100.0), result(0.2, 0.6, 0.3, 140.0)]
+    runs = [result(0.4, 0.5, 0.02, 100.0, 1.0), result(0.2, 0.6, 0.3, 140.0, 1.5)]
     (row,) = study_table({STUDIES["group"][2]: runs}).splitlines()[2:]
     assert row == (
         "| 12 × 12 | 2 | 0.300 (0.200 … 0.400) | 0.550 (0.500 … 0.600) | +0.250 (+0.100 … +0.400) | ≥ +0.020 "
-        "| 0.700 (0.700 … 0.700) | 120 | +0.0 % | +0.0 % |"
+        "| 0.700 (0.700 … 0.700) | 1.25 | 120 | +0.0 % | +0.0 % |"
     )

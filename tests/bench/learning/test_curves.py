@@ -25,6 +25,7 @@ from bench.learning.results import (
     previewed,
     reached,
     read_all,
+    read_result,
     settings_row,
     spread,
 )
@@ -58,6 +59,15 @@ def test_a_validation_comes_after_the_steps_before_it_and_waits_do_not_count() -
         {"step": 1, "val/reward": None, "timing_s/gen": 4.0, "timing_s/train": 60.0},
     ]
     assert points_of(rows, 96) == [Point(0, 0.0, 0.5), Point(192, 7.0, 0.9)]
+
+
+def test_staleness_is_the_mean_over_training(tmp_path: Path) -> None:
+    lag = "training/off_policy/trajectory_staleness/mean"
+    rows = [{"step": 0, lag: 0.0}, {"step": 1, lag: 1.5}, {"step": 2, "val/reward": 0.9}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    settings = {"rollout": {"prompts_per_step": 12, "group_size": 12}}
+    (tmp_path / "summary.json").write_text(json.dumps({"settings": settings}))
+    assert read_result(tmp_path).staleness == 0.75
 
 
 def test_how_seeds_are_put_together() -> None:
