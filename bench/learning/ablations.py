@@ -1,11 +1,11 @@
 """Composition: what a setting changes for Flow-GRPO, and what holds back a reward that is pushed too far.
 
     python -m bench.learning.ablations staleness --parallel 8    [--set KEY=VALUE …]
-    python -m bench.learning.ablations group window guards …
+    python -m bench.learning.ablations group window guidance guards …
 
-Each line of a study is Flow-GRPO's job of `bench.learning.composition`, at the best learning rate of its sweep, with
-changes of its own; every line of `staleness`, `group` and `window` makes as many pictures. How old samples may be is
-a limit: how old they were is a column. Runs go into
+Each line of a study is Flow-GRPO's job of `bench.learning.composition` (`guidance` has AWM's too), at the best learning
+rate of its sweep, with changes of its own; every line makes as many pictures. How old samples may be is
+a limit, and how old they were is a column: small micro-batches slow the trainer, so that they grow old. Runs go into
 DIRECTORY/<study>/<line>-<seed>; a run that is there is kept. With --page each study's part of a page is rewritten.
 """
 
@@ -22,12 +22,12 @@ from typing import Final
 
 from rich.console import Console
 
-from bench.learning.composition import ALGORITHMS, SCORE, chosen_factors, judged, run_of
+from bench.learning.composition import ALGORITHMS, SCORE, Algorithm, chosen_factors, judged, run_of
 from bench.learning.results import Result, changes, read_all, spread
 from bench.learning.runs import Run, train_all
 from docs.generate.markdown import rewrite, table
 
-FLOW_GRPO: Final = ALGORITHMS[0]
+FLOW_GRPO, AWM = (next(one for one in ALGORITHMS if one.title == title) for title in ("Flow-GRPO", "AWM"))
 CORRECTED: Final = ('algorithm.correction.mode="truncated"',)
 
 
@@ -37,6 +37,7 @@ class Line:
 
     title: str
     changes: tuple[str, ...] = ()
+    algorithm: Algorithm = FLOW_GRPO
 
     @property
     def key(self) -> str:
@@ -46,7 +47,7 @@ class Line:
 
 def _stale(versions: int) -> tuple[str, ...]:
     """Allows samples up to `versions` old, which rules out deterministic batches."""
-    return (f"schedule.max_staleness={versions}", "trainer.deterministic=false")
+    return (f"schedule.max_staleness={versions}", "trainer.deterministic=false", "trainer.micro_batch_size=12")
 
 
 STUDIES: Final[Mapping[str, Sequence[Line]]] = {
@@ -61,6 +62,11 @@ STUDIES: Final[Mapping[str, Sequence[Line]]] = {
     "window": [
         *(Line(f"first {size}", (f"rollout.window.size={size}",)) for size in (1, 2, 4, 7)),
         Line("moving 2", ('rollout.window.strategy="random"', "rollout.window.size=2")),
+    ],
+    "guidance": [
+        Line(f"{one.title}, guidance {scale}", (f"rollout.guidance_scale={scale}",), one)
+        for one in (FLOW_GRPO, AWM)
+        for scale in (1, 2, 3, 4)
     ],
     "guards": [
         Line("reward alone"),
@@ -112,12 +118,13 @@ def main() -> int:
 
 def plan(study: str, seeds: Sequence[int], directory: Path) -> list[Run]:
     """All runs of a study, seed after seed, so that an early end leaves whole seeds. ValueError where the sweep has
-    none of Flow-GRPO."""
-    factor = chosen_factors([FLOW_GRPO], directory)[FLOW_GRPO]
+    none of an algorithm."""
+    factors = chosen_factors(list(dict.fromkeys(line.algorithm for line in STUDIES[study])), directory)
     runs = []
     for seed in seeds:
         for line in STUDIES[study]:
-            run = run_of(FLOW_GRPO, factor, seed, directory / study / f"{line.key}-{seed}", "small_seen")
+            one = line.algorithm
+            run = run_of(one, factors[one], seed, directory / study / f"{line.key}-{seed}", "small_seen")
             runs.append(replace(run, changes=(*run.changes, *line.changes)))
     return runs
 

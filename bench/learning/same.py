@@ -17,6 +17,7 @@ import os
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -46,7 +47,8 @@ def main() -> int:
     options, console = _parser().parse_args(), Console(width=200)
     os.environ["FLOWFLEET_FP8_MIN_SIZE"] = MIN_SIZE
     runs = plan(options.recipe, options.ways, options.seeds, options.directory)
-    errors = {} if options.table_only else train_all(runs, options.parallel, options.budget, console)
+    runs = [replace(run, changes=(*run.changes, *options.set), rewards=tuple(options.reward)) for run in runs]
+    errors = {} if options.table_only else train_all(runs, options.parallel, options.budget, console, options.gpus)
     found = read(options.recipe, options.ways, options.seeds, options.directory)
     console.print(same_table(found), markup=False, highlight=False, soft_wrap=True)
     if options.page is not None:
@@ -108,6 +110,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--budget", type=float, default=math.inf, help="seconds; starts nothing in the last 200 of them"
     )
+    parser.add_argument("--gpus", default="", help="that all runs share, as 0 or 0,1; without it they train on CPUs")
+    parser.add_argument("--reward", action="append", default=[], help="as `flowfleet up` takes it; repeatable")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of every job; repeatable")
     parser.add_argument("--directory", type=Path, default=Path("runs/same"))
     parser.add_argument("--table-only", action="store_true", help="train nothing")
     parser.add_argument("--page", type=Path, help="whose part is rewritten, as docs/results.md")

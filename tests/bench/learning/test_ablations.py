@@ -20,9 +20,9 @@ def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def swept(directory: Path) -> None:
-    """A sweep in which Flow-GRPO did best at twice its learning rate."""
-    for factor, reward in ((1, 0.5), (2, 0.6)):
-        folder = directory / "sweep" / f"ocr-{factor}"
+    """A sweep in which Flow-GRPO did best at twice its learning rate, AWM at its own."""
+    for name, reward in (("ocr-1", 0.5), ("ocr-2", 0.6), ("awm-1", 0.7)):
+        folder = directory / "sweep" / name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "summary.json").write_text(json.dumps({"held_out_reward_after": reward}))
 
@@ -40,8 +40,8 @@ def test_every_line_is_a_job_that_makes_as_many_pictures(study: str, tmp_path: P
     found = jobs(study, tmp_path)
     assert len(found) == len(STUDIES[study])
     assert {one.rollout.prompts_per_step * one.rollout.group_size for one in found.values()} == {144}
-    assert {one.algorithm.name for one in found.values()} == {"flow_grpo"}
-    assert {one.trainer.optimizer.lr for one in found.values()} == {1.2e-3}
+    rates = {(one.algorithm.name, one.trainer.optimizer.lr) for one in found.values()}
+    assert rates == {("flow_grpo", 1.2e-3)} | ({("awm", 6e-4)} if study == "guidance" else set())
 
 
 def test_lines_change_what_they_say(tmp_path: Path) -> None:
@@ -54,6 +54,9 @@ def test_lines_change_what_they_say(tmp_path: Path) -> None:
     assert guards["gate-1"].rewards["image_quality"].gate is not None
     assert guards["GARDO-1"].algorithm.kl_gate.rewards == ("image_quality",)
 
+    guided = jobs("guidance", tmp_path)
+    assert guided["AWM-guidance_3-1"].rollout.guidance_scale == 3.0
+    assert guided["AWM-guidance_3-1"].algorithm.name == "awm"
     assert [one.rollout.group_size for one in jobs("group", tmp_path).values()] == [4, 6, 12, 24]
     assert [one.rollout.window.size for one in jobs("window", tmp_path).values()] == [1, 2, 4, 7, 2]
 
