@@ -46,7 +46,10 @@ class Child:
                 env={**self._inherited(), **self.plan.env},
                 start_new_session=True,
             )
-        write_record(self._state.records / f"{self.plan.name}.json", self._process.pid)
+        try:
+            write_record(self._state.records / f"{self.plan.name}.json", self._process.pid)
+        except OSError as error:
+            logger.warning("%s runs without a record, found by its mark alone: %s", self.plan.name, error)
 
     def _inherited(self) -> dict[str, str]:
         """The supervisor's environment; the keys and tokens in it are the controller's alone."""
@@ -69,8 +72,8 @@ class Child:
         self._missed = 0 if is_alive or not self.healthy else self._missed + 1
 
     def poll(self) -> bool:
-        """Kills the process if it hangs, and restarts it if it ended and its delay is over. Returns whether it was
-        restarted now."""
+        """Kills the process if it hangs, and restarts it if it ended and its delay is over; what cannot be started is
+        tried again later. Returns whether it was restarted now."""
         code = self.exit_code()
         if code is None:
             self._kill_if_hung()
@@ -83,7 +86,12 @@ class Child:
             logger.warning("%s ended with code %d; restarting it in %.1f s", self.plan.name, code, delay_s)
         if now < self._restart_at:
             return False
-        self.start()
+        try:
+            self.start()
+        except OSError as error:  # no memory to fork, or a full disk: the others serve
+            self._restart_at = now + self._backoff.after(0.0)
+            logger.error("%s cannot be started, and is tried again: %s", self.plan.name, error)
+            return False
         return True
 
     def _kill_if_hung(self) -> None:

@@ -89,10 +89,21 @@ class Supervisor:
         child.healthy = self._probe(child.plan, self._plan)
 
     def _keep(self, stop: threading.Event) -> None:
+        is_published = True
         while not stop.wait(POLL_S):
-            restarted = [child.plan.name for child in self._children if child.poll()]
-            if restarted:
-                self._publish()
+            restarted = any([child.poll() for child in self._children])
+            if restarted or not is_published:
+                is_published = self._republish(tells=restarted)
+
+    def _republish(self, *, tells: bool) -> bool:
+        """Whether stack.json could be written; a full disk ends no stack."""
+        try:
+            self._publish()
+        except OSError as error:
+            if tells:
+                logger.warning("stack.json names a process that ended, until it can be written: %s", error)
+            return False
+        return True
 
     def _publish(self) -> Stack:
         """Writes stack.json as things are now."""

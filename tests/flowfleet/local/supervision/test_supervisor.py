@@ -178,6 +178,27 @@ def test_one_that_never_serves_again_is_killed_too(tmp_path: Path) -> None:
     eventually(lambda: child.exit_code() == -signal.SIGKILL)
 
 
+def test_one_that_cannot_be_started_again_is_tried_later_and_needs_no_record(tmp_path: Path) -> None:
+    """As on a full disk: neither ends the supervisor, and so the stack."""
+    state = StateDir(tmp_path)
+    state.logs.mkdir(parents=True)
+    state.records.write_text("no directory")
+    plan = ProcessPlan("x", Kind.REWARD, (sys.executable, "-c", "import sys; sys.exit(3)"), f"{HOST}:1")
+    child = Child(plan, state, start_timeout_s=600.0)
+    child.start()
+    first = child.pid
+    eventually(lambda: child.exit_code() == 3)
+    away = state.logs.rename(tmp_path / "away")
+    deadline = time.monotonic() + 1.0
+    while time.monotonic() < deadline:
+        assert not child.poll()
+        time.sleep(0.02)
+    assert child.pid == first
+    away.rename(state.logs)
+    eventually(child.poll)
+    assert child.pid != first
+
+
 @pytest.mark.long
 def test_a_suspended_supervisor_kills_nobody_for_its_own_sleep(tmp_path: Path) -> None:
     """What died meanwhile is started again, and `down` ends it although it is suspended."""
