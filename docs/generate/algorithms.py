@@ -62,14 +62,15 @@ def parts() -> dict[str, str]:
 def _algorithm_row(algorithm: Algorithm) -> list[str]:
     is_ode = _given(algorithm, "rollout.noise.eta") == 0
     step = f"`{_given(algorithm, 'rollout.noise.type')}`, eta {_given(algorithm, 'rollout.noise.eta')}"
-    window = f"`{_given(algorithm, 'rollout.window.strategy')}`, {_given(algorithm, 'rollout.window.size')} steps"
+    strategy = _given(algorithm, "rollout.window.strategy")
+    window = "`all`" if strategy == "all" else f"`{strategy}`, {_given(algorithm, 'rollout.window.size')} steps"
     if algorithm.data == "preferences":
         step, window = "nothing is sampled", "–"
     elif LOSSES[algorithm.loss].kind == "sequence":
         step, window = "writes tokens", "–"
     elif LOSSES[algorithm.loss].from_steps:
         step = "the ODE (eta 0)"
-        window = f"`{_given(algorithm, 'rollout.window.strategy')}`, 1 step of the last quarter"
+        window = f"`{strategy}`, 1 step of the last quarter"
     elif is_ode:
         step, window = "the ODE (eta 0)", "–"
     loss = LOSSES[algorithm.loss]

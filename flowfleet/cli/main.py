@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -183,12 +184,12 @@ def demo(
     json_: Json = False,
 ) -> None:
     """Train a small model from start to end, and leave figures, pictures and the model."""
-    from flowfleet.demo.demos import DEMOS, Demo
+    from flowfleet.demo.demos import DEMOS
     from flowfleet.demo.run import run_demo
 
     if name not in DEMOS:
         raise ValueError(f"no demo is called {name!r}: take one of {', '.join(DEMOS)}")
-    chosen = DEMOS[name].here() if recipe is None else Demo(recipe, DEMOS[name].rewards)
+    chosen = DEMOS[name].here() if recipe is None else replace(DEMOS[name], recipe=recipe, on_gpu=None)
     chosen.require()
     changes = [*chosen.changes, *(set_ or ()), *([] if seed is None else [f"seed={seed}"])]
     console = err if json_ else out

@@ -53,9 +53,9 @@ def run_demo(
     spec = prepare_job(recipe, changes, same_machine=True)
     if not spec.rewards or not spec.data.is_validated:
         raise ValueError(f"{recipe} leaves nothing to compare: give it rewards and data.validation")
-    _make_fresh(directory, spec)
     if model is not None and spec.model.path == str(model.path):
         model.make(partial(_say, console))
+    _make_fresh(directory, spec)
     with (
         local_stack(_stack_options(spec, directory, engine or _usual_engine(spec), rewards)) as stack,
         Client(stack.url) as client,

@@ -7,6 +7,7 @@ folder holds `sprites.png`, `glyphs.png` and `atlas.json`; it may be copied to a
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from collections.abc import Sequence
@@ -170,5 +171,6 @@ def _cut(path: Path, count: int, edge: int) -> Bytes:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     load()
     print(default_folder())

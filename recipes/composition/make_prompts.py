@@ -8,6 +8,7 @@ many prompts has fewer.
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
@@ -76,11 +77,14 @@ def _in_turns(parts: Iterable[list[Line]]) -> list[Line]:
 
 
 def main() -> None:
-    PROMPTS.mkdir(exist_ok=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=PROMPTS, help="folder to write to (prompts/ next to this file)")
+    folder = parser.parse_args().output
+    folder.mkdir(parents=True, exist_ok=True)
     for name, world in (("small", World.small(blank())), ("full", World.full(blank()))):
         for split, lines in splits(world, ASKED[name]).items():
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-            (PROMPTS / f"{name}_{split}.jsonl").write_text(text)
+            (folder / f"{name}_{split}.jsonl").write_text(text)
 
 
 if __name__ == "__main__":

@@ -178,7 +178,7 @@ class _Clock:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world", choices=sorted(PLANS), default="full")
+    parser.add_argument("--world", choices=sorted(PLANS), required=True)
     parser.add_argument("--output", type=Path, required=True, help="folder to write the checkpoint to")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--flawed-share", type=float, default=0.35, help="share of captions that are wrong or silent")

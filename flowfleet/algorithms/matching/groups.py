@@ -61,7 +61,8 @@ def crd(rows: MatchingRows, part: AlgorithmPart) -> MatchingOutput:
 
     With e the error that `likelihood` names, r = e_old - e_current is the model's own reward up to a constant of the
     prompt. With p = clip(A, -a, a) / (2a) + 1/2, and group means m of which that of r is a constant:
-    loss = a / beta (beta (r - m(r)) - (p - m(p)))^2 + k mean((f - reference)^2), k = 1e-4 + p (kl_coef - 1e-4).
+    loss = a / beta (beta (r - m(r)) - (p - m(p)))^2 + k mean((f - reference)^2), k = 1e-4 + p (kl_coef - 1e-4), or
+    0 where kl_coef is.
 
     Args:
         rows: uses all; `reference_velocity` only with `kl_coef` above 0.

@@ -91,9 +91,9 @@ class Supervisor:
     def _keep(self, stop: threading.Event) -> None:
         is_published = True
         while not stop.wait(POLL_S):
-            restarted = any([child.poll() for child in self._children])
+            restarted = [child for child in self._children if child.poll()]
             if restarted or not is_published:
-                is_published = self._republish(tells=restarted)
+                is_published = self._republish(tells=bool(restarted))
 
     def _republish(self, *, tells: bool) -> bool:
         """Whether stack.json could be written; a full disk ends no stack."""

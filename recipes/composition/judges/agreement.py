@@ -83,7 +83,7 @@ def main() -> None:
     from recipes.composition.judges.loading import load_judge  # which both judges' packages come with
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--world", choices=("small", "full"), default="small")
+    parser.add_argument("--world", choices=("small", "full"), required=True)
     parser.add_argument("--reward", type=Path)
     parser.add_argument("--heldout", type=Path)
     parser.add_argument("--scenes", type=int, default=4000)

@@ -27,7 +27,7 @@ class Trained(Judge, Protocol):
 def train_and_measure(about: str | None, train: Callable[[World, torch.device, int | None], Trained]) -> None:
     """`train` takes a world, a device and a number of iterations, None for the default."""
     parser = argparse.ArgumentParser(description=about)
-    parser.add_argument("--world", choices=("small", "full"), default="small")
+    parser.add_argument("--world", choices=("small", "full"), required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--iterations", type=int, help="in place of the default")

@@ -25,8 +25,8 @@ from services.reward.scorers.networks.geneval_rules import (
 SIGN: Final = "sign"
 POSITION_THRESHOLD: Final = 0.1
 COMPONENTS: Final = (*SCORES, "count", "color", "position", "exclude", "word", "style", "extra")
-"""What `answer` says besides the score; of the last seven only what the request asks. `extra` is the number of things
-that are found and not asked for."""
+"""What `answer` says besides the score; of the last seven only what the request asks, and always `extra`, the number
+of things that are found and not asked for."""
 
 
 @dataclass(frozen=True)

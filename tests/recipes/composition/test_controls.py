@@ -170,7 +170,7 @@ def test_speed_leaves_out_the_first_report() -> None:
 )
 def test_options_that_do_not_fit_are_named(options: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse_options(options.split())
+        parse_options([*options.split(), "--world", "small"])
     assert message in capsys.readouterr().err
 
 

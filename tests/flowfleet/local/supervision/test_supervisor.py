@@ -179,7 +179,7 @@ def test_one_that_never_serves_again_is_killed_too(tmp_path: Path) -> None:
 
 
 def test_one_that_cannot_be_started_again_is_tried_later_and_needs_no_record(tmp_path: Path) -> None:
-    """As on a full disk: neither ends the supervisor, and so the stack."""
+    """Neither a full disk nor a failed fork ends the supervisor, and so the stack."""
     state = StateDir(tmp_path)
     state.logs.mkdir(parents=True)
     state.records.write_text("no directory")
