@@ -6,10 +6,16 @@
 
 An algorithm's job is the small world's (`recipes/bases/composition_small.toml`) with what the algorithm's own recipe
 of signs says under rollout, algorithm and trainer, and half of the steps noisy where a fixed window says how many. The
-sweep is validated on `small_validation`, the runs on `small_seen`. DPO from pairs and DiffusionOPD want preferences and
-teachers of this world, ReFL and SRPO a reward with gradients: none is here. Every run makes the same number of
-pictures, but `previews` makes half of them once more, in full; its figures count both. Every run has a fresh stack of
-its own; a run that is there is kept.
+sweep is validated on `small_validation`, the runs on `small_seen`. Every run makes the same number of pictures, but
+`previews` makes half of them once more, in full, and its figures count both; DPO from pairs reads as many from a data
+set of the base's own, which took more to make. ReFL and SRPO want a reward with gradients, which is not here. Every run
+has a fresh stack of its own; a run that is there is kept.
+
+Two algorithms learn from what must be there first, in the same directory; their runs say what to run where it is not:
+
+    dpo            DIRECTORY/preferences, by `recipes.composition.base.preferences`
+    diffusion_opd  the models of AWM and Flow-GRPO of its seed, by `runs --algorithms awm ocr --keep-models`; each
+                   teaches half of the prompts, and the rewards only watch
 """
 
 from __future__ import annotations
@@ -19,13 +25,14 @@ import json
 import math
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 
+from bench.learning.jobs import as_changes, lacking, own_settings
 from bench.learning.results import NONE, Result, changes, curve, gains, link, reached, read_all, spread
 from bench.learning.runs import Run, train_all
 from docs.generate.markdown import rewrite, table
@@ -38,10 +45,13 @@ JUDGE: Final = "composition_judge"
 SCORE: Final = f"val-core/rewards/{JUDGE}/mean"
 """The judge's mean over all held-out prompts, of a validation."""
 TARGETS: Final = (0.5, 0.6)
-WINDOW: Final = 4
+PAIRS: Final = "preferences/preferences.jsonl"
+SAMPLES: Final = 144
+"""Samples of a step."""
 FACTORS: Final = (0.5, 1.0, 2.0)
 """The whole sweep: factors of the learning rate of the recipe of signs."""
 SWEEP_SEED: Final = 1
+DIRECTORY: Final = Path("runs/composition")
 PAGE: Final = Path("docs/results.md")
 PART: Final = "learning-composition"
 PICTURE: Final = "learning_composition.png"
@@ -54,6 +64,10 @@ class Algorithm:
     title: str
     recipe: str
     """Stem of its recipe of signs."""
+    reads_pairs: bool = False
+    """Trains on a preference data set, and samples nothing."""
+    teachers: tuple[str, ...] = ()
+    """Keys of algorithms whose models of the same seed teach it, each an equal share of the prompts."""
 
     @property
     def key(self) -> str:
@@ -78,7 +92,9 @@ ALGORITHMS: Final = (
     Algorithm("DGPO", "tiny_dgpo"),
     Algorithm("CRD", "tiny_crd"),
     Algorithm("online DPO", "tiny_online_dpo"),
+    Algorithm("DPO from pairs", "tiny_dpo", reads_pairs=True),
     Algorithm("previews", "tiny_previews"),
+    Algorithm("DiffusionOPD", "tiny_diffusion_opd", teachers=("awm", "ocr")),
 )
 
 
@@ -93,10 +109,12 @@ def main() -> int:
                 if options.what == "sweep"
                 else plan(chosen, options.seeds, options.directory)
             )
-        except ValueError as unswept:
-            sys.exit(str(unswept))
-        runs = [replace(run, changes=(*run.changes, *options.set), keeps_model=options.keep_models) for run in runs]
-        errors = train_all(runs, options.parallel, options.budget, console, options.gpus)
+            runs = [replace(run, changes=(*run.changes, *options.set), keeps_model=options.keep_models) for run in runs]
+            errors = {run: lack for run in runs if not run.is_done and (lack := lacking(run))}
+        except ValueError as mistake:
+            sys.exit(str(mistake))
+        ready = [run for run in runs if run not in errors]
+        errors |= train_all(ready, options.parallel, options.budget, console, options.gpus)
     best = {one: best_factor(one, options.directory) for one in chosen}
     for one, factor in best.items():
         if factor is not None:
@@ -116,7 +134,7 @@ def main() -> int:
 def sweep(algorithms: Sequence[Algorithm], directory: Path) -> list[Run]:
     """Every algorithm with each of `FACTORS`, validated on prompts that no figure is of."""
     return [
-        run_of(one, factor, SWEEP_SEED, directory / "sweep" / f"{one.key}-{factor:g}", "small_validation")
+        run_of(one, factor, SWEEP_SEED, directory / "sweep" / f"{one.key}-{factor:g}", "small_validation", directory)
         for factor in FACTORS
         for one in algorithms
     ]
@@ -127,7 +145,7 @@ def plan(algorithms: Sequence[Algorithm], seeds: Sequence[int], directory: Path)
     where the sweep has none of an algorithm."""
     factors = chosen_factors(algorithms, directory)
     return [
-        run_of(one, factor, seed, directory / f"{one.key}-{seed}", "small_seen")
+        run_of(one, factor, seed, directory / f"{one.key}-{seed}", "small_seen", directory)
         for seed in seeds
         for one, factor in factors.items()
     ]
@@ -156,16 +174,6 @@ def swept(one: Algorithm, directory: Path) -> dict[float, float]:
     return {
         factor: json.loads(file.read_text())["held_out_reward_after"] for factor, file in files.items() if file.exists()
     }
-
-
-def own_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """What an algorithm's recipe of signs says for any world: key with dots → value."""
-    parts = {name: recipe[name] for name in ("rollout", "algorithm", "trainer") if name in recipe}
-    rewards = {name: part for name, part in recipe.get("rewards", {}).items() if name != "ocr"}
-    settings = dict(_flat({**parts, "rewards": rewards}))
-    if settings.get("rollout.window.strategy") == "fixed":
-        settings["rollout.window.size"] = WINDOW
-    return settings
 
 
 def page_part(results: Mapping[Algorithm, Sequence[Result]], sweeps: Mapping[Algorithm, Mapping[float, float]]) -> str:
@@ -223,21 +231,27 @@ def judged(runs: Sequence[Result]) -> list[str]:
     )
 
 
-def run_of(one: Algorithm, factor: float, seed: int, directory: Path, held_out: str) -> Run:
+def run_of(one: Algorithm, factor: float, seed: int, directory: Path, held_out: str, others: Path = DIRECTORY) -> Run:
+    """`others`: folder of the runs and of the preferences that it may learn from."""
     settings = own_settings(tomllib.loads(Path(f"recipes/{one.recipe}.toml").read_text()))
     rate = settings.pop("trainer.optimizer.lr") * factor
     settings |= {"name": f"composition-{one.key}".replace("_", "-"), "trainer.optimizer.lr": rate}
-    settings |= {"data.validation": f"{PROMPTS}/{held_out}.jsonl", "schedule.validate_every": 5}
-    changes = tuple(f"{name}={json.dumps(value)}" for name, value in settings.items())
-    return Run(RECIPE, seed, directory, changes, rewards=DEMOS["composition"].rewards)
+    settings |= {"schedule.validate_every": 5, **_data(one, seed, f"{PROMPTS}/{held_out}.jsonl", others.absolute())}
+    return Run(RECIPE, seed, directory, as_changes(settings), rewards=DEMOS["composition"].rewards)
 
 
-def _flat(part: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in part.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{name}.")
-        else:
-            yield f"{before}{name}", value
+def _data(one: Algorithm, seed: int, held_out: str, others: Path) -> dict[str, Any]:
+    """Settings of what it learns from, `SAMPLES` of them a step."""
+    if one.reads_pairs:
+        pairs = {"data.train": str(others / PAIRS), "data.validation": held_out}
+        return {**pairs, "rollout.group_size": 2, "rollout.prompts_per_step": SAMPLES // 2}
+    if not one.teachers:
+        return {"data.validation": held_out}
+    sources = [{"name": key, "path": f"{PROMPTS}/small_train.jsonl"} for key in one.teachers]
+    sources[0]["validation"] = held_out
+    taught = {key: {"adapter": str(others / f"{key}-{seed}" / "model"), "sources": [key]} for key in one.teachers}
+    parts = {"data": {"sources": sources}, "algorithm.teachers": taught}
+    return {**parts, "rollout.group_size": 1, "rollout.prompts_per_step": SAMPLES}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -255,7 +269,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds; starts nothing in the last 200")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of every job; repeatable")
     parser.add_argument("--keep-models", action="store_true", help="in each run's folder, as `model`")
-    parser.add_argument("--directory", type=Path, default=Path("runs/composition"))
+    parser.add_argument("--directory", type=Path, default=DIRECTORY)
     parser.add_argument("--page", type=Path, default=PAGE, help="rewritten, with its picture (docs/results.md)")
     parser.add_argument("--no-page", dest="page", action="store_const", const=None, help="print alone")
     return parser

@@ -43,7 +43,8 @@ class Run:
 
     @property
     def is_done(self) -> bool:
-        return (self.directory / "summary.json").exists()
+        left = ("summary.json", "model") if self.keeps_model else ("summary.json",)
+        return all((self.directory / name).exists() for name in left)
 
     @property
     def log(self) -> Path:

@@ -8,7 +8,6 @@ project's extra `local`.
 """
 
 import argparse
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,13 @@ import torch
 from diffusers import QwenImagePipeline
 from PIL import Image
 
-from flowfleet.algorithms.preferences import make_pairs
 from flowfleet.job.spec import read_job_file
 from flowfleet.models.loading import ALL_COMPONENTS, load_pipeline
 from flowfleet.process.service import usable_cpus
 from recipes.tiny.evaluation import JOB_FILE
 from recipes.tiny.make_prompts import read_prompts
 from recipes.tiny.painting import paint
+from recipes.tiny.pairs import preferences_of, write_preferences
 from services.reward.scorer import Sample, Score
 from services.reward.scorers.reading.ocr import OcrScorer
 
@@ -44,17 +43,9 @@ def make(options: argparse.Namespace) -> int:
     painted = [paint(pipeline, prompts, options.seed + number) for number in range(each)]
     pictures = np.stack(painted, axis=1).reshape(len(prompts) * each, *painted[0].shape[1:])
     repeated = [prompt for prompt in prompts for _ in range(each)]
-    pairs = make_pairs(_scores(pictures, repeated), [row // each for row in range(len(pictures))], 1)
-    options.output.mkdir(parents=True, exist_ok=True)
-    lines = []
-    for pair in pairs:
-        line = {"prompt": repeated[pair.winner]}
-        for verdict, row in (("chosen", pair.winner), ("rejected", pair.loser)):
-            line[verdict] = f"{pair.winner // each:04d}-{verdict}.png"
-            Image.fromarray(pictures[row]).save(options.output / line[verdict])
-        lines.append(json.dumps(line))
-    (options.output / "preferences.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return len(pairs)
+    preferences = preferences_of(pictures, repeated, _scores(pictures, repeated), each, pairs_per_prompt=1)
+    write_preferences(options.output, preferences)
+    return len(preferences)
 
 
 def _scores(pictures: Any, prompts: list[str]) -> list[float]:

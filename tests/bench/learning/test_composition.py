@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,17 +13,20 @@ from bench.learning.composition import (
     ALGORITHMS,
     FACTORS,
     JUDGE,
+    PAIRS,
+    SAMPLES,
     SCORE,
-    WINDOW,
     Algorithm,
     best_factor,
-    own_settings,
     page_part,
     plan,
     sweep,
 )
+from bench.learning.jobs import WINDOW, as_changes, lacking, own_settings
 from bench.learning.results import read_all
-from flowfleet.job.files import prepare_job
+from bench.learning.runs import Run
+from flowfleet.job.files import changed_job, prepare_job
+from flowfleet.job.spec import JobSpec
 
 ROOT = Path(__file__).parents[3]
 PARTIAL = [0.5, 0.7, 0.6]
@@ -40,19 +45,30 @@ def swept(directory: Path) -> None:
         (run.directory / "summary.json").write_text(json.dumps(summary))
 
 
+def spec_of(run: Run) -> JobSpec:
+    return prepare_job(Path(f"recipes/{run.recipe}.toml"), run.changes, same_machine=True)
+
+
 def test_every_job_is_valid_and_makes_as_many_pictures(tmp_path: Path) -> None:
     swept(tmp_path)
-    specs = {
-        run.directory: prepare_job(Path(f"recipes/{run.recipe}.toml"), run.changes, same_machine=True)
-        for run in [*sweep(ALGORITHMS, tmp_path), *plan(ALGORITHMS, [1], tmp_path)]
-    }
+    runs = [*sweep(ALGORITHMS, tmp_path), *plan(ALGORITHMS, [1], tmp_path)]
+    specs = {run.directory: spec_of(run) for run in runs}
     assert len(specs) == 4 * len(ALGORITHMS)
-    assert {(one.rollout.prompts_per_step, one.rollout.group_size, one.schedule.steps) for one in specs.values()} == {
-        (12, 12, 30)
-    }
+    assert {(one.samples_per_step, one.schedule.steps) for one in specs.values()} == {(SAMPLES, 30)}
+    groups = {one.algorithm.name: one.rollout.group_size for one in specs.values()}
+    assert groups.pop("dpo") == 2
+    assert groups.pop("diffusion_opd") == 1
+    assert set(groups.values()) == {12}
     previewed = [one.rollout.preview.keep for one in specs.values() if one.rollout.preview.keep]
     assert previewed == [6] * 4
-    assert {Path(str(one.data.train)).name for one in specs.values()} == {"small_train.jsonl"}
+    data = {Path(source.path).name: one.algorithm.name for one in specs.values() for source in one.data.each}
+    assert data.keys() == {"small_train.jsonl", "preferences.jsonl"}
+    assert data["preferences.jsonl"] == "dpo"
+    held_out = {Path(str(source.validation)).name for one in specs.values() for source in one.data.held_out}
+    assert held_out == {"small_seen.jsonl", "small_validation.jsonl"}
+    assert {(one.rollout.height, one.rollout.batch_size, one.trainer.micro_batch_size) for one in specs.values()} == {
+        (64, 36, 36)
+    }
     assert all(
         {"composition", "composition_judge"} <= set(one.rewards) and "ocr" not in one.rewards for one in specs.values()
     )
@@ -61,7 +77,7 @@ def test_every_job_is_valid_and_makes_as_many_pictures(tmp_path: Path) -> None:
 
 def test_flow_grpo_is_the_recipe_that_one_trains_by_hand(tmp_path: Path) -> None:
     run = next(run for run in sweep(ALGORITHMS, tmp_path) if run.directory.name == "ocr-1")
-    ours = prepare_job(Path(f"recipes/{run.recipe}.toml"), run.changes, same_machine=True)
+    ours = spec_of(run)
     theirs = prepare_job(Path("recipes/composition_small_lora.toml"), same_machine=True)
     for part in ("model", "rollout", "algorithm", "trainer", "rewards"):
         assert getattr(ours, part) == getattr(theirs, part)
@@ -70,8 +86,12 @@ def test_flow_grpo_is_the_recipe_that_one_trains_by_hand(tmp_path: Path) -> None
 def test_an_algorithm_keeps_its_own_settings_and_half_the_steps_are_noisy() -> None:
     recipe = {
         "extends": "bases/tiny_signs.toml",
-        "rollout": {"window": {"strategy": "fixed", "size": 3}},
-        "algorithm": {"name": "flow_cps", "kl_gate": {"rewards": ["image_quality"]}},
+        "rollout": {"window": {"strategy": "fixed", "size": 3}, "group_size": 1, "batch_size": 48},
+        "algorithm": {
+            "name": "flow_cps",
+            "kl_gate": {"rewards": ["image_quality"]},
+            "teachers": {"words": {"adapter": "job:1"}},
+        },
         "rewards": {"ocr": {"weight": 1.0}, "image_quality": {"weight": 0.0}},
         "schedule": {"steps": 9},
     }
@@ -97,6 +117,58 @@ def test_the_reward_chooses_the_learning_rate(tmp_path: Path) -> None:
     assert all("small_validation" in " ".join(run.changes) for run in sweep(ALGORITHMS, tmp_path))
 
 
+def test_settings_survive_the_command_line() -> None:
+    settings = {"data": {"sources": [{"name": "a", "path": 'it "is" \\ here'}, {"name": "b"}]}, "trainer.lora.rank": 32}
+    job: dict[str, Any] = {"data": {"train": "replaced"}, "trainer": {"lora": {"alpha": 64.0}}}
+    changed_job(job, as_changes(settings), [])
+    assert job == {"data": settings["data"], "trainer": {"lora": {"alpha": 64.0, "rank": 32}}}
+
+
+def test_each_teacher_has_half_of_the_prompts(tmp_path: Path) -> None:
+    swept(tmp_path)
+    runs = {run.directory.name: run for run in plan(ALGORITHMS, [1, 2], tmp_path)}
+    spec = spec_of(runs["diffusion_opd-2"])
+    taught = {part.sources: part.adapter for part in spec.algorithm.teachers.values()}
+    assert taught == {(key,): f"{tmp_path}/{key}-2/model" for key in ("awm", "ocr")}
+    assert {(source.name, source.weight) for source in spec.data.each} == {("awm", 1.0), ("ocr", 1.0)}
+    teachers = [spec_of(runs[f"{key}-2"]) for key in ("awm", "ocr")]
+    assert all(teacher.trainer.lora == spec.trainer.lora for teacher in teachers)
+
+
+def test_what_an_algorithm_needs_first_is_named_with_its_command(tmp_path: Path) -> None:
+    runs = {run.directory.name: run for run in sweep(ALGORITHMS, tmp_path)}
+    assert {run.directory.name for run in runs.values() if lacking(run)} == {
+        f"{key}-{factor:g}" for key in ("dpo", "diffusion_opd") for factor in FACTORS
+    }
+    (tmp_path / "awm-1" / "model").mkdir(parents=True)
+    assert lacking(runs["diffusion_opd-1"]).endswith(
+        f"composition runs --algorithms ocr --seeds 1 --keep-models --directory {tmp_path}`"
+    )
+    (tmp_path / "ocr-1" / "model").mkdir(parents=True)
+    assert lacking(runs["diffusion_opd-1"]) == ""
+
+
+def test_a_data_set_holds_as_many_pairs_as_a_job_reads(tmp_path: Path) -> None:
+    run = next(run for run in sweep(ALGORITHMS, tmp_path) if run.directory.name == "dpo-1")
+    run = replace(run, changes=(*run.changes, "schedule.steps=2"))
+    assert f"--model {ROOT}/recipes/composition/model --output {tmp_path}/preferences --pairs 144`" in lacking(run)
+    (tmp_path / "preferences").mkdir()
+    (tmp_path / PAIRS).write_text("{}\n" * 143)
+    assert lacking(run).startswith(f"it reads 144 pairs and {tmp_path}/preferences/preferences.jsonl has 143: ")
+    (tmp_path / PAIRS).write_text("{}\n" * 144)
+    assert lacking(run) == ""
+
+
+def test_a_run_that_is_to_keep_its_model_is_done_with_it(tmp_path: Path) -> None:
+    run = Run("tiny_ocr", 1, tmp_path / "run")
+    keeping = replace(run, keeps_model=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "summary.json").write_text("{}")
+    assert (run.is_done, keeping.is_done) == (True, False)
+    (tmp_path / "run" / "model").mkdir()
+    assert keeping.is_done
+
+
 def test_without_a_sweep_the_command_says_what_to_run(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench.learning.composition", "runs", "--directory", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -109,7 +181,7 @@ def test_without_a_sweep_the_command_says_what_to_run(tmp_path: Path) -> None:
 def finished(directory: Path, algorithm: Algorithm, judged: list[float]) -> None:
     """What a run leaves, with made-up scores of the judge and a constant reward."""
     (run,) = (run for run in sweep([algorithm], directory) if run.directory.name.endswith("-1"))
-    settings = prepare_job(Path(f"recipes/{run.recipe}.toml"), run.changes, same_machine=True).model_dump(mode="json")
+    settings = spec_of(run).model_dump(mode="json")
     before, *_, after = judged
     summary = {
         "held_out_reward_after": 0.5,

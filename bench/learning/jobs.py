@@ -1,0 +1,80 @@
+"""The jobs of composition: what an algorithm brings from its recipe of signs, and what must be there first."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from bench.learning.runs import Run
+from flowfleet.job.files import prepare_job
+from flowfleet.job.spec import JobSpec
+
+WINDOW: Final = 4
+OF_SIGNS: Final = (
+    *(f"rollout.{name}" for name in ("prompts_per_step", "group_size", "batch_size", "height", "width")),
+    *("rollout.num_inference_steps", "trainer.micro_batch_size"),
+    *("rewards.ocr.", "rewards.jpeg_compressibility.", "algorithm.teachers."),
+)
+"""How settings begin that the recipes of signs have of their world."""
+
+
+def own_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """What an algorithm's recipe of signs says for any world: key with dots → value."""
+    parts = {name: recipe[name] for name in ("rollout", "algorithm", "trainer", "rewards") if name in recipe}
+    settings = {name: value for name, value in _flat(parts) if not name.startswith(OF_SIGNS)}
+    if settings.get("rollout.window.strategy") == "fixed":
+        settings["rollout.window.size"] = WINDOW
+    return settings
+
+
+def as_changes(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Settings as `--set` takes them."""
+    return tuple(f"{name}={_toml(value)}" for name, value in settings.items())
+
+
+def lacking(run: Run) -> str:
+    """Says which preferences or teachers are missing and which command makes them; empty where none are."""
+    spec = prepare_job(Path(f"recipes/{run.recipe}.toml"), run.changes, same_machine=True)
+    return _pairs(spec) if spec.method.data == "preferences" else _teachers(spec)
+
+
+def _pairs(spec: JobSpec) -> str:
+    """A data set with fewer pairs than the job reads would be read again, which is not equal samples."""
+    path, needed = Path(str(spec.data.train)), spec.schedule.steps * spec.rollout.prompts_per_step
+    held = len(path.read_text().splitlines()) if path.exists() else 0
+    if held >= needed:
+        return ""
+    return (
+        f"it reads {needed} pairs and {path} has {held}: first run `python -m recipes.composition.base.preferences "
+        f"--world small --model {spec.model.path} --output {path.parent} --pairs {needed}`"
+    )
+
+
+def _teachers(spec: JobSpec) -> str:
+    adapters = [Path(teacher.adapter) for teacher in spec.algorithm.teachers.values()]
+    missing = [path for path in adapters if not path.exists()]
+    if not missing:
+        return ""
+    runs = [path.parent.name.rpartition("-") for path in missing]
+    return (
+        f"its teachers {' and '.join(map(str, missing))} are not there: first run, with your --set, `python -m "
+        f"bench.learning.composition runs --algorithms {' '.join(key for key, _, _ in runs)} --seeds {runs[0][2]} "
+        f"--keep-models --directory {missing[0].parents[1]}`"
+    )
+
+
+def _toml(value: Any) -> str:
+    """A value on one line."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name} = {_toml(inner)}' for name, inner in value.items())}}}"
+    return f"[{', '.join(map(_toml, value))}]" if isinstance(value, list) else json.dumps(value)
+
+
+def _flat(part: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in part.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value
