@@ -12,7 +12,6 @@ DIRECTORY/<study>/<line>-<seed>; a run that is there is kept. With --page each s
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ from rich.console import Console
 
 from bench.learning.composition import ALGORITHMS, SCORE, Algorithm, chosen_factors, judged, run_of
 from bench.learning.results import Result, changes, read_all, spread
-from bench.learning.runs import Run, train_all
+from bench.learning.runs import Run, add_options, report, train_all
 from docs.generate.markdown import rewrite, table
 
 FLOW_GRPO, AWM = (next(one for one in ALGORITHMS if one.title == title) for title in ("Flow-GRPO", "AWM"))
@@ -96,15 +95,12 @@ STUDIES: Final[Mapping[str, Sequence[Line]]] = {
 def main() -> int:
     options, console = _parser().parse_args(), Console(width=200)
     errors: dict[Run, str] = {}
-    if not options.table_only:
-        try:
-            runs = [run for study in options.studies for run in plan(study, options.seeds, options.directory)]
-        except ValueError as unswept:
-            sys.exit(str(unswept))
-        runs = [replace(run, changes=(*run.changes, *options.set)) for run in runs]
-        errors = train_all(runs, options.parallel, options.budget, console, options.gpus)
-    for run, error in errors.items():
-        console.print(f"{run.directory} failed: {error}\n", markup=False, highlight=False, soft_wrap=True)
+    try:
+        runs = [run for study in options.studies for run in plan(study, options.seeds, options.directory, options.set)]
+        if not options.table_only:
+            errors = train_all(runs, options.parallel, options.budget, console, options.gpus)
+    except ValueError as unswept:
+        sys.exit(str(unswept))
     parts = {}
     for study in options.studies:
         results = read_all(STUDIES[study], options.seeds, options.directory / study, SCORE)
@@ -113,11 +109,12 @@ def main() -> int:
             console.print(f"{study}\n\n{study_table(results)}\n", markup=False, highlight=False, soft_wrap=True)
     if options.page is not None:
         rewrite(options.page, parts)
-    return 1 if errors else 0
+    return report(runs, errors, console)
 
 
-def plan(study: str, seeds: Sequence[int], directory: Path) -> list[Run]:
-    """All runs of a study, seed after seed, so that an early end leaves whole seeds. ValueError where the sweep has
+def plan(study: str, seeds: Sequence[int], directory: Path, given: Sequence[str] = ()) -> list[Run]:
+    """All runs of a study, seed after seed, so that an early end leaves whole seeds. A line's changes come after those
+    that are given. ValueError where the sweep has
     none of an algorithm."""
     factors = chosen_factors(list(dict.fromkeys(line.algorithm for line in STUDIES[study])), directory)
     runs = []
@@ -125,7 +122,7 @@ def plan(study: str, seeds: Sequence[int], directory: Path) -> list[Run]:
         for line in STUDIES[study]:
             one = line.algorithm
             run = run_of(one, factors[one], seed, directory / study / f"{line.key}-{seed}", "small_seen")
-            runs.append(replace(run, changes=(*run.changes, *line.changes)))
+            runs.append(replace(run, changes=(*run.changes, *given, *line.changes)))
     return runs
 
 
@@ -159,10 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("studies", nargs="+", choices=list(STUDIES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--parallel", type=int, default=1, help="runs at once, two cores each (1)")
-    parser.add_argument("--gpus", default="", help="that all runs share, as 0 or 0,1; without it they train on CPUs")
-    parser.add_argument("--budget", type=float, default=math.inf, help="seconds; starts nothing in the last 200")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of every job; repeatable")
+    add_options(parser)
     parser.add_argument("--directory", type=Path, default=Path("runs/composition"), help="where the sweep is too")
     parser.add_argument("--table-only", action="store_true", help="train nothing")
     parser.add_argument("--page", type=Path, help="whose parts learning-composition-STUDY are rewritten")

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -34,7 +33,7 @@ from rich.console import Console
 
 from bench.learning.jobs import as_changes, lacking, own_settings
 from bench.learning.results import NONE, Result, changes, curve, gains, link, reached, read_all, spread
-from bench.learning.runs import Run, train_all
+from bench.learning.runs import Run, add_options, report, train_all
 from docs.generate.markdown import rewrite, table
 from flowfleet.demo.demos import DEMOS
 from flowfleet.demo.plots import learning_panels
@@ -102,19 +101,14 @@ def main() -> int:
     options, console = _parser().parse_args(), Console(width=200)
     chosen = [one for one in ALGORITHMS if options.algorithms is None or one.key in options.algorithms]
     errors: dict[Run, str] = {}
-    if options.what != "page":
-        try:
-            runs = (
-                sweep(chosen, options.directory)
-                if options.what == "sweep"
-                else plan(chosen, options.seeds, options.directory)
-            )
-            runs = [replace(run, changes=(*run.changes, *options.set), keeps_model=options.keep_models) for run in runs]
+    try:
+        runs = _runs(options, chosen)
+        if options.what != "page":
             errors = {run: lack for run in runs if not run.is_done and (lack := lacking(run))}
-        except ValueError as mistake:
-            sys.exit(str(mistake))
-        ready = [run for run in runs if run not in errors]
-        errors |= train_all(ready, options.parallel, options.budget, console, options.gpus)
+            ready = [run for run in runs if run not in errors]
+            errors |= train_all(ready, options.parallel, options.budget, console, options.gpus)
+    except ValueError as mistake:
+        sys.exit(str(mistake))
     best = {one: best_factor(one, options.directory) for one in chosen}
     for one, factor in best.items():
         if factor is not None:
@@ -126,9 +120,23 @@ def main() -> int:
             draw(results, options.page.parent / "images" / PICTURE)
             rewrite(options.page, {PART: text})
         console.print(text, markup=False, highlight=False, soft_wrap=True)
-    for run, error in errors.items():
-        console.print(f"\n{run.directory.name} failed: {error}", markup=False, highlight=False, soft_wrap=True)
-    return 1 if errors else 0
+    return report(runs, errors, console)
+
+
+def _runs(options: argparse.Namespace, chosen: Sequence[Algorithm]) -> list[Run]:
+    """What the command is about; a page is of what was swept."""
+    if options.what == "sweep":
+        runs = sweep(chosen, options.directory)
+    elif options.what == "page":
+        chosen = [one for one in chosen if swept(one, options.directory)]
+        if not chosen:
+            raise ValueError(
+                f"{options.directory} holds no sweep to show: name another --directory"
+            )
+        runs = plan(chosen, options.seeds, options.directory)
+    else:
+        runs = plan(chosen, options.seeds, options.directory)
+    return [replace(run, changes=(*run.changes, *options.set), keeps_model=options.keep_models) for run in runs]
 
 
 def sweep(algorithms: Sequence[Algorithm], directory: Path) -> list[Run]:
@@ -264,10 +272,7 @@ def _parser() -> argparse.ArgumentParser:
     keys = [one.key for one in ALGORITHMS]
     parser.add_argument("--algorithms", nargs="+", choices=keys, metavar="NAME", help=f"of {', '.join(keys)}")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--parallel", type=int, default=1, help="runs at once, two cores each (1)")
-    parser.add_argument("--gpus", default="", help="that all runs share, as 0 or 0,1; without it they train on CPUs")
-    parser.add_argument("--budget", type=float, default=math.inf, help="seconds; starts nothing in the last 200")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of every job; repeatable")
+    add_options(parser)
     parser.add_argument("--keep-models", action="store_true", help="in each run's folder, as `model`")
     parser.add_argument("--directory", type=Path, default=DIRECTORY)
     parser.add_argument("--page", type=Path, default=PAGE, help="rewritten, with its picture (docs/results.md)")

@@ -9,7 +9,6 @@ Writes docs/images/learning*.png and the tables of docs/results.md, and prints t
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -32,7 +31,7 @@ from bench.learning.results import (
     settings_table,
     title_of,
 )
-from bench.learning.runs import Run, own_cores, train_all, train_here
+from bench.learning.runs import Run, add_options, own_cores, report, train_all, train_here
 from docs.generate.markdown import content, rewrite
 from flowfleet.demo.plots import learning_panels
 
@@ -115,10 +114,10 @@ def main() -> int:
     if not options.table_only:
         started = time.monotonic()
         errors = train_all(
-            teachers(entries, options.seeds, options.directory), options.parallel, options.budget, console
+            teachers(entries, options.seeds, options.directory), options.parallel, options.budget, console, options.gpus
         )
         left = options.budget - (time.monotonic() - started)
-        errors |= train_all(runs, options.parallel, left, console)
+        errors |= train_all(runs, options.parallel, left, console, options.gpus)
     results = read_all(ENTRIES, options.seeds, options.directory)
     if options.page is not None and results:
         draw(results, options.page.parent / IMAGES.name)
@@ -126,12 +125,7 @@ def main() -> int:
         made[SETTINGS] = merged(content(options.page.read_text(), SETTINGS), made[SETTINGS])
         rewrite(options.page, made)
     console.print("\n\n".join(parts(results).values()), markup=False, highlight=False, soft_wrap=True)
-    missing = [run.directory.name for run in runs if not run.is_done and run not in errors]
-    if missing:
-        console.print(f"\nnot done yet: {', '.join(missing)}", highlight=False, soft_wrap=True)
-    for run, error in errors.items():
-        console.print(f"\n{run.directory.name} failed: {error}", markup=False, highlight=False, soft_wrap=True)
-    return 1 if errors else 0
+    return report(runs, errors, console)
 
 
 def plan(
@@ -207,12 +201,8 @@ def _parser() -> argparse.ArgumentParser:
     recipes = sorted({entry.recipe for entry in ENTRIES})
     parser.add_argument("--recipes", nargs="+", choices=recipes, metavar="RECIPE", help=f"of {', '.join(recipes)}")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--parallel", type=int, default=1, help="runs at once, two cores each (1)")
-    parser.add_argument(
-        "--budget", type=float, default=math.inf, help="seconds; starts nothing in the last 200 of them"
-    )
+    add_options(parser)
     parser.add_argument("--validate-every", type=int, default=2, help="steps between validations (2)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of every job; repeatable")
     parser.add_argument("--directory", type=Path, default=Path("runs/learning"))
     parser.add_argument("--table-only", action="store_true", help="train nothing")
     parser.add_argument("--page", type=Path, default=PAGE, help="rewritten, with its pictures (docs/results.md)")

@@ -3,13 +3,15 @@ at once."""
 
 from __future__ import annotations
 
+import argparse
+import math
 import os
 import queue
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -67,12 +69,10 @@ def train_all(
 ) -> dict[Run, str]:
     """Trains what is not done yet, in this order, `parallel` at once, and returns the errors of those that failed.
 
-    Raises ValueError where there are too few cores. Runs that the budget leaves no time for are not started.
-    `visible_gpus` as CUDA_VISIBLE_DEVICES has it: all runs share them.
+    Runs that the budget leaves no time for are not started. `visible_gpus` as CUDA_VISIBLE_DEVICES has it: all runs
+    share them.
     """
     groups = own_cores()
-    if not 1 <= parallel <= len(groups):
-        raise ValueError(f"--parallel {parallel}: with {CORES_PER_RUN} cores a run, take 1 to {len(groups)} here")
     free: queue.Queue[tuple[int, ...]] = queue.Queue()
     for group in groups[:parallel]:
         free.put(group)
@@ -118,6 +118,30 @@ def _train_in_process(run: Run, cores: tuple[int, ...], visible_gpus: str) -> st
     if code or not run.is_done:
         return "\n".join([f"exit status {code}; the end of {run.log}:", *_tail(run.log)])
     return None
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """How runs are trained: `parallel`, `budget`, `gpus` and `set`."""
+    parser.add_argument("--parallel", type=_at_once, default=1, help="runs at once, two cores each (1)")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds; starts nothing in the last 200")
+    parser.add_argument("--gpus", default="", help="that all runs share, as 0 or 0,1; without it they train on CPUs")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of every job; repeatable")
+
+
+def report(runs: Iterable[Run], errors: Mapping[Run, str], console: Console) -> int:
+    """Prints which runs are not done and why others failed. The exit status."""
+    if missing := [f"{run.directory.parent.name}/{run.directory.name}" for run in runs if not run.is_done]:
+        console.print(f"\nnot done: {', '.join(missing)}", highlight=False, soft_wrap=True)
+    for run, error in errors.items():
+        console.print(f"\n{run.directory} failed: {error}", markup=False, highlight=False, soft_wrap=True)
+    return 1 if errors else 0
+
+
+def _at_once(text: str) -> int:
+    most = len(own_cores())
+    if not text.isdecimal() or not 1 <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"with {CORES_PER_RUN} cores a run, take 1 to {most} here, not {text}")
+    return int(text)
 
 
 def train_here(run: Run, cores: Sequence[int]) -> None:

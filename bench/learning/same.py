@@ -12,7 +12,6 @@ difference to `plain`, and reward per second.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import statistics
 import sys
@@ -23,7 +22,7 @@ from pathlib import Path
 from rich.console import Console
 
 from bench.learning.results import Result, read_result, spread
-from bench.learning.runs import Run, train_all
+from bench.learning.runs import Run, add_options, report, train_all
 from docs.generate.markdown import rewrite, table
 
 PLAIN = "plain"
@@ -38,7 +37,9 @@ WAYS: dict[str, tuple[str, ...]] = {
 """What each way changes in the recipe."""
 COMMON = ("model.dtype=bfloat16", "trainer.deterministic=false", "schedule.validate_every=3")
 MIN_SIZE = "64"
+RECIPE = "tiny_ocr"
 PART = "learning-same"
+"""Part of the page; that of another recipe ends in its name."""
 ALLOWED = 0.02
 """Largest difference of the means that counts as the same."""
 
@@ -52,13 +53,8 @@ def main() -> int:
     found = read(options.recipe, options.ways, options.seeds, options.directory)
     console.print(same_table(found), markup=False, highlight=False, soft_wrap=True)
     if options.page is not None:
-        rewrite(options.page, {PART: same_table(found)})
-    missing = [f"{run.directory.parent.name} {run.seed}" for run in runs if not run.is_done]
-    if missing:
-        console.print(f"\nnot done yet: {', '.join(missing)}", highlight=False, soft_wrap=True)
-    for run, error in errors.items():
-        console.print(f"\n{run.directory} failed: {error}", markup=False, highlight=False, soft_wrap=True)
-    return 1 if errors else 0
+        rewrite(options.page, {PART if options.recipe == RECIPE else f"{PART}-{options.recipe}": same_table(found)})
+    return report(runs, errors, console)
 
 
 def plan(recipe: str, ways: Sequence[str], seeds: Sequence[int], directory: Path) -> list[Run]:
@@ -103,16 +99,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench.learning.same", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--recipe", default="tiny_ocr")
+    parser.add_argument("--recipe", default=RECIPE)
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--parallel", type=int, default=1, help="runs at once, two cores each (1)")
-    parser.add_argument(
-        "--budget", type=float, default=math.inf, help="seconds; starts nothing in the last 200 of them"
-    )
-    parser.add_argument("--gpus", default="", help="that all runs share, as 0 or 0,1; without it they train on CPUs")
+    add_options(parser)
     parser.add_argument("--reward", action="append", default=[], help="as `flowfleet up` takes it; repeatable")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of every job; repeatable")
     parser.add_argument("--directory", type=Path, default=Path("runs/same"))
     parser.add_argument("--table-only", action="store_true", help="train nothing")
     parser.add_argument("--page", type=Path, help="whose part is rewritten, as docs/results.md")

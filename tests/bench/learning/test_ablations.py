@@ -61,6 +61,13 @@ def test_lines_change_what_they_say(tmp_path: Path) -> None:
     assert [one.rollout.window.size for one in jobs("window", tmp_path).values()] == [1, 2, 4, 7, 2]
 
 
+def test_what_a_line_changes_outlasts_what_is_given_to_all(tmp_path: Path) -> None:
+    swept(tmp_path)
+    run = plan("staleness", [1], tmp_path, ["trainer.micro_batch_size=144", "schedule.steps=7"])[0]
+    job = prepare_job(Path(f"recipes/{run.recipe}.toml"), run.changes, same_machine=True)
+    assert (job.trainer.micro_batch_size, job.schedule.steps) == (12, 7)
+
+
 def test_studies_want_the_sweep(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="composition sweep --algorithms ocr"):
         plan("group", [1], tmp_path)

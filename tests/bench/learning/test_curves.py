@@ -1,6 +1,8 @@
 """What docs/results.md is made of: figures by hand-worked numbers, and the page's tables from finished runs. The runs
 themselves are tested as the demo's."""
 
+import argparse
+import io
 import json
 import shutil
 import subprocess
@@ -29,7 +31,7 @@ from bench.learning.results import (
     settings_row,
     spread,
 )
-from bench.learning.runs import Run, core_groups, train_all
+from bench.learning.runs import Run, add_options, core_groups, report, train_all
 from flowfleet.job.files import prepare_job
 
 ROOT = Path(__file__).parents[3]
@@ -167,9 +169,27 @@ def test_nothing_is_started_near_the_end_of_the_budget(recorded: list[list[str]]
     assert time.monotonic() - started < 5.0
 
 
-def test_too_many_at_once_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--parallel 4096"):
-        train_all([], 4096, 1.0, Console(quiet=True))
+def test_too_many_at_once_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    for text in ("4096", "0", "-1", "two"):
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--parallel", text])
+        assert f"here, not {text}" in capsys.readouterr().err
+    assert parser.parse_args(["--parallel", "1"]).parallel == 1
+
+
+def test_the_end_of_a_benchmark_names_what_is_missing_and_what_failed(tmp_path: Path) -> None:
+    runs = [Run("a", seed, tmp_path / f"a-{seed}") for seed in (1, 2, 3)]
+    runs[0].directory.mkdir()
+    (runs[0].directory / "summary.json").write_text("{}")
+    out = io.StringIO()
+    assert report(runs, {runs[2]: "no such setting"}, Console(file=out)) == 1
+    assert f"not done: {tmp_path.name}/a-2, {tmp_path.name}/a-3\n" in out.getvalue()
+    assert f"{runs[2].directory} failed: no such setting\n" in out.getvalue()
+    out = io.StringIO()
+    assert report(runs[:1], {}, Console(file=out)) == 0
+    assert out.getvalue() == ""
 
 
 def test_every_recipe_of_the_tables_is_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
