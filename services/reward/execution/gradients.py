@@ -57,5 +57,6 @@ def _finite(sample: PixelInput, outcome: GradientOutcome) -> GradientOutcome:
     if isinstance(plain, Problem):
         return plain
     if not bool(np.isfinite(outcome.gradient).all()):
-        return Problem("non_finite", "the gradient has NaN or infinite elements")
+        text = "the gradient has NaN or infinite elements, as a root or a norm has at 0: add a small number there"
+        return Problem("non_finite", text)
     return outcome

@@ -14,7 +14,8 @@ It gives a number, or a mapping with `score` and components; a batch gives one o
 in a pair, as flow_grpo's reward functions do. What it prints goes to the log. Where it raises on a batch, it gets each
 sample once more by itself; what it raises then becomes that sample's error, with type and message. What it takes longer
 than `time_limit_s`, or crashes, kills its process alone. An object that can be called may have a method `start`, which
-loads what it needs; what that raises ends the service.
+loads what it needs; what that raises ends the service. With `gradient` the function computes with torch instead, in the
+service's process: differentiable/own_function.py.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self, TypeVar
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from flowfleet.proto.reward_pb2 import MODALITY_IMAGE, MODALITY_TEXT, MODALITY_VIDEO
 from services.reward.execution.evaluator import FAILED
@@ -52,7 +54,8 @@ HASH_DIGITS = 12
 log = logging.getLogger(__name__)
 
 Params = tuple[tuple[str, str], ...]
-
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 _MODALITY: Final = {"picture": MODALITY_IMAGE, "frames": MODALITY_VIDEO, "text": MODALITY_TEXT}
 _MEDIUM: Final[Mapping[str, Callable[[Sample], Any]]] = {
@@ -73,6 +76,9 @@ class PythonSettings(ScorerSettings):
     """Gets the frames of videos, instead of pictures."""
     text: bool = False
     """Gets texts, instead of pictures."""
+    gradient: bool = False
+    """Gives gradients of the score: the function gets float32 torch tensors (B, 3, H, W) from 0 to 1 of at most `batch`
+    pictures, and gives a differentiable tensor of B scores. It runs in the service's own process."""
     time_limit_s: float = Field(default=30.0, gt=0.0, le=3600.0)
     """Limit on one call, including decoding that was not done ahead. Beyond it the process is killed, and each sample
     is scored once more by itself."""
@@ -99,6 +105,22 @@ class PythonSettings(ScorerSettings):
         if text and info.data.get("video"):
             raise ValueError("set video or text, not both")
         return text
+
+    @field_validator("gradient")
+    @classmethod
+    def _of_pictures(cls, gradient: bool, info: ValidationInfo) -> bool:
+        if gradient and (kind := next((name for name in ("video", "text") if info.data.get(name)), None)):
+            raise ValueError(f"only pictures have gradients: leave out gradient, or settings.{kind}")
+        return gradient
+
+    @model_validator(mode="after")
+    def _no_limit(self) -> Self:
+        if self.gradient and "time_limit_s" in self.model_fields_set:
+            raise ValueError(
+                "settings.time_limit_s ends a process of the function's own, and with settings.gradient it has none: "
+                "leave it out, and set --hang-s of the service"
+            )
+        return self
 
     @field_validator("function")
     @classmethod
@@ -145,14 +167,23 @@ class PythonFunction(Scorer[Params]):
         return tuple(sorted(read_params(params, dict.fromkeys(self._settings.params, str)).items()))
 
     def score(self, samples: Sequence[Sample], params: Params) -> list[Outcome]:
+        return self.guarded(samples, lambda part: self._scored(part, dict(params)))
+
+    def guarded(
+        self, samples: Sequence[Item], call: Callable[[Sequence[Item]], list[Result]]
+    ) -> list[Result | Problem]:
+        """What `call` makes of the samples. Where it raises, each sample is taken once more by itself."""
         try:
             with _printing_to_log():
-                results = self._call(samples, dict(params))
+                return list(call(samples))
         except Exception as error:
             log.exception("%s raised on %d samples", self._settings.function, len(samples))
             if len(samples) > 1:
-                return [outcome for sample in samples for outcome in self.score([sample], params)]
+                return [outcome for sample in samples for outcome in self.guarded([sample], call)]
             return [Problem(FAILED, f"{self._settings.function} raised {type(error).__name__}: {error}")]
+
+    def _scored(self, samples: Sequence[Sample], params: Mapping[str, str]) -> list[Outcome]:
+        results = self._call(samples, params)
         if len(results) != len(samples):
             text = f"{self._settings.function} gave {len(results)} scores for {len(samples)} samples"
             return [Problem(FAILED, text)] * len(samples)
@@ -178,8 +209,15 @@ class PythonFunction(Scorer[Params]):
 
 
 def make(name: str, settings: Mapping[str, Any], num_threads: int) -> PythonFunction:
-    """`python` with `PythonSettings`. ValueError also for a module that is not found."""
-    return PythonFunction(PythonSettings.read(settings))
+    """`python` with `PythonSettings`. ValueError also for a module that is not found, or gradients without torch."""
+    read = PythonSettings.read(settings)
+    if not read.gradient:
+        return PythonFunction(read)
+    if find_spec("torch") is None:
+        raise ValueError("settings.gradient needs torch, which is not installed: install flowfleet[reward-models]")
+    from services.reward.scorers.differentiable.own_function import DifferentiableFunction
+
+    return DifferentiableFunction(read, num_threads)
 
 
 def _check_arguments(function: Callable[..., Any], settings: PythonSettings) -> None:
@@ -191,7 +229,7 @@ def _check_arguments(function: Callable[..., Any], settings: PythonSettings) -> 
     try:
         signature.bind(None, None, None, **dict.fromkeys(settings.params, ""))
     except TypeError as error:
-        is_single = settings.batch == 1
+        is_single = settings.batch == 1 and not settings.gradient
         media = settings.media if is_single or settings.video else f"{settings.media}s"
         taken = [media, "prompt" if is_single else "prompts", "metadata"]
         name = settings.function.partition(":")[2]
