@@ -72,16 +72,39 @@ heldout: Final = Service("heldout", "correct")
 """What training never sees."""
 
 
+class Smooth:
+    """The reward's smooth score, for losses that follow its gradient."""
+
+    start = staticmethod(reward.start)
+
+    def __call__(
+        self, pictures: torch.Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, str]]
+    ) -> torch.Tensor:
+        judge, pictures = _fitting("reward", pictures)
+        assert isinstance(judge, RewardJudge), "a file of the reward's holds the reward"
+        return judge.smooth(pictures, metadata)
+
+
+smooth: Final = Smooth()
+"""What ReFL and SRPO are paid."""
+
+
 def look(name: str, pictures: torch.Tensor) -> list[Findings]:
     """Findings of a judge by name in squares (N, 3, S, S) float32 from 0 to 1, of any size that is a multiple of 64.
     ValueError for other pictures, and where the judge's file is missing."""
+    judge, pictures = _fitting(name, pictures)
+    return judge.look(pictures)
+
+
+def _fitting(name: str, pictures: torch.Tensor) -> tuple[RewardJudge | HeldoutJudge, torch.Tensor]:
+    """The judge of the largest size that divides the pictures', and the pictures averaged down to it."""
     height, width = pictures.shape[2:]
     if height != width or height % SIZES[0]:
         raise ValueError(f"pictures of {width}×{height} pixels: the judges look at squares of a multiple of {SIZES[0]}")
     size = max(size for size in SIZES if height % size == 0)
     if height > size:
         pictures = F.avg_pool2d(pictures, height // size)
-    return judge_of(name, size).look(pictures)
+    return judge_of(name, size), pictures
 
 
 def file_of(name: str, size: int) -> Path:

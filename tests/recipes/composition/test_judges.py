@@ -2,32 +2,36 @@
 
 import ast
 import csv
+import json
 import math
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
+from flowfleet.rewards.gradients import PixelInput
 from recipes.composition.captions import prompt_lines
 from recipes.composition.judges import labels, service
-from recipes.composition.judges.detector import FRAMES, LINE, cut_lines, spell_out
+from recipes.composition.judges.detector import CELLS, FRAMES, LINE, cut_lines, spell_out
 from recipes.composition.judges.files import Kind, read
 from recipes.composition.judges.findings import COMPONENTS, Thing, answer
 from recipes.composition.judges.heldout import HeldoutJudge, _inner, _spell, _without_doubles
 from recipes.composition.judges.lite import Lite, SameConv, pretrained
 from recipes.composition.judges.loading import load_judge
 from recipes.composition.judges.pixels import BINS, count_shades, shade_of, vote
-from recipes.composition.judges.reward import RewardJudge
+from recipes.composition.judges.reward import FILLED, THRESHOLD, RewardJudge
 from recipes.composition.judges.train_heldout import bend
 from recipes.composition.judges.train_reward import _frames, melt
 from recipes.composition.render import coverage, render
 from recipes.composition.scenes import World, draw
 from services.reward import scorers
-from services.reward.scorer import Problem, Sample, Score
+from services.reward.scorer import Problem, Sample, Score, ScoreGradient
+from services.reward.scorers.differentiable.own_function import DifferentiableFunction
 from services.reward.scorers.python_function import PythonFunction
 
 PACKAGE = "recipes.composition.judges."
@@ -261,6 +265,139 @@ def test_the_scorer_scores_pictures_by_their_metadata(
     assert isinstance(second, Problem)
     assert "ValueError: metadata.geneval is missing" in second.message
     service.judge_of.cache_clear()
+
+
+ASKED = ["single_object", "two_object", "counting", "colors", "position", "color_attr", "style"]
+
+
+def asked(world: World, category: str, count: int = 4) -> tuple[torch.Tensor, list[dict[str, str]]]:
+    """Renders, and the metadata of another render's prompt for each: what it lacks."""
+    scenes = draw(world, count, torch.Generator().manual_seed(3), categories=[category])
+    metadata = [line["metadata"] for line in prompt_lines(world, scenes)]
+    return render(world, scenes, "cpu"), metadata[1:] + metadata[:1]
+
+
+def shipped() -> RewardJudge:
+    judge = load_judge(service.WEIGHTS / "reward-64.safetensors")
+    assert isinstance(judge, RewardJudge)
+    return judge
+
+
+@pytest.mark.parametrize("category", ASKED)
+def test_the_smooth_score_rises_as_its_gradient_says(world: World, category: str) -> None:
+    """Differences are taken in float64, along the gradient and along a random direction."""
+    judge = shipped()
+    pictures, metadata = asked(world, category)
+    single = pictures.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(judge.smooth(single, metadata).sum(), single)
+    judge.detector.double()
+    exact = pictures.double().requires_grad_()
+    score = judge.smooth(exact, metadata).sum()
+    (gradient,) = torch.autograd.grad(score, exact)
+    assert torch.allclose(slope.double(), gradient, atol=1e-3 * gradient.abs().max().item())
+    noise = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for way in (gradient, noise):
+        way = way / way.norm() * 1e-6
+        with torch.no_grad():
+            rise = judge.smooth(exact + way, metadata).sum() - judge.smooth(exact - way, metadata).sum()
+        assert rise.item() / 2 == pytest.approx((gradient * way).sum().item(), rel=1e-3, abs=1e-12)
+    step = 0.5 / gradient.norm()
+    with torch.no_grad():
+        assert judge.smooth((exact + step * gradient).clamp(0, 1), metadata).sum() > score
+
+
+def test_pixels_that_follow_the_smooth_score_please_the_hard_one(world: World) -> None:
+    """Fifty steps on renders of something else: the two scores of one network rise together."""
+    judge = shipped()
+    pictures, metadata = asked(world, "two_object", 8)
+
+    def hard() -> float:
+        found = judge.look(pictures.detach())
+        return sum(answer(one, asks)["score"] for one, asks in zip(found, metadata, strict=True)) / len(metadata)
+
+    before = hard()
+    pictures.requires_grad_()
+    optimizer = torch.optim.Adam([pictures], 0.02, maximize=True)
+    scores = []
+    for _ in range(50):
+        score = judge.smooth(pictures, metadata).mean()
+        scores.append(score.item())
+        (pictures.grad,) = torch.autograd.grad(score, pictures)
+        optimizer.step()
+        with torch.no_grad():
+            pictures.clamp_(0, 1)
+    assert scores[-1] > scores[0] + 0.3
+    assert hard() > before + 0.3
+
+
+def seen(peaks: dict[tuple[int, int, int], float], nouns: int = 11) -> torch.Tensor:
+    """A heat map (nouns, C, C) with certainties, 1/2 at the threshold, at (noun, row, column), and none elsewhere."""
+    heat = torch.full((nouns, CELLS, CELLS), -40.0)
+    for place, sure in peaks.items():
+        heat[place] = math.log(sure / (1 - sure)) + math.log(THRESHOLD / (1 - THRESHOLD))
+    return heat
+
+
+@pytest.mark.parametrize(
+    ("peaks", "request_", "more", "score"),
+    [
+        ({(0, 2, 2): 0.8}, [(0, 1)], {}, 0.8),
+        ({}, [(0, 1)], {}, 0.0),
+        ({(0, 2, 2): 0.8, (0, 9, 9): 0.6}, [(0, 2)], {}, 0.7),
+        ({(0, 2, 2): 0.8, (0, 9, 9): 0.6}, [(0, 1)], {}, 0.8 * 0.4),
+        ({(0, 2, 2): 0.8, (0, 2, 3): 0.6}, [(0, 1)], {}, 0.8),  # next to a peak there is none
+        ({(0, 2, 2): 0.8, (1, 9, 9): 0.4}, [(0, 1), (1, 1)], {}, 0.6),
+        ({(0, 2, 2): 0.8}, [(0, 1)], {"style": "flat"}, (0.8 + 0.1) / 2),
+        ({(0, 2, 2): 0.8}, [(0, 1, "red")], {}, (0.8 + 0.8 * 0.75) / 2),
+        ({(0, 2, 2): 0.8, (1, 2, 9): 0.5}, [(0, 1), (1, 1, ("right of", 0))], {}, (0.8 + 0.5 + 0.4) / 3),
+        ({(0, 2, 2): 0.8, (1, 2, 9): 0.5}, [(0, 1), (1, 1, ("above", 0))], {}, (0.8 + 0.5 + 0.2) / 3),
+        ({(0, 2, 2): 0.8, (1, 2, 9): 0.5}, [(0, 1), (1, 1, ("left of", 0))], {}, (0.8 + 0.5 + 0.0) / 3),
+    ],
+)
+def test_the_smooth_score_is_the_mean_of_its_formulas(
+    pair: tuple[RewardJudge, HeldoutJudge],
+    peaks: dict[tuple[int, int, int], float],
+    request_: list[Any],
+    more: dict[str, str],
+    score: float,
+) -> None:
+    judge = pair[0]
+    include = []
+    for noun, count, *rest in request_:
+        asks = {"class": judge.kind.nouns[noun], "count": count}
+        include.append(asks | {"color" if isinstance(one, str) else "position": one for one in rest})
+    metadata = {"geneval": json.dumps({"include": include}), **more}
+    styles = torch.full((3,), 0.45)
+    styles[judge.kind.styles.index("flat")] = 0.1
+    shares = torch.full((10,), 0.25 / 9)
+    shares[judge.kind.colors.index("red")] = 0.75
+    votes = (shares.log() * FILLED)[:, None, None].expand(-1, 64, 64)
+    found = judge._smooth(seen(peaks), torch.full((4, CELLS, CELLS), 0.1), styles, votes, metadata)
+    assert found.item() == pytest.approx(score, abs=1e-3)
+
+
+def test_what_has_no_smooth_score_is_named(pair: tuple[RewardJudge, HeldoutJudge]) -> None:
+    asks = {"geneval": '{"include": [{"class": "apple", "count": 1}]}', "word": "CAT"}
+    with pytest.raises(ValueError, match="words have no smooth score"):
+        pair[0].smooth(torch.zeros(1, 3, 64, 64), [asks])
+    with pytest.raises(ValueError, match="asks for zebra, and this judge knows"):
+        pair[0].smooth(torch.zeros(1, 3, 64, 64), [{"geneval": '{"include": [{"class": "zebra", "count": 1}]}'}])
+
+
+def test_the_scorer_gives_the_smooth_scores_gradient(world: World) -> None:
+    settings = tomllib.loads((JUDGES / "reward_gradient.toml").read_text())
+    scorer = scorers.make("python", settings, 1)
+    assert isinstance(scorer, DifferentiableFunction)
+    scorer.start()
+    pictures, metadata = asked(world, "color_attr")
+    given = [PixelInput(one.numpy(), "", asks) for one, asks in zip(pictures, metadata, strict=True)]
+    pictures = pictures.clone().requires_grad_()
+    scores = service.smooth(pictures, [""] * 4, metadata)
+    (gradients,) = torch.autograd.grad(scores.sum(), pictures)
+    for outcome, score, gradient in zip(scorer.score_with_gradient(given, ()), scores, gradients, strict=True):
+        assert isinstance(outcome, ScoreGradient)
+        assert outcome.value == pytest.approx(score.item())
+        assert outcome.gradient == pytest.approx(gradient.numpy(), abs=1e-6)
 
 
 @pytest.mark.parametrize("which", [0, 1])
