@@ -8,8 +8,8 @@ An algorithm's job is the small world's (`recipes/bases/composition_small.toml`)
 of signs says under rollout, algorithm and trainer, and half of the steps noisy where a fixed window says how many. The
 sweep is validated on `small_validation`, the runs on `small_seen`. Every run makes the same number of pictures, but
 `previews` makes half of them once more, in full, and its figures count both; DPO from pairs reads as many from a data
-set of the base's own, which took more to make. ReFL and SRPO want a reward with gradients, which is not here. Every run
-has a fresh stack of its own; a run that is there is kept.
+set of the base's own, which took more to make. ReFL and SRPO follow the gradient of the reward's smooth score, and the
+reward watches. Every run has a fresh stack of its own; a run that is there is kept.
 
 Two algorithms learn from what must be there first, in the same directory; their runs say what to run where it is not:
 
@@ -31,7 +31,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from bench.learning.jobs import as_changes, lacking, own_settings
+from bench.learning.jobs import SMOOTHED, as_changes, lacking, own_settings
 from bench.learning.results import NONE, Result, changes, curve, gains, link, reached, read_all, spread
 from bench.learning.runs import Run, add_options, report, train_all
 from docs.generate.markdown import rewrite, table
@@ -40,6 +40,7 @@ from flowfleet.demo.plots import learning_panels
 
 RECIPE: Final = "bases/composition_small"
 PROMPTS: Final = "recipes/composition/prompts"
+REWARD: Final = "composition"
 JUDGE: Final = "composition_judge"
 SCORE: Final = f"val-core/rewards/{JUDGE}/mean"
 """The judge's mean over all held-out prompts, of a validation."""
@@ -94,6 +95,8 @@ ALGORITHMS: Final = (
     Algorithm("DPO from pairs", "tiny_dpo", reads_pairs=True),
     Algorithm("previews", "tiny_previews"),
     Algorithm("DiffusionOPD", "tiny_diffusion_opd", teachers=("awm", "ocr")),
+    Algorithm("ReFL", "tiny_refl"),
+    Algorithm("SRPO", "tiny_srpo"),
 )
 
 
@@ -130,9 +133,7 @@ def _runs(options: argparse.Namespace, chosen: Sequence[Algorithm]) -> list[Run]
     elif options.what == "page":
         chosen = [one for one in chosen if swept(one, options.directory)]
         if not chosen:
-            raise ValueError(
-                f"{options.directory} holds no sweep to show: name another --directory"
-            )
+            raise ValueError(f"{options.directory} holds no sweep to show: name another --directory")
         runs = plan(chosen, options.seeds, options.directory)
     else:
         runs = plan(chosen, options.seeds, options.directory)
@@ -179,9 +180,7 @@ def best_factor(one: Algorithm, directory: Path) -> float | None:
 def swept(one: Algorithm, directory: Path) -> dict[float, float]:
     """Factor of the learning rate → reward on `small_validation` in the end, of the factors that ran."""
     files = {factor: directory / "sweep" / f"{one.key}-{factor:g}" / "summary.json" for factor in FACTORS}
-    return {
-        factor: json.loads(file.read_text())["held_out_reward_after"] for factor, file in files.items() if file.exists()
-    }
+    return {factor: reward_after(json.loads(file.read_text())) for factor, file in files.items() if file.exists()}
 
 
 def page_part(results: Mapping[Algorithm, Sequence[Result]], sweeps: Mapping[Algorithm, Mapping[float, float]]) -> str:
@@ -222,11 +221,18 @@ def _row(one: Algorithm, runs: Sequence[Result]) -> list[str]:
         ", ".join(f"{rate:.1e}" for rate in sorted(rates)) or NONE,
         *judged(runs),
         spread([max(point.reward for point in run.points) for run in runs], ".3f"),
-        spread([run.summary["held_out_reward_after"] for run in runs], ".3f"),
+        spread([reward_after(run.summary) for run in runs], ".3f"),
         *(reached([run.first_at(target, lambda point: point.generated) for run in runs]) for target in TARGETS),
         reached([run.first_at(TARGETS[0], lambda point: point.seconds) for run in runs]),
         *changes(runs),
     ]
+
+
+def reward_after(summary: Mapping[str, Any]) -> float:
+    """The reward's score in the end, also where it watched."""
+    watched = summary.get("watched", {})
+    after: float = watched[REWARD]["after"] if REWARD in watched else summary["held_out_reward_after"]
+    return after
 
 
 def judged(runs: Sequence[Result]) -> list[str]:
@@ -245,7 +251,7 @@ def run_of(one: Algorithm, factor: float, seed: int, directory: Path, held_out: 
     rate = settings.pop("trainer.optimizer.lr") * factor
     settings |= {"name": f"composition-{one.key}".replace("_", "-"), "trainer.optimizer.lr": rate}
     settings |= {"schedule.validate_every": 5, **_data(one, seed, f"{PROMPTS}/{held_out}.jsonl", others.absolute())}
-    return Run(RECIPE, seed, directory, as_changes(settings), rewards=DEMOS["composition"].rewards)
+    return Run(RECIPE, seed, directory, as_changes(settings), rewards=(*DEMOS["composition"].rewards, SMOOTHED))
 
 
 def _data(one: Algorithm, seed: int, held_out: str, others: Path) -> dict[str, Any]:

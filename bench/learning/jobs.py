@@ -12,6 +12,9 @@ from flowfleet.job.files import prepare_job
 from flowfleet.job.spec import JobSpec
 
 WINDOW: Final = 4
+SMOOTH: Final = "composition_smooth"
+SMOOTHED: Final = f"{SMOOTH}=recipes/composition/judges/reward_gradient.toml"
+"""How the reward's smooth score starts, which stands for the judge of ReFL's and SRPO's recipes of signs."""
 OF_SIGNS: Final = (
     *(f"rollout.{name}" for name in ("prompts_per_step", "group_size", "batch_size", "height", "width")),
     *("rollout.num_inference_steps", "trainer.micro_batch_size"),
@@ -26,6 +29,13 @@ def own_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
     settings = {name: value for name, value in _flat(parts) if not name.startswith(OF_SIGNS)}
     if settings.get("rollout.window.strategy") == "fixed":
         settings["rollout.window.size"] = WINDOW
+    if "rewards.judge.weight" in settings:
+        settings |= {
+            f"rewards.{SMOOTH}.weight": settings.pop("rewards.judge.weight"),
+            "rewards.composition.weight": 0.0,
+        }
+        if "rollout.window.low" in settings:
+            settings |= {"rollout.window.low": WINDOW, "rollout.window.high": 2 * WINDOW}
     return settings
 
 

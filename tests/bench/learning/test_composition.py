@@ -14,19 +14,22 @@ from bench.learning.composition import (
     FACTORS,
     JUDGE,
     PAIRS,
+    REWARD,
     SAMPLES,
     SCORE,
     Algorithm,
     best_factor,
     page_part,
     plan,
+    reward_after,
     sweep,
 )
-from bench.learning.jobs import WINDOW, as_changes, lacking, own_settings
+from bench.learning.jobs import SMOOTH, WINDOW, as_changes, lacking, own_settings
 from bench.learning.results import read_all
 from bench.learning.runs import Run
 from flowfleet.job.files import changed_job, prepare_job
 from flowfleet.job.spec import JobSpec
+from flowfleet.local.rewards import parse_reward
 
 ROOT = Path(__file__).parents[3]
 PARTIAL = [0.5, 0.7, 0.6]
@@ -102,6 +105,17 @@ def test_an_algorithm_keeps_its_own_settings_and_half_the_steps_are_noisy() -> N
         "algorithm.kl_gate.rewards": ["image_quality"],
         "rewards.image_quality.weight": 0.0,
     }
+
+
+@pytest.mark.parametrize("key", ["refl", "srpo"])
+def test_losses_on_gradients_follow_the_smooth_score_while_the_reward_watches(key: str, tmp_path: Path) -> None:
+    run = next(run for run in sweep(ALGORITHMS, tmp_path) if run.directory.name == f"{key}-1")
+    spec = prepare_job(Path(f"recipes/{run.recipe}.toml"), run.changes, same_machine=True)
+    assert {name: part.weight for name, part in spec.rewards.items()} == {SMOOTH: 1.0, REWARD: 0.0, JUDGE: 0.0}
+    assert set(spec.reward_services) == {parse_reward(given).name for given in run.rewards}
+    summary = {"held_out_reward_after": 0.9, "watched": {REWARD: {"after": 0.4}, JUDGE: {"after": 0.3}}}
+    assert reward_after(summary) == 0.4
+    assert reward_after({"held_out_reward_after": 0.9, "watched": {JUDGE: {"after": 0.3}}}) == 0.9
 
 
 def test_the_reward_chooses_the_learning_rate(tmp_path: Path) -> None:
