@@ -9,8 +9,9 @@ of each sequence alone, so that a trainer which does the same gets equal bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +24,6 @@ from services.rollout.engines.prompts import timed
 
 EncodedPrompts = Mapping[int, EncodedPrompt]
 """Prompts by group."""
-_SMALL: Final = 256
-"""Fewer experts than this are recorded as uint8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,14 +196,17 @@ class TokenSampler:
     def _record(self, settings: SequenceSampling, prompt: EncodedPrompt, written: _Written) -> TokenTrajectory:
         tokens = torch.tensor(written.token_ids)
         sequence = [Tokens(prompt, tokens)]
-        with self._adapter.routing.recording() as layers:
+        routing = self._adapter.routing
+        record: AbstractContextManager[Sequence[Sequence[Tensor]]]
+        record = routing.recording() if settings.routed_experts else nullcontext(())
+        with record as layers:
             log_probs = self._adapter.log_probs(sequence, temperature=settings.temperature)
         return TokenTrajectory(
             token_ids=tokens,
             log_probs=log_probs.float().cpu(),
             mask=torch.ones(len(tokens), dtype=torch.bool),
             stop_reason=written.stop_reason,
-            routed_experts=_experts(layers) if settings.routed_experts and layers else None,
+            routed_experts=routing.packed(_experts(layers)) if layers else None,
         )
 
 
@@ -235,9 +237,8 @@ def choose(logits: Tensor, draws: Tensor, temperature: float, top_p: float) -> T
 
 
 def _experts(layers: Sequence[Sequence[Tensor]]) -> Tensor:
-    """(tokens, layers, top_k) in the smallest type."""
-    stacked = torch.stack([torch.cat([*forwards]) for forwards in layers], dim=1).cpu()
-    return stacked.to(torch.uint8 if int(stacked.max()) < _SMALL else torch.int16)
+    """(tokens, layers, top_k) on the CPU."""
+    return torch.stack([torch.cat([*forwards]) for forwards in layers], dim=1).cpu()
 
 
 def _sequence(request: GenerationRequest) -> SequenceSampling:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from flowfleet.data.sequences import TokenTrajectory
 from flowfleet.errors import DataLoss
@@ -124,6 +125,29 @@ async def test_log_probs_are_the_trainers_bit_for_bit(engine: TransformersEngine
         assert (record.routed_experts is not None) == is_mixture
         if record.routed_experts is not None:
             assert record.routed_experts.shape == (3 + len(record.token_ids), 2, 2)
+
+
+@pytest.mark.anyio
+async def test_a_router_of_sigmoids_is_sampled_without_its_experts_alone(
+    engine: TransformersEngine, model: ModelSpec
+) -> None:
+    await engine.prepare(model, None)
+    routers = [module for module in adapter_of(engine).transformer.modules() if hasattr(module, "norm_topk_prob")]
+    for router in routers:
+        router.forward = by_sigmoid(router.forward)
+    (sample,) = await generated(engine, asked(group(0, "1+1=", 5)))
+    assert tokens_of(sample).routed_experts is None
+    if any(type(router).__name__ == "Qwen3MoeTopKRouter" for router in routers):
+        with pytest.raises(ValueError, match="Qwen3MoeTopKRouter does not score"):
+            await generated(engine, asked(group(0, "1+1=", 5), settings=replace(SETTINGS, routed_experts=True)))
+
+
+def by_sigmoid(forward: Callable[[Tensor], tuple[Tensor, ...]]) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    def run(hidden: Tensor) -> tuple[Tensor, ...]:
+        logits, _, indices = forward(hidden)
+        return logits, logits.sigmoid().gather(-1, indices), indices
+
+    return run
 
 
 @pytest.mark.anyio

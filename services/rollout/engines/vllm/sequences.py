@@ -138,5 +138,4 @@ def _experts(adapter: SequenceAdapter, written: Any) -> Tensor | None:
     places = adapter.routing.layers
     if not places:
         return None
-    found = torch.from_numpy(written.routed_experts.astype("int16"))[:, list(places)]
-    return found.to(torch.uint8) if adapter.routing.num_experts <= 256 else found
+    return adapter.routing.packed(torch.from_numpy(written.routed_experts.astype("int16"))[:, list(places)])
