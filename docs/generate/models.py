@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from docs.generate.markdown import rewrite, table
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES, Algorithm
+from flowfleet.job.rules import sequences
 from flowfleet.job.spec import parse_job
 from flowfleet.models.registry import FAMILIES, ModelFamily
 
@@ -155,7 +156,7 @@ def _core_row(model: CoreModel) -> list[str]:
 
 def refusal(family: ModelFamily, algorithm: Algorithm) -> str:
     """Why the least job of an algorithm on a family is refused; empty where it is taken."""
-    if kind := family.refusal(LOSSES[algorithm.loss].kind):
+    if kind := sequences.refusal(family, LOSSES[algorithm.loss].kind):
         return kind
     job: dict[str, Any] = {
         "model": {"path": "model"},

@@ -65,16 +65,6 @@ class ModelFamily:
         """Whether it has policies that write tokens, or flows."""
         return self.writes_tokens == writes_tokens or (writes_tokens and bool(self.writer))
 
-    def refusal(self, loss_kind: str) -> str:
-        """Why a loss of this kind cannot train it; empty where it can."""
-        if self.trains(writes_tokens=loss_kind == "sequence"):
-            return ""
-        if self.writes_tokens:
-            return f"{self.title} writes text: choose algorithm.name from gspo, grpo, dapo"
-        return (
-            f"{self.title} is a flow, and this algorithm trains models that write text: choose another algorithm.name"
-        )
-
     def load(self, *, writes_tokens: bool | None = None) -> Any:
         """Imports the adapter class; needs torch, and diffusers or transformers. `writes_tokens` chooses where a family
         has flows and policies that write tokens."""

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from flowfleet.algorithms.registry import LOSSES
+from flowfleet.algorithms.registry import ALGORITHMS, LOSSES
 from flowfleet.job.rules.unheard import unheard
 from flowfleet.job.sequence import SequencePart
+from flowfleet.models.registry import ModelFamily
 
 if TYPE_CHECKING:
     from flowfleet.job.spec import JobSpec
 
 _OF_SEQUENCES = (
-    *(f"rollout.sequence.{name}" for name in SequencePart.model_fields if name != "routed_experts"),
+    *(f"rollout.sequence.{name}" for name in SequencePart.model_fields),
     "trainer.micro_batch_tokens",
 )
-"""Settings that only policies that write tokens read. A flow may have `routed_experts` off: stored jobs say so."""
+"""Settings that only policies that write tokens read."""
 _FLOW_SAMPLING = (
     "height",
     "width",
@@ -68,6 +69,16 @@ def problems(job: JobSpec) -> Iterator[str]:
     yield from _model(job)
     yield from _trainer(job)
     yield from _algorithm(job)
+
+
+def refusal(family: ModelFamily, loss_kind: str) -> str:
+    """Why a loss of this kind cannot train a family; empty where it can."""
+    if family.trains(writes_tokens=loss_kind == "sequence"):
+        return ""
+    if family.writes_tokens:
+        known = ", ".join(sorted(one.name for one in ALGORITHMS.values() if LOSSES[one.loss].kind == "sequence"))
+        return f"{family.title} writes text: choose algorithm.name from {known}"
+    return f"{family.title} is a flow, and this algorithm trains models that write text: choose another algorithm.name"
 
 
 def _model(job: JobSpec) -> Iterator[str]:

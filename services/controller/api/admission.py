@@ -16,6 +16,7 @@ from typing import Any
 from flowfleet import hub
 from flowfleet.job.adapter_files import CHECKPOINT_FILE, find_adapter
 from flowfleet.job.model_files import exported_folder
+from flowfleet.job.rules import sequences
 from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.media.files import MediaLimits
 from flowfleet.models.registry import FAMILIES, ModelFamily, family_of
@@ -217,7 +218,7 @@ def _is_readable(path: Path) -> bool:
 
 def _family_problems(spec: JobSpec, family: ModelFamily) -> Iterator[str]:
     rollout = spec.rollout
-    if kind := family.refusal(spec.loss.kind):
+    if kind := sequences.refusal(family, spec.loss.kind):
         yield f"algorithm.loss = {spec.loss.name}: {kind}"
     if rollout.num_frames > 1 and family.modality == "image":
         videos = ", ".join(known.title for known in FAMILIES.values() if known.modality == "video") or "none yet"

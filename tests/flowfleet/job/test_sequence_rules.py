@@ -4,7 +4,10 @@ from typing import Any
 
 import pytest
 
+from flowfleet.algorithms import registry
+from flowfleet.job.rules.sequences import refusal
 from flowfleet.job.spec import JobSpec, parse_job
+from flowfleet.models.registry import FAMILIES
 
 
 def job(algorithm: str, /, **parts: Any) -> JobSpec:
@@ -57,6 +60,7 @@ def test_a_sequence_policy_refuses_what_only_flows_read(part: str, settings: dic
     [
         ("rollout", {"sequence": {"max_tokens": 64}}, "rollout.sequence.max_tokens"),
         ("rollout", {"sequence": {"temperature": 0.5}}, "rollout.sequence.temperature"),
+        ("rollout", {"sequence": {"routed_experts": False}}, "rollout.sequence.routed_experts"),
         ("trainer", {"micro_batch_tokens": 64}, "trainer.micro_batch_tokens"),
         ("algorithm", {"aggregation": "token"}, "algorithm.aggregation"),
     ],
@@ -66,13 +70,24 @@ def test_a_flow_refuses_what_only_sequences_read(part: str, settings: dict[str, 
         job("flow_grpo", **{part: settings})
 
 
-@pytest.mark.parametrize(("name", "value"), [("flow_grpo", False), ("gspo", False), ("gspo", True)])
+@pytest.mark.parametrize(("name", "value"), [("flow_grpo", True), ("gspo", False), ("gspo", True)])
 def test_stored_jobs_that_name_routed_experts_are_read(name: str, value: bool) -> None:
-    """A stored job names every setting, with the default of its time."""
+    """A stored job names every setting."""
     data = job(name).model_dump(mode="json")
-    assert data["rollout"]["sequence"]["routed_experts"] is True
     data["rollout"]["sequence"]["routed_experts"] = value
     assert parse_job(data).rollout.sequence.routed_experts is value
+
+
+def test_the_algorithms_that_a_model_which_writes_text_may_have_are_those_registered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    family, loss = FAMILIES["Qwen3ForCausalLM"], registry.LOSSES["gspo"]
+    assert refusal(family, "policy").endswith("choose algorithm.name from dapo, grpo, gspo")
+    own = registry.Algorithm("cispo", "CISPO", "https://arxiv.org/abs/2506.13585", "Another.", loss=loss.name)
+    monkeypatch.setitem(registry.ALGORITHMS, own.name, own)
+    assert "cispo, dapo" in refusal(family, "policy")
+    assert refusal(family, loss.kind) == ""
+    assert "is a flow" in refusal(FAMILIES["FluxPipeline"], loss.kind)
 
 
 def test_gspo_has_one_aggregation() -> None:

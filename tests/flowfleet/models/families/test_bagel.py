@@ -11,6 +11,7 @@ import torch
 from diffusers import AutoencoderKL
 from safetensors.torch import load_file, save_file
 
+from flowfleet.job.rules.sequences import refusal
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.families.bagel.checkpoint import read_config
 from flowfleet.models.families.bagel.painter import BagelPainter, guide
@@ -37,7 +38,7 @@ def adapter(checkpoint: Path) -> ModelAdapter:
 def test_one_folder_is_a_flow_and_a_model_that_writes(checkpoint: Path) -> None:
     family = family_of(checkpoint)
     assert family.title == "BAGEL"
-    assert (family.refusal("policy"), family.refusal("matching"), family.refusal("sequence")) == ("", "", "")
+    assert [refusal(family, kind) for kind in ("policy", "matching", "sequence")] == ["", "", ""]
     assert adapter_for(checkpoint) is BagelPainter
     assert sequence_adapter_for(checkpoint).__name__ == "BagelWriter"
 
