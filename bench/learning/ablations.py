@@ -72,7 +72,7 @@ STUDIES: Final[Mapping[str, Sequence[Line]]] = {
         Line("KL", ("algorithm.kl_coef=0.04",)),
         Line(
             "gate",
-            ("rewards.image_quality.weight=0.0", 'rewards.image_quality.gate={below=0.7,action="mask"}'),
+            ("rewards.image_quality.weight=0.0", 'rewards.image_quality.gate={below=0.3,action="mask"}'),
         ),
         Line("second reward", ("rewards.image_quality.weight=0.5",)),
         Line(
@@ -89,7 +89,8 @@ STUDIES: Final[Mapping[str, Sequence[Line]]] = {
         ),
     ],
 }
-"""Settings that users ask for most, and what hinders a hacked reward."""
+"""Settings that users ask for most, and what hinders a hacked reward. The base's pictures have an image_quality of 0.44
+on average, with a deviation of 0.16: the gate is one below."""
 
 
 def main() -> int:
