@@ -4,8 +4,8 @@
     python -m bench.learning.ablations group window guidance guards …
 
 Each line of a study is Flow-GRPO's job of `bench.learning.composition` (`guidance` has AWM's too), at the best learning
-rate of its sweep, with changes of its own; every line makes as many pictures. How old samples may be is
-a limit, and how old they were is a column: small micro-batches slow the trainer, so that they grow old. Runs go into
+rate of its sweep, with changes of its own; every line makes as many pictures. How old samples may be is a limit, and
+how old they were is a column: small micro-batches slow the trainer, so that samples grow old. Runs go into
 DIRECTORY/<study>/<line>-<seed>; a run that is there is kept. With --page each study's part of a page is rewritten.
 """
 
@@ -24,7 +24,7 @@ from rich.console import Console
 from bench.learning.composition import ALGORITHMS, SCORE, Algorithm, chosen_factors, judged, run_of
 from bench.learning.results import Result, changes, read_all, spread
 from bench.learning.runs import Run, add_options, report, train_all
-from docs.generate.markdown import rewrite, table
+from docs.generate.markdown import content, rewrite, table
 
 FLOW_GRPO, AWM = (next(one for one in ALGORITHMS if one.title == title) for title in ("Flow-GRPO", "AWM"))
 CORRECTED: Final = ('algorithm.correction.mode="truncated"',)
@@ -45,7 +45,7 @@ class Line:
 
 
 def _stale(versions: int) -> tuple[str, ...]:
-    """Allows samples up to `versions` old, which rules out deterministic batches."""
+    """Allows samples up to `versions` old, which rules out deterministic batches, and slows the trainer."""
     return (f"schedule.max_staleness={versions}", "trainer.deterministic=false", "trainer.micro_batch_size=12")
 
 
@@ -95,28 +95,38 @@ on average, with a deviation of 0.16: the gate is one below."""
 
 def main() -> int:
     options, console = _parser().parse_args(), Console(width=200)
-    errors: dict[Run, str] = {}
+    runs: list[Run] = []
     try:
-        runs = [run for study in options.studies for run in plan(study, options.seeds, options.directory, options.set)]
+        if options.page is not None:
+            for study in options.studies:
+                content(options.page.read_text(), _part(study))
         if not options.table_only:
-            errors = train_all(runs, options.parallel, options.budget, console, options.gpus)
-    except ValueError as unswept:
-        sys.exit(str(unswept))
+            runs = [
+                run for study in options.studies for run in plan(study, options.seeds, options.directory, options.set)
+            ]
+    except (ValueError, OSError) as mistake:
+        sys.exit(str(mistake))
+    errors = train_all(runs, options.parallel, options.budget, console, options.gpus)
     parts = {}
     for study in options.studies:
         results = read_all(STUDIES[study], options.seeds, options.directory / study, SCORE)
         if results:
-            parts[f"learning-composition-{study}"] = study_table(results)
-            console.print(f"{study}\n\n{study_table(results)}\n", markup=False, highlight=False, soft_wrap=True)
+            parts[_part(study)] = study_table(results)
+        table_of = study_table(results) if results else f"no finished run in {options.directory / study}"
+        console.print(f"{study}\n\n{table_of}\n", markup=False, highlight=False, soft_wrap=True)
     if options.page is not None:
         rewrite(options.page, parts)
     return report(runs, errors, console)
 
 
+def _part(study: str) -> str:
+    """Its part of a page."""
+    return f"learning-composition-{study}"
+
+
 def plan(study: str, seeds: Sequence[int], directory: Path, given: Sequence[str] = ()) -> list[Run]:
     """All runs of a study, seed after seed, so that an early end leaves whole seeds. A line's changes come after those
-    that are given. ValueError where the sweep has
-    none of an algorithm."""
+    that are given. ValueError where the sweep has none of an algorithm."""
     factors = chosen_factors(list(dict.fromkeys(line.algorithm for line in STUDIES[study])), directory)
     runs = []
     for seed in seeds:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,6 +46,8 @@ JUDGE: Final = "composition_judge"
 SCORE: Final = f"val-core/rewards/{JUDGE}/mean"
 """The judge's mean over all held-out prompts, of a validation."""
 TARGETS: Final = (0.5, 0.6)
+SEEDS: Final = (1, 2, 3)
+SWEEP: Final = "python -m bench.learning.composition sweep"
 PAIRS: Final = "preferences/preferences.jsonl"
 SAMPLES: Final = 144
 """Samples of a step."""
@@ -103,41 +106,49 @@ ALGORITHMS: Final = (
 def main() -> int:
     options, console = _parser().parse_args(), Console(width=200)
     chosen = [one for one in ALGORITHMS if options.algorithms is None or one.key in options.algorithms]
-    errors: dict[Run, str] = {}
-    try:
-        runs = _runs(options, chosen)
-        if options.what != "page":
-            errors = {run: lack for run in runs if not run.is_done and (lack := lacking(run))}
-            ready = [run for run in runs if run not in errors]
-            errors |= train_all(ready, options.parallel, options.budget, console, options.gpus)
-    except ValueError as mistake:
-        sys.exit(str(mistake))
-    best = {one: best_factor(one, options.directory) for one in chosen}
-    for one, factor in best.items():
+    runs = _runs(options, chosen)
+    errors = _train(runs, options, console)
+    seeds = sorted({*SEEDS, *options.seeds})
+    factors = {one: best_factor(one, options.directory) for one in chosen}
+    for one, factor in factors.items():
         if factor is not None:
             console.print(f"{one.title}: {factor:g} × its learning rate", highlight=False)
-    results = read_all(chosen, options.seeds, options.directory, SCORE)
+    results = read_all(ALGORITHMS, seeds, options.directory, SCORE)
     if results:
-        text = page_part(results, {one: swept(one, options.directory) for one in chosen})
+        text = page_part(results, {one: swept(one, options.directory) for one in ALGORITHMS})
         if options.page is not None:
             draw(results, options.page.parent / "images" / PICTURE)
             rewrite(options.page, {PART: text})
         console.print(text, markup=False, highlight=False, soft_wrap=True)
+    elif options.what == "page":
+        console.print(f"{options.directory} holds no finished run: name another --directory")
+    unswept = [one.key for one, factor in factors.items() if factor is None]
+    if options.what == "runs" and unswept:
+        text = f"not started: first run `{SWEEP} --algorithms {' '.join(unswept)} --directory {options.directory}`"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        return report(runs, errors, console) or 1
     return report(runs, errors, console)
 
 
 def _runs(options: argparse.Namespace, chosen: Sequence[Algorithm]) -> list[Run]:
-    """What the command is about; a page is of what was swept."""
+    """Runs that the command trains; algorithms without a sweep have none."""
+    if options.what == "page":
+        return []
     if options.what == "sweep":
         runs = sweep(chosen, options.directory)
-    elif options.what == "page":
-        chosen = [one for one in chosen if swept(one, options.directory)]
-        if not chosen:
-            raise ValueError(f"{options.directory} holds no sweep to show: name another --directory")
-        runs = plan(chosen, options.seeds, options.directory)
     else:
-        runs = plan(chosen, options.seeds, options.directory)
+        runs = plan([one for one in chosen if swept(one, options.directory)], options.seeds, options.directory)
     return [replace(run, changes=(*run.changes, *options.set), keeps_model=options.keep_models) for run in runs]
+
+
+def _train(runs: Sequence[Run], options: argparse.Namespace, console: Console) -> dict[Run, str]:
+    """Errors by run. Students come after their teachers."""
+    errors: dict[Run, str] = {}
+    deadline = time.monotonic() + options.budget
+    for _ in ("teachers and all others", "students"):
+        ready = [run for run in runs if run not in errors and not lacking(run)]
+        errors |= train_all(ready, options.parallel, deadline - time.monotonic(), console, options.gpus)
+    return errors | {run: f"not started: {lack}" for run in runs if run not in errors and (lack := lacking(run))}
 
 
 def sweep(algorithms: Sequence[Algorithm], directory: Path) -> list[Run]:
@@ -165,8 +176,8 @@ def chosen_factors(algorithms: Sequence[Algorithm], directory: Path) -> dict[Alg
     factors = {one: best_factor(one, directory) for one in algorithms}
     if missing := [one.key for one, factor in factors.items() if factor is None]:
         raise ValueError(
-            f"{directory} has no finished sweep of {len(missing)} algorithms: first run `python -m "
-            f"bench.learning.composition sweep --algorithms {' '.join(missing)} --directory {directory}`"
+            f"{directory} has no finished sweep of {len(missing)} algorithms: first run `{SWEEP} --algorithms "
+            f"{' '.join(missing)} --directory {directory}`"
         )
     return {one: factor for one, factor in factors.items() if factor is not None}
 
@@ -276,8 +287,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("what", choices=("sweep", "runs", "page"))
     keys = [one.key for one in ALGORITHMS]
-    parser.add_argument("--algorithms", nargs="+", choices=keys, metavar="NAME", help=f"of {', '.join(keys)}")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--algorithms", nargs="+", choices=keys, metavar="NAME", help=f"to train, of {', '.join(keys)}")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     add_options(parser)
     parser.add_argument("--keep-models", action="store_true", help="in each run's folder, as `model`")
     parser.add_argument("--directory", type=Path, default=DIRECTORY)

@@ -10,6 +10,7 @@ from typing import Any, Final
 from bench.learning.runs import Run
 from flowfleet.job.files import prepare_job
 from flowfleet.job.spec import JobSpec
+from recipes.tiny.pairs import painter_of
 
 WINDOW: Final = 4
 SMOOTH: Final = "composition_smooth"
@@ -20,7 +21,7 @@ OF_SIGNS: Final = (
     *("rollout.num_inference_steps", "trainer.micro_batch_size"),
     *("rewards.ocr.", "rewards.jpeg_compressibility.", "algorithm.teachers."),
 )
-"""How settings begin that the recipes of signs have of their world."""
+"""Prefixes of settings that belong to the world of signs."""
 
 
 def own_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,6 +47,8 @@ def as_changes(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 def lacking(run: Run) -> str:
     """Says which preferences or teachers are missing and which command makes them; empty where none are."""
+    if run.is_done:
+        return ""
     spec = prepare_job(Path(f"recipes/{run.recipe}.toml"), run.changes, same_machine=True)
     return _pairs(spec) if spec.method.data == "preferences" else _teachers(spec)
 
@@ -53,13 +56,17 @@ def lacking(run: Run) -> str:
 def _pairs(spec: JobSpec) -> str:
     """A data set with fewer pairs than the job reads would be read again, which is not equal samples."""
     path, needed = Path(str(spec.data.train)), spec.schedule.steps * spec.rollout.prompts_per_step
-    held = len(path.read_text().splitlines()) if path.exists() else 0
-    if held >= needed:
-        return ""
-    return (
-        f"it reads {needed} pairs and {path} has {held}: first run `python -m recipes.composition.base.preferences "
-        f"--world small --model {spec.model.path} --output {path.parent} --pairs {needed}`"
+    command = (
+        f"`python -m recipes.composition.base.preferences --world small --model {spec.model.path} --output "
+        f"{path.parent} --pairs {needed}`"
     )
+    held = len(path.read_text().splitlines()) if path.exists() else 0
+    if held < needed:
+        return f"the job needs {needed} pairs and {path} has {held}: first run {command}"
+    painter = painter_of(path.parent)
+    if painter != Path(spec.model.path).resolve():
+        return f"{painter} painted the pairs in {path.parent}: remove the folder, then run {command}"
+    return ""
 
 
 def _teachers(spec: JobSpec) -> str:
@@ -68,10 +75,12 @@ def _teachers(spec: JobSpec) -> str:
     if not missing:
         return ""
     runs = [path.parent.name.rpartition("-") for path in missing]
+    done = [str(path.parent) for path in missing if (path.parent / "summary.json").exists()]
+    first = f"their runs kept no model, so remove {' '.join(done)}, then" if done else "first"
     return (
-        f"its teachers {' and '.join(map(str, missing))} are not there: first run, with your --set, `python -m "
-        f"bench.learning.composition runs --algorithms {' '.join(key for key, _, _ in runs)} --seeds {runs[0][2]} "
-        f"--keep-models --directory {missing[0].parents[1]}`"
+        f"its teachers {' and '.join(map(str, missing))} are missing: {first} run, with your --set, "
+        f"`python -m bench.learning.composition runs --algorithms {' '.join(key for key, _, _ in runs)} --seeds "
+        f"{runs[0][2]} --keep-models --directory {missing[0].parents[1]}`"
     )
 
 

@@ -45,8 +45,7 @@ class Run:
 
     @property
     def is_done(self) -> bool:
-        left = ("summary.json", "model") if self.keeps_model else ("summary.json",)
-        return all((self.directory / name).exists() for name in left)
+        return (self.directory / "summary.json").exists()
 
     @property
     def log(self) -> Path:

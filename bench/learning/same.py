@@ -2,6 +2,7 @@
 
     python -m bench.learning.same [--ways plain only idle fp8 merged flash] [--seeds 1 2 3] [--parallel 1]
     python -m bench.learning.same --table-only --page docs/results.md
+    python -m bench.learning.same --recipe NAME [--reward REWARD …] [--set KEY=VALUE …] [--gpus 0]
 
 Every way trains in bfloat16 without `trainer.deterministic`, as `plain` does. Tiny models have no linears that float8
 is worth: for `fp8` the smallest is lowered (`FLOWFLEET_FP8_MIN_SIZE`), in every process alike. Runs go into
@@ -23,7 +24,7 @@ from rich.console import Console
 
 from bench.learning.results import Result, read_result, spread
 from bench.learning.runs import Run, add_options, report, train_all
-from docs.generate.markdown import rewrite, table
+from docs.generate.markdown import content, rewrite, table
 
 PLAIN = "plain"
 WAYS: dict[str, tuple[str, ...]] = {
@@ -46,6 +47,12 @@ ALLOWED = 0.02
 
 def main() -> int:
     options, console = _parser().parse_args(), Console(width=200)
+    part = PART if options.recipe == RECIPE else f"{PART}-{options.recipe}"
+    if options.page is not None:
+        try:
+            content(options.page.read_text(), part)
+        except (ValueError, OSError) as mistake:
+            sys.exit(str(mistake))
     os.environ["FLOWFLEET_FP8_MIN_SIZE"] = MIN_SIZE
     runs = plan(options.recipe, options.ways, options.seeds, options.directory)
     runs = [replace(run, changes=(*run.changes, *options.set), rewards=tuple(options.reward)) for run in runs]
@@ -53,7 +60,7 @@ def main() -> int:
     found = read(options.recipe, options.ways, options.seeds, options.directory)
     console.print(same_table(found), markup=False, highlight=False, soft_wrap=True)
     if options.page is not None:
-        rewrite(options.page, {PART if options.recipe == RECIPE else f"{PART}-{options.recipe}": same_table(found)})
+        rewrite(options.page, {part: same_table(found)})
     return report(runs, errors, console)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import replace
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -189,7 +188,7 @@ def demo(
 
     if name not in DEMOS:
         raise ValueError(f"no demo is called {name!r}: take one of {', '.join(DEMOS)}")
-    chosen = DEMOS[name].here() if recipe is None else replace(DEMOS[name], recipe=recipe, on_gpu=None)
+    chosen = DEMOS[name].here() if recipe is None else DEMOS[name].of(recipe)
     chosen.require()
     changes = [*chosen.changes, *(set_ or ()), *([] if seed is None else [f"seed={seed}"])]
     console = err if json_ else out

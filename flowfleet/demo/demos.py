@@ -100,6 +100,10 @@ class Demo:
         """Settings of the recipe that this machine decides."""
         return () if self.model is None else (f"model.path={self.model.path}",)
 
+    def of(self, recipe: Path) -> Demo:
+        """The demo with another recipe, which names its own model."""
+        return Demo(recipe, self.rewards, self.needs, self.code)
+
     def here(self) -> Demo:
         """The demo for the device that services of this machine compute on."""
         if self.on_gpu is None:

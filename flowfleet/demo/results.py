@@ -54,7 +54,7 @@ def fetch(client: Client, job_id: str, events: Sequence[JobEvent]) -> Outcome:
     job = client.job(job_id)
     versions = sorted({event.data["version"] for event in events if event.type == "validation"})
     if len(versions) < 2:
-        raise ValueError("the job validated less than twice: give it data.validation and a step")
+        raise ValueError("the job validated less than twice: set data.validation, and schedule.steps to 1 or more")
     before, after = (_held_out(client, job_id, version) for version in (versions[0], versions[-1]))
     return Outcome(job, events, list(client.metrics(job_id)), before, after)
 

@@ -53,6 +53,7 @@ def run_demo(
     spec = prepare_job(recipe, changes, same_machine=True)
     if not spec.rewards or not spec.data.is_validated:
         raise ValueError(f"{recipe} leaves nothing to compare: give it rewards and data.validation")
+    _check_replaceable(directory)
     if model is not None and spec.model.path == str(model.path):
         model.make(partial(_say, console))
     _make_fresh(directory, spec)
@@ -75,11 +76,15 @@ def run_demo(
     return summary
 
 
+def _check_replaceable(directory: Path) -> None:
+    """Raises ValueError for a directory of something else than a demo."""
+    if directory.exists() and any(directory.iterdir()) and not (directory / MARKER).exists():
+        raise ValueError(f"{directory} holds something else than a demo: give another --state-dir, or remove it")
+
+
 def _make_fresh(directory: Path, spec: JobSpec) -> None:
     """Empties a directory of an earlier demo, whose stack is ended first should it still live."""
     if directory.exists() and any(directory.iterdir()):
-        if not (directory / MARKER).exists():
-            raise ValueError(f"{directory} holds something else than a demo: give another --state-dir, or remove it")
         stop_stack(StateDir(directory / "stack"))
         shutil.rmtree(directory)
     directory.mkdir(parents=True, exist_ok=True)

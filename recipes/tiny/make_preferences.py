@@ -44,7 +44,7 @@ def make(options: argparse.Namespace) -> int:
     pictures = np.stack(painted, axis=1).reshape(len(prompts) * each, *painted[0].shape[1:])
     repeated = [prompt for prompt in prompts for _ in range(each)]
     preferences = preferences_of(pictures, repeated, _scores(pictures, repeated), each, pairs_per_prompt=1)
-    write_preferences(options.output, preferences)
+    write_preferences(options.output, preferences, MODEL)
     return len(preferences)
 
 

@@ -62,8 +62,8 @@ def _parser() -> argparse.ArgumentParser:
         "--threads",
         type=int,
         default=usable_cpus(),
-        help="CPU threads of the service's own process; of the one process of an isolated scorer (python), up to "
-        f"{MAX_AHEAD} decode",
+        help="CPU threads of the service's own process; of the one process of an isolated scorer (python without "
+        f"gradient), up to {MAX_AHEAD} decode",
     )
     add_pulse_arguments(parser)
     parser.add_argument("--drain-s", type=float, default=60.0, help="longest wait for running calls on SIGTERM")

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from flowfleet.algorithms.registry import ALGORITHMS, LOSSES
 from flowfleet.job.rules.unheard import unheard
 from flowfleet.job.sequence import SequencePart
-from flowfleet.models.registry import ModelFamily
 
 if TYPE_CHECKING:
     from flowfleet.job.spec import JobSpec
+    from flowfleet.models.registry import ModelFamily
 
 _OF_SEQUENCES = (
     *(f"rollout.sequence.{name}" for name in SequencePart.model_fields),

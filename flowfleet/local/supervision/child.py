@@ -89,8 +89,9 @@ class Child:
         try:
             self.start()
         except OSError as error:  # no memory to fork, or a full disk: the others serve
-            self._restart_at = now + self._backoff.after(0.0)
-            logger.error("%s cannot be started, and is tried again: %s", self.plan.name, error)
+            delay_s = self._backoff.after(0.0)
+            self._restart_at = now + delay_s
+            logger.error("%s could not be started; trying again in %.1f s: %s", self.plan.name, delay_s, error)
             return False
         return True
 

@@ -14,7 +14,7 @@ def end_stack(state: StateDir, grace_s: float = GRACE_S) -> int:
     """Ends every process of the stack and forgets them; returns how many there were.
 
     The controller goes first, so that it launches nothing more, and Redis last, so that all others could still write.
-    The others are looked for until none is left: one that is just being started bears no mark yet.
+    The others are looked for until no new one is found, since one that was just being started bore no mark before.
     """
     controller, redis = _named(state, "controller"), _named(state, "redis")
     end_processes(controller, grace_s)

@@ -166,7 +166,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     samples = kinds.add_parser("samples", parents=[common], help="train on the base's own pictures")
     samples.add_argument("--prompts", type=Path, help="JSON Lines file; without it the world's training prompts")
     samples.add_argument("--per-prompt", type=count, default=8, help="pictures of each prompt")
-    samples.add_argument("--guidance", type=float, default=1.0, help="scale that pictures are made with")
+    samples.add_argument("--guidance", type=at_least_one, default=1.0, help="scale that pictures are made with")
     samples.add_argument("--sampling-steps", type=count, default=NUM_SAMPLING_STEPS)
     samples.add_argument("--weight", choices=get_args(Weight), default="none")
     samples.add_argument("--reward", type=Path, help="file of the reward's judge, whose partial score is the reward")
@@ -175,8 +175,6 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if options.output.resolve() == options.model.resolve():
         parser.error("--output would overwrite the base: name another folder")
     if options.data == "samples":
-        if options.guidance < 1:
-            samples.error(f"--guidance {options.guidance:g} is below 1, which is no guidance: give 1 or more")
         if options.weight != "none" and options.reward is None:
             samples.error(f"--weight {options.weight} needs a reward: give --reward")
         if options.weight != "none" and options.per_prompt < 2:
@@ -188,6 +186,14 @@ def count(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def at_least_one(text: str) -> float:
+    """A guidance scale."""
+    value = float(text)
+    if not 1 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is below 1, which is no guidance: give 1 or more")
     return value
 
 

@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 
 from recipes.composition.atlas import blank
-from recipes.composition.base.controls import NOISE_SEED, count, reward_of
+from recipes.composition.base.controls import NOISE_SEED, at_least_one, count, reward_of
 from recipes.composition.base.training import prepared
 from recipes.composition.evaluate import Line, scores
 from recipes.composition.judges.agreement import Judge
@@ -71,12 +71,12 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder of the base")
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--world", choices=("small", "full"), default="full")
+    parser.add_argument("--world", choices=("small", "full"), required=True)
     parser.add_argument("--reward", type=Path, help="file of the reward's judge; without it the world's own")
     parser.add_argument("--prompts", type=Path, help="JSON Lines file; without it the world's training prompts")
     parser.add_argument("--pairs", type=count, default=2160, help="72 for each step of a job of 144 pictures (2160)")
     parser.add_argument("--pictures", type=count, default=12, help="made of each prompt (12)")
-    parser.add_argument("--guidance", type=float, default=1.0, help="scale that pictures are made with (1)")
+    parser.add_argument("--guidance", type=at_least_one, default=1.0, help="scale that pictures are made with (1)")
     parser.add_argument("--sampling-steps", type=count, default=8, help="as the small world's jobs (8)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     judge = reward_of(options.reward or file_of("reward", world.size), options.device)
     lines = read_lines(options.prompts) if options.prompts else read_prompts(options.world, "train")
     found, made = find(load(options.model, torch.device(options.device)), judge, world, lines, options)
-    write_preferences(options.output, found)
+    write_preferences(options.output, found, options.model)
     print(json.dumps({"pairs": len(found), "pictures_made": made, "output": str(options.output)}))
 
 

@@ -80,7 +80,7 @@ class RewardJudge:
 
     def smooth(self, pictures: torch.Tensor, metadata: Sequence[Mapping[str, str]]) -> torch.Tensor:
         """(N,) scores from 0 to 1 for what the metadata ask, differentiable by pictures (N, 3, S, S) from 0 to 1.
-        ValueError for metadata without a request, or with a word or a noun that the judge does not know."""
+        ValueError for metadata without a request, with a word, or with what the judge does not know."""
         self.kind.check(pictures)
         self.detector.eval()
         pictures = pictures.to(self.device)
@@ -103,10 +103,13 @@ class RewardJudge:
         request = read_request(metadata)
         if metadata.get("word"):
             raise ValueError("words have no smooth score: leave out the prompts whose metadata has a word")
-        if unknown := [name for name in request.names if name not in self.kind.nouns]:
-            raise ValueError(
-                f"metadata.geneval asks for {unknown[0]}, and this judge knows {', '.join(self.kind.nouns)}"
-            )
+        for known, names in (
+            (self.kind.nouns, request.names),
+            (self.kind.colors, [wanted.color for wanted in request.include if wanted.color is not None]),
+            (self.kind.styles, [metadata["style"]] if metadata.get("style") else []),
+        ):
+            if unknown := [name for name in names if name not in known]:
+                raise ValueError(f"the metadata ask for {unknown[0]}, and this judge knows {', '.join(known)}")
         peaks = torch.where(heat == F.max_pool2d(heat, 3, 1, 1), (heat - _logit(THRESHOLD)).sigmoid(), 0.0)
         sure, cells = peaks.flatten(1).sort(dim=1, descending=True)
         counts: list[torch.Tensor] = []

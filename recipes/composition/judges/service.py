@@ -4,6 +4,8 @@
     python -m services.reward --scorer python --settings recipes/composition/judges/heldout.toml --port 9002
     flowfleet up --reward composition=127.0.0.1:9001 --reward composition_judge=127.0.0.1:9002
 
+`reward_gradient.toml` serves the reward's smooth score, which ReFL and SRPO train on.
+
 A service reads its judge when it starts, from `weights`, or the folder that $FLOWFLEET_COMPOSITION_JUDGES names:
 `reward-64.safetensors` looks at pictures of 64 pixels. Larger pictures than a judge's are averaged down to its size.
 """

@@ -57,6 +57,5 @@ def _finite(sample: PixelInput, outcome: GradientOutcome) -> GradientOutcome:
     if isinstance(plain, Problem):
         return plain
     if not bool(np.isfinite(outcome.gradient).all()):
-        text = "the gradient has NaN or infinite elements, as a root or a norm has at 0: add a small number there"
-        return Problem("non_finite", text)
+        return Problem("non_finite", "the gradient has NaN or infinite elements")
     return outcome

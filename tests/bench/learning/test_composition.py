@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from bench.learning import composition
 from bench.learning.composition import (
     ALGORITHMS,
     FACTORS,
@@ -30,6 +32,7 @@ from bench.learning.runs import Run
 from flowfleet.job.files import changed_job, prepare_job
 from flowfleet.job.spec import JobSpec
 from flowfleet.local.rewards import parse_reward
+from recipes.tiny.pairs import PAINTER
 
 ROOT = Path(__file__).parents[3]
 PARTIAL = [0.5, 0.7, 0.6]
@@ -168,28 +171,63 @@ def test_a_data_set_holds_as_many_pairs_as_a_job_reads(tmp_path: Path) -> None:
     assert f"--model {ROOT}/recipes/composition/model --output {tmp_path}/preferences --pairs 144`" in lacking(run)
     (tmp_path / "preferences").mkdir()
     (tmp_path / PAIRS).write_text("{}\n" * 143)
-    assert lacking(run).startswith(f"it reads 144 pairs and {tmp_path}/preferences/preferences.jsonl has 143: ")
+    assert lacking(run).startswith(f"the job needs 144 pairs and {tmp_path}/preferences/preferences.jsonl has 143: ")
     (tmp_path / PAIRS).write_text("{}\n" * 144)
+    (tmp_path / "preferences" / PAINTER).write_text(f"{tmp_path}/other\n")
+    assert lacking(run).startswith(f"{tmp_path}/other painted the pairs in {tmp_path}/preferences: remove the folder")
+    (tmp_path / "preferences" / PAINTER).write_text(f"{ROOT}/recipes/composition/model\n")
     assert lacking(run) == ""
 
 
-def test_a_run_that_is_to_keep_its_model_is_done_with_it(tmp_path: Path) -> None:
-    run = Run("tiny_ocr", 1, tmp_path / "run")
-    keeping = replace(run, keeps_model=True)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "summary.json").write_text("{}")
-    assert (run.is_done, keeping.is_done) == (True, False)
-    (tmp_path / "run" / "model").mkdir()
-    assert keeping.is_done
+def test_teachers_without_models_are_to_be_trained_again(tmp_path: Path) -> None:
+    run = next(run for run in sweep(ALGORITHMS, tmp_path) if run.directory.name == "diffusion_opd-1")
+    for key in ("awm", "ocr"):
+        (tmp_path / f"{key}-1").mkdir()
+    (tmp_path / "ocr-1" / "summary.json").write_text("{}")
+    assert f"their runs kept no model, so remove {tmp_path}/ocr-1, then run" in lacking(run)
+    run.directory.mkdir(parents=True)
+    (run.directory / "summary.json").write_text("{}")
+    assert lacking(run) == ""
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "bench.learning.composition", *arguments]
+    return subprocess.run(words, capture_output=True, text=True, check=False)
 
 
 def test_without_a_sweep_the_command_says_what_to_run(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bench.learning.composition", "runs", "--directory", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = command("runs", "--no-page", "--directory", str(tmp_path), "--algorithms", "ocr", "awm")
     assert done.returncode == 1
-    assert done.stderr.startswith(
-        f"{tmp_path} has no finished sweep of {len(ALGORITHMS)} algorithms: first run `python"
-    )
+    assert f"composition sweep --algorithms ocr awm --directory {tmp_path}`" in done.stdout
+
+
+def test_a_page_needs_no_sweep_and_shows_every_algorithm(tmp_path: Path) -> None:
+    assert f"{tmp_path} holds no finished run" in command("page", "--no-page", "--directory", str(tmp_path)).stdout
+    for one in ALGORITHMS[:2]:
+        finished(tmp_path / f"{one.key}-2", one, [0.4, 0.9])
+    done = command("page", "--no-page", "--seeds", "1", "--algorithms", "awm", "--directory", str(tmp_path))
+    assert done.returncode == 0
+    assert all(f"| {one.title} |" in done.stdout for one in ALGORITHMS[:2])
+
+
+def test_students_are_trained_after_their_teachers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what lacks its teachers or pairs still is not started."""
+    swept(tmp_path)
+    rounds: list[list[str]] = []
+
+    def trained(runs: list[Run], *_: Any) -> dict[Run, str]:
+        rounds.append([run.directory.name for run in runs if not run.is_done])
+        for run in runs:
+            (run.directory / "model").mkdir(parents=True, exist_ok=True)
+            (run.directory / "summary.json").write_text("{}")
+        return {}
+
+    monkeypatch.setattr(composition, "train_all", trained)
+    options = composition._parser().parse_args(["runs", "--seeds", "1", "--keep-models", "--directory", str(tmp_path)])
+    chosen = [one for one in ALGORITHMS if one.key in ("ocr", "awm", "diffusion_opd", "dpo")]
+    errors = composition._train(composition._runs(options, chosen), options, Console(quiet=True))
+    assert rounds == [["ocr-1", "awm-1"], ["diffusion_opd-1"]]
+    assert [(run.directory.name, error[:13]) for run, error in errors.items()] == [("dpo-1", "not started: ")]
 
 
 def finished(directory: Path, algorithm: Algorithm, judged: list[float]) -> None:

@@ -126,3 +126,25 @@ def test_ending_a_stack_ends_trainers_and_forgets_all(tmp_path: Path, started: l
     assert service.wait(5) == trainer.wait(5) == -15
     assert not psutil.pid_exists(rank) or psutil.Process(rank).status() == psutil.STATUS_ZOMBIE
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_one_that_bears_its_mark_too_late_is_ended_as_well(
+    tmp_path: Path, started: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between fork and exec a process has no environment, so the first look misses it."""
+    first, late = start(started, CHILD, tmp_path), start(started, CHILD, tmp_path)
+    for process in (first, late):
+        line(process)
+    environ, asked = psutil.Process.environ, []
+
+    def read(process: psutil.Process) -> dict[str, str]:
+        if process.pid == late.pid:
+            asked.append(process.pid)
+            if psutil.pid_exists(first.pid) and psutil.Process(first.pid).status() != psutil.STATUS_ZOMBIE:
+                return {}
+        return dict(environ(process))
+
+    monkeypatch.setattr(psutil.Process, "environ", read)
+    assert end_stack(StateDir(tmp_path)) == 2
+    assert len(asked) > 1
+    assert late.wait(5) != 0

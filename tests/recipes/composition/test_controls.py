@@ -161,7 +161,7 @@ def test_speed_leaves_out_the_first_report() -> None:
     [
         ("samples --model a --output b --weight best", "--weight best needs a reward: give --reward"),
         ("samples --model a --output b --weight reward --reward j --per-prompt 1", "give --per-prompt 2 or more"),
-        ("samples --model a --output b --guidance 0.5", "--guidance 0.5 is below 1"),
+        ("samples --model a --output b --guidance 0.5", "0.5 is below 1"),
         ("samples --model a --output b --beta 0", "0 is not above 0"),
         ("samples --model a --output a", "--output would overwrite the base: name another folder"),
         ("renders --model a --output b --steps 0", "0 is not at least 1"),

@@ -380,8 +380,13 @@ def test_what_has_no_smooth_score_is_named(pair: tuple[RewardJudge, HeldoutJudge
     asks = {"geneval": '{"include": [{"class": "apple", "count": 1}]}', "word": "CAT"}
     with pytest.raises(ValueError, match="words have no smooth score"):
         pair[0].smooth(torch.zeros(1, 3, 64, 64), [asks])
-    with pytest.raises(ValueError, match="asks for zebra, and this judge knows"):
-        pair[0].smooth(torch.zeros(1, 3, 64, 64), [{"geneval": '{"include": [{"class": "zebra", "count": 1}]}'}])
+    one = {"geneval": '{"include": [{"class": "apple", "count": 1}]}'}
+    for unknown, asks in {
+        "zebra": {"geneval": '{"include": [{"class": "zebra", "count": 1}]}'},
+        "oil": one | {"style": "oil"},
+    }.items():
+        with pytest.raises(ValueError, match=f"ask for {unknown}, and this judge knows"):
+            pair[0].smooth(torch.zeros(1, 3, 64, 64), [asks])
 
 
 def test_the_scorer_gives_the_smooth_scores_gradient(world: World) -> None:

@@ -20,7 +20,7 @@ from recipes.composition.judges.heldout import HeldoutJudge
 from recipes.composition.judges.reward import RewardJudge
 from recipes.composition.scenes import choose
 from recipes.composition.world import World
-from recipes.tiny.pairs import FILE, Preference, preferences_of, write_preferences
+from recipes.tiny.pairs import FILE, Preference, painter_of, preferences_of, write_preferences
 from recipes.tiny.signs import Pixels
 
 BASE = Path(__file__).parents[3] / "recipes/composition/model"
@@ -53,7 +53,11 @@ def test_pairs_are_of_one_prompt_and_of_different_rewards() -> None:
 
 def test_a_data_set_is_read_as_it_was_written(tmp_path: Path) -> None:
     black, white = np.zeros((2, 2, 3), np.uint8), np.full((2, 2, 3), 255, np.uint8)
-    write_preferences(tmp_path / "new", [Preference("a cat", white, black), Preference("a cat", black, white)])
+    write_preferences(
+        tmp_path / "new", [Preference("a cat", white, black), Preference("a cat", black, white)], tmp_path
+    )
+    assert painter_of(tmp_path / "new") == tmp_path
+    assert painter_of(tmp_path) is None
     url = str(tmp_path / "new" / FILE)
     rows = [json.loads(line) for line in Path(url).read_text().splitlines()]
     for row, chosen in zip(rows, (white, black), strict=True):
@@ -95,5 +99,5 @@ def test_the_held_out_judge_prefers_nothing(options: list[str], world: World, tm
 
 def test_one_picture_leaves_nothing_to_prefer(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse_options(["--model", "a", "--output", "b", "--pictures", "1"])
+        parse_options(["--world", "small", "--model", "a", "--output", "b", "--pictures", "1"])
     assert "--pictures 1 leaves nothing to prefer: give 2 or more" in capsys.readouterr().err

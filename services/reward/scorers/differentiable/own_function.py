@@ -4,7 +4,8 @@
         return pictures[:, 0].mean(dim=(1, 2))          # B scores, or a mapping with `score` and components
 
 The tensors are on the CPU, and the pictures of a call have one size. Each score must depend on its own picture alone,
-because the gradient taken is that of their sum. `Score` asks the same function, without gradient.
+because the gradient taken is that of their sum. `Score` asks the same function, without gradient. A root or a norm has
+no finite gradient at 0: add a small number there.
 """
 
 from __future__ import annotations

@@ -199,6 +199,28 @@ def test_one_that_cannot_be_started_again_is_tried_later_and_needs_no_record(tmp
     assert child.pid != first
 
 
+def test_a_full_disk_ends_no_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """stack.json names the new process as soon as it can be written."""
+    state = StateDir(tmp_path)
+    with running(state, make(state)) as stack:
+        full = threading.Event()
+        write = StateDir.write
+
+        def written(self: StateDir, stack: Stack) -> None:
+            if full.is_set():
+                raise OSError(28, "No space left on device")
+            write(self, stack)
+
+        monkeypatch.setattr(StateDir, "write", written)
+        full.set()
+        before = stack.processes["reward-x"].pid
+        os.kill(before, signal.SIGKILL)
+        time.sleep(1.0)
+        assert _process(state, "reward-x") == before
+        full.clear()
+        eventually(lambda: _process(state, "reward-x") not in (0, before))
+
+
 @pytest.mark.long
 def test_a_suspended_supervisor_kills_nobody_for_its_own_sleep(tmp_path: Path) -> None:
     """What died meanwhile is started again, and `down` ends it although it is suspended."""
