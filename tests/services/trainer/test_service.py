@@ -106,7 +106,7 @@ def test_steps_survive_replays_refusals_and_kills(
     assert replayed.replayed
     assert curve(replayed) == curve(responses[1])
     assert curve(resumed.train(requests[2])) == curve(responses[2])
-    for answer_of_many in train_from_two_callers(resumed, requests[3]):
+    for answer_of_many in train_from_two_callers(resumed, requests[3], redis_url):
         assert curve(answer_of_many) == curve(responses[3])
     assert resumed.status().applied_steps == 4
     assert resumed.publish(4).weights_digest == digest
@@ -128,16 +128,15 @@ def test_steps_survive_replays_refusals_and_kills(
 
 
 def train_from_two_callers(
-    trainer: Trainer, request: trainer_pb2.TrainStepRequest
+    trainer: Trainer, request: trainer_pb2.TrainStepRequest, redis_url: str
 ) -> list[trainer_pb2.TrainStepResponse]:
-    """One joins the other, and status is answered meanwhile."""
+    """One joins the other, and status is answered while Redis, paused, keeps their samples back."""
     answers: list[trainer_pb2.TrainStepResponse] = []
     callers = [threading.Thread(target=lambda: answers.append(trainer.train(request))) for _ in range(2)]
     states: list[int] = []
     over = threading.Event()
 
     def watch() -> None:
-        """Asks without a pause, from before the callers start, so that even a quick update is seen."""
         while not over.is_set():
             states.append(trainer.status().state)
 
@@ -145,6 +144,8 @@ def train_from_two_callers(
     watcher.start()
     while not states:
         time.sleep(0.001)
+    with Redis.from_url(redis_url) as client:
+        client.client_pause(500)
     for caller in callers:
         caller.start()
     for caller in callers:
