@@ -89,8 +89,8 @@ STUDIES: Final[Mapping[str, Sequence[Line]]] = {
         ),
     ],
 }
-"""Settings that users ask for most, and what hinders a hacked reward. The base's pictures have an image_quality of 0.44
-on average, with a deviation of 0.16: the gate is one below."""
+"""Settings that users ask for most, and what hinders a hacked reward. 24 pictures of the
+shipped base had an image_quality of 0.44 on average, with a deviation of 0.16: the gate is one below."""
 
 
 def main() -> int:

@@ -107,7 +107,10 @@ def main() -> int:
     options, console = _parser().parse_args(), Console(width=200)
     chosen = [one for one in ALGORITHMS if options.algorithms is None or one.key in options.algorithms]
     runs = _runs(options, chosen)
-    errors = _train(runs, options, console)
+    try:
+        errors = _train(runs, options, console)
+    except ValueError as mistake:
+        sys.exit(str(mistake))
     seeds = sorted({*SEEDS, *options.seeds})
     factors = {one: best_factor(one, options.directory) for one in chosen}
     for one, factor in factors.items():
@@ -142,7 +145,7 @@ def _runs(options: argparse.Namespace, chosen: Sequence[Algorithm]) -> list[Run]
 
 
 def _train(runs: Sequence[Run], options: argparse.Namespace, console: Console) -> dict[Run, str]:
-    """Errors by run. Students come after their teachers."""
+    """Errors by run. Students come after their teachers. ValueError for settings that make no job."""
     errors: dict[Run, str] = {}
     deadline = time.monotonic() + options.budget
     for _ in ("teachers and all others", "students"):

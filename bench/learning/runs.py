@@ -128,11 +128,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def report(runs: Iterable[Run], errors: Mapping[Run, str], console: Console) -> int:
-    """Prints which runs are not done and why others failed. The exit status."""
-    if missing := [f"{run.directory.parent.name}/{run.directory.name}" for run in runs if not run.is_done]:
-        console.print(f"\nnot done: {', '.join(missing)}", highlight=False, soft_wrap=True)
+    """Prints which runs are not done, and what is wrong with others. The exit status."""
+    missing = [run.directory for run in runs if not run.is_done and run not in errors]
+    if missing:
+        names = ", ".join(f"{path.parent.name}/{path.name}" for path in missing)
+        console.print(f"\nnot done: {names}", highlight=False, soft_wrap=True)
     for run, error in errors.items():
-        console.print(f"\n{run.directory} failed: {error}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"\n{run.directory}: {error}", markup=False, highlight=False, soft_wrap=True)
     return 1 if errors else 0
 
 

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from flowfleet.models.registry import ModelFamily
 
 _OF_SEQUENCES = (
-    *(f"rollout.sequence.{name}" for name in SequencePart.model_fields),
+    *(f"rollout.sequence.{name}" for name in SequencePart.model_fields if name != "routed_experts"),
     "trainer.micro_batch_tokens",
 )
-"""Settings that only policies that write tokens read."""
+"""Settings that only policies that write tokens read. A flow may have `routed_experts` off: stored jobs say so."""
 _FLOW_SAMPLING = (
     "height",
     "width",

@@ -201,6 +201,13 @@ def test_without_a_sweep_the_command_says_what_to_run(tmp_path: Path) -> None:
     assert f"composition sweep --algorithms ocr awm --directory {tmp_path}`" in done.stdout
 
 
+def test_settings_that_make_no_job_are_named_without_a_traceback(tmp_path: Path) -> None:
+    done = command("sweep", "--no-page", "--directory", str(tmp_path), "--algorithms", "ocr", "--set", "trainer.lor=1")
+    assert done.returncode == 1
+    assert "trainer.lor" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_page_needs_no_sweep_and_shows_every_algorithm(tmp_path: Path) -> None:
     assert f"{tmp_path} holds no finished run" in command("page", "--no-page", "--directory", str(tmp_path)).stdout
     for one in ALGORITHMS[:2]:
