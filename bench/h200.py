@@ -9,7 +9,7 @@ A row starts when enough GPUs are free, and is ended at its limit; a failure of 
 DIRECTORY/results.json holds what all printed so far, and DIRECTORY/logs.tar.gz the ends of what they complained of.
 `python -m bench.performance results.json` makes the page of it. Tables of what was measured are printed last.
 
-LoRA on a float8 base, each line for one call of nine minutes, on two H200s but for the last two:
+LoRA on a float8 base, each line for one call of nine minutes, on two H200s where the line says nothing else:
 
     --only rollout-base,train-base,loop-base-only    rollout and update side by side, then both GPUs sample and train
     --only scaling-2,loop-only-2                     one update on two GPUs; the loop in bfloat16
@@ -20,6 +20,7 @@ LoRA on a float8 base, each line for one call of nine minutes, on two H200s but 
     --only rollout-base,train-base,loop-base-one     on one GPU, where that is all there is
     --only loop-base-cfg-one,loop-base-flash-one     guidance 4, and the tail, on one GPU
     --only loop-base-h100                            on an H100 of 80 GB
+    --only loop-base-only-4,loop-base-idle-4         on four GPUs
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Measurement:
 LOOP = "bench.speed.loop --compile --logs {work}/{name}"
 BASE_LOOP = f"{LOOP} --base fp8 --steps 3 --reward jpeg_incompressibility"
 CFG_LOOP = f"{BASE_LOOP} --guidance 4 --images 64 --micro-batch 4"
-ONLY = "--samples only --rollouts 0 --max-staleness 0"
+ONLY = "--samples only --rollouts 0 --max-staleness 0 --warm-up 1"
 BASE_ROLLOUT = "bench.speed.rollout --compile --quantization fp8_base --lora-rank 64 --images 96 --warm-up 2"
 BASE_GAP = "bench.speed.gap --base fp8 --lora-rank 64 --variants eager,compiled,merged"
 PROOF = "bench.learning.proof --engine vllm-omni --seeds 1 2 3"
@@ -164,7 +165,7 @@ MEASUREMENTS = (
         "loop-one",
         1,
         480,
-        f"{LOOP} --samples only --rollouts 0 --max-staleness 0 --images 128 --steps 3",
+        f"{LOOP} {ONLY} --images 128 --steps 3",
         tiny=TINY_LOOP,
     ),
     Measurement("loop-idle", "loop", 2, 480, f"{LOOP} --samples idle --images 128 --steps 4", tiny=TINY_LOOP),
@@ -179,6 +180,15 @@ MEASUREMENTS = (
     Measurement("loop-base-cfg", "lora-cfg", 2, 500, f"{CFG_LOOP} {ONLY} --trainers 2", tiny=None),
     Measurement("loop-base-flash", "lora-flash", 2, 480, f"{BASE_LOOP} {ONLY} --trainers 2 --tail-steps 3", tiny=None),
     Measurement("loop-base-one", "lora-one", 1, 560, f"{BASE_LOOP} {ONLY} --images 128", tiny=None),
+    Measurement("loop-base-only-4", "lora-4", 4, 480, f"{BASE_LOOP} {ONLY} --trainers 4 --images 256", tiny=None),
+    Measurement(
+        "loop-base-idle-4",
+        "lora-4",
+        4,
+        480,
+        f"{BASE_LOOP} --samples idle --rollouts 2 --trainers 2 --images 256",
+        tiny=None,
+    ),
     Measurement("loop-base-cfg-one", "lora-one", 1, 480, f"{CFG_LOOP} {ONLY}", tiny=None),
     Measurement(
         "loop-base-flash-one", "lora-one", 1, 480, f"{BASE_LOOP} {ONLY} --images 128 --tail-steps 3", tiny=None
