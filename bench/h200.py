@@ -153,6 +153,7 @@ MEASUREMENTS = (
         "bench.speed.train --mode full --compile --batch 16 --checkpointing full --micro-batches 2",
         ranks=4,
     ),
+    Measurement("parallel", "parallel", 4, 240, "bench.speed.parallel", ranks=4),
     Measurement("publish", "publish", 3, 300, "bench.speed.publish --ranks 1 2"),
     Measurement("gap", "gap", 1, 300, "bench.speed.gap"),
     Measurement(

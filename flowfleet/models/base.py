@@ -73,6 +73,9 @@ class ModelAdapter(ABC):
     layout. Such a family overrides `load`, and needs neither `pipeline_class` nor `vae_class`."""
     own_parts: ClassVar[tuple[str, ...]] = ()
     """Parts of the pipeline that the family makes in `load`, and diffusers does not."""
+    sequence_patch: ClassVar[int | None] = None
+    """Latent positions of one token, where several devices can share a sample's tokens (sequence parallelism); None:
+    they cannot."""
 
     vae_dtype: ClassVar[torch.dtype | None] = None
     """What the VAE is loaded in; None is the model's dtype."""

@@ -43,6 +43,7 @@ class WanAdapter(ModelAdapter):
         "transformer": ("transformer", "transformer_2"),
     }
     text_width = "text_dim"
+    sequence_patch = PATCH**2
     vae_dtype = torch.float32
     """Data type in which diffusers' examples load the VAE, whatever the rest uses."""
     max_sequence_length: int = 512
