@@ -63,25 +63,25 @@ def main() -> None:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = devices.pick_device(int(os.environ.get("LOCAL_RANK", "0")))
     store = _store(world)
-    with tempfile.TemporaryDirectory() as folder:
-        adapter = load(Path(folder), options, device)
-    measured = dict[int, dict[str, Any]]()
-    for number, degrees in enumerate(side_by_side(options.degrees, world)):
-        first = 0
-        for degree in degrees:
-            if first <= rank < first + degree:
-                group = PrefixStore(f"degree-{degree}", store)
-                figures, velocity = measure(adapter, options, group, rank - first, degree)
-                if rank == first:
-                    store.set(f"figures-{degree}", json.dumps(figures))
-                    store.set(f"velocity-{degree}", velocity.numpy().tobytes())
-            first += degree
-        for degree in degrees if rank == 0 else ():
-            measured[degree] = json.loads(store.get(f"figures-{degree}"))
-        _meet(store, f"phase-{number}", world)
-    if rank == 0:
-        report(options, adapter, measured, store)
-    _meet(store, "end", world)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        if rank == 0:
+            store.set("folder", scratch)
+        results = Path(store.get("folder").decode())
+        adapter = load(folder, options, device)
+        for number, degrees in enumerate(side_by_side(options.degrees, world)):
+            first = 0
+            for degree in degrees:
+                if first <= rank < first + degree:
+                    group = PrefixStore(f"degree-{degree}", store)
+                    figures, velocity = measure(adapter, options, group, rank - first, degree)
+                    if rank == first:
+                        (results / f"figures-{degree}").write_text(json.dumps(figures))
+                        (results / f"velocity-{degree}").write_bytes(velocity.numpy().tobytes())
+                first += degree
+            _meet(store, f"phase-{number}", world)
+        if rank == 0:
+            report(options, adapter, results)
 
 
 def load(folder: Path, options: argparse.Namespace, device: torch.device) -> WanAdapter:
@@ -186,12 +186,14 @@ def _warm_up(adapter: WanAdapter, latents: Tensor, timestep: Tensor, prompts: An
         adapter.transformer.blocks = blocks
 
 
-def report(options: argparse.Namespace, adapter: WanAdapter, measured: dict[int, dict[str, Any]], store: Any) -> None:
+def report(options: argparse.Namespace, adapter: WanAdapter, results: Path) -> None:
+    measured = {degree: json.loads((results / f"figures-{degree}").read_text()) for degree in options.degrees}
+    velocities = {degree: _velocity(results, degree) for degree in options.degrees}
     base = options.degrees[0]
     for degree, figures in measured.items():
         figures["speed_up"] = round(measured[base]["forward_s"] / figures["forward_s"], 3)
         figures["step_speed_up"] = round(measured[base]["step_s"] / figures["step_s"], 3)
-        figures |= differences(_velocity(store, base), _velocity(store, degree))
+        figures |= differences(velocities[base], velocities[degree])
     print("| GPUs | s a forward | s a step | speed-up | largest difference | rms difference | GiB |")
     print("|---|---|---|---|---|---|---|")
     for degree, row in measured.items():
@@ -219,8 +221,8 @@ def differences(one: Tensor, other: Tensor) -> dict[str, float]:
     return {"largest_difference": float(largest), "rms_difference": float(rms)}
 
 
-def _velocity(store: Any, degree: int) -> Tensor:
-    return torch.frombuffer(bytearray(store.get(f"velocity-{degree}")), dtype=torch.float32)
+def _velocity(results: Path, degree: int) -> Tensor:
+    return torch.frombuffer(bytearray((results / f"velocity-{degree}").read_bytes()), dtype=torch.float32)
 
 
 def _since(device: torch.device, began: float) -> float:
