@@ -82,7 +82,8 @@ class Measurement:
 
 
 LOOP = "bench.speed.loop --compile --logs {work}/{name}"
-BASE_LOOP = f"{LOOP} --base fp8 --steps 3 --reward jpeg_incompressibility"
+PLAIN_LOOP = f"{LOOP} --steps 3 --reward jpeg_incompressibility"
+BASE_LOOP = f"{PLAIN_LOOP} --base fp8"
 CFG_LOOP = f"{BASE_LOOP} --guidance 4 --images 64 --micro-batch 4"
 ONLY = "--samples only --rollouts 0 --max-staleness 0 --warm-up 1"
 BASE_ROLLOUT = "bench.speed.rollout --compile --quantization fp8_base --lora-rank 64 --images 96 --warm-up 2"
@@ -166,13 +167,11 @@ MEASUREMENTS = (
         "loop-one",
         1,
         480,
-        f"{LOOP} {ONLY} --images 128 --steps 3",
+        f"{PLAIN_LOOP} {ONLY} --images 128",
         tiny=TINY_LOOP,
     ),
-    Measurement("loop-idle", "loop", 2, 480, f"{LOOP} --samples idle --images 128 --steps 4", tiny=TINY_LOOP),
-    Measurement(
-        "loop-only-2", "lora-plain", 2, 480, f"{LOOP} {ONLY} --trainers 2 --images 128 --steps 3", tiny=TINY_LOOP
-    ),
+    Measurement("loop-idle", "loop", 2, 480, f"{PLAIN_LOOP} --samples idle --images 128", tiny=TINY_LOOP),
+    Measurement("loop-only-2", "lora-plain", 2, 480, f"{PLAIN_LOOP} {ONLY} --trainers 2 --images 128", tiny=TINY_LOOP),
     Measurement(
         "rollout-base-merged", "lora-merged", 1, 420, f"{BASE_ROLLOUT} --adapter merged --rows service", tiny=None
     ),
@@ -180,7 +179,7 @@ MEASUREMENTS = (
     Measurement("loop-base-idle", "lora-idle", 2, 480, f"{BASE_LOOP} --samples idle --images 128", tiny=None),
     Measurement("loop-base-cfg", "lora-cfg", 2, 500, f"{CFG_LOOP} {ONLY} --trainers 2", tiny=None),
     Measurement("loop-base-flash", "lora-flash", 2, 480, f"{BASE_LOOP} {ONLY} --trainers 2 --tail-steps 3", tiny=None),
-    Measurement("loop-base-one", "lora-one", 1, 560, f"{BASE_LOOP} {ONLY} --images 128", tiny=None),
+    Measurement("loop-base-one", "lora-one", 1, 560, f"{BASE_LOOP} {ONLY} --images 64", tiny=None),
     Measurement("loop-base-only-4", "lora-4", 4, 480, f"{BASE_LOOP} {ONLY} --trainers 4 --images 256", tiny=None),
     Measurement(
         "loop-base-idle-4",

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,6 @@ from services.trainer.step.batches import MicroBatch, plan_passes
 from services.trainer.step.inputs import StepsBatch
 from services.trainer.step.update import StepTrainer
 
-REWARD = "ocr"
 Samples = list[tuple[GeneratedBatch, GeneratedSample]]
 Rows = list[dict[str, float]]
 Rewards = Sequence[float | None]
@@ -69,7 +69,7 @@ Rewards = Sequence[float | None]
 
 
 class Monolith:
-    """A job of a policy loss with the OCR reward, in this process. Rollout and trainer share an accelerator, or have
+    """A job of a policy loss with one reward, in this process. Rollout and trainer share an accelerator, or have
     one each where there are two: the first is the rollout's."""
 
     def __init__(self, spec: JobSpec, prompts: Sequence[str], num_threads: int) -> None:
@@ -88,14 +88,17 @@ class Monolith:
         self._adapter.limit_tokens(spec.model.max_sequence_length)
         part = spec.rollout
         experts, quantization = self._adapter.experts, model_spec(spec).quantization
-        acceleration.accelerate(experts, compile=part.compile, quantization=quantization)
-        if self.engine.is_lora:
-            lora.install_lora(experts, lora_spec(spec))
-            acceleration.adapt(experts, compile=part.compile, merged=lora_spec(spec).merged)
+        self._rollout_device = rollout_device
+        with _current(rollout_device):
+            acceleration.accelerate(experts, compile=part.compile, quantization=quantization)
+            if self.engine.is_lora:
+                lora.install_lora(experts, lora_spec(spec))
+                acceleration.adapt(experts, compile=part.compile, merged=lora_spec(spec).merged)
         self._sampler = Sampler(self._adapter)
-        scorer = make(REWARD, {}, num_threads)
-        self._params = scorer.parse(spec.rewards[REWARD].params)
-        self._evaluate = _evaluator(num_threads)
+        (reward,) = spec.rewards
+        scorer = make(reward, {}, num_threads)
+        self._params = scorer.parse(spec.rewards[reward].params)
+        self._evaluate = _evaluator(reward, num_threads)
         self._batches = ThreadPoolExecutor(2, "reward")
         self.publish()
 
@@ -151,12 +154,14 @@ class Monolith:
         """From device to device."""
         if self.engine.is_lora:
             lora.load_adapter(self._adapter.experts, dict(self.engine.full_tensors()))
-            acceleration.merge(self._adapter.experts)
+            with _current(self._rollout_device):
+                acceleration.merge(self._adapter.experts)
             return
         copy = weights.copy_into(weights.full_parameters(self._adapter.experts))
         for name, value in self.engine.full_tensors():
             copy(name, value)
-        acceleration.refresh(self._adapter.experts)
+        with _current(self._rollout_device):
+            acceleration.refresh(self._adapter.experts)
 
     def _request(self, step: int, groups: Sequence[int]) -> GenerationRequest:
         part = self.spec.rollout
@@ -291,15 +296,23 @@ def _told(step: int, seconds: float) -> None:
     print(f"in one process, step {step}: {seconds:.1f} s", file=sys.stderr, flush=True)
 
 
-def _evaluator(num_threads: int) -> Evaluator[Any] | ProcessPool:
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels of Triton start on the thread's current device: inside, this one."""
+    if device.index is None:
+        return nullcontext()
+    current: AbstractContextManager[Any] = torch.get_device_module(device).device(device)
+    return current
+
+
+def _evaluator(reward: str, num_threads: int) -> Evaluator[Any] | ProcessPool:
     """Builds the same evaluator as the reward service."""
-    scorer = make(REWARD, {}, num_threads)
+    scorer = make(reward, {}, num_threads)
     assert isinstance(scorer, Scorer)
     processes = default_processes(scorer.heavy)
     if processes == 1:
         return Evaluator(scorer, num_threads)
     metrics = RewardMetrics(scorer.name, scorer.score_range, CollectorRegistry())
-    return ProcessPool(partial(make, REWARD, {}, 1), processes, metrics)
+    return ProcessPool(partial(make, reward, {}, 1), processes, metrics)
 
 
 def _negative(row: tuple[GeneratedBatch, GeneratedSample], device: torch.device) -> PromptEmbeds | None:

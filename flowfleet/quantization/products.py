@@ -7,7 +7,7 @@ transposed copy is made for that product alone, a layer at a time.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from flowfleet.quantization.rows import Rows, quantize_rows
 
 Gradients = Literal["fp8", "bf16"]
 """In what the backward multiplies."""
+MULTIPLE_OF: Final = 16
+"""Number of rows that a product is padded to: cuBLAS refuses some others, as 4 prompts of 5 tokens."""
 
 
 def fp8_linear(
@@ -76,7 +78,13 @@ def multiply(
     rows: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
     """(M, N) of rows (M, K) and weight (N, K) in float8 with scales (M, 1) and (1, N)."""
-    return torch._scaled_mm(
+    num_rows = len(rows)
+    if num_rows % MULTIPLE_OF:  # a few rows of a short prompt
+        missing = MULTIPLE_OF - num_rows % MULTIPLE_OF
+        bits = rows.view(torch.uint8)  # float8 itself cannot be joined everywhere
+        rows = torch.cat([bits, bits.new_zeros(missing, bits.shape[1])]).view(rows.dtype)
+        scale = torch.cat([scale, scale.new_ones(missing, 1)])
+    product = torch._scaled_mm(
         rows,
         weight.t(),
         scale_a=scale,
@@ -85,3 +93,4 @@ def multiply(
         out_dtype=dtype,
         use_fast_accum=True,
     )
+    return product[:num_rows]

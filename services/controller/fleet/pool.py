@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 
 from flowfleet.job.spec import JobSpec
 from flowfleet.proto import rollout_pb2_grpc
@@ -25,11 +25,12 @@ class RolloutPool:
         self._watch, self._job_id = watch, job_id
         self._name, self._names = spec.rollout.pool, spec.pools
         self._limit, self._shortage = LOOKAHEAD * spec.rollout.batch_size, shortage
+        self._idle = spec.trainer_pool if spec.trainer.samples == "idle" else ""
 
     @asynccontextmanager
     async def replica(self, low: int, high: int, samples: int, *, evaluated: bool = False) -> AsyncIterator[Replica]:
         """Lends a replica, as `FleetWatch.lease`. Raises WaitedInVain while the pool has no live replica."""
-        want = Want(low, high, self._limit, evaluated)
+        want = Want(low, high, self._limit, evaluated, self._idle)
         try:
             async with self._watch.lease(self._names, self._job_id, want, samples) as replica:
                 yield replica
@@ -66,6 +67,10 @@ class RolloutPool:
     def verified(self, verified: Verified) -> None:
         """Lends only replicas whose weights this accepts."""
         self._watch.verified(self._job_id, verified)
+
+    def updating(self) -> AbstractContextManager[None]:
+        """Around an update of the job's trainer, whose ranks get no prompt meanwhile where rollouts sample as well."""
+        return self._watch.updating(self._job_id)
 
     def mark_suspect(self, replica_ids: Iterable[str]) -> None:
         self._watch.mark_suspect(replica_ids)

@@ -73,6 +73,8 @@ class Fleet:
         self._doubted: set[str] = set()
         self.verified: dict[str, Verified] = {}
         """Verified versions by job; without an entry the version's number alone counts."""
+        self.updating: set[str] = set()
+        """Jobs whose trainer updates: its ranks get no prompt, where rollouts sample as well."""
         self.touched: set[str] = set()
 
     def __len__(self) -> int:
@@ -138,11 +140,19 @@ class Fleet:
         if known is not None:
             self._put(replace(known, outstanding=max(0, known.outstanding + samples)))
 
-    def choose(self, job_id: str, low: int, high: int, limit: int, evaluated: bool = False) -> Replica | None:
+    def choose(
+        self, job_id: str, low: int, high: int, limit: int, evaluated: bool = False, idle: str = ""
+    ) -> Replica | None:
         """The least loaded replica that serves such weights of a version in low … high and has less than `limit`
-        samples outstanding."""
+        samples outstanding; in the pool `idle`, none: what waits there waits for an update."""
         of_job = self._by_job.get(job_id, {}).values()
-        able = [r for r in of_job if r.outstanding < limit and self._serves(r, job_id, low, high, evaluated)]
+        able = [
+            r
+            for r in of_job
+            if r.outstanding < limit
+            and self._serves(r, job_id, low, high, evaluated)
+            and not (r.pool == idle and (r.outstanding or job_id in self.updating))
+        ]
         return min(able, key=lambda r: (r.outstanding, -(r.version or 0), r.replica_id), default=None)
 
     def behind(self, pool: str, job_id: str, version: int, *, evaluated: bool = False) -> list[Replica]:

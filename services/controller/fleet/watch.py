@@ -11,8 +11,8 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,12 +46,13 @@ class NobodyThere(Exception):
 
 class Want(NamedTuple):
     """A replica of a version in low … high, in its evaluated weights or in those that sample, that has less than
-    `limit` samples outstanding."""
+    `limit` samples outstanding; one of the pool `idle`, none."""
 
     low: int
     high: int
     limit: int
     evaluated: bool = False
+    idle: str = ""
 
 
 @dataclass(eq=False)
@@ -170,6 +171,16 @@ class FleetWatch:
             self.fleet.verified.pop(job_id, None)
         else:
             self.fleet.verified[job_id] = verified
+            self._desk.serve(job_id)
+
+    @contextmanager
+    def updating(self, job_id: str) -> Iterator[None]:
+        """Around an update of a job's trainer."""
+        self.fleet.updating.add(job_id)
+        try:
+            yield
+        finally:
+            self.fleet.updating.discard(job_id)
             self._desk.serve(job_id)
 
     def look_again(self) -> None:

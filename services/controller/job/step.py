@@ -180,7 +180,8 @@ class TrainingStep:
         """Update the model once. The trainer records each step, so a repeated request changes nothing."""
         job = self.job
         request = await job.load_train_request(step)
-        result = await job.trainer.train(request)
+        with job.pool.updating():
+            result = await job.trainer.train(request)
         if step == job.machine.state.version:
             await job.reports.trained(request, result)
         trained = ev.Trained(

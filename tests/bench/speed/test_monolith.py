@@ -60,7 +60,7 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without processes that read pictures: rewards are given."""
     monkeypatch.setenv("FLOWFLEET_DEVICE", "cpu")
     monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setattr(monolith, "_evaluator", lambda num_threads: None)
+    monkeypatch.setattr(monolith, "_evaluator", lambda *_: None)
 
 
 def trained(spec: JobSpec, rewards: list[float | None]) -> dict[str, torch.Tensor]:

@@ -53,6 +53,22 @@ def test_a_replica_gets_no_prompt_but_for_what_it_serves() -> None:
     assert chosen(fleet) == "a"
 
 
+def test_a_trainers_rank_that_samples_while_it_is_idle_gets_a_batch_at_a_time_and_none_during_an_update() -> None:
+    fleet = Fleet()
+    fleet.update([record("rank", pool="default.trainer"), record("rollout")])
+    fleet.charge("rollout", 16)
+    want = ("job", 3, 3, 32, False, "default.trainer")
+    assert [r.replica_id for r in [fleet.choose(*want)] if r] == ["rank"]
+    fleet.updating.add("job")
+    assert [r.replica_id for r in [fleet.choose(*want)] if r] == ["rollout"]
+    assert chosen(fleet) == "rank"  # of a job that samples on its ranks alone
+    fleet.updating.clear()
+    fleet.charge("rank", 16)
+    assert [r.replica_id for r in [fleet.choose(*want)] if r] == ["rollout"]
+    fleet.charge("rollout", 16)
+    assert fleet.choose(*want) is None
+
+
 def test_a_version_of_the_same_number_in_weights_that_the_job_did_not_publish_gets_no_prompt() -> None:
     fleet = Fleet()
     fleet.update([record("a", digest="lost"), record("b", digest="ours")])
