@@ -1,10 +1,11 @@
-"""A transformer's large linears in float8: copies next to weights that are still received, or in place of the weights.
+"""A transformer's large linears in float8: copies next to weights that are still received or trained, or in place of
+the weights.
 
 `add_copies` leaves parameters with names, shapes and dtypes, for weights are what an update brings and what is hashed;
 `refresh` derives the copies again. `replace_weights` keeps nothing else: the quantized base is then the model
 (`model.base = "fp8"`). Both work on `nn.Linear`, below PEFT's layers too, and on vLLM's linear layers, which multiply
 by their `quant_method`; `replace_weights` rounds the experts of a mixture as well (experts.py). Linears of an adapter
-are left alone.
+are left alone. `train_in_fp8` is for a trainer of all weights (`trainer.quantization`), which rounds them each time.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from flowfleet.hardware import devices
 from flowfleet.quantization import adapted, experts
-from flowfleet.quantization.products import Gradients, fp8_linear
+from flowfleet.quantization.products import Gradients, fp8_linear, fp8_trained_linear
 from flowfleet.quantization.rows import FP8, Rows, quantize_rows
 
 MIN_SIZE = int(os.environ.get("FLOWFLEET_FP8_MIN_SIZE", "1024"))
@@ -50,6 +51,13 @@ class Fp8Base(Fp8Linear):
 
     def forward(self, input: Tensor, rows: Rows | None = None) -> Tensor:
         return fp8_linear(input, self.weight, self.fp8_scale, self.bias, rows=rows, gradients=self.gradients)
+
+
+class Fp8Trained(Fp8Linear):
+    """One whose weight is trained, and rounded for each product. It has no copy."""
+
+    def forward(self, input: Tensor, rows: Rows | None = None) -> Tensor:
+        return fp8_trained_linear(input, self.weight, self.bias, rows=rows)
 
 
 class Fp8Method:
@@ -143,6 +151,15 @@ def replace_weights(blocks: Iterable[nn.Module], *, gradients: Gradients = "fp8"
         linear.__class__ = Fp8Base
         cast(Fp8Base, linear).gradients = gradients
     return count
+
+
+def train_in_fp8(blocks: Iterable[nn.Module], *, min_size: int | None = None) -> int:
+    """Makes large linears multiply in float8, forward and for the gradients of their inputs; returns how many. Their
+    parameters stay as they are, and may be on the meta device. Experts of a mixture stay in their own dtype."""
+    linears = [linear for linear in large_linears(blocks, min_size) if isinstance(linear, nn.Linear)]
+    for linear in linears:
+        linear.__class__ = Fp8Trained
+    return len(linears)
 
 
 def adopt(linear: nn.Linear, base: Fp8Base) -> None:

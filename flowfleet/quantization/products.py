@@ -1,4 +1,5 @@
-"""x Wᵀ + b in float8, with gradients to x. The weight is frozen: W = weight * scaleᵀ, a scale an output channel.
+"""x Wᵀ + b in float8, with gradients to x. W = weight * scaleᵀ, a scale an output channel: frozen (`fp8_linear`), or
+rounded from a bfloat16 weight that is trained (`fp8_trained_linear`).
 
 The backward's product, g W, sums over output channels, so that their scales do not factor out of it: the gradient takes
 them in before it is rounded itself. The kernels want the summed dimension of both matrices contiguous, so the weight's
@@ -66,12 +67,56 @@ class _Product(torch.autograd.Function):
         weight, weight_scale = ctx.saved_tensors
         grad = grads[0]
         if ctx.gradients == "fp8":
-            rows, scale = quantize_rows(grad, weight_scale[0])
-            ones = torch.ones(1, weight.shape[1], device=grad.device)
-            into = multiply(rows, scale, weight.t().contiguous(), ones, grad.dtype)
+            into = _gradient(grad, weight, weight_scale)
         else:
             into = (grad * weight_scale).to(grad.dtype) @ weight.to(grad.dtype)
         return into, None, None, None, None, None, None
+
+
+def fp8_trained_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, rows: Rows | None = None) -> Tensor:
+    """x Wᵀ + b in the dtype of `x`, with x and the weight quantized row by row, and gradients to all three.
+
+    The gradient of `x` is that by the rounded weight, multiplied in float8. Those of weight and bias are of `x` itself,
+    in its dtype: torchao's recipe `rowwise_with_gw_hp`. The backward rounds the weight again and keeps nothing of it.
+
+    Args:
+        x: (..., K) bfloat16.
+        weight: (N, K) bfloat16.
+        bias: (N,) of the dtype of `x`, or None.
+        rows: x quantized already, where several linears share it.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    quantized, scale = quantize_rows(flat.detach()) if rows is None else rows
+    product: Tensor = _TrainedProduct.apply(flat, weight, bias, quantized, scale)  # type: ignore[no-untyped-call]
+    return product.reshape(*x.shape[:-1], len(weight))
+
+
+class _TrainedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, quantized: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return multiply(quantized, scale, *_quantize_weight(weight), x.dtype, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        grad = grads[0]
+        of_bias = grad.sum(dim=0) if ctx.has_bias else None
+        return _gradient(grad, *_quantize_weight(weight)), grad.t() @ x, of_bias, None, None
+
+
+def _quantize_weight(weight: Tensor) -> Rows:
+    """The float8 weight (N, K) and its scales (1, N)."""
+    rows, scale = quantize_rows(weight.detach())
+    return rows, scale.view(1, -1)
+
+
+def _gradient(grad: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+    """g W (M, K) in float8."""
+    rows, scale = quantize_rows(grad, weight_scale[0])
+    ones = torch.ones(1, weight.shape[1], device=grad.device)
+    return multiply(rows, scale, weight.t().contiguous(), ones, grad.dtype)
 
 
 def multiply(

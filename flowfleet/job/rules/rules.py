@@ -42,6 +42,7 @@ def problems(job: JobSpec) -> Iterator[str]:
         trainer.sharding,
         trainer.samples,
         trainer.base,
+        trainer.quantization,
         trainer.merged,
         trainer.average,
         trainer.optimizer,
@@ -77,10 +78,12 @@ def _other_numerics(job: JobSpec) -> Iterator[str]:
     is_guarded = job.algorithm.correction.mode != "none" or rollout.max_log_prob_gap is not None
     if job.loss.kind != "policy" or is_guarded:
         return
-    for name, usual in (("quantization", "none"), ("adapter", "separate")):
+    trained = job.trainer.quantization
+    for name, usual in (("quantization", trained), ("adapter", "separate")):
         if (value := getattr(rollout, name)) != usual:
+            where = f' with trainer.quantization = "{trained}"' if usual == "fp8" else ""
             yield (
-                f'rollout.{name} = "{value}" samples another policy than the one whose ratio algorithm.loss = '
+                f'rollout.{name} = "{value}"{where} samples another policy than the one whose ratio algorithm.loss = '
                 f"{job.loss.name} limits: set algorithm.correction.mode or rollout.max_log_prob_gap, or choose a loss "
                 f"that takes samples of any sampler: {losses.names(kind='matching')}"
             )

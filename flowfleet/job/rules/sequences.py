@@ -93,6 +93,8 @@ def _model(job: JobSpec) -> Iterator[str]:
 
 def _trainer(job: JobSpec) -> Iterator[str]:
     part = job.trainer
+    if part.quantization != "none":
+        yield f'trainer.quantization = "{part.quantization}" is offered for flows alone: leave it out'
     if part.samples != "no":
         yield f'trainer.samples = "{part.samples}" is offered for flows alone: set trainer.samples = "no"'
     if part.lora.merge:

@@ -58,11 +58,12 @@ def batches(job: JobSpec) -> Iterator[str]:
             "trainer.deterministic recomputes the rollout's log-probs bit for bit, which compiled blocks do not: set "
             "trainer.compile or trainer.deterministic to false"
         )
-    if part.deterministic and job.loss.kind == "policy" and (job.rollout.compile or job.rollout.quantization != "none"):
+    other = job.rollout.compile or job.rollout.quantization != part.quantization
+    if part.deterministic and job.loss.kind == "policy" and other:
         yield (
             "trainer.deterministic recomputes the rollout's log-probs bit for bit, which compiled or quantized ones do "
-            'not allow: set rollout.compile = false and rollout.quantization = "none", or trainer.deterministic = '
-            "false"
+            f'not allow: set rollout.compile = false and rollout.quantization = "{part.quantization}", or '
+            "trainer.deterministic = false"
         )
 
 
@@ -124,6 +125,22 @@ def base(job: JobSpec) -> Iterator[str]:
     yield from unheard(
         job, ("rollout.quantization",), 'with model.base = "fp8", which rollouts compute with anyway: leave it out'
     )
+
+
+def quantization(job: JobSpec) -> Iterator[str]:
+    """Checks `trainer.quantization`."""
+    setting = 'trainer.quantization = "fp8"'
+    if job.trainer.quantization == "none":
+        return
+    if job.trainer.mode == "lora":
+        yield f'{setting} is for full training: set model.base = "fp8" in its place, which LoRA computes with'
+    if job.model.dtype != "bfloat16":
+        yield f"{setting} works on models in bfloat16, not {job.model.dtype}: set model.dtype"
+    if job.loss.kind == "policy" and job.algorithm.old_log_probs == "rollout" and job.rollout.quantization == "none":
+        yield (
+            f'algorithm.old_log_probs = "rollout" with {setting} would put an unmeasured gap into the ratio of the '
+            'loss: set algorithm.old_log_probs to "first_forward" or "recompute", or rollout.quantization to "fp8"'
+        )
 
 
 def merged(job: JobSpec) -> Iterator[str]:

@@ -74,6 +74,8 @@ class Engine:
         _set_threads(spec, ranks)
         if self.is_quantized:
             layers.require_fp8(ranks.device, self.dtype, "model.base = 'fp8'", emulated=True)
+        if spec.trainer.quantization == "fp8":
+            layers.require_fp8(ranks.device, self.dtype, "trainer.quantization = 'fp8'", emulated=True)
         load_dtype = self.dtype if self.is_lora else torch.float32
         self.folder = hub.pipeline(spec.model.path, ranks.beats.beat)
         self.adapter = _family(spec, self.folder).load(
@@ -95,6 +97,8 @@ class Engine:
             self._start.check(lora.named_adapter_parameters(self.experts), lora_spec(spec))
         self._teachers = {name: self._open_teacher(name) for name in spec.algorithm.teachers}
         for expert in self.experts.values():
+            if spec.trainer.quantization == "fp8":
+                layers.train_in_fp8(blocks_of(expert))
             if spec.trainer.gradient_checkpointing != "none":
                 checkpoint_blocks(expert, spec.trainer.gradient_checkpointing)
             if spec.trainer.compile:

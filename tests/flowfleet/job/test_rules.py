@@ -593,6 +593,26 @@ REFUSED: dict[str, tuple[dict[str, Parts], str, str]] = {
         "trainer.base_gradients has no effect",
         'set that to "fp8"',
     ),
+    "quantized training of an adapter": (
+        {"trainer": {"quantization": "fp8"}},
+        'trainer.quantization = "fp8" is for full training',
+        'set model.base = "fp8"',
+    ),
+    "quantized training in float16": (
+        {"model": {"path": "m", "dtype": "float16"}, "trainer": {"mode": "full", "quantization": "fp8"}},
+        'trainer.quantization = "fp8" works on models in bfloat16',
+        "set model.dtype",
+    ),
+    "quantized training and the rollout's log-probs": (
+        {"trainer": {"mode": "full", "quantization": "fp8"}, "algorithm": {"old_log_probs": "rollout"}},
+        'algorithm.old_log_probs = "rollout" with trainer.quantization = "fp8"',
+        'or rollout.quantization to "fp8"',
+    ),
+    "quantized training and deterministic": (
+        {"trainer": {"mode": "full", "quantization": "fp8", "deterministic": True}},
+        "trainer.deterministic",
+        'rollout.quantization = "fp8"',
+    ),
     "quantized rollouts and deterministic": (
         {"rollout": {"quantization": "fp8"}, "trainer": {"deterministic": True}},
         "trainer.deterministic",
@@ -874,6 +894,9 @@ def test_a_loss_on_ratios_is_warned_of_samples_that_another_sampler_made() -> No
     (warning,) = spec_of(rollout=fp8).warnings
     assert warning.startswith('rollout.quantization = "fp8" samples another policy')
     assert warning.endswith("any sampler: awm, crd, dgpo, diffusion_nft, dpo, elbo_pg")
+    (warning,) = spec_of(trainer=fp8 | {"mode": "full"}).warnings
+    assert warning.startswith('rollout.quantization = "none" with trainer.quantization = "fp8" samples another policy')
+    assert spec_of(trainer=fp8 | {"mode": "full"}, rollout=fp8).warnings == []
     assert spec_of(rollout=fp8 | {"max_log_prob_gap": 1e-3}).warnings == []
     assert spec_of(rollout=fp8, algorithm={"correction": {"mode": "truncated"}}).warnings == []
     for name in ("awm", "elbo_pg", "dgpo", "crd", "diffusion_nft"):

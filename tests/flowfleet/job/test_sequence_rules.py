@@ -48,6 +48,7 @@ def test_algorithms_bring_their_published_limits(name: str, low: float | None, h
         ("trainer", {"micro_batch_size": 4}, "trainer.micro_batch_size"),
         ("model", {"max_sequence_length": 64}, "model.max_sequence_length"),
         ("model", {"base": "fp8"}, "model.base"),
+        ("trainer", {"quantization": "fp8", "mode": "full"}, "trainer.quantization"),
     ],
 )
 def test_a_sequence_policy_refuses_what_only_flows_read(part: str, settings: dict[str, Any], named: str) -> None:

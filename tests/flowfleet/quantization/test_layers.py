@@ -1,5 +1,6 @@
 """Float8 products with gradients, against float64; a base that is float8 alone."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -8,8 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from flowfleet.models.registry import adapter_for
-from flowfleet.quantization.layers import Fp8Base, add_copies, full_precision, is_quantized, project, replace_weights
-from flowfleet.quantization.products import fp8_linear
+from flowfleet.quantization.layers import (
+    Fp8Base,
+    add_copies,
+    full_precision,
+    is_quantized,
+    project,
+    replace_weights,
+    train_in_fp8,
+)
+from flowfleet.quantization.products import fp8_linear, fp8_trained_linear
 from flowfleet.quantization.rows import formula, quantize_rows
 from flowfleet.weights import lora
 from services.rollout.engines.acceleration import blocks
@@ -18,6 +27,14 @@ from tests.services.rollout.conftest import LORA, SIZE
 
 def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def close(value: Tensor | None, exact: Tensor, least: float) -> None:
+    """Checks direction (cosine) and length."""
+    assert value is not None
+    found, exact = value.detach().double(), exact.detach()
+    assert float(nn.functional.cosine_similarity(found.flatten(), exact.flatten(), dim=0)) > least
+    assert float(found.norm() / exact.norm()) == pytest.approx(1, abs=0.01)
 
 
 def test_columns_may_have_factors() -> None:
@@ -35,17 +52,32 @@ def test_the_gradient_is_that_of_the_rounded_weights(gradients: str, closest: fl
     out = fp8_linear(x, w, scale.t().contiguous(), None, gradients=gradients)  # type: ignore[arg-type]
     grad = random(32, 96, seed=2)
     torch.autograd.backward(out, grad)
-    exact = grad.double() @ (w.double() * scale.double())
-    assert x.grad is not None
-    cosine = torch.nn.functional.cosine_similarity(x.grad.double().flatten(), exact.flatten(), dim=0)
-    assert float(cosine) > closest
-    assert float(x.grad.double().norm() / exact.norm()) == pytest.approx(1, abs=0.01)
+    close(x.grad, grad.double() @ (w.double() * scale.double()), closest)
 
 
-def test_linears_of_one_input_share_its_rows_and_say_the_same() -> None:
+def test_a_trained_product_and_its_gradients_are_those_of_float64() -> None:
+    """The output is that of rounded input and weight, the gradient of the input that by the rounded weight. Those of
+    weight and bias have no rounding to float8. All are close to those of the plain linear."""
+    x, bias = random(64, 128).requires_grad_(), random(96, seed=3).requires_grad_()
+    weight = (random(96, 128, seed=1) * torch.logspace(-1, 1, 96)[:, None]).bfloat16().requires_grad_()
+    grad = random(64, 96, seed=2)
+    out = fp8_trained_linear(x, weight, bias)
+    torch.autograd.backward(out, grad)
+    (rows, scale), (w, w_scale) = quantize_rows(x.detach()), quantize_rows(weight.detach())
+    rounded = w.double() * w_scale.double()
+    close(out, (rows.double() * scale.double()) @ rounded.t() + bias.double(), 0.99999)
+    close(x.grad, grad.double() @ rounded, 0.998)
+    close(weight.grad, grad.double().t() @ x.double(), 0.99999)
+    close(bias.grad, grad.double().sum(dim=0), 0.99999)
+    close(out, x.double() @ weight.double().t() + bias.double(), 0.995)
+    close(x.grad, grad.double() @ weight.double(), 0.995)
+
+
+@pytest.mark.parametrize("quantize", [replace_weights, train_in_fp8])
+def test_linears_of_one_input_share_its_rows_and_say_the_same(quantize: Callable[..., int]) -> None:
     block = nn.ModuleDict({name: nn.Linear(32, 48, dtype=torch.bfloat16) for name in "qkv"})
     x = random(4, 32)
-    assert replace_weights([block], min_size=16) == 3
+    assert quantize([block], min_size=16) == 3
     linears = list(block.values())
     for shared, alone in zip(project(x, linears), [linear(x) for linear in linears], strict=True):
         assert torch.equal(shared, alone)

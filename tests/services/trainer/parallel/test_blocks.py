@@ -14,6 +14,7 @@ from flowfleet.models.base import ModelAdapter
 from flowfleet.models.registry import adapter_for
 from flowfleet.models.settings import Size
 from flowfleet.proto.rollout_pb2 import LoraSpec
+from flowfleet.quantization.layers import Fp8Trained, train_in_fp8
 from flowfleet.weights.lora import install_lora
 from services.trainer.parallel import blocks
 from services.trainer.parallel.blocks import checkpoint_blocks, compile_blocks
@@ -106,6 +107,47 @@ def test_products_of_a_small_inner_dimension_are_made_again(tiny_qwen_image: Pat
     attention = next(name for name in counts["full"] if name.startswith("_scaled_dot") and "backward" not in name)
     assert counts["selective"]["addmm"] == counts["full"]["addmm"]
     assert counts["full"][attention] == 2 * counts["selective"][attention]
+
+
+@pytest.mark.parametrize("kind", ["none", "full", "selective"])
+def test_weights_trained_in_float8_have_the_same_gradients_checkpointed_and_compiled(
+    kind: Any, tiny_qwen_image: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one graph a block; close to the gradients of plain products. `selective` makes no product again."""
+    monkeypatch.setattr(blocks, "RECOMPUTED_BELOW", 1)
+
+    def made(*, fp8: bool, kind: Any = "none") -> tuple[ModelAdapter, dict[str, Any]]:
+        adapter = adapter_for(tiny_qwen_image).load(tiny_qwen_image, dtype=torch.bfloat16, components=("transformer",))
+        adapter.transformer.requires_grad_(True)
+        if fp8:
+            assert train_in_fp8(blocks.blocks_of(adapter.transformer), min_size=16) > 0
+        if kind != "none":
+            checkpoint_blocks(adapter.transformer, kind)
+        return adapter, dict(adapter.transformer.named_parameters())
+
+    def cosine(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+        used = [name for name, grad in other.items() if grad is not None]  # compiled, the others' are zero
+        first, second = (torch.cat([found[name].flatten().double() for name in used]) for found in (one, other))
+        return float(torch.nn.functional.cosine_similarity(first, second, dim=0))
+
+    plain = gradients(*made(fp8=False))
+    with Counting() as once:
+        expected = gradients(*made(fp8=True))
+    assert plain.keys() == expected.keys()
+    assert cosine(plain, expected) > 0.995
+    adapter, parameters = made(fp8=True, kind=kind)
+    with Counting() as counting:
+        found = gradients(adapter, parameters)
+    for name, gradient in found.items():
+        assert gradient is expected[name] is None or torch.equal(gradient, expected[name]), name
+    num_products = sum(isinstance(module, Fp8Trained) for module in adapter.transformer.modules())
+    again = num_products if kind == "full" else 0
+    assert counting.calls["_scaled_mm"] == once.calls["_scaled_mm"] + again > num_products
+    compile_blocks(adapter.transformer, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        found = gradients(adapter, parameters)
+    assert torch._dynamo.utils.counters["graph_break"] == {}
+    assert cosine(found, expected) > 0.9999
 
 
 @pytest.mark.parametrize("kind", [pytest.param("none", marks=pytest.mark.long), "selective"])
