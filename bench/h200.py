@@ -21,6 +21,11 @@ LoRA on a float8 base, each line for one call of nine minutes, on two H200s wher
     --only loop-base-cfg-one,loop-base-flash-one     guidance 4, and the tail, on one GPU
     --only loop-base-h100                            on an H100 of 80 GB
     --only loop-base-only-4,loop-base-idle-4         on four GPUs
+
+Full training, on two H200s and on four:
+
+    --only full2                                     updates: checkpointing full and selective, plain and float8
+    --only loop-full,loop-full-fp8                   the loop, plain and float8
 """
 
 from __future__ import annotations
@@ -86,6 +91,8 @@ PLAIN_LOOP = f"{LOOP} --steps 3 --reward jpeg_incompressibility"
 BASE_LOOP = f"{PLAIN_LOOP} --base fp8"
 CFG_LOOP = f"{BASE_LOOP} --guidance 4 --images 64 --micro-batch 4"
 ONLY = "--samples only --rollouts 0 --max-staleness 0 --warm-up 1"
+FULL = "bench.speed.train --mode full --compile --state 8bit"
+FULL_LOOP = f"{LOOP} --mode full --rollouts 2 --trainers 2 --images 128 --micro-batch 16 --checkpointing full"
 BASE_ROLLOUT = "bench.speed.rollout --compile --quantization fp8_base --lora-rank 64 --images 96 --warm-up 2"
 BASE_GAP = "bench.speed.gap --base fp8 --lora-rank 64 --variants eager,compiled,merged"
 PROOF = "bench.learning.proof --engine vllm-omni --seeds 1 2 3"
@@ -155,6 +162,31 @@ MEASUREMENTS = (
         ranks=4,
     ),
     Measurement("parallel", "parallel", 4, 240, "bench.speed.parallel", ranks=4),
+    Measurement("train-full-2", "full2", 2, 300, f"{FULL} --checkpointing full --batch 16 --micro-batches 2", ranks=2),
+    Measurement(
+        "train-full-2-selective",
+        "full2",
+        2,
+        300,
+        f"{FULL} --checkpointing selective --batch 6 --micro-batches 6",
+        ranks=2,
+    ),
+    Measurement(
+        "train-full-2-fp8",
+        "full2",
+        2,
+        300,
+        f"{FULL} --quantization fp8 --checkpointing selective --batch 6 --micro-batches 6",
+        ranks=2,
+    ),
+    Measurement(
+        "train-full-2-fp8-full",
+        "full2",
+        2,
+        300,
+        f"{FULL} --quantization fp8 --checkpointing full --batch 16 --micro-batches 2",
+        ranks=2,
+    ),
     Measurement("publish", "publish", 3, 300, "bench.speed.publish --ranks 1 2"),
     Measurement("gap", "gap", 1, 300, "bench.speed.gap"),
     Measurement(
@@ -197,13 +229,13 @@ MEASUREMENTS = (
     Measurement("loop-base-compare", "lora-compare", 2, 540, f"{BASE_LOOP} --images 64 --compare", tiny=None),
     Measurement("gap-base", "gap", 1, 400, BASE_GAP, tiny=None),
     Measurement("loop-omni", "loop-omni", 2, 480, f"{LOOP} --engine vllm-omni --images 64 --steps 3", tiny=None),
+    Measurement("loop-full", "loop-full", 4, 500, f"{FULL_LOOP} --optimizer-state 8bit --steps 3", tiny=TINY_LOOP),
     Measurement(
-        "loop-full",
-        "loop-full",
+        "loop-full-fp8",
+        "loop-full-fp8",
         4,
         500,
-        f"{LOOP} --mode full --rollouts 2 --trainers 2 --images 128 --micro-batch 16 --checkpointing full "
-        "--optimizer-state 8bit --steps 3",
+        f"{FULL_LOOP} --trainer-quantization fp8 --optimizer-state 8bit --steps 3",
         tiny=TINY_LOOP,
     ),
     Measurement("loop-compare", "compare", 2, 540, f"{LOOP} --images 64 --steps 3 --compare", tiny=TINY_LOOP),

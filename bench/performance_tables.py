@@ -291,7 +291,7 @@ def trainers(rows: Rows) -> str:
 
 def _trainer(it: Mapping[str, Any]) -> list[str]:
     return [
-        it["mode"],
+        _trains(it["mode"], it.get("quantization")),
         str(it["world_size"]),
         f"{it['batch']} × {it['micro_batches']}",
         it["checkpointing"],
@@ -304,6 +304,10 @@ def _trainer(it: Mapping[str, Any]) -> list[str]:
         _percent(it.get("mfu")),
         _number(it.get("peak_gib"), ".0f"),
     ]
+
+
+def _trains(mode: str, quantization: str | None) -> str:
+    return f"{mode}, fp8" if quantization == "fp8" else mode
 
 
 def scaling(rows: Rows) -> str:
@@ -337,6 +341,7 @@ LOOPS: tuple[str, ...] = (
     "loop-omni",
     "loop-lora-cfg",
     "loop-full",
+    "loop-full-fp8",
 )
 LOOPS += tuple(f"loop-base-{name}" for name in BASE_LOOPS)
 
@@ -346,9 +351,10 @@ def loops(rows: Rows) -> str:
     for name in LOOPS:
         for it in rows[name]["figures"][:1] if name in rows else ():
             seen, settings = it["services"], it["settings"]
+            trains = _trains(settings["mode"], settings.get("trainer_quantization"))
             lines.append(
                 [
-                    f"{settings['mode']}, CFG {settings['guidance']:g}, {_sampler(settings)}",
+                    f"{trains}, CFG {settings['guidance']:g}, {_sampler(settings)}",
                     f"{settings['rollouts']} + {settings['trainers']}",
                     str(settings["images"]),
                     f"{seen['step_s']:.1f}",

@@ -80,6 +80,7 @@ def bench_job(path: Path, options: argparse.Namespace, world_size: int) -> JobSp
                 "compile": options.compile,
                 "sharding": options.sharding,
                 "base_gradients": options.base_gradients,
+                "quantization": options.quantization,
                 "optimizer": {"state": options.state, "lr": 1e-5},
             },
         }
@@ -177,6 +178,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--checkpointing", choices=("none", "selective", "full"), default="none")
     parser.add_argument("--base", choices=("plain", "fp8"), default="plain")
     parser.add_argument("--base-gradients", choices=("fp8", "bf16"), default="fp8", help="with --base fp8")
+    parser.add_argument("--quantization", choices=("none", "fp8"), default="none", help="with --mode full")
     parser.add_argument("--sharding", choices=("auto", "replicate", "fsdp"), default="auto")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--state", choices=("device", "host", "8bit"), default="device", help="of the optimizer")

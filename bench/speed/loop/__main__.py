@@ -103,16 +103,18 @@ def job(options: argparse.Namespace, model: Path) -> dict[str, Any]:
         "updates_per_step": options.updates,
         "micro_batch_size": options.micro_batch,
         "gradient_checkpointing": options.checkpointing,
+        "quantization": options.trainer_quantization,
         "compile": options.compile,
         "samples": options.samples,
         "optimizer": {"lr": 3e-4 if options.mode == "lora" else 3e-5, "state": options.optimizer_state},
     }
     size = {"height": 64, "width": 64} if options.tiny else {}
+    dtype = "float32" if options.tiny else "bfloat16"
     return {
         "name": "bench-loop",
         "model": {
             "path": str(model.resolve()),
-            "dtype": "float32" if options.tiny and options.base == "plain" else "bfloat16",
+            "dtype": "bfloat16" if "fp8" in (options.base, options.trainer_quantization) else dtype,
             "load_format": "dummy",
             "base": options.base,
         },
@@ -257,7 +259,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m bench.speed.loop", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, help="a folder of bench.speed.full_size (made)")
-    parser.add_argument("--tiny", action="store_true", help="tiny model, 64 by 64 pixels, float32")
+    parser.add_argument("--tiny", action="store_true", help="tiny model, 64 by 64 pixels, float32 but for fp8")
     parser.add_argument("--mode", choices=("lora", "full"), default="lora")
     parser.add_argument("--guidance", type=float, default=1.0)
     parser.add_argument("--rollouts", type=int, default=1)
@@ -275,6 +277,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-staleness", type=int, default=1)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--quantization", choices=("none", "fp8"), default="none")
+    parser.add_argument("--trainer-quantization", choices=("none", "fp8"), default="none", help="with --mode full")
     parser.add_argument("--base", choices=("plain", "fp8"), default="plain", help="model.base")
     parser.add_argument("--adapter", choices=("separate", "merged"), default="separate", help="rollout.adapter")
     parser.add_argument("--tail-steps", type=int, default=0, help="of MixGRPO-Flash, after the window (none)")
