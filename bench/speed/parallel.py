@@ -124,11 +124,10 @@ def measure(
     """Figures of one degree, and the first step's velocity (1, *latent) float32 on the CPU."""
     torch._dynamo.reset()
     if degree > 1:
-        backend = devices.backend(adapter.device)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=degree, timeout=WAIT)
-        sequence_parallel.require_splittable(adapter, degree)
+        sequence_parallel.require_heads(adapter.experts, degree)
         sequence_parallel.require_tokens(adapter, options.size, degree)
-        sequence_parallel.split(adapter.experts, adapter.device)
+        mesh = sequence_parallel.meet(store, rank, degree, adapter.device, WAIT)
+        sequence_parallel.split(adapter.experts, mesh, adapter.device)
     try:
         if not options.eager:
             acceleration.compile_blocks(adapter.experts)

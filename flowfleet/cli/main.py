@@ -67,7 +67,7 @@ StackDir = Annotated[Path, typer.Option(help="Directory of the stack: addresses,
 @app.command()
 def up(
     replicas: Annotated[
-        int | None, typer.Option(help="Rollout processes; default: one, or one for each of --rollout-devices.")
+        int | None, typer.Option(help="Rollout processes; default: one, or as many as --rollout-devices are for.")
     ] = None,
     reward: Annotated[
         list[str] | None,
@@ -80,6 +80,9 @@ def up(
     dtype: Annotated[str, typer.Option(help="Data type of --model.")] = "float32",
     engine: Annotated[Engine, typer.Option(help="Engine of the rollouts.")] = "diffusers",
     max_batch: Annotated[int | None, typer.Option(help="Maximum rows of a rollout's forward.")] = None,
+    sequence_parallel_size: Annotated[
+        int, typer.Option(min=1, help="Accelerators that share every sample of a rollout (Wan, engine diffusers).")
+    ] = 1,
     data_root: Annotated[
         list[Path] | None,
         typer.Option(help="Folder that jobs may read, besides the working folder and the recipes; repeatable."),
@@ -98,7 +101,8 @@ def up(
         ),
     ] = None,
     rollout_devices: Annotated[
-        str, typer.Option(help='Accelerators such as 0,1, one per rollout; "auto": the first ones.')
+        str,
+        typer.Option(help='Accelerators such as 0,1, --sequence-parallel-size per rollout; "auto": the first ones.'),
     ] = "auto",
     trainer_devices: Annotated[
         str, typer.Option(help='Accelerators of trainers, one per rank; "auto": those that rollouts leave.')
@@ -137,12 +141,13 @@ def up(
         data_urls=tuple(data_url or ()),
         data_networks=tuple(data_network or ()),
         hub_models=tuple(hub_model or ()),
-        replicas=(1 if rollouts_on is None else len(rollouts_on)) if replicas is None else replicas,
+        replicas=replicas if replicas is not None else _num_rollouts(rollouts_on, sequence_parallel_size),
         rewards=tuple(reward or ("ocr",)),
         model=None if model is None else _model(model),
         dtype=dtype,
         engine=engine,
         max_batch=max_batch,
+        sequence_parallel_size=sequence_parallel_size,
         rollout_devices=rollouts_on,
         trainer_devices=_devices(trainer_devices),
         keep=tuple(keep or ()),
@@ -398,6 +403,10 @@ def _model(written: str) -> str:
 
 def _devices(text: str) -> tuple[str, ...] | None:
     return None if text == "auto" else tuple(name.strip() for name in text.split(","))
+
+
+def _num_rollouts(devices: tuple[str, ...] | None, each: int) -> int:
+    return 1 if devices is None else max(1, len(devices) // each)
 
 
 def _tell_stack(stack: Stack, as_json: bool, hint: str = "") -> None:

@@ -78,6 +78,11 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+def count(device: torch.device) -> int:
+    """How many accelerators of its kind this process sees."""
+    return int(_of(device).device_count()) if is_accelerator(device) else 0
+
+
 def synchronize(device: torch.device) -> None:
     """Waits for everything queued on the device, so that wall-clock times mean what they say."""
     if is_accelerator(device):

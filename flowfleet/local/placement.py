@@ -1,7 +1,8 @@
 """Which process of a stack gets which accelerator. Pure.
 
-A rollout takes one, a trainer one a rank. A rollout and a trainer rank on one device work, but slowly, and NCCL refuses
-two members of a group there: full weights are published through host memory then, by Gloo, and adapters as blobs.
+A rollout takes one, or as many as share its samples; a trainer one a rank. A rollout and a trainer rank on one device
+work, but slowly, and NCCL refuses two members of a group there: full weights are published through host memory then, by
+Gloo, and adapters as blobs.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Placement:
     rollouts: tuple[str, ...] = ()
-    """The device of each rollout; empty: none is assigned."""
+    """Devices of the rollouts in order, `each` of them a rollout; empty: none is assigned."""
     trainer: tuple[str, ...] = ()
     """Devices of a job's trainer, the first `trainer.world_size` of them; empty: none is assigned."""
+    each: int = 1
+    """Devices of a rollout."""
 
     def of_rollout(self, index: int) -> tuple[str, ...]:
-        return self.rollouts[index : index + 1]
+        return tuple(dict.fromkeys(self.rollouts[index * self.each : (index + 1) * self.each]))
 
     @property
     def warning(self) -> str | None:
@@ -30,8 +33,9 @@ class Placement:
                 "slower than NCCL; start fewer --replicas, or give --rollout-devices and --trainer-devices"
             )
         if len(set(self.rollouts)) < len(self.rollouts):
+            num_rollouts = len(self.rollouts) // self.each
             return (
-                f"{len(self.rollouts)} rollouts share {len(set(self.rollouts))} accelerators: jobs of trainer.mode = "
+                f"{num_rollouts} rollouts share {len(set(self.rollouts))} accelerators: jobs of trainer.mode = "
                 "full publish their weights through host memory (Gloo), which is slower than NCCL; start fewer "
                 "--replicas"
             )
@@ -47,14 +51,16 @@ def place(
     available: Sequence[str],
     rollout_devices: tuple[str, ...] | None = None,
     trainer_devices: tuple[str, ...] | None = None,
+    each: int = 1,
 ) -> Placement:
-    """Rollouts take the first of the `available` devices and trainers the others; what is given is taken as given.
+    """Rollouts take the first of the `available` devices, `each` a rollout, and trainers the others; what is given is
+    taken as given.
 
     Where none is left for trainers they share all of them; where there are fewer than rollouts, rollouts share.
     """
     if rollout_devices is None:
         free = [device for device in available if device not in (trainer_devices or ())] or [*available]
-        rollout_devices = tuple(free[index % len(free)] for index in range(replicas)) if free else ()
+        rollout_devices = tuple(free[index % len(free)] for index in range(replicas * each)) if free else ()
     if trainer_devices is None:
         trainer_devices = tuple(device for device in available if device not in rollout_devices) or tuple(available)
-    return Placement(rollout_devices, trainer_devices)
+    return Placement(rollout_devices, trainer_devices, each)

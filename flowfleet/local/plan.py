@@ -56,8 +56,10 @@ class StackOptions(BaseModel):
     """Engine of the rollouts."""
     max_batch: int | None = Field(default=None, ge=1)
     """Most rows of one forward of a rollout; unset: the rollout's default."""
+    sequence_parallel_size: int = Field(default=1, ge=1, le=64)
+    """Accelerators of a rollout, which share every sample; more than one needs the engine `diffusers`."""
     rollout_devices: tuple[str, ...] | None = None
-    """Accelerators, one a rollout; unset: the machine's first ones."""
+    """Accelerators, `sequence_parallel_size` a rollout; unset: the machine's first ones."""
     trainer_devices: tuple[str, ...] | None = None
     """Accelerators of a job's trainer, one a rank; unset: those that rollouts leave."""
     keep: tuple[str, ...] = ()
@@ -92,11 +94,17 @@ class StackOptions(BaseModel):
         return devices
 
     @model_validator(mode="after")
-    def _one_device_a_rollout(self) -> StackOptions:
-        if self.rollout_devices is not None and len(self.rollout_devices) != self.replicas:
+    def _devices_of_each_rollout(self) -> StackOptions:
+        each = self.sequence_parallel_size
+        if each > 1 and self.engine != "diffusers":
             raise ValueError(
-                f"--rollout-devices names {len(self.rollout_devices)} accelerators for {self.replicas} rollouts: one "
-                "is for each, change --replicas or the devices"
+                f"--sequence-parallel-size {each}: the engine {self.engine} samples on one device: give --engine "
+                "diffusers"
+            )
+        if self.rollout_devices is not None and len(self.rollout_devices) != each * self.replicas:
+            raise ValueError(
+                f"--rollout-devices names {len(self.rollout_devices)} accelerators for {self.replicas} rollouts: "
+                f"{'one is' if each == 1 else f'{each} are'} for each, change --replicas or the devices"
             )
         return self
 
@@ -234,6 +242,8 @@ def _rollout(
     argv += _pulse(options)
     if options.max_batch is not None:
         argv += ["--max-batch", str(options.max_batch)]
+    if options.sequence_parallel_size > 1:
+        argv += ["--sequence-parallel-size", str(options.sequence_parallel_size)]
     if options.model is not None:
         argv += ["--model", options.model, "--dtype", options.dtype]
     return ProcessPlan(

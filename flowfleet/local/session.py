@@ -68,7 +68,7 @@ def place_stack(options: StackOptions) -> Placement:
     if problem := missing_devices([*(rollouts or ()), *(trainer or ())]):
         raise StackError(f"{problem}; change --rollout-devices, --trainer-devices or FLOWFLEET_DEVICE")
     available = visible_devices() if rollouts is None or trainer is None else ()
-    return place(options.replicas, available, rollouts, trainer)
+    return place(options.replicas, available, rollouts, trainer, options.sequence_parallel_size)
 
 
 def stop_on_signals(stop: threading.Event) -> None:

@@ -24,6 +24,12 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--engine", choices=ENGINES, default="diffusers")
     flags.add_argument("--attention-backend", default="TORCH_SDPA", help="of the vllm-omni engine on GPUs")
     flags.add_argument("--device", default="auto", help='"auto", "cpu", "cuda:0", …')
+    flags.add_argument(
+        "--sequence-parallel-size",
+        type=_positive,
+        default=1,
+        help="devices that share every sample (1), from --device on",
+    )
     flags.add_argument("--max-batch", type=_positive, default=256, help="most rows of one forward")
     flags.add_argument("--threads", type=_positive, help="CPU threads of the engine; default: torch's")
     flags.add_argument("--model", help="directory of a diffusers pipeline to load at start")

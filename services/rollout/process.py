@@ -79,6 +79,11 @@ def make_engine(options: argparse.Namespace) -> RolloutEngine:
         device = devices.pick_device() if options.device == "auto" else torch.device(options.device)
     except RuntimeError as error:
         raise ValueError(f"--device {options.device}: {error}") from None
+    if options.sequence_parallel_size > 1 and options.engine != "diffusers":
+        raise ValueError(
+            f"--sequence-parallel-size {options.sequence_parallel_size}: the engine {options.engine} samples on one "
+            "device: give --engine diffusers, or --sequence-parallel-size 1"
+        )
     pulse = Pulse(options.hang_s, options.stall_s, shared=True)
     if options.engine == "vllm-omni":
         from services.rollout.engines.vllm_omni.engine import VllmOmniEngine
@@ -98,6 +103,17 @@ def make_engine(options: argparse.Namespace) -> RolloutEngine:
         from services.rollout.engines.transformers import TransformersEngine
 
         return TransformersEngine(device, max_batch=options.max_batch, threads=options.threads, pulse=pulse)
+    if options.sequence_parallel_size > 1:
+        from services.rollout.engines.parallel import ParallelEngine
+
+        return ParallelEngine(
+            device,
+            size=options.sequence_parallel_size,
+            max_batch=options.max_batch,
+            threads=options.threads,
+            pulse=pulse,
+            on_lost=_end_at_once,
+        )
     from services.rollout.engines.diffusers import DiffusersEngine
 
     return DiffusersEngine(device, max_batch=options.max_batch, threads=options.threads, pulse=pulse)

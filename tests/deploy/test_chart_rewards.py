@@ -194,6 +194,7 @@ def test_urls_and_model_of_ones_own_win() -> None:
             ['judges=[{"name":"q","model":"/m"}]', 'accelerator={"backend":"gloo","resource":""}', "pools=[]"],
             "judges[0] (q): accelerators=1 but accelerator.backend is gloo",
         ),
+        (['pools=[{"name":"p","accelerators":2}]'], "pools[0] (p): accelerators=2 needs the engine diffusers"),
     ],
 )
 def test_what_cannot_work_is_told_by_name(settings: list[str], told: str) -> None:

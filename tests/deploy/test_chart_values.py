@@ -67,6 +67,8 @@ def test_a_pool_sets_what_it_wants_and_keeps_the_other_defaults() -> None:
         "limits": {"memory": "256Gi", "nvidia.com/gpu": 2},
     }
     assert flags(large)["--engine"] == "diffusers"
+    assert flags(large)["--sequence-parallel-size"] == "2"
+    assert "--sequence-parallel-size" not in flags(default)
     assert flags(default)["--engine"] == "vllm-omni"
     assert flags(large)["--model"] == "/models/Qwen Image Edit"
     assert flags(default)["--max-batch"] == "64"

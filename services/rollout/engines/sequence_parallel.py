@@ -9,7 +9,8 @@ The ranks are those of torch's default group.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from math import prod
 from typing import Any
 
@@ -18,27 +19,44 @@ import torch.distributed as dist
 from diffusers import ContextParallelConfig, ParallelConfig
 from diffusers.hooks import apply_context_parallel
 from diffusers.hooks.context_parallel import remove_context_parallel
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from flowfleet.hardware import devices
 from flowfleet.models.base import ModelAdapter
 from flowfleet.models.settings import Size
 
+FLAG = "--sequence-parallel-size"
 
-def require_splittable(adapter: ModelAdapter, degree: int) -> None:
-    """Raises ValueError for a family whose tokens cannot be split, and heads that `degree` devices cannot share."""
-    if adapter.sequence_patch is None:
+
+def require_family(family: type[ModelAdapter], degree: int) -> None:
+    """Raises ValueError for a family whose tokens devices cannot share."""
+    if family.sequence_patch is None:
         raise ValueError(
-            f"{type(adapter).__name__} cannot split a sample over {degree} devices: give rollouts of this model one "
-            "device each (--sequence-parallel-size 1)"
+            f"{family.__name__} cannot split a sample over the {degree} devices of this replica: sample this model "
+            f"in a pool of replicas with one device ({FLAG} 1)"
         )
-    experts: Mapping[str, Any] = adapter.experts
+
+
+def require_heads(experts: Mapping[str, Any], degree: int) -> None:
+    """Raises ValueError for attention heads that `degree` devices cannot share evenly."""
     for name, expert in experts.items():
         heads = expert.config.num_attention_heads
         if heads % degree:
             raise ValueError(
-                f"{degree} devices cannot share the {heads} attention heads of {name}: choose a "
-                "--sequence-parallel-size that divides them"
+                f"{degree} devices cannot share the {heads} attention heads of {name}: choose a {FLAG} that divides "
+                "them"
             )
+
+
+def require_targets(experts: Mapping[str, Any], targets: Sequence[str]) -> None:
+    """Raises ValueError for a LoRA of a layer at which tokens are split or gathered."""
+    for expert in experts.values():
+        for name in filter(None, expert._cp_plan):
+            if any(name == target or name.endswith(f".{target}") for target in targets):
+                raise ValueError(
+                    f"trainer.lora.target_modules: {name} cannot be adapted where several devices share a sample: "
+                    f"remove it, or sample in a pool of replicas with one device ({FLAG} 1)"
+                )
 
 
 def require_tokens(adapter: ModelAdapter, size: Size, degree: int) -> None:
@@ -46,8 +64,8 @@ def require_tokens(adapter: ModelAdapter, size: Size, degree: int) -> None:
     tokens = num_tokens(adapter, size)
     if tokens % degree:
         raise ValueError(
-            f"{degree} devices cannot share {tokens} tokens evenly: choose a height, width or num_frames that makes a "
-            f"multiple of {degree}, or another --sequence-parallel-size"
+            f"{degree} devices of this replica cannot share {tokens} tokens evenly: choose a height, width or "
+            f"num_frames that makes a multiple of {degree}, or another {FLAG}"
         )
 
 
@@ -57,17 +75,23 @@ def num_tokens(adapter: ModelAdapter, size: Size) -> int:
     return prod(adapter.latent_shape(size)[1:]) // adapter.sequence_patch
 
 
-def split(experts: Mapping[str, Any], device: torch.device) -> None:
-    """Splits the forwards of diffusers' transformers over all ranks, in place. Every rank calls it, and from then on
-    calls each forward at the same time with the same arguments.
+def meet(store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> DeviceMesh:
+    """Makes torch's default group of the ranks that share samples. Blocks until all have come."""
+    devices.bind(device)
+    devices.synchronize(device)  # a mesh chooses a device for a thread that has used none
+    dist.init_process_group(devices.backend(device), store=store, rank=rank, world_size=size, timeout=timeout)
+    return init_device_mesh(device.type, (1, size), mesh_dim_names=("ring", "ulysses"))
+
+
+def split(experts: Mapping[str, Any], mesh: DeviceMesh, device: torch.device) -> None:
+    """Splits the forwards of diffusers' transformers over all ranks, in place. From then on every rank calls each
+    forward at the same time with the same arguments.
 
     It does what `enable_parallelism` does, which counts accelerators and so does not work on CPUs.
     """
-    size = dist.get_world_size()
-    mesh = init_device_mesh(device.type, (1, size), mesh_dim_names=("ring", "ulysses"))
-    context = ContextParallelConfig(ulysses_degree=size, mesh=mesh)
+    context = ContextParallelConfig(ulysses_degree=dist.get_world_size(), mesh=mesh)
     config = ParallelConfig(context_parallel_config=context)
-    config.setup(dist.get_rank(), size, device, mesh=mesh)
+    config.setup(dist.get_rank(), dist.get_world_size(), device, mesh=mesh)
     for expert in experts.values():
         _set_config(expert, config)
         apply_context_parallel(expert, context, expert._cp_plan)

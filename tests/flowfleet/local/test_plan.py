@@ -96,6 +96,18 @@ def test_each_rollout_is_confined_to_its_accelerator_and_the_controller_knows_th
     assert not any(set(VISIBLE.values()) & set(by_name[name].env) for name in ("redis", "reward-ocr", "controller"))
 
 
+def test_a_rollout_has_the_accelerators_that_share_its_samples(tmp_path: Path) -> None:
+    options = StackOptions(state_dir=tmp_path, replicas=2, sequence_parallel_size=2)
+    placement = place(2, [*"01234"], each=2)
+    plan = make_plan(options, range(20_000, 20_000 + ports_needed(options)), ["redis-server"], SECRETS, placement)
+    rollouts = [process for process in plan.processes if process.name.startswith("rollout")]
+    assert [process.devices for process in rollouts] == [("0", "1"), ("2", "3")]
+    assert [process.env["CUDA_VISIBLE_DEVICES"] for process in rollouts] == ["0,1", "2,3"]
+    assert {process.argv[-2:] for process in rollouts} == {("--sequence-parallel-size", "2")}
+    assert placement.trainer == ("4",)
+    assert place(1, ["0"], each=2).of_rollout(0) == ("0",)
+
+
 def test_devices_that_cannot_be_meant_are_refused() -> None:
     with pytest.raises(ValidationError, match="names 2 accelerators for 1 rollouts"):
         StackOptions(rollout_devices=("0", "1"))

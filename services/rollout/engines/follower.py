@@ -1,0 +1,139 @@
+"""`python -m services.rollout.engines.follower FD PID`: one further device of the replica PID; see followers.py."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.device_mesh import DeviceMesh
+
+from flowfleet import plugins
+from flowfleet.models.base import ModelAdapter
+from flowfleet.models.registry import ModelFamily
+from flowfleet.process.service import end_with_parent, keep_freed_memory
+from flowfleet.process.telemetry import configure_logging
+from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
+from flowfleet.quantization.layers import full_precision
+from flowfleet.weights import weights
+from flowfleet.weights.lora import adapter_disabled
+from services.rollout.engines import sequence_parallel
+from services.rollout.engines.followers import (
+    HOST,
+    TIMEOUT,
+    Answer,
+    Forward,
+    Install,
+    Load,
+    Settings,
+    Share,
+    Verify,
+    answer_of,
+    broadcast,
+)
+from services.rollout.engines.local import load_format
+from services.rollout.engines.parallel import SplitEngine
+
+log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Does what rank 0 orders until it closes the pipe or is gone."""
+    end_with_parent()
+    if os.getppid() != int(sys.argv[2]):  # it died before we asked
+        sys.exit(1)
+    keep_freed_memory()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # rank 0 drains, and then closes the pipe
+    pipe: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    try:
+        settings: Settings = pipe.recv()
+        configure_logging("rollout", logging.getLevelName(settings.log_level).lower())
+        plugins.load()
+        store = TCPStore(HOST, settings.store_port, timeout=TIMEOUT)
+        device = torch.device(settings.device)
+        engine = FollowerEngine(device, size=settings.size, max_batch=settings.max_batch, threads=settings.threads)
+        engine.begin(lambda: sequence_parallel.meet(store, settings.rank, settings.size, device, TIMEOUT))
+        while True:
+            engine.obey(pipe.recv(), pipe.send)
+    except (EOFError, ConnectionError):
+        _end(0)
+    except Exception:
+        log.exception("a follower failed")
+        _end(1)
+
+
+class FollowerEngine(SplitEngine):
+    """The transformers alone, in the process's one thread."""
+
+    def begin(self, meet: Callable[[], DeviceMesh]) -> None:
+        self._set_up_thread()
+        self._mesh = meet()
+
+    @torch.no_grad()
+    def obey(self, order: Any, answer: Callable[[Answer], None]) -> None:
+        """Raises what fails inside a collective, which other ranks then wait for until it ends."""
+        match order:
+            case Share():
+                broadcast([*self._live_weights().values()])
+            case Forward():
+                self._forward(order)
+            case _:
+                try:
+                    self._do(order)
+                except Exception as error:
+                    log.warning("a follower could not do what it was ordered: %s", error)
+                    answer(answer_of(error))
+                else:
+                    answer(None)
+
+    def _do(self, order: Any) -> None:
+        match order:
+            case Load(model):
+                self._load(ModelSpec.FromString(model))
+            case Install(lora):
+                self._install(None if lora is None else LoraSpec.FromString(lora))
+            case Verify(hashes):
+                self._verify(hashes)
+            case _:
+                raise AssertionError(order)
+
+    def _forward(self, order: Forward) -> None:
+        experts: dict[str, Any] = self._loaded().experts
+        given = {
+            name: torch.empty(shape, dtype=dtype, device=self.device) for name, (shape, dtype) in order.tensors.items()
+        }
+        broadcast([*given.values()])
+        with ExitStack() as inside:
+            if order.without_lora:
+                inside.enter_context(adapter_disabled(experts))
+            if order.full_precision:
+                inside.enter_context(full_precision(m for expert in experts.values() for m in expert.modules()))
+            experts[order.component](**given, **order.others)
+
+    def _components_of(self, model: ModelSpec, family: ModelFamily) -> ModelAdapter:
+        adapter: ModelAdapter = family.load().load(
+            model.path,
+            dtype=weights.dtype_of(model.dtype),
+            device=self.device,
+            components=("transformer",),
+            load_format=load_format(model),
+        )
+        return adapter
+
+
+def _end(code: int) -> None:
+    """At once: what the group would do at its end waits for ranks that may be gone."""
+    logging.shutdown()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

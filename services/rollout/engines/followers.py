@@ -1,0 +1,200 @@
+"""The further devices of a replica that shares each sample between several: a process on each, and the orders it takes.
+
+A follower holds the transformers and does what rank 0 orders, in order: loads, takes weights, and runs each forward
+that rank 0 runs. It decides nothing, so that all ranks are always alike. Orders come by a pipe, which may be silent for
+as long as nothing is to be done; tensors come by the group's collectives.
+
+Whatever fails outside a collective is answered. A rank that fails inside one, or dies, leaves the others waiting:
+then the replica ends as a whole and is restarted by what supervises it.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from flowfleet.errors import DataLoss
+from flowfleet.hardware import devices
+from flowfleet.process.pulse import PATIENT_S
+from flowfleet.weights.transfer import TransferStore
+from services.rollout.engines import sequence_parallel
+
+HOST: Final = "127.0.0.1"
+TIMEOUT: Final = timedelta(seconds=PATIENT_S)
+"""Longest wait for another rank: it may compile meanwhile."""
+_END_S = 10.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The first message to a follower."""
+
+    rank: int
+    size: int
+    device: str
+    store_port: int
+    max_batch: int
+    threads: int | None
+    log_level: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """Answered. Loads the transformers of a model."""
+
+    model: bytes
+    """A ModelSpec."""
+
+
+@dataclass(frozen=True)
+class Install:
+    """Answered. Installs an adapter of that shape in place of any other."""
+
+    lora: bytes | None
+    """A LoraSpec."""
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Answered. Compares the live weights with the trainer's hashes, and derives from them what is derived."""
+
+    hashes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Share:
+    """Takes all weights that an update brings from rank 0."""
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Runs a forward whose tensors rank 0 sends."""
+
+    component: str
+    tensors: Mapping[str, tuple[torch.Size, torch.dtype]]
+    """Arguments that are tensors, in the order in which they are sent."""
+    others: Mapping[str, Any]
+    without_lora: bool
+    full_precision: bool
+
+
+Answer = tuple[type[Exception], str] | None
+"""What failed, by a type that rank 0 can raise."""
+
+
+class Followers:
+    """The processes of ranks 1 to `size` - 1. `on_lost` ends this process.
+
+    Make it in the thread that lives as long as the process, with whose end followers end too.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        size: int,
+        *,
+        max_batch: int,
+        threads: int | None,
+        on_lost: Callable[[], None],
+    ) -> None:
+        self._device, self._size = device, size
+        self._lost = on_lost
+        self._closing = False
+        self._store = TransferStore(HOST, TIMEOUT.total_seconds())
+        self._pipes: list[Connection[Any, Any]] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        level = logging.getLogger().level
+        for rank in range(1, size):
+            own = str(_device_of(device, rank))
+            self._start(Settings(rank, size, own, self._store.port, max_batch, threads, level))
+
+    def meet(self) -> DeviceMesh:
+        """The group of all ranks; waits until the followers are up."""
+        return sequence_parallel.meet(self._store.store, 0, self._size, self._device, TIMEOUT)
+
+    def order(self, order: Load | Install | Verify | Share | Forward) -> None:
+        for pipe in self._pipes:
+            pipe.send(order)
+
+    def answers(self) -> Exception | None:
+        """Waits for all; returns one failure."""
+        failures = list[Exception]()
+        for rank, pipe in enumerate(self._pipes, 1):
+            answer: Answer = pipe.recv()
+            if answer is not None:
+                kind, text = answer
+                failures.append(kind(f"rank {rank} of this replica: {text}"))
+        return failures[0] if failures else None
+
+    def lost(self, why: str, *given: object) -> None:
+        """Ends the replica, whose ranks cannot be brought together again."""
+        log.error(f"{why}; the replica ends", *given)
+        self._lost()
+
+    def close(self) -> None:
+        """Ends the followers once they have done what they were ordered."""
+        self._closing = True
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _start(self, settings: Settings) -> None:
+        ours, theirs = multiprocessing.Pipe()
+        argv = [sys.executable, "-m", "services.rollout.engines.follower", str(theirs.fileno()), str(os.getpid())]
+        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        theirs.close()
+        ours.send(settings)
+        self._pipes.append(ours)
+        self._processes.append(process)
+        threading.Thread(target=self._watch, args=(settings.rank, process), name="follower", daemon=True).start()
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        code = process.wait()
+        if not self._closing:
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            self.lost("rank %d of this replica ended with %s", rank, how)
+
+
+def require_devices(device: torch.device, size: int) -> None:
+    """Raises ValueError where this process sees too few accelerators from `device` on."""
+    if devices.is_accelerator(device) and (device.index or 0) + size > (count := devices.count(device)):
+        raise ValueError(
+            f"{sequence_parallel.FLAG} {size} needs {size} accelerators from {device} on, but this process sees {count}"
+        )
+
+
+def answer_of(error: Exception) -> Answer:
+    """What rank 0 raises for an error of a follower."""
+    kind = next((kind for kind in (DataLoss, ValueError) if isinstance(error, kind)), RuntimeError)
+    return kind, str(error) or repr(error)
+
+
+def broadcast(tensors: Sequence[Tensor]) -> None:
+    """Sends rank 0's values to all, or takes them."""
+    for tensor in tensors:
+        dist.broadcast(tensor.detach().view(torch.uint8) if tensor.dim() else tensor.detach(), 0)
+
+
+def _device_of(device: torch.device, rank: int) -> torch.device:
+    return torch.device(device.type, (device.index or 0) + rank) if devices.is_accelerator(device) else device

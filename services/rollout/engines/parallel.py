@@ -1,0 +1,190 @@
+"""The diffusers engine on several devices that share every sample, so that one sample is made faster.
+
+This process is rank 0: it serves, encodes, samples and decodes as with one device. Only the transformers' forwards are
+split (sequence_parallel.py), so each of them is announced to the followers (followers.py), which run it too. Weights
+come to rank 0 as always; it hands them on and every rank verifies them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from flowfleet.models.base import ModelAdapter
+from flowfleet.models.registry import ModelFamily
+from flowfleet.process.pulse import Pulse
+from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
+from flowfleet.weights import weights
+from flowfleet.weights.lora import adapter_disabled
+from services.rollout.engines import sequence_parallel
+from services.rollout.engines.base import GeneratedBatch, GenerationRequest
+from services.rollout.engines.diffusers import DiffusersEngine
+from services.rollout.engines.followers import (
+    Followers,
+    Forward,
+    Install,
+    Load,
+    Share,
+    Verify,
+    broadcast,
+    require_devices,
+)
+from services.rollout.engines.prompts import Encoded
+from services.rollout.engines.sampler import Row, Sampler
+
+
+class SplitEngine(DiffusersEngine):
+    """What all ranks have in common: transformers whose forwards are split."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        size: int,
+        max_batch: int,
+        threads: int | None = None,
+        pulse: Pulse | None = None,
+    ) -> None:
+        super().__init__(device, max_batch=max_batch, threads=threads, pulse=pulse)
+        self._size = size
+        self._mesh: DeviceMesh | None = None
+
+    def _adapter_of(self, model: ModelSpec, family: ModelFamily) -> ModelAdapter:
+        sequence_parallel.require_family(family.load(), self._size)
+        return self._components_of(model, family)
+
+    def _components_of(self, model: ModelSpec, family: ModelFamily) -> ModelAdapter:
+        return super()._adapter_of(model, family)
+
+    def _set_up(self, adapter: ModelAdapter, model: ModelSpec) -> None:
+        assert self._mesh is not None
+        sequence_parallel.require_heads(adapter.experts, self._size)
+        super()._set_up(adapter, model)
+        sequence_parallel.split(adapter.experts, self._mesh, self.device)
+
+    def _install(self, lora: LoraSpec | None) -> None:
+        if lora is not None:
+            sequence_parallel.require_targets(self._loaded().experts, lora.target_modules)
+        super()._install(lora)
+
+
+class ParallelEngine(SplitEngine):
+    """Rank 0 of `size`. `on_lost` ends the process, when its ranks cannot be brought together again."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        size: int,
+        max_batch: int,
+        threads: int | None = None,
+        pulse: Pulse | None = None,
+        on_lost: Callable[[], None],
+    ) -> None:
+        require_devices(device, size)
+        super().__init__(device, size=size, max_batch=max_batch, threads=threads, pulse=pulse)
+        self._followers = Followers(device, size, max_batch=max_batch, threads=threads, on_lost=on_lost)
+        self._in_forward = self._without_lora = self._full_precision = False
+
+    async def close(self) -> None:
+        await super().close()
+        await asyncio.to_thread(self._followers.close)
+
+    def _load(self, model: ModelSpec) -> None:
+        if self._mesh is None:
+            self._mesh = self._followers.meet()
+        with self._together(Load(model.SerializeToString())):
+            super()._load(model)
+
+    def _set_up(self, adapter: ModelAdapter, model: ModelSpec) -> None:
+        super()._set_up(adapter, model)
+        for component, expert in adapter.experts.items():
+            expert.register_forward_pre_hook(partial(self._announce, component), with_kwargs=True)
+            expert.register_forward_hook(self._went_well)
+        self._sampler = Sampler(adapter, self._reference)
+
+    def _install(self, lora: LoraSpec | None) -> None:
+        with self._together(Install(None if lora is None else lora.SerializeToString())):
+            super()._install(lora)
+
+    def _load_adapter(self, state: Mapping[str, Tensor]) -> None:
+        super()._load_adapter(state)
+        self._share()
+
+    def _receive(self, member: weights.Member, buckets: Sequence[Bucket]) -> None:
+        super()._receive(member, buckets)
+        self._share()
+
+    def _verify(self, hashes: Mapping[str, int]) -> str:
+        with self._together(Verify(dict(hashes))):
+            return super()._verify(hashes)
+
+    def _encode(self, request: GenerationRequest) -> Encoded:
+        if not any(group.media for group in request.groups):
+            sequence_parallel.require_tokens(self._loaded(), request.sampling.size, self._size)
+        return super()._encode(request)
+
+    def _sample(
+        self, request: GenerationRequest, encoded: Encoded, rows: Sequence[Row], checkpoint: Callable[[], None]
+    ) -> GeneratedBatch:
+        self._full_precision = request.sampling.full_precision
+        try:
+            return super()._sample(request, encoded, rows, checkpoint)
+        except BaseException as error:
+            if self._in_forward:
+                self._followers.lost("a forward failed on rank 0: %r", error)
+            raise
+
+    @contextmanager
+    def _together(self, order: Load | Install | Verify) -> Iterator[None]:
+        """Has the followers do what is done inside. Raises what failed here, else what failed there."""
+        self._followers.order(order)
+        try:
+            yield
+        finally:
+            failure = self._followers.answers()
+            if failure is not None:
+                self._model = None  # The ranks differ: the next job loads it again.
+        if failure is not None:
+            raise failure
+
+    def _share(self) -> None:
+        """Hands on what an update brought."""
+        self._followers.order(Share())
+        try:
+            broadcast([*self._live_weights().values()])
+        except BaseException as error:
+            self._followers.lost("weights could not be handed to the other ranks: %r", error)
+            raise
+
+    def _announce(
+        self, component: str, expert: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[object, ...], dict[str, Any]]:
+        assert not args, "a family that splits tokens names its transformer's arguments"
+        given = {name: value.contiguous() if isinstance(value, Tensor) else value for name, value in kwargs.items()}
+        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+        others = {name: value for name, value in given.items() if name not in tensors}
+        self._in_forward = True
+        kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        self._followers.order(Forward(component, kinds, others, self._without_lora, self._full_precision))
+        broadcast([*tensors.values()])
+        return args, given
+
+    def _went_well(self, *_: object) -> None:
+        self._in_forward = False
+
+    @contextmanager
+    def _reference(self) -> Iterator[None]:
+        self._without_lora = True
+        try:
+            with adapter_disabled(self._loaded().experts):
+                yield
+        finally:
+            self._without_lora = False
