@@ -2,7 +2,7 @@
 
 A follower holds the transformers and does what rank 0 orders, in order: loads, takes weights, and runs each forward
 that rank 0 runs. It decides nothing, so that all ranks are always alike. Orders come by a pipe, which may be silent for
-as long as nothing is to be done; tensors come by the group's collectives.
+as long as nothing is to be done, and pickles what these processes alone write; tensors come by the group's collectives.
 
 Whatever fails outside a collective is answered. A rank that fails inside one, or dies, leaves the others waiting:
 then the replica ends as a whole and is restarted by what supervises it.
