@@ -165,7 +165,7 @@ class JobDriver:
             self._went_well(command)
             return
         if accusation := self._watch.accusation(command):
-            code, message = grpc.StatusCode.INTERNAL, f"the trainer was replaced: {accusation}"
+            code, message = grpc.StatusCode.INTERNAL, accusation
         elif code in ENDS and isinstance(command, TRAINER_COMMANDS):
             words = await self.job.trainer.termination_message()
             code, message = (grpc.StatusCode.INTERNAL, f"the trainer ended: {words}") if words else (code, message)
@@ -304,6 +304,7 @@ class JobDriver:
             state = self.machine.state
             if state.trainer_applied is not None and not await self.job.trainer.alive():
                 log.warning("trainer ended unexpectedly", extra={"job": self.job.job_id})
+                await self._watch.ended()
                 await self.emit(ev.TrainerLost())
             if state.published >= 0 and self.job.pool.behind(state.published, evaluated=state.evaluated):
                 await self.emit(ev.ReplicaBehind())

@@ -52,16 +52,25 @@ class TrainerWatch:
         the killed one end here: a late answer must not count as the next trainer's."""
         job = self._job
         log.warning("trainer hangs, replacing it: %s", reason, extra={"job": job.job_id})
-        self._accused |= {command: reason for command in self._running() if isinstance(command, TRAINER_COMMANDS)}
+        self._accuse(f"the trainer was replaced: {reason}")
         self._watched = ""
         await job.store.append_event(job.job_id, "trainer_hung", {"reason": reason})
         await job.trainer.drop()
         await job.trainer.stop(at_once=True)
         await job.emit(ev.TrainerLost())
 
+    async def ended(self) -> None:
+        """The trainer is gone. Its last words are read before the next one starts, which clears them; calls that hear
+        of its end later are told."""
+        if words := await self._job.trainer.termination_message():
+            self._accuse(f"the trainer ended: {words}")
+
     def accusation(self, command: Command) -> str | None:
-        """Why the trainer was replaced under this command, told once."""
+        """What ended the trainer under this command, told once."""
         return self._accused.pop(command, None)
+
+    def _accuse(self, reason: str) -> None:
+        self._accused |= {command: reason for command in self._running() if isinstance(command, TRAINER_COMMANDS)}
 
     async def _look(self) -> str | None:
         if self._watched != self._job.trainer.address:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from flowfleet.client.types import JobStatus
-from flowfleet.job.spec import parse_job
+from flowfleet.job.spec import JobSpec, parse_job
 from flowfleet.proto import trainer_pb2
 from flowfleet.redis import keys
 from flowfleet.redis.client import connect
@@ -130,6 +131,42 @@ async def test_a_trainer_that_ends_by_its_own_error_fails_the_job_with_its_words
         record = await running.run(job)
         assert record.status is JobStatus.FAILED
         assert record.reason == "EnsureTrainer: the trainer ended: OutOfMemoryError: tried to allocate 2 GiB"
+
+
+@pytest.mark.anyio
+async def test_the_words_of_a_trainer_that_ends_in_a_step_are_heard_though_the_next_one_clears_them(
+    job: dict[str, Any], redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call to the one that ended breaks only when the next one has started, each time."""
+    words, ended = "", asyncio.Event()
+
+    async def alive(self: ScriptedLauncher, job_id: str) -> bool:
+        return not words
+
+    async def told(self: ScriptedLauncher, job_id: str) -> str:
+        return words
+
+    async def ensure(self: ScriptedLauncher, job_id: str, spec: JobSpec) -> str:
+        nonlocal words
+        words = ""
+        ended.set()
+        return self.address
+
+    async def ends(self: Any, request: Any, context: Any) -> None:
+        nonlocal words
+        ended.clear()
+        words = "rank 1: RuntimeError: CUBLAS_STATUS_NOT_SUPPORTED"
+        await ended.wait()
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "Connection refused")
+
+    monkeypatch.setattr(retries, "MAX_FAILURES", 2)
+    for name, method in (("alive", alive), ("termination_message", told), ("ensure", ensure)):
+        monkeypatch.setattr(ScriptedLauncher, name, method)
+    monkeypatch.setattr(ScriptedTrainer, "TrainStep", ends)
+    async with fleet(redis_url, tmp_path) as running:
+        record = await running.run(job)
+        assert record.status is JobStatus.FAILED
+        assert record.reason == "TrainStep: the trainer ended: rank 1: RuntimeError: CUBLAS_STATUS_NOT_SUPPORTED"
 
 
 def test_people_are_waited_for_by_who_needs_them() -> None:
