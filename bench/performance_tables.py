@@ -69,6 +69,15 @@ GOALS = (
     Goal("7", "publish 41 GB, verified", "publish", _verified("full"), 0.8, "s", "naive 0.41 on 4 GPUs", True),
     Goal("8", "publish LoRA r64, verified", "publish", _verified("LoRA"), 0.5, "s", "", True),
     Goal("9", "services / one process", "loop-compare", _first("ratio"), 0.95, "", ""),
+    Goal("10", "rollout, no CFG, fp8 base", "rollout-base", _service("images_per_s"), 4.2, IMAGES, ""),
+    Goal("11", "LoRA r64 update, fp8 base, 1 GPU", "train-base", _first("images_per_s_and_rank"), 7.6, PER_GPU, ""),
+    Goal("12", "loop, LoRA, trainers alone, 2 GPUs", "loop-only-2", _first(*LOOP), 1.8, PER_GPU, ""),
+    Goal("12 (idle)", "loop, LoRA, 1 + 1 GPUs", "loop-idle", _first(*LOOP), 1.8, PER_GPU, ""),
+    Goal("13", "loop, LoRA, fp8 base, trainers alone, 2 GPUs", "loop-base-only", _first(*LOOP), 2.3, PER_GPU, ""),
+    Goal("14", "the same, CFG 4", "loop-base-cfg", _first(*LOOP), 1.1, PER_GPU, ""),
+    Goal("15", "13 with a tail of 3 steps", "loop-base-flash", _first(*LOOP), 2.8, PER_GPU, ""),
+    Goal("16", "13 on 1 GPU", "loop-base-one", _first(*LOOP), 2.19, PER_GPU, "95 % of 13"),
+    Goal("17", "services / one process, fp8 base", "loop-base-compare", _first("ratio"), 0.97, "", ""),
 )
 
 

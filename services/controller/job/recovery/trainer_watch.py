@@ -60,8 +60,8 @@ class TrainerWatch:
         await job.emit(ev.TrainerLost())
 
     async def ended(self) -> None:
-        """The trainer is gone. Its last words are read before the next one starts, which clears them; calls that hear
-        of its end later are told."""
+        """The trainer is gone. Reads its last words before the next one starts, which clears them, for calls that hear
+        of its end later."""
         if words := await self._job.trainer.termination_message():
             self._accuse(f"the trainer ended: {words}")
 
