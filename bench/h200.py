@@ -26,6 +26,11 @@ Full training, on two H200s and on four:
 
     --only full2                                     updates: checkpointing full and selective, plain and float8
     --only loop-full,loop-full-fp8                   the loop, plain and float8
+
+Publishing, on four H200s: a rank's masters of full training need 82 GB.
+
+    --only publish,publish-3                         to one receiver and to three
+    --only check                                     a receiver killed in a broadcast, of one and of three
 """
 
 from __future__ import annotations
@@ -188,6 +193,7 @@ MEASUREMENTS = (
         ranks=2,
     ),
     Measurement("publish", "publish", 3, 300, "bench.speed.publish --ranks 1 2"),
+    Measurement("publish-3", "publish", 4, 300, "bench.speed.publish --receivers 3"),
     Measurement("gap", "gap", 1, 300, "bench.speed.gap"),
     Measurement(
         "gap-omni", "gap", 1, 400, "bench.speed.gap --variants vllm-omni,vllm-omni-compiled,vllm-omni-fp8", tiny=None
@@ -251,7 +257,8 @@ MEASUREMENTS = (
     Measurement("proof-full", "proof", 2, 420, f"{PROOF} --recipe tiny_ocr_full", tiny=None),
     Measurement("proof-lora-cpu", "proof-cpu", 1, 1200, f"{PROOF} --recipe tiny_ocr --cpu", tiny=""),
     Measurement("proof-full-cpu", "proof-cpu", 1, 1200, f"{PROOF} --recipe tiny_ocr_full --cpu", tiny=""),
-    Measurement("publish-check", "check", 2, 120, "bench.speed.publish --self-check"),
+    Measurement("publish-check", "check", 2, 300, "bench.speed.publish --self-check"),
+    Measurement("publish-check-3", "check", 4, 300, "bench.speed.publish --self-check --receivers 3"),
 )
 
 

@@ -67,6 +67,7 @@ GOALS = (
     Goal("5", "loop, LoRA, CFG 4, 1 + 1 GPUs", "loop-lora-cfg", _first(*LOOP), 0.65, PER_GPU, "published 0.305"),
     Goal("6", "loop, full, no CFG, 2 + 2 GPUs", "loop-full", _first(*LOOP), 1.1, PER_GPU, "published 0.510"),
     Goal("7", "publish 41 GB, verified", "publish", _verified("full"), 0.8, "s", "naive 0.41 on 4 GPUs", True),
+    Goal("7 (3 replicas)", "publish 41 GB, verified", "publish-3", _verified("full"), 0.45, "s", "", True),
     Goal("8", "publish LoRA r64, verified", "publish", _verified("LoRA"), 0.5, "s", "", True),
     Goal("9", "services / one process", "loop-compare", _first("ratio"), 0.95, "", ""),
     Goal("10", "rollout, no CFG, fp8 base", "rollout-base", _service("images_per_s"), 4.2, IMAGES, ""),
@@ -337,8 +338,18 @@ def scaling(rows: Rows) -> str:
 
 
 def published(rows: Rows) -> str:
-    figures = rows["publish"]["figures"] if "publish" in rows else []
-    return table([*figures[0]], [[*map(str, it.values())] for it in figures]) if figures else "Not measured."
+    """Weight updates by their receivers; then the kills of a receiver, where they are measured."""
+    header = ["model", "trainer ranks", "receivers", "GB", "sender s", "verified s", "GB/s"]
+    tables = [_publish_table(rows, ("publish", "publish-3"), header)]
+    header = [*header[:4], "sender free s", "verified again s"]
+    tables.append(_publish_table(rows, ("publish-check", "publish-check-3"), header))
+    return "\n\n".join(filter(None, tables)) or "Not measured."
+
+
+def _publish_table(rows: Rows, names: Sequence[str], header: list[str]) -> str:
+    """Rows that do not name their receivers have one."""
+    figures = [{"receivers": "1", **it} for name in names if name in rows for it in rows[name]["figures"]]
+    return table(header, [[str(it[column]) for column in header] for it in figures]) if figures else ""
 
 
 BASE_LOOPS = ("only", "idle", "cfg", "cfg-one", "flash", "flash-one", "one", "h100", "compare")

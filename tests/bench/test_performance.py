@@ -15,7 +15,7 @@ from bench import h200
 from bench.h200 import Measurement, code_version, run_all, select, share_cores
 from bench.learning.proof import seeds_after
 from bench.performance import PAGE, RESULTS, figures_in, read_all, take
-from bench.performance_tables import GOALS, engine_of, machine, parts, proofs, summary
+from bench.performance_tables import GOALS, engine_of, machine, parts, proofs, published, summary
 from bench.speed.gap import VARIANTS
 from bench.speed.loop.figures import loop_figures, policy_version, rollout_busy_s
 from docs.generate.markdown import outdated, rewrite
@@ -119,6 +119,26 @@ def test_the_summary_says_what_is_met(tmp_path: Path) -> None:
 
 def test_the_page_is_made_of_the_results() -> None:
     assert outdated(ROOT / PAGE, parts(read_all(ROOT / RESULTS))) == []
+
+
+def test_weight_updates_are_listed_by_their_receivers(tmp_path: Path) -> None:
+    head = "| model | trainer ranks | GB | sender s | verified s | GB/s |"
+    one = [head, "|---|---|---|---|---|---|", "| full | 1 | 40.9 | 0.1 | 0.2 | 258 |"]
+    three = [head.replace("| GB |", "| receivers | GB |"), "|---|", "| full | 1 | 3 | 40.9 | 0.3 | 0.4 | 102 |"]
+    header = "| model | trainer ranks | receivers | GB | sender free s | verified again s |"
+    killed = ["hashes are equal", header, "|---|", "| full | 1 | 3 | 40.9 | 0.5 | 0.6 |"]
+    take(measured(publish=one, publish_3=three, publish_check_3=killed), tmp_path)
+    assert published(read_all(tmp_path)).splitlines() == [
+        "| model | trainer ranks | receivers | GB | sender s | verified s | GB/s |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| full | 1 | 1 | 40.9 | 0.1 | 0.2 | 258 |",
+        "| full | 1 | 3 | 40.9 | 0.3 | 0.4 | 102 |",
+        "",
+        "| model | trainer ranks | receivers | GB | sender free s | verified again s |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| full | 1 | 3 | 40.9 | 0.5 | 0.6 |",
+    ]
+    assert published({}) == "Not measured."
 
 
 def test_a_variant_of_the_gap_has_its_engine() -> None:

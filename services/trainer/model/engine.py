@@ -25,7 +25,7 @@ from flowfleet.models.empty import cast_persistent_buffers
 from flowfleet.models.registry import family_of
 from flowfleet.planning.replicas import replicates
 from flowfleet.process.service import usable_cpus
-from flowfleet.proto.rollout_pb2 import LoraSpec, ModelSpec
+from flowfleet.proto.rollout_pb2 import Bucket, LoraSpec, ModelSpec
 from flowfleet.quantization import layers
 from flowfleet.seeds import derive_seed
 from flowfleet.weights import lora, weights
@@ -165,6 +165,11 @@ class Engine:
             expert.set_requires_gradient_sync(is_last)
         if self.replicates:
             expert.set_reshard_after_backward(is_last)
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets that `gather` fills, without its memory."""
+        return weights.make_buckets(weights.specs_of(self.trained, self.dtype))
 
     def gather(self, *, evaluated: bool = False) -> Gather:
         """What is published, in `model.dtype`, to be gathered bucket by bucket: the weights that sample, or those that

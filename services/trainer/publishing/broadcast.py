@@ -20,7 +20,6 @@ from flowfleet.errors import FlowfleetError
 from flowfleet.hardware import devices
 from flowfleet.proto import rollout_pb2
 from flowfleet.proto.trainer_pb2 import PublishWeightsRequest
-from flowfleet.weights import weights
 from flowfleet.weights.transfer import GroupBroken, TransferMember, TransferStore
 from services.trainer.commands import Command, Kind
 from services.trainer.publishing.replicas import Phase, ReplicaClient, ReplicaFailure, failures, messages
@@ -126,7 +125,7 @@ class Broadcaster:
         await _done(
             Phase(clients, lambda client: client.start(job.job_id, request.version, evaluated=request.evaluated))
         )
-        source = rollout_pb2.Broadcast(group_id=group.group_id, buckets=_buckets(job))
+        source = rollout_pb2.Broadcast(group_id=group.group_id, buckets=job.engine.buckets)
         update = rollout_pb2.UpdateWeightsRequest(
             job_id=job.job_id, version=request.version, evaluated=request.evaluated, broadcast=source
         )
@@ -218,10 +217,6 @@ def common_backend(device: torch.device, replicas: Iterable[rollout_pb2.RolloutS
         kinds.append(status.device.partition(":")[0])
         ids.append(status.device_id)
     return devices.backend(device) if len(set(kinds)) == 1 and all(ids) and len(set(ids)) == len(ids) else "gloo"
-
-
-def _buckets(job: Job) -> list[rollout_pb2.Bucket]:
-    return weights.make_buckets(weights.specs_of(job.engine.trained, job.engine.dtype))
 
 
 async def _done(phase: Phase) -> None:

@@ -157,11 +157,11 @@ def _response(
         bytes=published.bytes if published else 0,
         seconds=seconds,
         drain_seconds=max((client.drain_s for client in clients), default=0.0),
-        update_seconds=_update_seconds(clients),
+        update_seconds=update_seconds(clients),
     )
 
 
-def _update_seconds(clients: list[ReplicaClient]) -> float:
+def update_seconds(clients: list[ReplicaClient]) -> float:
     """From the last replica's pause to the last one's verified version, of those that got there."""
     done = [(c.paused_at, c.verified_at) for c in clients if c.paused_at is not None and c.verified_at is not None]
     return max(verified for _, verified in done) - max(paused for paused, _ in done) if done else 0.0

@@ -154,7 +154,7 @@ class Fleet:
         return Published(3, {"w": 1}, 4)
 
     def publish(self, model: Any) -> tuple[Published | None, dict[str, str]]:
-        engine = SimpleNamespace(trained={"w": torch.zeros(1)}, dtype=torch.float32)
+        engine = SimpleNamespace(buckets=[])
         job: Any = SimpleNamespace(job_id="j", spec=make_spec(model), engine=engine)
         failed: dict[str, str] = {}
         request = PublishWeightsRequest(job_id="j", version=3)
@@ -215,7 +215,7 @@ async def test_an_adapter_that_no_broadcast_delivers_goes_as_a_blob(
     by_name = {client.replica_id: client for client in clients}
     monkeypatch.setattr(publish, "ReplicaClient", lambda replica, deadline, attempt: by_name[replica.replica_id])
     monkeypatch.setattr(Broadcaster, "backend", lambda self, clients: "nccl")
-    engine = SimpleNamespace(trained={"w": torch.zeros(1)}, dtype=torch.float32, is_lora=True)
+    engine = SimpleNamespace(buckets=[], is_lora=True)
     record = SimpleNamespace(applied=3)
     checkpoints = SimpleNamespace(fence=SimpleNamespace(attempt=1))
     fleet.worker.job = SimpleNamespace(
